@@ -1,0 +1,1 @@
+"""Owns nothing itself: each modeling file stands alone."""

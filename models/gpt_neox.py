@@ -1,0 +1,173 @@
+"""Owns GPT-NeoX (arXiv:2204.06745): parallel residual, partial RoPE, LayerNorm, biases; Hugging Face's names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from transformers import GPTNeoXConfig
+
+from nxd_memopt.config import MemoryConfig, ParallelConfig, require_divisible
+from nxd_memopt.memory import apply_recompute
+from nxd_memopt.modules.attention import CoreAttention, merge_heads, split_heads
+from nxd_memopt.modules.causal_lm import ParallelCausalLM, RopeTables, modules_by_name, resolve_memory
+from nxd_memopt.modules.dropout import ParallelDropout
+from nxd_memopt.modules.factory import LayerFactory, resolve_parallel
+from nxd_memopt.modules.mlp import Activation
+from nxd_memopt.ops.rope import apply_rope
+
+SHARDING = {
+    "embed_in": "vocab",
+    "query_key_value": "column",
+    "dense": "row",
+    "dense_h_to_4h": "column",
+    "dense_4h_to_h": "row",
+    "input_layernorm": "replicated",
+    "post_attention_layernorm": "replicated",
+    "final_layer_norm": "replicated",
+    "lm_head": "vocab",
+}
+"""How each module's parameters are split over the tensor-parallel ranks; values of ``modules.factory.SHARDINGS``."""
+
+
+class GPTNeoXAttention(nn.Module):
+    """``[B, S, H] -> [B, S, H]``; under sequence parallelism ``[s, B, H] -> [s, B, H]``.
+
+    The rows of ``query_key_value`` are ``[q, k, v]`` of head 0, of head 1, and so on: contiguous shards hold whole heads.
+    """
+
+    def __init__(self, config: GPTNeoXConfig, factory: LayerFactory, memory: MemoryConfig) -> None:
+        super().__init__()
+        hidden, bias = config.hidden_size, config.attention_bias
+        self.head_dim = hidden // config.num_attention_heads
+        self.query_key_value = factory.linear("query_key_value", hidden, 3 * hidden, bias=bias)
+        self.dense = factory.linear("dense", hidden, hidden, bias=bias)
+        self.core_attn = CoreAttention(
+            attention_backend=memory.attention_backend,
+            dropout=config.attention_dropout,
+            sharded=factory.parallel.tensor_model_parallel_size > 1,
+        )
+        self.sequence_first = factory.parallel.sequence_parallel_enabled
+
+    def forward(self, hidden: Tensor, rope: RopeTables, mask: Tensor | None) -> Tensor:
+        qkv = split_heads(self.query_key_value(hidden), 3 * self.head_dim, sequence_first=self.sequence_first)
+        query, key, value = qkv.chunk(3, dim=-1)  # [B, h/T, S, d] each
+        query, key = apply_rope(query, *rope), apply_rope(key, *rope)
+        context = self.core_attn(query, key, value, mask)
+        return self.dense(merge_heads(context, sequence_first=self.sequence_first))
+
+
+class GPTNeoXMLP(nn.Module):
+    """``dense_4h_to_h(act(dense_h_to_4h(x)))``; shapes as ``GPTNeoXAttention``."""
+
+    def __init__(self, config: GPTNeoXConfig, factory: LayerFactory) -> None:
+        super().__init__()
+        hidden, width = config.hidden_size, config.intermediate_size
+        self.dense_h_to_4h = factory.linear("dense_h_to_4h", hidden, width, bias=True)
+        self.dense_4h_to_h = factory.linear("dense_4h_to_h", width, hidden, bias=True)
+        self.act = Activation(config.hidden_act)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.dense_4h_to_h(self.act(self.dense_h_to_4h(hidden)))
+
+
+class GPTNeoXLayer(nn.Module):
+    def __init__(self, config: GPTNeoXConfig, factory: LayerFactory, memory: MemoryConfig) -> None:
+        super().__init__()
+        self.use_parallel_residual = config.use_parallel_residual
+        self.input_layernorm = factory.layer_norm(config.hidden_size, config.layer_norm_eps)
+        self.post_attention_layernorm = factory.layer_norm(config.hidden_size, config.layer_norm_eps)
+        self.attention = GPTNeoXAttention(config, factory, memory)
+        self.mlp = GPTNeoXMLP(config, factory)
+        sharded = factory.parallel.sequence_parallel_enabled
+        self.post_attention_dropout = ParallelDropout(config.hidden_dropout, sharded=sharded)
+        self.post_mlp_dropout = ParallelDropout(config.hidden_dropout, sharded=sharded)
+
+    def forward(self, hidden: Tensor, rope: RopeTables, mask: Tensor | None) -> Tensor:
+        attended = self.post_attention_dropout(self.attention(self.input_layernorm(hidden), rope, mask))
+        if self.use_parallel_residual:
+            expanded = self.post_mlp_dropout(self.mlp(self.post_attention_layernorm(hidden)))
+            return expanded + attended + hidden
+        attended = attended + hidden
+        return self.post_mlp_dropout(self.mlp(self.post_attention_layernorm(attended))) + attended
+
+
+class GPTNeoXModel(nn.Module):
+    def __init__(self, config: GPTNeoXConfig, factory: LayerFactory, memory: MemoryConfig) -> None:
+        super().__init__()
+        self.embed_in = factory.embedding("embed_in", config.vocab_size, config.hidden_size, None)
+        sharded = factory.parallel.sequence_parallel_enabled
+        self.emb_dropout = ParallelDropout(config.hidden_dropout, sharded=sharded)
+        self.layers = nn.ModuleList(GPTNeoXLayer(config, factory, memory) for _ in range(config.num_hidden_layers))
+        self.final_layer_norm = factory.layer_norm(config.hidden_size, config.layer_norm_eps)
+
+    def forward(self, input_ids: Tensor, rope: RopeTables, mask: Tensor | None) -> Tensor:
+        hidden = self.emb_dropout(self.embed_in(input_ids))  # [B, S, H] or [s, B, H]
+        for layer in self.layers:
+            hidden = layer(hidden, rope, mask)
+        return self.final_layer_norm(hidden)
+
+
+class GPTNeoXForCausalLM(ParallelCausalLM):
+    """GPT-NeoX with a language-model head; arguments and errors as ``LlamaForCausalLM``'s."""
+
+    def __init__(
+        self,
+        config: GPTNeoXConfig,
+        *,
+        parallel: ParallelConfig | None = None,
+        memory: MemoryConfig | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        wants_sequence = getattr(config, "sequence_parallel_enabled", False)
+        parallel = resolve_parallel(parallel, sequence_parallel_enabled=wants_sequence)
+        memory = resolve_memory(memory, config)
+        _check_config(config, parallel.tensor_model_parallel_size)
+        head_dim = config.hidden_size // config.num_attention_heads
+        rotary_dim = int(head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
+        super().__init__(config, parallel=parallel, memory=memory, rotary_dim=rotary_dim)
+        dtype = dtype or torch.get_default_dtype()
+        factory = LayerFactory(SHARDING, parallel, config.initializer_range, dtype, device)
+        self.gpt_neox = GPTNeoXModel(config, factory, memory)
+        head_factory = replace(factory, device="meta") if config.tie_word_embeddings else factory
+        self.lm_head = head_factory.column("lm_head", config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.tie_embeddings()
+        apply_recompute(self, memory)
+
+    def hidden_states(self, input_ids: Tensor, rope: RopeTables, mask: Tensor | None) -> Tensor:
+        return self.gpt_neox(input_ids, rope, mask)
+
+    def embedding_weight(self) -> nn.Parameter:
+        return self.gpt_neox.embed_in.weight
+
+    def decoder_layers(self) -> Sequence[nn.Module]:
+        return list(self.gpt_neox.layers)
+
+    def recompute_modules(self) -> Mapping[str, Sequence[nn.Module]]:
+        return modules_by_name(
+            self.decoder_layers(),
+            {
+                "core_attn": lambda layer: [layer.attention.core_attn],
+                "attn": lambda layer: [layer.attention],
+                "norm": lambda layer: [layer.input_layernorm, layer.post_attention_layernorm],
+                "mlp_act": lambda layer: [layer.mlp.act],
+                "mlp": lambda layer: [layer.mlp],
+            },
+        )
+
+
+def _check_config(config: GPTNeoXConfig, tensor_model_parallel_size: int) -> None:
+    heads, size = config.num_attention_heads, tensor_model_parallel_size
+    require_divisible("hidden_size", config.hidden_size, "num_attention_heads", heads)
+    require_divisible("num_attention_heads", heads, "tensor_model_parallel_size", size)
+    require_divisible("intermediate_size", config.intermediate_size, "tensor_model_parallel_size", size)
+    groups = getattr(config, "num_query_groups", None) or heads
+    if groups != heads:
+        raise ValueError(
+            f"num_query_groups {groups} differs from num_attention_heads {heads}: GPT-NeoX's fused query_key_value holds "
+            "one KV head for each query head; leave num_query_groups out"
+        )

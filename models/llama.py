@@ -1,0 +1,182 @@
+"""Owns LLaMA (1, 2, 3 and architectures alike): grouped-query attention, RoPE, RMSNorm, SwiGLU; Hugging Face's names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+
+from nxd_memopt.config import MemoryConfig, ParallelConfig, require_divisible
+from nxd_memopt.memory import apply_recompute
+from nxd_memopt.modules.attention import CoreAttention, merge_heads, split_heads
+from nxd_memopt.modules.causal_lm import ParallelCausalLM, RopeTables, modules_by_name, resolve_memory
+from nxd_memopt.modules.factory import LayerFactory, resolve_parallel
+from nxd_memopt.modules.mlp import GatedActivation
+from nxd_memopt.modules.qkv_linear import kv_size_multiplier
+from nxd_memopt.ops.rope import apply_rope
+from nxd_memopt.parallel_layers.layers import column_parallel_linears
+
+SHARDING = {
+    "embed_tokens": "vocab",
+    "q_proj": "column",
+    "k_proj": "kv_column",
+    "v_proj": "kv_column",
+    "o_proj": "row",
+    "gate_proj": "column",
+    "up_proj": "column",
+    "down_proj": "row",
+    "input_layernorm": "replicated",
+    "post_attention_layernorm": "replicated",
+    "norm": "replicated",
+    "lm_head": "vocab",
+}
+"""How each module's parameters are split over the tensor-parallel ranks; values of ``modules.factory.SHARDINGS``."""
+
+
+def num_kv_heads(config: LlamaConfig) -> int:
+    """g, from Megatron's ``num_query_groups`` where the config has it, else ``num_key_value_heads``.
+
+    Raises:
+        ValueError: g does not divide the query heads.
+    """
+    groups = getattr(config, "num_query_groups", None) or config.num_key_value_heads or config.num_attention_heads
+    require_divisible("num_attention_heads", config.num_attention_heads, "num_query_groups", groups)
+    return groups
+
+
+class LlamaAttention(nn.Module):
+    """``[B, S, H] -> [B, S, H]``; under sequence parallelism ``[s, B, H] -> [s, B, H]``."""
+
+    def __init__(self, config: LlamaConfig, factory: LayerFactory, memory: MemoryConfig) -> None:
+        super().__init__()
+        hidden, self.head_dim = config.hidden_size, config.head_dim or config.hidden_size // config.num_attention_heads
+        query_size, kv_size = config.num_attention_heads * self.head_dim, num_kv_heads(config) * self.head_dim
+        bias = config.attention_bias
+        self.q_proj = factory.column("q_proj", hidden, query_size, bias=bias)
+        self.k_proj = factory.column("k_proj", hidden, kv_size, bias=bias)
+        self.v_proj = factory.column("v_proj", hidden, kv_size, bias=bias)
+        self.o_proj = factory.linear("o_proj", query_size, hidden, bias=bias)
+        self.core_attn = CoreAttention(
+            attention_backend=memory.attention_backend,
+            dropout=config.attention_dropout or 0.0,
+            sharded=factory.parallel.tensor_model_parallel_size > 1,
+        )
+        self.sequence_first = factory.parallel.sequence_parallel_enabled
+
+    def forward(self, hidden: Tensor, rope: RopeTables, mask: Tensor | None) -> Tensor:
+        projected = column_parallel_linears(hidden, (self.q_proj, self.k_proj, self.v_proj))
+        query, key, value = (split_heads(x, self.head_dim, sequence_first=self.sequence_first) for x in projected)
+        query, key = apply_rope(query, *rope), apply_rope(key, *rope)
+        context = self.core_attn(query, key, value, mask)  # [B, h/T, S, d]
+        return self.o_proj(merge_heads(context, sequence_first=self.sequence_first))
+
+
+class LlamaMLP(nn.Module):
+    """``down(act(gate(x)) * up(x))``; shapes as ``LlamaAttention``."""
+
+    def __init__(self, config: LlamaConfig, factory: LayerFactory) -> None:
+        super().__init__()
+        hidden, width, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_proj = factory.column("gate_proj", hidden, width, bias=bias)
+        self.up_proj = factory.column("up_proj", hidden, width, bias=bias)
+        self.down_proj = factory.linear("down_proj", width, hidden, bias=bias)
+        self.act = GatedActivation(config.hidden_act)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        gate, up = column_parallel_linears(hidden, (self.gate_proj, self.up_proj))  # [..., F/T]
+        return self.down_proj(self.act(gate, up))
+
+
+class LlamaDecoderLayer(nn.Module):
+    def __init__(self, config: LlamaConfig, factory: LayerFactory, memory: MemoryConfig) -> None:
+        super().__init__()
+        self.self_attn = LlamaAttention(config, factory, memory)
+        self.mlp = LlamaMLP(config, factory)
+        self.input_layernorm = factory.rms_norm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = factory.rms_norm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, hidden: Tensor, rope: RopeTables, mask: Tensor | None) -> Tensor:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rope, mask)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class LlamaModel(nn.Module):
+    def __init__(self, config: LlamaConfig, factory: LayerFactory, memory: MemoryConfig) -> None:
+        super().__init__()
+        self.embed_tokens = factory.embedding(
+            "embed_tokens", config.vocab_size, config.hidden_size, config.pad_token_id
+        )
+        self.layers = nn.ModuleList(LlamaDecoderLayer(config, factory, memory) for _ in range(config.num_hidden_layers))
+        self.norm = factory.rms_norm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, input_ids: Tensor, rope: RopeTables, mask: Tensor | None) -> Tensor:
+        hidden = self.embed_tokens(input_ids)  # [B, S, H] or [s, B, H]
+        for layer in self.layers:
+            hidden = layer(hidden, rope, mask)
+        return self.norm(hidden)
+
+
+class LlamaForCausalLM(ParallelCausalLM):
+    """LLaMA with a language-model head.
+
+    Args:
+        config: Hugging Face's; ``num_query_groups`` is understood too.
+        parallel: default: T of the process groups; sequence parallelism as ``config.sequence_parallel_enabled`` says.
+        memory: default none; NxD's ``config.selective_activation_checkpointing_is_enabled`` is understood.
+        dtype: of parameters; default torch's.
+        device: of parameters; ``"meta"`` allocates and draws nothing.
+
+    Raises:
+        ValueError: heads, KV heads or MLP width that T does not divide, or T other than the process groups'.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        *,
+        parallel: ParallelConfig | None = None,
+        memory: MemoryConfig | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        wants_sequence = getattr(config, "sequence_parallel_enabled", False)
+        parallel = resolve_parallel(parallel, sequence_parallel_enabled=wants_sequence)
+        memory = resolve_memory(memory, config)
+        size = parallel.tensor_model_parallel_size
+        require_divisible("num_attention_heads", config.num_attention_heads, "tensor_model_parallel_size", size)
+        require_divisible("intermediate_size", config.intermediate_size, "tensor_model_parallel_size", size)
+        replicas = kv_size_multiplier(num_kv_heads(config), size)
+        head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
+        super().__init__(config, parallel=parallel, memory=memory, rotary_dim=head_dim)
+        dtype = dtype or torch.get_default_dtype()
+        factory = LayerFactory(SHARDING, parallel, config.initializer_range, dtype, device, replicas)
+        self.model = LlamaModel(config, factory, memory)
+        head_factory = replace(factory, device="meta") if config.tie_word_embeddings else factory
+        self.lm_head = head_factory.column("lm_head", config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.tie_embeddings()
+        apply_recompute(self, memory)
+
+    def hidden_states(self, input_ids: Tensor, rope: RopeTables, mask: Tensor | None) -> Tensor:
+        return self.model(input_ids, rope, mask)
+
+    def embedding_weight(self) -> nn.Parameter:
+        return self.model.embed_tokens.weight
+
+    def decoder_layers(self) -> Sequence[nn.Module]:
+        return list(self.model.layers)
+
+    def recompute_modules(self) -> Mapping[str, Sequence[nn.Module]]:
+        return modules_by_name(
+            self.decoder_layers(),
+            {
+                "core_attn": lambda layer: [layer.self_attn.core_attn],
+                "attn": lambda layer: [layer.self_attn],
+                "norm": lambda layer: [layer.input_layernorm, layer.post_attention_layernorm],
+                "mlp_act": lambda layer: [layer.mlp.act],
+                "mlp": lambda layer: [layer.mlp],
+            },
+        )

@@ -1,0 +1,18 @@
+"""Owns the package's lazy entry points: submodules are imported on first use, so the planner never imports torch."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+__version__ = "0.1.0"
+
+_SUBMODULES = ("backends", "checkpoint", "config", "memory", "models", "modules", "ops", "parallel_layers")
+
+__all__ = ["__version__", *_SUBMODULES]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name in _SUBMODULES:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,52 @@
+"""Owns the choice of the backend, made once, at import, and the reason for it."""
+
+from __future__ import annotations
+
+import difflib
+import os
+
+from nxd_memopt.backends.base import Backend, Completed, Pending
+from nxd_memopt.backends.cpu import CpuBackend
+from nxd_memopt.backends.cuda import CudaBackend
+
+BACKENDS: dict[str, type[Backend]] = {"cuda": CudaBackend, "cpu": CpuBackend}
+"""Known backends, in order of preference."""
+
+
+def select_backend(requested: str | None = None) -> tuple[Backend, str]:
+    """Return the backend and why it was chosen.
+
+    Args:
+        requested: a name from ``BACKENDS``, or ``None`` for the first one that this machine has.
+
+    Raises:
+        ValueError: for an unknown name, or for a backend that this machine lacks. There is no fallback.
+    """
+    if requested:
+        return _require_backend(requested), f"NXD_MEMOPT_BACKEND={requested}"
+    passed_over = []
+    for name, backend_class in BACKENDS.items():
+        reason = backend_class.unavailable_reason()
+        if reason is None:
+            return backend_class(), "; ".join([*passed_over, f"{name} is the best available"])
+        passed_over.append(f"no {name}: {reason}")
+    raise AssertionError("the CPU backend is always available")
+
+
+def _require_backend(name: str) -> Backend:
+    if name not in BACKENDS:
+        close = difflib.get_close_matches(name, BACKENDS, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known are {sorted(BACKENDS)}"
+        raise ValueError(f"NXD_MEMOPT_BACKEND {name!r} is not a backend: {hint}")
+    reason = BACKENDS[name].unavailable_reason()
+    if reason is not None:
+        raise ValueError(
+            f"NXD_MEMOPT_BACKEND={name} cannot be met: {reason}; "
+            "unset NXD_MEMOPT_BACKEND to use the best available backend"
+        )
+    return BACKENDS[name]()
+
+
+backend, BACKEND_REASON = select_backend(os.environ.get("NXD_MEMOPT_BACKEND"))
+
+__all__ = ["BACKENDS", "BACKEND_REASON", "Backend", "Completed", "Pending", "backend", "select_backend"]

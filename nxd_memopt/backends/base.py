@@ -1,0 +1,154 @@
+"""Owns the contract of a backend: everything that a device does differently from another."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+ContextPair = tuple[AbstractContextManager[None], AbstractContextManager[None]]
+
+
+class Pending(Protocol):
+    """A collective under way. ``wait()`` returns its result and may be called once."""
+
+    def wait(self) -> Tensor: ...
+
+
+class Completed:
+    """A ``Pending`` that has its result already: what a device without asynchronous collectives returns."""
+
+    def __init__(self, result: Tensor) -> None:
+        self._result = result
+
+    def wait(self) -> Tensor:
+        return self._result
+
+
+class Backend(ABC):
+    """One device family.
+
+    Collectives work along dim 0, return new tensors and never write to their input. A group of ``None`` or of size 1
+    returns its input. Reductions run in the input's dtype.
+    """
+
+    name: str
+    distributed_backend: str
+    device: torch.device
+    attention_implementations: tuple[str, ...]
+    """Names understood by ``ops.attention``, best first."""
+
+    @classmethod
+    @abstractmethod
+    def unavailable_reason(cls) -> str | None:
+        """Return why this machine cannot use the backend, or ``None`` if it can."""
+
+    # Processes and groups
+
+    @abstractmethod
+    def init_process_group(self, **kwargs: Any) -> None:
+        """Join the world that torchrun's environment describes; without one, stay a single process."""
+
+    @abstractmethod
+    def new_group(self, rank_groups: Sequence[Sequence[int]]) -> ProcessGroup | None:
+        """Create all of ``rank_groups`` (every rank passes the same partition of the world) and return this rank's."""
+
+    def device_order(self, world_size: int, tensor_model_parallel_size: int) -> list[int]:
+        """Global ranks in the order in which tensor-parallel groups take them; neighbours share the fastest links."""
+        del tensor_model_parallel_size
+        return list(range(world_size))
+
+    @abstractmethod
+    def group_size(self, group: ProcessGroup | None) -> int: ...
+
+    @abstractmethod
+    def group_rank(self, group: ProcessGroup | None) -> int | Tensor:
+        """This rank in ``group``: a 0-dim device tensor where all ranks must trace one graph, otherwise an int."""
+
+    @abstractmethod
+    def shard(self, tensor: Tensor, dim: int, group: ProcessGroup | None) -> Tensor:
+        """This rank's chunk of ``tensor`` along ``dim``, which the group's size divides; may share its storage."""
+
+    # Collectives
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor, group: ProcessGroup | None, op: str = "sum") -> Tensor:
+        """Reduce with ``"sum"``, ``"max"`` or ``"min"``."""
+
+    @abstractmethod
+    def all_gather(self, tensor: Tensor, group: ProcessGroup | None) -> Tensor:
+        """``[n, ...] -> [n * size, ...]``, in rank order."""
+
+    @abstractmethod
+    def reduce_scatter(self, tensor: Tensor, group: ProcessGroup | None) -> Tensor:
+        """``[n, ...] -> [n / size, ...]``: this rank's chunk of the sum."""
+
+    @abstractmethod
+    def all_to_all(self, tensor: Tensor, group: ProcessGroup | None) -> Tensor:
+        """Send equal chunk ``i`` of dim 0 to rank ``i``; receive in rank order. Same shape."""
+
+    def all_reduce_async(self, tensor: Tensor, group: ProcessGroup | None) -> Pending:
+        return Completed(self.all_reduce(tensor, group))
+
+    def all_gather_async(self, tensor: Tensor, group: ProcessGroup | None) -> Pending:
+        return Completed(self.all_gather(tensor, group))
+
+    def reduce_scatter_async(self, tensor: Tensor, group: ProcessGroup | None) -> Pending:
+        return Completed(self.reduce_scatter(tensor, group))
+
+    # Random state of the device's default generator
+
+    @abstractmethod
+    def manual_seed(self, seed: int) -> None: ...
+
+    @abstractmethod
+    def get_rng_state(self) -> Tensor: ...
+
+    @abstractmethod
+    def set_rng_state(self, state: Tensor) -> None: ...
+
+    # Execution and memory
+
+    def mark_step(self) -> None:
+        """End the step: a device that records graphs lazily runs what it recorded."""
+        return
+
+    def synchronize(self) -> None:
+        """Wait until the device has finished its work."""
+        return
+
+    @abstractmethod
+    def memory_allocated(self) -> int:
+        """Bytes in use now."""
+
+    @abstractmethod
+    def max_memory_allocated(self) -> int:
+        """Peak bytes since the last reset."""
+
+    @abstractmethod
+    def reset_peak_memory_stats(self) -> None: ...
+
+    def optimization_barrier(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return ``tensors`` so that a compiler cannot merge work behind the barrier with work before it."""
+        return list(tensors)
+
+    @abstractmethod
+    def checkpoint(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        context_fn: Callable[[], ContextPair] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run ``function``, keep only its inputs, and run it again in backward with the same random numbers.
+
+        ``context_fn`` returns one context manager for the forward pass and one for the recomputation.
+        """
+
+    @abstractmethod
+    def compile(self, function: Callable[..., Any]) -> Callable[..., Any]: ...

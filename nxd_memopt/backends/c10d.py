@@ -1,0 +1,119 @@
+"""Owns what devices with native torch.distributed collectives share: groups, collectives and checkpointing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.utils.checkpoint import checkpoint, noop_context_fn
+
+from nxd_memopt.backends.base import Backend, Completed, ContextPair, Pending
+
+_REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+class _Work:
+    """A started torch.distributed collective; keeps its input alive until it has been read."""
+
+    def __init__(self, work: dist.Work | None, source: Tensor, result: Tensor) -> None:
+        self._work, self._source, self._result = work, source, result
+
+    def wait(self) -> Tensor:
+        if self._work is not None:
+            self._work.wait()
+        return self._result
+
+
+class C10dBackend(Backend):
+    """A device whose collectives torch.distributed runs eagerly, with asynchronous handles."""
+
+    def init_process_group(self, **kwargs: Any) -> None:
+        if dist.is_initialized() or "RANK" not in os.environ:
+            return
+        try:
+            dist.init_process_group(self.distributed_backend, **kwargs)
+        except dist.DistNetworkError as error:
+            if "EADDRINUSE" not in str(error) and "address already in use" not in str(error).lower():
+                raise
+            port = os.environ.get("MASTER_PORT")
+            raise ValueError(
+                f"MASTER_PORT {port} is in use by another program: pass another --master_port to torchrun"
+            ) from error
+
+    def new_group(self, rank_groups: Sequence[Sequence[int]]) -> ProcessGroup | None:
+        mine = None
+        for ranks in rank_groups:
+            group = dist.new_group(list(ranks))
+            if dist.get_rank() in ranks:
+                mine = group
+        return mine
+
+    def group_size(self, group: ProcessGroup | None) -> int:
+        return 1 if group is None else group.size()
+
+    def group_rank(self, group: ProcessGroup | None) -> int | Tensor:
+        return 0 if group is None else group.rank()
+
+    def shard(self, tensor: Tensor, dim: int, group: ProcessGroup | None) -> Tensor:
+        size = self.group_size(group)
+        length = tensor.size(dim) // size
+        return tensor if size == 1 else tensor.narrow(dim, int(self.group_rank(group)) * length, length)
+
+    def all_reduce(self, tensor: Tensor, group: ProcessGroup | None, op: str = "sum") -> Tensor:
+        if self.group_size(group) == 1:
+            return tensor
+        result = tensor.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(result, op=_REDUCE_OPS[op], group=group)
+        return result
+
+    def all_gather(self, tensor: Tensor, group: ProcessGroup | None) -> Tensor:
+        return self.all_gather_async(tensor, group).wait()
+
+    def reduce_scatter(self, tensor: Tensor, group: ProcessGroup | None) -> Tensor:
+        return self.reduce_scatter_async(tensor, group).wait()
+
+    def all_to_all(self, tensor: Tensor, group: ProcessGroup | None) -> Tensor:
+        if self.group_size(group) == 1:
+            return tensor
+        result = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(result, tensor.contiguous(), group=group)
+        return result
+
+    def all_reduce_async(self, tensor: Tensor, group: ProcessGroup | None) -> Pending:
+        if self.group_size(group) == 1:
+            return Completed(tensor)
+        result = tensor.clone(memory_format=torch.contiguous_format)
+        return _Work(dist.all_reduce(result, group=group, async_op=True), tensor, result)
+
+    def all_gather_async(self, tensor: Tensor, group: ProcessGroup | None) -> Pending:
+        size = self.group_size(group)
+        if size == 1:
+            return Completed(tensor)
+        source = tensor.contiguous()
+        result = source.new_empty((source.size(0) * size, *source.shape[1:]))
+        return _Work(dist.all_gather_into_tensor(result, source, group=group, async_op=True), source, result)
+
+    def reduce_scatter_async(self, tensor: Tensor, group: ProcessGroup | None) -> Pending:
+        size = self.group_size(group)
+        if size == 1:
+            return Completed(tensor)
+        source = tensor.contiguous()
+        result = source.new_empty((source.size(0) // size, *source.shape[1:]))
+        return _Work(dist.reduce_scatter_tensor(result, source, group=group, async_op=True), source, result)
+
+    def checkpoint(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        context_fn: Callable[[], ContextPair] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        return checkpoint(function, *args, use_reentrant=False, context_fn=context_fn or noop_context_fn, **kwargs)
+
+    def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return torch.compile(function)

@@ -1,0 +1,57 @@
+"""Owns the CPU backend: gloo collectives, and the process's resident set as its memory figures."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nxd_memopt.backends.c10d import C10dBackend
+
+
+class CpuBackend(C10dBackend):
+    """Any CPU. Memory figures are the whole process's resident bytes, from Linux's /proc where it exists."""
+
+    name = "cpu"
+    distributed_backend = "gloo"
+    attention_implementations = ("sdpa", "math")
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+
+    @classmethod
+    def unavailable_reason(cls) -> str | None:
+        return None
+
+    def manual_seed(self, seed: int) -> None:
+        torch.default_generator.manual_seed(seed)
+
+    def get_rng_state(self) -> Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: Tensor) -> None:
+        torch.set_rng_state(state)
+
+    def memory_allocated(self) -> int:
+        return _resident_bytes("VmRSS")
+
+    def max_memory_allocated(self) -> int:
+        return _resident_bytes("VmHWM")
+
+    def reset_peak_memory_stats(self) -> None:
+        """Restart the peak from the present figure, where the kernel allows it (Linux 4.0 and newer)."""
+        clear_refs = Path("/proc/self/clear_refs")
+        if clear_refs.exists():
+            clear_refs.write_text("5", encoding="ascii")
+
+
+def _resident_bytes(field: str) -> int:
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    for line in status.read_text(encoding="ascii", errors="replace").splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {field}")

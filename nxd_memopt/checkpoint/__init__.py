@@ -1,0 +1,18 @@
+"""Sharded training checkpoints and import from and export to Hugging Face directories."""
+
+from nxd_memopt.checkpoint.exporting import save_pretrained
+from nxd_memopt.checkpoint.importing import load_config, load_pretrained
+from nxd_memopt.checkpoint.training import find_latest, load_training_state, require_writable, save_training_state
+from nxd_memopt.parallel_layers.checkpointing import gather_full_tensor, local_slice
+
+__all__ = [
+    "find_latest",
+    "gather_full_tensor",
+    "load_config",
+    "load_pretrained",
+    "load_training_state",
+    "local_slice",
+    "require_writable",
+    "save_pretrained",
+    "save_training_state",
+]

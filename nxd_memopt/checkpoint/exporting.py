@@ -1,0 +1,196 @@
+"""Owns writing a model as a Hugging Face directory that transformers loads."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from nxd_memopt.checkpoint.directories import flush_to_disk, incomplete_path, replace_directory, restore_interrupted
+from nxd_memopt.checkpoint.files import WEIGHTS, WEIGHTS_INDEX
+from nxd_memopt.checkpoint.names import named_tensors
+from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.parallel_layers.checkpointing import (
+    full_shape,
+    gather_full_tensor,
+    is_model_replica_zero,
+    raise_together,
+)
+
+MAX_SHARD_SIZE_BYTES = 5 * 2**30
+_WEIGHT_FILE = re.compile(r"(pytorch_)?model(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
+
+Shards = dict[str, dict[str, Tensor]]
+"""File name to stored name to parameter."""
+
+
+def save_pretrained(
+    model: torch.nn.Module,
+    directory: str | Path,
+    *,
+    max_shard_size_bytes: int = MAX_SHARD_SIZE_BYTES,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write ``model`` as safetensors with its config, for ``AutoModelForCausalLM.from_pretrained``. Every rank calls.
+
+    The first data-parallel replica gathers one file's parameters at a time on its first rank, which writes: its host
+    needs ``max_shard_size_bytes``, each device of the replica one full parameter. The files are written next to
+    ``directory`` and renamed when complete. An earlier export in ``directory`` is replaced then; other files in it (a
+    tokenizer) stay.
+
+    Args:
+        model: with ``config``, and ``generation_config`` if it has one.
+        directory: must be absent, empty, or an export (it has ``config.json``) without subdirectories.
+        max_shard_size_bytes: upper bound of a file, unless one parameter alone is larger.
+        dtype: dtype of the floating-point weights on disk; default: the parameters' own.
+
+    Raises:
+        ValueError, OSError: on every rank, when that rank cannot write; an earlier export is left as it was.
+    """
+    target = Path(directory).resolve()
+    task = f"exporting to {target}"
+    writes = is_model_replica_zero() and parallel_state.get_tensor_model_parallel_rank() == 0
+    with raise_together(task):
+        shards = plan_shards(model, max_shard_size_bytes, dtype)
+        if writes:
+            _prepare(target, _total_bytes(shards, dtype))
+    try:
+        for file_name, params in shards.items():
+            tensors = _gather(params, dtype)
+            with raise_together(task):
+                if writes:
+                    _write_shard(incomplete_path(target) / file_name, tensors)
+        with raise_together(task):
+            if writes:
+                _finish(model, target, shards, dtype)
+    finally:
+        if writes:
+            shutil.rmtree(incomplete_path(target), ignore_errors=True)
+
+
+def plan_shards(model: torch.nn.Module, max_shard_size_bytes: int, dtype: torch.dtype | None) -> Shards:
+    """Distribute the model's tensors over files, in order; the same on every rank.
+
+    Raises:
+        ValueError: when a parameter has no values yet (meta device) or the size is not positive.
+    """
+    if max_shard_size_bytes < 1:
+        raise ValueError(f"max_shard_size_bytes must be at least 1, got {max_shard_size_bytes}")
+    groups: list[dict[str, Tensor]] = [{}]
+    room = max_shard_size_bytes
+    for entry in named_tensors(model):
+        if entry.tensor.is_meta:
+            raise ValueError(f"{entry.names[0]} is on the meta device: load or initialize the model before saving it")
+        size_bytes = _full_bytes(entry.tensor, dtype)
+        if size_bytes > room and groups[-1]:
+            groups.append({})
+            room = max_shard_size_bytes
+        groups[-1][_stored_name(model, entry.names[0])] = entry.tensor
+        room -= size_bytes
+    if len(groups) == 1:
+        return {WEIGHTS: groups[0]}
+    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, start=1)}
+
+
+def _stored_name(model: torch.nn.Module, name: str) -> str:
+    """GPT-NeoX's output head is ``embed_out`` on disk, which every version of transformers reads."""
+    if name == "lm_head.weight" and getattr(getattr(model, "config", None), "model_type", "") == "gpt_neox":
+        return "embed_out.weight"
+    return name
+
+
+def _stored_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+
+def _full_bytes(tensor: Tensor, dtype: torch.dtype | None) -> int:
+    return math.prod(full_shape(tensor)) * _stored_dtype(tensor, dtype).itemsize
+
+
+def _total_bytes(shards: Shards, dtype: torch.dtype | None) -> int:
+    return sum(_full_bytes(tensor, dtype) for params in shards.values() for tensor in params.values())
+
+
+def _gather(params: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Return the full tensors on tensor-parallel rank 0 of the first replica, nothing elsewhere."""
+    if not is_model_replica_zero():
+        return {}
+    gathered = {name: gather_full_tensor(param, dtype=_stored_dtype(param, dtype)) for name, param in params.items()}
+    return {name: tensor for name, tensor in gathered.items() if tensor is not None}
+
+
+def _prepare(target: Path, total_bytes: int) -> None:
+    """Make sure of the place, and create the directory to write into."""
+    restore_interrupted(target)
+    _require_replaceable(target)
+    try:
+        incomplete_path(target).mkdir(parents=True)
+    except OSError as error:
+        raise ValueError(f"cannot write {target}: {error}: choose a directory that this user can create") from error
+    free_bytes = shutil.disk_usage(incomplete_path(target)).free
+    if free_bytes < total_bytes:
+        shutil.rmtree(incomplete_path(target))
+        raise ValueError(
+            f"the export needs {total_bytes} bytes but {target.parent} has {free_bytes} left: "
+            "free disk space, choose another directory or a smaller dtype"
+        )
+
+
+def _require_replaceable(target: Path) -> None:
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise ValueError(f"{target} is a file: pass a directory")
+    content = list(target.iterdir())
+    if content and not (target / "config.json").is_file():
+        raise ValueError(f"{target} is neither empty nor an export (no config.json): choose another directory")
+    subdirectories = [path.name for path in content if path.is_dir()]
+    if subdirectories:
+        raise ValueError(
+            f"{target} has the subdirectories {subdirectories[:5]}, which replacing it would remove: "
+            "choose another directory"
+        )
+
+
+def _write_shard(path: Path, tensors: dict[str, Tensor]) -> None:
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+        flush_to_disk(path)
+    except (SafetensorError, OSError) as error:
+        raise OSError(f"could not write {path}: {error}: free disk space or choose another directory") from error
+
+
+def _finish(model: torch.nn.Module, target: Path, shards: Shards, dtype: torch.dtype | None) -> None:
+    incomplete = incomplete_path(target)
+    if len(shards) > 1:
+        weight_map = {name: file_name for file_name, params in shards.items() for name in params}
+        index = {"metadata": {"total_size": _total_bytes(shards, dtype)}, "weight_map": weight_map}
+        (incomplete / WEIGHTS_INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    _write_config(model, incomplete, dtype or next(iter(named_tensors(model))).tensor.dtype)
+    _keep_other_files(target, incomplete)
+    replace_directory(incomplete, target)
+
+
+def _write_config(model: torch.nn.Module, directory: Path, dtype: torch.dtype) -> None:
+    config = copy.deepcopy(model.config)
+    config.dtype = dtype
+    config.architectures = config.architectures or [type(model).__name__]
+    config.save_pretrained(directory)
+    generation_config = getattr(model, "generation_config", None)
+    if generation_config is not None:
+        generation_config.save_pretrained(directory)
+
+
+def _keep_other_files(source: Path, directory: Path) -> None:
+    """Copy what an export does not write, such as the tokenizer."""
+    for path in source.iterdir() if source.exists() else ():
+        if not _WEIGHT_FILE.fullmatch(path.name) and not (directory / path.name).exists():
+            shutil.copy2(path, directory / path.name)

@@ -1,0 +1,114 @@
+"""Owns reading the weight files of a Hugging Face directory by name and slice."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from nxd_memopt.checkpoint.directories import replaced_path
+from nxd_memopt.parallel_layers.checkpointing import LazySlice, read_tensors
+
+WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
+_CANDIDATES = (WEIGHTS, WEIGHTS_INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")  # transformers' order
+
+Sources = dict[str, Tensor | LazySlice]
+
+
+def require_directory(directory: str | Path) -> Path:
+    """Return ``directory`` as a path, or raise ``ValueError`` when there is none."""
+    path = Path(directory)
+    if path.is_dir():
+        return path
+    problem = "is a file" if path.exists() else "does not exist"
+    remedy = "pass a local directory in Hugging Face format, for instance one fetched with 'hf download'"
+    if replaced_path(path).is_dir():
+        remedy = f"an export was cut off; its predecessor is complete: rename {replaced_path(path)} to {path}"
+    raise ValueError(f"checkpoint directory {path} {problem}: {remedy}")
+
+
+def find_weights(directory: Path) -> Path | None:
+    """Return the weight file or index that transformers would read, or ``None``."""
+    return next((directory / name for name in _CANDIDATES if (directory / name).is_file()), None)
+
+
+def find_gguf(directory: Path) -> Path | None:
+    """Return the directory's only GGUF file when it has no other weights, else ``None``.
+
+    Raises:
+        ValueError: when it has several.
+    """
+    files = sorted(directory.glob("*.gguf"))
+    if not files or find_weights(directory) is not None:
+        return None
+    if len(files) > 1:
+        raise ValueError(f"{directory} holds {len(files)} GGUF files, {[file.name for file in files]}: leave one")
+    return files[0]
+
+
+@contextmanager
+def open_weights(directory: Path) -> Iterator[Sources]:
+    """Open all weight files of ``directory``: tensors by name, read from disk when they are indexed.
+
+    Raises:
+        ValueError: when there are none, one is missing, or one is damaged.
+    """
+    found = find_weights(require_directory(directory))
+    if found is None:
+        raise ValueError(f"{directory} holds no weights: expected one of {list(_CANDIDATES)} or one *.gguf file")
+    with ExitStack() as stack:
+        if found.suffix == ".json":
+            yield _open_indexed(found, stack)
+        else:
+            yield _open_file(found, stack)
+
+
+def _open_indexed(index: Path, stack: ExitStack) -> Sources:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{index} has no weight_map: copy the index again from where the checkpoint came from")
+    shards = sorted(set(weight_map.values()))
+    missing = [name for name in shards if Path(name).name != name or not (index.parent / name).is_file()]
+    if missing:
+        raise ValueError(
+            f"{index} lists {len(missing)} of {len(shards)} files that are not there: {missing[:5]}: copy them"
+        )
+    opened = {shard: _open_file(index.parent / shard, stack) for shard in shards}
+    for name, shard in weight_map.items():
+        if name not in opened[shard]:
+            raise ValueError(f"{index} places {name!r} in {shard}, which lacks it: copy both files again")
+    return {name: opened[shard][name] for name, shard in weight_map.items()}
+
+
+def _open_file(path: Path, stack: ExitStack) -> Sources:
+    if path.suffix != ".safetensors":
+        return _require_tensors(path, read_tensors(path))
+    try:
+        handle = stack.enter_context(safe_open(path, framework="pt"))
+        return {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118 (not a mapping)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(
+            f"{path} ({path.stat().st_size} bytes) is damaged or cut short: {error}: copy or download it again"
+        ) from error
+
+
+def _require_tensors(path: Path, content: Any) -> Sources:
+    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
+        raise ValueError(f"{path} is not a state dict of tensors: pass a directory saved by save_pretrained")
+    return content
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object, or raise ``ValueError`` naming the file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}: copy or write it again") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(content).__name__}")
+    return content

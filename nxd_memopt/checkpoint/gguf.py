@@ -1,0 +1,46 @@
+"""Owns turning a GGUF file into a temporary directory of safetensors."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from transformers import AutoModelForCausalLM
+
+from nxd_memopt.checkpoint.files import find_gguf, require_directory
+from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.parallel_layers.checkpointing import raise_together, share_texts
+
+
+@contextmanager
+def weights_directory(directory: Path) -> Iterator[Path]:
+    """Yield a directory with safetensors or PyTorch weights: ``directory`` itself, or a conversion of its GGUF file.
+
+    Every rank calls. Rank 0 of the world converts, in fp32, into its temporary directory (``TMPDIR``), which all ranks
+    must see: they run on one host, or ``TMPDIR`` is shared. The block must end with ``raise_together``, so that no rank
+    still reads when the conversion is removed.
+    """
+    with ExitStack() as stack:
+        location = directory
+        with raise_together(f"reading {directory}"):
+            gguf = find_gguf(require_directory(directory)) if parallel_state.is_global_rank_zero() else None
+            if gguf is not None:
+                location = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="nxd_memopt_gguf_")))
+                _convert(gguf, location)
+        yield Path(share_texts(str(location))[0])
+
+
+def _convert(gguf: Path, target: Path) -> None:
+    try:
+        model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
+    except ImportError as error:
+        raise ValueError(f"{gguf} needs more packages: {error}: pip install 'nxd_memopt[gguf]'") from error
+    except Exception as error:  # the reader of a damaged file fails in many ways
+        size = gguf.stat().st_size
+        raise ValueError(
+            f"{gguf} ({size} bytes) cannot be converted: {type(error).__name__}: {error}: "
+            "download it again, or use a model type and quantization that transformers can dequantize"
+        ) from error
+    model.save_pretrained(target)

@@ -1,0 +1,99 @@
+"""Owns loading Hugging Face directories: each rank reads its own slices."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
+
+from nxd_memopt.backends import backend
+from nxd_memopt.checkpoint.files import Sources, find_gguf, open_weights, read_json, require_directory
+from nxd_memopt.checkpoint.gguf import weights_directory
+from nxd_memopt.checkpoint.names import match_names
+from nxd_memopt.parallel_layers.checkpointing import local_slice, raise_together, require_full_shape
+
+
+def load_config(directory: str | Path) -> PretrainedConfig:
+    """Read the Hugging Face config of a local directory, from ``config.json`` or from its GGUF file.
+
+    Raises:
+        ValueError: when there is none, or its model type is unknown.
+    """
+    path = require_directory(directory)
+    if not (path / "config.json").is_file():
+        return _load_gguf_config(path)
+    model_type = read_json(path / "config.json").get("model_type")
+    if model_type not in CONFIG_MAPPING:
+        close = difflib.get_close_matches(str(model_type), list(CONFIG_MAPPING.keys()), n=1)
+        hint = f"did you mean {close[0]!r}?" if close else "set model_type to one that transformers knows"
+        raise ValueError(f"{path / 'config.json'} has the unknown model_type {model_type!r}: {hint}")
+    return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+
+
+def _load_gguf_config(path: Path) -> PretrainedConfig:
+    gguf = find_gguf(path)
+    if gguf is None:
+        raise ValueError(f"{path} has no config.json: copy it from where the weights came from")
+    try:
+        return AutoConfig.from_pretrained(path, gguf_file=gguf.name, local_files_only=True)
+    except Exception as error:  # the reader of a damaged file fails in many ways
+        raise ValueError(
+            f"{gguf} has no readable config: {type(error).__name__}: {error}: download it again"
+        ) from error
+
+
+def load_pretrained(model: torch.nn.Module, directory: str | Path) -> None:
+    """Load ``model`` from a Hugging Face directory. Every rank calls; each reads only its own slices.
+
+    Reads ``model.safetensors``, ``pytorch_model.bin``, their sharded forms, or a single ``*.gguf`` file (converted once
+    by rank 0, see ``gguf.weights_directory``). Parameters on the meta device are created on the backend's device; tied
+    parameters stay tied; values are cast to the parameter's dtype. The host holds one shard of one parameter at a time.
+
+    Raises:
+        ValueError: on every rank, before any parameter changes, when files are missing or damaged, or when names or
+            shapes are not the model's.
+    """
+    with (
+        weights_directory(Path(directory)) as location,
+        raise_together(f"loading {directory}"),
+        open_weights(location) as sources,
+    ):
+        _load(model, sources, Path(directory))
+
+
+def _load(model: torch.nn.Module, sources: Sources, directory: Path) -> None:
+    try:
+        targets = match_names(model, sources.keys())
+        for name, param in targets.items():
+            require_full_shape(name, sources[name], param)
+    except ValueError as error:
+        raise ValueError(f"{directory}: {error}") from None
+    created: dict[int, Tensor] = {}
+    for name in sources:  # in the order of the files
+        if name in targets:
+            _fill(targets[name], local_slice(sources[name], targets[name]), created)
+    _replace_tensors(model, created)
+
+
+def _fill(param: Tensor, local: Tensor, created: dict[int, Tensor]) -> None:
+    """Copy ``local`` into ``param``; for a meta tensor enter its successor into ``created``, by the old one's id."""
+    if not param.is_meta:
+        with torch.no_grad():
+            param.copy_(local)
+        return
+    successor = local.to(backend.device)
+    if isinstance(param, torch.nn.Parameter):
+        successor = torch.nn.Parameter(successor, requires_grad=param.requires_grad)
+    successor.__dict__.update(param.__dict__)
+    created[id(param)] = successor
+
+
+def _replace_tensors(model: torch.nn.Module, created: dict[int, Tensor]) -> None:
+    for module in model.modules():
+        for registry in (module._parameters, module._buffers):
+            for name, tensor in registry.items():
+                if id(tensor) in created:
+                    setattr(module, name, created[id(tensor)])

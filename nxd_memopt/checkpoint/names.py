@@ -1,0 +1,89 @@
+"""Owns the correspondence between a model's tensors and the names under which checkpoints store them."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+OUTPUT_HEADS = ("lm_head.weight", "embed_out.weight")
+"""The output head is called ``embed_out`` in GPT-NeoX files and before transformers 5, ``lm_head`` otherwise."""
+
+_OLD_BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attention\.bias|attention\.masked_bias)$")
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class NamedTensor:
+    """A parameter or persistent buffer with all of its names, tied ones included, the model's first name first."""
+
+    names: tuple[str, ...]
+    tensor: Tensor
+
+
+def named_tensors(model: torch.nn.Module) -> list[NamedTensor]:
+    """Return what a checkpoint of ``model`` holds, each tensor once."""
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, Tensor] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        tensors[id(tensor)] = tensor
+        names.setdefault(id(tensor), []).append(name)
+    return [NamedTensor(tuple(names[key]), tensor) for key, tensor in tensors.items()]
+
+
+def match_names(model: torch.nn.Module, stored: Collection[str]) -> dict[str, Tensor]:
+    """Return the model's tensors by the name under which each is stored.
+
+    Tied tensors take their first stored name. Buffers that old checkpoints hold and the model computes are passed over.
+
+    Raises:
+        ValueError: when a tensor is not stored, or a stored name is not the model's; names them and the nearest match.
+    """
+    wanted = named_tensors(model)
+    matched: dict[str, Tensor] = {}
+    known: set[str] = set()
+    missing: list[str] = []
+    for entry in wanted:
+        found = [name for name in _aliases(entry.names) if name in stored]
+        known.update(found)
+        if found:
+            matched[found[0]] = entry.tensor
+        else:
+            missing.append(entry.names[0])
+    if getattr(getattr(model, "config", None), "tie_word_embeddings", False):
+        known.update(OUTPUT_HEADS)
+    unexpected = [name for name in stored if name not in known and not _OLD_BUFFERS.search(name)]
+    _raise_on_difference(missing, unexpected, [name for entry in wanted for name in entry.names])
+    return matched
+
+
+def _aliases(names: tuple[str, ...]) -> tuple[str, ...]:
+    return names + OUTPUT_HEADS if any(name in OUTPUT_HEADS for name in names) else names
+
+
+def _raise_on_difference(missing: list[str], unexpected: list[str], known: list[str]) -> None:
+    problems = []
+    if missing:
+        problems.append(f"lacks {len(missing)} that the model has: {_spell(missing, unexpected)}")
+    if unexpected:
+        problems.append(f"has {len(unexpected)} that the model lacks: {_spell(unexpected, known)}")
+    if not problems:
+        return
+    remedy = "build the model from the checkpoint's own config"
+    if any(name in OUTPUT_HEADS for name in missing):
+        remedy += " (a checkpoint without an output head has tie_word_embeddings=true)"
+    raise ValueError(f"parameter names differ: the checkpoint {'; it '.join(problems)}: {remedy}")
+
+
+def _spell(names: Iterable[str], candidates: list[str]) -> str:
+    names = list(names)
+    spelled = []
+    for name in names[:_SHOWN]:
+        close = difflib.get_close_matches(name, candidates, n=1)
+        spelled.append(f"{name!r}" + (f" (nearest: {close[0]!r})" if close else ""))
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(spelled) + more

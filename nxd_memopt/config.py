@@ -1,0 +1,145 @@
+"""Owns the frozen, self-validating configuration dataclasses; imports the standard library only."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+RECOMPUTE_GRANULARITIES = (None, "selective", "full")
+RECOMPUTE_METHODS = (None, "uniform", "block")
+RECOMPUTE_MODULES = ("core_attn", "attn", "norm", "mlp_act", "mlp")
+ATTENTION_BACKENDS = ("auto", "math")
+REDUCE_DTYPES = (None, "float32")
+
+ConfigT = TypeVar("ConfigT")
+
+
+def require_divisible(what: str, value: int, by: str, divisor: int, remedy: str = "") -> int:
+    """Return ``value // divisor``.
+
+    Raises:
+        ValueError: when it leaves a remainder; states both values and the remedy.
+    """
+    if divisor < 1:
+        raise ValueError(f"{by} must be at least 1, got {divisor}")
+    if value % divisor:
+        lower, upper = value // divisor * divisor, -(-value // divisor) * divisor
+        near = f"{lower} or {upper}" if lower else f"{upper}"
+        remedy = remedy or f"use {near} for {what}, or a {by} that divides {value}"
+        raise ValueError(f"{what} {value} is not divisible by {by} {divisor}: {remedy}")
+    return value // divisor
+
+
+def require_one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    """Raise ``ValueError`` naming the nearest allowed value when ``value`` is none of ``allowed``."""
+    if value not in allowed:
+        raise ValueError(f"{name} {value!r} is not one of {list(allowed)}{_nearest(value, allowed)}")
+
+
+def _nearest(value: object, allowed: tuple[object, ...]) -> str:
+    close = difflib.get_close_matches(str(value), [str(name) for name in allowed], n=1, cutoff=0.5)
+    return f": did you mean {close[0]!r}?" if close else ""
+
+
+def from_mapping(cls: type[ConfigT], values: Mapping[str, Any], *, section: str) -> ConfigT:
+    """Build the dataclass ``cls`` from a mapping such as a YAML section.
+
+    Raises:
+        ValueError: for a key that ``cls`` does not have; names the nearest one that it has.
+    """
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{section} must be a mapping of option names to values, got {type(values).__name__}")
+    known = tuple(field.name for field in dataclasses.fields(cls))  # pyright: ignore[reportArgumentType]
+    for key in values:
+        if key not in known:
+            raise ValueError(f"unknown key {key!r} in {section}{_nearest(key, known) or f': known are {list(known)}'}")
+    return cls(**values)
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How one model is split over processes.
+
+    Args:
+        tensor_model_parallel_size: T, the number of ranks that share one layer.
+        sequence_parallel_enabled: shard the residual stream along the sequence, ``[S/T, B, H]`` (arXiv:2205.05198).
+        reduce_dtype: ``None`` reduces partial sums and gradients in the tensor's own dtype; ``"float32"`` reduces them
+            in fp32 at twice the bytes for bf16.
+    """
+
+    tensor_model_parallel_size: int = 1
+    sequence_parallel_enabled: bool = False
+    reduce_dtype: Literal["float32"] | None = None
+
+    def __post_init__(self) -> None:
+        size = self.tensor_model_parallel_size
+        if size < 1:
+            raise ValueError(f"tensor_model_parallel_size must be at least 1, got {size}")
+        if self.sequence_parallel_enabled and size == 1:
+            raise ValueError(
+                "sequence_parallel_enabled=True needs tensor_model_parallel_size above 1, got 1: "
+                "raise tensor_model_parallel_size or turn sequence_parallel_enabled off"
+            )
+        require_one_of("reduce_dtype", self.reduce_dtype, REDUCE_DTYPES)
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """Which memory techniques are applied to a model. Names and values are Megatron's and NeMo's.
+
+    Args:
+        recompute_granularity: ``None`` keeps every activation; ``"full"`` keeps only each layer's input and runs the
+            layer again in backward; ``"selective"`` does so for the named submodules.
+        recompute_method: for ``"full"``: ``"uniform"`` recomputes all layers in chunks of ``recompute_num_layers``;
+            ``"block"`` only the first ``recompute_num_layers`` layers. ``None`` means every layer on its own.
+        recompute_num_layers: layers per chunk (``uniform``) or recomputed layers (``block``).
+        recompute_modules: for ``"selective"``: any of ``core_attn``, ``attn``, ``norm``, ``mlp_act``, ``mlp``.
+        attention_backend: ``"auto"`` takes the device's preferred kernel, ``"math"`` the plain reference, which
+            materialises S x S scores.
+        selective_activation_checkpointing_is_enabled: NxD's switch for ``recompute_granularity="selective"`` with
+            ``recompute_modules=("core_attn",)``.
+    """
+
+    recompute_granularity: Literal["selective", "full"] | None = None
+    recompute_method: Literal["uniform", "block"] | None = None
+    recompute_num_layers: int | None = None
+    recompute_modules: tuple[str, ...] = ("core_attn",)
+    attention_backend: Literal["auto", "math"] = "auto"
+    selective_activation_checkpointing_is_enabled: bool = False
+
+    def __post_init__(self) -> None:
+        require_one_of("recompute_granularity", self.recompute_granularity, RECOMPUTE_GRANULARITIES)
+        require_one_of("recompute_method", self.recompute_method, RECOMPUTE_METHODS)
+        require_one_of("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
+        object.__setattr__(self, "recompute_modules", tuple(self.recompute_modules))
+        for name in self.recompute_modules:
+            require_one_of("recompute_modules entry", name, RECOMPUTE_MODULES)
+        self._apply_nxd_switch()
+        self._check_recompute()
+
+    def _apply_nxd_switch(self) -> None:
+        if not self.selective_activation_checkpointing_is_enabled:
+            return
+        if self.recompute_granularity == "full":
+            raise ValueError(
+                "selective_activation_checkpointing_is_enabled=True contradicts recompute_granularity='full': set one"
+            )
+        object.__setattr__(self, "recompute_granularity", "selective")
+
+    def _check_recompute(self) -> None:
+        method, num_layers = self.recompute_method, self.recompute_num_layers
+        if method is not None and self.recompute_granularity != "full":
+            raise ValueError(
+                f"recompute_method {method!r} needs recompute_granularity 'full', got {self.recompute_granularity!r}"
+            )
+        if (method is None) != (num_layers is None):
+            raise ValueError(
+                f"recompute_method {method!r} and recompute_num_layers {num_layers!r} go together: set both or neither"
+            )
+        if num_layers is not None and num_layers < 1:
+            raise ValueError(f"recompute_num_layers must be at least 1, got {num_layers}")
+        if self.recompute_granularity == "selective" and not self.recompute_modules:
+            raise ValueError(f"recompute_granularity 'selective' needs recompute_modules: any of {RECOMPUTE_MODULES}")

@@ -1,0 +1,111 @@
+"""Owns activation recomputation: which modules run again in backward, applied to a model from outside."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from nxd_memopt.backends import backend
+from nxd_memopt.config import MemoryConfig
+from nxd_memopt.parallel_layers.random import replay_contexts
+
+_ORIGINAL_FORWARD = "_forward_without_recompute"
+
+
+class Recomputable(Protocol):
+    """A model whose parts recomputation can name."""
+
+    def decoder_layers(self) -> Sequence[nn.Module]:
+        """The transformer layers, in order; each returns its first argument's successor."""
+        ...
+
+    def recompute_modules(self) -> Mapping[str, Sequence[nn.Module]]:
+        """For each of ``config.RECOMPUTE_MODULES`` the modules of all layers that bear the name."""
+        ...
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run ``function`` keeping only its inputs; backward runs it again with the same random numbers, in all streams.
+
+    The result and its gradients equal those without recomputation bit for bit on a deterministic device.
+    """
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    return backend.checkpoint(function, *args, context_fn=replay_contexts, **kwargs)
+
+
+def apply_recompute(model: Recomputable, memory: MemoryConfig) -> None:
+    """Replace the forward of the modules that ``memory`` names; parameters and their names stay as they are.
+
+    Calling it again replaces the earlier choice.
+
+    Raises:
+        ValueError: ``recompute_num_layers`` exceeds, or for ``uniform`` does not divide, the number of layers.
+    """
+    remove_recompute(model)
+    if memory.recompute_granularity == "full":
+        _apply_full(list(model.decoder_layers()), memory)
+    elif memory.recompute_granularity == "selective":
+        named = model.recompute_modules()
+        _warn_if_useless(named, memory)
+        for name in memory.recompute_modules:
+            for module in named[name]:
+                _set_forward(module, functools.partial(checkpoint, module.forward))
+
+
+def remove_recompute(model: Recomputable) -> None:
+    """Undo ``apply_recompute``."""
+    named = model.recompute_modules()
+    for module in (*model.decoder_layers(), *(module for modules in named.values() for module in modules)):
+        if _ORIGINAL_FORWARD in module.__dict__:
+            del module.__dict__["forward"], module.__dict__[_ORIGINAL_FORWARD]
+
+
+def _set_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    module.__dict__[_ORIGINAL_FORWARD] = module.forward
+    module.__dict__["forward"] = forward
+
+
+def _apply_full(layers: list[nn.Module], memory: MemoryConfig) -> None:
+    num_layers = memory.recompute_num_layers or 1
+    if num_layers > len(layers):
+        raise ValueError(f"recompute_num_layers {num_layers} exceeds the model's {len(layers)} layers: lower it")
+    if memory.recompute_method == "block":
+        layers, num_layers = layers[:num_layers], 1
+    if len(layers) % num_layers:
+        raise ValueError(
+            f"{len(layers)} layers are not divisible by recompute_num_layers {num_layers}: "
+            "use a divisor, or recompute_method 'block'"
+        )
+    for first in range(0, len(layers), num_layers):
+        _checkpoint_chunk(layers[first : first + num_layers])
+
+
+def _checkpoint_chunk(layers: list[nn.Module]) -> None:
+    """The chunk's first layer runs the whole chunk under one checkpoint, the others pass their input on."""
+    forwards = [layer.forward for layer in layers]
+
+    def run(hidden: Any, *context: Any) -> Any:
+        for forward in forwards:
+            hidden = forward(hidden, *context)
+        return hidden
+
+    _set_forward(layers[0], functools.partial(checkpoint, run))
+    for layer in layers[1:]:
+        _set_forward(layer, lambda hidden, *context: hidden)
+
+
+def _warn_if_useless(named: Mapping[str, Sequence[nn.Module]], memory: MemoryConfig) -> None:
+    implementations = {getattr(module, "implementation", None) for module in named["core_attn"]}
+    if memory.recompute_modules == ("core_attn",) and "math" not in implementations:
+        warnings.warn(
+            f"recompute of core_attn saves no memory under attention {sorted(map(str, implementations))}: a fused kernel "
+            "keeps no S x S tensor and recomputes by itself; name other recompute_modules or use "
+            "recompute_granularity 'full'",
+            stacklevel=3,
+        )

@@ -1,0 +1,1 @@
+"""Owns the blocks that models are made of: modules with parameters, built from the parallel layers."""

@@ -1,0 +1,40 @@
+"""Owns what attention blocks share: the parameter-free core and the layout of heads around it."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from nxd_memopt.ops.attention import core_attention, select_attention
+from nxd_memopt.parallel_layers.random import fork_if
+
+
+class CoreAttention(nn.Module):
+    """Causal attention on this rank's heads; the unit that selective recompute (arXiv:2205.05198) runs again.
+
+    Args:
+        attention_backend: ``MemoryConfig``'s.
+        dropout: probability of dropping an attention weight.
+        sharded: heads are split over ranks, so each draws its own dropout.
+    """
+
+    def __init__(self, *, attention_backend: str, dropout: float, sharded: bool) -> None:
+        super().__init__()
+        self.implementation = select_attention(attention_backend)
+        self.dropout, self.sharded = dropout, sharded
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        dropout_p = self.dropout if self.training else 0.0
+        with fork_if(self.sharded and dropout_p > 0):
+            return core_attention(query, key, value, implementation=self.implementation, mask=mask, dropout_p=dropout_p)
+
+
+def split_heads(x: Tensor, head_dim: int, *, sequence_first: bool) -> Tensor:
+    """``[B, S, h*d]`` (``[S, B, h*d]`` when sequence first) to ``[B, h, S, d]``; a view."""
+    heads = x.unflatten(-1, (-1, head_dim))
+    return heads.permute(1, 2, 0, 3) if sequence_first else heads.transpose(1, 2)
+
+
+def merge_heads(x: Tensor, *, sequence_first: bool) -> Tensor:
+    """Inverse of ``split_heads``."""
+    heads = x.permute(2, 0, 1, 3) if sequence_first else x.transpose(1, 2)
+    return heads.flatten(-2)

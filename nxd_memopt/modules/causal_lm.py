@@ -1,0 +1,138 @@
+"""Owns what causal language models share around their layers: input checks, head, loss and output."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from nxd_memopt.config import MemoryConfig, ParallelConfig, require_divisible
+from nxd_memopt.ops.attention import padding_and_causal_mask
+from nxd_memopt.ops.rope import rope_frequencies, rope_tables
+from nxd_memopt.parallel_layers.layers import ColumnParallelLinear
+from nxd_memopt.parallel_layers.loss_functions import parallel_cross_entropy
+from nxd_memopt.parallel_layers.mappings import gather_from_tensor_model_parallel_region
+
+IGNORE_INDEX = -100
+
+RopeTables = tuple[Tensor, Tensor]
+
+
+@dataclass
+class CausalLMOutput:
+    """Args:
+    loss: mean cross entropy over the labels that count, fp32, the same on every tensor-parallel rank.
+    logits: ``[B, S, V]``, only without labels or when asked for.
+    """
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+
+
+class ParallelCausalLM(nn.Module, ABC):
+    """Embedding, decoder layers and final norm (``hidden_states``), then a vocabulary-parallel head.
+
+    Args:
+        config: the Hugging Face config.
+        parallel: checked against the process groups already.
+        memory: techniques to apply.
+        rotary_dim: how many dimensions of a head RoPE turns.
+    """
+
+    lm_head: ColumnParallelLinear
+
+    def __init__(self, config: Any, *, parallel: ParallelConfig, memory: MemoryConfig, rotary_dim: int) -> None:
+        super().__init__()
+        self.config, self.parallel, self.memory = config, parallel, memory
+        self.rope_frequencies = rope_frequencies(rotary_dim, config.rope_parameters)
+
+    @abstractmethod
+    def hidden_states(self, input_ids: Tensor, rope: RopeTables, mask: Tensor | None) -> Tensor:
+        """``[B, S]`` ids to normalised hidden states ``[B, S, H]``, or ``[s, B, H]`` under sequence parallelism."""
+
+    @abstractmethod
+    def embedding_weight(self) -> nn.Parameter:
+        """The input embedding's table, which a tied head shares."""
+
+    @abstractmethod
+    def decoder_layers(self) -> Sequence[nn.Module]: ...
+
+    @abstractmethod
+    def recompute_modules(self) -> Mapping[str, Sequence[nn.Module]]: ...
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        return_logits: bool = False,
+    ) -> CausalLMOutput:
+        """Loss, logits, or both.
+
+        Args:
+            input_ids: ``[B, S]``, the same on every tensor-parallel rank.
+            labels: ``[B, S]``, usually ``input_ids``; shifted here, -100 is ignored. All ignored: the loss is 0.
+            position_ids: ``[B, S]``; default 0 .. S-1.
+            attention_mask: ``[B, S]``, 0 for padding; default none, which lets fused attention kernels run.
+            return_logits: return logits beside the loss.
+
+        Raises:
+            ValueError: S not divisible by T under sequence parallelism, or shapes that differ.
+        """
+        self._check_shapes(input_ids, labels=labels, attention_mask=attention_mask)
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.size(1), device=input_ids.device).unsqueeze(0)
+        rope = rope_tables(self.rope_frequencies, position_ids, self.embedding_weight().dtype)
+        mask = None if attention_mask is None else padding_and_causal_mask(attention_mask)
+        logits = self.lm_head(self.hidden_states(input_ids, rope, mask))  # [B, S, V/T] or [S, B, V/T]
+        loss = None if labels is None else self._loss(logits, labels)
+        whole = self._gather_logits(logits) if labels is None or return_logits else None
+        return CausalLMOutput(loss, whole)
+
+    def _check_shapes(self, input_ids: Tensor, **others: Tensor | None) -> None:
+        if input_ids.dim() != 2:
+            raise ValueError(f"input_ids must be [B, S], got {list(input_ids.shape)}")
+        for name, tensor in others.items():
+            if tensor is not None and tensor.shape != input_ids.shape:
+                raise ValueError(
+                    f"{name} has shape {list(tensor.shape)}, input_ids {list(input_ids.shape)}: must agree"
+                )
+        size, length = self.parallel.tensor_model_parallel_size, input_ids.size(1)
+        if self.parallel.sequence_parallel_enabled:
+            remedy = f"pad to {-(-length // size) * size} or turn sequence_parallel_enabled off"
+            require_divisible("sequence length", length, "tensor_model_parallel_size", size, remedy)
+
+    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        labels = F.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:]
+        labels = labels.t() if self.parallel.sequence_parallel_enabled else labels
+        losses = parallel_cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, vocab_size=self.config.vocab_size)
+        return losses.sum() / (labels != IGNORE_INDEX).sum().clamp(min=1)
+
+    def _gather_logits(self, logits: Tensor) -> Tensor:
+        logits = logits.transpose(0, 1) if self.parallel.sequence_parallel_enabled else logits
+        return gather_from_tensor_model_parallel_region(logits)[..., : self.config.vocab_size]
+
+    def tie_embeddings(self) -> None:
+        """Let the head use the embedding's table; both are sharded over the vocabulary alike."""
+        self.lm_head.weight = self.embedding_weight()
+
+
+def resolve_memory(memory: MemoryConfig | None, config: Any) -> MemoryConfig:
+    """``memory``, or NxD's ``selective_activation_checkpointing_is_enabled`` of a model config."""
+    if memory is not None:
+        return memory
+    enabled = bool(getattr(config, "selective_activation_checkpointing_is_enabled", False))
+    return MemoryConfig(selective_activation_checkpointing_is_enabled=enabled)
+
+
+def modules_by_name(
+    layers: Sequence[nn.Module], getters: Mapping[str, Callable[[Any], Sequence[nn.Module]]]
+) -> dict[str, list[nn.Module]]:
+    """For each name, what its getter finds in every layer, in order."""
+    return {name: [m for layer in layers for m in get(cast(Any, layer))] for name, get in getters.items()}

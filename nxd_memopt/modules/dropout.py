@@ -1,0 +1,27 @@
+"""Owns dropout that draws from the right random stream under tensor and sequence parallelism."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from nxd_memopt.parallel_layers.random import fork_if
+
+
+class ParallelDropout(nn.Module):
+    """Dropout on ``[...]``: ranks agree on replicated activations, differ on shards.
+
+    Args:
+        p: probability of dropping an element.
+        sharded: each rank holds another part of the activation, and draws from its own stream.
+    """
+
+    def __init__(self, p: float, *, sharded: bool) -> None:
+        super().__init__()
+        self.p, self.sharded = p, sharded
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if not self.training or self.p == 0:
+            return hidden
+        with fork_if(self.sharded):
+            return F.dropout(hidden, self.p)

@@ -1,0 +1,135 @@
+"""Owns how a model's layers are built from its sharding table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+
+from nxd_memopt.config import ParallelConfig
+from nxd_memopt.modules.rms_norm import RMSNorm
+from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.parallel_layers.layer_norm import LayerNorm
+from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
+
+SHARDINGS = ("vocab", "column", "kv_column", "row", "replicated")
+"""Values of a sharding table: rows of a vocabulary table or head (padded to T), output rows, output rows of KV heads
+(replicated when T exceeds them), input columns, not sharded."""
+
+
+@dataclass(frozen=True)
+class LayerFactory:
+    """Builds a model's layers as its table shards them.
+
+    Args:
+        sharding: module name (last part) to one of ``SHARDINGS``.
+        parallel: the model's.
+        initializer_range: standard deviation of weights; biases start at zero (Hugging Face's scheme).
+        dtype: of parameters.
+        device: of parameters; ``None`` is torch's default device.
+        kv_replicas: how many ranks share a KV head.
+    """
+
+    sharding: Mapping[str, str]
+    parallel: ParallelConfig
+    initializer_range: float
+    dtype: torch.dtype
+    device: torch.device | str | None
+    kv_replicas: int = 1
+
+    def linear(self, name: str, input_size: int, output_size: int, *, bias: bool) -> nn.Module:
+        """A column- or row-parallel layer for the module ``name``."""
+        kind = self.sharding[name]
+        build = self._row if kind == "row" else partial(self._column, kind=kind)
+        layer = build(input_size, output_size, bias=bias)
+        if layer.bias is not None and not layer.bias.is_meta:
+            nn.init.zeros_(layer.bias)
+        return layer
+
+    def column(self, name: str, input_size: int, output_size: int, *, bias: bool) -> ColumnParallelLinear:
+        layer = self.linear(name, input_size, output_size, bias=bias)
+        assert isinstance(layer, ColumnParallelLinear), f"the sharding table calls {name} {self.sharding[name]}"
+        return layer
+
+    def _init_weight(self, weight: torch.Tensor) -> object:
+        return nn.init.normal_(weight, std=self.initializer_range)
+
+    @property
+    def _reduce_dtype(self) -> torch.dtype | None:
+        return torch.float32 if self.parallel.reduce_dtype == "float32" else None
+
+    def _column(self, input_size: int, output_size: int, *, bias: bool, kind: str) -> ColumnParallelLinear:
+        return ColumnParallelLinear(
+            input_size,
+            output_size,
+            bias,
+            gather_output=False,
+            dtype=self.dtype,
+            device=self.device,
+            init_method=self._init_weight,
+            sequence_parallel_enabled=self.parallel.sequence_parallel_enabled,
+            pad=kind == "vocab",
+            reduce_dtype=self._reduce_dtype,
+            replicas=self.kv_replicas if kind == "kv_column" else 1,
+        )
+
+    def _row(self, input_size: int, output_size: int, *, bias: bool) -> RowParallelLinear:
+        return RowParallelLinear(
+            input_size,
+            output_size,
+            bias,
+            input_is_parallel=True,
+            dtype=self.dtype,
+            device=self.device,
+            init_method=self._init_weight,
+            sequence_parallel_enabled=self.parallel.sequence_parallel_enabled,
+            reduce_dtype=self._reduce_dtype,
+        )
+
+    def embedding(
+        self, name: str, num_embeddings: int, embedding_dim: int, padding_idx: int | None
+    ) -> ParallelEmbedding:
+        assert self.sharding[name] == "vocab", f"the sharding table calls {name} {self.sharding[name]}"
+        return ParallelEmbedding(
+            num_embeddings,
+            embedding_dim,
+            padding_idx,
+            init_method=self._init_weight,
+            device=self.device,
+            dtype=self.dtype,
+            pad=True,
+            sequence_parallel_enabled=self.parallel.sequence_parallel_enabled,
+        )
+
+    def rms_norm(self, size: int, eps: float) -> RMSNorm:
+        sharded = self.parallel.sequence_parallel_enabled
+        return RMSNorm(size, eps, sharded, device=self.device, dtype=self.dtype)
+
+    def layer_norm(self, size: int, eps: float) -> LayerNorm:
+        sharded = self.parallel.sequence_parallel_enabled
+        return LayerNorm(size, eps, device=self.device, dtype=self.dtype, sequence_parallel_enabled=sharded)
+
+
+def resolve_parallel(parallel: ParallelConfig | None, *, sequence_parallel_enabled: bool) -> ParallelConfig:
+    """Check ``parallel`` against the process groups; ``None`` takes T from them.
+
+    Args:
+        parallel: the caller's choice.
+        sequence_parallel_enabled: for ``None``: what the model's config asks for; off at T=1.
+
+    Raises:
+        ValueError: the groups were made for another tensor-parallel size.
+    """
+    size = parallel_state.get_tensor_model_parallel_size()
+    if parallel is None:
+        return ParallelConfig(size, sequence_parallel_enabled=sequence_parallel_enabled and size > 1)
+    if parallel.tensor_model_parallel_size != size:
+        raise ValueError(
+            f"tensor_model_parallel_size {parallel.tensor_model_parallel_size} of the model differs from {size} of the "
+            "process groups: call parallel_state.initialize_model_parallel(tensor_model_parallel_size="
+            f"{parallel.tensor_model_parallel_size}) first"
+        )
+    return parallel

@@ -1,0 +1,29 @@
+"""Owns the MLP's activation as modules, so that selective recompute can name them."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from nxd_memopt.ops.activation import activation
+
+
+class Activation(nn.Module):
+    """``act(x)``; ``[..., F/T] -> [..., F/T]``."""
+
+    def __init__(self, hidden_act: str) -> None:
+        super().__init__()
+        self.function = activation(hidden_act)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+class GatedActivation(nn.Module):
+    """``act(gate) * up``; SwiGLU for silu (arXiv:2002.05202)."""
+
+    def __init__(self, hidden_act: str) -> None:
+        super().__init__()
+        self.function = activation(hidden_act)
+
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
+        return self.function(gate) * up

@@ -1,0 +1,39 @@
+"""Owns RMSNorm whose weight is tagged when it runs on a sequence shard."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from nxd_memopt.ops.norm import rms_norm
+from nxd_memopt.parallel_layers.utils import mark_sequence_parallel
+
+
+class RMSNorm(nn.Module):
+    """``ops.norm.rms_norm`` with a weight; ``[..., H] -> [..., H]``.
+
+    Args:
+        normalized_shape: H.
+        eps: added to the mean square.
+        sequence_parallel_enabled: the input is a sequence shard; the weight is tagged for
+            ``grads.allreduce_sequence_parallel_gradients``.
+        device: of the weight.
+        dtype: of the weight.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int,
+        eps: float = 1e-6,
+        sequence_parallel_enabled: bool = False,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(normalized_shape, device=device, dtype=dtype))
+        mark_sequence_parallel(self, sequence_parallel_enabled)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return rms_norm(hidden, self.weight, self.eps)

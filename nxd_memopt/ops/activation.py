@@ -1,0 +1,29 @@
+"""Owns the MLP's activation functions on local tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from nxd_memopt.config import require_one_of
+
+_TANH_GELU = partial(F.gelu, approximate="tanh")
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_fast": _TANH_GELU,
+    "gelu_new": _TANH_GELU,
+    "gelu_pytorch_tanh": _TANH_GELU,
+    "relu": F.relu,
+    "silu": F.silu,
+}
+"""By Hugging Face's ``hidden_act``."""
+
+
+def activation(name: str) -> Callable[[Tensor], Tensor]:
+    """The function called ``name``; ``ValueError`` names the nearest one that exists."""
+    require_one_of("hidden_act", name, tuple(ACTIVATIONS))
+    return ACTIVATIONS[name]

@@ -1,0 +1,74 @@
+"""Owns rotary position embedding: frequencies, tables and their application."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nxd_memopt.config import require_one_of
+
+ROPE_TYPES = ("default", "linear", "llama3")
+
+
+def rope_frequencies(rotary_dim: int, rope_parameters: Mapping[str, Any]) -> Tensor:
+    """Inverse frequencies ``[rotary_dim / 2]``, fp32 on the CPU (arXiv:2104.09864).
+
+    Args:
+        rotary_dim: how many dimensions of a head are rotated.
+        rope_parameters: a Hugging Face config's: ``rope_type`` (``default``, ``linear``, ``llama3``), ``rope_theta``
+            and the type's own values.
+
+    Raises:
+        ValueError: for another rope_type; names the known ones.
+    """
+    kind = rope_parameters.get("rope_type", "default")
+    require_one_of("rope_type", kind, ROPE_TYPES)
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64, device="cpu").float() / rotary_dim
+    frequencies = 1.0 / (rope_parameters["rope_theta"] ** exponents)
+    if kind == "linear":
+        return frequencies / rope_parameters["factor"]
+    return _scale_llama3(frequencies, rope_parameters) if kind == "llama3" else frequencies
+
+
+def _scale_llama3(frequencies: Tensor, rope_parameters: Mapping[str, Any]) -> Tensor:
+    """Llama 3.1: long waves are slowed by ``factor``, short ones kept, those between blended linearly."""
+    factor = rope_parameters["factor"]
+    low, high = rope_parameters["low_freq_factor"], rope_parameters["high_freq_factor"]
+    context = rope_parameters["original_max_position_embeddings"]
+    wavelengths = 2 * math.pi / frequencies
+    blend = (context / wavelengths - low) / (high - low)
+    blended = (1 - blend) * frequencies / factor + blend * frequencies
+    slowed = torch.where(wavelengths > context / low, frequencies / factor, frequencies)
+    between = (wavelengths >= context / high) & (wavelengths <= context / low)
+    return torch.where(between, blended, slowed)
+
+
+def rope_tables(frequencies: Tensor, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosine and sine ``[B, S, rotary_dim]`` for positions ``[B, S]``; computed in fp32, rounded to ``dtype``."""
+    angles = position_ids.unsqueeze(-1).float() * frequencies.to(position_ids.device)
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def _rotate_half(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the first ``rotary_dim`` dimensions of each head, pass the rest.
+
+    Args:
+        x: queries or keys ``[B, heads, S, d]``.
+        cos: ``[B, S, rotary_dim]``.
+        sin: ``[B, S, rotary_dim]``.
+    """
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    rotary_dim = cos.size(-1)
+    rotated, passed = x[..., :rotary_dim], x[..., rotary_dim:]
+    rotated = rotated * cos + _rotate_half(rotated) * sin
+    return rotated if passed.size(-1) == 0 else torch.cat((rotated, passed), dim=-1)

@@ -1,0 +1,135 @@
+"""Owns the parallel embedding: a lookup in a table sharded over the vocabulary or over the hidden size."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from nxd_memopt.backends import backend
+from nxd_memopt.config import require_divisible
+from nxd_memopt.parallel_layers import mappings
+from nxd_memopt.parallel_layers.initialization import InitMethod, initialize_sharded_
+from nxd_memopt.parallel_layers.utils import (
+    check_sequence_dimension,
+    padded_size,
+    set_tensor_model_parallel_attributes,
+)
+
+
+class ParallelEmbedding(nn.Module):
+    """Embedding whose table ``[V, H]`` is sharded over V (each rank adds the rows it holds) or over H.
+
+    ``[B, S] -> [B, S, H]``. With sequence parallelism ``[s, B, H]``, or ``[B, s, H]`` for ``sequence_dimension=1``: the
+    partial sums are reduce-scattered instead of all-reduced.
+
+    Args:
+        num_embeddings: V.
+        embedding_dim: H.
+        padding_idx: row that receives no gradient.
+        init_method: fills the full table in place; default standard normal, the row ``padding_idx`` zero.
+        device: of the table; ``"meta"`` draws nothing.
+        dtype: of the table, kept as given.
+        shard_across_embedding: shard H instead of V.
+        pad: allow a V (or H) that T does not divide; the padding is zero and never looked up.
+        sequence_parallel_enabled: return a shard along the sequence.
+        sequence_dimension: 0 or 1, see above.
+        tensor_model_parallel_group: default the tensor-parallel group.
+
+    The reduction is exact in any dtype, since one rank alone adds a row that is not zero.
+
+    Raises:
+        ValueError: T does not divide the sharded size without ``pad``; on the CPU also an index outside ``[0, V)``,
+            which on other devices trips the device's own index check.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        *,
+        init_method: InitMethod | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+        shard_across_embedding: bool = False,
+        pad: bool = False,
+        sequence_parallel_enabled: bool = False,
+        sequence_dimension: int | None = None,
+        tensor_model_parallel_group: ProcessGroup | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
+        self.shard_across_embedding = shard_across_embedding
+        self.sequence_parallel_enabled = sequence_parallel_enabled
+        self.sequence_dimension = check_sequence_dimension(sequence_dimension)
+        self.init_method = init_method or self._default_init
+        self.tensor_parallel_group = mappings.resolve_group(tensor_model_parallel_group)
+        size = backend.group_size(self.tensor_parallel_group)
+        dim = 1 if shard_across_embedding else 0
+        shape = [num_embeddings, embedding_dim]
+        what = ("num_embeddings", "embedding_dim")[dim]
+        padded = padded_size(shape[dim], size)
+        remedy = f"pass pad=True or use {padded}"
+        shape[dim] = require_divisible(what, padded if pad else shape[dim], "tensor_model_parallel_size", size, remedy)
+        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+        full_shape = (num_embeddings, embedding_dim)
+        set_tensor_model_parallel_attributes(self.weight, True, dim, 1, size, full_shape=full_shape)
+        self.init_weight_cpu()
+
+    def _default_init(self, table: Tensor) -> None:
+        nn.init.normal_(table)
+        if self.padding_idx is not None:
+            table[self.padding_idx].zero_()
+
+    def init_weight_cpu(self) -> None:
+        """Draw the table anew, on the CPU; every tensor-parallel rank calls it, in the same order of layers."""
+        initialize_sharded_(self.weight, self.init_method)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if input.device.type == "cpu":
+            self._check_range(input)
+        sequence_first = self.sequence_parallel_enabled and self.sequence_dimension == 0
+        ids = input.t() if sequence_first else input
+        if self.shard_across_embedding:
+            rows = self._detach_padding(F.embedding(ids, self.weight), ids)
+            return self._finish_hidden_shards(rows)
+        rows = self._detach_padding(self._local_rows(ids), ids)
+        if self.sequence_parallel_enabled:
+            return mappings.reduce_scatter_to_sequence_parallel_region(
+                rows, self.sequence_dimension, self.tensor_parallel_group
+            )
+        return mappings.reduce_from_tensor_model_parallel_region(rows, self.tensor_parallel_group)
+
+    def _check_range(self, ids: Tensor) -> None:
+        if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= self.num_embeddings):
+            worst = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
+            raise ValueError(
+                f"index {worst} is outside the embedding's [0, {self.num_embeddings}): "
+                "check that the tokenizer belongs to the model"
+            )
+
+    def _local_rows(self, ids: Tensor) -> Tensor:
+        """Rows that this rank holds, zero elsewhere; an index outside ``[0, V)`` stays outside the local table."""
+        if backend.group_size(self.tensor_parallel_group) == 1:
+            return F.embedding(ids, self.weight)
+        per_partition = self.weight.size(0)
+        local = ids - backend.group_rank(self.tensor_parallel_group) * per_partition
+        held = (local >= 0) & (local < per_partition)
+        in_vocabulary = (ids >= 0) & (ids < self.num_embeddings)
+        local = torch.where(held, local, torch.where(in_vocabulary, 0, per_partition))
+        return F.embedding(local, self.weight).masked_fill(~held.unsqueeze(-1), 0.0)
+
+    def _detach_padding(self, rows: Tensor, ids: Tensor) -> Tensor:
+        if self.padding_idx is None:
+            return rows
+        return torch.where((ids == self.padding_idx).unsqueeze(-1), rows.detach(), rows)
+
+    def _finish_hidden_shards(self, rows: Tensor) -> Tensor:
+        group = self.tensor_parallel_group
+        rows = mappings.gather_from_tensor_model_parallel_region(rows, group)[..., : self.embedding_dim]
+        if self.sequence_parallel_enabled:
+            return mappings.scatter_to_sequence_parallel_region(rows, self.sequence_dimension, group)
+        return rows

@@ -1,0 +1,129 @@
+"""Owns the drawing of a sharded parameter: equal to slicing the full one, without building the full one.
+
+A torch CPU generator fills a tensor in memory order, so a full parameter can be drawn in chunks of rows from the same
+stream, and each rank keeps its slice of every chunk. All ranks draw the same stream and stay in step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nxd_memopt.parallel_layers.utils import shard_ranges
+
+InitMethod = Callable[[Tensor], object]
+
+_CHUNK_ELEMENTS = 1 << 22  # 16 MiB of fp32: small beside any shard worth sharding, large beside a call's overhead
+_VECTOR = 16  # torch's CPU normal_ draws blocks of 16 values: a chunk of another multiple would leave the stream
+_RANDOM = {torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default}
+_ELEMENTWISE = {
+    torch.ops.aten.zero_.default,
+    torch.ops.aten.fill_.Scalar,
+    torch.ops.aten.mul_.Tensor,
+    torch.ops.aten.add_.Tensor,
+    torch.ops.aten.erfinv_.default,
+    torch.ops.aten.clamp_.default,
+}
+
+
+class _Recorder(TorchDispatchMode):
+    """Records in-place fills of one tensor; anything else makes the recording incomplete."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fills: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+        self.complete = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        scalars_only = not any(isinstance(arg, Tensor) for arg in (*args[1:], *kwargs.values()))
+        if func in _RANDOM | _ELEMENTWISE and scalars_only:
+            self.fills.append((func, args[1:], kwargs))
+        elif func is not torch.ops.aten.detach.default:
+            self.complete = False
+        return func(*args, **kwargs)
+
+    @property
+    def streams(self) -> bool:
+        """Whether chunks drawn one after another equal the whole: at most one random fill, and nothing but fills."""
+        return self.complete and sum(func in _RANDOM for func, _, _ in self.fills) <= 1
+
+
+def initialize_sharded_(param: Tensor, init_method: InitMethod, *, keep_full: bool = False) -> Tensor | None:
+    """Fill this rank's shard with its slice of ``init_method(full)``; padding becomes zero.
+
+    ``init_method`` sees the full, unpadded shape, so fan-in and fan-out are the full layer's. It draws on the CPU from
+    the default generator, in fp32 (fp64 for an fp64 parameter). Fills made of one ``normal_`` or ``uniform_`` and
+    scalar arithmetic are drawn in chunks; any other method (orthogonal, say) is run on a full tensor that is dropped at
+    once. A meta parameter is left alone and draws nothing.
+
+    Args:
+        param: described by ``set_tensor_model_parallel_attributes`` with ``full_shape``.
+        init_method: fills the tensor that it is given, in place.
+        keep_full: build the full tensor and return it.
+    """
+    if param.is_meta:
+        return None
+    description: Any = param
+    dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
+    full = torch.empty(description.full_shape, dtype=dtype) if keep_full else None
+    chunks = (
+        [(0, _drawn(init_method, full))] if full is not None else _chunks(description.full_shape, dtype, init_method)
+    )
+    with torch.no_grad():
+        param.zero_()
+        for first_row, rows in chunks:
+            _copy_own_part(param, rows, first_row)
+    return full
+
+
+def _drawn(init_method: InitMethod, tensor: Tensor) -> Tensor:
+    with torch.no_grad():
+        init_method(tensor)
+    return tensor
+
+
+def _chunks(shape: tuple[int, ...], dtype: torch.dtype, init_method: InitMethod) -> Iterator[tuple[int, Tensor]]:
+    """Yield ``(first row, rows)`` of ``init_method(full)``."""
+    recorder = _Recorder()
+    with torch.no_grad(), recorder:
+        init_method(torch.empty(shape, dtype=dtype, device="meta"))
+    if not recorder.streams:
+        yield 0, _drawn(init_method, torch.empty(shape, dtype=dtype))
+        return
+    for start, stop in _row_ranges(shape):
+        rows = torch.empty((stop - start, *shape[1:]), dtype=dtype)
+        for func, args, kwargs in recorder.fills:
+            func(rows, *args, **kwargs)
+        yield start, rows
+
+
+def _row_ranges(shape: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Row ranges of whole vectors; the last one holds the rest and at least one whole vector."""
+    row_elements = max(torch.Size(shape[1:]).numel(), 1)
+    rows = max(_CHUNK_ELEMENTS // row_elements // _VECTOR, 1) * _VECTOR
+    starts = list(range(0, max(shape[0], 1), rows))
+    if len(starts) > 1 and (shape[0] - starts[-1]) * row_elements < _VECTOR:
+        starts.pop()
+    return list(zip(starts, [*starts[1:], shape[0]], strict=True))
+
+
+def _copy_own_part(param: Tensor, rows: Tensor, first_row: int) -> None:
+    """Copy what this rank holds of ``rows`` (rows ``first_row`` onwards of the full parameter)."""
+    description: Any = param
+    dim = description.partition_dim if description.tensor_model_parallel else 0
+    ranges = shard_ranges(param) if description.tensor_model_parallel else [(0, param.size(0))]
+    offset = first_row if dim == 0 else 0
+    local = 0
+    for start, stop in ranges:
+        low, high = max(start, offset), min(stop, offset + rows.size(dim))
+        if low < high:
+            target = param.narrow(dim, local + low - start, high - low)
+            if dim != 0:
+                target = target.narrow(0, first_row, rows.size(0))
+            target.copy_(rows.narrow(dim, low - offset, high - low))
+        local += stop - start

@@ -1,0 +1,365 @@
+"""Owns the column- and row-parallel linear layers, with sequence parallelism; offers the embedding beside them.
+
+Names and arguments are neuronx-distributed's. T ranks; ``s = S/T``; activations are ``[B, S, H]``, or ``[s, B, H]``
+under sequence parallelism (``sequence_dimension=1``: ``[B, s, H]``). Sources: arXiv:1909.08053, arXiv:2205.05198.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from nxd_memopt.backends import Pending, backend
+from nxd_memopt.config import require_divisible
+from nxd_memopt.parallel_layers import mappings, parallel_state
+from nxd_memopt.parallel_layers.embedding import ParallelEmbedding
+from nxd_memopt.parallel_layers.initialization import InitMethod, initialize_sharded_
+from nxd_memopt.parallel_layers.utils import (
+    cast_if_autocast_enabled,
+    check_sequence_dimension,
+    padded_size,
+    set_tensor_model_parallel_attributes,
+)
+
+__all__ = [
+    "BaseParallelLinear",
+    "ColumnCommunication",
+    "ColumnParallelLinear",
+    "ParallelEmbedding",
+    "RowParallelLinear",
+    "column_parallel",
+    "column_parallel_linears",
+]
+
+
+@dataclass(frozen=True)
+class ColumnCommunication:
+    """How column-parallel weights of one input meet that input and its gradient."""
+
+    group: ProcessGroup | None
+    sequence_dimension: int | None  # None: the input is replicated, not sharded along the sequence
+    reduce_dtype: torch.dtype | None
+    replica_groups: tuple[ProcessGroup | None, ...]  # per weight: ranks that hold the same shard
+
+    def start_input_gather(self, shard: Tensor) -> Pending:
+        return backend.all_gather_async(shard.movedim(cast(int, self.sequence_dimension), 0), self.group)
+
+    def finish_input_gather(self, pending: Pending) -> Tensor:
+        return pending.wait().movedim(0, cast(int, self.sequence_dimension))
+
+    def start_grad_reduction(self, grad: Tensor) -> Pending:
+        grad = grad if self.reduce_dtype is None else grad.to(self.reduce_dtype)
+        if self.sequence_dimension is None:
+            return backend.all_reduce_async(grad, self.group)
+        return backend.reduce_scatter_async(grad.movedim(self.sequence_dimension, 0), self.group)
+
+    def finish_grad_reduction(self, pending: Pending, dtype: torch.dtype) -> Tensor:
+        grad = pending.wait().to(dtype)
+        return grad if self.sequence_dimension is None else grad.movedim(0, self.sequence_dimension)
+
+
+class _ColumnParallel(torch.autograd.Function):
+    """``Y_i = X W_i^t + b_i`` for several weights of one input; one collective each for X, and for dX.
+
+    Backward saves the sequence shard only and gathers it again, while dX is computed; dX is reduced while dW is.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: ColumnCommunication, *parameters: Tensor | None) -> tuple[Tensor, ...]:
+        weights, biases = cast("tuple[Tensor, ...]", parameters[0::2]), parameters[1::2]
+        ctx.comm = comm
+        ctx.save_for_backward(x, *weights)
+        if comm.sequence_dimension is not None:
+            x = comm.finish_input_gather(comm.start_input_gather(x))
+        return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        comm: ColumnCommunication = ctx.comm
+        x, *weights = ctx.saved_tensors
+        needs_input, _, *needs_parameters = ctx.needs_input_grad
+        gathers = comm.sequence_dimension is not None and any(needs_parameters[0::2])
+        gathering = comm.start_input_gather(x) if gathers else None
+        reducing = comm.start_grad_reduction(_input_grad(grads, weights)) if needs_input else None
+        x = x if gathering is None else comm.finish_input_gather(gathering)
+        parameter_grads = _parameter_grads(x, grads, needs_parameters, comm.replica_groups)
+        input_grad = None if reducing is None else comm.finish_grad_reduction(reducing, x.dtype)
+        return input_grad, None, *parameter_grads
+
+
+def _input_grad(grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    """Sum of ``dY_i W_i``, accumulated inside the matmuls: this rank's partial dX."""
+    flat = grads[0].reshape(-1, grads[0].size(-1)) @ weights[0]
+    for grad, weight in zip(grads[1:], weights[1:], strict=True):
+        flat.addmm_(grad.reshape(-1, grad.size(-1)), weight)
+    return flat.view(*grads[0].shape[:-1], flat.size(-1))
+
+
+def _parameter_grads(
+    x: Tensor, grads: Sequence[Tensor], needed: Sequence[bool], replica_groups: Sequence[ProcessGroup | None]
+) -> list[Tensor | None]:
+    """``dW_i = dY_i^t X`` and ``db_i``, summed over the ranks that hold replicas of weight i."""
+    results: list[Tensor | None] = []
+    for i, (grad, group) in enumerate(zip(grads, replica_groups, strict=True)):
+        flat = grad.reshape(-1, grad.size(-1))
+        needs_weight, needs_bias = needed[2 * i], needed[2 * i + 1]
+        weight_grad = flat.t() @ x.reshape(-1, x.size(-1)) if needs_weight else None
+        bias_grad = flat.sum(0) if needs_bias else None
+        results += [g if g is None else backend.all_reduce(g, group) for g in (weight_grad, bias_grad)]
+    return results
+
+
+class BaseParallelLinear(nn.Module):
+    """What column- and row-parallel linear layers share: parameters, their description and their initialisation."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    full_input_size: int
+    init_method: InitMethod | None
+    master_weight: Tensor | None = None
+
+    def initialize_weight_biases(self) -> None:
+        """Draw weight and bias anew; every tensor-parallel rank calls it, in the same order of layers."""
+        self.init_weight_cpu()
+        if self.bias is not None:
+            bound = 1 / math.sqrt(max(self.full_input_size, 1))  # torch.nn.Linear's
+            initialize_sharded_(self.bias, lambda bias: nn.init.uniform_(bias, -bound, bound))
+
+    def init_weight_cpu(self) -> None:
+        """Draw the weight anew, on the CPU: see ``initialization.initialize_sharded_``."""
+        init_method = self.init_method or _default_init
+        self.master_weight = initialize_sharded_(self.weight, init_method, keep_full=self.keep_master_weight)
+
+    keep_master_weight: bool = False
+
+
+def _default_init(weight: Tensor) -> object:
+    return nn.init.kaiming_uniform_(weight, a=math.sqrt(5))  # torch.nn.Linear's
+
+
+class ColumnParallelLinear(BaseParallelLinear):
+    """``Y = X A^t + b`` with ``A = [A_1; ...; A_T]`` split along its output rows; rank i computes ``Y_i``.
+
+    Forward / backward: identity / all-reduce of dX; with sequence parallelism all-gather / reduce-scatter along
+    ``sequence_dimension``. Output ``[..., output_size/T]``, or ``[..., output_size]`` with ``gather_output``.
+
+    Args:
+        input_size: H, first dimension of A.
+        output_size: full second dimension of A.
+        bias: add a bias, sharded as the output is.
+        gather_output: return all columns on every rank.
+        dtype: of the parameters.
+        device: of the parameters; ``"meta"`` draws nothing.
+        stride: separately sharded blocks along the output, 3 for ``[q; k; v]``.
+        init_method: fills the full weight in place; default that of ``torch.nn.Linear``.
+        sequence_parallel_enabled: the input is a shard along the sequence.
+        sequence_dimension: 0 or 1; which dimension of the input that is.
+        keep_master_weight: keep the full initial weight as ``master_weight``.
+        skip_bias_add: return ``(output, bias)`` and leave the addition to the caller.
+        pad: allow an ``output_size`` that T does not divide; zero rows fill up, ``gather_output`` strips them.
+        pad_alignment_size_per_rank: with ``pad``, make each rank's rows a multiple of this.
+        keep_padded_output: with ``gather_output``, return the padding too.
+        tensor_model_parallel_group: default the tensor-parallel group.
+        reduce_dtype: of the gradient's reduction; default the gradient's own.
+        replicas: each shard is held by this many consecutive ranks, and its gradient is summed over them.
+
+    Raises:
+        ValueError: T does not divide ``output_size`` without ``pad``, or ``gather_output`` with sequence parallelism.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool = True,
+        gather_output: bool = True,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        stride: int = 1,
+        init_method: InitMethod | None = None,
+        sequence_parallel_enabled: bool = False,
+        sequence_dimension: int | None = None,
+        keep_master_weight: bool = False,
+        skip_bias_add: bool = False,
+        pad: bool = False,
+        pad_alignment_size_per_rank: int = 1,
+        keep_padded_output: bool = False,
+        tensor_model_parallel_group: ProcessGroup | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        *,
+        replicas: int = 1,
+    ) -> None:
+        super().__init__()
+        if gather_output and sequence_parallel_enabled:
+            raise ValueError("gather_output=True contradicts sequence_parallel_enabled=True: pass gather_output=False")
+        self.input_size = self.full_input_size = input_size
+        self.output_size = output_size
+        self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
+        self.sequence_parallel_enabled = sequence_parallel_enabled
+        self.sequence_dimension = check_sequence_dimension(sequence_dimension)
+        self.keep_padded_output, self.keep_master_weight = keep_padded_output, keep_master_weight
+        self.reduce_dtype, self.init_method = reduce_dtype, init_method
+        self.tensor_parallel_group = mappings.resolve_group(tensor_model_parallel_group)
+        self.replica_group = parallel_state.initialize_kv_group(replicas) if replicas > 1 else None
+        partitions = backend.group_size(self.tensor_parallel_group) // replicas
+        padded = padded_size(output_size, partitions * stride * pad_alignment_size_per_rank) if pad else output_size
+        remedy = f"pass pad=True or use {padded_size(output_size, partitions * stride)}"
+        local = stride * require_divisible(
+            "output_size", padded, "tensor_model_parallel_size", partitions * stride, remedy
+        )
+        self.output_size_per_partition = local
+        self.weight = nn.Parameter(torch.empty(local, input_size, dtype=dtype, device=device))
+        self.bias = nn.Parameter(torch.empty(local, dtype=dtype, device=device)) if bias else None
+        for param, shape in ((self.weight, (output_size, input_size)), (self.bias, (output_size,))):
+            if param is not None:
+                set_tensor_model_parallel_attributes(
+                    param, True, 0, stride, partitions, full_shape=shape, replicas=replicas
+                )
+        self.initialize_weight_biases()
+
+    def communication(self, *replica_groups: ProcessGroup | None) -> ColumnCommunication:
+        """How this layer's input meets weights whose shards are replicated over ``replica_groups``."""
+        sequence_dimension = self.sequence_dimension if self.sequence_parallel_enabled else None
+        return ColumnCommunication(self.tensor_parallel_group, sequence_dimension, self.reduce_dtype, replica_groups)
+
+    def forward(self, input: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
+        bias = None if self.skip_bias_add else self.bias
+        (output,) = column_parallel(input, [(self.weight, bias)], self.communication(self.replica_group))
+        if self.gather_output:
+            output = mappings.gather_from_tensor_model_parallel_region(output, self.tensor_parallel_group)
+            output = output if self.keep_padded_output else output[..., : self.output_size]
+        return (output, self.bias) if self.skip_bias_add else output
+
+
+def column_parallel_linears(input: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[Tensor, ...]:
+    """Apply several column-parallel layers to one input with the communication of one.
+
+    The first layer says how the input is laid out and which group it belongs to.
+
+    Returns:
+        Each layer's local output ``[..., output_size/T]``; the sequence dimension is whole.
+    """
+    return column_parallel(
+        input,
+        [(layer.weight, layer.bias) for layer in layers],
+        layers[0].communication(*(layer.replica_group for layer in layers)),
+    )
+
+
+def column_parallel(
+    input: Tensor, parameters: Sequence[tuple[Tensor, Tensor | None]], comm: ColumnCommunication
+) -> tuple[Tensor, ...]:
+    """``X W_i^t + b_i`` for each pair of parameters; see ``column_parallel_linears``."""
+    if input.size(-1) != parameters[0][0].size(1):
+        raise ValueError(
+            f"last dimension of the input is {input.size(-1)}, the layer's input_size {parameters[0][0].size(1)}"
+        )
+    x, *flat = cast_if_autocast_enabled(input, *(tensor for pair in parameters for tensor in pair))
+    return cast("tuple[Tensor, ...]", _ColumnParallel.apply(x, comm, *flat))
+
+
+class RowParallelLinear(BaseParallelLinear):
+    """``Y = X A^t + b`` with ``A = [A_1, ..., A_T]`` split along its input columns; rank i adds ``X_i A_i^t``.
+
+    Forward / backward: all-reduce / identity; with sequence parallelism reduce-scatter / all-gather along
+    ``sequence_dimension``. The bias is replicated and added once, after the reduction.
+
+    Args:
+        input_size: full first dimension of A.
+        output_size: H, second dimension of A.
+        bias: add a bias; under sequence parallelism it is tagged for ``grads.allreduce_sequence_parallel_gradients``.
+        input_is_parallel: the input is ``[..., input_size/T]`` already; otherwise it is split here.
+        stride: separately sharded blocks along the input.
+        sequence_parallel_enabled: return a shard along the sequence; needs ``input_is_parallel``.
+        skip_bias_add: return ``(output, bias)``.
+        pad: allow an ``input_size`` that T does not divide.
+        reduce_output: False returns this rank's partial sum; needs ``bias=False``.
+        reduce_dtype: of the reduction; default the output's own.
+
+    The remaining arguments are those of ``ColumnParallelLinear``.
+
+    Raises:
+        ValueError: T does not divide ``input_size`` without ``pad``, or sequence parallelism with a whole input.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool = True,
+        input_is_parallel: bool = False,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        stride: int = 1,
+        init_method: InitMethod | None = None,
+        sequence_parallel_enabled: bool = False,
+        sequence_dimension: int | None = None,
+        keep_master_weight: bool = False,
+        skip_bias_add: bool = False,
+        pad: bool = False,
+        reduce_output: bool = True,
+        tensor_model_parallel_group: ProcessGroup | None = None,
+        reduce_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if sequence_parallel_enabled and not input_is_parallel:
+            raise ValueError("sequence_parallel_enabled=True needs input_is_parallel=True, got False: pass both")
+        if bias and not reduce_output and not skip_bias_add:
+            raise ValueError("reduce_output=False needs bias=False, got True: a partial sum would add it on every rank")
+        self.full_input_size, self.output_size = input_size, output_size
+        self.input_is_parallel, self.reduce_output = input_is_parallel, reduce_output
+        self.skip_bias_add, self.keep_master_weight = skip_bias_add, keep_master_weight
+        self.sequence_parallel_enabled = sequence_parallel_enabled
+        self.sequence_dimension = check_sequence_dimension(sequence_dimension)
+        self.reduce_dtype, self.init_method = reduce_dtype, init_method
+        self.tensor_parallel_group = mappings.resolve_group(tensor_model_parallel_group)
+        size = backend.group_size(self.tensor_parallel_group)
+        self.input_size = padded_size(input_size, size * stride) if pad else input_size
+        remedy = f"pass pad=True or use {padded_size(input_size, size * stride)}"
+        local = stride * require_divisible(
+            "input_size", self.input_size, "tensor_model_parallel_size", size * stride, remedy
+        )
+        self.input_size_per_partition = local
+        self.weight = nn.Parameter(torch.empty(output_size, local, dtype=dtype, device=device))
+        self.bias = nn.Parameter(torch.empty(output_size, dtype=dtype, device=device)) if bias else None
+        set_tensor_model_parallel_attributes(self.weight, True, 1, stride, size, full_shape=(output_size, input_size))
+        if self.bias is not None:
+            set_tensor_model_parallel_attributes(self.bias, False, -1, full_shape=(output_size,))
+            self.bias.sequence_parallel_enabled = sequence_parallel_enabled  # pyright: ignore[reportAttributeAccessIssue]
+        self.initialize_weight_biases()
+
+    def forward(self, input: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
+        output = F.linear(self._local_input(input), self.weight)
+        output = self._reduce(output) if self.reduce_output else output
+        if self.skip_bias_add:
+            return output, self.bias
+        return output if self.bias is None else output + self.bias.to(output.dtype)
+
+    def _local_input(self, input: Tensor) -> Tensor:
+        if not self.input_is_parallel:
+            padding = self.input_size - input.size(-1)
+            input = F.pad(input, (0, padding)) if padding else input
+            input = mappings.scatter_to_tensor_model_parallel_region(input, self.tensor_parallel_group)
+        if input.size(-1) != self.input_size_per_partition:
+            raise ValueError(
+                f"last dimension of the input is {input.size(-1)} on this rank, input_size per partition is "
+                f"{self.input_size_per_partition}"
+            )
+        return input
+
+    def _reduce(self, partial: Tensor) -> Tensor:
+        dtype, group = partial.dtype, self.tensor_parallel_group
+        partial = partial if self.reduce_dtype is None else partial.to(self.reduce_dtype)
+        if self.sequence_parallel_enabled:
+            dimension = self.sequence_dimension
+            return mappings.reduce_scatter_to_sequence_parallel_region(partial, dimension, group).to(dtype)
+        return mappings.reduce_from_tensor_model_parallel_region(partial, group).to(dtype)

@@ -1,0 +1,145 @@
+"""Owns losses over vocabulary-sharded logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from nxd_memopt.backends import backend
+from nxd_memopt.parallel_layers.mappings import resolve_group
+
+
+@dataclass(frozen=True)
+class _CrossEntropy:
+    """What stays the same for every token."""
+
+    group: ProcessGroup | None
+    vocab_size: int
+    label_smoothing: float
+    ignore_index: int
+
+
+class _VocabParallelCrossEntropy(torch.autograd.Function):
+    """Two collectives: the maximum, then one sum of ``[3, tokens]``. The gradient is made in forward, in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, options: _CrossEntropy) -> Tensor:
+        first_column = backend.group_rank(options.group) * logits.size(-1)
+        shifted = _subtract_max(logits, first_column, options)
+        local_target = target - first_column
+        held = (local_target >= 0) & (local_target < logits.size(-1))
+        local_target = torch.where(held, local_target, 0).unsqueeze(-1)
+        target_logit = shifted.gather(-1, local_target).squeeze(-1).masked_fill(~held, 0.0)
+        logit_sum = torch.zeros_like(target_logit)
+        if options.label_smoothing:
+            logit_sum = shifted.masked_fill(shifted == -torch.inf, 0.0).sum(-1)
+        probabilities = shifted.exp_()
+        sums = torch.stack([target_logit, logit_sum, probabilities.sum(-1)])
+        target_logit, logit_sum, exp_sum = backend.all_reduce(sums, options.group).unbind()
+        smoothing, valid = options.label_smoothing, target != options.ignore_index
+        loss = exp_sum.log() - (1 - smoothing) * target_logit - smoothing / options.vocab_size * logit_sum
+        loss = _poison_out_of_range(loss.masked_fill(~valid, 0.0), target, options)
+        if ctx.needs_input_grad[0]:
+            probabilities.div_(exp_sum.unsqueeze(-1))
+            grad = _finish_gradient(probabilities, local_target, held, options, first_column)
+            ctx.save_for_backward(grad.masked_fill_(~valid.unsqueeze(-1), 0.0).to(logits.dtype))
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None]:
+        (grad,) = ctx.saved_tensors
+        return grad * grad_loss.unsqueeze(-1).to(grad.dtype), None, None
+
+
+def _subtract_max(logits: Tensor, first_column: int | Tensor, options: _CrossEntropy) -> Tensor:
+    """New fp32 (fp64) logits minus their maximum over the whole vocabulary; minus infinity in padding columns."""
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    padding = _padding_columns(logits, first_column, options)
+    if padding is not None:
+        logits = logits.masked_fill(padding, -torch.inf)
+    maximum = backend.all_reduce(logits.detach().amax(-1), options.group, op="max")
+    return logits - maximum.unsqueeze(-1)
+
+
+def _padding_columns(logits: Tensor, first_column: int | Tensor, options: _CrossEntropy) -> Tensor | None:
+    """``[V/T]`` mask of columns beyond the vocabulary, or ``None`` where no rank has any."""
+    width = logits.size(-1)
+    if width * backend.group_size(options.group) == options.vocab_size:
+        return None
+    return torch.arange(width, device=logits.device) + first_column >= options.vocab_size
+
+
+def _finish_gradient(
+    probabilities: Tensor, local_target: Tensor, held: Tensor, options: _CrossEntropy, first_column: int | Tensor
+) -> Tensor:
+    """``p - (1 - e) onehot - e / V``, in place."""
+    smoothing = options.label_smoothing
+    ones = held.unsqueeze(-1).to(probabilities.dtype)
+    probabilities.scatter_add_(-1, local_target, (smoothing - 1) * ones)
+    if smoothing:
+        probabilities.sub_(smoothing / options.vocab_size)
+        padding = _padding_columns(probabilities, first_column, options)
+        if padding is not None:
+            probabilities.masked_fill_(padding, 0.0)
+    return probabilities
+
+
+def _poison_out_of_range(loss: Tensor, target: Tensor, options: _CrossEntropy) -> Tensor:
+    """On the CPU raise for a label outside the vocabulary; elsewhere make its loss NaN rather than stop the device."""
+    outside = ((target < 0) | (target >= options.vocab_size)) & (target != options.ignore_index)
+    if target.device.type != "cpu":
+        return loss.masked_fill(outside, torch.nan)
+    if bool(outside.any()):
+        label = int(target[outside][0])
+        raise ValueError(
+            f"label {label} is outside the vocabulary [0, {options.vocab_size}) and is not ignore_index "
+            f"{options.ignore_index}: check that the tokenizer belongs to the model"
+        )
+    return loss
+
+
+def parallel_cross_entropy(
+    vocab_parallel_logits: Tensor,
+    target: Tensor,
+    label_smoothing: float = 0.0,
+    *,
+    ignore_index: int = -100,
+    vocab_size: int | None = None,
+    process_group: ProcessGroup | None = None,
+) -> Tensor:
+    """Per-token cross entropy of vocabulary-sharded logits; equals ``torch.nn.functional.cross_entropy``.
+
+    Args:
+        vocab_parallel_logits: ``[..., V/T]``, any floating dtype; left as they are.
+        target: ``[...]`` integer labels over the whole vocabulary, the same on every rank.
+        label_smoothing: weight of the uniform distribution over the vocabulary, in [0, 1].
+        ignore_index: label whose loss and gradient are zero.
+        vocab_size: V without padding; columns from there on take no part. Default: all columns are vocabulary.
+        process_group: default the tensor-parallel group.
+
+    Returns:
+        ``[...]`` losses in fp32 (fp64 for fp64 logits), not reduced; the same on every rank.
+
+    Raises:
+        ValueError: shapes that do not match, a smoothing outside [0, 1], or (on the CPU) a label outside the vocabulary;
+            on other devices such a label's loss is NaN.
+    """
+    if vocab_parallel_logits.shape[:-1] != target.shape:
+        raise ValueError(
+            f"target has shape {list(target.shape)}, the logits {list(vocab_parallel_logits.shape)}: "
+            "target must be the logits' shape without the last dimension"
+        )
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing must be within [0, 1], got {label_smoothing}")
+    group = resolve_group(process_group)
+    columns = vocab_parallel_logits.size(-1) * backend.group_size(group)
+    if vocab_size is not None and not 0 < vocab_size <= columns:
+        raise ValueError(f"vocab_size must be within (0, {columns}], the columns of all ranks, got {vocab_size}")
+    options = _CrossEntropy(group, vocab_size or columns, label_smoothing, ignore_index)
+    return cast(Tensor, _VocabParallelCrossEntropy.apply(vocab_parallel_logits, target, options))

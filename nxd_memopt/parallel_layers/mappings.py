@@ -1,0 +1,217 @@
+"""Owns the conjugate pairs of communication: each function's forward and backward collective are adjoint.
+
+Tensor region: Megatron-LM (arXiv:1909.08053), figure 3. Sequence region: Korthikanti et al. (arXiv:2205.05198), figure 5.
+The group defaults to the tensor-parallel group; a group of size 1 makes every mapping the identity. Inputs are never
+written to. Shapes: T ranks, ``s = S/T``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.distributed import ProcessGroup
+
+from nxd_memopt.backends import backend
+from nxd_memopt.config import require_divisible
+from nxd_memopt.parallel_layers import parallel_state
+
+
+def resolve_group(process_group: ProcessGroup | None) -> ProcessGroup | None:
+    """Return ``process_group``, or the tensor-parallel group for ``None``."""
+    if process_group is not None:
+        return process_group
+    return cast("ProcessGroup | None", parallel_state.get_tensor_model_parallel_group())
+
+
+# Collectives along any dimension
+
+
+def split_along_dim(tensor: Tensor, dim: int, group: ProcessGroup | None) -> Tensor:
+    """This rank's chunk of ``tensor`` along ``dim``."""
+    what = "sequence length" if tensor.dim() and dim % tensor.dim() < tensor.dim() - 1 else "last dimension"
+    require_divisible(what, tensor.size(dim), "tensor_model_parallel_size", backend.group_size(group))
+    return backend.shard(tensor, dim, group).contiguous()
+
+
+def gather_along_dim(tensor: Tensor, dim: int, group: ProcessGroup | None) -> Tensor:
+    """All ranks' chunks, concatenated along ``dim`` in rank order."""
+    if backend.group_size(group) == 1:
+        return tensor
+    return backend.all_gather(tensor.movedim(dim, 0), group).movedim(0, dim)
+
+
+def reduce_scatter_along_dim(tensor: Tensor, dim: int, group: ProcessGroup | None) -> Tensor:
+    """This rank's chunk along ``dim`` of the sum over all ranks."""
+    size = backend.group_size(group)
+    if size == 1:
+        return tensor
+    what = "sequence length" if dim % tensor.dim() < tensor.dim() - 1 else "last dimension"
+    length = tensor.size(dim)
+    pad_to = -(-length // size) * size
+    remedy = f"pad to {pad_to} or turn sequence_parallel_enabled off"
+    require_divisible(what, length, "tensor_model_parallel_size", size, remedy)
+    return backend.reduce_scatter(tensor.movedim(dim, 0), group).movedim(0, dim)
+
+
+# Autograd functions
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup | None) -> Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return backend.all_reduce(grad, ctx.group), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, tensor: Tensor, group: ProcessGroup | None) -> Tensor:
+        del ctx
+        return backend.all_reduce(tensor, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+        del ctx
+        return grad, None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return split_along_dim(tensor, dim, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return gather_along_dim(grad, ctx.dim, ctx.group), None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup | None, dim: int, reduce_grad: bool) -> Tensor:
+        ctx.dim, ctx.group, ctx.reduce_grad = dim, group, reduce_grad
+        return gather_along_dim(tensor, dim, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        shard = reduce_scatter_along_dim if ctx.reduce_grad else split_along_dim
+        return shard(grad, ctx.dim, ctx.group), None, None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return reduce_scatter_along_dim(tensor, dim, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return gather_along_dim(grad, ctx.dim, ctx.group), None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup | None) -> Tensor:
+        ctx.group = group
+        return backend.all_to_all(tensor, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return backend.all_to_all(grad, ctx.group), None
+
+
+def _apply(function: type[torch.autograd.Function], tensor: Tensor, group: ProcessGroup | None, *args: Any) -> Tensor:
+    return tensor if backend.group_size(group) == 1 else cast(Tensor, function.apply(tensor, group, *args))
+
+
+# Tensor region
+
+
+def copy_to_tensor_model_parallel_region(tensor: Tensor, process_group: ProcessGroup | None = None) -> Tensor:
+    """Identity / all-reduce. Any shape; replicated in, replicated out."""
+    return _apply(_Copy, tensor, resolve_group(process_group))
+
+
+def reduce_from_tensor_model_parallel_region(tensor: Tensor, process_group: ProcessGroup | None = None) -> Tensor:
+    """All-reduce / identity. Partial sums in, their sum out."""
+    return _apply(_Reduce, tensor, resolve_group(process_group))
+
+
+def scatter_to_tensor_model_parallel_region(tensor: Tensor, process_group: ProcessGroup | None = None) -> Tensor:
+    """Split / all-gather of the last dimension. ``[..., n] -> [..., n/T]``."""
+    return _apply(_Split, tensor, resolve_group(process_group), -1)
+
+
+def gather_from_tensor_model_parallel_region(tensor: Tensor, process_group: ProcessGroup | None = None) -> Tensor:
+    """All-gather / split of the last dimension. ``[..., n/T] -> [..., n]``."""
+    return _apply(_Gather, tensor, resolve_group(process_group), -1, False)
+
+
+# Sequence region
+
+
+def scatter_to_sequence_parallel_region(
+    tensor: Tensor, sequence_dimension: int = 0, process_group: ProcessGroup | None = None
+) -> Tensor:
+    """Split / all-gather. ``[S, ...] -> [s, ...]`` along ``sequence_dimension``."""
+    return _apply(_Split, tensor, resolve_group(process_group), sequence_dimension)
+
+
+def gather_from_sequence_parallel_region(
+    tensor: Tensor,
+    sequence_dimension: int = 0,
+    to_model_parallel: bool = True,
+    process_group: ProcessGroup | None = None,
+) -> Tensor:
+    """All-gather / reduce-scatter, or / split. ``[s, ...] -> [S, ...]`` along ``sequence_dimension``.
+
+    Args:
+        to_model_parallel: True when each rank goes on with other work on the result, so that the gradients are partial
+            sums (reduce-scatter); False when all ranks do the same with it, so that the gradients are equal (split).
+    """
+    return _apply(_Gather, tensor, resolve_group(process_group), sequence_dimension, to_model_parallel)
+
+
+def reduce_scatter_to_sequence_parallel_region(
+    tensor: Tensor,
+    sequence_dimension: int = 0,
+    process_group: ProcessGroup | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Reduce-scatter / all-gather. Partial sums ``[S, ...] -> [s, ...]``.
+
+    Args:
+        dtype: dtype of the reduction; the result has it too. Default: the tensor's own.
+    """
+    tensor = tensor if dtype is None else tensor.to(dtype)
+    return _apply(_ReduceScatter, tensor, resolve_group(process_group), sequence_dimension)
+
+
+# Expert region
+
+
+def all_to_all_in_expert_parallel_region(tensor: Tensor, process_group: ProcessGroup | None = None) -> Tensor:
+    """All-to-all / all-to-all of equal chunks of dim 0, over the expert-parallel group by default."""
+    group = process_group or cast("ProcessGroup | None", parallel_state.get_expert_model_parallel_group())
+    return _apply(_AllToAll, tensor, group)
+
+
+# Layout
+
+
+def transpose_batch_and_sequence(tensor: Tensor) -> Tensor:
+    """``[B, S, ...] <-> [S, B, ...]``, contiguous; the change of layout around sequence parallelism."""
+    return tensor.transpose(0, 1).contiguous()

@@ -1,0 +1,80 @@
+"""Owns head padding: making a model's attention heads divisible by the tensor-parallel size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
+from nxd_memopt.parallel_layers.utils import copy_tensor_model_parallel_attributes, padded_size
+
+
+def get_number_of_extra_heads(n_head: int, tp_degree: int) -> int:
+    """How many heads to add to ``n_head`` so that ``tp_degree`` divides it."""
+    return padded_size(n_head, tp_degree) - n_head
+
+
+def pad_model(
+    model: nn.Module,
+    tp_degree: int,
+    n_heads: int,
+    wrapped_classes: Iterable[type[nn.Module]] = (),
+    pad_hook_fn: Callable[[nn.Module, float], object] | None = None,
+) -> nn.Module:
+    """Grow, in place, parallel layers by zeros to the size that they have for a padded number of heads.
+
+    Args:
+        model: built for ``n_heads`` heads.
+        tp_degree: size to divide the heads by.
+        n_heads: heads of the model as it is.
+        wrapped_classes: only modules of these classes, and what they hold, are padded; default the whole model.
+        pad_hook_fn: called with each padded module and ``padded heads / n_heads``, to adapt its own head counts.
+
+    Returns:
+        ``model``. Column-parallel layers grow along their outputs, row-parallel ones along their inputs.
+    """
+    ratio = (n_heads + get_number_of_extra_heads(n_heads, tp_degree)) / n_heads
+    classes = tuple(wrapped_classes)
+    roots = [m for m in model.modules() if isinstance(m, classes)] if classes else [model]
+    for module in dict.fromkeys(module for root in roots for module in root.modules()):
+        if pad_hook_fn is not None:
+            pad_hook_fn(module, ratio)
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+            _pad_linear(module, ratio)
+    return model
+
+
+def _pad_linear(layer: ColumnParallelLinear | RowParallelLinear, ratio: float) -> None:
+    dim = 0 if isinstance(layer, ColumnParallelLinear) else 1
+    layer.weight = _grown(layer.weight, dim, ratio)
+    if isinstance(layer, ColumnParallelLinear):
+        layer.bias = layer.bias if layer.bias is None else _grown(layer.bias, 0, ratio)
+        layer.output_size_per_partition = layer.weight.size(0)
+    else:
+        layer.input_size_per_partition = layer.weight.size(1)
+
+
+def _grown(param: nn.Parameter, dim: int, ratio: float) -> nn.Parameter:
+    extra = round(param.size(dim) * ratio) - param.size(dim)
+    padding = (0, extra) if dim == param.dim() - 1 else (0, 0, 0, extra)
+    grown = nn.Parameter(F.pad(param.detach(), padding), requires_grad=param.requires_grad)
+    copy_tensor_model_parallel_attributes(grown, param)
+    return grown
+
+
+def generate_padding_mask(
+    num_heads: int, num_heads_with_pad: int, num_kv_heads: int, tp_degree: int, tp_rank: int
+) -> Tensor:
+    """Which of this rank's query heads are real: boolean ``[num_heads_with_pad / tp_degree]``.
+
+    Replicas of a KV head are on adjacent ranks, as ``GQAQKVColumnParallelLinear`` has them; each KV head's padding
+    is on the last of them.
+    """
+    per_rank = num_heads_with_pad // tp_degree
+    replicas = max(tp_degree // num_kv_heads, 1)
+    kv_heads_per_rank = num_kv_heads * replicas // tp_degree
+    first = per_rank * (tp_rank % replicas)
+    return torch.arange(first, first + per_rank) < num_heads // num_kv_heads * kv_heads_per_rank

@@ -1,0 +1,307 @@
+"""Owns the process groups of every parallel dimension, and all other module-level state of the library."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from nxd_memopt.backends import backend
+
+RankGroups = list[list[int]]
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """One parallel dimension: this rank's group and the partition of the world that it belongs to."""
+
+    rank_groups: RankGroups
+    ranks: list[int]
+    group: ProcessGroup | None
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def rank(self) -> int:
+        return self.ranks.index(_global_rank())
+
+
+@dataclass
+class _State:
+    axes: dict[str, _Axis] = field(default_factory=dict)
+    kv_groups: dict[int, _Axis] = field(default_factory=dict)
+    rng_states: dict[str, Tensor] = field(default_factory=dict)
+
+
+_STATE = _State()
+_SINGLE_PROCESS = _Axis(rank_groups=[[0]], ranks=[0], group=None)
+
+
+def _global_rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def rank_grid(sizes: dict[str, int], device_order: list[int]) -> dict[str, RankGroups]:
+    """Partition ``device_order`` along each dimension of a grid, the last dimension fastest.
+
+    ``rank_grid({"data": 2, "tensor": 2}, [0, 1, 2, 3])`` is
+    ``{"data": [[0, 2], [1, 3]], "tensor": [[0, 1], [2, 3]]}``.
+    """
+    groups: dict[str, RankGroups] = {}
+    stride = len(device_order)
+    for name, size in sizes.items():
+        stride //= size
+        starts = [i for i in range(len(device_order)) if (i // stride) % size == 0]
+        groups[name] = [[device_order[start + j * stride] for j in range(size)] for start in starts]
+    return groups
+
+
+def initialize_model_parallel(
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    context_parallel_size: int = 1,
+    expert_model_parallel_size: int = 1,
+    *,
+    mesh_only: bool = False,
+) -> dict[str, RankGroups]:
+    """Create the process groups; every rank of the world calls it, with the same sizes.
+
+    The rank grid is ``[pipeline, data, context, tensor]``, tensor fastest; expert layers see the same ranks as
+    ``[pipeline, expert data, expert, tensor]`` (neuronx-distributed's order). Where the device's links ask for another
+    order of the ranks, the backend's ``device_order`` gives it.
+
+    Args:
+        tensor_model_parallel_size: ranks that share one layer.
+        pipeline_model_parallel_size: ranks that share one stack of layers.
+        context_parallel_size: ranks that share one sequence.
+        expert_model_parallel_size: ranks that share one set of experts.
+        mesh_only: only return the rank groups; create nothing.
+
+    Returns:
+        For each dimension the partition of the world's ranks.
+
+    Raises:
+        ValueError: when the sizes do not divide the world.
+        RuntimeError: when it was called before, without ``destroy_model_parallel`` between.
+    """
+    if model_parallel_is_initialized() and not mesh_only:
+        raise RuntimeError("model parallelism is initialized already: call destroy_model_parallel() first")
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    tensor, pipeline = tensor_model_parallel_size, pipeline_model_parallel_size
+    context, expert = context_parallel_size, expert_model_parallel_size
+    order = backend.device_order(world_size, tensor)
+    data = _remaining_ranks(world_size, tensor=tensor, pipeline=pipeline, context=context)
+    expert_data = _remaining_ranks(world_size, tensor=tensor, pipeline=pipeline, expert=expert)
+    dense = rank_grid({"pipeline": pipeline, "data": data, "context": context, "tensor": tensor}, order)
+    sparse = rank_grid({"pipeline": pipeline, "expert_data": expert_data, "expert": expert, "tensor": tensor}, order)
+    grid = {**sparse, **dense, "world": [list(range(world_size))]}
+    if not mesh_only:
+        _STATE.axes = {name: _create_axis(rank_groups) for name, rank_groups in grid.items()}
+    return grid
+
+
+def _remaining_ranks(world_size: int, **sizes: int) -> int:
+    product = 1
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} parallel size must be at least 1, got {size}")
+        product *= size
+    if world_size % product:
+        spelled = " x ".join(f"{name} parallel size {size}" for name, size in sizes.items())
+        raise ValueError(
+            f"world size {world_size} is not divisible by {product} ({spelled}): "
+            f"start a multiple of {product} processes (--nproc_per_node x --nnodes) or lower a size"
+        )
+    return world_size // product
+
+
+def _create_axis(rank_groups: RankGroups) -> _Axis:
+    mine = next(ranks for ranks in rank_groups if _global_rank() in ranks)
+    group = backend.new_group(rank_groups) if dist.is_initialized() else None
+    return _Axis(rank_groups, mine, group)
+
+
+def destroy_model_parallel() -> None:
+    """Forget every group and random stream; the world's own process group stays."""
+    for axis in (*_STATE.axes.values(), *_STATE.kv_groups.values()):
+        if axis.group is not None and dist.is_initialized():
+            dist.destroy_process_group(axis.group)
+    _STATE.axes, _STATE.kv_groups, _STATE.rng_states = {}, {}, {}
+
+
+def model_parallel_is_initialized() -> bool:
+    return bool(_STATE.axes)
+
+
+def _axis(name: str) -> _Axis:
+    if name in _STATE.axes:
+        return _STATE.axes[name]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        raise RuntimeError(
+            f"{dist.get_world_size()} processes are running but model parallelism is not initialized: "
+            "call parallel_state.initialize_model_parallel(tensor_model_parallel_size=...) first"
+        )
+    return _SINGLE_PROCESS
+
+
+def _group(name: str, as_list: bool) -> ProcessGroup | RankGroups | None:
+    axis = _axis(name)
+    return axis.rank_groups if as_list else axis.group
+
+
+def rng_states() -> dict[str, Tensor]:
+    """The named random streams' device generator states, by name; see ``parallel_layers.random``."""
+    return _STATE.rng_states
+
+
+def initialize_kv_group(kv_shared_group_size: int = 1) -> ProcessGroup | None:
+    """Create, once per size, the groups of consecutive tensor-parallel ranks that hold the same KV heads.
+
+    Raises:
+        ValueError: when the size does not divide the tensor-parallel size.
+    """
+    if kv_shared_group_size not in _STATE.kv_groups:
+        size = get_tensor_model_parallel_size()
+        if size % kv_shared_group_size:
+            raise ValueError(
+                f"kv_shared_group_size {kv_shared_group_size} does not divide tensor_model_parallel_size {size}"
+            )
+        rank_groups = [
+            ranks[start : start + kv_shared_group_size]
+            for ranks in get_tensor_model_parallel_replica_groups()
+            for start in range(0, size, kv_shared_group_size)
+        ]
+        _STATE.kv_groups[kv_shared_group_size] = _create_axis(rank_groups)
+    return _STATE.kv_groups[kv_shared_group_size].group
+
+
+def get_kv_shared_group(kv_shared_group_size: int, as_list: bool = False) -> ProcessGroup | RankGroups | None:
+    """The group made by ``initialize_kv_group`` for this size."""
+    axis = _STATE.kv_groups[kv_shared_group_size]
+    return axis.rank_groups if as_list else axis.group
+
+
+def get_world_group(as_list: bool = False) -> ProcessGroup | RankGroups | None:
+    return _group("world", as_list)
+
+
+def get_tensor_model_parallel_group(as_list: bool = False) -> ProcessGroup | RankGroups | None:
+    return _group("tensor", as_list)
+
+
+def get_tensor_model_parallel_replica_groups() -> RankGroups:
+    return _axis("tensor").rank_groups
+
+
+def get_tensor_model_parallel_size() -> int:
+    return _axis("tensor").size
+
+
+def get_tensor_model_parallel_rank() -> int:
+    return _axis("tensor").rank
+
+
+def get_tensor_model_parallel_src_rank() -> int:
+    """Global rank of the first member of this rank's tensor-parallel group."""
+    return _axis("tensor").ranks[0]
+
+
+def get_data_parallel_group(as_list: bool = False) -> ProcessGroup | RankGroups | None:
+    return _group("data", as_list)
+
+
+def get_data_parallel_replica_groups() -> RankGroups:
+    return _axis("data").rank_groups
+
+
+def get_data_parallel_size() -> int:
+    return _axis("data").size
+
+
+def get_data_parallel_rank() -> int:
+    return _axis("data").rank
+
+
+def get_data_parallel_src_rank() -> int:
+    """Global rank of the first member of this rank's data-parallel group."""
+    return _axis("data").ranks[0]
+
+
+def get_pipeline_model_parallel_group(as_list: bool = False) -> ProcessGroup | RankGroups | None:
+    return _group("pipeline", as_list)
+
+
+def get_pipeline_model_parallel_replica_groups() -> RankGroups:
+    return _axis("pipeline").rank_groups
+
+
+def get_pipeline_model_parallel_size() -> int:
+    return _axis("pipeline").size
+
+
+def get_pipeline_model_parallel_rank() -> int:
+    return _axis("pipeline").rank
+
+
+def get_context_model_parallel_group(as_list: bool = False) -> ProcessGroup | RankGroups | None:
+    return _group("context", as_list)
+
+
+def get_context_model_parallel_replica_groups() -> RankGroups:
+    return _axis("context").rank_groups
+
+
+def get_context_model_parallel_size() -> int:
+    return _axis("context").size
+
+
+def get_context_model_parallel_rank() -> int:
+    return _axis("context").rank
+
+
+def get_expert_model_parallel_group(as_list: bool = False) -> ProcessGroup | RankGroups | None:
+    return _group("expert", as_list)
+
+
+def get_expert_model_parallel_replica_groups() -> RankGroups:
+    return _axis("expert").rank_groups
+
+
+def get_expert_model_parallel_size() -> int:
+    return _axis("expert").size
+
+
+def get_expert_model_parallel_rank() -> int:
+    return _axis("expert").rank
+
+
+def get_expert_data_parallel_group(as_list: bool = False) -> ProcessGroup | RankGroups | None:
+    return _group("expert_data", as_list)
+
+
+def get_expert_data_parallel_replica_groups() -> RankGroups:
+    return _axis("expert_data").rank_groups
+
+
+def get_expert_data_parallel_size() -> int:
+    return _axis("expert_data").size
+
+
+def get_expert_data_parallel_rank() -> int:
+    return _axis("expert_data").rank
+
+
+def is_global_rank_zero() -> bool:
+    return _global_rank() == 0
+
+
+def rmsg(message: str) -> str:
+    """Prefix ``message`` with this rank's coordinates, for logs of many ranks."""
+    coordinates = "_".join(
+        f"{name}{_axis(axis).rank}" for name, axis in (("pp", "pipeline"), ("tp", "tensor"), ("dp", "data"))
+    )
+    return f"[rank_{_global_rank()}_{coordinates}] {message}"

@@ -1,0 +1,108 @@
+"""Owns the random streams under tensor parallelism: one replicated over the ranks, one of each rank's own.
+
+Dropout on replicated activations must agree on all tensor-parallel ranks: it draws from the device's default generator,
+seeded alike. Dropout on shards (attention heads, sequence shards) must differ: it draws inside ``fork()``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from nxd_memopt.backends import backend
+from nxd_memopt.backends.base import ContextPair
+from nxd_memopt.parallel_layers import parallel_state
+
+MODEL_PARALLEL_STREAM = "model-parallel-rng"
+_TENSOR_PARALLEL_OFFSET = 2718  # Megatron-LM's and neuronx-distributed's
+
+
+class RNGStatesTracker:
+    """Named streams of the device's generator; the states live in ``parallel_state`` and go with it."""
+
+    def add(self, name: str, seed: int) -> None:
+        """Start the stream ``name`` at ``seed``; the generator itself is left as it was."""
+        before = backend.get_rng_state()
+        backend.manual_seed(seed)
+        parallel_state.rng_states()[name] = backend.get_rng_state()
+        backend.set_rng_state(before)
+
+    def get_states(self) -> dict[str, Tensor]:
+        return dict(parallel_state.rng_states())
+
+    def set_states(self, states: dict[str, Tensor]) -> None:
+        current = parallel_state.rng_states()
+        current.clear()
+        current.update(states)
+
+    @contextmanager
+    def fork(self, name: str = MODEL_PARALLEL_STREAM) -> Iterator[None]:
+        """Draw from the stream ``name``; afterwards the generator goes on where it was.
+
+        Raises:
+            RuntimeError: the stream was never seeded, and ranks would draw alike.
+        """
+        states = parallel_state.rng_states()
+        if name not in states:
+            raise RuntimeError(f"random stream {name!r} is not seeded: call model_parallel_manual_seed(seed) first")
+        before = backend.get_rng_state()
+        backend.set_rng_state(states[name])
+        try:
+            yield
+        finally:
+            states[name] = backend.get_rng_state()
+            backend.set_rng_state(before)
+
+
+def get_rng_tracker() -> RNGStatesTracker:
+    return RNGStatesTracker()
+
+
+def model_parallel_manual_seed(seed: int) -> None:
+    """Seed the replicated stream with ``seed``, on host and device, and this rank's own with ``seed + 2718 + rank``."""
+    torch.manual_seed(seed)
+    backend.manual_seed(seed)
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    get_rng_tracker().add(MODEL_PARALLEL_STREAM, seed + _TENSOR_PARALLEL_OFFSET + rank)
+
+
+model_parallel_xla_manual_seed = model_parallel_manual_seed
+get_xla_rng_tracker = get_rng_tracker
+
+
+@contextmanager
+def fork_if(condition: bool) -> Iterator[None]:
+    """``get_rng_tracker().fork()`` when ``condition`` holds, else nothing."""
+    if condition:
+        with get_rng_tracker().fork():
+            yield
+    else:
+        yield
+
+
+def replay_contexts() -> ContextPair:
+    """Contexts for a forward pass and its recomputation, in which the streams draw the same numbers.
+
+    The default generator is the backend's ``checkpoint``'s business; this is about the tracker's streams.
+    """
+    tracker = get_rng_tracker()
+    at_forward: dict[str, Tensor] = {}
+
+    @contextmanager
+    def record() -> Iterator[None]:
+        at_forward.update(tracker.get_states())
+        yield
+
+    @contextmanager
+    def replay() -> Iterator[None]:
+        now = tracker.get_states()
+        tracker.set_states(at_forward)
+        try:
+            yield
+        finally:
+            tracker.set_states(now)
+
+    return record(), replay()

@@ -1,0 +1,130 @@
+"""Owns how a parameter is described as a shard of a full one, and small helpers of the parallel layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nxd_memopt.backends import backend
+from nxd_memopt.config import require_divisible
+from nxd_memopt.parallel_layers import parallel_state
+
+SHARD_ATTRIBUTES = (
+    "tensor_model_parallel",
+    "partition_dim",
+    "partition_stride",
+    "num_partitions",
+    "full_shape",
+    "replicas",
+    "sequence_parallel_enabled",
+)
+"""What the layers set on parameters; other tools may rely on each of them."""
+
+
+def divide(numerator: int, denominator: int) -> int:
+    """Integer division that must not leave a remainder (``ValueError``)."""
+    return require_divisible("size", numerator, "divisor", denominator)
+
+
+def padded_size(size: int, multiple: int) -> int:
+    """The smallest multiple of ``multiple`` that is at least ``size``."""
+    return -(-size // multiple) * multiple
+
+
+def check_sequence_dimension(sequence_dimension: int | None) -> int:
+    """Return the dimension, 0 for ``None``; ``ValueError`` for anything but 0 and 1."""
+    if sequence_dimension not in (None, 0, 1):
+        raise ValueError(f"sequence_dimension must be 0 ([S, B, H]) or 1 ([B, S, H]), got {sequence_dimension}")
+    return sequence_dimension or 0
+
+
+def set_tensor_model_parallel_attributes(
+    tensor: Tensor,
+    is_parallel: bool,
+    dim: int,
+    stride: int = 1,
+    num_partitions: int = -1,
+    *,
+    full_shape: tuple[int, ...] | None = None,
+    replicas: int = 1,
+) -> None:
+    """Describe ``tensor`` as one of ``num_partitions`` shards of a full parameter.
+
+    Args:
+        is_parallel: False for a parameter that every rank holds whole.
+        dim: the sharded dimension.
+        stride: how many separately sharded blocks the full parameter is made of along ``dim`` (3 for ``[q, k, v]``).
+        num_partitions: distinct shards; -1 stands for the tensor-parallel size over ``replicas``.
+        full_shape: shape of the full parameter without padding.
+        replicas: how many consecutive ranks hold each shard (KV heads when T exceeds them).
+    """
+    if num_partitions < 0:
+        num_partitions = parallel_state.get_tensor_model_parallel_size() // replicas
+    values = (is_parallel, dim, stride, num_partitions, full_shape, replicas)
+    for name, value in zip(SHARD_ATTRIBUTES, values, strict=False):
+        setattr(tensor, name, value)
+
+
+def copy_tensor_model_parallel_attributes(destination: Tensor, source: Tensor) -> None:
+    """Copy every shard attribute that ``source`` has."""
+    for name in SHARD_ATTRIBUTES:
+        if hasattr(source, name):
+            setattr(destination, name, getattr(source, name))
+
+
+def is_sharded(param: Tensor) -> bool:
+    """True when different tensor-parallel ranks hold different parts of the parameter."""
+    return getattr(param, "tensor_model_parallel", False)
+
+
+def shard_ranges(param: Tensor, *, rank: int | None = None) -> list[tuple[int, int]]:
+    """Half-open index ranges along ``partition_dim`` of the padded full parameter that a rank holds, in local order.
+
+    With n partitions and stride k the full dimension is k blocks ``[A_1 .. A_n] [B_1 .. B_n] ...``; partition i holds
+    ``[A_i B_i ...]``. Indices at or beyond ``full_shape[partition_dim]`` are padding.
+
+    Args:
+        param: a parameter described by ``set_tensor_model_parallel_attributes``.
+        rank: tensor-parallel rank; default this one.
+    """
+    description: Any = param
+    rank = parallel_state.get_tensor_model_parallel_rank() if rank is None else rank
+    partition = rank // description.replicas
+    length = param.size(description.partition_dim) // description.partition_stride
+    block = length * description.num_partitions
+    starts = [i * block + partition * length for i in range(description.partition_stride)]
+    return [(start, start + length) for start in starts]
+
+
+def cast_if_autocast_enabled(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Cast floating-point tensors as autocast would for a matmul; autograd Functions do not see autocast in backward."""
+    device_type = backend.device.type
+    if not torch.is_autocast_enabled(device_type):
+        return tensors
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(t.to(dtype) if t is not None and t.is_floating_point() else t for t in tensors)
+
+
+def move_model_to_device(model: nn.Module, device: torch.device) -> None:
+    """Move in place; shard attributes and tied parameters survive, also where ``Module.to`` would make new parameters."""
+    moved: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, param in module.named_parameters(recurse=False):
+            if id(param) not in moved:
+                moved[id(param)] = nn.Parameter(_to_device(param.detach(), device), requires_grad=param.requires_grad)
+                copy_tensor_model_parallel_attributes(moved[id(param)], param)
+            setattr(module, name, moved[id(param)])
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, _to_device(buffer, device))
+
+
+def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+
+
+def mark_sequence_parallel(module: nn.Module, enabled: bool) -> None:
+    """Tag the module's own parameters: under sequence parallelism their gradients are partial sums."""
+    for param in module.parameters(recurse=False):
+        param.sequence_parallel_enabled = enabled  # pyright: ignore[reportAttributeAccessIssue]
