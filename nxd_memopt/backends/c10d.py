@@ -14,6 +14,9 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from nxd_memopt.backends.base import Backend, Completed, ContextPair, Pending
 
+# torch 2.13 renames the two; 2.9 to 2.12 have the old names only
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -96,7 +99,7 @@ class C10dBackend(Backend):
             return Completed(tensor)
         source = tensor.contiguous()
         result = source.new_empty((source.size(0) * size, *source.shape[1:]))
-        return _Work(dist.all_gather_into_tensor(result, source, group=group, async_op=True), source, result)
+        return _Work(_all_gather(result, source, group=group, async_op=True), source, result)
 
     def reduce_scatter_async(self, tensor: Tensor, group: ProcessGroup | None) -> Pending:
         size = self.group_size(group)
@@ -104,7 +107,7 @@ class C10dBackend(Backend):
             return Completed(tensor)
         source = tensor.contiguous()
         result = source.new_empty((source.size(0) // size, *source.shape[1:]))
-        return _Work(dist.reduce_scatter_tensor(result, source, group=group, async_op=True), source, result)
+        return _Work(_reduce_scatter(result, source, group=group, async_op=True), source, result)
 
     def checkpoint(
         self,

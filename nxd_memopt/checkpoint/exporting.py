@@ -10,12 +10,10 @@ import shutil
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
-from nxd_memopt.checkpoint.directories import flush_to_disk, incomplete_path, replace_directory, restore_interrupted
-from nxd_memopt.checkpoint.files import WEIGHTS, WEIGHTS_INDEX
+from nxd_memopt.checkpoint.directories import incomplete_path, replace_directory, restore_interrupted
+from nxd_memopt.checkpoint.files import WEIGHTS, WEIGHTS_INDEX, write_safetensors
 from nxd_memopt.checkpoint.names import named_tensors
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.checkpointing import (
@@ -67,7 +65,7 @@ def save_pretrained(
             tensors = _gather(params, dtype)
             with raise_together(task):
                 if writes:
-                    _write_shard(incomplete_path(target) / file_name, tensors)
+                    write_safetensors(incomplete_path(target) / file_name, tensors)
         with raise_together(task):
             if writes:
                 _finish(model, target, shards, dtype)
@@ -158,14 +156,6 @@ def _require_replaceable(target: Path) -> None:
             f"{target} has the subdirectories {subdirectories[:5]}, which replacing it would remove: "
             "choose another directory"
         )
-
-
-def _write_shard(path: Path, tensors: dict[str, Tensor]) -> None:
-    try:
-        save_file(tensors, path, metadata={"format": "pt"})
-        flush_to_disk(path)
-    except (SafetensorError, OSError) as error:
-        raise OSError(f"could not write {path}: {error}: free disk space or choose another directory") from error
 
 
 def _finish(model: torch.nn.Module, target: Path, shards: Shards, dtype: torch.dtype | None) -> None:

@@ -1,4 +1,4 @@
-"""Owns reading the weight files of a Hugging Face directory by name and slice."""
+"""Owns the weight files of a Hugging Face directory: finding, opening by name and slice, writing."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from nxd_memopt.checkpoint.directories import replaced_path
+from nxd_memopt.checkpoint.directories import flush_to_disk, replaced_path
 from nxd_memopt.parallel_layers.checkpointing import LazySlice, read_tensors
 
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -101,6 +102,15 @@ def _require_tensors(path: Path, content: Any) -> Sources:
     if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
         raise ValueError(f"{path} is not a state dict of tensors: pass a directory saved by save_pretrained")
     return content
+
+
+def write_safetensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write ``tensors`` so that they survive a crash of the host; ``OSError`` names the file and the remedy."""
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+        flush_to_disk(path)
+    except (SafetensorError, OSError) as error:
+        raise OSError(f"could not write {path}: {error}: free disk space or choose another directory") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:

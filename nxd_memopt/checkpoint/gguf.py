@@ -9,7 +9,7 @@ from pathlib import Path
 
 from transformers import AutoModelForCausalLM
 
-from nxd_memopt.checkpoint.files import find_gguf, require_directory
+from nxd_memopt.checkpoint.files import WEIGHTS, find_gguf, require_directory, write_safetensors
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.checkpointing import raise_together, share_texts
 
@@ -43,4 +43,5 @@ def _convert(gguf: Path, target: Path) -> None:
             f"{gguf} ({size} bytes) cannot be converted: {type(error).__name__}: {error}: "
             "download it again, or use a model type and quantization that transformers can dequantize"
         ) from error
-    model.save_pretrained(target)
+    parameters = {name: param.detach().contiguous() for name, param in model.named_parameters()}
+    write_safetensors(target / WEIGHTS, parameters)

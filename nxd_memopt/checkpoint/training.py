@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,7 @@ def _require_plain(value: Any, where: str) -> None:
             _require_plain(item, f"{where}[{i}]")
     elif not isinstance(value, _PLAIN):
         raise ValueError(
-            f"{where} has the type {type(value).__name__}: store tensors, numbers and strings, nested in dicts and lists"
+            f"{where} has the type {type(value).__name__}: store tensors, numbers and strings in dicts and lists"
         )
 
 
@@ -224,9 +225,26 @@ def load_training_state(directory: str | Path, *, config: Mapping[str, Any]) -> 
     with raise_together(f"resuming from {directory}"):
         if latest is None:
             raise ValueError(f"{directory} has no complete checkpoint: start without resuming, or check the directory")
-        manifest = read_json(latest / MANIFEST)
-        _require_same_config(latest, manifest.get("config", {}), _fingerprint(config))
-        return manifest["step"], _read_rank_file(_rank_file(latest))
+        with _remedy_for_damage(latest):
+            manifest = _read_manifest(latest)
+        _require_same_config(latest, manifest["config"], _fingerprint(config))
+        with _remedy_for_damage(latest):
+            return manifest["step"], read_tensors(_rank_file(latest), mmap=False)
+
+
+@contextmanager
+def _remedy_for_damage(checkpoint: Path) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{error}; or delete {checkpoint} to resume from the step before") from error
+
+
+def _read_manifest(checkpoint: Path) -> dict[str, Any]:
+    manifest = read_json(checkpoint / MANIFEST)
+    if not isinstance(manifest.get("step"), int) or not isinstance(manifest.get("config"), dict):
+        raise ValueError(f"{checkpoint / MANIFEST} has no step and config: copy it again")
+    return manifest
 
 
 def _require_same_config(checkpoint: Path, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
@@ -244,10 +262,3 @@ def _require_same_config(checkpoint: Path, saved: Mapping[str, Any], current: Ma
 
 def _spell(values: Mapping[str, Any], name: str) -> str:
     return repr(values[name]) if name in values else "absent"
-
-
-def _read_rank_file(path: Path) -> dict[str, Any]:
-    try:
-        return read_tensors(path, mmap=False)
-    except ValueError as error:
-        raise ValueError(f"{error}; or delete {path.parent} to resume from the step before") from error

@@ -90,7 +90,7 @@ def _drawn(init_method: InitMethod, tensor: Tensor) -> Tensor:
 def _chunks(shape: tuple[int, ...], dtype: torch.dtype, init_method: InitMethod) -> Iterator[tuple[int, Tensor]]:
     """Yield ``(first row, rows)`` of ``init_method(full)``."""
     recorder = _Recorder()
-    with torch.no_grad(), recorder:
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), recorder:
         init_method(torch.empty(shape, dtype=dtype, device="meta"))
     if not recorder.streams:
         yield 0, _drawn(init_method, torch.empty(shape, dtype=dtype))

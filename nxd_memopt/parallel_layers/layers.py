@@ -146,6 +146,16 @@ def _default_init(weight: Tensor) -> object:
     return nn.init.kaiming_uniform_(weight, a=math.sqrt(5))  # torch.nn.Linear's
 
 
+def _swap_blocks(tensor: Tensor, outer: int, inner: int) -> Tensor:
+    """Reorder the last dimension from ``outer`` groups of ``inner`` blocks to ``inner`` groups of ``outer``.
+
+    With ``inner`` the stride it turns ranks' columns into the full order; with ``outer`` the stride, the reverse.
+    """
+    if outer == 1 or inner == 1:
+        return tensor
+    return tensor.unflatten(-1, (outer, inner, -1)).transpose(-3, -2).flatten(-3)
+
+
 class ColumnParallelLinear(BaseParallelLinear):
     """``Y = X A^t + b`` with ``A = [A_1; ...; A_T]`` split along its output rows; rank i computes ``Y_i``.
 
@@ -203,7 +213,7 @@ class ColumnParallelLinear(BaseParallelLinear):
             raise ValueError("gather_output=True contradicts sequence_parallel_enabled=True: pass gather_output=False")
         self.input_size = self.full_input_size = input_size
         self.output_size = output_size
-        self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
+        self.stride, self.gather_output, self.skip_bias_add = stride, gather_output, skip_bias_add
         self.sequence_parallel_enabled = sequence_parallel_enabled
         self.sequence_dimension = check_sequence_dimension(sequence_dimension)
         self.keep_padded_output, self.keep_master_weight = keep_padded_output, keep_master_weight
@@ -236,6 +246,7 @@ class ColumnParallelLinear(BaseParallelLinear):
         (output,) = column_parallel(input, [(self.weight, bias)], self.communication(self.replica_group))
         if self.gather_output:
             output = mappings.gather_from_tensor_model_parallel_region(output, self.tensor_parallel_group)
+            output = _swap_blocks(output, backend.group_size(self.tensor_parallel_group), self.stride)
             output = output if self.keep_padded_output else output[..., : self.output_size]
         return (output, self.bias) if self.skip_bias_add else output
 
@@ -316,7 +327,7 @@ class RowParallelLinear(BaseParallelLinear):
         if bias and not reduce_output and not skip_bias_add:
             raise ValueError("reduce_output=False needs bias=False, got True: a partial sum would add it on every rank")
         self.full_input_size, self.output_size = input_size, output_size
-        self.input_is_parallel, self.reduce_output = input_is_parallel, reduce_output
+        self.stride, self.input_is_parallel, self.reduce_output = stride, input_is_parallel, reduce_output
         self.skip_bias_add, self.keep_master_weight = skip_bias_add, keep_master_weight
         self.sequence_parallel_enabled = sequence_parallel_enabled
         self.sequence_dimension = check_sequence_dimension(sequence_dimension)
@@ -348,6 +359,7 @@ class RowParallelLinear(BaseParallelLinear):
         if not self.input_is_parallel:
             padding = self.input_size - input.size(-1)
             input = F.pad(input, (0, padding)) if padding else input
+            input = _swap_blocks(input, self.stride, backend.group_size(self.tensor_parallel_group))
             input = mappings.scatter_to_tensor_model_parallel_region(input, self.tensor_parallel_group)
         if input.size(-1) != self.input_size_per_partition:
             raise ValueError(

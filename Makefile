@@ -1,0 +1,40 @@
+# Every target works from a fresh checkout: `setup` builds .venv once and reuses it while the requirements are unchanged.
+PYTHON := .venv/bin/python
+SOURCES := nxd_memopt models scripts tests
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test check golden bench mutants parity clean
+
+help:
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: ## build .venv from the pinned requirements
+	@scripts/setup_env.sh
+
+train: setup ## continue pretraining SmolLM2-135M on Python's standard library, with tensor and sequence parallelism
+	$(PYTHON) scripts/launch/smollm2.py
+
+test: check ## static checks, then every test
+	$(PYTHON) -m pytest
+
+check: setup ## lint, format, types, import levels, size limits
+	.venv/bin/ruff check $(SOURCES) setup.py
+	.venv/bin/ruff format --check $(SOURCES) setup.py
+	.venv/bin/basedpyright
+	.venv/bin/lint-imports
+	$(PYTHON) scripts/check_sizes.py
+
+golden: setup ## record the golden losses anew
+	$(PYTHON) scripts/golden.py
+
+parity: setup ## compare losses and gradients with transformers, and record the table
+	$(PYTHON) scripts/bench/parity.py
+
+bench: parity ## every benchmark that runs on this machine
+
+mutants: setup ## plant faults one at a time: the tests must notice each
+	$(PYTHON) scripts/mutants.py
+
+clean: ## remove what runs and tools wrote, but not .venv
+	rm -rf build dist runs *.egg-info .pytest_cache .ruff_cache .import_linter_cache
+	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

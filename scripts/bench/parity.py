@@ -1,0 +1,360 @@
+"""Owns the parity table: our models against transformers over T, sequence parallelism and recompute.
+
+    python scripts/bench/parity.py [--output docs/numerics.md]
+
+Starts its own gloo ranks; exits with status 1 when a figure is above its bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import platform
+import socket
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+import transformers
+from nxd_memopt.models.gpt_neox import GPTNeoXForCausalLM
+from nxd_memopt.models.llama import LlamaForCausalLM
+from torch import Tensor, nn
+from transformers import GPTNeoXConfig, LlamaConfig
+
+from nxd_memopt.backends import backend
+from nxd_memopt.checkpoint import gather_full_tensor, local_slice
+from nxd_memopt.config import MemoryConfig, ParallelConfig
+from nxd_memopt.parallel_layers import grads, parallel_state
+from nxd_memopt.parallel_layers.checkpointing import get_sharded_model_dict
+from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
+from nxd_memopt.parallel_layers.mappings import scatter_to_sequence_parallel_region
+from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
+from nxd_memopt.parallel_layers.utils import copy_tensor_model_parallel_attributes
+
+LOSS_BOUND = 1e-6
+GRADIENT_BOUND = 2e-5
+BF16_BOUND = 1e-2  # bf16 keeps 8 bits: each rounding is 2e-3 relative, a reduction over T ranks rounds again
+WORLD_SIZES = (1, 2, 4)
+LLAMA = {
+    "vocab_size": 131,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+}
+NEOX = {**LLAMA, "intermediate_size": 160}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+CASES: dict[str, Callable[[], Any]] = {
+    "LLaMA MHA, biases": lambda: LlamaConfig(**LLAMA, attention_bias=True, mlp_bias=True),
+    "LLaMA GQA, 2 KV heads": lambda: LlamaConfig(**LLAMA, num_key_value_heads=2),
+    "LLaMA MQA": lambda: LlamaConfig(**LLAMA, num_key_value_heads=1),
+    "LLaMA tied": lambda: LlamaConfig(**LLAMA, num_key_value_heads=4, tie_word_embeddings=True),
+    "LLaMA rope-scaled": lambda: LlamaConfig(
+        **LLAMA, num_key_value_heads=4, rope_parameters=LLAMA3_ROPE, max_position_embeddings=256
+    ),
+    "GPT-NeoX parallel residual, rotary 0.25": lambda: GPTNeoXConfig(**NEOX, use_parallel_residual=True),
+    "GPT-NeoX serial residual, rotary 0.25": lambda: GPTNeoXConfig(**NEOX, use_parallel_residual=False),
+}
+RECOMPUTE = {
+    "none": MemoryConfig(),
+    "selective": MemoryConfig(
+        recompute_granularity="selective", recompute_modules=("core_attn", "norm", "mlp_act"), attention_backend="auto"
+    ),
+    "full": MemoryConfig(recompute_granularity="full"),
+}
+DROPOUT = {"llama": ("attention_dropout",), "gpt_neox": ("attention_dropout", "hidden_dropout")}
+
+
+@dataclass
+class Row:
+    """One line of the table; ``bit_equal`` compares with recompute none, without and with dropout."""
+
+    case: str
+    world_size: int
+    sequence_parallel: bool
+    recompute: str
+    loss_error: float
+    gradient_error: float
+    worst_parameter: str
+    bit_equal: bool
+
+    @property
+    def holds(self) -> bool:
+        return self.loss_error <= LOSS_BOUND and self.gradient_error <= GRADIENT_BOUND and self.bit_equal
+
+
+@dataclass
+class LayerRow:
+    """Relative errors of one layer in bf16 against float64."""
+
+    layer: str
+    weight_dtype: str
+    world_size: int
+    sequence_parallel: bool
+    errors: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def holds(self) -> bool:
+        return all(error <= BF16_BOUND for error in self.errors.values())
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    expected = expected.double()
+    return ((actual.double() - expected).norm() / expected.norm()).item()
+
+
+# Models
+
+
+def run_step(model: nn.Module, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and this rank's gradients after the sequence-parallel hook; random streams start alike each time."""
+    model_parallel_manual_seed(11)
+    model.zero_grad(set_to_none=True)
+    loss = model(ids, labels=ids).loss
+    loss.backward()
+    grads.allreduce_sequence_parallel_gradients(model)
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def build(config: Any, state: dict[str, Tensor], sequence_parallel: bool, memory: MemoryConfig) -> nn.Module:
+    size = parallel_state.get_tensor_model_parallel_size()
+    model_class = LlamaForCausalLM if config.model_type == "llama" else GPTNeoXForCausalLM
+    parallel = ParallelConfig(size, sequence_parallel_enabled=sequence_parallel)
+    model = model_class(config, parallel=parallel, memory=memory)
+    model.load_state_dict(get_sharded_model_dict(model, state))
+    return model
+
+
+def worst_gradient(model: nn.Module, ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> tuple[float, str]:
+    """The largest relative error over every parameter; only rank 0's figure is of use."""
+    assert set(ours) == set(theirs), set(ours) ^ set(theirs)
+    worst = (0.0, "")
+    for name, param in model.named_parameters():
+        copy_tensor_model_parallel_attributes(ours[name], param)
+        full = gather_full_tensor(ours[name])
+        if full is not None:
+            worst = max(worst, (relative_error(full, theirs[name]), name))
+    return worst
+
+
+def compare_case(name: str) -> list[Row]:
+    config = CASES[name]()
+    torch.manual_seed(5)
+    reference = transformers.AutoModelForCausalLM.from_config(config)
+    for param in reference.parameters():  # norms start at one and biases at zero: every parameter must matter
+        param.data.add_(torch.randn_like(param), alpha=0.05)
+    ids = torch.randint(0, config.vocab_size, (2, 32))
+    loss, theirs = _reference_step(reference, ids)
+    size, rows = parallel_state.get_tensor_model_parallel_size(), []
+    for sequence_parallel in (False, True) if size > 1 else (False,):
+        kept: dict[bool, tuple[Tensor, dict[str, Tensor]]] = {}
+        for recompute, memory in RECOMPUTE.items():
+            model = build(config, reference.state_dict(), sequence_parallel, memory)
+            our_loss, ours = run_step(model, ids)
+            dropped = run_step(build(with_dropout(config), reference.state_dict(), sequence_parallel, memory), ids)
+            kept = kept or {False: (our_loss, ours), True: dropped}
+            equal = is_bit_equal(kept[False], (our_loss, ours)) and is_bit_equal(kept[True], dropped)
+            error, worst = worst_gradient(model, ours, theirs)
+            rows.append(
+                Row(name, size, sequence_parallel, recompute, relative_error(our_loss, loss), error, worst, equal)
+            )
+    return rows
+
+
+def _reference_step(reference: nn.Module, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    loss = reference(ids, labels=ids).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+
+
+def with_dropout(config: Any) -> Any:
+    changed = type(config).from_dict(config.to_dict())
+    for name in DROPOUT[config.model_type]:
+        setattr(changed, name, 0.1)
+    return changed
+
+
+def is_bit_equal(first: tuple[Tensor, dict[str, Tensor]], second: tuple[Tensor, dict[str, Tensor]]) -> bool:
+    """On every rank: loss and all gradients."""
+    local = torch.equal(first[0], second[0]) and all(torch.equal(first[1][n], second[1][n]) for n in first[1])
+    everywhere = backend.all_reduce(torch.tensor(int(local)), parallel_state.get_world_group(), op="min")
+    return bool(everywhere.item())
+
+
+# Layers in bf16
+
+
+def compare_layer(layer: str, weight_dtype: torch.dtype, sequence_parallel: bool) -> LayerRow:
+    """One linear layer, bf16 input; an fp32 weight runs under autocast, as mixed-precision training does."""
+    size = parallel_state.get_tensor_model_parallel_size()
+    module_class = ColumnParallelLinear if layer == "column" else RowParallelLinear
+    options = {"gather_output": False} if layer == "column" else {"input_is_parallel": True}
+    module = module_class(96, 80, dtype=weight_dtype, sequence_parallel_enabled=sequence_parallel, **options)
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(16, 2, 96, generator=generator).bfloat16()
+    upstream = torch.randn(16, 2, 80, generator=generator).bfloat16()
+    weight, bias = (gather_on_all(p).double().requires_grad_() for p in (module.weight, module.bias))
+    wide = x.double().requires_grad_()
+    nn.functional.linear(wide, weight, bias).backward(upstream.double())
+    local_x, local_upstream = local_inputs(layer, x, upstream, sequence_parallel)
+    local_x.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=weight_dtype == torch.float32):
+        output = module(local_x)
+    output.backward(local_upstream)
+    grads.allreduce_sequence_parallel_gradients(module)
+    row = LayerRow(layer, str(weight_dtype).removeprefix("torch."), size, sequence_parallel)
+    for name, actual, expected in (
+        ("dX", local_x.grad, local_inputs(layer, wide.grad, upstream, sequence_parallel)[0]),
+        ("dW", module.weight.grad, float64_slice(weight.grad, module.weight)),
+        ("db", module.bias.grad, float64_slice(bias.grad, module.bias)),
+    ):
+        worst = backend.all_reduce(
+            torch.tensor(relative_error(actual, expected)), parallel_state.get_world_group(), op="max"
+        )
+        row.errors[name] = worst.item()
+    return row
+
+
+def gather_on_all(param: nn.Parameter) -> Tensor:
+    full = gather_full_tensor(param)
+    full = torch.zeros(param.full_shape) if full is None else full.float()
+    return backend.all_reduce(full, parallel_state.get_world_group())
+
+
+def float64_slice(full: Tensor, param: nn.Parameter) -> Tensor:
+    probe = torch.empty_like(param, dtype=torch.float64)
+    copy_tensor_model_parallel_attributes(probe, param)
+    return local_slice(full, probe)
+
+
+def local_inputs(layer: str, x: Tensor, upstream: Tensor, sequence_parallel: bool) -> tuple[Tensor, Tensor]:
+    """This rank's part of the layer's input and of its output's gradient."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    sharded_features = {"column": upstream, "row": x}[layer]
+    sharded_features = backend.shard(sharded_features, -1, group)
+    sharded_sequence = {"column": x, "row": upstream}[layer]
+    if sequence_parallel:
+        sharded_sequence = scatter_to_sequence_parallel_region(sharded_sequence)
+    pair = (sharded_sequence, sharded_features) if layer == "column" else (sharded_features, sharded_sequence)
+    return pair[0].detach().clone(), pair[1].detach().clone()
+
+
+# Ranks and report
+
+
+def run_rank(rank: int, world_size: int, port: int, results: Any) -> None:
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    warnings.simplefilter("error")
+    if world_size > 1:
+        address = f"tcp://127.0.0.1:{port}"
+        torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
+    rows = [row for name in CASES for row in compare_case(name)]
+    layer_rows = [
+        compare_layer(layer, dtype, sequence_parallel)
+        for layer in ("column", "row")
+        for dtype in (torch.bfloat16, torch.float32)
+        for sequence_parallel in (False, True)
+        if world_size > 1
+    ]
+    if rank == 0:
+        results.put((rows, layer_rows))
+        results.close()
+        results.join_thread()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run_world(world_size: int) -> tuple[list[Row], list[LayerRow]]:
+    results = mp.get_context("spawn").Queue()
+    context = mp.spawn(run_rank, args=(world_size, free_port(), results), nprocs=world_size, join=False)
+    while not context.join(timeout=1):
+        if not results.empty():
+            break
+    answer = results.get()
+    while not context.join():
+        pass
+    return answer
+
+
+def report(rows: list[Row], layer_rows: list[LayerRow]) -> str:
+    lines = [
+        "# Numerics",
+        "",
+        "Written by `python scripts/bench/parity.py --output docs/numerics.md` on "
+        f"{datetime.datetime.now(tz=datetime.UTC):%Y-%m-%d}: torch {torch.__version__}, transformers "
+        f"{transformers.__version__}, Python {platform.python_version()}, CPU ({platform.machine()}), gloo.",
+        "",
+        "## Models against transformers, fp32",
+        "",
+        "Random weights (norms and biases moved off one and zero), 2 layers, hidden 64, 8 heads, vocabulary 131 (not "
+        "divisible by T), batch 2 x 32 tokens; the reference runs in one process. Loss error is relative; gradient error "
+        "is the largest `|ours - theirs| / |theirs|` over every parameter, gathered from all ranks. `bit-equal`: loss and "
+        "every gradient equal those of recompute none on every rank, without dropout and with dropout 0.1. "
+        f"Bounds: {LOSS_BOUND:g} and {GRADIENT_BOUND:g}. Sequence parallelism at T=1 is refused as a configuration error.",
+        "",
+        "| model | T | SP | recompute | loss error | gradient error | worst parameter | bit-equal |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        lines.append(
+            f"| {row.case} | {row.world_size} | {_on(row.sequence_parallel)} | {row.recompute} | {row.loss_error:.1e} | "
+            f"{row.gradient_error:.1e} | `{row.worst_parameter}` | {'yes' if row.bit_equal else 'NO'} |"
+        )
+    lines += [
+        "",
+        "## Linear layers in bf16",
+        "",
+        "bf16 input 32 x 96, output 80, against float64 on the same bf16 values; fp32 weights run under autocast. The "
+        f"worst rank's relative error; bound {BF16_BOUND:g}.",
+        "",
+        "| layer | weight | T | SP | dX | dW | db |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in layer_rows:
+        errors = " | ".join(f"{row.errors[name]:.1e}" for name in ("dX", "dW", "db"))
+        lines.append(
+            f"| {row.layer} | {row.weight_dtype} | {row.world_size} | {_on(row.sequence_parallel)} | {errors} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _on(flag: bool) -> str:
+    return "on" if flag else "off"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="write the tables to this Markdown file")
+    output = parser.parse_args().output
+    answers = [run_world(size) for size in WORLD_SIZES]
+    rows = sorted((row for rows, _ in answers for row in rows), key=lambda row: list(CASES).index(row.case))
+    layer_rows = [row for _, layer_rows in answers for row in layer_rows]
+    text = report(rows, layer_rows)
+    print(text)
+    if output is not None:
+        output.write_text(text, encoding="utf-8")
+    failed = [row for row in (*rows, *layer_rows) if not row.holds]
+    print(f"{len(rows) + len(layer_rows)} rows, {len(failed)} above their bounds", *failed, sep="\n")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

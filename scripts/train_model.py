@@ -1,0 +1,87 @@
+"""Owns what is trained: the model, from a Hugging Face directory or a configuration alone, and its tokenizer."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
+
+from nxd_memopt.backends import backend
+from nxd_memopt.checkpoint import load_config, load_pretrained
+from nxd_memopt.checkpoint.files import find_gguf
+from nxd_memopt.config import require_one_of
+from train_config import ModelConfig, TrainConfig
+from train_tokens import Vocabulary
+
+MODELS = {  # Hugging Face's model_type: module and class
+    "llama": ("nxd_memopt.models.llama", "LlamaForCausalLM"),
+    "gpt_neox": ("nxd_memopt.models.gpt_neox", "GPTNeoXForCausalLM"),
+}
+
+
+def load_hf_config(config: ModelConfig) -> PretrainedConfig:
+    """Return the Hugging Face configuration with ``config_overrides`` laid over it.
+
+    Raises:
+        ValueError: for a missing directory, and for a model type that is not supported; lists those that are.
+    """
+    overrides = dict(config.config_overrides)
+    if config.pretrained is None:
+        model_type = overrides.pop("model_type")
+        _require_supported(model_type)
+        return AutoConfig.for_model(model_type, **overrides)
+    hf_config = load_config(config.pretrained)
+    _require_supported(hf_config.model_type)
+    hf_config.update({name: value for name, value in overrides.items() if name != "model_type"})
+    return hf_config
+
+
+def _require_supported(model_type: str) -> None:
+    require_one_of("model_type", model_type, tuple(MODELS))
+
+
+def load_vocabulary(config: ModelConfig, hf_config: PretrainedConfig) -> Vocabulary:
+    """Return the tokenizer, checked against the model.
+
+    Raises:
+        ValueError: when there is none, it has no end-of-text token, or it is larger than the model's vocabulary.
+    """
+    name = config.tokenizer or config.pretrained
+    assert name is not None
+    tokenizer = _load_tokenizer(name)
+    candidates = [tokenizer.eos_token_id, hf_config.eos_token_id]
+    end_of_text = next((token for token in candidates if isinstance(token, int)), None)
+    if end_of_text is None:
+        raise ValueError(f"neither the tokenizer {name!r} nor the model has an eos_token to end documents with")
+    return Vocabulary(tokenizer, hf_config.vocab_size, end_of_text)
+
+
+def _load_tokenizer(name: str) -> Any:
+    gguf = find_gguf(Path(name))
+    try:
+        return AutoTokenizer.from_pretrained(name, **({} if gguf is None else {"gguf_file": gguf.name}))
+    except (OSError, ValueError, ImportError) as error:
+        reason = str(error).split("\n")[0]
+        raise ValueError(
+            f"no tokenizer can be loaded from {name!r}: {reason}: set model.tokenizer to one's directory"
+        ) from error
+
+
+def build_model(config: TrainConfig, hf_config: PretrainedConfig) -> nn.Module:
+    """Build this rank's shard of the model on the backend's device, with pretrained weights where there are any."""
+    module, name = MODELS[hf_config.model_type]
+    model_class = getattr(importlib.import_module(module), name)
+    model = model_class(
+        hf_config,
+        parallel=config.parallel,
+        memory=config.memory,
+        dtype=getattr(torch, config.model.dtype),
+        device=backend.device,
+    )
+    if config.model.pretrained is not None and not config.model.random_init:
+        load_pretrained(model, config.model.pretrained)
+    return model

@@ -1,0 +1,28 @@
+"""Session-wide pytest setup: the CPU backend, one thread per process, pools closed at the end."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+os.environ.setdefault("NXD_MEMOPT_BACKEND", "cpu")  # the backend is chosen at import: before anything imports it
+
+import pytest
+import torch
+
+from tests.dist import pool
+
+torch.set_num_threads(1)  # as in the ranks: bit-equal comparisons need the same summation order
+
+
+@pytest.fixture(autouse=True)
+def clean_process_state() -> Iterator[None]:
+    """Start every test with the same random state and leave no process groups behind."""
+    pool.reset_process(seed=pool.SEED)
+    yield
+    pool.reset_process(seed=pool.SEED)
+
+
+def pytest_sessionfinish() -> None:
+    """Stop the worker processes."""
+    pool.close_all()

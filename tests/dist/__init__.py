@@ -1,0 +1,1 @@
+"""Tests that run on several real ranks, through tests.dist.pool."""

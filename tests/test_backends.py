@@ -1,0 +1,146 @@
+"""backends: selection at import, refusals without fallback, and the CPU backend's contract in one process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from nxd_memopt import backends
+from nxd_memopt.backends import BACKEND_REASON, BACKENDS, backend, select_backend
+from tests.reference import assert_says, error_message, tensors
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if name != "NXD_MEMOPT_BACKEND"}
+    return subprocess.run([sys.executable, "-c", code], env=clean | environment, capture_output=True, text=True)
+
+
+def test_the_chosen_backend_and_its_reason():
+    assert backend.name == os.environ["NXD_MEMOPT_BACKEND"]
+    assert f"NXD_MEMOPT_BACKEND={backend.name}" in BACKEND_REASON
+    assert isinstance(backend.device, torch.device) and backend.device.type == backend.name
+
+
+def test_without_a_request_the_best_available_is_taken():
+    chosen, reason = select_backend(None)
+    expected = next(name for name, cls in BACKENDS.items() if cls.unavailable_reason() is None)
+    assert chosen.name == expected
+    assert_says(
+        reason, expected, "best available", *[name for name, cls in BACKENDS.items() if cls.unavailable_reason()]
+    )
+
+
+def test_unknown_backend_is_refused():
+    result = run_python("import nxd_memopt.backends", NXD_MEMOPT_BACKEND="cud")
+    assert result.returncode != 0
+    assert_says(result.stderr, "ValueError", "NXD_MEMOPT_BACKEND", "'cud'", "did you mean 'cuda'")
+
+
+@pytest.mark.skipif(BACKENDS["cuda"].unavailable_reason() is None, reason="this machine has CUDA")
+def test_absent_backend_is_refused_and_never_replaced():
+    result = run_python("import nxd_memopt.backends", NXD_MEMOPT_BACKEND="cuda")
+    assert result.returncode != 0
+    assert_says(
+        result.stderr, "ValueError", "NXD_MEMOPT_BACKEND=cuda cannot be met", "CUDA", "unset NXD_MEMOPT_BACKEND"
+    )
+
+
+def test_port_in_use_is_a_clear_error():
+    code = """
+import os, socket
+from nxd_memopt.backends import backend
+taken = socket.create_server(("127.0.0.1", 0))
+os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(taken.getsockname()[1]))
+try:
+    backend.init_process_group()
+except ValueError as error:
+    print("PORT", os.environ["MASTER_PORT"], "SAID", error)
+"""
+    result = run_python(code, NXD_MEMOPT_BACKEND="cpu")
+    port = result.stdout.split()[1] if result.stdout else "no output"
+    assert_says(result.stdout + result.stderr[-500:], f"MASTER_PORT {port} is in use", "--master_port")
+
+
+def test_single_process_world_needs_no_process_group():
+    code = """
+import torch.distributed as dist
+from nxd_memopt.backends import backend
+backend.init_process_group()
+print(dist.is_initialized())
+"""
+    assert run_python(code, NXD_MEMOPT_BACKEND="cpu").stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
+def test_no_group_returns_the_input(collective):
+    x = tensors(4, 3)
+    torch.testing.assert_close(getattr(backend, collective)(x, None), x, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("collective", ["all_reduce_async", "all_gather_async", "reduce_scatter_async"])
+def test_no_group_returns_the_input_at_once(collective):
+    x = tensors(4, 3)
+    result = getattr(backend, collective)(x, None).wait()
+    torch.testing.assert_close(result, x, rtol=0, atol=0)
+
+
+def test_random_state_replays():
+    backend.manual_seed(5)
+    state = backend.get_rng_state()
+    first = torch.rand(8, device=backend.device)
+    backend.set_rng_state(state)
+    assert torch.equal(torch.rand(8, device=backend.device), first)
+    backend.manual_seed(6)
+    assert not torch.equal(torch.rand(8, device=backend.device), first)
+
+
+def test_memory_figures_follow_an_allocation():
+    backend.reset_peak_memory_stats()
+    before, size = backend.memory_allocated(), 256 * 2**20
+    block = torch.ones(size, dtype=torch.uint8, device=backend.device)
+    held = backend.memory_allocated() - before
+    del block
+    peak = backend.max_memory_allocated() - before
+    # the process may give back or take other pages meanwhile: far less than the 64 MiB allowed here
+    assert held > size - 64 * 2**20
+    assert peak > size - 64 * 2**20
+    assert backend.memory_allocated() - before < 64 * 2**20
+    backend.reset_peak_memory_stats()
+    assert backend.max_memory_allocated() - before < 64 * 2**20  # the peak was forgotten
+
+
+def test_checkpoint_keeps_inputs_alone_and_replays_dropout():
+    weight, x = tensors(64, 64).requires_grad_(), tensors(64, 64, seed=1).requires_grad_()
+
+    def block(x):
+        return torch.nn.functional.dropout(torch.tanh(x @ weight), 0.5).square()
+
+    kept: list[torch.Tensor] = []
+    results = []
+    for run in (block, lambda x: backend.checkpoint(block, x)):
+        torch.manual_seed(7)
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+            out = run(x)
+        results.append((len(kept), out.detach(), *torch.autograd.grad(out.sum(), (x, weight))))
+    plain, recomputed = results
+    assert recomputed[0] < plain[0]
+    for a, b in zip(plain[1:], recomputed[1:], strict=True):
+        assert torch.equal(a, b)
+
+
+def test_optimization_barrier_keeps_values():
+    x = [tensors(3), tensors(2, seed=1)]
+    for before, after in zip(x, backend.optimization_barrier(x), strict=True):
+        assert torch.equal(before, after)
+
+
+def test_every_backend_has_the_contract():
+    assert set(BACKENDS) >= {"cpu", "cuda"}
+    for name, cls in BACKENDS.items():
+        assert cls.name == name and issubclass(cls, backends.Backend)
+        assert cls.attention_implementations[-1] == "math"

