@@ -7,7 +7,7 @@ from setuptools import find_packages, setup
 setup(
     name="nxd_memopt",
     version="0.1.0",
-    description="Tensor- and sequence-parallel layers with neuronx-distributed's API and memory optimisations for LLM training",
+    description="Tensor- and sequence-parallel layers with neuronx-distributed's API, and memory optimisations",
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",

@@ -35,7 +35,8 @@ SHARDING = {
 class GPTNeoXAttention(nn.Module):
     """``[B, S, H] -> [B, S, H]``; under sequence parallelism ``[s, B, H] -> [s, B, H]``.
 
-    The rows of ``query_key_value`` are ``[q, k, v]`` of head 0, of head 1, and so on: contiguous shards hold whole heads.
+    The rows of ``query_key_value`` are ``[q, k, v]`` of head 0, of head 1, and so on: a contiguous shard holds whole
+    heads.
     """
 
     def __init__(self, config: GPTNeoXConfig, factory: LayerFactory, memory: MemoryConfig) -> None:
@@ -168,6 +169,6 @@ def _check_config(config: GPTNeoXConfig, tensor_model_parallel_size: int) -> Non
     groups = getattr(config, "num_query_groups", None) or heads
     if groups != heads:
         raise ValueError(
-            f"num_query_groups {groups} differs from num_attention_heads {heads}: GPT-NeoX's fused query_key_value holds "
-            "one KV head for each query head; leave num_query_groups out"
+            f"num_query_groups {groups} differs from num_attention_heads {heads}: query_key_value has one KV "
+            "head for each query head; leave num_query_groups out"
         )

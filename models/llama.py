@@ -1,4 +1,4 @@
-"""Owns LLaMA (1, 2, 3 and architectures alike): grouped-query attention, RoPE, RMSNorm, SwiGLU; Hugging Face's names."""
+"""Owns LLaMA 1 to 3 and their like: grouped-query attention, RoPE, RMSNorm, SwiGLU; Hugging Face's names."""
 
 from __future__ import annotations
 

@@ -68,11 +68,14 @@ class ParallelConfig:
         sequence_parallel_enabled: shard the residual stream along the sequence, ``[S/T, B, H]`` (arXiv:2205.05198).
         reduce_dtype: ``None`` reduces partial sums and gradients in the tensor's own dtype; ``"float32"`` reduces them
             in fp32 at twice the bytes for bf16.
+        use_cpu_initialization: True draws initial weights on the CPU, equal for every T. False lets each rank draw its
+            own shards on its device: fast for large models, but other weights for another T.
     """
 
     tensor_model_parallel_size: int = 1
     sequence_parallel_enabled: bool = False
     reduce_dtype: Literal["float32"] | None = None
+    use_cpu_initialization: bool = True
 
     def __post_init__(self) -> None:
         size = self.tensor_model_parallel_size

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from nxd_memopt.backends import backend
 from nxd_memopt.parallel_layers import parallel_state
@@ -30,6 +31,7 @@ def held_out_loss(model: nn.Module, config: TrainConfig) -> float | None:
 @torch.no_grad()
 def held_out_loss_by_transformers(directory: Path, config: TrainConfig) -> float | None:
     """Load a Hugging Face directory with transformers, on this rank's device, and return its held-out loss."""
+    disable_progress_bar()
     dtype = getattr(torch, config.model.dtype)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, device_map={"": backend.device}).eval()
     batches = _batches(config, 0, 1)

@@ -111,7 +111,7 @@ class CountCollectives(TorchDispatchMode):
 
 @contextmanager
 def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
-    """One process that believes to be ``rank`` of ``world_size``; collectives return at once, their results are void."""
+    """One process that believes to be ``rank`` of ``world_size``; collectives do nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)

@@ -11,7 +11,7 @@ import torch
 
 from nxd_memopt import backends
 from nxd_memopt.backends import BACKEND_REASON, BACKENDS, backend, select_backend
-from tests.reference import assert_says, error_message, tensors
+from tests.reference import assert_says, tensors
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -8,9 +8,11 @@ import math
 import re
 import shutil
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from nxd_memopt.checkpoint.directories import incomplete_path, replace_directory, restore_interrupted
 from nxd_memopt.checkpoint.files import WEIGHTS, WEIGHTS_INDEX, write_safetensors
@@ -170,7 +172,7 @@ def _finish(model: torch.nn.Module, target: Path, shards: Shards, dtype: torch.d
 
 
 def _write_config(model: torch.nn.Module, directory: Path, dtype: torch.dtype) -> None:
-    config = copy.deepcopy(model.config)
+    config = copy.deepcopy(cast(PretrainedConfig, model.config))
     config.dtype = dtype
     config.architectures = config.architectures or [type(model).__name__]
     config.save_pretrained(directory)

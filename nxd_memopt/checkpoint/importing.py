@@ -87,7 +87,8 @@ def _fill(param: Tensor, local: Tensor, created: dict[int, Tensor]) -> None:
     successor = local.to(backend.device)
     if isinstance(param, torch.nn.Parameter):
         successor = torch.nn.Parameter(successor, requires_grad=param.requires_grad)
-    successor.__dict__.update(param.__dict__)
+    for name, value in vars(param).items():  # sharding attributes, and whatever the user set
+        setattr(successor, name, value)
     created[id(param)] = successor
 
 

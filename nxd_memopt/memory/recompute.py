@@ -104,8 +104,8 @@ def _warn_if_useless(named: Mapping[str, Sequence[nn.Module]], memory: MemoryCon
     implementations = {getattr(module, "implementation", None) for module in named["core_attn"]}
     if memory.recompute_modules == ("core_attn",) and "math" not in implementations:
         warnings.warn(
-            f"recompute of core_attn saves no memory under attention {sorted(map(str, implementations))}: a fused kernel "
-            "keeps no S x S tensor and recomputes by itself; name other recompute_modules or use "
+            f"recompute of core_attn saves no memory under attention {sorted(map(str, implementations))}: a fused "
+            "kernel keeps no S x S tensor and recomputes by itself; name other recompute_modules or use "
             "recompute_granularity 'full'",
             stacklevel=3,
         )

@@ -9,11 +9,14 @@ from functools import partial
 import torch
 from torch import nn
 
+from nxd_memopt.backends import backend
 from nxd_memopt.config import ParallelConfig
 from nxd_memopt.modules.rms_norm import RMSNorm
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.layer_norm import LayerNorm
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
+from nxd_memopt.parallel_layers.random import fork_if
+from nxd_memopt.parallel_layers.utils import move_model_to_device
 
 SHARDINGS = ("vocab", "column", "kv_column", "row", "replicated")
 """Values of a sharding table: rows of a vocabulary table or head (padded to T), output rows, output rows of KV heads
@@ -45,6 +48,7 @@ class LayerFactory:
         kind = self.sharding[name]
         build = self._row if kind == "row" else partial(self._column, kind=kind)
         layer = build(input_size, output_size, bias=bias)
+        self._draw_on_device(layer)
         if layer.bias is not None and not layer.bias.is_meta:
             nn.init.zeros_(layer.bias)
         return layer
@@ -58,6 +62,22 @@ class LayerFactory:
         return nn.init.normal_(weight, std=self.initializer_range)
 
     @property
+    def _layer_device(self) -> torch.device | str | None:
+        return self.device if self.parallel.use_cpu_initialization else "meta"
+
+    def _draw_on_device(self, layer: ColumnParallelLinear | RowParallelLinear | ParallelEmbedding) -> None:
+        """Without ``use_cpu_initialization``: allocate the layer and draw this rank's weight from its own stream."""
+        device = torch.get_default_device() if self.device is None else torch.device(self.device)
+        if self.parallel.use_cpu_initialization or device.type == "meta":
+            return
+        move_model_to_device(layer, device)
+        with torch.no_grad(), fork_if(self.parallel.tensor_model_parallel_size > 1):
+            self._init_weight(layer.weight)
+        replica_group = getattr(layer, "replica_group", None)
+        if replica_group is not None:  # ranks that hold the same KV heads start alike
+            layer.weight.data = backend.all_gather(layer.weight.data, replica_group)[: layer.weight.size(0)].clone()
+
+    @property
     def _reduce_dtype(self) -> torch.dtype | None:
         return torch.float32 if self.parallel.reduce_dtype == "float32" else None
 
@@ -68,7 +88,7 @@ class LayerFactory:
             bias,
             gather_output=False,
             dtype=self.dtype,
-            device=self.device,
+            device=self._layer_device,
             init_method=self._init_weight,
             sequence_parallel_enabled=self.parallel.sequence_parallel_enabled,
             pad=kind == "vocab",
@@ -83,7 +103,7 @@ class LayerFactory:
             bias,
             input_is_parallel=True,
             dtype=self.dtype,
-            device=self.device,
+            device=self._layer_device,
             init_method=self._init_weight,
             sequence_parallel_enabled=self.parallel.sequence_parallel_enabled,
             reduce_dtype=self._reduce_dtype,
@@ -93,16 +113,18 @@ class LayerFactory:
         self, name: str, num_embeddings: int, embedding_dim: int, padding_idx: int | None
     ) -> ParallelEmbedding:
         assert self.sharding[name] == "vocab", f"the sharding table calls {name} {self.sharding[name]}"
-        return ParallelEmbedding(
+        layer = ParallelEmbedding(
             num_embeddings,
             embedding_dim,
             padding_idx,
             init_method=self._init_weight,
-            device=self.device,
+            device=self._layer_device,
             dtype=self.dtype,
             pad=True,
             sequence_parallel_enabled=self.parallel.sequence_parallel_enabled,
         )
+        self._draw_on_device(layer)
+        return layer
 
     def rms_norm(self, size: int, eps: float) -> RMSNorm:
         sharded = self.parallel.sequence_parallel_enabled

@@ -11,7 +11,7 @@ from nxd_memopt.config import ATTENTION_BACKENDS, require_one_of
 
 
 def select_attention(attention_backend: str) -> str:
-    """The implementation that runs: ``"auto"`` is the device's first choice. Raises ``ValueError`` for unknown names."""
+    """The implementation that runs; ``"auto"`` is the device's first choice. ``ValueError`` for an unknown name."""
     require_one_of("attention_backend", attention_backend, ATTENTION_BACKENDS)
     return backend.attention_implementations[0] if attention_backend == "auto" else attention_backend
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nxd_memopt.backends import backend
 from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.parallel_layers.mappings import resolve_group
 from nxd_memopt.parallel_layers.utils import is_sharded, shard_ranges
 
 MESSAGE_BYTES = 2048
@@ -69,7 +70,14 @@ def raise_together(task: str) -> Iterator[None]:
 
 def full_shape(param: Tensor) -> tuple[int, ...]:
     """Return the shape of the whole, unpadded tensor of which ``param`` is this rank's shard."""
-    return tuple(getattr(param, "full_shape", None) or param.shape)
+    shape = list(getattr(param, "full_shape", None) or param.shape)
+    if is_sharded(param) and getattr(param, "full_shape", None) is None:  # described without a full shape: no padding
+        shape[_partition_dim(param)] *= cast(Any, param).num_partitions
+    return tuple(shape)
+
+
+def _partition_dim(param: Tensor) -> int:
+    return cast(Any, param).partition_dim % param.dim()
 
 
 def stored_shape(source: Tensor | LazySlice) -> tuple[int, ...]:
@@ -94,7 +102,7 @@ def local_slice(source: Tensor | LazySlice, param: Tensor) -> Tensor:
     """
     if not is_sharded(param):
         return source[...].to(device="cpu", dtype=param.dtype, copy=True)
-    dim = param.partition_dim % param.dim()
+    dim = _partition_dim(param)
     length = full_shape(param)[dim]
     local = torch.zeros(param.shape, dtype=param.dtype, device="cpu")
     offset = 0
@@ -118,22 +126,21 @@ def gather_full_tensor(param: Tensor, *, dtype: torch.dtype | None = None) -> Te
     """
     local = param.detach().to(dtype or param.dtype)
     if is_sharded(param):
-        group = parallel_state.get_tensor_model_parallel_group()
-        local = backend.all_gather(local.contiguous(), group)  # [T * n, ...]
+        local = backend.all_gather(local.contiguous(), resolve_group(None))  # [T * n, ...]
     if parallel_state.get_tensor_model_parallel_rank() != 0:
         return None
-    return _join_shards(local.cpu(), param) if is_sharded(param) else local.cpu()
+    return _join_shards(local.cpu(), param) if is_sharded(param) else local.cpu().contiguous()
 
 
 def _join_shards(stacked: Tensor, param: Tensor) -> Tensor:
     """Undo ``local_slice``: ``stacked`` holds the shards of ranks 0 to T-1 along dim 0."""
-    dim = param.partition_dim % param.dim()
+    dim, description = _partition_dim(param), cast(Any, param)
     shape = list(param.shape)
-    shape[dim] *= param.num_partitions
+    shape[dim] *= description.num_partitions
     full = stacked.new_empty(shape)
     shards = stacked.split(param.shape[0])
-    for partition in range(param.num_partitions):
-        rank = partition * getattr(param, "replicas", 1)
+    for partition in range(description.num_partitions):
+        rank = partition * description.replicas
         offset = 0
         for start, stop in shard_ranges(param, rank=rank):
             full.narrow(dim, start, stop - start).copy_(shards[rank].narrow(dim, offset, stop - start))

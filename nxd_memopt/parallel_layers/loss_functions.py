@@ -127,8 +127,8 @@ def parallel_cross_entropy(
         ``[...]`` losses in fp32 (fp64 for fp64 logits), not reduced; the same on every rank.
 
     Raises:
-        ValueError: shapes that do not match, a smoothing outside [0, 1], or (on the CPU) a label outside the vocabulary;
-            on other devices such a label's loss is NaN.
+        ValueError: shapes that do not match, a smoothing outside [0, 1], or (on the CPU) a label outside the
+            vocabulary; on other devices such a label's loss is NaN.
     """
     if vocab_parallel_logits.shape[:-1] != target.shape:
         raise ValueError(

@@ -1,6 +1,6 @@
 """Owns the conjugate pairs of communication: each function's forward and backward collective are adjoint.
 
-Tensor region: Megatron-LM (arXiv:1909.08053), figure 3. Sequence region: Korthikanti et al. (arXiv:2205.05198), figure 5.
+Tensor region: Megatron-LM (arXiv:1909.08053), figure 3. Sequence region: Korthikanti et al. (arXiv:2205.05198), fig. 5.
 The group defaults to the tensor-parallel group; a group of size 1 makes every mapping the identity. Inputs are never
 written to. Shapes: T ranks, ``s = S/T``.
 """

@@ -99,7 +99,7 @@ def shard_ranges(param: Tensor, *, rank: int | None = None) -> list[tuple[int, i
 
 
 def cast_if_autocast_enabled(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Cast floating-point tensors as autocast would for a matmul; autograd Functions do not see autocast in backward."""
+    """Cast floating-point tensors as autocast does for a matmul; an autograd Function's backward runs without it."""
     device_type = backend.device.type
     if not torch.is_autocast_enabled(device_type):
         return tensors
@@ -108,7 +108,7 @@ def cast_if_autocast_enabled(*tensors: Tensor | None) -> tuple[Tensor | None, ..
 
 
 def move_model_to_device(model: nn.Module, device: torch.device) -> None:
-    """Move in place; shard attributes and tied parameters survive, also where ``Module.to`` would make new parameters."""
+    """Move in place; shard attributes and ties survive, also where ``Module.to`` would make new parameters."""
     moved: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, param in module.named_parameters(recurse=False):

@@ -21,14 +21,14 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 import transformers
-from nxd_memopt.models.gpt_neox import GPTNeoXForCausalLM
-from nxd_memopt.models.llama import LlamaForCausalLM
 from torch import Tensor, nn
 from transformers import GPTNeoXConfig, LlamaConfig
 
 from nxd_memopt.backends import backend
 from nxd_memopt.checkpoint import gather_full_tensor, local_slice
 from nxd_memopt.config import MemoryConfig, ParallelConfig
+from nxd_memopt.models.gpt_neox import GPTNeoXForCausalLM
+from nxd_memopt.models.llama import LlamaForCausalLM
 from nxd_memopt.parallel_layers import grads, parallel_state
 from nxd_memopt.parallel_layers.checkpointing import get_sharded_model_dict
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
@@ -40,15 +40,15 @@ LOSS_BOUND = 1e-6
 GRADIENT_BOUND = 2e-5
 BF16_BOUND = 1e-2  # bf16 keeps 8 bits: each rounding is 2e-3 relative, a reduction over T ranks rounds again
 WORLD_SIZES = (1, 2, 4)
-LLAMA = {
+LLAMA: dict[str, Any] = {
     "vocab_size": 131,
     "hidden_size": 64,
     "intermediate_size": 112,
     "num_hidden_layers": 2,
     "num_attention_heads": 8,
 }
-NEOX = {**LLAMA, "intermediate_size": 160}
-LLAMA3_ROPE = {
+NEOX: dict[str, Any] = {**LLAMA, "intermediate_size": 160}
+LLAMA3_ROPE: dict[str, Any] = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
     "factor": 8.0,
@@ -305,18 +305,20 @@ def report(rows: list[Row], layer_rows: list[LayerRow]) -> str:
         "## Models against transformers, fp32",
         "",
         "Random weights (norms and biases moved off one and zero), 2 layers, hidden 64, 8 heads, vocabulary 131 (not "
-        "divisible by T), batch 2 x 32 tokens; the reference runs in one process. Loss error is relative; gradient error "
-        "is the largest `|ours - theirs| / |theirs|` over every parameter, gathered from all ranks. `bit-equal`: loss and "
-        "every gradient equal those of recompute none on every rank, without dropout and with dropout 0.1. "
-        f"Bounds: {LOSS_BOUND:g} and {GRADIENT_BOUND:g}. Sequence parallelism at T=1 is refused as a configuration error.",
+        "divisible by T), batch 2 x 32 tokens; the reference runs in one process. Loss error is relative; gradient "
+        "error is the largest `|ours - theirs| / |theirs|` over every parameter, gathered from all ranks. "
+        "`bit-equal`: loss and every gradient equal those of recompute none on every rank, without dropout and with "
+        f"dropout 0.1. Bounds: {LOSS_BOUND:g} and {GRADIENT_BOUND:g}. Sequence parallelism at T=1 is refused as a "
+        "configuration error.",
         "",
         "| model | T | SP | recompute | loss error | gradient error | worst parameter | bit-equal |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         lines.append(
-            f"| {row.case} | {row.world_size} | {_on(row.sequence_parallel)} | {row.recompute} | {row.loss_error:.1e} | "
-            f"{row.gradient_error:.1e} | `{row.worst_parameter}` | {'yes' if row.bit_equal else 'NO'} |"
+            f"| {row.case} | {row.world_size} | {_on(row.sequence_parallel)} | {row.recompute} | "
+            f"{row.loss_error:.1e} | {row.gradient_error:.1e} | `{row.worst_parameter}` | "
+            f"{'yes' if row.bit_equal else 'NO'} |"
         )
     lines += [
         "",

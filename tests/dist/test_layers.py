@@ -12,8 +12,8 @@ from tests.dist.pool import distributed
 from tests.reference import (
     CountCollectives,
     assert_float64_close,
-    assert_says,
     assert_same_on_all_ranks,
+    assert_says,
     error_message,
     from_all_ranks,
     gradients,

@@ -57,7 +57,7 @@ def test_failure_on_one_rank_is_raised_and_the_pool_recovers(then, monkeypatch):
 
 
 def test_dead_rank_is_reported():
-    with pytest.raises(RankError, match="planted|exit code 7"):
+    with pytest.raises(RankError, match=r"planted|exit code 7"):
         run_on_ranks(fail_on_last_rank, 2, "exit")
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from transformers import GPTNeoXConfig, LlamaConfig
 
+from nxd_memopt.backends import backend
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.models.gpt_neox import GPTNeoXForCausalLM
 from nxd_memopt.models.llama import LlamaForCausalLM
@@ -44,13 +45,13 @@ def train(name: str, *, sequence_parallel: bool = False, memory: MemoryConfig | 
     size = parallel_state.get_tensor_model_parallel_size()
     torch.manual_seed(0)
     parallel = ParallelConfig(size, sequence_parallel_enabled=sequence_parallel)
-    model = model_class(config(), parallel=parallel, memory=memory)
+    model = model_class(config(), parallel=parallel, memory=memory, device=backend.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01)
     tokens = torch.Generator().manual_seed(1)
     losses = []
     for _ in range(STEPS):
         start, stride = torch.randint(1, 4, (2, 4, 1), generator=tokens)
-        ids = (start + stride * torch.arange(32)) % SIZES["vocab_size"]  # [B, S]
+        ids = ((start + stride * torch.arange(32)) % SIZES["vocab_size"]).to(backend.device)  # [B, S]
         loss = model(ids, labels=ids).loss
         loss.backward()
         grads.allreduce_sequence_parallel_gradients(model)

@@ -1,0 +1,291 @@
+"""Owns the whole-step benchmark: our models and their peers on transformers' models, in one run.
+
+    torchrun --nproc_per_node 4 scripts/bench/train_step.py --model llama3-8b --tokens 2048 8192 --append
+
+Random weights, bf16 weights and gradients, fused AdamW with bf16 states, batch 1. T is the number of processes. Peers:
+``hf`` (transformers in one process) and ``dtensor`` (PyTorch's tensor- and sequence-parallel plan on transformers'
+model). MFU counts 6 x parameters (input embedding left out) x tokens + 6 x layers x H x S^2 against ``--peak-tflops``;
+recompute does not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import gc
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+import transformers
+from torch import Tensor, nn
+from transformers import GPTNeoXConfig, LlamaConfig
+
+from nxd_memopt.backends import backend
+from nxd_memopt.config import MemoryConfig, ParallelConfig
+from nxd_memopt.models.gpt_neox import GPTNeoXForCausalLM
+from nxd_memopt.models.llama import LlamaForCausalLM
+from nxd_memopt.parallel_layers import grads, parallel_state
+from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
+
+WARM_UP_STEPS = 3
+CSV = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "train_step.csv"
+LLAMA3: dict[str, Any] = {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+}
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "llama-tiny": lambda: LlamaConfig(
+        num_hidden_layers=2,
+        hidden_size=64,
+        intermediate_size=128,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        vocab_size=256,
+    ),
+    "neox-tiny": lambda: GPTNeoXConfig(
+        num_hidden_layers=2, hidden_size=64, intermediate_size=128, num_attention_heads=8, vocab_size=256
+    ),
+    "llama-110m": lambda: LlamaConfig(
+        num_hidden_layers=12, hidden_size=768, intermediate_size=2048, num_attention_heads=12
+    ),
+    "llama3-8b": lambda: LlamaConfig(
+        **LLAMA3,
+        num_hidden_layers=32,
+        num_key_value_heads=8,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+    ),
+    "gpt-neox-20b": GPTNeoXConfig,
+}
+LossFunction = Callable[[Tensor], Tensor]
+
+
+def build_ours(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction]:
+    size = parallel_state.get_tensor_model_parallel_size()
+    model_class = LlamaForCausalLM if config.model_type == "llama" else GPTNeoXForCausalLM
+    parallel = ParallelConfig(size, sequence_parallel_enabled=size > 1, use_cpu_initialization=False)
+    model = model_class(config, parallel=parallel, memory=memory, dtype=dtype(), device=backend.device)
+    return model, lambda ids: model(ids, labels=ids).loss
+
+
+def build_hf(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction]:
+    with backend.device:
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype())
+    _apply_hf_recompute(model, memory)
+    return model, lambda ids: model(ids, labels=ids, use_cache=False).loss
+
+
+def build_dtensor(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction]:
+    """torchtitan's plan: norms on sequence shards, linears column- and row-wise, loss over sharded logits."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
+
+    mesh = init_device_mesh(backend.device.type, (dist.get_world_size(),))
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype())
+    parallelize_module(model, mesh, dtensor_plan(config))
+    model.to_empty(device=backend.device)
+    base = model.get_submodule(model.base_model_prefix)
+    base.rotary_emb = type(base.rotary_emb)(config).to(backend.device)
+    for param in model.parameters():
+        nn.init.normal_(param, std=config.initializer_range)
+    _apply_hf_recompute(model, memory)
+
+    def loss(ids: Tensor) -> Tensor:
+        positions = torch.arange(ids.size(1), device=ids.device).unsqueeze(0)
+        hidden = base(ids, position_ids=positions, use_cache=False).last_hidden_state
+        logits = model.lm_head(hidden).flatten(0, 1).float()
+        labels = F.pad(ids, (0, 1), value=-100)[:, 1:].flatten()
+        return F.cross_entropy(logits, labels)
+
+    def step_loss(ids: Tensor) -> Tensor:
+        with loss_parallel():
+            value = loss(ids)
+            value.backward()
+        return value.detach()
+
+    return model, step_loss
+
+
+def dtensor_plan(config: Any) -> dict[str, Any]:
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+    )
+
+    norm, column = SequenceParallel(), ColwiseParallel()
+    row = RowwiseParallel(output_layouts=Shard(1))
+    embedding = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+    head = ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False)
+    gather = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+    if config.model_type == "llama":
+        gather_attention = PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": Shard(1)}, desired_input_kwarg_layouts={"hidden_states": Replicate()}
+        )
+        layer = {
+            "input_layernorm": norm,
+            "post_attention_layernorm": norm,
+            "self_attn": gather_attention,
+            "mlp": gather,
+        }
+        layer |= dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), column)
+        layer |= dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), column)
+        layer |= dict.fromkeys(("self_attn.o_proj", "mlp.down_proj"), row)
+        prefix, names = "model", {"embed_tokens": embedding, "norm": norm}
+    else:
+        gather_attention = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+        layer = {
+            "input_layernorm": norm,
+            "post_attention_layernorm": norm,
+            "attention": gather_attention,
+            "mlp": gather,
+        }
+        layer |= dict.fromkeys(("attention.query_key_value", "mlp.dense_h_to_4h"), column)
+        layer |= dict.fromkeys(("attention.dense", "mlp.dense_4h_to_h"), row)
+        prefix, names = "gpt_neox", {"embed_in": embedding, "final_layer_norm": norm}
+    plan = {f"{prefix}.{name}": style for name, style in names.items()}
+    plan |= {f"{prefix}.layers.*.{name}": style for name, style in layer.items()}
+    return plan | {"lm_head": head}
+
+
+def _apply_hf_recompute(model: nn.Module, memory: MemoryConfig) -> None:
+    if memory.recompute_granularity == "full":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # pyright: ignore
+
+
+BUILDERS = {"ours": build_ours, "hf": build_hf, "dtensor": build_dtensor}
+
+
+def dtype() -> torch.dtype:
+    return torch.float32 if backend.name == "cpu" else torch.bfloat16
+
+
+def measure(variant: str, config: Any, tokens: int, memory: MemoryConfig, steps: int) -> dict[str, Any]:
+    """Median step time, peak memory and last loss of one variant; its memory is free again afterwards."""
+    model_parallel_manual_seed(7)
+    model, loss_of = BUILDERS[variant](config, memory)
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    ids = torch.randint(0, config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(3)).to(
+        backend.device
+    )
+    times, loss = [], torch.zeros(())
+    for step in range(WARM_UP_STEPS + steps):
+        if step == WARM_UP_STEPS:
+            backend.reset_peak_memory_stats()
+        backend.synchronize()
+        start = time.perf_counter()
+        loss = loss_of(ids)
+        if loss.requires_grad:
+            loss.backward()
+        if variant == "ours":
+            grads.allreduce_sequence_parallel_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        backend.synchronize()
+        times.append(time.perf_counter() - start)
+    step_s = statistics.median(times[WARM_UP_STEPS:])
+    result = {"step_ms": round(step_s * 1e3, 2), "loss": round(loss.item(), 4)}
+    result["peak_gib"] = round(backend.max_memory_allocated() / 2**30, 2)
+    result["tokens_per_s_per_device"] = round(tokens / step_s / world_size(), 1)
+    return result
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def model_flops(config: Any, tokens: int) -> float:
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    embedding = config.vocab_size * config.hidden_size
+    parameters = sum(p.numel() for p in model.parameters()) - embedding
+    return 6 * parameters * tokens + 6 * config.num_hidden_layers * config.hidden_size * tokens**2
+
+
+def environment() -> dict[str, Any]:
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    device = torch.cuda.get_device_name() if backend.name == "cuda" else platform.processor() or platform.machine()
+    return {
+        "date": f"{datetime.datetime.now(tz=datetime.UTC):%Y-%m-%d}",
+        "device": device,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "commit": git.stdout.strip() or "unknown",
+        "command": shlex.join(["scripts/bench/train_step.py", *sys.argv[1:]]),
+    }
+
+
+def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+    rows = []
+    memory = MemoryConfig(recompute_granularity=None if args.recompute == "none" else args.recompute)
+    for tokens in args.tokens:
+        for variant in args.variants:
+            row: dict[str, Any] = {"model": args.model, "variant": variant, "tensor_parallel": world_size()}
+            row |= {"tokens": tokens, "recompute": args.recompute}
+            try:
+                row |= measure(variant, CONFIGS[args.model](), tokens, memory, args.steps)
+                per_device = row["tokens_per_s_per_device"] / tokens * model_flops(CONFIGS[args.model](), tokens)
+                row["mfu"] = round(per_device / (args.peak_tflops * 1e12), 3) if args.peak_tflops else ""
+                row["failure"] = ""
+            except torch.OutOfMemoryError:
+                row["failure"] = "out of memory"
+            gc.collect()
+            if backend.name == "cuda":
+                torch.cuda.empty_cache()
+            rows.append(row | environment())
+            if parallel_state.is_global_rank_zero():
+                print({name: row[name] for name in row if name != "failure" or row[name]}, flush=True)
+    return rows
+
+
+def append(rows: list[dict[str, Any]], path: Path) -> None:
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    if path.exists():
+        names = path.read_text(encoding="utf-8").splitlines()[0].split(",")
+    new = not path.exists()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, names, restval="", lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=CONFIGS, default="llama-110m")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[512])
+    parser.add_argument("--variants", choices=BUILDERS, nargs="+", default=["ours", "dtensor"])
+    parser.add_argument("--recompute", choices=("none", "full"), default="none")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--peak-tflops", type=float, default=989.0 if backend.name == "cuda" else 0.0)
+    parser.add_argument("--csv", type=Path, default=CSV)
+    parser.add_argument("--append", action="store_true", help="append the rows to --csv")
+    args = parser.parse_args()
+    backend.init_process_group()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size())
+    rows = run(args)
+    if args.append and parallel_state.is_global_rank_zero():
+        append(rows, args.csv)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

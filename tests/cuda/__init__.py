@@ -1,0 +1,1 @@
+"""Owns tests that need an NVIDIA GPU: ``NXD_MEMOPT_BACKEND=cuda pytest tests/cuda``."""

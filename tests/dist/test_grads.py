@@ -1,0 +1,248 @@
+"""grads: sequence-parallel and data-parallel reductions, the global norm and clipping, against dense arithmetic."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from nxd_memopt.modules.rms_norm import RMSNorm
+from nxd_memopt.parallel_layers import grads, layers, mappings, parallel_state
+from nxd_memopt.parallel_layers.layer_norm import LayerNorm
+from nxd_memopt.parallel_layers.utils import set_tensor_model_parallel_attributes
+from tests.dist.pool import distributed
+from tests.reference import (
+    CountCollectives,
+    assert_float64_close,
+    assert_same_on_all_ranks,
+    assert_says,
+    error_message,
+    integers,
+    shard,
+    tensors,
+)
+
+MIXED = (torch.float32, torch.bfloat16, torch.float32, torch.float64, torch.bfloat16)
+
+
+def tagged(gradient: Tensor, *, sequence_parallel: bool = True, main_grad: bool = False) -> nn.Parameter:
+    param = nn.Parameter(torch.zeros_like(gradient))
+    param.sequence_parallel_enabled = sequence_parallel
+    if main_grad:
+        param.grad, param.main_grad = torch.zeros_like(gradient), gradient.clone()
+    else:
+        param.grad = gradient.clone()
+    return param
+
+
+def sum_over_ranks(i: int, dtype: torch.dtype) -> Tensor:
+    """|sums| <= 4 ranks * 9: exact in bf16."""
+    return sum(integers(3 + i, 2, seed=10 * i + rank) for rank in range(dist.get_world_size())).to(dtype)
+
+
+def mine(i: int, dtype: torch.dtype) -> Tensor:
+    return integers(3 + i, 2, seed=10 * i + dist.get_rank()).to(dtype)
+
+
+class Holder(nn.Module):
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        super().__init__()
+        self.params = nn.ParameterList()
+        for i, param in enumerate(params):  # ParameterList would make new parameters without the tags
+            self.params.register_parameter(str(i), param)
+
+
+def as_model(params):
+    return Holder(params)
+
+
+def as_optimizer(params):
+    return torch.optim.SGD([{"params": params[:2]}, {"params": params[2:]}], lr=0.1)
+
+
+def as_generator(params):
+    return (param for param in params)
+
+
+@distributed(world_size=[1, 2, 4])
+@pytest.mark.parametrize("source", [as_model, as_optimizer, list, as_generator])
+@pytest.mark.parametrize("main_grad", [False, True])
+def test_sequence_parallel_gradients_are_summed_in_every_dtype(main_grad, source, world_size):
+    """B2, B16: tagged ones alone, in place, one collective per dtype; bit-equal on all ranks."""
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
+    params = [tagged(mine(i, dtype), main_grad=main_grad) for i, dtype in enumerate(MIXED)]
+    untagged = tagged(mine(7, torch.float32), sequence_parallel=False)
+    without = tagged(mine(8, torch.float32))
+    without.grad = None
+    held = [getattr(param, "main_grad", param.grad) for param in params]
+    with CountCollectives() as counted:
+        grads.allreduce_sequence_parallel_gradients(source([*params, untagged, without]))
+    assert counted.total == (0 if world_size == 1 else len(set(MIXED)))
+    for i, (dtype, gradient, param) in enumerate(zip(MIXED, held, params, strict=True)):
+        assert getattr(param, "main_grad", param.grad) is gradient
+        assert torch.equal(gradient, sum_over_ranks(i, dtype))
+    assert torch.equal(untagged.grad, mine(7, torch.float32)) and without.grad is None
+
+
+def block(hidden: int, width: int, *, sequence_parallel: bool) -> nn.ModuleDict:
+    options = {"sequence_parallel_enabled": sequence_parallel, "dtype": torch.float64}
+    return nn.ModuleDict(
+        {
+            "norm": LayerNorm(hidden, **options),
+            "rms": RMSNorm(hidden, **options),
+            "up": layers.ColumnParallelLinear(hidden, width, gather_output=False, **options),
+            "down": layers.RowParallelLinear(width, hidden, input_is_parallel=True, **options),
+        }
+    )
+
+
+def run_block(modules: nn.ModuleDict, x: Tensor) -> Tensor:
+    return x + modules["down"](torch.tanh(modules["up"](modules["rms"](modules["norm"](x)))))
+
+
+@distributed(world_size=[2, 3])
+def test_a_block_under_sequence_parallelism_after_the_hook(world_size):
+    """The same block with and without sequence parallelism: all gradients equal, replicated ones on all ranks."""
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
+    torch.manual_seed(3)
+    plain = block(5, 4 * world_size, sequence_parallel=False)
+    torch.manual_seed(3)
+    sharded = block(5, 4 * world_size, sequence_parallel=True)
+    x, upstream = tensors(3 * world_size, 2, 5), tensors(3 * world_size, 2, 5, seed=1)
+    run_block(plain, x).backward(upstream)
+    y = run_block(sharded, mappings.scatter_to_sequence_parallel_region(x))
+    y.backward(shard(upstream, 0))
+    tagged_names = {"norm.weight", "norm.bias", "rms.weight", "down.bias"}
+    assert {n for n, p in sharded.named_parameters() if getattr(p, "sequence_parallel_enabled", False)} == tagged_names
+    with CountCollectives() as counted:
+        grads.allreduce_sequence_parallel_gradients(sharded)
+    assert counted.calls == {"allreduce_": 1}
+    for (name, param), want in zip(sharded.named_parameters(), plain.parameters(), strict=True):
+        assert_float64_close(param.grad, want.grad, name)
+        if name in tagged_names:
+            assert_same_on_all_ranks(param.grad, name)
+
+
+@distributed(world_size=4)
+@pytest.mark.parametrize("tensor_size", [1, 2, 4])
+@pytest.mark.parametrize("bucket_bytes", [1, 60, 1 << 20])
+def test_data_parallel_mean(bucket_bytes, tensor_size):
+    """In place, over the data-parallel group alone; parameters or gradients given."""
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_size)
+    group = [rank for rank in range(4) if rank % tensor_size == dist.get_rank() % tensor_size]
+    values = [[4 * integers(3 + i, 2, seed=10 * i + rank) for rank in group] for i in range(len(MIXED))]
+    want = [
+        (sum(each) / len(group)).to(dtype) for each, dtype in zip(values, MIXED, strict=True)
+    ]  # exact: 4 * integers
+    own = [4 * integers(3 + i, 2, seed=10 * i + dist.get_rank()).to(dtype) for i, dtype in enumerate(MIXED)]
+    params, bare = [tagged(gradient) for gradient in own], [gradient.clone() for gradient in own]
+    with CountCollectives() as counted:
+        grads.bucket_allreduce_gradients(params, bucket_bytes=bucket_bytes)
+    grads.bucket_allreduce_gradients(bare, bucket_bytes=bucket_bytes)
+    for param, gradient, expected in zip(params, bare, want, strict=True):
+        assert torch.equal(param.grad, expected) and torch.equal(gradient, expected)
+    if tensor_size == 4:
+        assert counted.total == 0
+    elif bucket_bytes != 60:
+        assert counted.total == (5 if bucket_bytes == 1 else 3), "one per tensor; one per dtype"
+
+
+def parameters_of_every_kind(size: int) -> tuple[list[nn.Parameter], list[Tensor]]:
+    """Column and row shards, KV replicas (2 shards for T=4), replicated ones; and their dense gradients."""
+    partitions = max(1, size // 2)
+    dense = [
+        tensors(4 * size, 3, seed=1),
+        tensors(3, 4 * size, seed=2),
+        tensors(2 * partitions, 3, seed=3),
+        tensors(5, seed=4),
+    ]
+    replicas = size // partitions
+    column, row, kv, replicated = (
+        tagged(gradient, sequence_parallel=False)
+        for gradient in (
+            shard(dense[0], 0),
+            shard(dense[1], 1),
+            shard(dense[2], 0, size=partitions, rank=dist.get_rank() // replicas),
+            dense[3],
+        )
+    )
+    set_tensor_model_parallel_attributes(column, True, 0, full_shape=tuple(dense[0].shape))
+    set_tensor_model_parallel_attributes(row, True, 1, full_shape=tuple(dense[1].shape))
+    set_tensor_model_parallel_attributes(kv, True, 0, full_shape=tuple(dense[2].shape), replicas=replicas)
+    no_gradient = nn.Parameter(torch.zeros(3))
+    return [column, no_gradient, row, kv, replicated], dense
+
+
+@distributed(world_size=[1, 2, 4])
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
+@pytest.mark.parametrize("source", [list, as_generator, as_model])
+@pytest.mark.parametrize("max_norm", [0.5, 1e6])
+def test_clip_grad_norm(max_norm, source, norm_type, world_size):
+    """B10, B16: norm of the dense gradient, and torch's clipping of it."""
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
+    params, dense = parameters_of_every_kind(world_size)
+    before = [None if param.grad is None else param.grad.clone() for param in params]
+    reference = [nn.Parameter(torch.zeros_like(gradient)) for gradient in dense]
+    for param, gradient in zip(reference, dense, strict=True):
+        param.grad = gradient.clone()
+    want = nn.utils.clip_grad_norm_(reference, max_norm, norm_type)
+    for function in (
+        lambda: grads.get_grad_norm(source(params), norm_type),
+        lambda: grads.clip_grad_norm(source(params), max_norm, norm_type),
+    ):
+        norm = function()
+        assert norm.shape == () and norm.dtype == torch.float32
+        assert_same_on_all_ranks(norm, "norm")
+        # norms are fp32: 6e-8 each, some terms
+        torch.testing.assert_close(norm.double(), want.double(), rtol=1e-6, atol=0)
+    factor = min(1.0, max_norm / (want.item() + 1e-6))
+    for param, gradient in zip(params, before, strict=True):
+        assert (param.grad is None) == (gradient is None)
+        if gradient is not None:  # the factor comes from the fp32 norm
+            torch.testing.assert_close(param.grad, gradient * factor, rtol=1e-6, atol=0)
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_clip_grad_norm_of_mixed_dtypes(norm_type):
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    params = [tagged(tensors(64, seed=i, dtype=dtype)) for i, dtype in enumerate(MIXED)]
+    want = torch.linalg.vector_norm(torch.cat([param.grad.double() for param in params]), norm_type)
+    norm = grads.clip_grad_norm(params, 1e-3, norm_type)
+    # every gradient is widened before it is summed in fp32: 6e-8, some terms
+    torch.testing.assert_close(norm.double(), want, rtol=1e-6, atol=0)
+    clipped = torch.linalg.vector_norm(torch.cat([param.grad.double() for param in params]), norm_type)
+    # gradients in bf16 round by 2^-9 when scaled
+    torch.testing.assert_close(clipped.item(), 1e-3, rtol=4e-3, atol=0)
+
+
+@distributed(world_size=[1, 2])
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_ranks_without_some_or_any_kind_of_gradient(norm_type, world_size):
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
+    assert grads.clip_grad_norm([], 1.0, norm_type).item() == 0
+    replicated = tagged(torch.full((4,), 3.0), sequence_parallel=False)
+    want = 6.0 if norm_type == 2.0 else 3.0
+    assert grads.get_grad_norm([replicated], norm_type).item() == pytest.approx(want, rel=1e-6)  # fp32
+    column = tagged(torch.full((4,), 3.0), sequence_parallel=False)
+    set_tensor_model_parallel_attributes(column, True, 0, full_shape=(4 * world_size,))
+    want *= math.sqrt(world_size) if norm_type == 2.0 else 1
+    assert grads.get_grad_norm([column], norm_type).item() == pytest.approx(want, rel=1e-6)  # fp32
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_bad_gradients_of_one_rank_show_in_every_ranks_norm(value):
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    column = tagged(torch.full((4,), value if dist.get_rank() == 1 else 1.0), sequence_parallel=False)
+    set_tensor_model_parallel_attributes(column, True, 0, full_shape=(8,))
+    for norm_type in (2.0, math.inf):
+        assert not torch.isfinite(grads.get_grad_norm([column], norm_type)), norm_type
+
+
+def test_refusals():
+    assert_says(error_message(lambda: grads.clip_grad_norm([], 0.0)), "max_norm", "0.0", "above 0")
+    assert_says(error_message(lambda: grads.get_grad_norm([], 0.5)), "norm_type", "0.5", "at least 1")
