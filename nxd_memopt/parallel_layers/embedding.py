@@ -76,7 +76,8 @@ class ParallelEmbedding(nn.Module):
         shape[dim] = require_divisible(what, padded if pad else shape[dim], "tensor_model_parallel_size", size, remedy)
         self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
         full_shape = (num_embeddings, embedding_dim)
-        set_tensor_model_parallel_attributes(self.weight, True, dim, 1, size, full_shape=full_shape)
+        rank = int(backend.group_rank(self.tensor_parallel_group))
+        set_tensor_model_parallel_attributes(self.weight, True, dim, 1, size, full_shape=full_shape, rank=rank)
         self.init_weight_cpu()
 
     def _default_init(self, table: Tensor) -> None:

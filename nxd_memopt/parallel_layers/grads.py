@@ -125,9 +125,10 @@ def _local_norm(params: list[Tensor], norm_type: float) -> Tensor:
     if not params:
         return torch.zeros((), device=backend.device)
     grads = [cast(Tensor, _gradient(param)).detach() for param in params]
-    norms = torch.stack([norm.float() for norm in torch._foreach_norm(grads, norm_type, dtype=torch.float32)])
+    wide = torch.float64 if any(grad.dtype == torch.float64 for grad in grads) else torch.float32
+    norms = torch.stack([norm.float() for norm in torch._foreach_norm(grads, norm_type, dtype=wide)])
     if norm_type == torch.inf:
-        return norms.amax()
+        return norms.nan_to_num(nan=torch.inf).amax()  # a maximum over ranks may lose NaN, not infinity
     shares = norms.new_tensor([1 / getattr(param, "replicas", 1) for param in params])
     return (norms**norm_type * shares).sum()
 

@@ -140,6 +140,10 @@ class BaseParallelLinear(nn.Module):
         self.master_weight = initialize_sharded_(self.weight, init_method, keep_full=self.keep_master_weight)
 
     keep_master_weight: bool = False
+    tensor_parallel_group: ProcessGroup | None
+
+    def _group_rank(self) -> int:
+        return int(backend.group_rank(self.tensor_parallel_group))
 
 
 def _default_init(weight: Tensor) -> object:
@@ -232,7 +236,7 @@ class ColumnParallelLinear(BaseParallelLinear):
         for param, shape in ((self.weight, (output_size, input_size)), (self.bias, (output_size,))):
             if param is not None:
                 set_tensor_model_parallel_attributes(
-                    param, True, 0, stride, partitions, full_shape=shape, replicas=replicas
+                    param, True, 0, stride, partitions, full_shape=shape, replicas=replicas, rank=self._group_rank()
                 )
         self.initialize_weight_biases()
 
@@ -342,7 +346,8 @@ class RowParallelLinear(BaseParallelLinear):
         self.input_size_per_partition = local
         self.weight = nn.Parameter(torch.empty(output_size, local, dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.empty(output_size, dtype=dtype, device=device)) if bias else None
-        set_tensor_model_parallel_attributes(self.weight, True, 1, stride, size, full_shape=(output_size, input_size))
+        shape, rank = (output_size, input_size), self._group_rank()
+        set_tensor_model_parallel_attributes(self.weight, True, 1, stride, size, full_shape=shape, rank=rank)
         if self.bias is not None:
             set_tensor_model_parallel_attributes(self.bias, False, -1, full_shape=(output_size,))
             self.bias.sequence_parallel_enabled = sequence_parallel_enabled  # pyright: ignore[reportAttributeAccessIssue]

@@ -18,6 +18,7 @@ SHARD_ATTRIBUTES = (
     "num_partitions",
     "full_shape",
     "replicas",
+    "partition_index",
     "sequence_parallel_enabled",
 )
 """What the layers set on parameters; other tools may rely on each of them."""
@@ -49,6 +50,7 @@ def set_tensor_model_parallel_attributes(
     *,
     full_shape: tuple[int, ...] | None = None,
     replicas: int = 1,
+    rank: int | None = None,
 ) -> None:
     """Describe ``tensor`` as one of ``num_partitions`` shards of a full parameter.
 
@@ -59,10 +61,12 @@ def set_tensor_model_parallel_attributes(
         num_partitions: distinct shards; -1 stands for the tensor-parallel size over ``replicas``.
         full_shape: shape of the full parameter without padding.
         replicas: how many consecutive ranks hold each shard (KV heads when T exceeds them).
+        rank: this rank in the group that shares the parameter; default its tensor-parallel rank.
     """
     if num_partitions < 0:
         num_partitions = parallel_state.get_tensor_model_parallel_size() // replicas
-    values = (is_parallel, dim, stride, num_partitions, full_shape, replicas)
+    rank = parallel_state.get_tensor_model_parallel_rank() if rank is None else rank
+    values = (is_parallel, dim, stride, num_partitions, full_shape, replicas, rank // replicas)
     for name, value in zip(SHARD_ATTRIBUTES, values, strict=False):
         setattr(tensor, name, value)
 
@@ -87,11 +91,10 @@ def shard_ranges(param: Tensor, *, rank: int | None = None) -> list[tuple[int, i
 
     Args:
         param: a parameter described by ``set_tensor_model_parallel_attributes``.
-        rank: tensor-parallel rank; default this one.
+        rank: rank in the group that shares the parameter; default this one.
     """
     description: Any = param
-    rank = parallel_state.get_tensor_model_parallel_rank() if rank is None else rank
-    partition = rank // description.replicas
+    partition = description.partition_index if rank is None else rank // description.replicas
     length = param.size(description.partition_dim) // description.partition_stride
     block = length * description.num_partitions
     starts = [i * block + partition * length for i in range(description.partition_stride)]

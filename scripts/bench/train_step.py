@@ -100,7 +100,10 @@ def build_dtensor(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFun
     base = model.get_submodule(model.base_model_prefix)
     base.rotary_emb = type(base.rotary_emb)(config).to(backend.device)
     for param in model.parameters():
-        nn.init.normal_(param, std=config.initializer_range)
+        if param.dim() > 1:
+            nn.init.normal_(param, std=config.initializer_range)
+        else:
+            nn.init.ones_(param)
     _apply_hf_recompute(model, memory)
 
     def loss(ids: Tensor) -> Tensor:

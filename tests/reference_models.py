@@ -1,0 +1,155 @@
+"""Owns tiny models for the tests: transformers' own as the reference, and slicing its weights by a hand-written table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig
+
+from nxd_memopt.config import MemoryConfig, ParallelConfig
+from nxd_memopt.models.gpt_neox import GPTNeoXForCausalLM
+from nxd_memopt.models.llama import LlamaForCausalLM
+from nxd_memopt.parallel_layers import parallel_state
+from tests.reference import pad, shard
+
+BATCH, LENGTH, VOCAB = 3, 12, 61  # 61 is prime: padded at every T; 12 is a multiple of every T tested
+IGNORED = -100
+
+_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "query_key_value", "dense_h_to_4h")
+_TABLES = ("embed_tokens", "embed_in", "lm_head")
+_COLUMNS = ("o_proj", "down_proj", "dense", "dense_4h_to_h")
+
+
+def llama_config(**changes: Any) -> LlamaConfig:
+    """8 query heads on 2 KV heads: T = 4 shares each KV head between two ranks."""
+    return LlamaConfig(
+        **{
+            "hidden_size": 32,
+            "intermediate_size": 44,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "vocab_size": VOCAB,
+            "max_position_embeddings": 64,
+            "initializer_range": 0.2,  # attention and gradients far from uniform
+            "pad_token_id": None,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            **changes,
+        }
+    )
+
+
+def gpt_neox_config(**changes: Any) -> GPTNeoXConfig:
+    return GPTNeoXConfig(
+        **{
+            "hidden_size": 32,
+            "intermediate_size": 44,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "vocab_size": VOCAB,
+            "max_position_embeddings": 64,
+            "initializer_range": 0.2,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            **changes,
+        }
+    )
+
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,  # of the 4-dimensional heads' 2 wavelengths, one is slowed, one is kept
+}
+CONFIGS = {
+    "llama": llama_config,
+    "llama tied": lambda: llama_config(tie_word_embeddings=True),
+    "llama 3 rope": lambda: llama_config(rope_parameters=LLAMA3_ROPE, head_dim=12),
+    "llama linear rope": lambda: llama_config(
+        rope_parameters={"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}
+    ),
+    "llama biases, gelu": lambda: llama_config(attention_bias=True, mlp_bias=True, hidden_act="gelu"),
+    "llama one KV head": lambda: llama_config(num_key_value_heads=1),
+    "llama all KV heads": lambda: llama_config(num_key_value_heads=8),
+    "llama padding token": lambda: llama_config(pad_token_id=0, rms_norm_eps=0.1),
+    "neox": gpt_neox_config,
+    "neox sequential residual": lambda: gpt_neox_config(use_parallel_residual=False, layer_norm_eps=0.1),
+    "neox tied, full rotary": lambda: gpt_neox_config(tie_word_embeddings=True, rotary_pct=1.0),
+    "neox half rotary, no attention bias": lambda: gpt_neox_config(rotary_pct=0.5, attention_bias=False),
+    "neox tanh gelu": lambda: gpt_neox_config(hidden_act="gelu_new"),
+}
+
+
+def hugging_face(config: Any) -> nn.Module:
+    """transformers' model, eager attention, weights that depend on the seed alone; biases and norms not trivial."""
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.dim() == 1:
+                param.add_(0.3 * torch.randn(param.shape))
+    return model.float()
+
+
+def batch(**shape: int) -> dict[str, Tensor]:
+    """Ids of the whole vocabulary, 0 included; labels of which some are ignored."""
+    rows, length = shape.get("rows", BATCH), shape.get("length", LENGTH)
+    generator = torch.Generator().manual_seed(9)
+    ids = torch.randint(VOCAB, (rows, length), generator=generator)
+    ids[0, :2] = torch.tensor([0, VOCAB - 1])
+    labels = ids.clone()
+    labels[0, 3:5] = IGNORED
+    return {"input_ids": ids, "labels": labels}
+
+
+def padded_batch() -> dict[str, Tensor]:
+    """Row 0 padded on the right, row 1 on the left with positions to match, row 2 two packed documents' positions.
+
+    What a padded position predicts is ignored: frameworks differ there.
+    """
+    inputs = batch()
+    mask, positions = torch.ones(BATCH, LENGTH, dtype=torch.long), torch.arange(LENGTH).repeat(BATCH, 1)
+    mask[0, 9:], mask[1, :4] = 0, 0
+    inputs["labels"][0, 9:], inputs["labels"][1, :5] = IGNORED, IGNORED
+    positions[1] = (positions[1] - 4).clamp(min=0)
+    positions[2, 5:] -= 5
+    return {**inputs, "attention_mask": mask, "position_ids": positions}
+
+
+def full_parameters(model: nn.Module) -> dict[str, Tensor]:
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def local_part(name: str, full: Tensor, config: Any) -> Tensor:
+    """This rank's part of a full Hugging Face parameter, by a table of its own."""
+    module, kind = name.split(".")[-2:]
+    size, rank = parallel_state.get_tensor_model_parallel_size(), parallel_state.get_tensor_model_parallel_rank()
+    if module in _TABLES:
+        return shard(pad(full, 0, size), 0, size=size, rank=rank)
+    if module in _COLUMNS:
+        return full if kind == "bias" else shard(full, 1, size=size, rank=rank)
+    if module not in _ROWS:
+        return full
+    replicas = max(1, size // config.num_key_value_heads) if module in ("k_proj", "v_proj") else 1
+    return shard(full, 0, size=size // replicas, rank=rank // replicas)
+
+
+def parallel_model(
+    config: Any, full: dict[str, Tensor] | None = None, *, sequence_parallel: bool = False, **options: Any
+) -> nn.Module:
+    """The library's model on the present process groups, with this rank's part of the full weights."""
+    cls = LlamaForCausalLM if isinstance(config, LlamaConfig) else GPTNeoXForCausalLM
+    size = parallel_state.get_tensor_model_parallel_size()
+    parallel = ParallelConfig(size, sequence_parallel_enabled=sequence_parallel and size > 1)
+    model = cls(config, parallel=parallel, memory=MemoryConfig(**options))
+    if full is not None:
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                param.copy_(local_part(name, full[name], config))
+    return model

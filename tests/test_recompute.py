@@ -1,0 +1,137 @@
+"""Recomputation: bytes kept for backward, FLOPs spent in it, and refusals. One process."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from nxd_memopt.config import MemoryConfig
+from nxd_memopt.memory.recompute import apply_recompute, checkpoint, remove_recompute
+from tests.reference import assert_says, error_message
+from tests.reference_models import batch, gpt_neox_config, llama_config, parallel_model
+
+LAYERS, HIDDEN, WIDTH, HEADS, ROWS, LENGTH = 4, 32, 44, 8, 3, 12
+FULL = {"recompute_granularity": "full"}
+CORE_ATTN = {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)}
+
+
+def model(**options):
+    config = llama_config(num_hidden_layers=LAYERS)
+    return parallel_model(config, **{"attention_backend": "math", **options})
+
+
+def saved_bytes(net: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> int:
+    """Bytes of distinct storages that autograd keeps for backward, parameters apart."""
+    own = {param.untyped_storage().data_ptr() for param in net.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor  # alive, so that no address is used twice
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = net(**inputs).loss
+    del loss
+    return sum(t.untyped_storage().nbytes() for pointer, t in kept.items() if pointer not in own)
+
+
+@pytest.mark.parametrize("config", [llama_config, gpt_neox_config])
+def test_bytes_kept(config):
+    """Full < selective < none; and of a longer sequence only core attention's grow with its square."""
+    kept = {}
+    for name, options in {"none": {}, "selective": CORE_ATTN, "full": FULL}.items():
+        net = parallel_model(config(num_hidden_layers=LAYERS), attention_backend="math", **options)
+        kept[name] = [saved_bytes(net, batch(length=length)) for length in (64, 128)]
+    for i in range(2):
+        assert kept["full"][i] < kept["selective"][i] < kept["none"][i]
+    growth = {name: long / short for name, (short, long) in kept.items()}
+    assert growth["none"] > 2.5, "S x S scores outweigh what is linear in S"
+    # the rest is linear but for the boolean causal mask of each layer: 1 byte for the scores' 8 heads x 4 bytes
+    assert growth["selective"] < 2.2
+
+
+def test_full_keeps_one_hidden_state_per_layer():
+    """Beyond a model with fewer layers: B * S * H fp32 numbers for each further one."""
+    per_layer = ROWS * LENGTH * HIDDEN * 4
+    few, many = (saved_bytes(parallel_model(llama_config(num_hidden_layers=n), **FULL), batch()) for n in (2, LAYERS))
+    assert many - few == (LAYERS - 2) * per_layer
+
+
+def test_uniform_keeps_one_hidden_state_per_chunk():
+    per_layer = ROWS * LENGTH * HIDDEN * 4
+    uniform = {**FULL, "recompute_method": "uniform", "recompute_num_layers": 2}
+    assert saved_bytes(model(**FULL), batch()) - saved_bytes(model(**uniform), batch()) == LAYERS // 2 * per_layer
+
+
+def backward_flops(**options) -> int:
+    net = model(**options)
+    loss = net(**batch()).loss
+    with FlopCounterMode(display=False) as counter:
+        loss.backward()
+    return counter.get_total_flops()
+
+
+def test_backward_flops_show_the_recomputation():
+    """Hand-counted: 2mnk for each matmul of the layers' forward pass."""
+    tokens, head = ROWS * LENGTH, HIDDEN // HEADS
+    qkv = 2 * tokens * HIDDEN * (HIDDEN + 2 * 2 * head)
+    scores = context = 2 * ROWS * HEADS * LENGTH * LENGTH * head
+    output = 2 * tokens * HIDDEN * HIDDEN
+    gate_and_up = 2 * (2 * tokens * HIDDEN * WIDTH)
+    down = 2 * tokens * WIDTH * HIDDEN
+    none = backward_flops()
+    # a recomputation stops where its last tensor is saved: before the matmul whose result nobody needs
+    assert backward_flops(**CORE_ATTN) - none == LAYERS * scores
+    layer = qkv + scores + context + output + gate_and_up
+    assert backward_flops(**FULL) - none == LAYERS * layer
+    block = {**FULL, "recompute_method": "block", "recompute_num_layers": 1}
+    assert backward_flops(**block) - none == layer
+    uniform = {**FULL, "recompute_method": "uniform", "recompute_num_layers": LAYERS}
+    assert backward_flops(**uniform) - none == LAYERS * (layer + down) - down
+    norms = {"recompute_granularity": "selective", "recompute_modules": ("norm", "mlp_act")}
+    assert backward_flops(**norms) == none, "no matmul in norms and activations"
+
+
+def test_parameters_keep_their_names():
+    assert [name for name, _ in model().named_parameters()] == [name for name, _ in model(**FULL).named_parameters()]
+
+
+def test_applying_again_replaces_and_removing_undoes():
+    plain = backward_flops()
+    net = model(**FULL)
+    for change in (lambda: apply_recompute(net, MemoryConfig()), lambda: remove_recompute(net)):
+        apply_recompute(net, MemoryConfig(**FULL))
+        apply_recompute(net, MemoryConfig(**FULL))
+        change()
+        loss = net(**batch()).loss
+        with FlopCounterMode(display=False) as counter:
+            loss.backward()
+        assert counter.get_total_flops() == plain
+
+
+def test_without_gradients_nothing_is_kept():
+    x = torch.ones(3, requires_grad=True)
+    with torch.no_grad():
+        assert not checkpoint(torch.exp, x).requires_grad
+
+
+def test_fused_attention_is_said_to_save_nothing():
+    with pytest.warns(UserWarning, match="saves no memory"):
+        model(attention_backend="auto", **CORE_ATTN)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(attention_backend="math", **CORE_ATTN)
+
+
+@pytest.mark.parametrize(
+    ("options", "facts"),
+    [
+        ({"recompute_method": "uniform", "recompute_num_layers": 3}, ["4 layers", "recompute_num_layers 3", "divisor"]),
+        ({"recompute_method": "block", "recompute_num_layers": 5}, ["recompute_num_layers 5", "4 layers", "lower"]),
+    ],
+)
+def test_refusals(options, facts):
+    assert_says(error_message(lambda: model(**FULL, **options)), *facts)
