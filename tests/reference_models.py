@@ -1,4 +1,4 @@
-"""Owns tiny models for the tests: transformers' own as the reference, and slicing its weights by a hand-written table."""
+"""Owns tiny models for the tests: transformers' as the reference, and slicing its weights by a hand-written table."""
 
 from __future__ import annotations
 

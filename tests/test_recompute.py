@@ -49,8 +49,7 @@ def test_bytes_kept(config):
         assert kept["full"][i] < kept["selective"][i] < kept["none"][i]
     growth = {name: long / short for name, (short, long) in kept.items()}
     assert growth["none"] > 2.5, "S x S scores outweigh what is linear in S"
-    # the rest is linear but for the boolean causal mask of each layer: 1 byte for the scores' 8 heads x 4 bytes
-    assert growth["selective"] < 2.2
+    assert growth["selective"] < 2.01, "what is left is linear in S, but for the rotary tables and the like"
 
 
 def test_full_keeps_one_hidden_state_per_layer():

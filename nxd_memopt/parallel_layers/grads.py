@@ -128,7 +128,9 @@ def _local_norm(params: list[Tensor], norm_type: float) -> Tensor:
     wide = torch.float64 if any(grad.dtype == torch.float64 for grad in grads) else torch.float32
     norms = torch.stack([norm.float() for norm in torch._foreach_norm(grads, norm_type, dtype=wide)])
     if norm_type == torch.inf:
-        return norms.nan_to_num(nan=torch.inf).amax()  # a maximum over ranks may lose NaN, not infinity
+        return norms.nan_to_num(
+            nan=torch.inf, posinf=torch.inf
+        ).amax()  # a maximum over ranks may lose NaN, not infinity
     shares = norms.new_tensor([1 / getattr(param, "replicas", 1) for param in params])
     return (norms**norm_type * shares).sum()
 

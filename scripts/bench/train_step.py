@@ -221,7 +221,7 @@ def model_flops(config: Any, tokens: int) -> float:
     return 6 * parameters * tokens + 6 * config.num_hidden_layers * config.hidden_size * tokens**2
 
 
-def environment() -> dict[str, Any]:
+def environment(script: str = "scripts/bench/train_step.py") -> dict[str, Any]:
     git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     device = torch.cuda.get_device_name() if backend.name == "cuda" else platform.processor() or platform.machine()
     return {
@@ -230,7 +230,7 @@ def environment() -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "commit": git.stdout.strip() or "unknown",
-        "command": shlex.join(["scripts/bench/train_step.py", *sys.argv[1:]]),
+        "command": shlex.join([script, *sys.argv[1:]]),
     }
 
 

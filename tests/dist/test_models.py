@@ -26,7 +26,7 @@ from tests.reference_models import (
     parallel_model,
 )
 
-# fp32 has 6e-8; some hundred operations, each in another order of summation, on two layers: 2e-6 was measured, five times
+# fp32 has 6e-8; some hundred operations, each summed in another order: 3.4e-6 is the worst measured, three times
 # that is allowed. A lost or doubled reduction is an error of 1e-1 and more.
 TOLERANCE = 1e-5
 
@@ -145,9 +145,9 @@ def test_bf16_gradients(sequence_parallel, name):
     wanted = dict(reference.named_parameters())
     for n, param in model.named_parameters():
         error = (param.grad - local_part(n, wanted[n].grad, model.config)).norm() / wanted[n].grad.norm()
-        # bf16 rounds by 2^-9 = 2e-3; through two layers of sharp attention errors of 3e-2 were measured.
+        # bf16 rounds by 2^-9 = 2e-3; through two layers 2.2e-2 is the worst measured, twice that is allowed.
         # A missing reduction is an error of 0.5 and more.
-        assert error < 0.1, f"gradient of {n}: relative error {error:.1e}"
+        assert error < 0.045, f"gradient of {n}: relative error {error:.1e}"
 
 
 @distributed(world_size=[1, 2])
@@ -206,17 +206,25 @@ def new_llama(**changes):
     return LlamaForCausalLM(llama_config(**changes), device="meta")
 
 
+def new_neox(**changes):
+    """transformers refuses some values at construction: they are set afterwards."""
+    config = gpt_neox_config()
+    for name, value in changes.items():
+        setattr(config, name, value)
+    return GPTNeoXForCausalLM(config, device="meta")
+
+
 REFUSALS = {
     "heads": (
-        lambda: new_llama(num_attention_heads=9, num_key_value_heads=3, head_dim=4),
+        lambda: new_llama(hidden_size=36, num_attention_heads=9, num_key_value_heads=3),
         ["num_attention_heads 9", "tensor_model_parallel_size 2"],
     ),
     "KV heads": (
-        lambda: new_llama(num_attention_heads=6, num_key_value_heads=3, head_dim=4),
+        lambda: new_llama(hidden_size=36, num_attention_heads=6, num_key_value_heads=3),
         ["num_key_value_heads 3", "tensor_model_parallel_size 2", "divides 3"],
     ),
     "query groups": (
-        lambda: new_llama(num_key_value_heads=3, head_dim=4),
+        lambda: new_llama(num_key_value_heads=3),
         ["num_attention_heads 8", "num_query_groups 3"],
     ),
     "MLP width": (
@@ -224,15 +232,15 @@ REFUSALS = {
         ["intermediate_size 45", "tensor_model_parallel_size 2", "46"],
     ),
     "heads of GPT-NeoX": (
-        lambda: GPTNeoXForCausalLM(gpt_neox_config(num_attention_heads=1), device="meta"),
+        lambda: new_neox(num_attention_heads=1),
         ["num_attention_heads 1", "tensor_model_parallel_size 2"],
     ),
     "hidden size": (
-        lambda: GPTNeoXForCausalLM(gpt_neox_config(num_attention_heads=6), device="meta"),
+        lambda: new_neox(num_attention_heads=6),
         ["hidden_size 32", "num_attention_heads 6"],
     ),
     "MLP width of GPT-NeoX": (
-        lambda: GPTNeoXForCausalLM(gpt_neox_config(intermediate_size=45), device="meta"),
+        lambda: new_neox(intermediate_size=45),
         ["intermediate_size 45", "tensor_model_parallel_size 2"],
     ),
     "size of the groups": (

@@ -1,0 +1,90 @@
+"""Owns the single-process race of forward + backward against transformers: interleaved in one run, time and memory.
+
+    python scripts/bench/forward_backward.py --tokens 512 --append
+
+A 12-layer, 768-wide LLaMA, vocabulary 32,000, fp32 on a CPU (bf16 on a GPU), batch 1, no parallelism. Memory is the peak of
+bytes allocated during one forward + backward beyond what was there before, from torch's profiler.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import profile
+from train_step import BUILDERS, CONFIGS, LossFunction, append, environment
+
+from nxd_memopt.backends import backend
+from nxd_memopt.config import MemoryConfig
+
+CSV = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "forward_backward.csv"
+VARIANTS = ("ours", "hf")
+
+
+def timed_step(model: nn.Module, loss_of: LossFunction, ids: Tensor) -> float:
+    model.zero_grad(set_to_none=True)
+    backend.synchronize()
+    start = time.perf_counter()
+    loss_of(ids).backward()
+    backend.synchronize()
+    return time.perf_counter() - start
+
+
+def allocated_peak_mib(model: nn.Module, loss_of: LossFunction, ids: Tensor) -> float:
+    """Peak of allocations minus frees over one step, gradients included."""
+    model.zero_grad(set_to_none=True)
+    with profile(profile_memory=True) as recorded:
+        loss_of(ids).backward()
+    current = peak = 0
+    assert recorded.profiler is not None and recorded.profiler.kineto_results is not None
+    for event in recorded.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            current += event.nbytes()
+            peak = max(peak, current)
+    return peak / 2**20
+
+
+def run(tokens: int, rounds: int) -> list[dict[str, Any]]:
+    config = CONFIGS["llama-110m"]()
+    ids = torch.randint(0, config.vocab_size, (1, tokens)).to(backend.device)
+    steps = {name: BUILDERS[name](config, MemoryConfig()) for name in VARIANTS}
+    times: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    for round_index in range(rounds + 1):  # the first round warms up
+        for name in VARIANTS if round_index % 2 else reversed(VARIANTS):
+            times[name].append(timed_step(*steps[name], ids))
+    rows = []
+    for name in VARIANTS:
+        step_s = statistics.median(times[name][1:])
+        row: dict[str, Any] = {"variant": name, "tokens": tokens, "threads": torch.get_num_threads()}
+        row |= {
+            "rounds": rounds,
+            "median_ms": round(step_s * 1e3, 1),
+            "fastest_ms": round(min(times[name][1:]) * 1e3, 1),
+        }
+        rows.append(row | {"peak_mib": round(allocated_peak_mib(*steps[name], ids), 1)})
+    for row in rows:
+        row["time_over_hf"] = round(row["median_ms"] / rows[-1]["median_ms"], 3)
+        row |= environment("scripts/bench/forward_backward.py")
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--append", action="store_true", help=f"append the rows to {CSV.name}")
+    args = parser.parse_args()
+    rows = run(args.tokens, args.rounds)
+    for row in rows:
+        print(row)
+    if args.append:
+        append(rows, CSV)
+
+
+if __name__ == "__main__":
+    main()

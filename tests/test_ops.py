@@ -1,0 +1,253 @@
+"""ops and norms in one process: against PyTorch's and transformers' own, hand-computed cases, float64 gradcheck."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch.autograd import gradcheck
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb as neox_rope
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as llama_rope
+
+from nxd_memopt.modules.rms_norm import RMSNorm
+from nxd_memopt.ops.activation import ACTIVATIONS, activation
+from nxd_memopt.ops.attention import causal_mask, core_attention, padding_and_causal_mask, select_attention
+from nxd_memopt.ops.norm import rms_norm
+from nxd_memopt.ops.rope import apply_rope, rope_frequencies, rope_tables
+from nxd_memopt.parallel_layers.layer_norm import LayerNorm
+from tests.reference import (
+    assert_float64_close,
+    assert_says,
+    error_message,
+    gradients,
+    relative_error,
+    tensors,
+    unchanged,
+)
+from tests.reference_models import LLAMA3_ROPE, llama_config
+
+IMPLEMENTATIONS = ("math", "sdpa")
+
+# ---- norms -----------------------------------------------------------------------------------------------------------
+
+
+def test_rms_norm_by_hand():
+    """[3, 4] has mean square 12.5; eps 3.5 makes the root 4."""
+    out = rms_norm(torch.tensor([3.0, 4.0]), torch.tensor([2.0, 10.0]), 3.5)
+    assert torch.equal(out, torch.tensor([3 / 4 * 2, 10.0]))
+
+
+@pytest.mark.parametrize("eps", [1e-6, 0.3])
+def test_rms_norm_gradient_by_hand(eps):
+    """With r = 1/sqrt(mean(x^2) + eps): dx = r (g w - x r^2 mean(g w x)), dw = sum(g x r)."""
+    x, weight, upstream = tensors(7, 13).requires_grad_(), tensors(13, seed=1).requires_grad_(), tensors(7, 13, seed=2)
+    with unchanged(x, weight, upstream):
+        dx, dw = gradients(rms_norm(x, weight, eps), upstream, [x, weight])
+    r = (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+    gw = upstream * weight
+    assert_float64_close(dx, r * (gw - x * r.square() * (gw * x).mean(-1, keepdim=True)), "dx")
+    assert_float64_close(dw, (upstream * x * r).sum(0), "dw")
+    assert gradcheck(lambda x, w: rms_norm(x, w, eps), (x, weight))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_rms_norm_rounds_as_llama(dtype):
+    """Bit-equal to transformers, also for numbers whose squares overflow fp16; the result has the input's dtype."""
+    x = 300 * tensors(7, 13, dtype=dtype)
+    ours, theirs = RMSNorm(13, eps=1e-5, dtype=dtype), LlamaRMSNorm(13, eps=1e-5).to(dtype)
+    with torch.no_grad():
+        theirs.weight.copy_(tensors(13, seed=1))
+        ours.weight.copy_(theirs.weight)
+    assert torch.equal(ours(x), theirs(x)) and ours(x).dtype == dtype
+
+
+@pytest.mark.parametrize("eps", [1e-5, 0.3])
+def test_layer_norm_by_hand(eps):
+    x = tensors(7, 13).requires_grad_()
+    norm = LayerNorm(13, eps=eps, dtype=torch.float64)
+    with torch.no_grad():
+        norm.weight.copy_(tensors(13, seed=1))
+        norm.bias.copy_(tensors(13, seed=2))
+    centred = x - x.mean(-1, keepdim=True)
+    want = centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt() * norm.weight + norm.bias
+    assert_float64_close(norm(x), want)
+    assert gradcheck(norm, (x,))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("norm", [LayerNorm, RMSNorm])
+def test_norms_return_the_inputs_dtype(norm, dtype):
+    """B7."""
+    assert norm(8, dtype=dtype)(tensors(3, 8, dtype=dtype)).dtype == dtype
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_norms_tag_their_parameters(enabled):
+    for norm in (LayerNorm(8, sequence_parallel_enabled=enabled), RMSNorm(8, sequence_parallel_enabled=enabled)):
+        assert all(param.sequence_parallel_enabled == enabled for param in norm.parameters())
+    assert len(list(LayerNorm(8, elementwise_affine=False).parameters())) == 0
+    assert LayerNorm(8, bias=False).bias is None
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+
+
+def heads(batch: int = 2, query_heads: int = 6, kv_heads: int = 6, length: int = 7, width: int = 5, **options):
+    shapes = ((query_heads, 0), (kv_heads, 1), (kv_heads, 2))
+    return [tensors(batch, n, length, width, seed=seed, **options).requires_grad_() for n, seed in shapes]
+
+
+def attention_by_hand(query, key, value, allowed):
+    """One score at a time, from the definition: query head i reads KV head i // (h/g)."""
+    out = torch.zeros_like(query)
+    group = query.size(1) // key.size(1)
+    for b in range(query.size(0)):
+        for h in range(query.size(1)):
+            for i in range(query.size(2)):
+                seen = [j for j in range(query.size(2)) if allowed(b, i, j)]
+                scores = torch.stack([query[b, h, i] @ key[b, h // group, j] / math.sqrt(query.size(-1)) for j in seen])
+                out[b, h, i] = scores.softmax(0) @ value[b, h // group, seen]
+    return out
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("kv_heads", [6, 3, 1])
+def test_causal_attention_by_hand(kv_heads, implementation):
+    query, key, value = heads(kv_heads=kv_heads)
+    want = attention_by_hand(query.detach(), key.detach(), value.detach(), lambda b, i, j: j <= i)
+    with unchanged(query, key, value):
+        assert_float64_close(core_attention(query, key, value, implementation=implementation), want)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_padding_by_hand(implementation):
+    """A padded key is not seen; a padded query sees what there is, and itself."""
+    keep = torch.tensor([[1, 1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1, 1]])
+    query, key, value = (t.detach() for t in heads(kv_heads=3))
+    want = attention_by_hand(query, key, value, lambda b, i, j: j <= i and (bool(keep[b, j]) or i == j))
+    got = core_attention(query, key, value, implementation=implementation, mask=padding_and_causal_mask(keep))
+    assert_float64_close(got, want)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_gradcheck(masked, implementation):
+    mask = padding_and_causal_mask(torch.tensor([[1, 1, 0], [0, 1, 1]])) if masked else None
+    inputs = heads(query_heads=4, kv_heads=2, length=3, width=3)
+    assert gradcheck(lambda q, k, v: core_attention(q, k, v, implementation=implementation, mask=mask), inputs)
+
+
+def test_implementations_agree_in_bf16():
+    inputs = heads(kv_heads=2, length=31, width=16, dtype=torch.bfloat16)
+    wide = [t.detach().double() for t in inputs]
+    want = core_attention(*wide, implementation="math")
+    for implementation in IMPLEMENTATIONS:
+        got = core_attention(*inputs, implementation=implementation)
+        assert got.dtype == torch.bfloat16
+        assert relative_error(got, want) < 1e-2  # bf16 rounds scores, weights and result by 2^-9 = 2e-3 each
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_attention_dropout_drops_weights_and_scales_the_rest(implementation):
+    """With values of one, a row's output is the sum of its kept weights over 1 - p: 1 on average."""
+    query, key = tensors(8, 4, 32, 8), tensors(8, 4, 32, 8, seed=1)
+    out = core_attention(query, key, torch.ones_like(key), implementation=implementation, dropout_p=0.25)
+    first = out[:, :, 0, 0]  # one weight of 1: kept or dropped
+    assert set(first.unique().tolist()) <= {0.0, 1 / 0.75}
+    # 1024 rows of variance below p/(1-p) = 1/3: standard error below 0.02, five of them are allowed
+    assert out[..., 0].mean().item() == pytest.approx(1.0, abs=0.1)
+
+
+def test_masks():
+    assert causal_mask(3, torch.device("cpu")).tolist() == [[True, False, False], [True, True, False], [True] * 3]
+    mask = padding_and_causal_mask(torch.tensor([[0, 1, 1]]))
+    assert mask.tolist() == [[[[True, False, False], [False, True, False], [False, True, True]]]]
+
+
+def test_attention_selection():
+    assert select_attention("math") == "math" and select_attention("auto") in IMPLEMENTATIONS
+    assert_says(error_message(lambda: select_attention("mth")), "attention_backend", "mth", "did you mean 'math'")
+
+
+# ---- rotary position embedding ---------------------------------------------------------------------------------------
+
+ROPES = {
+    "default": {"rope_type": "default", "rope_theta": 10000.0},
+    "linear": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0},
+    "llama3": LLAMA3_ROPE,
+    "llama 3.1": {**LLAMA3_ROPE, "rope_theta": 500000.0, "original_max_position_embeddings": 8192},
+}
+
+
+@pytest.mark.parametrize("name", ROPES)
+@pytest.mark.parametrize("dim", [2, 16, 64, 128])
+def test_frequencies_equal_transformers(dim, name):
+    """Bit for bit: at position 100000 the last bit of a frequency is 6e-3 radians."""
+    got = rope_frequencies(dim, ROPES[name])
+    if name == "default":
+        want = 1.0 / 10000.0 ** (torch.arange(0, dim, 2).float() / dim)
+    else:
+        config = llama_config(rope_parameters=ROPES[name], head_dim=dim)
+        want, scaling = ROPE_INIT_FUNCTIONS[ROPES[name]["rope_type"]](config, torch.device("cpu"))
+        assert scaling == 1.0
+    assert got.dtype == torch.float32 and torch.equal(got, want)
+
+
+@pytest.mark.parametrize("rotary_dim", [2, 4, 8])
+def test_rotation_equals_transformers(rotary_dim):
+    """LLaMA rotates all of a head, GPT-NeoX a part."""
+    query, key = (tensors(2, 3, 7, 8, seed=seed, dtype=torch.float32) for seed in (0, 1))
+    positions = torch.stack([torch.arange(7), torch.arange(7) + 3])
+    cos, sin = rope_tables(rope_frequencies(rotary_dim, ROPES["default"]), positions, torch.float32)
+    reference = llama_rope if rotary_dim == 8 else neox_rope
+    for got, want in zip((apply_rope(t, cos, sin) for t in (query, key)), reference(query, key, cos, sin), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_rotation_by_hand():
+    """One quarter turn: (a, b) becomes (-b, a), in the halves' pairing; the rest of the head passes."""
+    cos, sin = torch.zeros(1, 1, 4), torch.ones(1, 1, 4)
+    x = torch.tensor([[[[1.0, 2.0, 3.0, 4.0, 5.0]]]])
+    assert apply_rope(x, cos, sin).tolist() == [[[[-3.0, -4.0, 1.0, 2.0, 5.0]]]]
+
+
+def test_rotated_scores_depend_on_distance_alone():
+    frequencies = rope_frequencies(8, ROPES["default"])
+    query, key = tensors(1, 1, 1, 8), tensors(1, 1, 1, 8, seed=1)
+
+    def score(i: int, j: int) -> float:
+        tables = [rope_tables(frequencies, torch.tensor([[p]]), torch.float64) for p in (i, j)]
+        return (apply_rope(query, *tables[0]) * apply_rope(key, *tables[1])).sum().item()
+
+    assert score(9, 4) == pytest.approx(score(105, 100), abs=1e-4)  # angles are fp32: 6e-8 of 105, some terms
+    assert score(9, 4) != pytest.approx(score(9, 5), abs=1e-2)
+
+
+def test_rotation_gradcheck():
+    cos, sin = rope_tables(rope_frequencies(4, ROPES["default"]), torch.arange(3).unsqueeze(0), torch.float64)
+    assert gradcheck(lambda x: apply_rope(x, cos, sin), (tensors(1, 2, 3, 5).requires_grad_(),))
+
+
+def test_unknown_rope_is_refused():
+    message = error_message(lambda: rope_frequencies(8, {"rope_type": "llama2", "rope_theta": 1e4}))
+    assert_says(message, "rope_type", "llama2", "did you mean 'llama3'")
+
+
+# ---- activations -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activation_equals_transformers(name):
+    x = tensors(97).requires_grad_()
+    assert_float64_close(activation(name)(x), ACT2FN[name](x))
+    assert gradcheck(activation(name), (x,))
+
+
+def test_unknown_activation_is_refused():
+    assert_says(error_message(lambda: activation("sillu")), "hidden_act", "sillu", "did you mean 'silu'")
+    assert_float64_close(activation("gelu")(tensors(5)), F.gelu(tensors(5)))
