@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -128,7 +129,8 @@ class GPTNeoXForCausalLM(ParallelCausalLM):
         memory = resolve_memory(memory, config)
         _check_config(config, parallel.tensor_model_parallel_size)
         head_dim = config.hidden_size // config.num_attention_heads
-        rotary_dim = int(head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
+        rope: Any = config.rope_parameters
+        rotary_dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))
         super().__init__(config, parallel=parallel, memory=memory, rotary_dim=rotary_dim)
         dtype = dtype or torch.get_default_dtype()
         factory = LayerFactory(SHARDING, parallel, config.initializer_range, dtype, device)

@@ -1,7 +1,7 @@
 """Owns README's file tree: one line per Python file, from the first line of its docstring.
 
-    python scripts/file_tree.py           # exit status 1 when README is out of date
-    python scripts/file_tree.py --write
+python scripts/file_tree.py           # exit status 1 when README is out of date
+python scripts/file_tree.py --write
 """
 
 from __future__ import annotations

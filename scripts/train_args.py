@@ -124,8 +124,9 @@ def _unchecked(cls: type, values: Mapping[str, Any]) -> Any:
     """An instance of the dataclass ``cls`` that has not validated itself."""
     instance = object.__new__(cls)
     for field in dataclasses.fields(cls):
-        is_made = field.default_factory is not dataclasses.MISSING
-        default = field.default_factory() if is_made and field.name not in values else field.default
+        default: Any = field.default
+        if field.default_factory is not dataclasses.MISSING and field.name not in values:
+            default = field.default_factory()
         object.__setattr__(instance, field.name, values.get(field.name, default))
     return instance
 

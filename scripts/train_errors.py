@@ -9,7 +9,8 @@ import time
 from collections.abc import Iterator
 
 USAGE_ERROR = 2
-OTHER_RANK_DELAY_S = 5.0
+JOINED_RANK_DELAY_S = 5.0
+ALONE_RANK_DELAY_S = 60.0  # ranks may start as far apart on a busy machine
 
 
 def is_rank_zero() -> bool:
@@ -31,10 +32,18 @@ def user_errors() -> Iterator[None]:
     except ValueError as error:
         if os.environ.get("NXD_MEMOPT_TRACEBACK") == "1":
             raise
-        prefix = "error"
-        if not is_rank_zero():
-            # Rank 0 mostly fails with the same message, and torchrun then ends the others before they speak.
-            time.sleep(OTHER_RANK_DELAY_S)
-            prefix = f"error on rank {os.environ['RANK']}"
-        print(f"{prefix}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        if is_rank_zero() or _is_of_this_rank_alone():
+            prefix = "error" if is_rank_zero() else f"error on rank {os.environ['RANK']}"
+            print(f"{prefix}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         raise SystemExit(USAGE_ERROR) from None
+
+
+def _is_of_this_rank_alone() -> bool:
+    """Wait for rank 0 to fail in the same way: torchrun then ends this rank. Return whether that can have been in vain.
+
+    Before the ranks have joined, every one of them meets the same error.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    has_joined = distributed is not None and distributed.is_initialized()
+    time.sleep(JOINED_RANK_DELAY_S if has_joined else ALONE_RANK_DELAY_S)
+    return has_joined

@@ -51,7 +51,10 @@ class C10dBackend(Backend):
     def new_group(self, rank_groups: Sequence[Sequence[int]]) -> ProcessGroup | None:
         mine = None
         for ranks in rank_groups:
-            group = dist.new_group(list(ranks))
+            assert list(ranks) == sorted(ranks), (
+                f"torch.distributed numbers a group's ranks in ascending order: {ranks}"
+            )
+            group: Any = dist.new_group(list(ranks))  # an int where this rank is not a member
             if dist.get_rank() in ranks:
                 mine = group
         return mine

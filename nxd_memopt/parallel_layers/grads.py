@@ -46,7 +46,7 @@ def allreduce_sequence_parallel_gradients(source: ParameterSource) -> None:
         for param in _parameters(source)
         if getattr(param, "sequence_parallel_enabled", False) and (grad := _gradient(param)) is not None
     ]
-    _all_reduce_in_buckets(grads, cast("ProcessGroup | None", parallel_state.get_tensor_model_parallel_group()))
+    _all_reduce_in_buckets(grads, parallel_state.get_tensor_model_parallel_group())
 
 
 def bucket_allreduce_gradients(source: ParameterSource, *, bucket_bytes: int = _DEFAULT_BUCKET_BYTES) -> None:
@@ -58,7 +58,7 @@ def bucket_allreduce_gradients(source: ParameterSource, *, bucket_bytes: int = _
     """
     tensors = _parameters(source)
     grads = [grad for t in tensors if (grad := _gradient(t) if isinstance(t, nn.Parameter) else t) is not None]
-    group = cast("ProcessGroup | None", parallel_state.get_data_parallel_group())
+    group = parallel_state.get_data_parallel_group()
     _all_reduce_in_buckets(grads, group, average=True, bucket_bytes=bucket_bytes)
 
 
@@ -114,7 +114,7 @@ def get_grad_norm(source: ParameterSource, norm_type: float = 2.0) -> Tensor:
     params = [param for param in _parameters(source) if _gradient(param) is not None]
     sharded = _local_norm([p for p in params if is_sharded(p)], norm_type)
     replicated = _local_norm([p for p in params if not is_sharded(p)], norm_type)
-    group = cast("ProcessGroup | None", parallel_state.get_tensor_model_parallel_group())
+    group = parallel_state.get_tensor_model_parallel_group()
     if norm_type == torch.inf:
         return torch.maximum(backend.all_reduce(sharded, group, op="max"), replicated)
     return (backend.all_reduce(sharded, group) + replicated) ** (1 / norm_type)
@@ -126,7 +126,7 @@ def _local_norm(params: list[Tensor], norm_type: float) -> Tensor:
         return torch.zeros((), device=backend.device)
     grads = [cast(Tensor, _gradient(param)).detach() for param in params]
     wide = torch.float64 if any(grad.dtype == torch.float64 for grad in grads) else torch.float32
-    norms = torch.stack([norm.float() for norm in torch._foreach_norm(grads, norm_type, dtype=wide)])
+    norms = torch.stack([norm.float() for norm in torch._foreach_norm(grads, norm_type, dtype=wide)])  # pyright: ignore[reportPrivateImportUsage]
     if norm_type == torch.inf:
         return norms.nan_to_num(
             nan=torch.inf, posinf=torch.inf
@@ -153,5 +153,5 @@ def clip_grad_norm(source: ParameterSource, max_norm: float, norm_type: float = 
     factor = (max_norm / (total_norm + 1e-6)).clamp(max=1.0)  # 1e-6: torch.nn.utils.clip_grad_norm_'s
     grads = [grad.detach() for param in params if (grad := _gradient(param)) is not None]
     if grads:
-        torch._foreach_mul_(grads, factor)
+        torch._foreach_mul_(grads, factor)  # pyright: ignore[reportPrivateImportUsage]
     return total_norm

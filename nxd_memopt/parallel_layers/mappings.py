@@ -23,7 +23,7 @@ def resolve_group(process_group: ProcessGroup | None) -> ProcessGroup | None:
     """Return ``process_group``, or the tensor-parallel group for ``None``."""
     if process_group is not None:
         return process_group
-    return cast("ProcessGroup | None", parallel_state.get_tensor_model_parallel_group())
+    return parallel_state.get_tensor_model_parallel_group()
 
 
 # Collectives along any dimension
@@ -205,7 +205,7 @@ def reduce_scatter_to_sequence_parallel_region(
 
 def all_to_all_in_expert_parallel_region(tensor: Tensor, process_group: ProcessGroup | None = None) -> Tensor:
     """All-to-all / all-to-all of equal chunks of dim 0, over the expert-parallel group by default."""
-    group = process_group or cast("ProcessGroup | None", parallel_state.get_expert_model_parallel_group())
+    group = process_group or parallel_state.get_expert_model_parallel_group()
     return _apply(_AllToAll, tensor, group)
 
 

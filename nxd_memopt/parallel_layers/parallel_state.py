@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -11,6 +12,8 @@ from torch.distributed import ProcessGroup
 from nxd_memopt.backends import backend
 
 RankGroups = list[list[int]]
+Group = Any
+"""``ProcessGroup | None``; with ``as_list=True`` the ``RankGroups`` that it belongs to."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +151,7 @@ def _axis(name: str) -> _Axis:
     return _SINGLE_PROCESS
 
 
-def _group(name: str, as_list: bool) -> ProcessGroup | RankGroups | None:
+def _group(name: str, as_list: bool) -> Group:
     axis = _axis(name)
     return axis.rank_groups if as_list else axis.group
 
@@ -179,17 +182,17 @@ def initialize_kv_group(kv_shared_group_size: int = 1) -> ProcessGroup | None:
     return _STATE.kv_groups[kv_shared_group_size].group
 
 
-def get_kv_shared_group(kv_shared_group_size: int, as_list: bool = False) -> ProcessGroup | RankGroups | None:
+def get_kv_shared_group(kv_shared_group_size: int, as_list: bool = False) -> Group:
     """The group made by ``initialize_kv_group`` for this size."""
     axis = _STATE.kv_groups[kv_shared_group_size]
     return axis.rank_groups if as_list else axis.group
 
 
-def get_world_group(as_list: bool = False) -> ProcessGroup | RankGroups | None:
+def get_world_group(as_list: bool = False) -> Group:
     return _group("world", as_list)
 
 
-def get_tensor_model_parallel_group(as_list: bool = False) -> ProcessGroup | RankGroups | None:
+def get_tensor_model_parallel_group(as_list: bool = False) -> Group:
     return _group("tensor", as_list)
 
 
@@ -210,7 +213,7 @@ def get_tensor_model_parallel_src_rank() -> int:
     return _axis("tensor").ranks[0]
 
 
-def get_data_parallel_group(as_list: bool = False) -> ProcessGroup | RankGroups | None:
+def get_data_parallel_group(as_list: bool = False) -> Group:
     return _group("data", as_list)
 
 
@@ -231,7 +234,7 @@ def get_data_parallel_src_rank() -> int:
     return _axis("data").ranks[0]
 
 
-def get_pipeline_model_parallel_group(as_list: bool = False) -> ProcessGroup | RankGroups | None:
+def get_pipeline_model_parallel_group(as_list: bool = False) -> Group:
     return _group("pipeline", as_list)
 
 
@@ -247,7 +250,7 @@ def get_pipeline_model_parallel_rank() -> int:
     return _axis("pipeline").rank
 
 
-def get_context_model_parallel_group(as_list: bool = False) -> ProcessGroup | RankGroups | None:
+def get_context_model_parallel_group(as_list: bool = False) -> Group:
     return _group("context", as_list)
 
 
@@ -263,7 +266,7 @@ def get_context_model_parallel_rank() -> int:
     return _axis("context").rank
 
 
-def get_expert_model_parallel_group(as_list: bool = False) -> ProcessGroup | RankGroups | None:
+def get_expert_model_parallel_group(as_list: bool = False) -> Group:
     return _group("expert", as_list)
 
 
@@ -279,7 +282,7 @@ def get_expert_model_parallel_rank() -> int:
     return _axis("expert").rank
 
 
-def get_expert_data_parallel_group(as_list: bool = False) -> ProcessGroup | RankGroups | None:
+def get_expert_data_parallel_group(as_list: bool = False) -> Group:
     return _group("expert_data", as_list)
 
 

@@ -2,8 +2,8 @@
 
     python scripts/bench/forward_backward.py --tokens 512 --append
 
-A 12-layer, 768-wide LLaMA, vocabulary 32,000, fp32 on a CPU (bf16 on a GPU), batch 1, no parallelism. Memory is the peak of
-bytes allocated during one forward + backward beyond what was there before, from torch's profiler.
+A 12-layer, 768-wide LLaMA, vocabulary 32,000, fp32 on a CPU (bf16 on a GPU), batch 1, no parallelism. Memory is the
+peak of bytes allocated during one forward + backward beyond what was there before, from torch's profiler.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def allocated_peak_mib(model: nn.Module, loss_of: LossFunction, ids: Tensor) -> 
         loss_of(ids).backward()
     current = peak = 0
     assert recorded.profiler is not None and recorded.profiler.kineto_results is not None
-    for event in recorded.profiler.kineto_results.events():
+    events: Any = recorded.profiler.kineto_results.events()
+    for event in events:
         if event.name() == "[memory]":
             current += event.nbytes()
             peak = max(peak, current)

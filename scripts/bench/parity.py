@@ -15,13 +15,14 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-import torch.multiprocessing as mp
 import transformers
 from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
 from transformers import GPTNeoXConfig, LlamaConfig
 
 from nxd_memopt.backends import backend
@@ -200,12 +201,13 @@ def compare_layer(layer: str, weight_dtype: torch.dtype, sequence_parallel: bool
     """One linear layer, bf16 input; an fp32 weight runs under autocast, as mixed-precision training does."""
     size = parallel_state.get_tensor_model_parallel_size()
     module_class = ColumnParallelLinear if layer == "column" else RowParallelLinear
-    options = {"gather_output": False} if layer == "column" else {"input_is_parallel": True}
-    module = module_class(96, 80, dtype=weight_dtype, sequence_parallel_enabled=sequence_parallel, **options)
+    options: dict[str, Any] = {"gather_output": False} if layer == "column" else {"input_is_parallel": True}
+    module: Any = module_class(96, 80, dtype=weight_dtype, sequence_parallel_enabled=sequence_parallel, **options)
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(16, 2, 96, generator=generator).bfloat16()
     upstream = torch.randn(16, 2, 80, generator=generator).bfloat16()
-    weight, bias = (gather_on_all(p).double().requires_grad_() for p in (module.weight, module.bias))
+    parameters = [module.weight, module.bias]
+    weight, bias = (gather_on_all(p).double().requires_grad_() for p in parameters)
     wide = x.double().requires_grad_()
     nn.functional.linear(wide, weight, bias).backward(upstream.double())
     local_x, local_upstream = local_inputs(layer, x, upstream, sequence_parallel)
@@ -214,12 +216,13 @@ def compare_layer(layer: str, weight_dtype: torch.dtype, sequence_parallel: bool
         output = module(local_x)
     output.backward(local_upstream)
     grads.allreduce_sequence_parallel_gradients(module)
-    row = LayerRow(layer, str(weight_dtype).removeprefix("torch."), size, sequence_parallel)
-    for name, actual, expected in (
-        ("dX", local_x.grad, local_inputs(layer, wide.grad, upstream, sequence_parallel)[0]),
+    pairs: Any = (
+        ("dX", local_x.grad, local_inputs(layer, cast(Tensor, wide.grad), upstream, sequence_parallel)[0]),
         ("dW", module.weight.grad, float64_slice(weight.grad, module.weight)),
         ("db", module.bias.grad, float64_slice(bias.grad, module.bias)),
-    ):
+    )
+    row = LayerRow(layer, str(weight_dtype).removeprefix("torch."), size, sequence_parallel)
+    for name, actual, expected in pairs:
         worst = backend.all_reduce(
             torch.tensor(relative_error(actual, expected)), parallel_state.get_world_group(), op="max"
         )
@@ -227,13 +230,13 @@ def compare_layer(layer: str, weight_dtype: torch.dtype, sequence_parallel: bool
     return row
 
 
-def gather_on_all(param: nn.Parameter) -> Tensor:
+def gather_on_all(param: Any) -> Tensor:
     full = gather_full_tensor(param)
     full = torch.zeros(param.full_shape) if full is None else full.float()
     return backend.all_reduce(full, parallel_state.get_world_group())
 
 
-def float64_slice(full: Tensor, param: nn.Parameter) -> Tensor:
+def float64_slice(full: Any, param: Any) -> Tensor:
     probe = torch.empty_like(param, dtype=torch.float64)
     copy_tensor_model_parallel_attributes(probe, param)
     return local_slice(full, probe)
@@ -283,8 +286,8 @@ def free_port() -> int:
 
 
 def run_world(world_size: int) -> tuple[list[Row], list[LayerRow]]:
-    results = mp.get_context("spawn").Queue()
-    context = mp.spawn(run_rank, args=(world_size, free_port(), results), nprocs=world_size, join=False)
+    results = get_context("spawn").Queue()
+    context: Any = spawn(run_rank, args=(world_size, free_port(), results), nprocs=world_size, join=False)
     while not context.join(timeout=1):
         if not results.empty():
             break

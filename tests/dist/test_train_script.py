@@ -11,7 +11,6 @@ from tests.training import (
     LLAMA,
     Outcome,
     busy_port,
-    byte_tokenizer,
     rows,
     summary,
     train,
@@ -101,7 +100,6 @@ def test_a_prolonged_run_goes_on_and_another_configuration_is_refused(tmp_path: 
     config = write_config(tmp_path, optimizer=schedule, trainer={"max_steps": 4})
     succeed(train(config))
     require_user_error(train(config, "--optimizer.lr", "0.02"), "optimizer.lr was 0.01 and is 0.02")
-    require_user_error(train(config, "--trainer.max-steps", "3"), "holds step 4, past trainer.max_steps 3")
     succeed(train(config, "--trainer.max-steps", "6"))
     assert [row["step"] for row in rows(tmp_path / "run")] == list(range(1, 7))
     write_jsonl(tmp_path / "lines.jsonl", ["other text " * 9] * 100)
@@ -136,13 +134,8 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_checkpoint(tmp_path:
 
 def test_user_errors(tmp_path: Path) -> None:
     config = write_config(tmp_path)
-    byte_tokenizer(extra=3).save_pretrained(tmp_path / "larger")
     cases = [
-        (["--model.tokenizer", str(tmp_path / "larger")], "has 260 tokens, more than the model's vocab_size 257"),
-        (["--model.tokenizer", str(tmp_path / "absent")], "no tokenizer can be loaded"),
-        (["--model.pretrained", str(tmp_path / "absent")], "absent"),
         (["--model.config-overrides.model-type", "lama"], "model_type 'lama' is not one of ['llama', 'gpt_neox']"),
-        (["--data.dataset", str(tmp_path / "absent.jsonl")], "no such file"),
         (["--data.seq-length", "100000"], "fewer than data.seq_length 100000"),
     ]
     for options, message in cases:

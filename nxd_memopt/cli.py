@@ -1,0 +1,67 @@
+"""Owns the command line: ``nxd-memopt doctor`` and ``nxd-memopt convert``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+
+@dataclass(frozen=True)
+class Doctor:
+    """Show the versions, the backend and why it was chosen, and the attention that runs."""
+
+    def __call__(self) -> None:
+        import torch
+        import transformers
+
+        from nxd_memopt import __version__
+        from nxd_memopt.backends import BACKEND_REASON, BACKENDS, backend
+        from nxd_memopt.ops.attention import select_attention
+
+        print(f"nxd_memopt {__version__}, torch {torch.__version__}, transformers {transformers.__version__}")
+        print(f"backend {backend.name} on {backend.device}: {BACKEND_REASON}")
+        for name, backend_class in BACKENDS.items():
+            print(f"  {name}: {backend_class.unavailable_reason() or 'available'}")
+        print(f"collectives: {backend.distributed_backend}; attention: {select_attention('auto')}")
+
+
+@dataclass(frozen=True)
+class Convert:
+    """Write the weights of SOURCE as a Hugging Face directory of safetensors."""
+
+    source: Path
+    """Directory with config.json and safetensors or .bin files, or with one GGUF file."""
+    target: Path
+    """Directory to write; an earlier export there is replaced."""
+    max_shard_size_gib: float = 5.0
+    """Upper size of one file, in units of 2^30 bytes."""
+
+    def __call__(self) -> None:
+        from nxd_memopt.checkpoint import load_config, load_pretrained, save_pretrained
+        from nxd_memopt.config import require_one_of
+        from nxd_memopt.models.gpt_neox import GPTNeoXForCausalLM
+        from nxd_memopt.models.llama import LlamaForCausalLM
+
+        models = {"gpt_neox": GPTNeoXForCausalLM, "llama": LlamaForCausalLM}
+        config = load_config(self.source)
+        require_one_of("model_type", config.model_type, tuple(models))
+        model = models[config.model_type](config, dtype=config.dtype, device="meta")
+        load_pretrained(model, self.source)
+        save_pretrained(model, self.target, max_shard_size_bytes=int(self.max_shard_size_gib * 2**30))
+        print(f"wrote {self.target}")
+
+
+def main() -> int:
+    """Run the command line; what a user caused is one line on standard error and exit status 2."""
+    commands: dict[str, Callable[..., Doctor | Convert]] = {"doctor": Doctor, "convert": Convert}
+    command = tyro.extras.subcommand_cli_from_dict(commands, prog="nxd-memopt", description="Memory-lean LLM training.")
+    try:
+        command()
+    except (ValueError, OSError) as error:
+        print(f"nxd-memopt: error: {error}", file=sys.stderr)
+        return 2
+    return 0

@@ -1,0 +1,98 @@
+"""Tests what the training script trains: models and tokenizers from directories or configurations, the optimizer."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.training import END, LLAMA, byte_tokenizer
+from train_config import ModelConfig, OptimizerConfig
+from train_model import load_hf_config, load_vocabulary
+from train_optimizer import AdamW, learning_rate
+
+
+def test_config_from_overrides_alone_and_over_a_directory(tmp_path: Path) -> None:
+    alone = load_hf_config(ModelConfig(tokenizer="t", config_overrides=LLAMA))
+    assert (alone.model_type, alone.hidden_size) == ("llama", 24)
+    alone.save_pretrained(tmp_path)
+    over = load_hf_config(ModelConfig(pretrained=str(tmp_path), config_overrides={"num_hidden_layers": 1}))
+    assert (over.hidden_size, over.num_hidden_layers) == (24, 1)
+
+
+def test_model_errors(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"model_type 'lama' is not one of .*: did you mean 'llama'"):
+        load_hf_config(ModelConfig(tokenizer="t", config_overrides={"model_type": "lama"}))
+    with pytest.raises(ValueError, match="absent does not exist"):
+        load_hf_config(ModelConfig(pretrained=str(tmp_path / "absent")))
+    with pytest.raises(ValueError, match=r"has no config.json"):
+        load_hf_config(ModelConfig(pretrained=str(tmp_path)))
+
+
+def test_vocabulary_errors(tmp_path: Path) -> None:
+    hf_config = load_hf_config(ModelConfig(tokenizer="t", config_overrides=LLAMA))
+    byte_tokenizer(extra=3).save_pretrained(tmp_path / "larger")
+    with pytest.raises(ValueError, match="has 260 tokens, more than the model's vocab_size 257"):
+        load_vocabulary(ModelConfig(tokenizer=str(tmp_path / "larger"), config_overrides=LLAMA), hf_config)
+    with pytest.raises(ValueError, match="no tokenizer can be loaded from"):
+        load_vocabulary(ModelConfig(tokenizer=str(tmp_path / "absent"), config_overrides=LLAMA), hf_config)
+
+
+def test_the_model_names_the_end_of_text_where_the_tokenizer_does_not(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path)
+    model = ModelConfig(tokenizer=str(tmp_path), config_overrides=LLAMA)
+    assert load_vocabulary(model, load_hf_config(model)).end_of_text == END
+    without = ModelConfig(tokenizer=str(tmp_path), config_overrides=LLAMA | {"eos_token_id": None})
+    with pytest.raises(ValueError, match="nor the model has an eos_token"):
+        load_vocabulary(without, load_hf_config(without))
+
+
+def test_learning_rate_warms_up_and_decays_to_the_minimum() -> None:
+    config = OptimizerConfig(lr=1.0, min_lr_ratio=0.1, warmup_steps=4)
+    assert [learning_rate(step, config, 12) for step in (1, 2, 4)] == [0.25, 0.5, 1.0]
+    assert learning_rate(8, config, 12) == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 2)))
+    assert learning_rate(12, config, 12) == learning_rate(99, config, 12) == pytest.approx(0.1)
+
+
+def test_only_parameters_of_two_dimensions_decay() -> None:
+    parameters = [nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))]
+    optimizer = AdamW(parameters, OptimizerConfig(weight_decay=0.5))
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step(lr=0.1)
+    assert torch.equal(parameters[0].detach(), torch.full((2, 2), 1 - 0.1 * 0.5))
+    assert torch.equal(parameters[1].detach(), torch.ones(2))
+
+
+def test_updates_below_a_bf16_step_add_up_in_the_masters() -> None:
+    parameter = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
+    optimizer = AdamW([parameter], OptimizerConfig(weight_decay=0.0))
+    for _ in range(100):
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step(lr=1e-4)  # each moves the weight by 1e-4; bf16 just below 1 has steps of 4e-3
+        optimizer.zero_grad()
+    assert parameter[0, 0].item() == pytest.approx(1 - 100 * 1e-4, abs=2e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_optimizer_state_continues_exactly(dtype: torch.dtype) -> None:
+    def steps(optimizer: AdamW, parameter: nn.Parameter, seeds: range) -> None:
+        for seed in seeds:
+            parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+            optimizer.step(lr=0.01)
+
+    whole = nn.Parameter(torch.ones(3, 5, dtype=dtype))
+    first = AdamW([whole], OptimizerConfig())
+    steps(first, whole, range(3))
+    state = torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, first.state_dict())
+    other = nn.Parameter(whole.detach().clone())
+    second = AdamW([other], OptimizerConfig())
+    second.load_state_dict(state)
+    steps(first, whole, range(3, 6))
+    steps(second, other, range(3, 6))
+    assert torch.equal(whole, other)
