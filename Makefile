@@ -23,14 +23,16 @@ check: setup ## lint, format, types, import levels, size limits
 	.venv/bin/basedpyright
 	.venv/bin/lint-imports
 	$(PYTHON) scripts/check_sizes.py
+	$(PYTHON) scripts/file_tree.py
 
 golden: setup ## record the golden losses anew
 	$(PYTHON) scripts/golden.py
 
 parity: setup ## compare losses and gradients with transformers, and record the table
-	$(PYTHON) scripts/bench/parity.py
+	$(PYTHON) scripts/bench/parity.py --output docs/numerics.md
 
-bench: parity ## every benchmark that runs on this machine
+bench: parity ## parity, and the race of forward + backward against transformers
+	$(PYTHON) scripts/bench/forward_backward.py --append
 
 mutants: setup ## plant faults one at a time: the tests must notice each
 	$(PYTHON) scripts/mutants.py

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +11,7 @@ from transformers import GPTNeoXConfig
 from nxd_memopt.config import MemoryConfig, ParallelConfig, require_divisible
 from nxd_memopt.memory import apply_recompute
 from nxd_memopt.modules.attention import CoreAttention, merge_heads, split_heads
-from nxd_memopt.modules.causal_lm import ParallelCausalLM, RopeTables, modules_by_name, resolve_memory
+from nxd_memopt.modules.causal_lm import ParallelCausalLM, RopeTables, resolve_memory
 from nxd_memopt.modules.dropout import ParallelDropout
 from nxd_memopt.modules.factory import LayerFactory, resolve_parallel
 from nxd_memopt.modules.mlp import Activation
@@ -115,6 +113,8 @@ class GPTNeoXModel(nn.Module):
 class GPTNeoXForCausalLM(ParallelCausalLM):
     """GPT-NeoX with a language-model head; arguments and errors as ``LlamaForCausalLM``'s."""
 
+    attention_name = "attention"
+
     def __init__(
         self,
         config: GPTNeoXConfig,
@@ -132,35 +132,17 @@ class GPTNeoXForCausalLM(ParallelCausalLM):
         rope: Any = config.rope_parameters
         rotary_dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))
         super().__init__(config, parallel=parallel, memory=memory, rotary_dim=rotary_dim)
-        dtype = dtype or torch.get_default_dtype()
-        factory = LayerFactory(SHARDING, parallel, config.initializer_range, dtype, device)
+        factory = self.layer_factory(SHARDING, dtype=dtype, device=device)
         self.gpt_neox = GPTNeoXModel(config, factory, memory)
-        head_factory = replace(factory, device="meta") if config.tie_word_embeddings else factory
-        self.lm_head = head_factory.column("lm_head", config.hidden_size, config.vocab_size, bias=False)
-        if config.tie_word_embeddings:
-            self.tie_embeddings()
+        self.add_head(factory)
         apply_recompute(self, memory)
 
-    def hidden_states(self, input_ids: Tensor, rope: RopeTables, mask: Tensor | None) -> Tensor:
-        return self.gpt_neox(input_ids, rope, mask)
+    @property
+    def backbone(self) -> nn.Module:
+        return self.gpt_neox
 
     def embedding_weight(self) -> nn.Parameter:
         return self.gpt_neox.embed_in.weight
-
-    def decoder_layers(self) -> Sequence[nn.Module]:
-        return list(self.gpt_neox.layers)
-
-    def recompute_modules(self) -> Mapping[str, Sequence[nn.Module]]:
-        return modules_by_name(
-            self.decoder_layers(),
-            {
-                "core_attn": lambda layer: [layer.attention.core_attn],
-                "attn": lambda layer: [layer.attention],
-                "norm": lambda layer: [layer.input_layernorm, layer.post_attention_layernorm],
-                "mlp_act": lambda layer: [layer.mlp.act],
-                "mlp": lambda layer: [layer.mlp],
-            },
-        )
 
 
 def _check_config(config: GPTNeoXConfig, tensor_model_parallel_size: int) -> None:

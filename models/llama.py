@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
@@ -12,7 +9,7 @@ from transformers import LlamaConfig
 from nxd_memopt.config import MemoryConfig, ParallelConfig, require_divisible
 from nxd_memopt.memory import apply_recompute
 from nxd_memopt.modules.attention import CoreAttention, merge_heads, split_heads
-from nxd_memopt.modules.causal_lm import ParallelCausalLM, RopeTables, modules_by_name, resolve_memory
+from nxd_memopt.modules.causal_lm import ParallelCausalLM, RopeTables, resolve_memory
 from nxd_memopt.modules.factory import LayerFactory, resolve_parallel
 from nxd_memopt.modules.mlp import GatedActivation
 from nxd_memopt.modules.qkv_linear import kv_size_multiplier
@@ -133,6 +130,8 @@ class LlamaForCausalLM(ParallelCausalLM):
         ValueError: heads, KV heads or MLP width that T does not divide, or T other than the process groups'.
     """
 
+    attention_name = "self_attn"
+
     def __init__(
         self,
         config: LlamaConfig,
@@ -151,32 +150,14 @@ class LlamaForCausalLM(ParallelCausalLM):
         replicas = kv_size_multiplier(num_kv_heads(config), size)
         head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
         super().__init__(config, parallel=parallel, memory=memory, rotary_dim=head_dim)
-        dtype = dtype or torch.get_default_dtype()
-        factory = LayerFactory(SHARDING, parallel, config.initializer_range, dtype, device, replicas)
+        factory = self.layer_factory(SHARDING, dtype=dtype, device=device, kv_replicas=replicas)
         self.model = LlamaModel(config, factory, memory)
-        head_factory = replace(factory, device="meta") if config.tie_word_embeddings else factory
-        self.lm_head = head_factory.column("lm_head", config.hidden_size, config.vocab_size, bias=False)
-        if config.tie_word_embeddings:
-            self.tie_embeddings()
+        self.add_head(factory)
         apply_recompute(self, memory)
 
-    def hidden_states(self, input_ids: Tensor, rope: RopeTables, mask: Tensor | None) -> Tensor:
-        return self.model(input_ids, rope, mask)
+    @property
+    def backbone(self) -> nn.Module:
+        return self.model
 
     def embedding_weight(self) -> nn.Parameter:
         return self.model.embed_tokens.weight
-
-    def decoder_layers(self) -> Sequence[nn.Module]:
-        return list(self.model.layers)
-
-    def recompute_modules(self) -> Mapping[str, Sequence[nn.Module]]:
-        return modules_by_name(
-            self.decoder_layers(),
-            {
-                "core_attn": lambda layer: [layer.self_attn.core_attn],
-                "attn": lambda layer: [layer.self_attn],
-                "norm": lambda layer: [layer.input_layernorm, layer.post_attention_layernorm],
-                "mlp_act": lambda layer: [layer.mlp.act],
-                "mlp": lambda layer: [layer.mlp],
-            },
-        )

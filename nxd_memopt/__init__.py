@@ -1,4 +1,4 @@
-"""Owns the package's lazy entry points: submodules are imported on first use, so the planner never imports torch."""
+"""Owns the package's lazy entry points: submodules, and so torch, are imported on first use."""
 
 from __future__ import annotations
 

@@ -42,14 +42,10 @@ class Convert:
 
     def __call__(self) -> None:
         from nxd_memopt.checkpoint import load_config, load_pretrained, save_pretrained
-        from nxd_memopt.config import require_one_of
-        from nxd_memopt.models.gpt_neox import GPTNeoXForCausalLM
-        from nxd_memopt.models.llama import LlamaForCausalLM
+        from nxd_memopt.models import model_class
 
-        models = {"gpt_neox": GPTNeoXForCausalLM, "llama": LlamaForCausalLM}
         config = load_config(self.source)
-        require_one_of("model_type", config.model_type, tuple(models))
-        model = models[config.model_type](config, dtype=config.dtype, device="meta")
+        model = model_class(config.model_type)(config, dtype=config.dtype, device="meta")
         load_pretrained(model, self.source)
         save_pretrained(model, self.target, max_shard_size_bytes=int(self.max_shard_size_gib * 2**30))
         print(f"wrote {self.target}")

@@ -66,8 +66,8 @@ class ParallelConfig:
     Args:
         tensor_model_parallel_size: T, the number of ranks that share one layer.
         sequence_parallel_enabled: shard the residual stream along the sequence, ``[S/T, B, H]`` (arXiv:2205.05198).
-        reduce_dtype: ``None`` reduces partial sums and gradients in the tensor's own dtype; ``"float32"`` reduces them
-            in fp32 at twice the bytes for bf16.
+        reduce_dtype: ``None`` reduces the linear layers' partial outputs and input gradients in their own dtype;
+            ``"float32"`` reduces them in fp32 at twice the bytes for bf16.
         use_cpu_initialization: True draws initial weights on the CPU, equal for every T. False lets each rank draw its
             own shards on its device: fast for large models, but other weights for another T.
     """

@@ -1,6 +1,6 @@
 """Owns a training run, in the order in which it happens.
 
-``torchrun --nproc_per_node 3 scripts/train.py --config scripts/configs/smollm2_cpu.yaml --trainer.max-steps 20``
+``torchrun --nproc_per_node 4 scripts/train.py --config scripts/configs/llama3_8b.yaml --model.tokenizer DIRECTORY``
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def finish(
                 summary.transformers_held_out_loss = held_out_loss_by_transformers(directory, config)
             summary.steps, summary.tokens_per_s = training.step, reporter.mean_tokens_per_s()
             summary.write(Path(config.trainer.output_dir))
-            reporter.console.print(summary.table())
+            reporter.show(summary.table())
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,9 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 from nxd_memopt.backends import backend
 from nxd_memopt.checkpoint import load_config, load_pretrained
 from nxd_memopt.checkpoint.files import find_gguf
-from nxd_memopt.config import require_one_of
+from nxd_memopt.models import model_class, require_supported
 from train_config import ModelConfig, TrainConfig
 from train_tokens import Vocabulary
-
-MODELS = {  # Hugging Face's model_type: module and class
-    "llama": ("nxd_memopt.models.llama", "LlamaForCausalLM"),
-    "gpt_neox": ("nxd_memopt.models.gpt_neox", "GPTNeoXForCausalLM"),
-}
 
 
 def load_hf_config(config: ModelConfig) -> PretrainedConfig:
@@ -32,16 +26,12 @@ def load_hf_config(config: ModelConfig) -> PretrainedConfig:
     overrides = dict(config.config_overrides)
     if config.pretrained is None:
         model_type = overrides.pop("model_type")
-        _require_supported(model_type)
+        require_supported(model_type)
         return AutoConfig.for_model(model_type, **overrides)
     hf_config = load_config(config.pretrained)
-    _require_supported(hf_config.model_type)
+    require_supported(hf_config.model_type)
     hf_config.update({name: value for name, value in overrides.items() if name != "model_type"})
     return hf_config
-
-
-def _require_supported(model_type: str) -> None:
-    require_one_of("model_type", model_type, tuple(MODELS))
 
 
 def load_vocabulary(config: ModelConfig, hf_config: PretrainedConfig) -> Vocabulary:
@@ -73,9 +63,7 @@ def _load_tokenizer(name: str) -> Any:
 
 def build_model(config: TrainConfig, hf_config: PretrainedConfig) -> nn.Module:
     """Build this rank's shard of the model on the backend's device, with pretrained weights where there are any."""
-    module, name = MODELS[hf_config.model_type]
-    model_class = getattr(importlib.import_module(module), name)
-    model = model_class(
+    model = model_class(hf_config.model_type)(
         hf_config,
         parallel=config.parallel,
         memory=config.memory,

@@ -18,11 +18,16 @@ class AdamW:
     """torch's AdamW on fp32 weights: the parameters themselves, or fp32 masters of parameters in a narrower dtype.
 
     A bf16 weight of 0.02 moves in steps of 1e-4, more than an update at a usual learning rate: alone it stands still.
+    Gradients of such parameters accumulate in fp32 too, in ``main_grad``: a bf16 sum of 256 micro-batches would lose
+    the late ones, each of which is near the sum's rounding step.
     """
 
     def __init__(self, parameters: list[nn.Parameter], config: OptimizerConfig) -> None:
         self.parameters = parameters
         self.masters = [p if p.dtype == torch.float32 else p.detach().float().requires_grad_() for p in parameters]
+        for parameter, master in zip(parameters, self.masters, strict=True):
+            if master is not parameter:
+                parameter.register_post_accumulate_grad_hook(_accumulate_in_fp32)
         groups = [
             {"params": [p for p in self.masters if p.dim() >= 2], "weight_decay": config.weight_decay},
             {"params": [p for p in self.masters if p.dim() < 2], "weight_decay": 0.0},
@@ -41,15 +46,17 @@ class AdamW:
             group["lr"] = lr
         with_masters = [(p, m) for p, m in zip(self.parameters, self.masters, strict=True) if p is not m]
         for parameter, master in with_masters:
-            master.grad = None if parameter.grad is None else parameter.grad.float()
+            master.grad = getattr(parameter, "main_grad", None)
         self._adamw.step()
         for parameter, master in with_masters:
             parameter.detach().copy_(master.detach())
             master.grad = None
 
     def zero_grad(self) -> None:
-        for parameter in self.parameters:
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
             parameter.grad = None
+            if master is not parameter:
+                parameter.main_grad = None  # pyright: ignore[reportAttributeAccessIssue]
 
     def state_dict(self) -> dict[str, Any]:
         """Running means and masters; parameters that are their own masters belong to the model's state."""
@@ -62,6 +69,16 @@ class AdamW:
         self._adamw.load_state_dict({"state": _with_int_keys(state["adamw"]), "param_groups": current["param_groups"]})
         for index, master in state["masters"].items():
             self.masters[int(index)].copy_(master)
+
+
+def _accumulate_in_fp32(parameter: Any) -> None:
+    """Move a micro-batch's gradient into ``main_grad``, which ``parallel_layers.grads`` reads in place of ``grad``."""
+    accumulated = getattr(parameter, "main_grad", None)
+    if accumulated is None:
+        parameter.main_grad = parameter.grad.float()
+    else:
+        accumulated.add_(parameter.grad)
+    parameter.grad = None
 
 
 def _with_int_keys(state: dict[Any, Any]) -> dict[int, Any]:

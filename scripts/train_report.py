@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 from torch.utils.tensorboard import SummaryWriter
 
 from train_config import TrainerConfig
@@ -100,6 +101,12 @@ class Reporter:
     def say(self, text: str) -> None:
         self.console.print(text, markup=False)
 
+    def show(self, table: Table) -> None:
+        """Print the last thing of the run, below the finished progress bar."""
+        if self._enabled:
+            self._progress.stop()
+        self.console.print(table)
+
     def start_step(self) -> None:
         self._step_started = time.perf_counter()
 
@@ -144,5 +151,5 @@ class Reporter:
 
 
 def _progress(console: Console) -> Progress:
-    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    columns = (BarColumn(bar_width=16), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
     return Progress(*columns, console=console, disable=not console.is_terminal)

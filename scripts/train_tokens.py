@@ -138,7 +138,7 @@ def write_tokens(
 
 
 def read_fingerprint(directory: Path) -> str:
-    """The fingerprint that ``write_tokens`` returned to the process that wrote."""
+    """The fingerprint that ``write_tokens`` recorded."""
     index = directory / "index.json"
     if not index.is_file():
         raise ValueError(f"{index}, written by rank 0, is not visible here: use an output_dir that all hosts share")
@@ -147,7 +147,7 @@ def read_fingerprint(directory: Path) -> str:
 
 def _fingerprint(config: DataConfig, documents: Documents, vocabulary: Vocabulary, seed: int) -> str:
     sample = vocabulary.encode(["def f(x):\n    return x + 1  # 0123456789 äöü\n"])[0]
-    text = [documents.fingerprint, config.seq_length, seed]
+    text = [documents.fingerprint, config.text_column, config.seq_length, seed]
     facts = [FORMAT_VERSION, *text, vocabulary.size, len(vocabulary.tokenizer), sample]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 

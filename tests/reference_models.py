@@ -65,7 +65,7 @@ LLAMA3_ROPE = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,  # of the 4-dimensional heads' 2 wavelengths, one is slowed, one is kept
+    "original_max_position_embeddings": 32,  # heads of 12 have 6 wavelengths: one is kept, one blended, four slowed
 }
 CONFIGS = {
     "llama": llama_config,

@@ -82,7 +82,7 @@ def test_layer_norm_by_hand(eps):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("norm", [LayerNorm, RMSNorm])
 def test_norms_return_the_inputs_dtype(norm, dtype):
-    """B7."""
+    """Whatever they compute in."""
     assert norm(8, dtype=dtype)(tensors(3, 8, dtype=dtype)).dtype == dtype
 
 

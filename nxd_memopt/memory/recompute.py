@@ -63,11 +63,15 @@ def remove_recompute(model: Recomputable) -> None:
     named = model.recompute_modules()
     for module in (*model.decoder_layers(), *(module for modules in named.values() for module in modules)):
         if _ORIGINAL_FORWARD in module.__dict__:
-            del module.__dict__["forward"], module.__dict__[_ORIGINAL_FORWARD]
+            original = module.__dict__.pop(_ORIGINAL_FORWARD)
+            if original is None:
+                del module.__dict__["forward"]
+            else:
+                module.__dict__["forward"] = original
 
 
 def _set_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
-    module.__dict__[_ORIGINAL_FORWARD] = module.forward
+    module.__dict__[_ORIGINAL_FORWARD] = module.__dict__.get("forward")
     module.__dict__["forward"] = forward
 
 
@@ -87,17 +91,25 @@ def _apply_full(layers: list[nn.Module], memory: MemoryConfig) -> None:
 
 
 def _checkpoint_chunk(layers: list[nn.Module]) -> None:
-    """The chunk's first layer runs the whole chunk under one checkpoint, the others pass their input on."""
+    """The chunk's first layer runs the whole chunk under one checkpoint, the others pass their input on.
+
+    Partials of bound methods, since ``copy.deepcopy`` of a model copies those and would share a closure.
+    """
     forwards = [layer.forward for layer in layers]
-
-    def run(hidden: Any, *context: Any) -> Any:
-        for forward in forwards:
-            hidden = forward(hidden, *context)
-        return hidden
-
-    _set_forward(layers[0], functools.partial(checkpoint, run))
+    _set_forward(layers[0], functools.partial(checkpoint, functools.partial(_run_chunk, forwards)))
     for layer in layers[1:]:
-        _set_forward(layer, lambda hidden, *context: hidden)
+        _set_forward(layer, _pass_on)
+
+
+def _run_chunk(forwards: Sequence[Callable[..., Any]], hidden: Any, *context: Any) -> Any:
+    for forward in forwards:
+        hidden = forward(hidden, *context)
+    return hidden
+
+
+def _pass_on(hidden: Any, *context: Any) -> Any:
+    del context
+    return hidden
 
 
 def _warn_if_useless(named: Mapping[str, Sequence[nn.Module]], memory: MemoryConfig) -> None:

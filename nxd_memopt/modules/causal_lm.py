@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from nxd_memopt.config import MemoryConfig, ParallelConfig, require_divisible
+from nxd_memopt.modules.factory import LayerFactory
 from nxd_memopt.ops.attention import padding_and_causal_mask
 from nxd_memopt.ops.rope import rope_frequencies, rope_tables
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear
@@ -25,9 +26,11 @@ RopeTables = tuple[Tensor, Tensor]
 
 @dataclass
 class CausalLMOutput:
-    """Args:
-    loss: mean cross entropy over the labels that count, fp32, the same on every tensor-parallel rank.
-    logits: ``[B, S, V]``, only without labels or when asked for.
+    """What a model returns.
+
+    Args:
+        loss: mean cross entropy over the labels that count, fp32, the same on every tensor-parallel rank.
+        logits: ``[B, S, V]``, only without labels or when asked for.
     """
 
     loss: Tensor | None = None
@@ -35,7 +38,7 @@ class CausalLMOutput:
 
 
 class ParallelCausalLM(nn.Module, ABC):
-    """Embedding, decoder layers and final norm (``hidden_states``), then a vocabulary-parallel head.
+    """A backbone (embedding, decoder layers, final norm), then a vocabulary-parallel head.
 
     Args:
         config: the Hugging Face config.
@@ -44,6 +47,8 @@ class ParallelCausalLM(nn.Module, ABC):
         rotary_dim: how many dimensions of a head RoPE turns.
     """
 
+    attention_name: ClassVar[str]
+    """Hugging Face's name of a decoder layer's attention."""
     lm_head: ColumnParallelLinear
 
     def __init__(self, config: Any, *, parallel: ParallelConfig, memory: MemoryConfig, rotary_dim: int) -> None:
@@ -51,19 +56,50 @@ class ParallelCausalLM(nn.Module, ABC):
         self.config, self.parallel, self.memory = config, parallel, memory
         self.rope_frequencies = rope_frequencies(rotary_dim, config.rope_parameters)
 
+    @property
     @abstractmethod
-    def hidden_states(self, input_ids: Tensor, rope: RopeTables, mask: Tensor | None) -> Tensor:
-        """``[B, S]`` ids to normalised hidden states ``[B, S, H]``, or ``[s, B, H]`` under sequence parallelism."""
+    def backbone(self) -> Any:
+        """The module under Hugging Face's name: ids, RoPE tables and mask in, normalised hidden states
+        ``[B, S, H]`` out (``[s, B, H]`` under sequence parallelism); its ``layers`` are the decoder layers."""
 
     @abstractmethod
     def embedding_weight(self) -> nn.Parameter:
         """The input embedding's table, which a tied head shares."""
 
-    @abstractmethod
-    def decoder_layers(self) -> Sequence[nn.Module]: ...
+    def layer_factory(
+        self,
+        sharding: Mapping[str, str],
+        *,
+        dtype: torch.dtype | None,
+        device: torch.device | str | None,
+        kv_replicas: int = 1,
+    ) -> LayerFactory:
+        """What builds this model's layers; ``dtype`` ``None`` is torch's default."""
+        dtype = dtype or torch.get_default_dtype()
+        return LayerFactory(sharding, self.parallel, self.config.initializer_range, dtype, device, kv_replicas)
 
-    @abstractmethod
-    def recompute_modules(self) -> Mapping[str, Sequence[nn.Module]]: ...
+    def add_head(self, factory: LayerFactory) -> None:
+        """Build ``lm_head``, or let it share the embedding's table: both are sharded over the vocabulary alike."""
+        tied = self.config.tie_word_embeddings
+        factory = replace(factory, device="meta") if tied else factory
+        self.lm_head = factory.column("lm_head", self.config.hidden_size, self.config.vocab_size, bias=False)
+        if tied:
+            self.lm_head.weight = self.embedding_weight()
+
+    def decoder_layers(self) -> list[Any]:
+        return list(self.backbone.layers)
+
+    def recompute_modules(self) -> dict[str, list[nn.Module]]:
+        """For each of ``config.RECOMPUTE_MODULES`` the modules of all layers that bear the name."""
+        layers = self.decoder_layers()
+        attention = [getattr(layer, self.attention_name) for layer in layers]
+        return {
+            "core_attn": [module.core_attn for module in attention],
+            "attn": attention,
+            "norm": [norm for layer in layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)],
+            "mlp_act": [layer.mlp.act for layer in layers],
+            "mlp": [layer.mlp for layer in layers],
+        }
 
     def forward(
         self,
@@ -90,7 +126,7 @@ class ParallelCausalLM(nn.Module, ABC):
             position_ids = torch.arange(input_ids.size(1), device=input_ids.device).unsqueeze(0)
         rope = rope_tables(self.rope_frequencies, position_ids, self.embedding_weight().dtype)
         mask = None if attention_mask is None else padding_and_causal_mask(attention_mask)
-        logits = self.lm_head(self.hidden_states(input_ids, rope, mask))  # [B, S, V/T] or [S, B, V/T]
+        logits = self.lm_head(self.backbone(input_ids, rope, mask))  # [B, S, V/T] or [S, B, V/T]
         loss = None if labels is None else self._loss(logits, labels)
         whole = self._gather_logits(logits) if labels is None or return_logits else None
         return CausalLMOutput(loss, whole)
@@ -118,10 +154,6 @@ class ParallelCausalLM(nn.Module, ABC):
         logits = logits.transpose(0, 1) if self.parallel.sequence_parallel_enabled else logits
         return gather_from_tensor_model_parallel_region(logits)[..., : self.config.vocab_size]
 
-    def tie_embeddings(self) -> None:
-        """Let the head use the embedding's table; both are sharded over the vocabulary alike."""
-        self.lm_head.weight = self.embedding_weight()
-
 
 def resolve_memory(memory: MemoryConfig | None, config: Any) -> MemoryConfig:
     """``memory``, or NxD's ``selective_activation_checkpointing_is_enabled`` of a model config."""
@@ -129,10 +161,3 @@ def resolve_memory(memory: MemoryConfig | None, config: Any) -> MemoryConfig:
         return memory
     enabled = bool(getattr(config, "selective_activation_checkpointing_is_enabled", False))
     return MemoryConfig(selective_activation_checkpointing_is_enabled=enabled)
-
-
-def modules_by_name(
-    layers: Sequence[nn.Module], getters: Mapping[str, Callable[[Any], Sequence[nn.Module]]]
-) -> dict[str, list[nn.Module]]:
-    """For each name, what its getter finds in every layer, in order."""
-    return {name: [m for layer in layers for m in get(cast(Any, layer))] for name, get in getters.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.layer_norm import LayerNorm
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 from nxd_memopt.parallel_layers.random import fork_if
-from nxd_memopt.parallel_layers.utils import move_model_to_device
+from nxd_memopt.parallel_layers.utils import move_model_to_device, shard_ranges
 
 SHARDINGS = ("vocab", "column", "kv_column", "row", "replicated")
 """Values of a sharding table: rows of a vocabulary table or head (padded to T), output rows, output rows of KV heads
@@ -76,6 +77,9 @@ class LayerFactory:
         replica_group = getattr(layer, "replica_group", None)
         if replica_group is not None:  # ranks that hold the same KV heads start alike
             layer.weight.data = backend.all_gather(layer.weight.data, replica_group)[: layer.weight.size(0)].clone()
+        description: Any = layer.weight
+        if description.partition_dim == 0:
+            _zero_rows(layer.weight, description.full_shape[0], layer.weight.size(0) * description.num_partitions)
 
     @property
     def _reduce_dtype(self) -> torch.dtype | None:
@@ -124,6 +128,8 @@ class LayerFactory:
             sequence_parallel_enabled=self.parallel.sequence_parallel_enabled,
         )
         self._draw_on_device(layer)
+        if padding_idx is not None:
+            _zero_rows(layer.weight, padding_idx, padding_idx + 1)
         return layer
 
     def rms_norm(self, size: int, eps: float) -> RMSNorm:
@@ -133,6 +139,16 @@ class LayerFactory:
     def layer_norm(self, size: int, eps: float) -> LayerNorm:
         sharded = self.parallel.sequence_parallel_enabled
         return LayerNorm(size, eps, device=self.device, dtype=self.dtype, sequence_parallel_enabled=sharded)
+
+
+def _zero_rows(param: nn.Parameter, start: int, stop: int) -> None:
+    """Zero the rows ``start`` to ``stop`` of the full parameter, where this rank holds them."""
+    if param.is_meta:
+        return
+    ((first, last),) = shard_ranges(param)
+    low, high = max(start, first), min(stop, last)
+    if low < high:
+        param.detach()[low - first : high - first].zero_()
 
 
 def resolve_parallel(parallel: ParallelConfig | None, *, sequence_parallel_enabled: bool) -> ParallelConfig:

@@ -144,7 +144,7 @@ def clip_grad_norm(source: ParameterSource, max_norm: float, norm_type: float = 
         norm_type: see ``get_grad_norm``.
 
     Returns:
-        The norm before clipping, fp32, 0-dim. NaN or infinite gradients give such a norm and NaN gradients.
+        The norm before clipping, fp32, 0-dim; NaN or infinite where a gradient is: check it before the optimizer.
     """
     if max_norm <= 0:
         raise ValueError(f"max_norm must be above 0, got {max_norm}: leave clipping out to switch it off")

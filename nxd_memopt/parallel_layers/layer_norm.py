@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nxd_memopt.parallel_layers.utils import mark_sequence_parallel
 
@@ -28,3 +28,6 @@ class LayerNorm(nn.LayerNorm):
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
         self.sequence_parallel_enabled = sequence_parallel_enabled
         mark_sequence_parallel(self, sequence_parallel_enabled)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).to(input.dtype)  # autocast makes it fp32

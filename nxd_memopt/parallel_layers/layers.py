@@ -150,6 +150,11 @@ def _default_init(weight: Tensor) -> object:
     return nn.init.kaiming_uniform_(weight, a=math.sqrt(5))  # torch.nn.Linear's
 
 
+def _check_padding(pad: bool, stride: int) -> None:
+    if pad and stride > 1:
+        raise ValueError(f"pad=True needs stride 1, got {stride}: padding would move the borders of the strided blocks")
+
+
 def _swap_blocks(tensor: Tensor, outer: int, inner: int) -> Tensor:
     """Reorder the last dimension from ``outer`` groups of ``inner`` blocks to ``inner`` groups of ``outer``.
 
@@ -215,6 +220,9 @@ class ColumnParallelLinear(BaseParallelLinear):
         super().__init__()
         if gather_output and sequence_parallel_enabled:
             raise ValueError("gather_output=True contradicts sequence_parallel_enabled=True: pass gather_output=False")
+        if replicas > 1 and tensor_model_parallel_group is not None:
+            raise ValueError(f"replicas={replicas} needs the default tensor-parallel group: leave the group out")
+        _check_padding(pad, stride)
         self.input_size = self.full_input_size = input_size
         self.output_size = output_size
         self.stride, self.gather_output, self.skip_bias_add = stride, gather_output, skip_bias_add
@@ -326,6 +334,7 @@ class RowParallelLinear(BaseParallelLinear):
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        _check_padding(pad, stride)
         if sequence_parallel_enabled and not input_is_parallel:
             raise ValueError("sequence_parallel_enabled=True needs input_is_parallel=True, got False: pass both")
         if bias and not reduce_output and not skip_bias_add:
@@ -374,9 +383,9 @@ class RowParallelLinear(BaseParallelLinear):
         return input
 
     def _reduce(self, partial: Tensor) -> Tensor:
-        dtype, group = partial.dtype, self.tensor_parallel_group
-        partial = partial if self.reduce_dtype is None else partial.to(self.reduce_dtype)
+        group = self.tensor_parallel_group
         if self.sequence_parallel_enabled:
             dimension = self.sequence_dimension
-            return mappings.reduce_scatter_to_sequence_parallel_region(partial, dimension, group).to(dtype)
-        return mappings.reduce_from_tensor_model_parallel_region(partial, group).to(dtype)
+            return mappings.reduce_scatter_to_sequence_parallel_region(partial, dimension, group, self.reduce_dtype)
+        wide = partial if self.reduce_dtype is None else partial.to(self.reduce_dtype)
+        return mappings.reduce_from_tensor_model_parallel_region(wide, group).to(partial.dtype)

@@ -54,17 +54,18 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None]:
         (grad,) = ctx.saved_tensors
-        return grad * grad_loss.unsqueeze(-1).to(grad.dtype), None, None
+        scaled = torch.mul(grad, grad_loss.unsqueeze(-1), out=torch.empty_like(grad))  # one rounding, no fp32 copy
+        return scaled, None, None
 
 
 def _subtract_max(logits: Tensor, first_column: int | Tensor, options: _CrossEntropy) -> Tensor:
     """New fp32 (fp64) logits minus their maximum over the whole vocabulary; minus infinity in padding columns."""
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    padding = _padding_columns(logits, first_column, options)
+    own = logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32, copy=True)
+    padding = _padding_columns(own, first_column, options)
     if padding is not None:
-        logits = logits.masked_fill(padding, -torch.inf)
-    maximum = backend.all_reduce(logits.detach().amax(-1), options.group, op="max")
-    return logits - maximum.unsqueeze(-1)
+        own.masked_fill_(padding, -torch.inf)
+    maximum = backend.all_reduce(own.amax(-1), options.group, op="max")
+    return own.sub_(maximum.unsqueeze(-1))
 
 
 def _padding_columns(logits: Tensor, first_column: int | Tensor, options: _CrossEntropy) -> Tensor | None:
@@ -114,6 +115,8 @@ def parallel_cross_entropy(
     process_group: ProcessGroup | None = None,
 ) -> Tensor:
     """Per-token cross entropy of vocabulary-sharded logits; equals ``torch.nn.functional.cross_entropy``.
+
+    Vocabulary-parallel as in arXiv:1909.08053, section 3; label smoothing as in arXiv:1512.00567.
 
     Args:
         vocab_parallel_logits: ``[..., V/T]``, any floating dtype; left as they are.

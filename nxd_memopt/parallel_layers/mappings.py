@@ -111,14 +111,15 @@ class _Gather(torch.autograd.Function):
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup | None, dim: int, dtype: torch.dtype | None) -> Tensor:
         ctx.dim, ctx.group = dim, group
-        return reduce_scatter_along_dim(tensor, dim, group)
+        wide = tensor if dtype is None else tensor.to(dtype)
+        return reduce_scatter_along_dim(wide, dim, group).to(tensor.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return gather_along_dim(grad, ctx.dim, ctx.group), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return gather_along_dim(grad, ctx.dim, ctx.group), None, None, None
 
 
 class _AllToAll(torch.autograd.Function):
@@ -194,10 +195,9 @@ def reduce_scatter_to_sequence_parallel_region(
     """Reduce-scatter / all-gather. Partial sums ``[S, ...] -> [s, ...]``.
 
     Args:
-        dtype: dtype of the reduction; the result has it too. Default: the tensor's own.
+        dtype: dtype of the reduction; the result, and the gradient's gather, keep the tensor's own.
     """
-    tensor = tensor if dtype is None else tensor.to(dtype)
-    return _apply(_ReduceScatter, tensor, resolve_group(process_group), sequence_dimension)
+    return _apply(_ReduceScatter, tensor, resolve_group(process_group), sequence_dimension, dtype)
 
 
 # Expert region

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -34,7 +35,8 @@ def pad_model(
         pad_hook_fn: called with each padded module and ``padded heads / n_heads``, to adapt its own head counts.
 
     Returns:
-        ``model``. Column-parallel layers grow along their outputs, row-parallel ones along their inputs.
+        ``model``. Column-parallel layers grow along their outputs, row-parallel ones along their inputs; load the
+        weights of an unpadded checkpoint before padding.
     """
     ratio = (n_heads + get_number_of_extra_heads(n_heads, tp_degree)) / n_heads
     classes = tuple(wrapped_classes)
@@ -62,6 +64,10 @@ def _grown(param: nn.Parameter, dim: int, ratio: float) -> nn.Parameter:
     padding = (0, extra) if dim == param.dim() - 1 else (0, 0, 0, extra)
     grown = nn.Parameter(F.pad(param.detach(), padding), requires_grad=param.requires_grad)
     copy_tensor_model_parallel_attributes(grown, param)
+    description: Any = grown  # zeros lie behind each shard: checkpoints from here on hold the grown full parameter
+    full_shape = list(description.full_shape)
+    full_shape[dim] = grown.size(dim) * description.num_partitions
+    description.full_shape = tuple(full_shape)
     return grown
 
 

@@ -184,6 +184,8 @@ def initialize_kv_group(kv_shared_group_size: int = 1) -> ProcessGroup | None:
 
 def get_kv_shared_group(kv_shared_group_size: int, as_list: bool = False) -> Group:
     """The group made by ``initialize_kv_group`` for this size."""
+    if kv_shared_group_size not in _STATE.kv_groups:
+        raise RuntimeError(f"no KV groups of size {kv_shared_group_size}: call initialize_kv_group first")
     axis = _STATE.kv_groups[kv_shared_group_size]
     return axis.rank_groups if as_list else axis.group
 

@@ -28,8 +28,7 @@ from transformers import GPTNeoXConfig, LlamaConfig
 from nxd_memopt.backends import backend
 from nxd_memopt.checkpoint import gather_full_tensor, local_slice
 from nxd_memopt.config import MemoryConfig, ParallelConfig
-from nxd_memopt.models.gpt_neox import GPTNeoXForCausalLM
-from nxd_memopt.models.llama import LlamaForCausalLM
+from nxd_memopt.models import model_class
 from nxd_memopt.parallel_layers import grads, parallel_state
 from nxd_memopt.parallel_layers.checkpointing import get_sharded_model_dict
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
@@ -131,9 +130,8 @@ def run_step(model: nn.Module, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
 
 def build(config: Any, state: dict[str, Tensor], sequence_parallel: bool, memory: MemoryConfig) -> nn.Module:
     size = parallel_state.get_tensor_model_parallel_size()
-    model_class = LlamaForCausalLM if config.model_type == "llama" else GPTNeoXForCausalLM
     parallel = ParallelConfig(size, sequence_parallel_enabled=sequence_parallel)
-    model = model_class(config, parallel=parallel, memory=memory)
+    model = model_class(config.model_type)(config, parallel=parallel, memory=memory)
     model.load_state_dict(get_sharded_model_dict(model, state))
     return model
 

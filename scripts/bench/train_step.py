@@ -33,8 +33,7 @@ from transformers import GPTNeoXConfig, LlamaConfig
 
 from nxd_memopt.backends import backend
 from nxd_memopt.config import MemoryConfig, ParallelConfig
-from nxd_memopt.models.gpt_neox import GPTNeoXForCausalLM
-from nxd_memopt.models.llama import LlamaForCausalLM
+from nxd_memopt.models import model_class
 from nxd_memopt.parallel_layers import grads, parallel_state
 from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
 
@@ -74,9 +73,10 @@ LossFunction = Callable[[Tensor], Tensor]
 
 def build_ours(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction]:
     size = parallel_state.get_tensor_model_parallel_size()
-    model_class = LlamaForCausalLM if config.model_type == "llama" else GPTNeoXForCausalLM
     parallel = ParallelConfig(size, sequence_parallel_enabled=size > 1, use_cpu_initialization=False)
-    model = model_class(config, parallel=parallel, memory=memory, dtype=dtype(), device=backend.device)
+    model = model_class(config.model_type)(
+        config, parallel=parallel, memory=memory, dtype=dtype(), device=backend.device
+    )
     return model, lambda ids: model(ids, labels=ids).loss
 
 
@@ -99,11 +99,11 @@ def build_dtensor(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFun
     model.to_empty(device=backend.device)
     base = model.get_submodule(model.base_model_prefix)
     base.rotary_emb = type(base.rotary_emb)(config).to(backend.device)
-    for param in model.parameters():
+    for name, param in model.named_parameters():
         if param.dim() > 1:
             nn.init.normal_(param, std=config.initializer_range)
         else:
-            nn.init.ones_(param)
+            nn.init.constant_(param, 0.0 if name.endswith("bias") else 1.0)
     _apply_hf_recompute(model, memory)
 
     def loss(ids: Tensor) -> Tensor:
@@ -187,7 +187,7 @@ def measure(variant: str, config: Any, tokens: int, memory: MemoryConfig, steps:
     ids = torch.randint(0, config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(3)).to(
         backend.device
     )
-    times, loss = [], torch.zeros(())
+    times, loss, first_loss = [], torch.zeros(()), 0.0
     for step in range(WARM_UP_STEPS + steps):
         if step == WARM_UP_STEPS:
             backend.reset_peak_memory_stats()
@@ -202,8 +202,9 @@ def measure(variant: str, config: Any, tokens: int, memory: MemoryConfig, steps:
         optimizer.zero_grad()
         backend.synchronize()
         times.append(time.perf_counter() - start)
+        first_loss = first_loss or round(loss.item(), 4)
     step_s = statistics.median(times[WARM_UP_STEPS:])
-    result = {"step_ms": round(step_s * 1e3, 2), "loss": round(loss.item(), 4)}
+    result = {"step_ms": round(step_s * 1e3, 2), "first_loss": first_loss, "loss": round(loss.item(), 4)}
     result["peak_gib"] = round(backend.max_memory_allocated() / 2**30, 2)
     result["tokens_per_s_per_device"] = round(tokens / step_s / world_size(), 1)
     return result

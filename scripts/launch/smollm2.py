@@ -1,6 +1,6 @@
 """Owns `make train`: continued pretraining of SmolLM2-135M, on the machine's GPUs or on three CPU processes.
 
-Other arguments go to scripts/train.py. A run that was interrupted resumes; a finished one is started anew.
+Other arguments go to scripts/train.py. A run that was interrupted resumes; a finished one is evaluated again.
 """
 
 from __future__ import annotations
@@ -77,8 +77,6 @@ def run_single_process() -> int:
 
 def run(size: int) -> int:
     """Train with T = ``size``."""
-    if (RUN / "summary.json").is_file():
-        shutil.rmtree(RUN)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(size), str(TRAIN)]
     command += [*common_options(RUN), "--parallel.tensor-model-parallel-size", str(size)]
     command += ["--parallel.sequence-parallel-enabled"] if size > 1 else []

@@ -54,7 +54,7 @@ import torch.distributed as dist
 SEED = 1234
 TIMEOUT_S = 120.0
 GRACE_S = 5.0  # a rank that is merely slower than the failing one gets this long to finish or fail too
-START_TIMEOUT_S = 120.0  # importing torch in 8 processes on 2 cores takes about 20 s
+START_TIMEOUT_S = 120.0  # importing torch takes seconds, and more when all cores are busy
 
 _pools: dict[int, Pool] = {}
 

@@ -1,4 +1,4 @@
-"""bf16 layers, with bf16 weights and with fp32 weights under autocast, against float64 (B1)."""
+"""bf16 layers, with bf16 weights and with fp32 weights under autocast, against float64."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.reference import from_all_ranks, relative_error, shard, tensors
 
 HIDDEN, WIDTH, TOKENS = 64, 96, 24
 # bf16 keeps 8 bits: inputs, weights and results are rounded by 2^-9 = 2e-3 each, in random directions, and partial sums
-# are added in bf16 once per rank. NxD's missing reduction (B1) is an error of 0.7.
+# are added in bf16 once per rank. A missing reduction is an error of 0.7.
 TOLERANCE = 1e-2
 
 

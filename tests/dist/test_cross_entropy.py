@@ -54,7 +54,7 @@ def test_equals_dense_cross_entropy(smoothing, ignored, world_size):
     target, upstream = labels(2, 37, ignored=ignored), tensors(2, 37, seed=1)
     want_loss, want_grad = dense(logits, target, upstream, **options)
     local = padded_shard(logits, world_size)
-    with unchanged(local, target, upstream):  # B5: the caller's logits are not overwritten
+    with unchanged(local, target, upstream):  # the caller's logits are not overwritten
         loss = parallel_cross_entropy(local, target, vocab_size=VOCAB, **options)
         loss.backward(upstream)
     assert_float64_close(loss, want_loss, "loss")
@@ -93,7 +93,7 @@ def shard_of(logits: Tensor, size: int) -> Tensor:
     ids=["fp32", "bf16"],
 )
 def test_dtypes(dtype, loss_tolerance, grad_tolerance, smoothing, world_size):
-    """B5: exponentials are summed in fp32."""
+    """Exponentials are summed in fp32."""
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
     logits, target = tensors(4, 29, VOCAB, dtype=dtype), labels(4, 29, ignored=-100)
     upstream = tensors(4, 29, seed=1, dtype=torch.float32)

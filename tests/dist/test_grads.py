@@ -71,7 +71,7 @@ def as_generator(params):
 @pytest.mark.parametrize("source", [as_model, as_optimizer, list, as_generator])
 @pytest.mark.parametrize("main_grad", [False, True])
 def test_sequence_parallel_gradients_are_summed_in_every_dtype(main_grad, source, world_size):
-    """B2, B16: tagged ones alone, in place, one collective per dtype; bit-equal on all ranks."""
+    """Tagged ones alone, in place, one collective per dtype; bit-equal on all ranks."""
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
     params = [tagged(mine(i, dtype), main_grad=main_grad) for i, dtype in enumerate(MIXED)]
     untagged = tagged(mine(7, torch.float32), sequence_parallel=False)
@@ -179,7 +179,7 @@ def parameters_of_every_kind(size: int) -> tuple[list[nn.Parameter], list[Tensor
 @distributed(world_size=[1, 2, 4])
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
 def test_clip_grad_norm(norm_type, world_size):
-    """B10: norm of the dense gradient, and torch's clipping of it, from every source of parameters."""
+    """Norm of the dense gradient, and torch's clipping of it, from every source of parameters."""
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
     for source in (list, as_generator, as_model):
         for max_norm in (0.5, 1e6):

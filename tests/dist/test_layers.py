@@ -316,7 +316,7 @@ def test_reduce_dtype_is_that_of_the_reduction(sequence_parallel):
 
 @distributed(world_size=4)
 def test_given_group_decides_size_and_rank():
-    """B15: with a group of 2 inside a tensor-parallel size of 1."""
+    """With a group of 2 inside a tensor-parallel size of 1."""
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=1, context_parallel_size=2)
     group = parallel_state.get_context_model_parallel_group()
     member = dist.get_rank(group)

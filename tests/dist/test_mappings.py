@@ -127,7 +127,7 @@ def test_definition(name, world_size):
 @distributed(world_size=4)
 @pytest.mark.parametrize("name", CASES)
 def test_group_argument_in_both_passes(name):
-    """B14: the backward pass uses the given group too. Groups of 2, one of neighbours and one with stride 2."""
+    """The backward pass uses the given group too. Groups of 2, one of neighbours and one with stride 2."""
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     rank = dist.get_rank()
     neighbours, strided = [rank - rank % 2, rank - rank % 2 + 1], [rank % 2, rank % 2 + 2]
@@ -187,7 +187,7 @@ def test_gradcheck_of_conjugate_pairs(pair, world_size):
 
 @distributed(world_size=[2, 3])
 def test_gradient_shared_with_a_residual_branch_is_not_overwritten(world_size):
-    """B8: y = copy(h) + h has dy/dh = T + 1."""
+    """y = copy(h) + h has dy/dh = T + 1."""
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
     h = torch.ones(3, requires_grad=True)
     (mappings.copy_to_tensor_model_parallel_region(h) + h).sum().backward()

@@ -88,7 +88,7 @@ def loss_and_logits(name: str, full: dict[str, Tensor], sequence_parallel: bool)
 
 @pytest.mark.parametrize("name", ["llama", "neox"])
 def test_one_state_dict_gives_one_loss_at_every_size(name):
-    """B3: the shards of a full state dict mean the same model at every T."""
+    """The shards of a full state dict mean the same model at every T."""
     full = full_parameters(hugging_face(CONFIGS[name]()))
     ((loss, logits),) = run_on_ranks(loss_and_logits, 1, name, full, False)
     assert logits.shape == (*batch()["input_ids"].shape, VOCAB)
@@ -131,7 +131,7 @@ def test_initialisation_does_not_depend_on_the_size(name):
 @pytest.mark.parametrize("name", ["llama", "neox"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_bf16_gradients(sequence_parallel, name):
-    """B1: every gradient is reduced in bf16 too."""
+    """Every gradient is reduced in bf16 too."""
     initialize(2)
     reference = hugging_face(CONFIGS[name]())
     full = {n: p.bfloat16().float() for n, p in full_parameters(reference).items()}

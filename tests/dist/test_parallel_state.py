@@ -97,7 +97,7 @@ def test_grid_of_every_rank(name):
                 assert accessor(axis, "rank")() == mine.index(rank), axis
                 assert dist.get_process_group_ranks(accessor(axis, "group")()) == mine, axis
                 if axis in ("tensor", "data"):
-                    assert accessor(axis, "src_rank")() == mine[0], axis  # B9
+                    assert accessor(axis, "src_rank")() == mine[0], axis
             assert parallel_state.is_global_rank_zero() == (rank == 0)
 
 

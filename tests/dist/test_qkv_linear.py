@@ -130,7 +130,7 @@ def test_one_gather_and_one_reduction(sequence_parallel):
 
 @distributed(world_size=4)
 def test_frozen_projections():
-    """B12: adapters freeze the base weights; the input still gets its gradient."""
+    """Adapters freeze the base weights; the input still gets its gradient."""
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=4)
     layer, weights, _, _ = build(8, 2, bias=False)
     layer.requires_grad_(False)
