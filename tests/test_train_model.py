@@ -73,7 +73,7 @@ def test_updates_below_a_bf16_step_add_up_in_the_masters() -> None:
     parameter = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
     optimizer = AdamW([parameter], OptimizerConfig(weight_decay=0.0))
     for _ in range(100):
-        parameter.grad = torch.ones_like(parameter)
+        parameter.sum().backward()
         optimizer.step(lr=1e-4)  # each moves the weight by 1e-4; bf16 just below 1 has steps of 4e-3
         optimizer.zero_grad()
     assert parameter[0, 0].item() == pytest.approx(1 - 100 * 1e-4, abs=2e-3)
@@ -96,3 +96,14 @@ def test_optimizer_state_continues_exactly(dtype: torch.dtype) -> None:
     steps(first, whole, range(3, 6))
     steps(second, other, range(3, 6))
     assert torch.equal(whole, other)
+
+
+def test_many_small_gradients_are_not_lost_in_bf16() -> None:
+    parameter = torch.nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
+    optimizer = AdamW([parameter], OptimizerConfig())
+    for _ in range(512):
+        (parameter.float() * 1e-3).sum().backward()
+    # each share is bf16(1e-3), within 2^-9; a bf16 sum would stand still at 256 times a share (0.26)
+    torch.testing.assert_close(parameter.main_grad, torch.full((4, 4), 0.512), rtol=2**-8, atol=0)
+    optimizer.zero_grad()
+    assert parameter.grad is None and parameter.main_grad is None

@@ -35,7 +35,7 @@ def rope_frequencies(rotary_dim: int, rope_parameters: Mapping[str, Any]) -> Ten
 
 
 def _scale_llama3(frequencies: Tensor, rope_parameters: Mapping[str, Any]) -> Tensor:
-    """Llama 3.1 (arXiv:2407.21783, section 3.4): long waves are slowed by ``factor``, short ones kept, those between blended linearly."""
+    """Llama 3.1 (arXiv:2407.21783): long waves are slowed by ``factor``, short ones kept, those between blended."""
     factor = rope_parameters["factor"]
     low, high = rope_parameters["low_freq_factor"], rope_parameters["high_freq_factor"]
     context = rope_parameters["original_max_position_embeddings"]
