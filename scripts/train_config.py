@@ -98,6 +98,8 @@ class OptimizerConfig:
         betas: of the running means of the gradient and its square.
         eps: added to the denominator.
         clip_grad: bound on the global gradient norm; 0 leaves gradients as they are.
+        master_weights: keep fp32 weights, states and gradient sums of bf16 parameters, 18 bytes a parameter in all;
+            False keeps everything in bf16, 8 bytes, and loses updates below a weight's rounding step.
     """
 
     lr: float = 3e-4
@@ -108,6 +110,7 @@ class OptimizerConfig:
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     clip_grad: float = 1.0
+    master_weights: bool = True
 
     def __post_init__(self) -> None:
         for name in ("lr", "warmup_steps", "weight_decay", "eps", "clip_grad", "min_lr_ratio"):

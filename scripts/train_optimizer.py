@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nxd_memopt.backends import backend
 from train_config import OptimizerConfig
@@ -24,7 +24,7 @@ class AdamW:
 
     def __init__(self, parameters: list[nn.Parameter], config: OptimizerConfig) -> None:
         self.parameters = parameters
-        self.masters = [p if p.dtype == torch.float32 else p.detach().float().requires_grad_() for p in parameters]
+        self.masters = [_master(p) if config.master_weights else p for p in parameters]
         for parameter, master in zip(parameters, self.masters, strict=True):
             if master is not parameter:
                 parameter.register_post_accumulate_grad_hook(_accumulate_in_fp32)
@@ -69,6 +69,10 @@ class AdamW:
         self._adamw.load_state_dict({"state": _with_int_keys(state["adamw"]), "param_groups": current["param_groups"]})
         for index, master in state["masters"].items():
             self.masters[int(index)].copy_(master)
+
+
+def _master(parameter: nn.Parameter) -> Tensor:
+    return parameter if parameter.dtype == torch.float32 else parameter.detach().float().requires_grad_()
 
 
 def _accumulate_in_fp32(parameter: Any) -> None:

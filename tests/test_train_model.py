@@ -107,3 +107,13 @@ def test_many_small_gradients_are_not_lost_in_bf16() -> None:
     torch.testing.assert_close(parameter.main_grad, torch.full((4, 4), 0.512), rtol=2**-8, atol=0)
     optimizer.zero_grad()
     assert parameter.grad is None and parameter.main_grad is None
+
+
+def test_without_master_weights_everything_is_bf16() -> None:
+    parameter = torch.nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
+    optimizer = AdamW([parameter], OptimizerConfig(master_weights=False))
+    parameter.sum().backward()
+    optimizer.step(lr=0.5)
+    assert optimizer.masters[0] is parameter and parameter.grad is not None
+    assert parameter[0, 0].item() != 1
+    assert all(state.dtype == torch.bfloat16 for state in optimizer.state_dict()["adamw"][0].values() if state.dim())
