@@ -79,6 +79,10 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         size = self.tensor_model_parallel_size
+        if type(size) is not int:
+            raise ValueError(f"tensor_model_parallel_size must be an integer, got {size!r}")
+        if type(self.sequence_parallel_enabled) is not bool:
+            raise ValueError(f"sequence_parallel_enabled must be true or false, got {self.sequence_parallel_enabled!r}")
         if size < 1:
             raise ValueError(f"tensor_model_parallel_size must be at least 1, got {size}")
         if self.sequence_parallel_enabled and size == 1:
@@ -99,7 +103,8 @@ class MemoryConfig:
         recompute_method: for ``"full"``: ``"uniform"`` recomputes all layers in chunks of ``recompute_num_layers``;
             ``"block"`` only the first ``recompute_num_layers`` layers. ``None`` means every layer on its own.
         recompute_num_layers: layers per chunk (``uniform``) or recomputed layers (``block``).
-        recompute_modules: for ``"selective"``: any of ``core_attn``, ``attn``, ``norm``, ``mlp_act``, ``mlp``.
+        recompute_modules: for ``"selective"``: any of ``core_attn``, ``attn``, ``norm``, ``mlp_act``, ``mlp``; default
+            ``("core_attn",)``.
         attention_backend: ``"auto"`` takes the device's preferred kernel, ``"math"`` the plain reference, which
             materialises S x S scores.
         selective_activation_checkpointing_is_enabled: NxD's switch for ``recompute_granularity="selective"`` with
@@ -109,7 +114,7 @@ class MemoryConfig:
     recompute_granularity: Literal["selective", "full"] | None = None
     recompute_method: Literal["uniform", "block"] | None = None
     recompute_num_layers: int | None = None
-    recompute_modules: tuple[str, ...] = ("core_attn",)
+    recompute_modules: tuple[str, ...] | None = None
     attention_backend: Literal["auto", "math"] = "auto"
     selective_activation_checkpointing_is_enabled: bool = False
 
@@ -117,10 +122,8 @@ class MemoryConfig:
         require_one_of("recompute_granularity", self.recompute_granularity, RECOMPUTE_GRANULARITIES)
         require_one_of("recompute_method", self.recompute_method, RECOMPUTE_METHODS)
         require_one_of("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
-        object.__setattr__(self, "recompute_modules", tuple(self.recompute_modules))
-        for name in self.recompute_modules:
-            require_one_of("recompute_modules entry", name, RECOMPUTE_MODULES)
         self._apply_nxd_switch()
+        self._check_recompute_modules()
         self._check_recompute()
 
     def _apply_nxd_switch(self) -> None:
@@ -131,6 +134,22 @@ class MemoryConfig:
                 "selective_activation_checkpointing_is_enabled=True contradicts recompute_granularity='full': set one"
             )
         object.__setattr__(self, "recompute_granularity", "selective")
+
+    def _check_recompute_modules(self) -> None:
+        selective = self.recompute_granularity == "selective"
+        names = ("core_attn",) if self.recompute_modules is None and selective else self.recompute_modules
+        if names is None:
+            return
+        if isinstance(names, str) or not names:
+            raise ValueError(f"recompute_modules {names!r} must be a list of one or more of {list(RECOMPUTE_MODULES)}")
+        for name in names:
+            require_one_of("recompute_modules entry", name, RECOMPUTE_MODULES)
+        if not selective:
+            raise ValueError(
+                f"recompute_modules {list(names)} needs recompute_granularity 'selective', got "
+                f"{self.recompute_granularity!r}: set it, or leave recompute_modules out"
+            )
+        object.__setattr__(self, "recompute_modules", tuple(names))
 
     def _check_recompute(self) -> None:
         method, num_layers = self.recompute_method, self.recompute_num_layers
@@ -144,5 +163,3 @@ class MemoryConfig:
             )
         if num_layers is not None and num_layers < 1:
             raise ValueError(f"recompute_num_layers must be at least 1, got {num_layers}")
-        if self.recompute_granularity == "selective" and not self.recompute_modules:
-            raise ValueError(f"recompute_granularity 'selective' needs recompute_modules: any of {RECOMPUTE_MODULES}")

@@ -8,7 +8,7 @@ import math
 import re
 import shutil
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from nxd_memopt.parallel_layers.checkpointing import (
     is_model_replica_zero,
     raise_together,
 )
+from nxd_memopt.parallel_layers.utils import is_sharded
 
 MAX_SHARD_SIZE_BYTES = 5 * 2**30
 _WEIGHT_FILE = re.compile(r"(pytorch_)?model(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
@@ -87,6 +88,7 @@ def plan_shards(model: torch.nn.Module, max_shard_size_bytes: int, dtype: torch.
     groups: list[dict[str, Tensor]] = [{}]
     room = max_shard_size_bytes
     for entry in named_tensors(model):
+        _require_groups_of_model(entry.names[0], entry.tensor)
         if entry.tensor.is_meta:
             raise ValueError(f"{entry.names[0]} is on the meta device: load or initialize the model before saving it")
         size_bytes = _full_bytes(entry.tensor, dtype)
@@ -98,6 +100,16 @@ def plan_shards(model: torch.nn.Module, max_shard_size_bytes: int, dtype: torch.
     if len(groups) == 1:
         return {WEIGHTS: groups[0]}
     return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, start=1)}
+
+
+def _require_groups_of_model(name: str, param: Any) -> None:
+    size = parallel_state.get_tensor_model_parallel_size()
+    built_for = param.num_partitions * getattr(param, "replicas", 1) if is_sharded(param) else size
+    if built_for != size:
+        raise ValueError(
+            f"{name} was sharded for tensor_model_parallel_size {built_for}, the process groups have {size}: "
+            "initialize_model_parallel with the model's size"
+        )
 
 
 def _stored_name(model: torch.nn.Module, name: str) -> str:

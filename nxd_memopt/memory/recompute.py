@@ -53,7 +53,7 @@ def apply_recompute(model: Recomputable, memory: MemoryConfig) -> None:
     elif memory.recompute_granularity == "selective":
         named = model.recompute_modules()
         _warn_if_useless(named, memory)
-        for name in memory.recompute_modules:
+        for name in memory.recompute_modules or ():
             for module in named[name]:
                 _set_forward(module, functools.partial(checkpoint, module.forward))
 

@@ -15,6 +15,7 @@ from nxd_memopt.config import MemoryConfig, ParallelConfig, require_divisible
 from nxd_memopt.modules.factory import LayerFactory
 from nxd_memopt.ops.attention import padding_and_causal_mask
 from nxd_memopt.ops.rope import rope_frequencies, rope_tables
+from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear
 from nxd_memopt.parallel_layers.loss_functions import parallel_cross_entropy
 from nxd_memopt.parallel_layers.mappings import gather_from_tensor_model_parallel_region
@@ -114,7 +115,7 @@ class ParallelCausalLM(nn.Module, ABC):
         Args:
             input_ids: ``[B, S]``, the same on every tensor-parallel rank.
             labels: ``[B, S]``, usually ``input_ids``; shifted here, -100 is ignored. All ignored: the loss is 0.
-            position_ids: ``[B, S]``; default 0 .. S-1.
+            position_ids: ``[B, S]`` or ``[1, S]``; default 0 .. S-1.
             attention_mask: ``[B, S]``, 0 for padding; default none, which lets fused attention kernels run.
             return_logits: return logits beside the loss.
 
@@ -124,6 +125,11 @@ class ParallelCausalLM(nn.Module, ABC):
         self._check_shapes(input_ids, labels=labels, attention_mask=attention_mask)
         if position_ids is None:
             position_ids = torch.arange(input_ids.size(1), device=input_ids.device).unsqueeze(0)
+        elif position_ids.shape not in (input_ids.shape, (1, input_ids.size(1))):
+            raise ValueError(
+                f"position_ids has shape {list(position_ids.shape)}, input_ids {list(input_ids.shape)}: "
+                "must agree, or have a leading 1"
+            )
         rope = rope_tables(self.rope_frequencies, position_ids, self.embedding_weight().dtype)
         mask = None if attention_mask is None else padding_and_causal_mask(attention_mask)
         logits = self.lm_head(self.backbone(input_ids, rope, mask))  # [B, S, V/T] or [S, B, V/T]
@@ -140,6 +146,11 @@ class ParallelCausalLM(nn.Module, ABC):
                     f"{name} has shape {list(tensor.shape)}, input_ids {list(input_ids.shape)}: must agree"
                 )
         size, length = self.parallel.tensor_model_parallel_size, input_ids.size(1)
+        if parallel_state.get_tensor_model_parallel_size() != size:
+            raise RuntimeError(
+                f"the model was built for tensor_model_parallel_size {size}, the process groups have "
+                f"{parallel_state.get_tensor_model_parallel_size()}: build the model anew"
+            )
         if self.parallel.sequence_parallel_enabled:
             remedy = f"pad to {-(-length // size) * size} or turn sequence_parallel_enabled off"
             require_divisible("sequence length", length, "tensor_model_parallel_size", size, remedy)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nxd_memopt.config import require_divisible
 from nxd_memopt.parallel_layers import mappings, parallel_state
 from nxd_memopt.parallel_layers.initialization import InitMethod
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, column_parallel
+from nxd_memopt.parallel_layers.utils import ShardedModule
 
 
 def kv_size_multiplier(num_key_value_heads: int, tensor_model_parallel_size: int) -> int:
@@ -28,7 +29,7 @@ def kv_size_multiplier(num_key_value_heads: int, tensor_model_parallel_size: int
     return require_divisible("num_key_value_heads", heads, "tensor_model_parallel_size", size, remedy)
 
 
-class GQAQKVColumnParallelLinear(nn.Module):
+class GQAQKVColumnParallelLinear(ShardedModule):
     """Query, key and value projections of one input with one gather, and one reduction of its gradient.
 
     Weights ``weight_q``, ``weight_k``, ``weight_v`` (and ``bias_*``), each sharded along its outputs. With

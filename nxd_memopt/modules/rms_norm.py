@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from nxd_memopt.ops.norm import rms_norm
-from nxd_memopt.parallel_layers.utils import mark_sequence_parallel
+from nxd_memopt.parallel_layers.utils import ShardedModule, mark_sequence_parallel
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(ShardedModule):
     """``ops.norm.rms_norm`` with a weight; ``[..., H] -> [..., H]``.
 
     Args:

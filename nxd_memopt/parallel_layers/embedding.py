@@ -12,13 +12,14 @@ from nxd_memopt.config import require_divisible
 from nxd_memopt.parallel_layers import mappings
 from nxd_memopt.parallel_layers.initialization import InitMethod, initialize_sharded_
 from nxd_memopt.parallel_layers.utils import (
+    ShardedModule,
     check_sequence_dimension,
     padded_size,
     set_tensor_model_parallel_attributes,
 )
 
 
-class ParallelEmbedding(nn.Module):
+class ParallelEmbedding(ShardedModule):
     """Embedding whose table ``[V, H]`` is sharded over V (each rank adds the rows it holds) or over H.
 
     ``[B, S] -> [B, S, H]``. With sequence parallelism ``[s, B, H]``, or ``[B, s, H]`` for ``sequence_dimension=1``: the
@@ -60,6 +61,11 @@ class ParallelEmbedding(nn.Module):
         tensor_model_parallel_group: ProcessGroup | None = None,
     ) -> None:
         super().__init__()
+        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
+            raise ValueError(
+                f"padding_idx {padding_idx} is outside num_embeddings {num_embeddings}: "
+                "resize the vocabulary or unset pad_token_id"
+            )
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
         self.shard_across_embedding = shard_across_embedding

@@ -13,12 +13,14 @@ from nxd_memopt.backends import backend
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.utils import is_sharded
 
-ParameterSource = nn.Module | torch.optim.Optimizer | Iterable[Tensor]
+ParameterSource = nn.Module | torch.optim.Optimizer | Tensor | Iterable[Tensor]
 
 _DEFAULT_BUCKET_BYTES = 128 << 20  # large enough for full bandwidth, small beside a model's gradients
 
 
 def _parameters(source: ParameterSource) -> list[Tensor]:
+    if isinstance(source, Tensor):
+        return [source]
     if isinstance(source, nn.Module):
         return list(source.parameters())
     if isinstance(source, torch.optim.Optimizer):
@@ -109,7 +111,7 @@ def get_grad_norm(source: ParameterSource, norm_type: float = 2.0) -> Tensor:
     Raises:
         ValueError: for a norm_type below 1.
     """
-    if norm_type < 1:
+    if not norm_type >= 1:
         raise ValueError(f"norm_type must be at least 1 or infinity, got {norm_type}")
     params = [param for param in _parameters(source) if _gradient(param) is not None]
     sharded = _local_norm([p for p in params if is_sharded(p)], norm_type)
@@ -146,7 +148,7 @@ def clip_grad_norm(source: ParameterSource, max_norm: float, norm_type: float = 
     Returns:
         The norm before clipping, fp32, 0-dim; NaN or infinite where a gradient is: check it before the optimizer.
     """
-    if max_norm <= 0:
+    if not max_norm > 0:
         raise ValueError(f"max_norm must be above 0, got {max_norm}: leave clipping out to switch it off")
     params = _parameters(source)
     total_norm = get_grad_norm(params, norm_type)

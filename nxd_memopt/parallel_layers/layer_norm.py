@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from nxd_memopt.parallel_layers.utils import mark_sequence_parallel
+from nxd_memopt.parallel_layers.utils import ShardedModule, mark_sequence_parallel
 
 
-class LayerNorm(nn.LayerNorm):
+class LayerNorm(ShardedModule, nn.LayerNorm):
     """``torch.nn.LayerNorm``; the result has the input's dtype.
 
     With ``sequence_parallel_enabled`` each rank normalises its own tokens, so its weight and bias gradients are partial

@@ -23,9 +23,11 @@ from nxd_memopt.parallel_layers import mappings, parallel_state
 from nxd_memopt.parallel_layers.embedding import ParallelEmbedding
 from nxd_memopt.parallel_layers.initialization import InitMethod, initialize_sharded_
 from nxd_memopt.parallel_layers.utils import (
+    ShardedModule,
     cast_if_autocast_enabled,
     check_sequence_dimension,
     padded_size,
+    refuse_second_derivatives,
     set_tensor_model_parallel_attributes,
 )
 
@@ -84,6 +86,7 @@ class _ColumnParallel(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives()
         comm: ColumnCommunication = ctx.comm
         x, *weights = ctx.saved_tensors
         needs_input, _, *needs_parameters = ctx.needs_input_grad
@@ -118,7 +121,7 @@ def _parameter_grads(
     return results
 
 
-class BaseParallelLinear(nn.Module):
+class BaseParallelLinear(ShardedModule):
     """What column- and row-parallel linear layers share: parameters, their description and their initialisation."""
 
     weight: nn.Parameter
@@ -371,7 +374,11 @@ class RowParallelLinear(BaseParallelLinear):
 
     def _local_input(self, input: Tensor) -> Tensor:
         if not self.input_is_parallel:
-            padding = self.input_size - input.size(-1)
+            if input.size(-1) != self.full_input_size:
+                raise ValueError(
+                    f"last dimension of the input is {input.size(-1)}, the layer's input_size {self.full_input_size}"
+                )
+            padding = self.input_size - self.full_input_size
             input = F.pad(input, (0, padding)) if padding else input
             input = _swap_blocks(input, self.stride, backend.group_size(self.tensor_parallel_group))
             input = mappings.scatter_to_tensor_model_parallel_region(input, self.tensor_parallel_group)

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends import backend
 from nxd_memopt.parallel_layers.mappings import resolve_group
+from nxd_memopt.parallel_layers.utils import refuse_second_derivatives
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None]:
+        refuse_second_derivatives()
         (grad,) = ctx.saved_tensors
         scaled = torch.mul(grad, grad_loss.unsqueeze(-1), out=torch.empty_like(grad))  # one rounding, no fp32 copy
         return scaled, None, None

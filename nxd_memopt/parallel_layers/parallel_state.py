@@ -156,6 +156,12 @@ def _group(name: str, as_list: bool) -> Group:
     return axis.rank_groups if as_list else axis.group
 
 
+def process_groups() -> list[ProcessGroup]:
+    """Every group that exists; a copy of a module shares them."""
+    axes = (*_STATE.axes.values(), *_STATE.kv_groups.values())
+    return [axis.group for axis in axes if axis.group is not None]
+
+
 def rng_states() -> dict[str, Tensor]:
     """The named random streams' device generator states, by name; see ``parallel_layers.random``."""
     return _STATE.rng_states

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -131,3 +133,42 @@ def mark_sequence_parallel(module: nn.Module, enabled: bool) -> None:
     """Tag the module's own parameters: under sequence parallelism their gradients are partial sums."""
     for param in module.parameters(recurse=False):
         param.sequence_parallel_enabled = enabled  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def refuse_second_derivatives() -> None:
+    """Raise ``RuntimeError`` in a backward under ``create_graph=True``, where its terms would silently be dropped."""
+    if torch.is_grad_enabled():
+        raise RuntimeError("second derivatives of parallel layers are not supported: leave create_graph out")
+
+
+class ShardedModule(nn.Module):
+    """A module whose parameters keep their shard attributes where torch replaces or copies the parameters.
+
+    That is ``to_empty``, ``load_state_dict(assign=True)`` and ``copy.deepcopy``; a copy shares the process groups.
+    """
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        before = dict(self._parameters)
+        super()._apply(fn, recurse)
+        self._describe_like(before)
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        before = dict(self._parameters)
+        super()._load_from_state_dict(*args, **kwargs)
+        self._describe_like(before)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        for group in parallel_state.process_groups():
+            memo[id(group)] = group
+        copied = self.__class__.__new__(self.__class__)
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        copied._describe_like(self._parameters)
+        return copied
+
+    def _describe_like(self, described: Mapping[str, Tensor | None]) -> None:
+        for name, param in self._parameters.items():
+            source = described.get(name)
+            if param is not None and source is not None and param is not source:
+                copy_tensor_model_parallel_attributes(param, source)

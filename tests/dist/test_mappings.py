@@ -199,8 +199,8 @@ def test_reduction_dtype_of_reduce_scatter():
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     x = tensors(4, 3, dtype=torch.bfloat16).requires_grad_()
     y = mappings.reduce_scatter_to_sequence_parallel_region(x, dtype=torch.float32)
-    assert y.dtype == torch.float32
-    assert torch.equal(y, shard(2 * x.detach().float(), 0))
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, shard(2 * x.detach().float(), 0).bfloat16())
     y.sum().backward()
     assert x.grad is not None and x.grad.dtype == torch.bfloat16 and torch.equal(x.grad, torch.ones_like(x))
 

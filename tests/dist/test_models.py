@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -293,3 +295,39 @@ def test_config_switches_of_neuronx_distributed():
         LlamaForCausalLM(config, device="meta").model.layers[0].self_attn.k_proj, layers.ColumnParallelLinear
     )
     assert LlamaForCausalLM(config, device="meta").model.layers[0].self_attn.k_proj.weight.full_shape == (16, 32)
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("how", ["to_empty", "assign", "deepcopy"])
+def test_replaced_parameters_keep_their_description(how):
+    """Gradients after the hook, and the norm, agree with the model's own."""
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    parallel = ParallelConfig(2, sequence_parallel_enabled=True)
+    original = LlamaForCausalLM(llama_config(), parallel=parallel)
+    if how == "deepcopy":
+        model = copy.deepcopy(original)
+    else:
+        model = LlamaForCausalLM(llama_config(), parallel=parallel, device="meta")
+        model = model.to_empty(device="cpu") if how == "to_empty" else model
+        model.load_state_dict(original.state_dict(), assign=how == "assign")
+    ids = torch.arange(16).reshape(2, 8) % llama_config().vocab_size
+    norms = []
+    for candidate in (original, model):
+        candidate.zero_grad()
+        candidate(ids, labels=ids).loss.backward()
+        grads.allreduce_sequence_parallel_gradients(candidate)
+        norms.append(grads.get_grad_norm(candidate))
+    assert norms[0] > 0 and torch.equal(norms[0], norms[1])
+
+
+@distributed(world_size=2)
+def test_position_ids_and_groups_must_fit():
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    model = LlamaForCausalLM(llama_config())
+    ids = torch.zeros(2, 8, dtype=torch.long)
+    message = error_message(lambda: model(ids, position_ids=torch.arange(8)))
+    assert_says(message, "position_ids", "[8]", "[2, 8]")
+    assert torch.equal(model(ids, position_ids=torch.arange(8).unsqueeze(0)).logits, model(ids).logits)
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=1)
+    assert_says(error_message(lambda: model(ids), RuntimeError), "tensor_model_parallel_size 2", "1")

@@ -135,7 +135,7 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_checkpoint(tmp_path:
 def test_user_errors(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     cases = [
-        (["--model.config-overrides.model-type", "lama"], "model_type 'lama' is not one of ['llama', 'gpt_neox']"),
+        (["--model.config-overrides.model-type", "lama"], "model_type 'lama' is not one of ['gpt_neox', 'llama']"),
         (["--data.seq-length", "100000"], "fewer than data.seq_length 100000"),
     ]
     for options, message in cases:
