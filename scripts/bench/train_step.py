@@ -222,9 +222,17 @@ def model_flops(config: Any, tokens: int) -> float:
     return 6 * parameters * tokens + 6 * config.num_hidden_layers * config.hidden_size * tokens**2
 
 
+def cpu_name() -> str:
+    """The processor's model, where Linux tells it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{models[0]}, {len(models)} cores" if models else platform.machine()
+
+
 def environment(script: str = "scripts/bench/train_step.py") -> dict[str, Any]:
     git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    device = torch.cuda.get_device_name() if backend.name == "cuda" else platform.processor() or platform.machine()
+    device = torch.cuda.get_device_name() if backend.name == "cuda" else cpu_name()
     return {
         "date": f"{datetime.datetime.now(tz=datetime.UTC):%Y-%m-%d}",
         "device": device,
