@@ -56,6 +56,16 @@ def reduce_scatter_along_dim(tensor: Tensor, dim: int, group: ProcessGroup | Non
     return backend.reduce_scatter(tensor.movedim(dim, 0), group).movedim(0, dim)
 
 
+def _split_along_first_dim(tensor: Tensor, process_group: ProcessGroup | None = None) -> Tensor:
+    """NxD's name, which its GPT-NeoX example imports, for ``split_along_dim`` of dimension 0."""
+    return split_along_dim(tensor, 0, resolve_group(process_group))
+
+
+def _gather_along_first_dim(tensor: Tensor, process_group: ProcessGroup | None = None) -> Tensor:
+    """NxD's name, which its GPT-NeoX example imports, for ``gather_along_dim`` of dimension 0."""
+    return gather_along_dim(tensor, 0, resolve_group(process_group))
+
+
 # Autograd functions
 
 

@@ -103,6 +103,11 @@ def shard_ranges(param: Tensor, *, rank: int | None = None) -> list[tuple[int, i
     return [(start, start + length) for start in starts]
 
 
+def requires_init_pg_override() -> bool:
+    """Whether ``init_process_group`` needs ``init_method="pjrt://"``: an early torch_xla did, no backend here does."""
+    return False
+
+
 def cast_if_autocast_enabled(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """Cast floating-point tensors as autocast does for a matmul; an autograd Function's backward runs without it."""
     device_type = backend.device.type

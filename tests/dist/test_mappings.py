@@ -222,3 +222,12 @@ def test_transpose_batch_and_sequence():
     x = tensors(2, 3, 5)
     y = mappings.transpose_batch_and_sequence(x)
     assert torch.equal(y, x.transpose(0, 1)) and y.is_contiguous()
+
+
+@distributed(world_size=2)
+def test_names_that_neuronx_distributed_examples_import():
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    x = tensors(4, 3)
+    local = mappings._split_along_first_dim(x)
+    assert torch.equal(local, shard(x, 0))
+    assert torch.equal(mappings._gather_along_first_dim(local), x)
