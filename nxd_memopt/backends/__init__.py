@@ -8,8 +8,15 @@ import os
 from nxd_memopt.backends.base import Backend, Completed, Pending
 from nxd_memopt.backends.cpu import CpuBackend
 from nxd_memopt.backends.cuda import CudaBackend
+from nxd_memopt.backends.neuron import NeuronBackend
+from nxd_memopt.backends.xla import XlaBackend
 
-BACKENDS: dict[str, type[Backend]] = {"cuda": CudaBackend, "cpu": CpuBackend}
+BACKENDS: dict[str, type[Backend]] = {
+    "neuron": NeuronBackend,
+    "xla": XlaBackend,
+    "cuda": CudaBackend,
+    "cpu": CpuBackend,
+}
 """Known backends, in order of preference."""
 
 
@@ -23,14 +30,18 @@ def select_backend(requested: str | None = None) -> tuple[Backend, str]:
         ValueError: for an unknown name, or for a backend that this machine lacks. There is no fallback.
     """
     if requested:
-        return _require_backend(requested), f"NXD_MEMOPT_BACKEND={requested}"
+        return _described(_require_backend(requested), [f"NXD_MEMOPT_BACKEND={requested}"])
     passed_over = []
     for name, backend_class in BACKENDS.items():
-        reason = backend_class.unavailable_reason()
+        reason = backend_class.passed_over_reason()
         if reason is None:
-            return backend_class(), "; ".join([*passed_over, f"{name} is the best available"])
+            return _described(backend_class(), [*passed_over, f"{name} is the best available"])
         passed_over.append(f"no {name}: {reason}")
     raise AssertionError("the CPU backend is always available")
+
+
+def _described(chosen: Backend, reasons: list[str]) -> tuple[Backend, str]:
+    return chosen, f"{'; '.join(reasons)} ({chosen.description()})"
 
 
 def _require_backend(name: str) -> Backend:

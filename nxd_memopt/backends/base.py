@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from nxd_memopt.backends.attention_call import AttentionCall
+
 ContextPair = tuple[AbstractContextManager[None], AbstractContextManager[None]]
 
 
@@ -41,12 +43,23 @@ class Backend(ABC):
     distributed_backend: str
     device: torch.device
     attention_implementations: tuple[str, ...]
-    """Names understood by ``ops.attention``, best first."""
+    """Names understood by ``ops.attention``, best first; the last is ``"math"``, which runs always."""
+    sdpa_needs_equal_heads: bool = False
+    """PyTorch's fused attention wants a KV head for each query head."""
 
     @classmethod
     @abstractmethod
     def unavailable_reason(cls) -> str | None:
         """Return why this machine cannot use the backend, or ``None`` if it can."""
+
+    @classmethod
+    def passed_over_reason(cls) -> str | None:
+        """Return why the backend is not chosen unasked, or ``None`` if it may be."""
+        return cls.unavailable_reason()
+
+    def description(self) -> str:
+        """What the backend runs on, for people; part of ``BACKEND_REASON``."""
+        return f"{self.name} on {self.device}"
 
     # Processes and groups
 
@@ -67,8 +80,12 @@ class Backend(ABC):
     def group_size(self, group: ProcessGroup | None) -> int: ...
 
     @abstractmethod
-    def group_rank(self, group: ProcessGroup | None) -> int | Tensor:
+    def group_rank(self, group: ProcessGroup | None) -> int:
+        """This rank in ``group``, for descriptions and files; a forward or backward uses ``group_rank_in_graph``."""
+
+    def group_rank_in_graph(self, group: ProcessGroup | None) -> int | Tensor:
         """This rank in ``group``: a 0-dim device tensor where all ranks must trace one graph, otherwise an int."""
+        return self.group_rank(group)
 
     @abstractmethod
     def shard(self, tensor: Tensor, dim: int, group: ProcessGroup | None) -> Tensor:
@@ -114,6 +131,11 @@ class Backend(ABC):
 
     # Execution and memory
 
+    def attention_refusal(self, implementation: str, call: AttentionCall) -> str | None:
+        """Why ``implementation`` fails on this device, or would materialise S x S there; ``None``: it serves ``call``."""
+        del implementation, call
+        return None
+
     def mark_step(self) -> None:
         """End the step: a device that records graphs lazily runs what it recorded."""
         return
@@ -123,12 +145,12 @@ class Backend(ABC):
         return
 
     @abstractmethod
-    def memory_allocated(self) -> int:
-        """Bytes in use now."""
+    def memory_allocated(self) -> int | None:
+        """Bytes in use now; ``None`` where the device does not tell."""
 
     @abstractmethod
-    def max_memory_allocated(self) -> int:
-        """Peak bytes since the last reset."""
+    def max_memory_allocated(self) -> int | None:
+        """Peak bytes since the last reset; ``None`` where the device does not tell."""
 
     @abstractmethod
     def reset_peak_memory_stats(self) -> None: ...
@@ -136,6 +158,10 @@ class Backend(ABC):
     def optimization_barrier(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return ``tensors`` so that a compiler cannot merge work behind the barrier with work before it."""
         return list(tensors)
+
+    def check_recompute(self) -> None:
+        """Raise ``ValueError`` where the device's compiler is set up so that recomputation would save no memory."""
+        return
 
     @abstractmethod
     def checkpoint(

@@ -62,13 +62,13 @@ class C10dBackend(Backend):
     def group_size(self, group: ProcessGroup | None) -> int:
         return 1 if group is None else group.size()
 
-    def group_rank(self, group: ProcessGroup | None) -> int | Tensor:
+    def group_rank(self, group: ProcessGroup | None) -> int:
         return 0 if group is None else group.rank()
 
     def shard(self, tensor: Tensor, dim: int, group: ProcessGroup | None) -> Tensor:
         size = self.group_size(group)
         length = tensor.size(dim) // size
-        return tensor if size == 1 else tensor.narrow(dim, int(self.group_rank(group)) * length, length)
+        return tensor if size == 1 else tensor.narrow(dim, self.group_rank(group) * length, length)
 
     def all_reduce(self, tensor: Tensor, group: ProcessGroup | None, op: str = "sum") -> Tensor:
         if self.group_size(group) == 1:

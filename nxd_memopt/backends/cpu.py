@@ -16,7 +16,7 @@ class CpuBackend(C10dBackend):
 
     name = "cpu"
     distributed_backend = "gloo"
-    attention_implementations = ("sdpa", "math")
+    attention_implementations = ("sdpa", "tiled", "math")
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -35,19 +35,24 @@ class CpuBackend(C10dBackend):
         torch.set_rng_state(state)
 
     def memory_allocated(self) -> int:
-        return _resident_bytes("VmRSS")
+        return resident_bytes("VmRSS")
 
     def max_memory_allocated(self) -> int:
-        return _resident_bytes("VmHWM")
+        return resident_bytes("VmHWM")
 
     def reset_peak_memory_stats(self) -> None:
         """Restart the peak from the present figure, where the kernel allows it (Linux 4.0 and newer)."""
-        clear_refs = Path("/proc/self/clear_refs")
-        if clear_refs.exists():
-            clear_refs.write_text("5", encoding="ascii")
+        reset_resident_peak()
 
 
-def _resident_bytes(field: str) -> int:
+def reset_resident_peak() -> None:
+    clear_refs = Path("/proc/self/clear_refs")
+    if clear_refs.exists():
+        clear_refs.write_text("5", encoding="ascii")
+
+
+def resident_bytes(field: str) -> int:
+    """The process's ``VmRSS`` (resident now) or ``VmHWM`` (its peak), in bytes."""
     status = Path("/proc/self/status")
     if not status.exists():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -16,7 +16,7 @@ class CudaBackend(C10dBackend):
 
     name = "cuda"
     distributed_backend = "nccl"
-    attention_implementations = ("sdpa", "math")
+    attention_implementations = ("sdpa", "tiled", "math")
 
     def __init__(self) -> None:
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))

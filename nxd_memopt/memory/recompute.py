@@ -48,6 +48,8 @@ def apply_recompute(model: Recomputable, memory: MemoryConfig) -> None:
         ValueError: ``recompute_num_layers`` exceeds, or for ``uniform`` does not divide, the number of layers.
     """
     remove_recompute(model)
+    if memory.recompute_granularity is not None:
+        backend.check_recompute()
     if memory.recompute_granularity == "full":
         _apply_full(list(model.decoder_layers()), memory)
     elif memory.recompute_granularity == "selective":

@@ -65,6 +65,16 @@ def raise_together(task: str) -> Iterator[None]:
             raise ValueError(f"{task} failed on rank {rank}: {report}")
 
 
+def turns(ranks_at_once: int) -> Iterator[bool]:
+    """Yield, in each round of a host's ranks, whether this rank acts: ``ranks_at_once`` do. Every rank calls."""
+    if ranks_at_once < 1:
+        raise ValueError(f"ranks that act at the same time must be at least 1, got {ranks_at_once}")
+    local_rank = dist.get_node_local_rank(fallback_rank=0) if dist.is_initialized() else 0  # pyright: ignore[reportPrivateImportUsage]
+    last_local_rank = max(int(text) for text in share_texts(str(local_rank)))
+    for turn in range(last_local_rank // ranks_at_once + 1):
+        yield turn == local_rank // ranks_at_once
+
+
 # Slices of one tensor
 
 
@@ -136,7 +146,8 @@ def _join_shards(stacked: Tensor, param: Tensor) -> Tensor:
     """Undo ``local_slice``: ``stacked`` holds the shards of ranks 0 to T-1 along dim 0."""
     dim, description = _partition_dim(param), cast(Any, param)
     shape = list(param.shape)
-    shape[dim] *= description.num_partitions
+    blocks = getattr(param, "blocks", None)
+    shape[dim] = sum(b.full_rows for b in blocks) if blocks else shape[dim] * description.num_partitions
     full = stacked.new_empty(shape)
     shards = stacked.split(param.shape[0])
     for partition in range(description.num_partitions):
@@ -219,7 +230,8 @@ def is_model_replica_zero() -> bool:
     return parallel_state.get_data_parallel_rank() == parallel_state.get_context_model_parallel_rank() == 0
 
 
-def _write(path: Path, checkpoint: Any) -> None:
+def write_tensors(path: Path, checkpoint: Any) -> None:
+    """Write what ``read_tensors`` reads; an existing file is replaced once the new one is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     rank = dist.get_rank() if dist.is_initialized() else 0
     incomplete = path.with_name(f"{path.name}.rank_{rank}.incomplete")
@@ -256,7 +268,8 @@ def save(
     for turn in range(parallel_state.get_tensor_model_parallel_size() if save_serially else 1):
         with raise_together(f"saving {output_dir}"):
             if writes and (turn == rank or not save_serially):
-                _write(rank_directory(output_dir) / "checkpoint.pt", to_host(checkpoint, down_cast_bf16=down_cast_bf16))
+                content = to_host(checkpoint, down_cast_bf16=down_cast_bf16)
+                write_tensors(rank_directory(output_dir) / "checkpoint.pt", content)
 
 
 def load(

@@ -37,6 +37,7 @@ class ParallelEmbedding(ShardedModule):
         sequence_parallel_enabled: return a shard along the sequence.
         sequence_dimension: 0 or 1, see above.
         tensor_model_parallel_group: default the tensor-parallel group.
+        collect_output: False returns this rank's part: its partial sum, or its columns.
 
     The reduction is exact in any dtype, since one rank alone adds a row that is not zero.
 
@@ -59,6 +60,7 @@ class ParallelEmbedding(ShardedModule):
         sequence_parallel_enabled: bool = False,
         sequence_dimension: int | None = None,
         tensor_model_parallel_group: ProcessGroup | None = None,
+        collect_output: bool = True,
     ) -> None:
         super().__init__()
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
@@ -68,7 +70,7 @@ class ParallelEmbedding(ShardedModule):
             )
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
-        self.shard_across_embedding = shard_across_embedding
+        self.shard_across_embedding, self.collect_output = shard_across_embedding, collect_output
         self.sequence_parallel_enabled = sequence_parallel_enabled
         self.sequence_dimension = check_sequence_dimension(sequence_dimension)
         self.init_method = init_method or self._default_init
@@ -82,7 +84,7 @@ class ParallelEmbedding(ShardedModule):
         shape[dim] = require_divisible(what, padded if pad else shape[dim], "tensor_model_parallel_size", size, remedy)
         self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
         full_shape = (num_embeddings, embedding_dim)
-        rank = int(backend.group_rank(self.tensor_parallel_group))
+        rank = backend.group_rank(self.tensor_parallel_group)
         set_tensor_model_parallel_attributes(self.weight, True, dim, 1, size, full_shape=full_shape, rank=rank)
         self.init_weight_cpu()
 
@@ -102,8 +104,10 @@ class ParallelEmbedding(ShardedModule):
         ids = input.t() if sequence_first else input
         if self.shard_across_embedding:
             rows = self._detach_padding(F.embedding(ids, self.weight), ids)
-            return self._finish_hidden_shards(rows)
+            return self._finish_hidden_shards(rows) if self.collect_output else rows
         rows = self._detach_padding(self._local_rows(ids), ids)
+        if not self.collect_output:
+            return rows
         if self.sequence_parallel_enabled:
             return mappings.reduce_scatter_to_sequence_parallel_region(
                 rows, self.sequence_dimension, self.tensor_parallel_group
@@ -123,7 +127,7 @@ class ParallelEmbedding(ShardedModule):
         if backend.group_size(self.tensor_parallel_group) == 1:
             return F.embedding(ids, self.weight)
         per_partition = self.weight.size(0)
-        local = ids - backend.group_rank(self.tensor_parallel_group) * per_partition
+        local = ids - backend.group_rank_in_graph(self.tensor_parallel_group) * per_partition
         held = (local >= 0) & (local < per_partition)
         in_vocabulary = (ids >= 0) & (ids < self.num_embeddings)
         local = torch.where(held, local, torch.where(in_vocabulary, 0, per_partition))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import cast
 
 import torch
@@ -28,7 +29,7 @@ def _parameters(source: ParameterSource) -> list[Tensor]:
     return list(source)
 
 
-def _gradient(param: Tensor) -> Tensor | None:
+def gradient_of(param: Tensor) -> Tensor | None:
     """The gradient that the optimizer will use: ``main_grad`` where gradients accumulate in fp32."""
     main_grad = getattr(param, "main_grad", None)
     return param.grad if main_grad is None else main_grad
@@ -37,8 +38,9 @@ def _gradient(param: Tensor) -> Tensor | None:
 def allreduce_sequence_parallel_gradients(source: ParameterSource) -> None:
     """Sum, in place, the gradients of parameters that saw only their rank's sequence shard.
 
-    Those are the ones tagged ``sequence_parallel_enabled``: norms and row-parallel biases. Call it once after the last
-    backward of a step and before clipping. One flat collective per dtype.
+    Those are the ones tagged ``sequence_parallel_enabled``: norms and row-parallel biases. Call it after the last
+    backward of a step and before clipping; a gradient that it summed is left alone until something else writes to it,
+    so a script and its optimizer may both call it. One flat collective per dtype.
 
     Args:
         source: a module, an optimizer or parameters.
@@ -46,9 +48,30 @@ def allreduce_sequence_parallel_gradients(source: ParameterSource) -> None:
     grads = [
         grad
         for param in _parameters(source)
-        if getattr(param, "sequence_parallel_enabled", False) and (grad := _gradient(param)) is not None
+        if getattr(param, "sequence_parallel_enabled", False) and (grad := gradient_of(param)) is not None
     ]
-    _all_reduce_in_buckets(grads, parallel_state.get_tensor_model_parallel_group())
+    pending = [grad for grad in grads if not _is_sequence_reduced(grad)]
+    _all_reduce_in_buckets(pending, parallel_state.get_tensor_model_parallel_group())
+    for grad in pending:
+        _mark_sequence_reduced(grad)
+
+
+def _is_sequence_reduced(grad: Tensor) -> bool:
+    """Whether nothing has written to ``grad`` since the hook summed it; every in-place write raises ``_version``."""
+    return getattr(grad, "sequence_reduced_version", None) == grad._version
+
+
+def _mark_sequence_reduced(grad: Tensor) -> None:
+    grad.sequence_reduced_version = grad._version  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@contextmanager
+def _keep_sequence_marks(grads: list[Tensor]) -> Iterator[None]:
+    """Scaling or averaging inside leaves gradients summed over the sequence shards as they were: summed."""
+    reduced = [grad for grad in grads if _is_sequence_reduced(grad)]
+    yield
+    for grad in reduced:
+        _mark_sequence_reduced(grad)
 
 
 def bucket_allreduce_gradients(source: ParameterSource, *, bucket_bytes: int = _DEFAULT_BUCKET_BYTES) -> None:
@@ -59,9 +82,10 @@ def bucket_allreduce_gradients(source: ParameterSource, *, bucket_bytes: int = _
         bucket_bytes: upper size of one collective; a larger gradient goes alone.
     """
     tensors = _parameters(source)
-    grads = [grad for t in tensors if (grad := _gradient(t) if isinstance(t, nn.Parameter) else t) is not None]
+    grads = [grad for t in tensors if (grad := gradient_of(t) if isinstance(t, nn.Parameter) else t) is not None]
     group = parallel_state.get_data_parallel_group()
-    _all_reduce_in_buckets(grads, group, average=True, bucket_bytes=bucket_bytes)
+    with _keep_sequence_marks(grads):
+        _all_reduce_in_buckets(grads, group, average=True, bucket_bytes=bucket_bytes)
 
 
 def _all_reduce_in_buckets(
@@ -74,31 +98,34 @@ def _all_reduce_in_buckets(
     size = backend.group_size(group)
     if size == 1:
         return
-    for bucket in _buckets(grads, bucket_bytes):
+    for indices in bucket_indices(grads, bucket_bytes):
+        bucket = [grads[i] for i in indices]
         flat = torch.cat([grad.detach().reshape(-1) for grad in bucket])
         flat = backend.all_reduce(flat.div_(size) if average else flat, group)
         for grad, reduced in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):
             grad.detach().copy_(reduced.view_as(grad))
 
 
-def _buckets(grads: list[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]:
-    """Group by dtype and device, in order, up to ``bucket_bytes``."""
-    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for grad in grads:
-        by_kind.setdefault((grad.dtype, grad.device), []).append(grad)
+def bucket_indices(tensors: Sequence[Tensor], bucket_bytes: int) -> Iterator[list[int]]:
+    """Group the positions of ``tensors`` by dtype and device, in order, up to ``bucket_bytes`` in each group."""
+    by_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        by_kind.setdefault((tensor.dtype, tensor.device), []).append(i)
     for same_kind in by_kind.values():
-        bucket: list[Tensor] = []
+        bucket: list[int] = []
         filled = 0
-        for grad in same_kind:
-            if bucket and filled + grad.nbytes > bucket_bytes:
+        for i in same_kind:
+            if bucket and filled + tensors[i].nbytes > bucket_bytes:
                 yield bucket
                 bucket, filled = [], 0
-            bucket.append(grad)
-            filled += grad.nbytes
+            bucket.append(i)
+            filled += tensors[i].nbytes
         yield bucket
 
 
-def get_grad_norm(source: ParameterSource, norm_type: float = 2.0) -> Tensor:
+def get_grad_norm(
+    source: ParameterSource, norm_type: float = 2.0, *, sharding_group: ProcessGroup | None = None
+) -> Tensor:
     """Norm of the whole model's gradient, in fp32 (0-dim), the same on every tensor-parallel rank.
 
     Shards are summed over the ranks, each replica of a shared shard counts as its fraction, and parameters that every
@@ -107,16 +134,19 @@ def get_grad_norm(source: ParameterSource, norm_type: float = 2.0) -> Tensor:
     Args:
         source: a module, an optimizer or parameters; those without a gradient count zero.
         norm_type: 2, any p >= 1, or infinity.
+        sharding_group: each rank of it holds other elements of every parameter (ZeRO); ``None`` when each holds all.
 
     Raises:
         ValueError: for a norm_type below 1.
     """
     if not norm_type >= 1:
         raise ValueError(f"norm_type must be at least 1 or infinity, got {norm_type}")
-    params = [param for param in _parameters(source) if _gradient(param) is not None]
+    params = [param for param in _parameters(source) if gradient_of(param) is not None]
     sharded = _local_norm([p for p in params if is_sharded(p)], norm_type)
     replicated = _local_norm([p for p in params if not is_sharded(p)], norm_type)
     group = parallel_state.get_tensor_model_parallel_group()
+    op = "max" if norm_type == torch.inf else "sum"
+    sharded, replicated = backend.all_reduce(torch.stack([sharded, replicated]), sharding_group, op=op).unbind()
     if norm_type == torch.inf:
         return torch.maximum(backend.all_reduce(sharded, group, op="max"), replicated)
     return (backend.all_reduce(sharded, group) + replicated) ** (1 / norm_type)
@@ -126,24 +156,39 @@ def _local_norm(params: list[Tensor], norm_type: float) -> Tensor:
     """Maximum for infinity, otherwise the sum of p-th powers; each gradient divided among its replicas."""
     if not params:
         return torch.zeros((), device=backend.device)
-    grads = [cast(Tensor, _gradient(param)).detach() for param in params]
+    grads, replicas = zip(*(piece for param in params for piece in _replica_pieces(param)), strict=True)
     wide = torch.float64 if any(grad.dtype == torch.float64 for grad in grads) else torch.float32
     norms = torch.stack([norm.float() for norm in torch._foreach_norm(grads, norm_type, dtype=wide)])  # pyright: ignore[reportPrivateImportUsage]
     if norm_type == torch.inf:
         return norms.nan_to_num(
             nan=torch.inf, posinf=torch.inf
         ).amax()  # a maximum over ranks may lose NaN, not infinity
-    shares = norms.new_tensor([1 / getattr(param, "replicas", 1) for param in params])
-    return (norms**norm_type * shares).sum()
+    return (norms**norm_type / norms.new_tensor(replicas)).sum()
 
 
-def clip_grad_norm(source: ParameterSource, max_norm: float, norm_type: float = 2.0) -> Tensor:
+def _replica_pieces(param: Tensor) -> list[tuple[Tensor, int]]:
+    """The gradient in pieces, each with the number of ranks that hold it."""
+    grad = cast(Tensor, gradient_of(param)).detach()
+    blocks = getattr(param, "blocks", None)
+    if not blocks:
+        return [(grad, getattr(param, "replicas", 1))]
+    return [(piece, b.replicas) for piece, b in zip(grad.split([b.rows for b in blocks]), blocks, strict=True)]
+
+
+def clip_grad_norm(
+    source: ParameterSource,
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    sharding_group: ProcessGroup | None = None,
+) -> Tensor:
     """Scale all gradients in place so that the whole model's norm is at most ``max_norm``.
 
     Args:
         source: a module, an optimizer or parameters (a generator too).
         max_norm: greatest norm allowed, above 0.
         norm_type: see ``get_grad_norm``.
+        sharding_group: see ``get_grad_norm``.
 
     Returns:
         The norm before clipping, fp32, 0-dim; NaN or infinite where a gradient is: check it before the optimizer.
@@ -151,9 +196,10 @@ def clip_grad_norm(source: ParameterSource, max_norm: float, norm_type: float = 
     if not max_norm > 0:
         raise ValueError(f"max_norm must be above 0, got {max_norm}: leave clipping out to switch it off")
     params = _parameters(source)
-    total_norm = get_grad_norm(params, norm_type)
+    total_norm = get_grad_norm(params, norm_type, sharding_group=sharding_group)
     factor = (max_norm / (total_norm + 1e-6)).clamp(max=1.0)  # 1e-6: torch.nn.utils.clip_grad_norm_'s
-    grads = [grad.detach() for param in params if (grad := _gradient(param)) is not None]
+    grads = [grad for param in params if (grad := gradient_of(param)) is not None]
     if grads:
-        torch._foreach_mul_(grads, factor)  # pyright: ignore[reportPrivateImportUsage]
+        with _keep_sequence_marks(grads):
+            torch._foreach_mul_([grad.detach() for grad in grads], factor)  # pyright: ignore[reportPrivateImportUsage]
     return total_norm

@@ -6,29 +6,27 @@ under sequence parallelism (``sequence_dimension=1``: ``[B, s, H]``). Sources: a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends import Pending, backend
 from nxd_memopt.config import require_divisible
 from nxd_memopt.parallel_layers import mappings, parallel_state
+from nxd_memopt.parallel_layers.base_linear import BaseParallelLinear
 from nxd_memopt.parallel_layers.embedding import ParallelEmbedding
-from nxd_memopt.parallel_layers.initialization import InitMethod, initialize_sharded_
+from nxd_memopt.parallel_layers.initialization import InitMethod
 from nxd_memopt.parallel_layers.utils import (
-    ShardedModule,
     cast_if_autocast_enabled,
     check_sequence_dimension,
     padded_size,
     refuse_second_derivatives,
-    set_tensor_model_parallel_attributes,
 )
 
 __all__ = [
@@ -89,6 +87,7 @@ class _ColumnParallel(torch.autograd.Function):
         refuse_second_derivatives()
         comm: ColumnCommunication = ctx.comm
         x, *weights = ctx.saved_tensors
+        x, *grads = backend.optimization_barrier([x, *grads])  # the second gather is not the first one's copy
         needs_input, _, *needs_parameters = ctx.needs_input_grad
         gathers = comm.sequence_dimension is not None and any(needs_parameters[0::2])
         gathering = comm.start_input_gather(x) if gathers else None
@@ -119,38 +118,6 @@ def _parameter_grads(
         bias_grad = flat.sum(0) if needs_bias else None
         results += [g if g is None else backend.all_reduce(g, group) for g in (weight_grad, bias_grad)]
     return results
-
-
-class BaseParallelLinear(ShardedModule):
-    """What column- and row-parallel linear layers share: parameters, their description and their initialisation."""
-
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-    full_input_size: int
-    init_method: InitMethod | None
-    master_weight: Tensor | None = None
-
-    def initialize_weight_biases(self) -> None:
-        """Draw weight and bias anew; every tensor-parallel rank calls it, in the same order of layers."""
-        self.init_weight_cpu()
-        if self.bias is not None:
-            bound = 1 / math.sqrt(max(self.full_input_size, 1))  # torch.nn.Linear's
-            initialize_sharded_(self.bias, lambda bias: nn.init.uniform_(bias, -bound, bound))
-
-    def init_weight_cpu(self) -> None:
-        """Draw the weight anew, on the CPU: see ``initialization.initialize_sharded_``."""
-        init_method = self.init_method or _default_init
-        self.master_weight = initialize_sharded_(self.weight, init_method, keep_full=self.keep_master_weight)
-
-    keep_master_weight: bool = False
-    tensor_parallel_group: ProcessGroup | None
-
-    def _group_rank(self) -> int:
-        return int(backend.group_rank(self.tensor_parallel_group))
-
-
-def _default_init(weight: Tensor) -> object:
-    return nn.init.kaiming_uniform_(weight, a=math.sqrt(5))  # torch.nn.Linear's
 
 
 def _check_padding(pad: bool, stride: int) -> None:
@@ -227,7 +194,8 @@ class ColumnParallelLinear(BaseParallelLinear):
             raise ValueError(f"replicas={replicas} needs the default tensor-parallel group: leave the group out")
         _check_padding(pad, stride)
         self.input_size = self.full_input_size = input_size
-        self.output_size = output_size
+        self.output_size, self.use_bias = output_size, bias
+        self.dtype, self.device, self.replicas = dtype, device, replicas
         self.stride, self.gather_output, self.skip_bias_add = stride, gather_output, skip_bias_add
         self.sequence_parallel_enabled = sequence_parallel_enabled
         self.sequence_dimension = check_sequence_dimension(sequence_dimension)
@@ -235,21 +203,19 @@ class ColumnParallelLinear(BaseParallelLinear):
         self.reduce_dtype, self.init_method = reduce_dtype, init_method
         self.tensor_parallel_group = mappings.resolve_group(tensor_model_parallel_group)
         self.replica_group = parallel_state.initialize_kv_group(replicas) if replicas > 1 else None
-        partitions = backend.group_size(self.tensor_parallel_group) // replicas
+        partitions = self._group_size() // replicas
         padded = padded_size(output_size, partitions * stride * pad_alignment_size_per_rank) if pad else output_size
         remedy = f"pass pad=True or use {padded_size(output_size, partitions * stride)}"
         local = stride * require_divisible(
             "output_size", padded, "tensor_model_parallel_size", partitions * stride, remedy
         )
         self.output_size_per_partition = local
-        self.weight = nn.Parameter(torch.empty(local, input_size, dtype=dtype, device=device))
-        self.bias = nn.Parameter(torch.empty(local, dtype=dtype, device=device)) if bias else None
-        for param, shape in ((self.weight, (output_size, input_size)), (self.bias, (output_size,))):
-            if param is not None:
-                set_tensor_model_parallel_attributes(
-                    param, True, 0, stride, partitions, full_shape=shape, replicas=replicas, rank=self._group_rank()
-                )
-        self.initialize_weight_biases()
+        self.initialize_weight_and_bias()
+
+    def set_weight_and_bias_config(self) -> None:
+        self.weight_shape, self.weight_partition_dim = (self.output_size_per_partition, self.input_size), 0
+        self.bias_shape = (self.output_size_per_partition,) if self.use_bias else None
+        self.bias_partition_dim = 0
 
     def communication(self, *replica_groups: ProcessGroup | None) -> ColumnCommunication:
         """How this layer's input meets weights whose shards are replicated over ``replica_groups``."""
@@ -261,7 +227,7 @@ class ColumnParallelLinear(BaseParallelLinear):
         (output,) = column_parallel(input, [(self.weight, bias)], self.communication(self.replica_group))
         if self.gather_output:
             output = mappings.gather_from_tensor_model_parallel_region(output, self.tensor_parallel_group)
-            output = _swap_blocks(output, backend.group_size(self.tensor_parallel_group), self.stride)
+            output = _swap_blocks(output, self._group_size(), self.stride)
             output = output if self.keep_padded_output else output[..., : self.output_size]
         return (output, self.bias) if self.skip_bias_add else output
 
@@ -342,28 +308,26 @@ class RowParallelLinear(BaseParallelLinear):
             raise ValueError("sequence_parallel_enabled=True needs input_is_parallel=True, got False: pass both")
         if bias and not reduce_output and not skip_bias_add:
             raise ValueError("reduce_output=False needs bias=False, got True: a partial sum would add it on every rank")
-        self.full_input_size, self.output_size = input_size, output_size
+        self.full_input_size, self.output_size, self.use_bias = input_size, output_size, bias
+        self.dtype, self.device = dtype, device
         self.stride, self.input_is_parallel, self.reduce_output = stride, input_is_parallel, reduce_output
         self.skip_bias_add, self.keep_master_weight = skip_bias_add, keep_master_weight
         self.sequence_parallel_enabled = sequence_parallel_enabled
         self.sequence_dimension = check_sequence_dimension(sequence_dimension)
         self.reduce_dtype, self.init_method = reduce_dtype, init_method
         self.tensor_parallel_group = mappings.resolve_group(tensor_model_parallel_group)
-        size = backend.group_size(self.tensor_parallel_group)
+        size = self._group_size()
         self.input_size = padded_size(input_size, size * stride) if pad else input_size
         remedy = f"pass pad=True or use {padded_size(input_size, size * stride)}"
         local = stride * require_divisible(
             "input_size", self.input_size, "tensor_model_parallel_size", size * stride, remedy
         )
         self.input_size_per_partition = local
-        self.weight = nn.Parameter(torch.empty(output_size, local, dtype=dtype, device=device))
-        self.bias = nn.Parameter(torch.empty(output_size, dtype=dtype, device=device)) if bias else None
-        shape, rank = (output_size, input_size), self._group_rank()
-        set_tensor_model_parallel_attributes(self.weight, True, 1, stride, size, full_shape=shape, rank=rank)
-        if self.bias is not None:
-            set_tensor_model_parallel_attributes(self.bias, False, -1, full_shape=(output_size,))
-            self.bias.sequence_parallel_enabled = sequence_parallel_enabled  # pyright: ignore[reportAttributeAccessIssue]
-        self.initialize_weight_biases()
+        self.initialize_weight_and_bias()
+
+    def set_weight_and_bias_config(self) -> None:
+        self.weight_shape, self.weight_partition_dim = (self.output_size, self.input_size_per_partition), 1
+        self.bias_shape, self.bias_partition_dim = (self.output_size,) if self.use_bias else None, None
 
     def forward(self, input: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         output = F.linear(self._local_input(input), self.weight)
@@ -380,7 +344,7 @@ class RowParallelLinear(BaseParallelLinear):
                 )
             padding = self.input_size - self.full_input_size
             input = F.pad(input, (0, padding)) if padding else input
-            input = _swap_blocks(input, self.stride, backend.group_size(self.tensor_parallel_group))
+            input = _swap_blocks(input, self.stride, self._group_size())
             input = mappings.scatter_to_tensor_model_parallel_region(input, self.tensor_parallel_group)
         if input.size(-1) != self.input_size_per_partition:
             raise ValueError(

@@ -30,7 +30,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, options: _CrossEntropy) -> Tensor:
-        first_column = backend.group_rank(options.group) * logits.size(-1)
+        first_column = backend.group_rank_in_graph(options.group) * logits.size(-1)
         shifted = _subtract_max(logits, first_column, options)
         local_target = target - first_column
         held = (local_target >= 0) & (local_target < logits.size(-1))
@@ -148,3 +148,19 @@ def parallel_cross_entropy(
         raise ValueError(f"vocab_size must be within (0, {columns}], the columns of all ranks, got {vocab_size}")
     options = _CrossEntropy(group, vocab_size or columns, label_smoothing, ignore_index)
     return cast(Tensor, _VocabParallelCrossEntropy.apply(vocab_parallel_logits, target, options))
+
+
+def from_parallel_logits_to_logprobs(vocab_parallel_logits: Tensor, target: Tensor, inference: bool = True) -> Tensor:
+    """Log-probability of each next token, from vocabulary-sharded logits: what preference optimisation sums.
+
+    Args:
+        vocab_parallel_logits: ``[B, S, V/T]``; position i predicts token i + 1.
+        target: ``[B, S]`` token ids, not shifted.
+        inference: keep nothing for a backward.
+
+    Returns:
+        ``[B, S - 1]``, fp32 (fp64 for fp64 logits), the same on every rank.
+    """
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not inference):
+        next_token = target.roll(-1, dims=-1)
+        return -parallel_cross_entropy(vocab_parallel_logits, next_token)[:, :-1].contiguous()

@@ -171,6 +171,20 @@ def gather_from_tensor_model_parallel_region(tensor: Tensor, process_group: Proc
     return _apply(_Gather, tensor, resolve_group(process_group), -1, False)
 
 
+def gather_from_tensor_model_parallel_region_with_dim(
+    tensor: Tensor, gather_dim: int, process_group: ProcessGroup | None = None
+) -> Tensor:
+    """All-gather / split of ``gather_dim``. ``[..., n/T, ...] -> [..., n, ...]``."""
+    return _apply(_Gather, tensor, resolve_group(process_group), gather_dim, False)
+
+
+def scatter_input_channels_to_tensor_model_parallel_region(
+    tensor: Tensor, process_group: ProcessGroup | None = None
+) -> Tensor:
+    """Split / all-gather of the channels. ``[N, C, H, W] -> [N, C/T, H, W]``."""
+    return _apply(_Split, tensor, resolve_group(process_group), 1)
+
+
 # Sequence region
 
 

@@ -37,6 +37,7 @@ class _Axis:
 class _State:
     axes: dict[str, _Axis] = field(default_factory=dict)
     kv_groups: dict[int, _Axis] = field(default_factory=dict)
+    other_groups: list[_Axis] = field(default_factory=list)
     rng_states: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -130,10 +131,14 @@ def _create_axis(rank_groups: RankGroups) -> _Axis:
 
 def destroy_model_parallel() -> None:
     """Forget every group and random stream; the world's own process group stays."""
-    for axis in (*_STATE.axes.values(), *_STATE.kv_groups.values()):
+    for axis in _all_axes():
         if axis.group is not None and dist.is_initialized():
             dist.destroy_process_group(axis.group)
-    _STATE.axes, _STATE.kv_groups, _STATE.rng_states = {}, {}, {}
+    _STATE.axes, _STATE.kv_groups, _STATE.other_groups, _STATE.rng_states = {}, {}, [], {}
+
+
+def _all_axes() -> list[_Axis]:
+    return [*_STATE.axes.values(), *_STATE.kv_groups.values(), *_STATE.other_groups]
 
 
 def model_parallel_is_initialized() -> bool:
@@ -158,8 +163,16 @@ def _group(name: str, as_list: bool) -> Group:
 
 def process_groups() -> list[ProcessGroup]:
     """Every group that exists; a copy of a module shares them."""
-    axes = (*_STATE.axes.values(), *_STATE.kv_groups.values())
-    return [axis.group for axis in axes if axis.group is not None]
+    return [axis.group for axis in _all_axes() if axis.group is not None]
+
+
+def group_of(rank_groups: RankGroups) -> ProcessGroup | None:
+    """This rank's group of a partition of the world; created where no dimension has it. Every rank calls."""
+    for axis in _all_axes():
+        if axis.rank_groups == rank_groups:
+            return axis.group
+    _STATE.other_groups.append(_create_axis(rank_groups))
+    return _STATE.other_groups[-1].group
 
 
 def rng_states() -> dict[str, Tensor]:
@@ -194,6 +207,42 @@ def get_kv_shared_group(kv_shared_group_size: int, as_list: bool = False) -> Gro
         raise RuntimeError(f"no KV groups of size {kv_shared_group_size}: call initialize_kv_group first")
     axis = _STATE.kv_groups[kv_shared_group_size]
     return axis.rank_groups if as_list else axis.group
+
+
+def destroy_kv_group() -> None:
+    """Forget the groups of ``initialize_kv_group``."""
+    for axis in _STATE.kv_groups.values():
+        if axis.group is not None and dist.is_initialized():
+            dist.destroy_process_group(axis.group)
+    _STATE.kv_groups = {}
+
+
+def initialize_token_shuffle_group(token_shuffle_group_size: int = 1) -> None:
+    """Cut the data-parallel groups into runs of ``token_shuffle_group_size`` ranks, which exchange tokens.
+
+    Raises:
+        ValueError: when the size does not divide the data-parallel size.
+    """
+    size = token_shuffle_group_size
+    if get_data_parallel_size() % size:
+        raise ValueError(
+            f"token_shuffle_group_size {size} does not divide data-parallel size {get_data_parallel_size()}"
+        )
+    data_groups = get_data_parallel_replica_groups()
+    runs = [ranks[i : i + size] for ranks in data_groups for i in range(0, len(ranks), size)]
+    _STATE.axes["token_shuffle"] = _create_axis(runs)
+
+
+def get_token_shuffle_group(as_list: bool = False) -> Group:
+    return _group("token_shuffle", as_list)
+
+
+def get_token_shuffle_replica_groups() -> RankGroups:
+    return _axis("token_shuffle").rank_groups
+
+
+def get_token_shuffle_group_size() -> int:
+    return _axis("token_shuffle").size
 
 
 def get_world_group(as_list: bool = False) -> Group:
@@ -272,6 +321,24 @@ def get_context_model_parallel_size() -> int:
 
 def get_context_model_parallel_rank() -> int:
     return _axis("context").rank
+
+
+def get_context_model_parallel_src_tgt_pairs() -> RankGroups:
+    """``[source, target]`` of each step around the ring of this rank's context-parallel group."""
+    ranks = _axis("context").ranks
+    return [[rank, ranks[(i + 1) % len(ranks)]] for i, rank in enumerate(ranks)]
+
+
+def get_zero1_sharding_groups() -> RankGroups:
+    """The ranks that hold the same parameters: those of one pipeline stage and one tensor-parallel rank."""
+    context_groups = get_context_model_parallel_replica_groups()
+    stages, copies = get_pipeline_model_parallel_size(), get_data_parallel_size()
+    stride = len(context_groups) // (stages * copies)  # context groups are ordered [stage, data, tensor]
+    return [
+        [rank for copy in range(copies) for rank in context_groups[(stage * copies + copy) * stride + tensor]]
+        for stage in range(stages)
+        for tensor in range(stride)
+    ]
 
 
 def get_expert_model_parallel_group(as_list: bool = False) -> Group:

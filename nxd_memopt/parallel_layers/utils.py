@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,8 +23,24 @@ SHARD_ATTRIBUTES = (
     "replicas",
     "partition_index",
     "sequence_parallel_enabled",
+    "blocks",
 )
 """What the layers set on parameters; other tools may rely on each of them."""
+
+
+@dataclass(frozen=True)
+class ShardBlock:
+    """Rows of a fused parameter that are sharded by themselves; ``param.blocks`` lists them in order.
+
+    Attributes:
+        full_rows: rows of the whole block over all ranks.
+        rows: rows of it that each rank holds.
+        replicas: how many consecutive ranks hold the same rows.
+    """
+
+    full_rows: int
+    rows: int
+    replicas: int
 
 
 def divide(numerator: int, denominator: int) -> int:
@@ -89,7 +106,8 @@ def shard_ranges(param: Tensor, *, rank: int | None = None) -> list[tuple[int, i
     """Half-open index ranges along ``partition_dim`` of the padded full parameter that a rank holds, in local order.
 
     With n partitions and stride k the full dimension is k blocks ``[A_1 .. A_n] [B_1 .. B_n] ...``; partition i holds
-    ``[A_i B_i ...]``. Indices at or beyond ``full_shape[partition_dim]`` are padding.
+    ``[A_i B_i ...]``. Indices at or beyond ``full_shape[partition_dim]`` are padding. A parameter with ``blocks`` is
+    sharded block by block.
 
     Args:
         param: a parameter described by ``set_tensor_model_parallel_attributes``.
@@ -97,10 +115,21 @@ def shard_ranges(param: Tensor, *, rank: int | None = None) -> list[tuple[int, i
     """
     description: Any = param
     partition = description.partition_index if rank is None else rank // description.replicas
+    if getattr(param, "blocks", None):
+        return _block_ranges(description.blocks, partition)
     length = param.size(description.partition_dim) // description.partition_stride
     block = length * description.num_partitions
     starts = [i * block + partition * length for i in range(description.partition_stride)]
     return [(start, start + length) for start in starts]
+
+
+def _block_ranges(blocks: tuple[ShardBlock, ...], rank: int) -> list[tuple[int, int]]:
+    ranges, first = [], 0
+    for block in blocks:
+        start = first + rank // block.replicas * block.rows
+        ranges.append((start, start + block.rows))
+        first += block.full_rows
+    return ranges
 
 
 def requires_init_pg_override() -> bool:

@@ -25,7 +25,8 @@ Rules:
 - A rank that fails while others wait in a collective: after ``GRACE_S`` the pool is killed, the failure is raised,
   and the next test gets a fresh pool. ``@distributed(..., timeout_s=...)`` bounds the whole body (default
   ``TIMEOUT_S``); near the limit each rank prints its stack to stderr.
-- Ranks have torchrun's ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE`` and ``NXD_MEMOPT_BACKEND=cpu``.
+- Ranks have torchrun's ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, and ``NXD_MEMOPT_BACKEND=cpu``
+  unless the pytest process names another backend (tests/xla does).
 - Single-process tests need nothing of this: ``torch.distributed`` is not initialised in the pytest process.
 """
 
@@ -236,7 +237,8 @@ def reset_process(*, seed: int) -> None:
 
 def _worker_main(rank: int, world_size: int, port: int, connection: Connection) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
-    os.environ.update(LOCAL_WORLD_SIZE=str(world_size), NXD_MEMOPT_BACKEND="cpu")
+    os.environ.update(LOCAL_WORLD_SIZE=str(world_size))
+    os.environ.setdefault("NXD_MEMOPT_BACKEND", "cpu")
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)

@@ -58,5 +58,6 @@ def train(name: str, *, sequence_parallel: bool = False, memory: MemoryConfig | 
         grads.clip_grad_norm(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+        backend.mark_step()
         losses.append(loss.item())
     return losses

@@ -1,0 +1,50 @@
+"""Owns the description of one attention call: by it a device says which implementations it can run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """What decides which implementations of causal attention can run.
+
+    Args:
+        query_shape: ``[B, h, S, d]``.
+        kv_heads: g.
+        masked: there is a mask beside causality.
+        dropout_p: probability of dropping an attention weight.
+        dtype: of query, key and value.
+    """
+
+    query_shape: tuple[int, ...]
+    kv_heads: int
+    masked: bool
+    dropout_p: float
+    dtype: torch.dtype
+
+    @property
+    def sequence_length(self) -> int:
+        return self.query_shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        return self.query_shape[3]
+
+    def unsuited(self, kernel: str, *, sequence_multiple: int, max_head_dim: int) -> str | None:
+        """Why a flash kernel that takes neither mask nor dropout cannot serve the call; ``None``: it can."""
+        if self.dropout_p > 0:
+            return f"{kernel} has no dropout, got {self.dropout_p}"
+        if self.masked:
+            return f"{kernel} takes no mask"
+        if self.head_dim > max_head_dim:
+            return f"head size {self.head_dim} exceeds {kernel}'s {max_head_dim}"
+        if self.sequence_length % sequence_multiple:
+            padded = -(-self.sequence_length // sequence_multiple) * sequence_multiple
+            return (
+                f"sequence length {self.sequence_length} is not divisible by {kernel}'s {sequence_multiple}: "
+                f"pad to {padded} to use it"
+            )
+        return None

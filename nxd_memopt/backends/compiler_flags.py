@@ -1,0 +1,66 @@
+"""Owns what NEURON_CC_FLAGS means for activation recompute: which optimisation level neuronx-cc will use."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+DEFAULT_LEVEL = 2
+"""neuronx-cc's own, where no flag names one."""
+RECOMPUTE_LEVEL = 1
+"""The only level for which AWS documents that recomputation is not merged with the forward pass."""
+
+
+def optimization_level(flags: str) -> int:
+    """The level that neuronx-cc will use: the last of ``-O1``, ``-O 1``, ``--optlevel 1``, ``--optlevel=1``.
+
+    Raises:
+        ValueError: the flags cannot be split into words, or a level is no number.
+    """
+    _, levels = _parse(flags)
+    return levels[-1] if levels else DEFAULT_LEVEL
+
+
+def with_optimization_level(flags: str, level: int) -> str:
+    """``flags`` with every level that they name replaced by one ``-O<level>`` at the end."""
+    others, _ = _parse(flags)
+    return shlex.join([*others, f"-O{level}"])
+
+
+def recompute_error(flags: str | None) -> str | None:
+    """Why recompute would save no memory under these NEURON_CC_FLAGS, and the flags to set; ``None`` if it would.
+
+    Args:
+        flags: the variable's value, ``None`` where it is not set.
+    """
+    flags = flags or ""
+    level = optimization_level(flags)
+    if level == RECOMPUTE_LEVEL:
+        return None
+    _, levels = _parse(flags)
+    found = f"says -O{level}" if levels else f"names no level, which means -O{level}"
+    return (
+        f"activation recompute needs neuronx-cc at -O{RECOMPUTE_LEVEL}, but NEURON_CC_FLAGS {found}: there it "
+        "may merge the recomputation with the forward pass, and no memory is saved; before the first compile set "
+        f"NEURON_CC_FLAGS={shlex.quote(with_optimization_level(flags, RECOMPUTE_LEVEL))}"
+    )
+
+
+def _parse(flags: str) -> tuple[list[str], list[int]]:
+    """Split into words that name no level, and levels in order."""
+    try:
+        words = iter(shlex.split(flags))
+    except ValueError as error:
+        raise ValueError(f"NEURON_CC_FLAGS {flags!r} cannot be split into words: {error}") from error
+    others: list[str] = []
+    levels: list[int] = []
+    for word in words:
+        joined = re.fullmatch(r"(?:-O|--optlevel=)(.+)", word)
+        if word in ("-O", "--optlevel") or joined:
+            level = joined[1] if joined else next(words, "")
+            if not level.isdigit():
+                raise ValueError(f"NEURON_CC_FLAGS {flags!r}: {word} needs a level from 1 to 3, got {level!r}")
+            levels.append(int(level))
+        else:
+            others.append(word)
+    return others, levels

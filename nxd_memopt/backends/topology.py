@@ -1,0 +1,49 @@
+"""Owns the order in which tensor-parallel groups take the workers of Trainium nodes, so that neighbours share links."""
+
+from __future__ import annotations
+
+_TRN1_STRIDED_SIZE = 4
+_TRN2_CORES = 128
+_TRN2_ROWS = 4
+
+
+def trn1_order(world_size: int, tensor_model_parallel_size: int, *, workers_per_node: int) -> list[int]:
+    """Global ranks in the order in which trn1's tensor-parallel groups take them.
+
+    A trn1 node links the cores of a group of 4 only when they lie a quarter of the node apart: at T = 4 the groups are
+    ``[0, 8, 16, 24], [1, 9, 17, 25], ...`` of a node of 32 workers. Every other size takes neighbours, as do nodes that
+    4 does not divide.
+    """
+    size = tensor_model_parallel_size
+    if size != _TRN1_STRIDED_SIZE or workers_per_node % size or world_size % workers_per_node:
+        return list(range(world_size))
+    stride = workers_per_node // size
+    within = [start + step * stride for start in range(stride) for step in range(size)]
+    return _repeat_per_node(within, world_size)
+
+
+def trn2_order(
+    world_size: int, tensor_model_parallel_size: int, *, logical_nc_config: int, workers_per_node: int
+) -> list[int]:
+    """Global ranks in the order in which trn2's tensor-parallel groups take them.
+
+    The cores of a trn2 node form a torus of 4 rows; rows 0 and 3 are linked, rows 1 and 2 are. A group of two rows is
+    therefore made of linked rows: T = 32 at LNC 2, ``[0..15, 48..63], [16..31, 32..47]``, and T = 64 at LNC 1. Every
+    other size takes neighbours, as does a node of which only a part takes part.
+
+    Args:
+        world_size: workers of all nodes.
+        tensor_model_parallel_size: T.
+        logical_nc_config: LNC, physical cores per worker: 1 or 2.
+        workers_per_node: processes on each node.
+    """
+    full_node = _TRN2_CORES // logical_nc_config
+    if tensor_model_parallel_size * 2 != full_node or workers_per_node != full_node or world_size % full_node:
+        return list(range(world_size))
+    row = full_node // _TRN2_ROWS
+    within = [rank for first in (0, 3, 1, 2) for rank in range(first * row, (first + 1) * row)]
+    return _repeat_per_node(within, world_size)
+
+
+def _repeat_per_node(within: list[int], world_size: int) -> list[int]:
+    return [node + rank for node in range(0, world_size, len(within)) for rank in within]

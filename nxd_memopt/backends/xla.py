@@ -1,0 +1,255 @@
+"""Owns the XLA backend: torch_xla on trn1's NeuronCores, or on a CPU, where it simulates them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from nxd_memopt.backends.barrier_checkpoint import barrier_checkpoint
+from nxd_memopt.backends.base import Completed, ContextPair, Pending
+from nxd_memopt.backends.c10d import C10dBackend
+from nxd_memopt.backends.compiler_flags import recompute_error
+from nxd_memopt.backends.cpu import reset_resident_peak, resident_bytes
+
+_SEED_BITS = 64
+
+
+class XlaBackend(C10dBackend):
+    """Lazy tensors: operations are recorded, and compiled and run once a step, at ``mark_step``.
+
+    Collectives become part of the graph: they name the groups of all ranks and leave the layout open, and the rank is
+    held in a device tensor, so that all ranks compile one graph. On a CPU (``PJRT_DEVICE=CPU``) several ranks are
+    simulated: the layers are the same, gloo carries each collective through the host, which ends the graph there.
+    """
+
+    name = "xla"
+    attention_implementations = ("sdpa", "math")
+
+    def __init__(self) -> None:
+        _prefer_neuron_cores()
+        import torch_xla
+        import torch_xla.core.xla_model as xm
+        import torch_xla.runtime as xr
+
+        self._torch_xla, self._xm = torch_xla, xm
+        self.device = torch_xla.device()
+        self.is_simulated = xr.device_type() == "CPU"
+        self.distributed_backend = "gloo" if self.is_simulated else "xla"
+        self._rank_groups: dict[str, list[list[int]]] = {}
+        self._ranks_in_graph: dict[str, Tensor] = {}
+        self._recompute_checked = False
+
+    @classmethod
+    def unavailable_reason(cls) -> str | None:
+        if importlib.util.find_spec("torch_xla") is None:
+            return "torch_xla is not installed"
+        return None
+
+    @classmethod
+    def passed_over_reason(cls) -> str | None:
+        missing = cls.unavailable_reason()
+        if missing is None and os.environ.get("PJRT_DEVICE", "NEURON") != "NEURON":
+            return (
+                f"PJRT_DEVICE={os.environ['PJRT_DEVICE']} only simulates NeuronCores: ask with NXD_MEMOPT_BACKEND=xla"
+            )
+        if missing is None and not _neuron_devices():
+            return (
+                "torch_xla is installed, but there is no /dev/neuron*: ask for a simulation with NXD_MEMOPT_BACKEND=xla"
+            )
+        return missing
+
+    def description(self) -> str:
+        if not self.is_simulated:
+            return "torch_xla on NeuronCores"
+        return "simulated on a CPU: torch_xla compiles for the CPU, gloo carries collectives through the host"
+
+    # Processes and groups
+
+    def init_process_group(self, **kwargs: Any) -> None:
+        if not self.is_simulated and "RANK" in os.environ and not dist.is_initialized():
+            import torch_xla.distributed.xla_backend  # noqa: F401 (registers the torch.distributed backend)
+
+            kwargs.setdefault("init_method", "xla://")
+        super().init_process_group(**kwargs)
+
+    def new_group(self, rank_groups: Sequence[Sequence[int]]) -> ProcessGroup | None:
+        """As ``Backend.new_group``; on devices the group's mesh names all groups, so that the graph is every rank's."""
+        groups = [list(ranks) for ranks in rank_groups]
+        if dist.get_backend() == "xla":
+            mine = next(ranks for ranks in groups if dist.get_rank() in ranks)
+            group: Any = dist.new_group(mine, pg_options={"xla_pg_options": {"mesh": groups}})
+        else:
+            group = super().new_group(groups)
+        if group is not None:
+            self._rank_groups[group.group_name] = groups
+        return group
+
+    def _groups(self, group: ProcessGroup | None) -> list[list[int]]:
+        """The partition of the world that ``group`` belongs to: a graph's collective names all of it."""
+        assert group is not None
+        if group is dist.group.WORLD:
+            return [list(range(dist.get_world_size()))]
+        if group.group_name not in self._rank_groups:
+            raise ValueError(
+                f"process group {group.group_name} was made by torch.distributed, which does not say what the other "
+                "ranks' groups are: make it with backend.new_group or parallel_state"
+            )
+        return self._rank_groups[group.group_name]
+
+    def _ranks(self, group: ProcessGroup | None) -> list[int]:
+        return next(ranks for ranks in self._groups(group) if dist.get_rank() in ranks)
+
+    def group_size(self, group: ProcessGroup | None) -> int:
+        return 1 if group is None else len(self._ranks(group))
+
+    def group_rank(self, group: ProcessGroup | None) -> int:
+        return 0 if group is None else self._ranks(group).index(dist.get_rank())
+
+    def group_rank_in_graph(self, group: ProcessGroup | None) -> int | Tensor:
+        if group is None:
+            return 0
+        return self._rank_tensor(group).squeeze(0)
+
+    def _rank_tensor(self, group: ProcessGroup) -> Tensor:
+        """``[1]`` int64 on the device: data that the graph reads, never a constant of it."""
+        if group.group_name not in self._ranks_in_graph:
+            self._ranks_in_graph[group.group_name] = torch.tensor([self.group_rank(group)]).to(self.device)
+        return self._ranks_in_graph[group.group_name]
+
+    def shard(self, tensor: Tensor, dim: int, group: ProcessGroup | None) -> Tensor:
+        if group is None or self.group_size(group) == 1:
+            return tensor
+        chunks = tensor.unflatten(dim, (self.group_size(group), -1))
+        return chunks.index_select(dim % tensor.dim(), self._rank_tensor(group)).squeeze(dim % tensor.dim())
+
+    # Collectives
+
+    @property
+    def _through_host(self) -> bool:
+        return dist.get_backend() == "gloo"
+
+    def all_reduce(self, tensor: Tensor, group: ProcessGroup | None, op: str = "sum") -> Tensor:
+        if self.group_size(group) == 1:
+            return tensor
+        if self._through_host:
+            return super().all_reduce(tensor.cpu(), group, op).to(self.device)
+        return self._xm.all_reduce(op, tensor, groups=self._groups(group), pin_layout=False)
+
+    def all_gather(self, tensor: Tensor, group: ProcessGroup | None) -> Tensor:
+        if self.group_size(group) == 1:
+            return tensor
+        if self._through_host:
+            return super().all_gather_async(tensor.cpu(), group).wait().to(self.device)
+        return self._xm.all_gather(tensor, dim=0, groups=self._groups(group), pin_layout=False)
+
+    def reduce_scatter(self, tensor: Tensor, group: ProcessGroup | None) -> Tensor:
+        size = self.group_size(group)
+        if size == 1:
+            return tensor
+        if self._through_host:
+            return super().reduce_scatter_async(tensor.cpu(), group).wait().to(self.device)
+        groups = self._groups(group)
+        return self._xm.reduce_scatter("sum", tensor, 1.0, 0, size, groups=groups, pin_layout=False)
+
+    def all_to_all(self, tensor: Tensor, group: ProcessGroup | None) -> Tensor:
+        size = self.group_size(group)
+        if size == 1:
+            return tensor
+        if self._through_host:
+            return super().all_to_all(tensor.cpu(), group).to(self.device)
+        return self._xm.all_to_all(tensor, 0, 0, size, groups=self._groups(group), pin_layout=False)
+
+    def all_reduce_async(self, tensor: Tensor, group: ProcessGroup | None) -> Pending:
+        return Completed(self.all_reduce(tensor, group))
+
+    def all_gather_async(self, tensor: Tensor, group: ProcessGroup | None) -> Pending:
+        return Completed(self.all_gather(tensor, group))
+
+    def reduce_scatter_async(self, tensor: Tensor, group: ProcessGroup | None) -> Pending:
+        return Completed(self.reduce_scatter(tensor, group))
+
+    # Random state
+
+    def manual_seed(self, seed: int) -> None:
+        self._xm.set_rng_state(seed)
+
+    def get_rng_state(self) -> Tensor:
+        """The seed as 8 bytes: torch_xla's whole state is one unsigned 64-bit number."""
+        seed = self._xm.get_rng_state() % 2**_SEED_BITS
+        return torch.tensor(list(seed.to_bytes(_SEED_BITS // 8, "little")), dtype=torch.uint8)
+
+    def set_rng_state(self, state: Tensor) -> None:
+        self._xm.set_rng_state(int.from_bytes(bytes(state.tolist()), "little"))
+
+    # Execution and memory
+
+    def mark_step(self) -> None:
+        self._torch_xla.sync()
+
+    def synchronize(self) -> None:
+        self._torch_xla.sync()
+        self._xm.wait_device_ops()
+
+    def memory_allocated(self) -> int | None:
+        return resident_bytes("VmRSS") if self.is_simulated else self._memory("bytes_used")
+
+    def max_memory_allocated(self) -> int | None:
+        return resident_bytes("VmHWM") if self.is_simulated else self._memory("peak_bytes_used")
+
+    def _memory(self, field: str) -> int | None:
+        try:
+            return self._xm.get_memory_info(self.device)[field]
+        except RuntimeError:  # "UNIMPLEMENTED": the device's runtime keeps no such figures
+            return None
+
+    def reset_peak_memory_stats(self) -> None:
+        """Restart the peak where the simulation runs; NeuronCores keep theirs for the life of the process."""
+        if self.is_simulated:
+            reset_resident_peak()
+
+    def optimization_barrier(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        behind = [tensor.clone() for tensor in tensors]  # records no operation; the barrier is set in place
+        self._xm.optimization_barrier_(behind)
+        return behind
+
+    def check_recompute(self) -> None:
+        if self._recompute_checked:
+            return
+        error = recompute_error(os.environ.get("NEURON_CC_FLAGS"))
+        if error is not None and os.environ.get("NXD_MEMOPT_RECOMPUTE_CHECK") != "warn":
+            raise ValueError(f"{error}, or NXD_MEMOPT_RECOMPUTE_CHECK=warn to go on without being sure")
+        if error is not None:
+            warnings.warn(error, RuntimeWarning, stacklevel=2)
+        self._recompute_checked = True
+
+    def checkpoint(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        context_fn: Callable[[], ContextPair] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        self.check_recompute()
+        return barrier_checkpoint(self, function, *args, context_fn=context_fn, **kwargs)
+
+    def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function`` itself: the whole step is recorded and compiled already."""
+        return function
+
+
+def _neuron_devices() -> list[Path]:
+    return list(Path("/dev").glob("neuron*"))
+
+
+def _prefer_neuron_cores() -> None:
+    """Name the device that PJRT is to open, unless the user has."""
+    os.environ.setdefault("PJRT_DEVICE", "NEURON" if _neuron_devices() else "CPU")

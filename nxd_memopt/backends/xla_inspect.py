@@ -1,0 +1,73 @@
+"""Owns looking into XLA graphs: pretending a rank of a larger world, tracing, compiling without running, dumps."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch import Tensor
+
+DISABLED_PASS = "cse_barrier_expander"
+"""XLA:CPU's pass that removes optimization barriers before its last common-subexpression elimination."""
+
+
+def dump_flags(directory: Path) -> str:
+    """The ``XLA_FLAGS`` that make XLA:CPU keep barriers and write what it compiled into ``directory``."""
+    return f"--xla_dump_to={directory} --xla_dump_hlo_as_text --xla_disable_hlo_passes={DISABLED_PASS}"
+
+
+def dump_directory() -> Path:
+    """Where XLA writes what it compiles.
+
+    Raises:
+        RuntimeError: ``XLA_FLAGS`` lacks one of ``dump_flags``. XLA reads it once, when torch_xla is imported.
+    """
+    found = os.environ.get("XLA_FLAGS", "")
+    flags = dict(word.partition("=")[::2] for word in shlex.split(found))
+    disabled = flags.get("--xla_disable_hlo_passes", "").split(",")
+    dump_to = flags.get("--xla_dump_to")
+    if not dump_to or "--xla_dump_hlo_as_text" not in flags or DISABLED_PASS not in disabled:
+        raise RuntimeError(
+            "the compiled step can only be read when XLA dumps it and keeps its barriers; before Python starts, set "
+            f"XLA_FLAGS={shlex.quote(dump_flags(Path('DIRECTORY')))} (found {found!r})"
+        )
+    return Path(dump_to)
+
+
+def dumped_modules() -> set[str]:
+    """Names of the modules that XLA has compiled and dumped so far in this process or another."""
+    suffix = ".before_optimizations.txt"
+    return {file.name.removesuffix(suffix) for file in dump_directory().glob(f"*{suffix}")}
+
+
+@contextmanager
+def pretended_rank(world_size: int, rank: int) -> Iterator[None]:
+    """Trace as ``rank`` of ``world_size`` would; the graphs can be compiled, but not run."""
+    import torch_xla
+    import torch_xla.runtime as xr
+
+    before = xr._WORLD_SIZE, xr._ORDINAL
+    xr._WORLD_SIZE, xr._ORDINAL = world_size, rank
+    try:
+        yield
+    finally:
+        xr._WORLD_SIZE, xr._ORDINAL = before
+        # torch_xla chains collectives through a token: the next graph starts a chain of its own
+        torch_xla._XLAC._set_all_reduce_token(str(torch_xla.device()), None)
+
+
+def traced_hlo(outputs: Sequence[Tensor]) -> str:
+    """The graph that ``outputs`` stand for, as HLO text; nothing is compiled."""
+    import torch_xla
+
+    return torch_xla._XLAC._get_xla_tensors_hlo(list(outputs))
+
+
+def compile_only(outputs: Sequence[Tensor]) -> None:
+    """Compile the graph that ``outputs`` stand for; nothing is run."""
+    import torch_xla
+
+    torch_xla._XLAC._xla_warm_up_cache(list(outputs), [])

@@ -1,0 +1,171 @@
+"""Owns measuring an eager step: operations, saved tensors and collectives, as PyTorch dispatches them."""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from nxd_memopt.backends import backend
+from nxd_memopt.memory.certify.measurement import Collective, LiveTensor, Measurement, largest_distinct
+
+MATMULS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
+"""ATen's matrix products; ``linear``, ``matmul`` and ``einsum`` end in these."""
+_COLLECTIVES = {name: name for name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")}
+_COLLECTIVES |= {f"{name}_async": name for name in ("all_gather", "reduce_scatter", "all_reduce")}
+
+
+def measure_eager(step: Callable[[], object]) -> Measurement:
+    """Run ``step`` once, forward and backward, and count.
+
+    Works on real tensors and inside ``FakeTensorMode`` alike. Gradients should be ``None`` before.
+
+    Args:
+        step: runs one forward and one backward pass.
+    """
+    recorder, collectives = _Recorder(), Counter()
+    with ExitStack() as stack:
+        stack.enter_context(recorder)
+        stack.enter_context(_counted_collectives(collectives))
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda tensor: tensor))
+        result = step()
+    recorder.fingerprint.update(repr(sorted(collectives.items())).encode())
+    del result  # what the step returns outlives it, as gradients do: not counted in the peak
+    return Measurement(
+        matmuls=recorder.matmuls,
+        traced_matmuls=recorder.matmuls,
+        held_bytes=sum(recorder.saved.values()),
+        peak_bytes=recorder.peak_bytes(),
+        flops=recorder.flops,
+        collectives=collectives,
+        largest=largest_distinct(recorder.tensors),
+        fingerprint=recorder.fingerprint.hexdigest()[:16],
+    )
+
+
+class _Recorder(TorchDispatchMode):
+    """Counts every operation that reaches PyTorch's dispatcher, and follows each storage from its making to its end.
+
+    A storage has a serial number; what existed before the step (parameters, inputs) has none.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matmuls, self.flops = 0, 0
+        self.saved: dict[int, int] = {}  # bytes by serial
+        self.tensors: list[LiveTensor] = []
+        self.fingerprint = hashlib.sha256()
+        self._serials: dict[int, int | None] = {}  # by the storage's address as an object
+        self._watchers: dict[int, weakref.ref[Any]] = {}
+        self._events: list[tuple[int, int]] = []  # serial, bytes gained or lost
+        self._made = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for tensor in _tensors((args, kwargs)):
+            self._serial(tensor)
+        if func is torch.ops.aten._local_scalar_dense.default and _is_fake(args[0]):
+            return torch.zeros((), dtype=args[0].dtype).item()  # a fake batch is all zeros: ids in range, no bad label
+        result = func(*args, **kwargs)
+        self._count(func, args, kwargs, result)
+        return result
+
+    def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        name = func.overloadpacket.__name__
+        self.matmuls += name in MATMULS
+        if func.overloadpacket in flop_registry:
+            self.flops += flop_registry[func.overloadpacket](*args, **kwargs, out_val=result)
+        outputs = _tensors(result)
+        self.fingerprint.update(f"{func} {[(tuple(t.shape), t.dtype) for t in outputs]}".encode())
+        for tensor in outputs:
+            self._serial(tensor, made_by=name)
+
+    def _serial(self, tensor: Tensor, made_by: str | None = None) -> int | None:
+        """The storage's serial number; an unknown storage is new when an operation made it, else it was there before."""
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        if key in self._watchers and self._watchers[key]() is storage:
+            return self._serials[key]
+        self._serials[key] = None
+        if made_by is not None:
+            self._made += 1
+            self._serials[key] = self._made
+            nbytes = storage.nbytes()
+            self._events.append((self._made, nbytes))
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            self.tensors.append(LiveTensor(dtype, tuple(tensor.shape), nbytes, made_by))
+        self._watchers[key] = weakref.ref(storage, self._end_of(self._serials[key]))
+        return self._serials[key]
+
+    def _end_of(self, serial: int | None) -> Callable[[Any], None] | None:
+        if serial is None:
+            return None
+        nbytes = self._events[-1][1]
+        return lambda _: self._events.append((serial, -nbytes))
+
+    def save(self, tensor: Tensor) -> Tensor:
+        """Pack hook of ``saved_tensors_hooks``."""
+        serial = self._serial(tensor)
+        if serial is not None:
+            self.saved[serial] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    def peak_bytes(self) -> int:
+        """Greatest sum of storages alive at once, without those that outlive the step: gradients and results."""
+        events = list(self._events)
+        ended = {serial for serial, change in events if change < 0}
+        alive = peak = 0
+        for serial, change in events:
+            alive += change if serial in ended else 0
+            peak = max(peak, alive)
+        return peak
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _is_fake(tensor: Tensor) -> bool:
+    return isinstance(tensor, torch._subclasses.FakeTensor)  # pyright: ignore[reportPrivateImportUsage]
+
+
+@contextmanager
+def _counted_collectives(found: Counter[Collective]) -> Iterator[None]:
+    """Count the backend's collectives over more than one rank; one that is made of another counts once."""
+    target: Any = backend
+    inside = False
+
+    def counted(name: str) -> Callable[..., Any]:
+        original = getattr(target, name)
+
+        def collective(tensor: Tensor, group: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal inside
+            size = backend.group_size(group)
+            if inside or size == 1:
+                return original(tensor, group, *args, **kwargs)
+            kind = _COLLECTIVES[name]
+            found[Collective(kind, tensor.nbytes * (size if kind == "all_gather" else 1), size)] += 1
+            inside = True
+            try:
+                return original(tensor, group, *args, **kwargs)
+            finally:
+                inside = False
+
+        return collective
+
+    wrapped = {name: counted(name) for name in _COLLECTIVES}
+    vars(target).update(wrapped)  # shadows the class's methods on this one object
+    try:
+        yield
+    finally:
+        for name in wrapped:
+            del vars(target)[name]

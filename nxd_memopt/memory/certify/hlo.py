@@ -1,0 +1,132 @@
+"""Owns reading what XLA writes: HLO text and the buffer assignment of a compiled module. Nothing here imports XLA."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from nxd_memopt.memory.certify.measurement import Collective, LiveTensor, largest_distinct
+
+_BITS = {"pred": 8, "bf16": 16, "token": 0, "opaque": 0}
+_SHAPE = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,]*)\]")
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.+)$")
+_OPCODE = re.compile(r"^(\(.*?\)|\S+) ([a-z][\w\-]*)\(")
+_COLLECTIVES = {
+    "all-gather": "all_gather",
+    "reduce-scatter": "reduce_scatter",
+    "all-reduce": "all_reduce",
+    "all-to-all": "all_to_all",
+}
+_LISTED_GROUP = re.compile(r"replica_groups=\{\{([0-9,]*)\}")
+_IOTA_GROUPS = re.compile(r"replica_groups=\[(\d+),(\d+)\]")
+_TEMPORARY = re.compile(r"^allocation \d+: size (\d+), preallocated-temp:")
+_VALUE = re.compile(r"^ value: <\d+ (\S+) @\d*.*?> \(size=(\d+),offset=\d+\): (\S+)")
+
+
+class Shape(NamedTuple):
+    """``f32[2,3]``."""
+
+    dtype: str
+    dims: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.dims) * element_bits(self.dtype) // 8
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of an HLO computation: the shapes of its result, its opcode and the rest of the line."""
+
+    name: str
+    shapes: tuple[Shape, ...]
+    opcode: str
+    rest: str
+
+
+def element_bits(dtype: str) -> int:
+    """Width of an HLO element type: ``f32``, ``bf16``, ``s64``, ``pred``, ``f8e4m3fn`` and the like."""
+    if dtype in _BITS:
+        return _BITS[dtype]
+    number = re.search(r"\d+", dtype)
+    assert number is not None, f"HLO element type {dtype!r} has no width"
+    return int(number[0])
+
+
+def parse_shapes(text: str) -> tuple[Shape, ...]:
+    """Every shape in ``text``, in order; one for an array, several for a tuple."""
+    return tuple(Shape(dtype, tuple(map(int, filter(None, dims.split(","))))) for dtype, dims in _SHAPE.findall(text))
+
+
+def instructions(hlo: str) -> Iterator[Instruction]:
+    """The instructions of all computations of a module, in the text's order."""
+    for line in hlo.splitlines():
+        assigned = _INSTRUCTION.match(line)
+        called = assigned and _OPCODE.match(assigned[2])
+        if assigned and called:
+            yield Instruction(assigned[1], parse_shapes(called[1]), called[2], assigned[2][called.end() :])
+
+
+def matmul_count(hlo: str) -> int:
+    """Matrix products; on the CPU some become calls of a library, whose name then says matmul or dot."""
+    return sum(_is_matmul(instruction) for instruction in instructions(hlo))
+
+
+def _is_matmul(instruction: Instruction) -> bool:
+    if instruction.opcode == "custom-call":
+        target = re.search(r'custom_call_target="([^"]*)"', instruction.rest)
+        return target is not None and any(word in target[1].lower() for word in ("matmul", "gemm", "dot"))
+    return instruction.opcode == "dot"
+
+
+def collectives(hlo: str) -> Counter[Collective]:
+    """The module's collectives. A tuple of results, which XLA makes to combine small ones, counts as one."""
+    found: Counter[Collective] = Counter()
+    for instruction in instructions(hlo):
+        kind = _COLLECTIVES.get(instruction.opcode.removesuffix("-start"))
+        if kind is not None:
+            size = group_size(instruction.rest)
+            result_bytes = sum(shape.nbytes for shape in instruction.shapes)
+            whole_bytes = result_bytes * size if kind == "reduce_scatter" else result_bytes
+            found[Collective(kind, whole_bytes, size)] += 1
+    return found
+
+
+def group_size(attributes: str) -> int:
+    """Ranks per group of a collective, from either spelling of ``replica_groups``."""
+    listed = _LISTED_GROUP.search(attributes)
+    if listed is not None:
+        return len(listed[1].split(","))
+    iota = _IOTA_GROUPS.search(attributes)
+    if iota is None:
+        raise ValueError(f"a collective without replica_groups spans all ranks, which HLO text does not count: {attributes}")
+    return int(iota[2])
+
+
+def temporary_bytes(buffer_assignment: str) -> int:
+    """Bytes of the scratch memory ("preallocated-temp") that the compiled module asks for; 0 without one."""
+    return sum(int(found[1]) for line in buffer_assignment.splitlines() if (found := _TEMPORARY.match(line)))
+
+
+def largest_temporaries(buffer_assignment: str, limit: int = 6) -> tuple[LiveTensor, ...]:
+    """The largest distinct tensors in the scratch memory."""
+    values, inside = [], False
+    for line in buffer_assignment.splitlines():
+        if line.startswith("allocation "):
+            inside = _TEMPORARY.match(line) is not None
+        found = _VALUE.match(line) if inside else None
+        shapes = parse_shapes(found[3]) if found else ()
+        if found and len(shapes) == 1:
+            values.append(LiveTensor(shapes[0].dtype, shapes[0].dims, int(found[2]), found[1]))
+    return largest_distinct(values, limit)
+
+
+def fingerprint(hlo: str) -> str:
+    """Hash of the module but for its name; ranks with equal fingerprints compile one graph."""
+    header, _, body = hlo.partition("\n")
+    return hashlib.sha256((header.partition(",")[2] + body).encode()).hexdigest()[:16]

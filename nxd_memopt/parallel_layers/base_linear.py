@@ -1,0 +1,87 @@
+"""Owns the parameters of the parallel linear layers: how they are created, described and drawn."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from nxd_memopt.backends import backend
+from nxd_memopt.parallel_layers.initialization import InitMethod, initialize_sharded_
+from nxd_memopt.parallel_layers.utils import ShardedModule, set_tensor_model_parallel_attributes
+
+
+class BaseParallelLinear(ShardedModule):
+    """What column- and row-parallel linear layers share.
+
+    A layer sets the attributes below; ``set_weight_and_bias_config`` gives the shapes of this rank's shards, and
+    ``initialize_weight_and_bias`` makes the parameters from them.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    full_input_size: int
+    output_size: int
+    use_bias: bool
+    stride: int
+    sequence_parallel_enabled: bool
+    dtype: torch.dtype
+    device: torch.device | str | None
+    init_method: InitMethod | None
+    tensor_parallel_group: ProcessGroup | None
+    replicas: int = 1
+    keep_master_weight: bool = False
+    master_weight: Tensor | None = None
+    weight_shape: tuple[int, int]
+    weight_partition_dim: int
+    bias_shape: tuple[int] | None
+    bias_partition_dim: int | None  # None: every rank holds the whole bias
+
+    def set_weight_and_bias_config(self) -> None:
+        """Set ``weight_shape``, ``bias_shape`` and the dimensions along which they are sharded."""
+        raise NotImplementedError
+
+    def initialize_weight_and_bias(self) -> None:
+        """Create the parameters, describe them as shards, and draw them."""
+        self.set_weight_and_bias_config()
+        self.weight = nn.Parameter(torch.empty(self.weight_shape, dtype=self.dtype, device=self.device))
+        self._describe(self.weight, self.weight_partition_dim, (self.output_size, self.full_input_size))
+        self.bias = None
+        if self.bias_shape is not None:
+            self.bias = nn.Parameter(torch.empty(self.bias_shape, dtype=self.dtype, device=self.device))
+            self._describe(self.bias, self.bias_partition_dim, (self.output_size,))
+        self.initialize_weight_biases()
+
+    def _describe(self, param: nn.Parameter, dim: int | None, full_shape: tuple[int, ...]) -> None:
+        if dim is None:
+            set_tensor_model_parallel_attributes(param, False, -1, full_shape=full_shape)
+            param.sequence_parallel_enabled = self.sequence_parallel_enabled  # pyright: ignore[reportAttributeAccessIssue]
+            return
+        partitions, rank = self._group_size() // self.replicas, self._group_rank()
+        set_tensor_model_parallel_attributes(
+            param, True, dim, self.stride, partitions, full_shape=full_shape, replicas=self.replicas, rank=rank
+        )
+
+    def initialize_weight_biases(self) -> None:
+        """Draw weight and bias anew; every tensor-parallel rank calls it, in the same order of layers."""
+        self.init_weight_cpu()
+        if self.bias is not None:
+            bound = 1 / math.sqrt(max(self.full_input_size, 1))  # torch.nn.Linear's
+            initialize_sharded_(self.bias, lambda bias: nn.init.uniform_(bias, -bound, bound))
+
+    def init_weight_cpu(self) -> None:
+        """Draw the weight anew, on the CPU: see ``initialization.initialize_sharded_``."""
+        init_method = self.init_method or _default_init
+        self.master_weight = initialize_sharded_(self.weight, init_method, keep_full=self.keep_master_weight)
+
+    def _group_size(self) -> int:
+        return backend.group_size(self.tensor_parallel_group)
+
+    def _group_rank(self) -> int:
+        return backend.group_rank(self.tensor_parallel_group)
+
+
+def _default_init(weight: Tensor) -> object:
+    return nn.init.kaiming_uniform_(weight, a=math.sqrt(5))  # torch.nn.Linear's

@@ -1,0 +1,138 @@
+"""Owns the two-dimensional convolutions sharded over their output or their input channels.
+
+``[N, C, H, W]``, T ranks; names and arguments are neuronx-distributed's.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from nxd_memopt.config import require_divisible
+from nxd_memopt.parallel_layers import mappings, parallel_state
+from nxd_memopt.parallel_layers.initialization import InitMethod, initialize_sharded_
+from nxd_memopt.parallel_layers.utils import ShardedModule, padded_size, set_tensor_model_parallel_attributes
+
+IntPair = int | tuple[int, int]
+
+
+class BaseParallelConv(ShardedModule):
+    """What both convolutions share: a weight ``[C_out, C_in, kH, kW]`` sharded along one dimension, and its bias.
+
+    Args:
+        in_channels: of the whole input.
+        out_channels: of the whole output.
+        kernel_size, stride, padding, dilation: as in ``torch.nn.Conv2d``.
+        groups: 1; ``ValueError`` otherwise.
+        bias: add a bias.
+        padding_mode: ``"zeros"``; ``ValueError`` otherwise.
+        dtype: of the parameters.
+        device: of the parameters.
+        init_method: fills the full weight in place; default that of ``torch.nn.Conv2d``.
+        keep_master_weight: keep the full initial parameters as ``master_weight`` and ``master_bias``.
+        partition_pad: allow a number of channels that T does not divide; zero channels fill up.
+    """
+
+    partition_dim: int
+    master_bias: Tensor | None = None
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: IntPair,
+        stride: IntPair = 1,
+        padding: IntPair = 0,
+        dilation: IntPair = 1,
+        groups: int = 1,
+        bias: bool = True,
+        padding_mode: str = "zeros",
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        init_method: InitMethod | None = None,
+        keep_master_weight: bool = False,
+        partition_pad: bool = False,
+    ) -> None:
+        super().__init__()
+        if groups != 1 or padding_mode != "zeros":
+            raise ValueError(
+                f"parallel convolutions need groups=1 and padding_mode='zeros', got {groups}, {padding_mode!r}"
+            )
+        self.in_channels, self.out_channels = in_channels, out_channels
+        self.stride, self.padding, self.dilation = stride, padding, dilation
+        self.init_method, self.keep_master_weight = init_method, keep_master_weight
+        kernel = (kernel_size, kernel_size) if isinstance(kernel_size, int) else kernel_size
+        size, dim = parallel_state.get_tensor_model_parallel_size(), self.partition_dim
+        full = (out_channels, in_channels, *kernel)
+        channels = padded_size(full[dim], size) if partition_pad else full[dim]
+        remedy = f"pass partition_pad=True or use {padded_size(full[dim], size)}"
+        what = ("out_channels", "in_channels")[dim]
+        self.channels_per_partition = require_divisible(what, channels, "tensor_model_parallel_size", size, remedy)
+        local = list(full)
+        local[dim] = self.channels_per_partition
+        self.weight = nn.Parameter(torch.empty(local, dtype=dtype, device=device))
+        set_tensor_model_parallel_attributes(self.weight, True, dim, full_shape=full)
+        self.bias = nn.Parameter(torch.empty(local[0], dtype=dtype, device=device)) if bias else None
+        if self.bias is not None:
+            set_tensor_model_parallel_attributes(self.bias, dim == 0, 0 if dim == 0 else -1, full_shape=full[:1])
+        self.initialize_weight_biases()
+
+    def initialize_weight_biases(self) -> None:
+        """Draw weight and bias anew, on the CPU; every tensor-parallel rank calls it, in the same order of layers."""
+        init_method = self.init_method or (lambda weight: nn.init.kaiming_uniform_(weight, a=math.sqrt(5)))
+        self.master_weight = initialize_sharded_(self.weight, init_method, keep_full=self.keep_master_weight)
+        if self.bias is not None:
+            bound = 1 / math.sqrt(self.in_channels * self.weight[0, 0].numel())  # torch.nn.Conv2d's
+            self.master_bias = initialize_sharded_(
+                self.bias, lambda bias: nn.init.uniform_(bias, -bound, bound), keep_full=self.keep_master_weight
+            )
+
+    def _convolve(self, input: Tensor, bias: Tensor | None) -> Tensor:
+        return F.conv2d(input, self.weight, bias, self.stride, self.padding, self.dilation)
+
+
+class OutputChannelParallelConv2d(BaseParallelConv):
+    """Each rank computes its own output channels, from the whole input.
+
+    Forward / backward: identity / all-reduce of dX. Output ``[N, C_out/T, H, W]``, or all channels with
+    ``gather_output``. The remaining arguments are those of ``BaseParallelConv``.
+    """
+
+    partition_dim = 0
+
+    def __init__(self, *args: object, gather_output: bool = True, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)  # pyright: ignore[reportArgumentType]
+        self.gather_output = gather_output
+
+    def forward(self, input: Tensor) -> Tensor:
+        output = self._convolve(mappings.copy_to_tensor_model_parallel_region(input), self.bias)
+        if not self.gather_output:
+            return output
+        return mappings.gather_from_tensor_model_parallel_region_with_dim(output, 1)[:, : self.out_channels]
+
+
+class InputChannelParallelConv2d(BaseParallelConv):
+    """Each rank convolves its own input channels; the results are summed, and the bias added once.
+
+    Forward / backward: all-reduce / identity. Input ``[N, C_in/T, H, W]`` with ``input_is_parallel``, otherwise the
+    whole input, which is split here. The remaining arguments are those of ``BaseParallelConv``.
+    """
+
+    partition_dim = 1
+
+    def __init__(self, *args: object, input_is_parallel: bool = False, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)  # pyright: ignore[reportArgumentType]
+        self.input_is_parallel = input_is_parallel
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.input_is_parallel:
+            size = parallel_state.get_tensor_model_parallel_size()
+            missing = self.channels_per_partition * size - input.size(1)
+            input = F.pad(input, (0, 0, 0, 0, 0, missing)) if missing else input
+            input = mappings.scatter_input_channels_to_tensor_model_parallel_region(input)
+        output = mappings.reduce_from_tensor_model_parallel_region(self._convolve(input, None))
+        return output if self.bias is None else output + self.bias[:, None, None]

@@ -1,0 +1,39 @@
+"""Golden losses on simulated NeuronCores: T, sequence parallelism and recompute change nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from nxd_memopt.backends import backend
+from nxd_memopt.config import MemoryConfig
+from nxd_memopt.parallel_layers import parallel_state
+from tests.dist.pool import distributed
+from tests.golden.runs import MODELS, recorded_losses, train
+
+FULL = {"recompute_granularity": "full"}
+SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ("attn", "norm", "mlp_act")}
+
+
+@distributed([1, 2, 4], timeout_s=400)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_losses_equal_the_cpus(name, sequence_parallel, world_size):
+    if sequence_parallel and world_size == 1:
+        return
+    assert_golden(name, sequence_parallel, None)
+
+
+@distributed([2], timeout_s=400)
+@pytest.mark.parametrize("memory", [FULL, SELECTIVE], ids=["full", "selective"])
+@pytest.mark.parametrize("name", MODELS)
+def test_recompute_changes_no_loss(name, memory):
+    assert_golden(name, True, MemoryConfig(**memory))
+
+
+def assert_golden(name: str, sequence_parallel: bool, memory: MemoryConfig | None) -> None:
+    assert backend.name == "xla" and backend.device.type == "xla"
+    parallel_state.initialize_model_parallel(dist.get_world_size())
+    losses = train(name, sequence_parallel=sequence_parallel, memory=memory)
+    # fp32 sums in another order; 1e-5 is 20 times the largest difference seen
+    assert losses == pytest.approx(recorded_losses(name), abs=1e-5)
