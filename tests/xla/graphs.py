@@ -1,0 +1,71 @@
+"""Owns the step graphs that each pretended rank of four would compile: run as a program, prints them as JSON.
+
+``python -m tests.xla.graphs MODEL RANK`` traces one rank in a process of its own, as a real rank would.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from nxd_memopt.backends import backend, xla_inspect
+from nxd_memopt.config import MemoryConfig, ParallelConfig
+from nxd_memopt.memory.certify import hlo
+from nxd_memopt.parallel_layers import grads, parallel_state
+from tests.golden.runs import MODELS
+
+WORLD_SIZE = 4
+SEQUENCE_LENGTH, BATCH_SIZE = 32, 2
+
+
+def step_outputs(name: str) -> list[Tensor]:
+    """Loss and gradients of a step with sequence parallelism, full recompute and the gradient hook, not yet run."""
+    model_class, config = MODELS[name]
+    parallel = ParallelConfig(WORLD_SIZE, sequence_parallel_enabled=True)
+    memory = MemoryConfig(recompute_granularity="full")
+    model = model_class(config(), parallel=parallel, memory=memory, device=backend.device)
+    ids = torch.arange(BATCH_SIZE * SEQUENCE_LENGTH).view(BATCH_SIZE, SEQUENCE_LENGTH).to(backend.device)
+    backend.mark_step()
+    loss = model(ids, labels=ids).loss
+    loss.backward()
+    grads.allreduce_sequence_parallel_gradients(model)
+    return [loss, *(param.grad for param in model.parameters())]
+
+
+def compiled(outputs: list[Tensor]) -> str:
+    """The optimised graph's text."""
+    before = xla_inspect.dumped_modules()
+    xla_inspect.compile_only(outputs)
+    (name,) = xla_inspect.dumped_modules() - before
+    (file,) = xla_inspect.dump_directory().glob(f"{name}.*after_optimizations.txt")
+    return file.read_text(encoding="utf-8")
+
+
+def describe(text: str) -> dict[str, object]:
+    kinds = Counter(f"{c.kind} {c.whole_bytes} over {c.group_size}" for c in hlo.collectives(text).elements())
+    return {"hash": hlo.fingerprint(text), "collectives": kinds, "matmuls": hlo.matmul_count(text)}
+
+
+def main(name: str, rank: int, output: Path) -> None:
+    dist.init_process_group("fake", rank=rank, world_size=WORLD_SIZE, store=FakeStore())
+    with xla_inspect.pretended_rank(WORLD_SIZE, rank):
+        parallel_state.initialize_model_parallel(WORLD_SIZE)
+        outputs = step_outputs(name)
+        result = {"traced": describe(xla_inspect.traced_hlo(outputs))}
+        if rank == 0:
+            result["optimized"] = describe(compiled(outputs))
+    output.write_text(json.dumps(result), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))
+    sys.stdout.flush()
+    os._exit(0)  # the pretended world's collectives must never run, not even at exit
