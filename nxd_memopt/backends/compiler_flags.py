@@ -55,9 +55,9 @@ def _parse(flags: str) -> tuple[list[str], list[int]]:
     others: list[str] = []
     levels: list[int] = []
     for word in words:
-        joined = re.fullmatch(r"(?:-O|--optlevel=)(.+)", word)
-        if word in ("-O", "--optlevel") or joined:
-            level = joined[1] if joined else next(words, "")
+        found = re.fullmatch(r"-O(.*)|--optlevel(?:=(.*))?", word)
+        if found:
+            level = found[1] or found[2] or ("" if word.endswith("=") else next(words, ""))
             if not level.isdigit():
                 raise ValueError(f"NEURON_CC_FLAGS {flags!r}: {word} needs a level from 1 to 3, got {level!r}")
             levels.append(int(level))

@@ -17,7 +17,7 @@ EXACT_DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, tor
 def group_and_inputs(dtype, *shape):
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
     # |values| <= 4 ranks * 9: exact in every dtype
-    inputs = [integers(*shape, seed=rank).to(dtype) for rank in range(dist.get_world_size())]
+    inputs = [integers(*shape, seed=rank).to(dtype).to(backend.device) for rank in range(dist.get_world_size())]
     return parallel_state.get_tensor_model_parallel_group(), inputs
 
 

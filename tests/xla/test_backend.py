@@ -1,0 +1,138 @@
+"""The XLA backend beyond the contract that tests/dist/test_backends.py checks: random state, ranks, barriers, flags."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nxd_memopt.backends import BACKEND_REASON, BACKENDS, backend
+from nxd_memopt.config import MemoryConfig
+from nxd_memopt.memory.recompute import checkpoint
+from nxd_memopt.parallel_layers import parallel_state, random
+from tests.dist.pool import distributed
+from tests.reference import assert_says
+from tests.reference_models import batch, llama_config, parallel_model
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True
+    )
+
+
+def test_simulation_is_announced():
+    assert backend.name == "xla" and backend.device.type == "xla"
+    assert_says(BACKEND_REASON, "NXD_MEMOPT_BACKEND=xla", "simulated on a CPU", "gloo")
+
+
+def test_simulation_is_not_chosen_unasked():
+    assert_says(BACKENDS["xla"].passed_over_reason() or "", "PJRT_DEVICE=CPU", "simulate", "NXD_MEMOPT_BACKEND=xla")
+    result = run_python("from nxd_memopt.backends import backend; print(backend.name)", NXD_MEMOPT_BACKEND="")
+    assert result.stdout.strip() == "cpu", result.stderr
+
+
+def test_random_state_round_trip():
+    backend.manual_seed(11)
+    state = backend.get_rng_state()
+    first = torch.rand(8, device=backend.device)
+    backend.set_rng_state(state)
+    assert torch.equal(torch.rand(8, device=backend.device), first)
+    assert not torch.equal(torch.rand(8, device=backend.device), first)
+
+
+@distributed(2)
+def test_streams_differ_between_ranks_and_agree_where_they_must():
+    parallel_state.initialize_model_parallel(2)
+    random.model_parallel_manual_seed(3)
+    replicated = torch.rand(16, device=backend.device)
+    with random.get_rng_tracker().fork():
+        own = torch.rand(16, device=backend.device)
+    group = parallel_state.get_tensor_model_parallel_group()
+    assert torch.equal(*backend.all_gather(replicated, group).chunk(2))
+    assert not torch.equal(*backend.all_gather(own, group).chunk(2))
+
+
+@distributed(2)
+def test_the_rank_is_data_of_the_graph():
+    parallel_state.initialize_model_parallel(2)
+    group = parallel_state.get_tensor_model_parallel_group()
+    rank = backend.group_rank_in_graph(group)
+    assert rank.device.type == "xla" and rank.dim() == 0 and int(rank) == dist.get_rank() == backend.group_rank(group)
+
+
+@distributed(2)
+def test_a_group_that_torch_made_is_refused():
+    group = dist.new_group([0, 1])
+    with pytest.raises(ValueError, match=r"backend\.new_group or parallel_state"):
+        backend.all_reduce(torch.ones(2, device=backend.device), group)
+    assert backend.all_reduce(torch.ones(2, device=backend.device), dist.group.WORLD).tolist() == [2.0, 2.0]
+
+
+def test_barrier_leaves_its_input_outside():
+    x = torch.arange(4.0).to(backend.device)
+    doubled = x * 2
+    (behind,) = backend.optimization_barrier([doubled])
+    assert "opt-barrier" in hlo(behind + 1) and "opt-barrier" not in hlo(doubled + 1)
+    assert behind.tolist() == [0.0, 2.0, 4.0, 6.0]
+
+
+def test_checkpoint_puts_inputs_and_gradient_behind_one_barrier():
+    x = torch.ones(4, 4, device=backend.device, requires_grad=True)
+    checkpoint(lambda t: (t @ t).sin(), x).sum().backward()
+    barriers = [line for line in hlo(x.grad).splitlines() if "opt-barrier(" in line]
+    assert len(barriers) == 1 and barriers[0].count("f32[4,4]{1,0}") >= 2, "the input and the gradient of the output"
+
+
+def hlo(tensor: torch.Tensor) -> str:
+    import torch_xla
+
+    return torch_xla._XLAC._get_xla_tensors_hlo([tensor])
+
+
+def dropout_step(memory: MemoryConfig | None) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    config = llama_config(num_hidden_layers=2, attention_dropout=0.2)
+    options = {} if memory is None else {"recompute_granularity": memory.recompute_granularity}
+    model = parallel_model(config, sequence_parallel=True, attention_backend="math", **options).to(backend.device)
+    random.model_parallel_manual_seed(7)
+    inputs = {name: tensor.to(backend.device) for name, tensor in batch().items()}
+    loss = model.train()(**inputs).loss
+    loss.backward()
+    return [loss.detach().cpu(), *(param.grad.cpu() for param in model.parameters())]
+
+
+@distributed(2, timeout_s=300)
+def test_recompute_replays_dropout_with_collectives_inside():
+    parallel_state.initialize_model_parallel(2)
+    want, got = dropout_step(None), dropout_step(MemoryConfig(recompute_granularity="full"))
+    for expected, found in zip(want, got, strict=True):
+        # the compiler fuses the two graphs differently: a few fp32 roundings; another mask would be off by 1
+        assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+REFUSED = """
+from transformers import LlamaConfig
+from nxd_memopt.config import MemoryConfig
+from nxd_memopt.models.llama import LlamaForCausalLM
+config = LlamaConfig(vocab_size=32, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32)
+LlamaForCausalLM(config, memory=MemoryConfig(recompute_granularity="full"))
+print("built")
+"""
+
+
+@pytest.mark.parametrize("flags", ["", "-O2", "-O1 --optlevel=2"])
+def test_recompute_refuses_to_start_above_o1(flags):
+    result = run_python(REFUSED, NEURON_CC_FLAGS=flags)
+    assert result.returncode != 0 and "built" not in result.stdout
+    assert_says(result.stderr, "ValueError", "-O1", "NEURON_CC_FLAGS=-O1", "NXD_MEMOPT_RECOMPUTE_CHECK=warn")
+
+
+def test_switch_turns_the_refusal_into_a_warning():
+    result = run_python(REFUSED, NEURON_CC_FLAGS="-O2", NXD_MEMOPT_RECOMPUTE_CHECK="warn")
+    assert result.stdout.strip() == "built", result.stderr
+    assert_says(result.stderr, "RuntimeWarning", "NEURON_CC_FLAGS=-O1")
