@@ -1,21 +1,26 @@
 # Every target works from a fresh checkout: `setup` builds .venv once and reuses it while the requirements are unchanged.
 PYTHON := .venv/bin/python
+PYTHON_XLA := .venv-xla/bin/python
 SOURCES := nxd_memopt models scripts tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check golden bench mutants parity clean
+.PHONY: help setup setup-xla train test check golden bench mutants parity clean
 
 help:
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-setup: ## build .venv from the pinned requirements
-	@scripts/setup_env.sh
+setup: ## build .venv, the main track, from the pinned requirements
+	@scripts/setup_env.sh main
+
+setup-xla: ## build .venv-xla: torch_xla, which simulates trn1 on a CPU (7 GB)
+	@scripts/setup_env.sh xla
 
 train: setup ## continue pretraining SmolLM2-135M on Python's standard library, with tensor and sequence parallelism
 	$(PYTHON) scripts/launch/smollm2.py
 
-test: check ## static checks, then every test
+test: check setup-xla ## static checks, then every test of both tracks
 	$(PYTHON) -m pytest
+	$(PYTHON_XLA) -m pytest tests/xla tests/dist/test_backends.py
 
 check: setup ## lint, format, types, import levels, size limits
 	.venv/bin/ruff check $(SOURCES) setup.py
