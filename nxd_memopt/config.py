@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 RECOMPUTE_GRANULARITIES = (None, "selective", "full")
 RECOMPUTE_METHODS = (None, "uniform", "block")
 RECOMPUTE_MODULES = ("core_attn", "attn", "norm", "mlp_act", "mlp")
-ATTENTION_BACKENDS = ("auto", "math")
+ATTENTION_BACKENDS = ("auto", "sdpa", "tiled", "nki", "math")
 REDUCE_DTYPES = (None, "float32")
 
 ConfigT = TypeVar("ConfigT")
@@ -105,8 +105,9 @@ class MemoryConfig:
         recompute_num_layers: layers per chunk (``uniform``) or recomputed layers (``block``).
         recompute_modules: for ``"selective"``: any of ``core_attn``, ``attn``, ``norm``, ``mlp_act``, ``mlp``; default
             ``("core_attn",)``.
-        attention_backend: ``"auto"`` takes the device's preferred kernel, ``"math"`` the plain reference, which
-            materialises S x S scores.
+        attention_backend: ``"auto"`` takes for each call the first of the device's implementations that can serve it;
+            a name takes that one or fails: ``"sdpa"`` PyTorch's fused kernels, ``"tiled"`` plain PyTorch without S x S
+            scores, ``"nki"`` AWS Neuron's flash kernels, ``"math"`` the reference, which materialises S x S scores.
         selective_activation_checkpointing_is_enabled: NxD's switch for ``recompute_granularity="selective"`` with
             ``recompute_modules=("core_attn",)``.
     """
@@ -115,7 +116,7 @@ class MemoryConfig:
     recompute_method: Literal["uniform", "block"] | None = None
     recompute_num_layers: int | None = None
     recompute_modules: tuple[str, ...] | None = None
-    attention_backend: Literal["auto", "math"] = "auto"
+    attention_backend: Literal["auto", "sdpa", "tiled", "nki", "math"] = "auto"
     selective_activation_checkpointing_is_enabled: bool = False
 
     def __post_init__(self) -> None:

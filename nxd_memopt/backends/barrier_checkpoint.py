@@ -64,7 +64,8 @@ class _BarrierCheckpoint(torch.autograd.Function):
         leaves = [tensor.detach().requires_grad_(needs) for tensor, needs in zip(inputs, needed, strict=True)]
         with _replayed(region):
             outputs = region.run(leaves)
-        pairs = [(o, g) for o, g in zip(outputs, output_grads, strict=True) if isinstance(o, Tensor) and o.requires_grad]
+        both = zip(outputs, output_grads, strict=True)
+        pairs = [(output, grad) for output, grad in both if isinstance(output, Tensor) and output.requires_grad]
         if pairs:
             torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
         return None, None, None, *(leaf.grad for leaf in leaves)

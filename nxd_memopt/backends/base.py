@@ -132,7 +132,7 @@ class Backend(ABC):
     # Execution and memory
 
     def attention_refusal(self, implementation: str, call: AttentionCall) -> str | None:
-        """Why ``implementation`` fails on this device, or would materialise S x S there; ``None``: it serves ``call``."""
+        """Why ``implementation`` fails on this device, or materialises S x S there; ``None``: it serves ``call``."""
         del implementation, call
         return None
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.utils.checkpoint import checkpoint, noop_context_fn
+from torch.utils.checkpoint import checkpoint
 
 from nxd_memopt.backends.base import Backend, Completed, ContextPair, Pending
 
@@ -119,7 +119,9 @@ class C10dBackend(Backend):
         context_fn: Callable[[], ContextPair] | None = None,
         **kwargs: Any,
     ) -> Any:
-        return checkpoint(function, *args, use_reentrant=False, context_fn=context_fn or noop_context_fn, **kwargs)
+        if context_fn is not None:
+            kwargs["context_fn"] = context_fn  # left out otherwise: dynamo would refuse to follow it
+        return checkpoint(function, *args, use_reentrant=False, **kwargs)
 
     def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return torch.compile(function)

@@ -8,9 +8,8 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib.machinery import PathFinder
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch.distributed import ProcessGroup
 from nxd_memopt.backends.attention_call import AttentionCall
 from nxd_memopt.backends.base import Completed, Pending
 from nxd_memopt.backends.c10d import C10dBackend
-from nxd_memopt.backends.topology import trn2_order
+from nxd_memopt.backends.topology import neuron_order
 
 _PACKAGE = "torch_neuronx"
 _FIRST_NATIVE_VERSION = (2, 10)
@@ -78,15 +77,7 @@ class NeuronBackend(C10dBackend):
             self._device_module.set_device(self.device.index)
 
     def device_order(self, world_size: int, tensor_model_parallel_size: int) -> list[int]:
-        platform = platform_target(os.environ)
-        if platform != "trn2":
-            return super().device_order(world_size, tensor_model_parallel_size)
-        return trn2_order(
-            world_size,
-            tensor_model_parallel_size,
-            logical_nc_config=logical_nc_config(os.environ),
-            workers_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
-        )
+        return neuron_order(os.environ, world_size, tensor_model_parallel_size)
 
     # Collectives: the device reduces integers in fp32, which is exact to 2^24 only. Integers are gathered, which moves
     # them as they are, and reduced on the host.
@@ -148,33 +139,6 @@ class NeuronBackend(C10dBackend):
     def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """TorchNeuron compiles static shapes alone: another shape is another compilation, never a dynamic one."""
         return torch.compile(function, backend="neuron", dynamic=False)
-
-
-def platform_target(environment: Mapping[str, str]) -> str:
-    """``"trn2"``, ``"trn3"``, ...: what ``NEURON_PLATFORM_TARGET_OVERRIDE`` names, or else the machine; or ``""``."""
-    override = environment.get("NEURON_PLATFORM_TARGET_OVERRIDE")
-    product = Path("/sys/devices/virtual/dmi/id/product_name")  # on EC2 the instance type
-    named = override or (product.read_text(encoding="ascii", errors="replace") if product.exists() else "")
-    found = re.match(r"(trn|inf)\d", named.strip().lower())
-    return found[0] if found else ""
-
-
-def logical_nc_config(environment: Mapping[str, str]) -> int:
-    """LNC, the physical cores of one worker; trn2's and trn3's default is 2.
-
-    Raises:
-        ValueError: neither 1 nor 2, or two variables that differ.
-    """
-    names = ("NEURON_LOGICAL_NC_CONFIG", "NEURON_RT_VIRTUAL_CORE_SIZE")
-    given = {name: environment[name] for name in names if name in environment}
-    if len(set(given.values())) > 1:
-        raise ValueError(
-            f"{names[0]}={given[names[0]]} differs from {names[1]}={given[names[1]]}: set one, or both alike"
-        )
-    value = next(iter(given.values()), "2")
-    if value not in ("1", "2"):
-        raise ValueError(f"{next(iter(given))}={value} is neither 1 nor 2")
-    return int(value)
 
 
 def _is_integer(tensor: Tensor) -> bool:

@@ -2,9 +2,54 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
 _TRN1_STRIDED_SIZE = 4
 _TRN2_CORES = 128
 _TRN2_ROWS = 4
+
+
+def neuron_order(environment: Mapping[str, str], world_size: int, tensor_model_parallel_size: int) -> list[int]:
+    """Global ranks in the order in which this machine's tensor-parallel groups take them; elsewhere neighbours."""
+    platform = platform_target(environment)
+    workers_per_node = int(environment.get("LOCAL_WORLD_SIZE", world_size))
+    if platform == "trn1":
+        return trn1_order(world_size, tensor_model_parallel_size, workers_per_node=workers_per_node)
+    if platform == "trn2":
+        lnc = logical_nc_config(environment)
+        return trn2_order(
+            world_size, tensor_model_parallel_size, logical_nc_config=lnc, workers_per_node=workers_per_node
+        )
+    return list(range(world_size))
+
+
+def platform_target(environment: Mapping[str, str]) -> str:
+    """``"trn2"``, ``"trn3"``, ...: what ``NEURON_PLATFORM_TARGET_OVERRIDE`` names, or else the machine; or ``""``."""
+    override = environment.get("NEURON_PLATFORM_TARGET_OVERRIDE")
+    product = Path("/sys/devices/virtual/dmi/id/product_name")  # on EC2 the instance type
+    named = override or (product.read_text(encoding="ascii", errors="replace") if product.exists() else "")
+    found = re.match(r"(trn|inf)\d", named.strip().lower())
+    return found[0] if found else ""
+
+
+def logical_nc_config(environment: Mapping[str, str]) -> int:
+    """LNC, the physical cores of one worker; trn2's and trn3's default is 2.
+
+    Raises:
+        ValueError: neither 1 nor 2, or two variables that differ.
+    """
+    names = ("NEURON_LOGICAL_NC_CONFIG", "NEURON_RT_VIRTUAL_CORE_SIZE")
+    given = {name: environment[name] for name in names if name in environment}
+    if len(set(given.values())) > 1:
+        raise ValueError(
+            f"{names[0]}={given[names[0]]} differs from {names[1]}={given[names[1]]}: set one, or both alike"
+        )
+    value = next(iter(given.values()), "2")
+    if value not in ("1", "2"):
+        raise ValueError(f"{next(iter(given))}={value} is neither 1 nor 2")
+    return int(value)
 
 
 def trn1_order(world_size: int, tensor_model_parallel_size: int, *, workers_per_node: int) -> list[int]:

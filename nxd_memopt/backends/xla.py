@@ -19,6 +19,7 @@ from nxd_memopt.backends.base import Completed, ContextPair, Pending
 from nxd_memopt.backends.c10d import C10dBackend
 from nxd_memopt.backends.compiler_flags import recompute_error
 from nxd_memopt.backends.cpu import reset_resident_peak, resident_bytes
+from nxd_memopt.backends.topology import neuron_order
 
 _SEED_BITS = 64
 
@@ -32,7 +33,7 @@ class XlaBackend(C10dBackend):
     """
 
     name = "xla"
-    attention_implementations = ("sdpa", "math")
+    attention_implementations = ("nki", "tiled", "math")
 
     def __init__(self) -> None:
         _prefer_neuron_cores()
@@ -92,6 +93,9 @@ class XlaBackend(C10dBackend):
         if group is not None:
             self._rank_groups[group.group_name] = groups
         return group
+
+    def device_order(self, world_size: int, tensor_model_parallel_size: int) -> list[int]:
+        return neuron_order(os.environ, world_size, tensor_model_parallel_size)
 
     def _groups(self, group: ProcessGroup | None) -> list[list[int]]:
         """The partition of the world that ``group`` belongs to: a graph's collective names all of it."""

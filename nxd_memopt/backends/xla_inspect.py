@@ -26,7 +26,7 @@ def dump_directory() -> Path:
         RuntimeError: ``XLA_FLAGS`` lacks one of ``dump_flags``. XLA reads it once, when torch_xla is imported.
     """
     found = os.environ.get("XLA_FLAGS", "")
-    flags = dict(word.partition("=")[::2] for word in shlex.split(found))
+    flags = {name: value for name, _, value in (word.partition("=") for word in shlex.split(found))}
     disabled = flags.get("--xla_disable_hlo_passes", "").split(",")
     dump_to = flags.get("--xla_dump_to")
     if not dump_to or "--xla_dump_hlo_as_text" not in flags or DISABLED_PASS not in disabled:

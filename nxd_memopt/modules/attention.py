@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from nxd_memopt.ops.attention import core_attention, select_attention
+from nxd_memopt.ops.attention import attention_implementation, core_attention, select_attention
 from nxd_memopt.parallel_layers.random import fork_if
 
 
@@ -19,13 +19,21 @@ class CoreAttention(nn.Module):
 
     def __init__(self, *, attention_backend: str, dropout: float, sharded: bool) -> None:
         super().__init__()
-        self.implementation = select_attention(attention_backend)
-        self.dropout, self.sharded = dropout, sharded
+        self.implementation = select_attention(attention_backend, dropout)
+        self.attention_backend, self.dropout, self.sharded = attention_backend, dropout, sharded
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         dropout_p = self.dropout if self.training else 0.0
+        implementation, _ = attention_implementation(
+            query.shape,
+            key.size(1),
+            dtype=query.dtype,
+            masked=mask is not None,
+            dropout_p=dropout_p,
+            attention_backend=self.attention_backend,
+        )
         with fork_if(self.sharded and dropout_p > 0):
-            return core_attention(query, key, value, implementation=self.implementation, mask=mask, dropout_p=dropout_p)
+            return core_attention(query, key, value, implementation=implementation, mask=mask, dropout_p=dropout_p)
 
 
 def split_heads(x: Tensor, head_dim: int, *, sequence_first: bool) -> Tensor:

@@ -1,19 +1,103 @@
-"""Owns core attention on local heads: the plain reference and PyTorch's fused kernels."""
+"""Owns core attention on local heads: its implementations, and which of them runs."""
 
 from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from nxd_memopt.backends import backend
+from nxd_memopt.backends.attention_call import AttentionCall
 from nxd_memopt.config import ATTENTION_BACKENDS, require_one_of
+from nxd_memopt.ops import tiled_attention as tiled
+from nxd_memopt.ops.neuron import attention as nki
+
+_REFUSALS: dict[str, Callable[[AttentionCall], str | None]] = {"tiled": tiled.refusal, "nki": nki.refusal}
+_WELCOME_SHAPE = (1, 1, 2048, 64)
+"""A query that no implementation refuses: what is left to decide is the machine and the dropout."""
 
 
-def select_attention(attention_backend: str) -> str:
-    """The implementation that runs; ``"auto"`` is the device's first choice. ``ValueError`` for an unknown name."""
+def attention_implementation(
+    query_shape: Sequence[int],
+    kv_heads: int,
+    *,
+    dtype: torch.dtype,
+    masked: bool = False,
+    dropout_p: float = 0.0,
+    attention_backend: str = "auto",
+) -> tuple[str, str]:
+    """The implementation that runs for one call, and why.
+
+    ``"auto"`` is the first of the device's ``attention_implementations`` that can serve the call.
+
+    Args:
+        query_shape: ``[B, h, S, d]``.
+        kv_heads: g.
+        dtype: of query, key and value.
+        masked: there is a mask beside causality.
+        dropout_p: probability of dropping an attention weight.
+        attention_backend: one of ``config.ATTENTION_BACKENDS``.
+
+    Raises:
+        ValueError: an implementation was named that cannot serve the call. It is never replaced.
+    """
     require_one_of("attention_backend", attention_backend, ATTENTION_BACKENDS)
-    return backend.attention_implementations[0] if attention_backend == "auto" else attention_backend
+    call = AttentionCall(tuple(query_shape), kv_heads, masked, dropout_p, dtype)
+    if attention_backend != "auto":
+        reason = _refusal(attention_backend, call)
+        if reason is not None:
+            raise ValueError(f"attention_backend {attention_backend!r} cannot be met: {reason}; or use 'auto'")
+        return attention_backend, f"attention_backend={attention_backend}"
+    passed_over: list[str] = []
+    for name in backend.attention_implementations:
+        reason = _refusal(name, call)
+        if reason is None:
+            return name, "; ".join([*passed_over, f"{name} can run"])
+        passed_over.append(f"no {name}: {reason}")
+    raise AssertionError(f"backend {backend.name} must end its attention_implementations with math, which runs always")
+
+
+def select_attention(attention_backend: str, dropout_p: float = 0.0) -> str:
+    """The implementation for shapes that suit it, which a model can count on when it is built.
+
+    Warns where dropout costs ``"auto"`` every implementation that does without S x S weights.
+
+    Raises:
+        ValueError: an unknown name, or one that this machine or the dropout rules out.
+    """
+    name, reason = attention_implementation(
+        _WELCOME_SHAPE, 1, dtype=torch.bfloat16, dropout_p=dropout_p, attention_backend=attention_backend
+    )
+    if attention_backend == "auto" and name == "math" and backend.attention_implementations[0] != "math":
+        warnings.warn(
+            f"attention materialises S x S weights ({reason}): set the model's attention_dropout to 0, or recompute "
+            "core_attn",
+            stacklevel=3,
+        )
+    return name
+
+
+def describe_attention() -> str:
+    """The device's implementations in order of preference, and what is amiss with any."""
+    names = backend.attention_implementations
+    missing = [f"no {name}: {_missing(name)}" for name in names if _missing(name)]
+    return "; ".join([" > ".join(name for name in names if not _missing(name)), *missing])
+
+
+def _missing(name: str) -> str | None:
+    """Why this machine has no such implementation at all."""
+    if name not in backend.attention_implementations:
+        return f"backend {backend.name} has {list(backend.attention_implementations)}"
+    return nki.unavailable_reason() if name == "nki" else None
+
+
+def _refusal(name: str, call: AttentionCall) -> str | None:
+    own_limits = _REFUSALS.get(name, lambda _: None)
+    return _missing(name) or own_limits(call) or backend.attention_refusal(name, call)
 
 
 def core_attention(
@@ -31,7 +115,7 @@ def core_attention(
         query: ``[B, h, S, d]``.
         key: ``[B, g, S, d]``, g divides h.
         value: ``[B, g, S, d]``.
-        implementation: ``"sdpa"``, or ``"math"``, which materialises ``[B, h, S, S]``.
+        implementation: what ``attention_implementation`` returned; ``"math"`` materialises ``[B, h, S, S]``.
         mask: boolean ``[B, 1, S, S]``, True where a query may look, causality included; ``None``: causal alone.
         dropout_p: probability of dropping an attention weight.
 
@@ -40,10 +124,37 @@ def core_attention(
     """
     if implementation == "math":
         return _reference_attention(query, key, value, mask, dropout_p)
-    is_causal, gqa = mask is None, query.size(1) != key.size(1)
+    if implementation == "sdpa":
+        return _sdpa(query, key, value, mask, dropout_p)
+    call = AttentionCall(tuple(query.shape), key.size(1), mask is not None, dropout_p, query.dtype)
+    reason = _REFUSALS[implementation](call)
+    assert reason is None, reason
+    with _one_dtype_under_autocast(query, key, value) as (query, key, value):
+        if implementation == "tiled":
+            return tiled.tiled_attention(query, key, value, mask)
+        return nki.nki_attention(query, key, value)
+
+
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float) -> Tensor:
+    repeats = query.size(1) // key.size(1)
+    if repeats > 1 and backend.sdpa_needs_equal_heads:
+        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    gqa = query.size(1) != key.size(1)
     return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, dropout_p=dropout_p, is_causal=is_causal, enable_gqa=gqa
+        query, key, value, attn_mask=mask, dropout_p=dropout_p, is_causal=mask is None, enable_gqa=gqa
     )
+
+
+@contextmanager
+def _one_dtype_under_autocast(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """What autocast does for a fused kernel: its dtype for all; inside it is off, as it is in backward."""
+    device_type = tensors[0].device.type
+    if not torch.is_autocast_enabled(device_type):
+        yield tensors
+        return
+    dtype = torch.get_autocast_dtype(device_type)
+    with torch.autocast(device_type, enabled=False):
+        yield tuple(tensor.to(dtype) for tensor in tensors)
 
 
 def _reference_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float) -> Tensor:

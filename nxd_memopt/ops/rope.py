@@ -54,7 +54,7 @@ def rope_tables(frequencies: Tensor, position_ids: Tensor, dtype: torch.dtype) -
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def _rotate_half(x: Tensor) -> Tensor:
+def rotate_half(x: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     return torch.cat((-second, first), dim=-1)
 
@@ -70,5 +70,5 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     rotary_dim = cos.size(-1)
     rotated, passed = x[..., :rotary_dim], x[..., rotary_dim:]
-    rotated = rotated * cos + _rotate_half(rotated) * sin
+    rotated = rotated * cos + rotate_half(rotated) * sin
     return rotated if passed.size(-1) == 0 else torch.cat((rotated, passed), dim=-1)

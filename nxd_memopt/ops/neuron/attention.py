@@ -1,0 +1,110 @@
+"""Owns NKI flash attention for the XLA path: AWS's kernels behind this library's layout, and when they can run."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from nxd_memopt.backends import backend
+from nxd_memopt.backends.attention_call import AttentionCall
+
+_KERNELS = "neuronxcc.nki.kernels.attention"
+_DTYPES = (torch.bfloat16, torch.float32)
+_SEQUENCE_MULTIPLE = 2048
+_MAX_HEAD_DIM = 128
+
+
+@functools.cache
+def unavailable_reason() -> str | None:
+    """Why the kernels cannot be imported; ``None``: they can."""
+    try:
+        kernels = importlib.import_module(_KERNELS)
+        missing = [name for name in ("flash_fwd", "flash_attn_bwd", "FlashConfig") if not hasattr(kernels, name)]
+    except Exception as error:  # NKI 0.4 raises an error of its own where these kernels were
+        return f"{_KERNELS} cannot be imported: {type(error).__name__}: {error}"
+    return f"{_KERNELS} has no {', '.join(missing)}" if missing else None
+
+
+def refusal(call: AttentionCall) -> str | None:
+    """Why ``nki_attention`` cannot serve ``call``; ``None``: it can."""
+    if call.dtype not in _DTYPES:
+        return f"the NKI kernel takes {[str(dtype) for dtype in _DTYPES]}, got {call.dtype}"
+    return call.unsuited("the NKI kernel", sequence_multiple=_SEQUENCE_MULTIPLE, max_head_dim=_MAX_HEAD_DIM)
+
+
+def nki_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Causal ``softmax(Q K^t / sqrt(d)) V``; saves query, key, value, output and one number per query.
+
+    Args:
+        query: ``[B, h, S, d]``, bf16 or fp32, S a multiple of 2048, d at most 128.
+        key: ``[B, g, S, d]``, g divides h.
+        value: ``[B, g, S, d]``.
+
+    Returns:
+        ``[B, h, S, d]``.
+    """
+    output: Any = _NkiAttention.apply(query, key, value)
+    return output
+
+
+class _NkiAttention(torch.autograd.Function):
+    """forward: ``flash_fwd``, one program per KV head; backward: ``flash_attn_bwd``, one per query head.
+
+    The kernels want ``[B, h, d, S]``, forward's value apart. The transposed copies are made again in backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        kernels = importlib.import_module(_KERNELS)
+        output, log_sum_exp = kernels.flash_fwd[query.size(0), key.size(1)](
+            _head_dim_first(query),
+            _head_dim_first(key),
+            value.contiguous(),
+            _seed(query),
+            use_causal_mask=True,
+            config=kernels.FlashConfig(training=True),
+            **_precision_and_scale(query),
+        )  # [B, h, S, d], [B, h, 128, S/128]
+        ctx.save_for_backward(query, key, value, output, log_sum_exp)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, ...]:
+        # behind a barrier, or the compiler keeps forward's transposed copies for backward
+        saved = backend.optimization_barrier([*ctx.saved_tensors, grad_output])
+        query, key, value, output, log_sum_exp, grad_output = saved
+        repeats = query.size(1) // key.size(1)  # backward has no grouped heads
+        repeated = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
+        layout = [_head_dim_first(tensor) for tensor in (query, *repeated, output, grad_output.to(output.dtype))]
+        kernels = importlib.import_module(_KERNELS)
+        dquery, dkey, dvalue = kernels.flash_attn_bwd[query.size(0), query.size(1)](
+            *layout, log_sum_exp, _seed(query), use_causal_mask=True, **_precision_and_scale(query)
+        )  # [B, h, d, S] each
+        shares = (_sum_over_repeats(grad, repeats) for grad in (dkey, dvalue))
+        return tuple(grad.transpose(-1, -2) for grad in (dquery, *shares))
+
+
+def _head_dim_first(tensor: Tensor) -> Tensor:
+    return tensor.transpose(-1, -2).contiguous()
+
+
+def _seed(query: Tensor) -> Tensor:
+    return torch.zeros(1, dtype=torch.int32, device=query.device)  # of dropout, which is off
+
+
+def _precision_and_scale(query: Tensor) -> dict[str, Any]:
+    """Under ``mixed_precision`` the kernels multiply in bf16: right for bf16, a silent loss for fp32."""
+    return {"mixed_precision": query.dtype == torch.bfloat16, "softmax_scale": query.size(-1) ** -0.5}
+
+
+def _sum_over_repeats(grad: Tensor, repeats: int) -> Tensor:
+    """``[B, h, d, S] -> [B, g, d, S]``, summed in fp32."""
+    if repeats == 1:
+        return grad
+    return grad.unflatten(1, (-1, repeats)).sum(2, dtype=torch.float32).to(grad.dtype)

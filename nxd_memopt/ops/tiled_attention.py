@@ -1,0 +1,192 @@
+"""Owns causal attention by tiles in plain PyTorch: no S x S matrix exists, in forward or in backward.
+
+Where a compiler sees the whole graph, it is free to make all tiles first and use them afterwards: S x S again. So each
+tile waits behind a barrier for what the tile before it made. Eager devices have no barrier, and need none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from nxd_memopt.backends import backend
+from nxd_memopt.backends.attention_call import AttentionCall
+
+Span = tuple[int, int]
+"""First position and number of positions of a tile."""
+
+_SHORTEST_TILE = 512
+_MOST_TILES = 8
+_TILE_MULTIPLE = 128
+
+
+def refusal(call: AttentionCall) -> str | None:
+    """Why ``tiled_attention`` cannot serve ``call``; ``None``: it can."""
+    return f"tiled attention has no dropout, got {call.dropout_p}" if call.dropout_p > 0 else None
+
+
+def tile_length(sequence_length: int) -> int:
+    """Positions per tile: 512, and for S above 4096 an eighth of S, rounded up to a multiple of 128.
+
+    8 x 8 tiles, of which causality leaves 36, bound the operations that a compiled graph gets per layer whatever S is;
+    the scores alive are a 64th of S x S.
+    """
+    eighth = -(-sequence_length // _MOST_TILES)
+    return max(_SHORTEST_TILE, -(-eighth // _TILE_MULTIPLE) * _TILE_MULTIPLE)
+
+
+def tiled_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *, tile: int | None = None
+) -> Tensor:
+    """``softmax(Q K^t / sqrt(d)) V`` with a running softmax over tiles of keys (arXiv:2112.05682, 2205.14135).
+
+    Saves query, key, value, output and one number per query; backward computes the scores of each tile again. Keys and
+    values are not repeated for their query heads. Sums run in fp32, for float64 in float64.
+
+    Args:
+        query: ``[B, h, S, d]``.
+        key: ``[B, g, S, d]``, g divides h.
+        value: ``[B, g, S, d]``.
+        mask: boolean ``[B, 1, S, S]``, True where a query may look, at least once in each row; causality is added.
+        tile: positions per tile; default ``tile_length(S)``.
+
+    Returns:
+        ``[B, h, S, d]``.
+    """
+    output: Any = _TiledAttention.apply(query, key, value, mask, tile or tile_length(query.size(2)))
+    return output
+
+
+class _TiledAttention(torch.autograd.Function):
+    """forward: ``O = softmax(S) V`` by tiles; backward: the tiles again, ``P = exp(S - lse)``."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, tile: int) -> Tensor:
+        spans = _spans(query.size(2), tile)
+        rows: list[tuple[Tensor, Tensor]] = []
+        for span in spans:
+            rows.append(_attend(query, key, value, mask, span, spans, after=rows[-1] if rows else ()))
+        output = torch.cat([out for out, _ in rows], dim=2)
+        log_sum_exp = torch.cat([lse for _, lse in rows], dim=2)  # [B, h, S, 1]
+        ctx.save_for_backward(query, key, value, output, log_sum_exp, *([] if mask is None else [mask]))
+        ctx.spans = spans
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        # behind a barrier, or a compiler that sees both passes keeps forward's tiles for backward
+        *saved, grad_output = backend.optimization_barrier([*ctx.saved_tensors, grad_output])
+        return *_backward(grad_output, *saved, spans=ctx.spans), None, None
+
+
+def _spans(length: int, tile: int) -> list[Span]:
+    return [(start, min(tile, length - start)) for start in range(0, length, tile)]
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    rows: Span,
+    spans: Sequence[Span],
+    *,
+    after: Sequence[Tensor],
+) -> tuple[Tensor, Tensor]:
+    """Output ``[B, h, t, d]`` and log of the sum of exponentials ``[B, h, t, 1]`` of the queries in ``rows``."""
+    groups, wide = key.size(1), _wide(query)
+    tile, *_ = backend.optimization_barrier([_rows(query, rows, groups), *after])  # [B, g, r*t, d]
+    maximum = tile.new_full((*tile.shape[:-1], 1), torch.finfo(wide).min, dtype=wide)
+    total, summed = torch.zeros_like(maximum), torch.zeros_like(tile, dtype=wide)
+    for cols in _visible(rows, spans):
+        tile, maximum, total, summed = backend.optimization_barrier([tile, maximum, total, summed])
+        scores = _scores(tile, key.narrow(2, *cols), mask, rows, cols)
+        previous, maximum = maximum, torch.maximum(maximum, scores.amax(-1, keepdim=True))
+        weights = (scores - maximum).exp()
+        decay = (previous - maximum).exp()
+        total = total * decay + weights.sum(-1, keepdim=True)
+        summed = summed * decay + (weights.to(value.dtype) @ value.narrow(2, *cols)).to(wide)
+    return _heads((summed / total).to(query.dtype), rows), _heads(maximum + total.log(), rows)
+
+
+def _backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    log_sum_exp: Tensor,
+    mask: Tensor | None = None,
+    *,
+    spans: Sequence[Span],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """With ``P = exp(S - lse)`` and ``D = rowsum(dO O)``: dV = P^t dO, dS = P (dO V^t - D), dQ = dS K, dK = dS^t Q."""
+    groups, wide, dtype = key.size(1), _wide(query), query.dtype
+    dot = (grad.to(wide) * output).sum(-1, keepdim=True)  # [B, h, S, 1]
+    by_rows = {rows: tuple(_rows(tensor, rows, groups) for tensor in (query, grad, log_sum_exp, dot)) for rows in spans}
+    dquery = {rows: torch.zeros_like(tiles[0], dtype=wide) for rows, tiles in by_rows.items()}
+    dkeys, dvalues, after = [], [], []
+    for cols in spans:
+        key_tile, value_tile = key.narrow(2, *cols), value.narrow(2, *cols)
+        dkey, dvalue = torch.zeros_like(key_tile, dtype=wide), torch.zeros_like(value_tile, dtype=wide)
+        for rows, (query_tile, grad_tile, lse_tile, dot_tile) in by_rows.items():
+            if cols not in _visible(rows, spans):
+                continue
+            query_tile, grad_tile, *_ = backend.optimization_barrier([query_tile, grad_tile, *after])
+            weights = (_scores(query_tile, key_tile, mask, rows, cols) - lse_tile).exp()
+            dvalue += (weights.to(dtype).transpose(-1, -2) @ grad_tile).to(wide)
+            dweights = (grad_tile @ value_tile.transpose(-1, -2)).to(wide)
+            dscores = (weights * (dweights - dot_tile) * query.size(-1) ** -0.5).to(dtype)
+            dquery[rows] += (dscores @ key_tile).to(wide)
+            dkey += (dscores.transpose(-1, -2) @ query_tile).to(wide)
+            after = [dquery[rows], dkey, dvalue]
+        dkeys.append(dkey.to(dtype))
+        dvalues.append(dvalue.to(dtype))
+    dqueries = [_heads(tile, rows).to(dtype) for rows, tile in dquery.items()]
+    return torch.cat(dqueries, dim=2), torch.cat(dkeys, dim=2), torch.cat(dvalues, dim=2)
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def _visible(rows: Span, spans: Sequence[Span]) -> list[Span]:
+    """The tiles of keys that some query of ``rows`` may see: those that do not begin behind its last."""
+    return [cols for cols in spans if cols[0] <= rows[0]]
+
+
+def _rows(tensor: Tensor, rows: Span, groups: int) -> Tensor:
+    """``[B, h, S, n] -> [B, g, r*t, n]``: a KV head's r query heads below each other, so that it is not repeated."""
+    return tensor.unflatten(1, (groups, -1)).narrow(3, *rows).flatten(2, 3)
+
+
+def _heads(tensor: Tensor, rows: Span) -> Tensor:
+    """``[B, g, r*t, n] -> [B, h, t, n]``."""
+    return tensor.unflatten(2, (-1, rows[1])).flatten(1, 2)
+
+
+def _scores(query_tile: Tensor, key_tile: Tensor, mask: Tensor | None, rows: Span, cols: Span) -> Tensor:
+    """``[B, g, r*t, c]``, fp32 or float64; the dtype's least number where a query may not look."""
+    wide = _wide(query_tile)
+    scores = (query_tile @ key_tile.transpose(-1, -2)).to(wide) * query_tile.size(-1) ** -0.5
+    hidden = _hidden(mask, rows, cols, scores.device)
+    if hidden is None:
+        return scores
+    by_head = scores.unflatten(2, (-1, rows[1]))  # [B, g, r, t, c]
+    return by_head.masked_fill(hidden, torch.finfo(wide).min).flatten(2, 3)
+
+
+def _hidden(mask: Tensor | None, rows: Span, cols: Span, device: torch.device) -> Tensor | None:
+    """True where a query may not look: ``[t, c]``, with a mask ``[B, 1, 1, t, c]``; ``None``: it may everywhere."""
+    hidden = None
+    if rows == cols:  # the only tile that the diagonal crosses
+        hidden = torch.ones(rows[1], cols[1], dtype=torch.bool, device=device).triu(1)
+    if mask is None:
+        return hidden
+    by_mask = ~mask.narrow(2, *rows).narrow(3, *cols).unsqueeze(2)
+    return by_mask if hidden is None else by_mask | hidden

@@ -1,0 +1,1 @@
+"""Tests of what is written for AWS Neuron, on stand-ins: no Neuron package or device is needed."""

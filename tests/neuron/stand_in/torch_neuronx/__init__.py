@@ -1,0 +1,69 @@
+"""Owns a stand-in for TorchNeuron: the device ``neuron`` of stock torch, without kernels: FakeTensorMode gives shapes.
+
+It records what it is asked in ``CALLS``, and refuses a process group that comes after the first use of the device.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
+
+__version__ = "2.13.3.0"
+CALLS: list[tuple] = []
+FALLBACK_AT_IMPORT = os.environ.get("TORCH_NEURONX_FALLBACK_ONLY_FOR_UNIMPLEMENTED_OPS")
+
+
+class _Device(_DummyBackendModule):
+    """``torch.neuron``: a counter of bytes and one generator's seed per device."""
+
+    seeds = dict.fromkeys(range(8), 0)
+    allocated, peak, synchronized = 0, 0, False
+
+    def device_count(self) -> int:
+        return int(os.environ.get("STAND_IN_DEVICES", "1"))
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float32]
+
+    def set_device(self, index) -> None:
+        CALLS.append(("set_device", index, dist.is_initialized()))
+
+    def synchronize(self) -> None:
+        self.synchronized = True
+
+    def _after_synchronize(self, figure: int) -> int:
+        assert self.synchronized, "figures are not settled before synchronize()"
+        self.synchronized = False
+        return figure
+
+    def memory_allocated(self, device=None) -> int:
+        return self._after_synchronize(self.allocated)
+
+    def max_memory_allocated(self, device=None) -> int:
+        return self._after_synchronize(self.peak)
+
+    def reset_peak_memory_stats(self, device=None) -> None:
+        self.peak = self._after_synchronize(self.allocated)
+
+    def manual_seed(self, seed: int) -> None:
+        self.seeds[0] = seed
+
+    def get_rng_state(self, device=0):
+        return torch.tensor([self.seeds[device]])
+
+    def set_rng_state(self, state, device=0) -> None:
+        self.seeds[device] = int(state)
+
+
+_setup_privateuseone_for_python_backend(rename="neuron", backend_module=_Device())
+
+
+def _process_group(store, rank, size, timeout):
+    CALLS.append(("process_group", rank, size))
+    return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+
+dist.Backend.register_backend("neuron", _process_group, devices=["neuron", "cpu"])

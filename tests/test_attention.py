@@ -1,0 +1,294 @@
+"""Attention: tiles against the plain reference, what they save and materialise, and which implementation runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.autograd import gradcheck
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from nxd_memopt.backends import backend
+from nxd_memopt.modules.attention import CoreAttention
+from nxd_memopt.ops import tiled_attention as tiled
+from nxd_memopt.ops.attention import (
+    attention_implementation,
+    core_attention,
+    describe_attention,
+    padding_and_causal_mask,
+    select_attention,
+)
+from nxd_memopt.ops.neuron import attention as nki
+from nxd_memopt.ops.tiled_attention import tile_length, tiled_attention
+from tests.reference import (
+    assert_float64_close,
+    assert_says,
+    error_message,
+    gradients,
+    relative_error,
+    tensors,
+    unchanged,
+)
+
+LENGTH = 47  # prime: the last tile is a part
+
+
+def heads(kv_heads: int, *, length: int = LENGTH, width: int = 5, dtype=torch.float64):
+    shapes = ((6, 0), (kv_heads, 1), (kv_heads, 2))
+    return [tensors(2, n, length, width, seed=seed, dtype=dtype).requires_grad_() for n, seed in shapes]
+
+
+def padding(length: int = LENGTH):
+    keep = torch.ones(2, length)
+    keep[0, length - 9 :], keep[1, :11] = 0, 0
+    return padding_and_causal_mask(keep)
+
+
+class LargestTensor(TorchDispatchMode):
+    """The number of elements of the largest tensor that any operation made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        self.elements = max([self.elements, *sizes])
+        return out
+
+
+class FollowDependencies(TorchDispatchMode):
+    """Which tensors were made from which: what a compiler sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sources: dict[int, set[int]] = {}
+        self.kept: list[torch.Tensor] = []  # or a new tensor could get a dead one's id
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        before = {id(x) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        reached = before.union(*(self.sources.get(x, set()) for x in before))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self.sources[id(leaf)] = self.sources.get(id(leaf), set()) | reached
+                self.kept.append(leaf)
+        return out
+
+    def depends(self, tensor: torch.Tensor, on: list[torch.Tensor]) -> bool:
+        return not {id(x) for x in on}.isdisjoint({id(tensor)} | self.sources.get(id(tensor), set()))
+
+
+# ---- tiles -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tile", [1, 16, LENGTH, 64])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("kv_heads", [6, 3, 1])
+def test_tiles_equal_the_reference(kv_heads, masked, tile):
+    inputs, mask = heads(kv_heads), padding() if masked else None
+    upstream = tensors(2, 6, LENGTH, 5, seed=3)
+    want = core_attention(*inputs, implementation="math", mask=mask)
+    with unchanged(*inputs, upstream):
+        got = tiled_attention(*inputs, mask, tile=tile)
+        got_grads = gradients(got, upstream, inputs)
+    assert_float64_close(got, want)
+    for name, a, b in zip(("dQ", "dK", "dV"), got_grads, gradients(want, upstream, inputs), strict=True):
+        assert_float64_close(a, b, name)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_tiles_gradcheck(masked):
+    inputs, mask = (
+        heads(3, length=7, width=3),
+        padding_and_causal_mask(torch.tensor([[1] * 5 + [0] * 2, [0, 1] * 3 + [1]])),
+    )
+    assert gradcheck(lambda q, k, v: tiled_attention(q, k, v, mask if masked else None, tile=3), inputs)
+
+
+def test_causality_is_added_to_a_mask_without_it():
+    inputs, everything = heads(3), torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool)
+    assert_float64_close(tiled_attention(*inputs, everything, tile=16), core_attention(*inputs, implementation="math"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_low_precision_is_as_close_as_the_reference(dtype):
+    """Both against float64: tiles may not lose more than the plain op does."""
+    inputs = heads(2, length=131, width=16, dtype=dtype)
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    upstream = tensors(2, 6, 131, 16, seed=3, dtype=dtype)
+    truth = core_attention(*wide, implementation="math")
+    truths = [truth, *gradients(truth, upstream.double(), wide)]
+    errors = []
+    for run in (lambda *x: core_attention(*x, implementation="math"), lambda *x: tiled_attention(*x, tile=32)):
+        out = run(*inputs)
+        results = [out, *gradients(out, upstream, inputs)]
+        assert all(x.dtype == dtype for x in results)
+        errors.append([relative_error(a, b) for a, b in zip(results, truths, strict=True)])
+    for by_math, by_tiles in zip(*errors, strict=True):
+        assert by_tiles < 2 * by_math  # other places of rounding, the same number of them
+
+
+def test_large_scores_neither_overflow_nor_vanish():
+    """Scores around +-1e4: exp without the running maximum would be inf or 0."""
+    query, key, value = (x.detach().float() for x in heads(6))
+    got = tiled_attention(100 * query, 100 * key, value, tile=16)
+    want = core_attention((100 * query).double(), (100 * key).double(), value.double(), implementation="math")
+    assert got.isfinite().all()
+    assert relative_error(got, want) < 1e-2  # fp32 scores of 1e4 are good to 1e-3, and weights to as much
+
+
+def test_tiles_save_inputs_output_and_one_number_per_query():
+    inputs = heads(3, length=64, width=8, dtype=torch.float32)
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        out = tiled_attention(*inputs, tile=16)
+    others = [x for x in saved if x.data_ptr() not in {t.data_ptr() for t in (*inputs, out)}]
+    assert [tuple(x.shape) for x in others] == [(2, 6, 64, 1)]
+
+
+def test_tiles_never_materialise_all_scores():
+    """1,024 positions: the largest tensor of the whole of forward and backward is a quarter of S x S for all heads."""
+    inputs = heads(2, length=1024, width=4, dtype=torch.float32)
+    largest = {}
+    for name in ("tiled", "math"):
+        with LargestTensor() as mode:
+            core_attention(*inputs, implementation=name).sum().backward()
+        largest[name] = mode.elements
+    assert largest["math"] == 2 * 6 * 1024 * 1024
+    assert largest["tiled"] == 2 * 6 * 512 * 512
+
+
+@pytest.mark.parametrize(
+    ("length", "tile"), [(1, 512), (512, 512), (4096, 512), (4097, 640), (8192, 1024), (32768, 4096)]
+)
+def test_tile_length(length, tile):
+    assert tile_length(length) == tile
+    assert -(-length // tile) <= 8  # the graph is bounded
+
+
+def test_backward_reads_what_the_barrier_returns(monkeypatch):
+    """A compiler can merge backward's scores with forward's unless all that makes them passes the barrier."""
+    inputs, behind = heads(3), []
+    out = tiled_attention(*inputs, padding(), tile=16)
+
+    def barrier(before):
+        behind.append(len(before))
+        return [torch.zeros_like(x) for x in before] if len(behind) == 1 else list(before)
+
+    monkeypatch.setattr(backend, "optimization_barrier", barrier)
+    grads = gradients(out, torch.ones_like(out), inputs)
+    assert behind[0] == 7  # query, key, value, output, log of sums, mask, gradient
+    assert all(not grad.any() for grad in grads)
+
+
+def test_each_tile_waits_for_the_one_before(monkeypatch):
+    """Every barrier but the first of a pass takes something that the barrier before it had to be passed for."""
+    passed, unchained = [], []
+
+    def barrier(before):
+        after = [x + 0 for x in before]
+        if passed and not any(_depends(x, passed[-1]) for x in before):
+            unchained.append(len(passed))
+        passed.append(after)
+        return after
+
+    with FollowDependencies() as graph:
+        _depends = graph.depends
+        monkeypatch.setattr(backend, "optimization_barrier", barrier)
+        inputs = heads(3)
+        out = tiled_attention(*inputs, tile=16)
+        assert len(passed) == 3 + 6  # 3 tiles of queries, 6 tiles of scores
+        gradients(out, torch.ones_like(out), inputs)
+    assert len(passed) == 3 + 6 + 1 + 6
+    assert not unchained
+
+
+def test_tiles_under_autocast():
+    inputs = heads(3, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = core_attention(*inputs, implementation="tiled")
+    grads = gradients(got, torch.ones_like(got), inputs)
+    want = tiled_attention(*(x.bfloat16() for x in inputs))
+    assert got.dtype == torch.bfloat16 and torch.equal(got, want)
+    assert all(grad.dtype == torch.float32 for grad in grads)
+
+
+# ---- selection -------------------------------------------------------------------------------------------------------
+
+CALL = {"query_shape": (1, 4, 2048, 64), "kv_heads": 4, "dtype": torch.bfloat16}
+
+
+@pytest.fixture
+def trainium_order(monkeypatch):
+    """The order of a device that has the NKI kernels."""
+    monkeypatch.setattr(backend, "attention_implementations", ("nki", "tiled", "math"))
+    monkeypatch.setattr(nki, "unavailable_reason", lambda: None)
+
+
+def test_the_devices_first_choice_runs():
+    assert attention_implementation(**CALL) == ("sdpa", "sdpa can run")
+    assert attention_implementation(**CALL, masked=True, dropout_p=0.1)[0] == "sdpa"
+    assert describe_attention() == "sdpa > tiled > math"
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "facts"),
+    [
+        ({}, "nki", ["nki can run"]),
+        ({"kv_heads": 1}, "nki", []),
+        ({"query_shape": (1, 4, 2000, 64)}, "tiled", ["no nki", "2000", "2048", "pad to 2048"]),
+        ({"query_shape": (1, 4, 2048, 256)}, "tiled", ["no nki", "head size 256", "128"]),
+        ({"masked": True}, "tiled", ["no nki", "mask"]),
+        ({"dtype": torch.float16}, "tiled", ["no nki", "float16", "bfloat16"]),
+        ({"dropout_p": 0.1}, "math", ["no nki", "no tiled", "dropout", "0.1"]),
+    ],
+)
+def test_each_call_gets_what_can_serve_it(trainium_order, change, name, facts):
+    chosen, reason = attention_implementation(**(CALL | change))
+    assert chosen == name
+    assert_says(reason, *facts)
+
+
+def test_a_forced_choice_that_cannot_be_met_is_refused(trainium_order):
+    def force(name, **change):
+        return error_message(lambda: attention_implementation(**(CALL | change), attention_backend=name))
+
+    assert_says(force("nki", query_shape=(1, 4, 47, 64)), "'nki'", "cannot be met", "47", "'auto'")
+    assert_says(force("tiled", dropout_p=0.1), "'tiled'", "dropout")
+    assert_says(force("sdpa"), "'sdpa'", backend.name, "tiled")
+    assert_says(force("tield"), "did you mean 'tiled'")
+    assert attention_implementation(**CALL, attention_backend="math")[0] == "math"
+
+
+def test_absent_kernels_are_said_to_be_absent(monkeypatch):
+    monkeypatch.setattr(backend, "attention_implementations", ("nki", "tiled", "math"))
+    nki.unavailable_reason.cache_clear()
+    assert_says(error_message(lambda: select_attention("nki")), "neuronxcc.nki.kernels.attention cannot be imported")
+    assert select_attention("auto") == "tiled"
+    assert_says(describe_attention(), "tiled > math", "no nki: neuronxcc")
+
+
+def test_dropout_without_a_kernel_warns(trainium_order):
+    with pytest.warns(UserWarning, match="S x S weights.*attention_dropout"):
+        assert select_attention("auto", 0.1) == "math"
+    assert select_attention("auto", 0.0) == "nki"
+
+
+def test_the_module_decides_for_each_call(trainium_order, monkeypatch):
+    """Float64 is nothing for the NKI kernel: tiles run, and a model that insists on the kernel fails by name."""
+    runs = []
+    monkeypatch.setattr(tiled, "tiled_attention", lambda *x: runs.append(x) or tiled_attention(*x))
+    module, inputs = CoreAttention(attention_backend="auto", dropout=0.0, sharded=False), heads(3)
+    assert module.implementation == "nki"  # what a full-size model can count on
+    assert_float64_close(module(*inputs, None), core_attention(*inputs, implementation="math"))
+    assert len(runs) == 1
+    forced = CoreAttention(attention_backend="nki", dropout=0.0, sharded=False)
+    assert_says(error_message(lambda: forced(*inputs, None)), "'nki'", "float64")
+
+
+def test_dropout_is_off_in_evaluation():
+    module = CoreAttention(attention_backend="auto", dropout=0.5, sharded=False)
+    inputs = heads(3)
+    with pytest.raises(ValueError, match="dropout"):
+        CoreAttention(attention_backend="tiled", dropout=0.5, sharded=False)
+    assert_float64_close(module.eval()(*inputs, None), core_attention(*inputs, implementation="math"))

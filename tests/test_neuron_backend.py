@@ -1,0 +1,235 @@
+"""The native Neuron backend on a stand-in device: detection, placement, order of calls, and whole models in shapes."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from nxd_memopt.backends import neuron
+from nxd_memopt.backends.attention_call import AttentionCall
+from nxd_memopt.backends.neuron import NeuronBackend
+from tests.reference import assert_says, error_message
+
+ROOT = Path(__file__).parent.parent
+FALLBACK = "TORCH_NEURONX_FALLBACK_ONLY_FOR_UNIMPLEMENTED_OPS"
+needs_stand_in = pytest.mark.skipif(
+    not hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"),
+    reason="this torch cannot register a device from Python; TorchNeuron needs torch 2.13 anyway",
+)
+
+
+def on_neuron(*arguments: str, **environment: str) -> str:
+    """Output of a process that has the stand-in; one device, unless ``environment`` says otherwise."""
+    unset = {"NXD_MEMOPT_BACKEND", "LOCAL_RANK", "RANK", "WORLD_SIZE", FALLBACK}
+    clean = {name: value for name, value in os.environ.items() if name not in unset}
+    paths = {"PYTHONPATH": f"{ROOT / 'tests/neuron/stand_in'}:{ROOT}", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    command = [sys.executable, *arguments]
+    result = subprocess.run(command, env=clean | paths | environment, capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout
+
+
+# ---- which package is there ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Write a ``torch_neuronx`` of given files and metadata; importing its ``__init__`` runs ``body``."""
+
+    def write(version: str | None, modules: tuple[str, ...], body: str = "raise RuntimeError('was imported')"):
+        package = tmp_path / "torch_neuronx"
+        package.mkdir()
+        (package / "__init__.py").write_text(body, encoding="ascii")
+        for name in modules:
+            (package / f"{name}.py").write_text("", encoding="ascii")
+        if version is not None:
+            metadata = tmp_path / f"torch_neuronx-{version}.dist-info"
+            metadata.mkdir()
+            text = f"Metadata-Version: 2.1\nName: torch-neuronx\nVersion: {version}\n"
+            (metadata / "METADATA").write_text(text, encoding="ascii")
+        importlib.invalidate_caches()
+
+    monkeypatch.setenv(FALLBACK, "1")  # so that it is put back
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield write
+    sys.modules.pop("torch_neuronx", None)
+
+
+def test_absent_package():
+    assert NeuronBackend.unavailable_reason() == "torch_neuronx is not installed"
+
+
+@pytest.mark.parametrize(
+    ("version", "modules", "facts"),
+    [
+        ("2.9.0.2.11.19912", ("xla_impl",), ["torch_neuronx 2.9.0.2.11.19912", "PyTorch/XLA build", "backend xla"]),
+        (None, ("xla_impl",), ["of unknown version", "PyTorch/XLA build"]),
+        ("1.0", (), ["torch_neuronx 1.0", "not TorchNeuron"]),
+    ],
+)
+def test_other_packages_of_the_name_are_not_taken(install, monkeypatch, version, modules, facts):
+    """Nor imported, for the sake of the question; ``torch.neuron`` proves nothing."""
+    monkeypatch.setattr(torch, "neuron", object(), raising=False)
+    install(version, modules)
+    assert_says(NeuronBackend.unavailable_reason() or "", *facts)
+
+
+@pytest.mark.parametrize(("version", "modules"), [("2.10.1", ()), ("2.13.3.0", ()), (None, ("neuron_dynamo_backend",))])
+def test_native_package_without_a_device(install, monkeypatch, version, modules):
+    install(version, modules, "import torch\ntorch.neuron.imported = True")
+    monkeypatch.setattr(torch, "neuron", type("Module", (), {"device_count": lambda: 0}), raising=False)
+    assert_says(NeuronBackend.unavailable_reason() or "", "is native", "no Neuron device is visible")
+    assert torch.neuron.imported
+
+
+def test_native_package_whose_runtime_is_missing(install):
+    install("2.13.3.0", (), "raise OSError('libnrt.so.1: cannot open shared object file')")
+    assert_says(NeuronBackend.unavailable_reason() or "", "cannot be imported", "OSError", "libnrt.so.1")
+
+
+def test_an_imported_package_tells_its_version_itself(monkeypatch):
+    package = type(sys)("torch_neuronx")
+    package.__version__ = "2.9.1"
+    monkeypatch.setitem(sys.modules, "torch_neuronx", package)
+    assert_says(NeuronBackend.unavailable_reason() or "", "torch_neuronx 2.9.1", "not TorchNeuron")
+
+
+# ---- the device ------------------------------------------------------------------------------------------------------
+
+LIFE = """
+import json, os, torch
+from nxd_memopt.backends import backend, BACKEND_REASON
+import torch_neuronx
+facts = {"reason": BACKEND_REASON, "device": str(backend.device), "fallback": torch_neuronx.FALLBACK_AT_IMPORT}
+backend.init_process_group()
+facts["calls"] = torch_neuronx.CALLS
+torch.neuron.allocated, torch.neuron.peak = 5, 9
+facts["memory"] = [backend.memory_allocated(), backend.max_memory_allocated()]
+backend.reset_peak_memory_stats()
+facts["memory"].append(backend.max_memory_allocated())
+backend.manual_seed(3)
+state = backend.get_rng_state()
+backend.manual_seed(4)
+backend.set_rng_state(state)
+facts["seed"] = torch.neuron.seeds[0]
+from torch_neuronx.neuron_dynamo_backend import GRAPHS
+double = backend.compile(lambda x: x * 2)
+facts["compiled"] = [double(torch.ones(n, 3)).sum().item() for n in (2, 5, 7)]
+facts["graphs"] = GRAPHS
+x = torch.ones(2, requires_grad=True)
+runs = []
+backend.checkpoint(lambda x: runs.append(1) or x.exp(), x).sum().backward()
+facts["runs"] = len(runs)
+print(json.dumps(facts))
+"""
+
+
+@needs_stand_in
+def test_the_life_of_a_process():
+    world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    facts = json.loads(on_neuron("-c", LIFE, **world).splitlines()[-1])
+    assert_says(facts["reason"], "neuron is the best available", "torch_neuronx 2.13.3.0, native")
+    assert facts["device"] == "neuron:0"
+    assert facts["fallback"] == "1"  # set before the package was imported
+    assert facts["calls"] == [["process_group", 0, 1], ["set_device", 0, True]]  # the group comes first
+    assert facts["memory"] == [5, 9, 5]  # the stand-in fails unless synchronize() comes before each
+    assert facts["seed"] == 3
+    assert facts["compiled"] == [12.0, 30.0, 42.0]
+    assert facts["graphs"] == [[[2, 3]], [[5, 3]], [[7, 3]]]  # another shape is another graph, none is dynamic
+    assert facts["runs"] == 2
+
+
+SAID = "from nxd_memopt.backends import backend, BACKEND_REASON; print(backend.device, BACKEND_REASON)"
+
+
+@needs_stand_in
+@pytest.mark.parametrize(
+    ("code", "environment", "facts"),
+    [
+        (SAID, {FALLBACK: "0"}, ["neuron:0", "without a word", f"{FALLBACK} is not 1"]),
+        (f"import torch_neuronx; {SAID}", {}, ["came after the import of torch_neuronx", "export it"]),
+        (SAID, {"STAND_IN_DEVICES": "8", "LOCAL_RANK": "3"}, ["neuron:3", "only operations that it does not have"]),
+        (SAID, {"NXD_MEMOPT_BACKEND": "neuron"}, ["neuron:0", "NXD_MEMOPT_BACKEND=neuron"]),
+        (SAID, {"STAND_IN_DEVICES": "0"}, ["cpu", "no neuron: torch_neuronx 2.13.3.0 is native, but no Neuron device"]),
+    ],
+)
+def test_what_the_reason_says(code, environment, facts):
+    assert_says(on_neuron("-c", code, **environment), *facts)
+
+
+@pytest.mark.parametrize(("local_rank", "devices", "index"), [("0", 1, 0), ("5", 1, 0), ("5", 64, 5)])
+def test_this_processs_device(monkeypatch, local_rank, devices, index):
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    assert neuron._local_device(devices) == index
+
+
+def test_more_processes_than_devices(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "5")
+    assert_says(error_message(lambda: neuron._local_device(4)), "LOCAL_RANK 5", "6 Neuron devices", "4 visible")
+
+
+# ---- the machine -----------------------------------------------------------------------------------------------------
+
+
+def test_device_order_follows_the_machine(monkeypatch):
+    backend = object.__new__(NeuronBackend)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "64")
+    monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", "trn2")
+    assert backend.device_order(64, 32)[:17] == [*range(16), 48]
+    assert backend.device_order(64, 8) == list(range(64))
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "1")  # then 64 workers are half a node
+    assert backend.device_order(64, 32) == list(range(64))
+    monkeypatch.delenv("NEURON_LOGICAL_NC_CONFIG")
+    monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", "trn3")
+    assert backend.device_order(64, 32) == list(range(64))
+
+
+@pytest.mark.parametrize(
+    ("change", "facts"),
+    [
+        ({}, None),
+        ({"kv_heads": 2}, None),
+        ({"query_shape": (1, 8, 1000, 64)}, ["1000", "512", "pad to 1024"]),
+        ({"query_shape": (1, 8, 512, 192)}, ["head size 192", "128"]),
+        ({"masked": True}, ["mask"]),
+        ({"dropout_p": 0.1}, ["dropout", "0.1"]),
+    ],
+)
+def test_fused_attention_runs_where_its_kernel_does(change, facts):
+    call = {"query_shape": (1, 8, 1536, 128), "kv_heads": 8, "masked": False, "dropout_p": 0.0, "dtype": torch.bfloat16}
+    backend = object.__new__(NeuronBackend)
+    reason = backend.attention_refusal("sdpa", AttentionCall(**(call | change)))
+    if facts is None:
+        assert reason is None
+    else:
+        assert_says(reason or "", *facts)
+    assert backend.attention_refusal("tiled", AttentionCall(**(call | change))) is None
+
+
+# ---- whole models ----------------------------------------------------------------------------------------------------
+
+
+MODELS = {
+    # name:length:option, then calls of the fused kernel and dtypes of tensors that hold a square of the sequence
+    "llama:1024": (2, []),  # 2 layers; KV heads are repeated for the kernel
+    "llama:1024:sharded": (2, []),
+    "gpt_neox:1024:recompute": (4, []),  # each layer again in backward
+    "llama:640": (0, []),  # not a multiple of 512: tiles
+    "gpt_neox:640:padded": (0, ["torch.bool"]),  # the mask itself, and no scores
+}
+
+
+@needs_stand_in
+def test_models_run_on_the_device_without_a_square():
+    lines = on_neuron("-m", "tests.neuron.fake_models", *MODELS).splitlines()[1:]
+    assert lines == [
+        f"loss neuron:0 (); fused calls {calls}; squares {squares}; devices ['neuron:0']; gradients missing []"
+        for calls, squares in MODELS.values()
+    ]
