@@ -4,7 +4,7 @@ PYTHON_XLA := .venv-xla/bin/python
 SOURCES := nxd_memopt models scripts tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-xla train test check golden bench mutants parity clean
+.PHONY: help setup setup-xla train test test-compat check golden bench mutants parity clean
 
 help:
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -30,6 +30,16 @@ check: setup ## lint, format, types, import levels, size limits
 	$(PYTHON) scripts/check_sizes.py
 	$(PYTHON) scripts/file_tree.py
 
+NXD_SOURCE ?= build/neuronx-distributed
+NXD_REVISION := fbac349b61a3adbb123c2983835af692840ff62f
+
+build/neuronx-distributed:
+	git clone https://github.com/aws-neuron/neuronx-distributed $@
+	git -C $@ checkout --detach $(NXD_REVISION)
+
+test-compat: setup $(NXD_SOURCE) ## neuronx-distributed's own tests, unchanged, on CPU ranks (NXD_SOURCE=its checkout)
+	$(PYTHON) scripts/compat/run_nxd_tests.py --source $(NXD_SOURCE)
+
 golden: setup ## record the golden losses anew
 	$(PYTHON) scripts/golden.py
 
@@ -39,7 +49,7 @@ parity: setup ## compare losses and gradients with transformers, and record the 
 bench: parity ## parity, and the race of forward + backward against transformers
 	$(PYTHON) scripts/bench/forward_backward.py --append
 
-mutants: setup ## plant faults one at a time: the tests must notice each
+mutants: setup setup-xla ## plant faults one at a time: the tests must notice each
 	$(PYTHON) scripts/mutants.py
 
 clean: ## remove what runs and tools wrote, but not .venv

@@ -25,7 +25,10 @@ PARALLEL = "nxd_memopt/parallel_layers"
 
 @dataclass(frozen=True)
 class Mutant:
-    """One fault: ``old``, which ``file`` must hold exactly once, becomes ``new``; ``tests`` are likely to notice."""
+    """One fault: ``old``, which ``file`` must hold exactly once, becomes ``new``; ``tests`` are likely to notice.
+
+    ``venv`` names the track whose Python runs the tests.
+    """
 
     name: str
     file: str
@@ -33,6 +36,7 @@ class Mutant:
     new: str
     tests: tuple[str, ...]
     keyword: str = "ranks2"
+    venv: str = ".venv"
 
 
 MUTANTS = (
@@ -202,10 +206,61 @@ MUTANTS = (
     Mutant(
         "a KV shard counts once per replica in the gradient norm",
         f"{PARALLEL}/grads.py",
-        '1 / getattr(param, "replicas", 1)',
-        "1.0",
+        "return (norms**norm_type / norms.new_tensor(replicas)).sum()",
+        "return (norms**norm_type).sum()",
         ("dist/test_grads.py",),
         "ranks2 and clip",
+    ),
+    Mutant(
+        "recomputation does not wait for the gradient",
+        "nxd_memopt/backends/barrier_checkpoint.py",
+        "fresh = iter(backend.optimization_barrier([*saved, *present]))",
+        "fresh = iter([*saved, *present])",
+        ("test_barrier_checkpoint.py",),
+        "barrier",
+    ),
+    Mutant(
+        "recomputation draws other dropout masks",
+        "nxd_memopt/backends/barrier_checkpoint.py",
+        "    _set_rng_states(region.backend, region.rng_states)\n    try:",
+        "    try:",
+        ("test_barrier_checkpoint.py",),
+        "random_state or once",
+    ),
+    Mutant(
+        "any optimisation level will do",
+        "nxd_memopt/backends/compiler_flags.py",
+        "if level == RECOMPUTE_LEVEL:",
+        "if level >= RECOMPUTE_LEVEL:",
+        ("test_compiler_flags.py",),
+        "spellings or error",
+    ),
+    Mutant(
+        "the rank is a constant of the graph",
+        "nxd_memopt/backends/xla.py",
+        "return self._rank_tensor(group).squeeze(0)",
+        "return self.group_rank(group)",
+        ("xla/test_graphs.py",),
+        "one_graph",
+        ".venv-xla",
+    ),
+    Mutant(
+        "all-gather pins its layout",
+        "nxd_memopt/backends/xla.py",
+        "self._xm.all_gather(tensor, dim=0, groups=self._groups(group), pin_layout=False)",
+        "self._xm.all_gather(tensor, dim=0, groups=self._groups(group))",
+        ("xla/test_graphs.py",),
+        "theory",
+        ".venv-xla",
+    ),
+    Mutant(
+        "XLA merges the recomputation with the forward pass",
+        "nxd_memopt/backends/xla.py",
+        "        self._xm.optimization_barrier_(behind)\n",
+        "",
+        ("xla/test_graphs.py",),
+        "matmul",
+        ".venv-xla",
     ),
 )
 
@@ -219,10 +274,11 @@ def main() -> int:
         return 2
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copy = copy_repository(Path(folder))
-        check_imports(copy)
         for mutant in chosen:
             planted(copy, mutant)
-        check_baseline(copy, chosen)
+        for venv in sorted({mutant.venv for mutant in chosen}):
+            check_imports(copy, venv)
+            check_baseline(copy, venv, [mutant for mutant in chosen if mutant.venv == venv])
         width = max(len(mutant.name) for mutant in chosen)
         survivors = 0
         for mutant in chosen:
@@ -246,30 +302,30 @@ def copy_repository(folder: Path) -> Path:
     return folder
 
 
-def run(copy: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(copy: Path, venv: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "NXD_MEMOPT_BACKEND": "cpu"}
-    command = [sys.executable, *arguments]
+    command = [str(ROOT / venv / "bin" / "python"), *arguments]
     return subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
 
 
-def check_imports(copy: Path) -> None:
+def check_imports(copy: Path, venv: str) -> None:
     """Fail unless Python takes both packages from the copy."""
-    result = run(copy, "-c", ENVIRONMENT_CHECK)
+    result = run(copy, venv, "-c", ENVIRONMENT_CHECK)
     files = result.stdout.split()
     if len(files) != 2 or not all(Path(file).is_relative_to(copy) for file in files):
         raise RuntimeError(f"the copy in {copy} is not what is imported: {files} {result.stderr[-500:]}")
 
 
-def run_tests(copy: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return run(copy, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=line", "-rfE", *arguments)
+def run_tests(copy: Path, venv: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return run(copy, venv, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=line", "-rfE", *arguments)
 
 
-def check_baseline(copy: Path, mutants: list[Mutant]) -> None:
+def check_baseline(copy: Path, venv: str, mutants: list[Mutant]) -> None:
     """Fail unless every test that is to notice a mutant passes without it."""
     chosen = {(mutant.tests, mutant.keyword) for mutant in mutants}
     files = sorted({f"tests/{test}" for tests, _ in chosen for test in tests})
     keyword = " or ".join(sorted({f"({keyword})" for _, keyword in chosen}))
-    result = run_tests(copy, *files, "-k", keyword)
+    result = run_tests(copy, venv, *files, "-k", keyword)
     if result.returncode != 0:
         raise RuntimeError(f"the tests fail without any mutant:\n{result.stdout[-3000:]}{result.stderr[-1000:]}")
 
@@ -288,7 +344,8 @@ def try_mutant(copy: Path, mutant: Mutant) -> str | None:
     text = file.read_text(encoding="utf-8")
     file.write_text(planted(copy, mutant), encoding="utf-8")
     try:
-        result = run_tests(copy, *(f"tests/{test}" for test in mutant.tests), "-k", mutant.keyword)
+        files = [f"tests/{test}" for test in mutant.tests]
+        result = run_tests(copy, mutant.venv, *files, "-k", mutant.keyword)
     except subprocess.TimeoutExpired:
         return f"the tests hang: more than {TIMEOUT_S} s"
     finally:

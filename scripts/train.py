@@ -1,12 +1,13 @@
 """Owns a training run, in the order in which it happens.
 
-``torchrun --nproc_per_node 4 scripts/train.py --config scripts/configs/llama3_8b.yaml --model.tokenizer DIRECTORY``
+``torchrun --nproc_per_node 8 scripts/train.py --config scripts/configs/llama3_8b.yaml --model.tokenizer DIRECTORY``;
+on Trainium scripts/launch/launch.py starts it. A device that compiles graphs (XLA) gets one for a micro-batch, one for
+the update; it is asked for values every ``trainer.log_every_n_steps`` steps.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import sys
 from pathlib import Path
 
@@ -18,7 +19,7 @@ with user_errors():  # the backend is chosen at import, and may refuse
 
     from nxd_memopt.backends import BACKEND_REASON, backend
     from nxd_memopt.checkpoint import require_writable
-    from nxd_memopt.parallel_layers import grads, parallel_state
+    from nxd_memopt.parallel_layers import parallel_state
     from nxd_memopt.parallel_layers.checkpointing import raise_together, share_texts
     from train_args import parse_config
     from train_config import TrainConfig
@@ -26,9 +27,16 @@ with user_errors():  # the backend is chosen at import, and may refuse
     from train_evaluate import held_out_loss, held_out_loss_by_transformers
     from train_model import build_model, load_hf_config, load_vocabulary
     from train_optimizer import AdamW, learning_rate, trainable_parameters
-    from train_ranks import join_ranks, leave_ranks, peak_bytes_of_all_ranks, sum_over_replicas
+    from train_ranks import (
+        is_extracting_graphs,
+        join_ranks,
+        leave_ranks,
+        peak_bytes_of_all_ranks,
+        sum_over_replicas,
+    )
     from train_report import Reporter
     from train_state import Training, resume, save
+    from train_steps import PendingSteps, Step
     from train_summary import Summary, export, start_summary
     from train_tokens import (
         TokenFile,
@@ -38,6 +46,9 @@ with user_errors():  # the backend is chosen at import, and may refuse
         tokens_directory,
         write_tokens,
     )
+
+
+EXTRACTED = 2  # steps, and micro-batches in each: the first is a graph of its own, the second is like all others
 
 
 def main() -> None:
@@ -58,6 +69,9 @@ def run(config: TrainConfig) -> None:
     fingerprint = prepare_data(config, vocabulary)
     model = build_model(config, hf_config)
     training = Training(model, AdamW(trainable_parameters(model), config.optimizer), fingerprint)
+    if is_extracting_graphs():
+        extract_graphs(training, config)
+        return
     resume(training, config)
     with open_reporter(config, training.step) as reporter:
         summary.held_out_loss_before = evaluate_before(training, config, reporter)
@@ -86,8 +100,7 @@ def prepare_data(config: TrainConfig, vocabulary: Vocabulary) -> str:
 
 
 def open_reporter(config: TrainConfig, first_step: int) -> Reporter:
-    tokens_per_step = config.data.global_batch_size * config.data.seq_length
-    reporter = Reporter(config.trainer, enabled=is_rank_zero(), first_step=first_step, tokens_per_step=tokens_per_step)
+    reporter = Reporter(config.trainer, enabled=is_rank_zero(), first_step=first_step)
     tensor, data = parallel_state.get_tensor_model_parallel_size(), parallel_state.get_data_parallel_size()
     reporter.say(f"backend {backend.name} ({BACKEND_REASON}); tensor-parallel {tensor} x data-parallel {data}")
     if first_step:
@@ -114,18 +127,41 @@ def train(training: Training, config: TrainConfig, reporter: Reporter) -> None:
     trainer = config.trainer
     if training.step == trainer.max_steps:
         return
-    tokens = TokenFile(tokens_directory(config) / "train.bin", config.data.seq_length, seed=trainer.seed)
+    tokens = open_tokens(config)
+    tokens_per_step = config.data.global_batch_size * config.data.seq_length
+    pending = PendingSteps(reporter, every=trainer.log_every_n_steps, tokens_per_step=tokens_per_step)
     while training.step < trainer.max_steps:
-        reporter.start_step()
-        lr = learning_rate(training.step + 1, config.optimizer, config.decay_steps)
-        loss, grad_norm = train_step(training, config, micro_batches(config, tokens, training.step), lr)
-        peak = backend.max_memory_allocated()
-        reporter.end_step(training.step, loss=loss, grad_norm=grad_norm, lr=lr, peak_memory_bytes=peak)
+        pending.start()
+        pending.add(train_step(training, config, micro_batches(config, tokens, training.step)))
         is_last = training.step == trainer.max_steps
-        if not is_last and is_due(training.step, trainer.val_check_interval):
+        evaluates = not is_last and is_due(training.step, trainer.val_check_interval)
+        saves = trainer.save_checkpoints and (is_last or is_due(training.step, trainer.save_interval))
+        if is_last or evaluates or saves:
+            pending.read()  # raises at a value that is not finite, before anything is saved
+        if evaluates:
             evaluate(training, config, reporter)
-        if trainer.save_checkpoints and (is_last or is_due(training.step, trainer.save_interval)):
+        if saves:
             save(training, config)
+
+
+def extract_graphs(training: Training, config: TrainConfig) -> None:
+    """Run what evaluation and training run, for ``neuron_parallel_compile``, which collects and compiles their graphs.
+
+    The device computes nothing then: no value is read, so nothing is checked for NaN, and no checkpoint, metric or
+    export is written.
+    """
+    steps = min(EXTRACTED, config.trainer.max_steps)
+    if is_rank_zero():
+        print(f"NEURON_EXTRACT_GRAPHS_ONLY: {steps} steps for their graphs; no value is checked, nothing is saved")
+    held_out_loss(training.model, config)
+    for step in range(steps):
+        train_step(training, config, micro_batches(config, open_tokens(config), step)[:EXTRACTED])
+    held_out_loss(training.model, config)  # of parameters that an update wrote, which may be another graph
+    backend.synchronize()
+
+
+def open_tokens(config: TrainConfig) -> TokenFile:
+    return TokenFile(tokens_directory(config) / "train.bin", config.data.seq_length, seed=config.trainer.seed)
 
 
 def is_due(step: int, interval: int) -> bool:
@@ -143,34 +179,27 @@ def micro_batches(config: TrainConfig, tokens: TokenFile, step: int) -> list[Ten
     ]
 
 
-def train_step(training: Training, config: TrainConfig, batches: list[Tensor], lr: float) -> tuple[float, float]:
-    """One optimizer step over ``batches``, each ``[B, S]``; return the mean loss over all tokens, and grad norm."""
+def train_step(training: Training, config: TrainConfig, batches: list[Tensor]) -> Step:
+    """One optimizer step over ``batches``, each ``[B, S]``; its loss is the mean over all tokens.
+
+    Fewer batches than a step has, as in ``extract_graphs``, make the same graphs.
+    """
     model, optimizer = training.model.train(), training.optimizer
+    batches_per_step = config.accumulation_steps(world_size())
     loss = torch.zeros((), device=backend.device)
     for batch in batches:
-        batch_loss = model(batch, labels=batch).loss / len(batches)
+        batch_loss = model(batch, labels=batch).loss / batches_per_step
         batch_loss.backward()
         loss += batch_loss.detach()
-    grads.allreduce_sequence_parallel_gradients(model)
-    grads.bucket_allreduce_gradients(optimizer.parameters)
-    grad_norm = grads.clip_grad_norm(optimizer.parameters, config.optimizer.clip_grad or math.inf)
+        backend.mark_step()
+    grad_norm = optimizer.reduce_gradients()
     loss = sum_over_replicas(loss) / parallel_state.get_data_parallel_size()
-    require_finite(training.step + 1, loss=loss.item(), grad_norm=grad_norm.item())
+    lr = learning_rate(training.step + 1, config.optimizer, config.decay_steps)
     optimizer.step(lr)
     optimizer.zero_grad()
     backend.mark_step()
     training.step += 1
-    return loss.item(), grad_norm.item()
-
-
-def require_finite(step: int, **values: float) -> None:
-    """Stop before the optimizer spreads what is not a number; the last checkpoint stays as it is."""
-    for name, value in values.items():
-        if not math.isfinite(value):
-            raise ValueError(
-                f"{name} is {value} at step {step}: nothing was saved after the last checkpoint; lower optimizer.lr, "
-                "lengthen optimizer.warmup_steps, or check the data"
-            )
+    return Step(training.step, loss, grad_norm, lr)
 
 
 def finish(

@@ -17,7 +17,7 @@ import tyro
 import yaml
 
 from nxd_memopt.config import MemoryConfig, ParallelConfig, from_mapping
-from train_config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig, TrainerConfig
+from train_config import DataConfig, LaunchConfig, ModelConfig, OptimizerConfig, TrainConfig, TrainerConfig
 
 SECTIONS: dict[str, type] = {
     "model": ModelConfig,
@@ -26,6 +26,7 @@ SECTIONS: dict[str, type] = {
     "data": DataConfig,
     "optimizer": OptimizerConfig,
     "trainer": TrainerConfig,
+    "launch": LaunchConfig,
 }
 
 ALIASES = {  # NeMo's name, in whatever section it stands: (our section, our name)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from nxd_memopt.config import MemoryConfig, ParallelConfig, require_divisible, require_one_of
 
 DTYPES = ("float32", "bfloat16")
+LR_SCHEDULES = ("cosine", "linear")
 
 
 def _require_at_least(name: str, value: float, minimum: float) -> None:
@@ -86,10 +87,11 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW with linear warm-up and cosine decay.
+    """AdamW with linear warm-up and a decay.
 
     Args:
         lr: peak learning rate.
+        lr_schedule: shape of the decay after the warm-up, ``cosine`` or ``linear``.
         min_lr_ratio: the learning rate ends at this fraction of ``lr``.
         warmup_steps: steps of linear warm-up.
         decay_steps: step at which the decay ends; ``None`` takes ``trainer.max_steps``. Set it where a run will be
@@ -99,10 +101,14 @@ class OptimizerConfig:
         eps: added to the denominator.
         clip_grad: bound on the global gradient norm; 0 leaves gradients as they are.
         master_weights: keep fp32 weights, states and gradient sums of bf16 parameters, 18 bytes a parameter in all;
-            False keeps everything in bf16, 8 bytes, and loses updates below a weight's rounding step.
+            False keeps everything in bf16, 8 bytes, and loses updates below a weight's rounding step, where the device
+            does not round stochastically (on trn1 the launcher turns that on).
+        zero1: shard states and master weights over the D data-parallel ranks (ZeRO stage 1, arXiv:1910.02054): with
+            master weights 6 + 12/D bytes a parameter. The results are the same.
     """
 
     lr: float = 3e-4
+    lr_schedule: Literal["cosine", "linear"] = "cosine"
     min_lr_ratio: float = 0.1
     warmup_steps: int = 0
     decay_steps: int | None = None
@@ -111,10 +117,12 @@ class OptimizerConfig:
     eps: float = 1e-8
     clip_grad: float = 1.0
     master_weights: bool = True
+    zero1: bool = False
 
     def __post_init__(self) -> None:
         for name in ("lr", "warmup_steps", "weight_decay", "eps", "clip_grad", "min_lr_ratio"):
             _require_at_least(f"optimizer.{name}", getattr(self, name), 0)
+        require_one_of("optimizer.lr_schedule", self.lr_schedule, LR_SCHEDULES)
         if self.min_lr_ratio > 1:
             raise ValueError(f"optimizer.min_lr_ratio must be at most 1, got {self.min_lr_ratio}")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
@@ -134,7 +142,9 @@ class TrainerConfig:
         save_interval: steps between checkpoints; 0 saves at the end only.
         save_checkpoints: ``False`` writes no checkpoint at all, so the run cannot be resumed.
         keep_checkpoints: newest checkpoints that stay on disk.
-        log_every_n_steps: steps between progress lines where standard output is no terminal.
+        log_every_n_steps: steps whose loss and gradient norm are read from the device together, written to
+            metrics.jsonl and checked to be finite; also the steps between progress lines. Each reading makes the host
+            wait for the device, so on Trainium take 10 or more.
         export: write a Hugging Face directory at the end.
         verify_export: rank 0 loads the export with transformers and compares the held-out loss.
         single_process_summary: ``summary.json`` of a run on one process, whose peak memory is shown for comparison.
@@ -164,6 +174,18 @@ class TrainerConfig:
 
 
 @dataclass(frozen=True)
+class LaunchConfig:
+    """What scripts/launch/launch.py puts into the ranks' environment; started otherwise, a run does not read it.
+
+    Args:
+        neuron_cc_flags: options of trn1's compiler. The launcher adds ``-O1`` where recompute is on and no level is
+            named, and refuses another level: the compiler may then undo the recompute.
+    """
+
+    neuron_cc_flags: tuple[str, ...] = ("--model-type=transformer",)
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """Train a causal language model with tensor and sequence parallelism.
 
@@ -176,6 +198,7 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
 
     def __post_init__(self) -> None:
         if self.parallel.sequence_parallel_enabled:

@@ -13,6 +13,7 @@ from nxd_memopt.backends import backend
 from nxd_memopt.checkpoint import load_config, load_pretrained
 from nxd_memopt.checkpoint.files import find_gguf
 from nxd_memopt.models import model_class, require_supported
+from nxd_memopt.parallel_layers.utils import move_model_to_device
 from train_config import ModelConfig, TrainConfig
 from train_tokens import Vocabulary
 
@@ -62,14 +63,21 @@ def _load_tokenizer(name: str) -> Any:
 
 
 def build_model(config: TrainConfig, hf_config: PretrainedConfig) -> nn.Module:
-    """Build this rank's shard of the model on the backend's device, with pretrained weights where there are any."""
+    """Build this rank's shard of the model on the backend's device, with pretrained weights where there are any.
+
+    On XLA it is built on the host first: drawn or loaded there, slice by slice, it would become a graph of its own.
+    """
+    on_host = backend.name == "xla" and config.parallel.use_cpu_initialization
     model = model_class(hf_config.model_type)(
         hf_config,
         parallel=config.parallel,
         memory=config.memory,
         dtype=getattr(torch, config.model.dtype),
-        device=backend.device,
+        device="cpu" if on_host else backend.device,
     )
     if config.model.pretrained is not None and not config.model.random_init:
         load_pretrained(model, config.model.pretrained)
+    if on_host:
+        move_model_to_device(model, backend.device)
+    backend.mark_step()
     return model

@@ -1,4 +1,4 @@
-"""Owns the training script's optimizer, AdamW on fp32 weights, and its learning-rate schedule."""
+"""Owns the training script's optimizer, AdamW on fp32 weights, whole or sharded, and its learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from nxd_memopt.backends import backend
+from nxd_memopt.optimizer import NeuronZero1Optimizer
+from nxd_memopt.parallel_layers import grads
 from train_config import OptimizerConfig
+from train_errors import world_size
 
 FUSED_ADAMW = ("cpu", "cuda")
 
@@ -18,75 +21,52 @@ class AdamW:
     """torch's AdamW on fp32 weights: the parameters themselves, or fp32 masters of parameters in a narrower dtype.
 
     A bf16 weight of 0.02 moves in steps of 1e-4, more than an update at a usual learning rate: alone it stands still.
-    Gradients of such parameters accumulate in fp32 too, in ``main_grad``: a bf16 sum of 256 micro-batches would lose
-    the late ones, each of which is near the sum's rounding step.
+    Gradients of such parameters accumulate in fp32 too. With ``zero1`` masters and states are sharded over the
+    data-parallel ranks; without it each of them holds all.
     """
 
     def __init__(self, parameters: list[nn.Parameter], config: OptimizerConfig) -> None:
-        self.parameters = parameters
-        self.masters = [_master(p) if config.master_weights else p for p in parameters]
-        for parameter, master in zip(parameters, self.masters, strict=True):
-            if master is not parameter:
-                parameter.register_post_accumulate_grad_hook(_accumulate_in_fp32)
+        self.parameters, self._is_sharded = parameters, config.zero1
         groups = [
-            {"params": [p for p in self.masters if p.dim() >= 2], "weight_decay": config.weight_decay},
-            {"params": [p for p in self.masters if p.dim() < 2], "weight_decay": 0.0},
+            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
+            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
         ]
-        self._adamw = torch.optim.AdamW(
+        self._adamw = NeuronZero1Optimizer(
             [group for group in groups if group["params"]],
+            torch.optim.AdamW,
+            optimizer_dtype=torch.float32 if config.master_weights else parameters[0].dtype,
+            grad_clipping=config.clip_grad > 0,
+            max_norm=config.clip_grad,
+            sharding_groups=None if config.zero1 else [[rank] for rank in range(world_size())],
+            use_grad_acc_hook=config.master_weights,
             lr=config.lr,
             betas=(config.betas[0], config.betas[1]),
             eps=config.eps,
             fused=backend.name in FUSED_ADAMW,
         )
 
+    def reduce_gradients(self) -> Tensor:
+        """Sum over sequence shards, average over data-parallel ranks, clip; return the norm before, fp32, 0-dim."""
+        if not self._is_sharded:
+            grads.bucket_allreduce_gradients(self.parameters)
+        return self._adamw.reduce_gradients()
+
     def step(self, lr: float) -> None:
-        """Update the parameters with learning rate ``lr``."""
+        """Update the parameters with learning rate ``lr``, after ``reduce_gradients``."""
         for group in self._adamw.param_groups:
             group["lr"] = lr
-        with_masters = [(p, m) for p, m in zip(self.parameters, self.masters, strict=True) if p is not m]
-        for parameter, master in with_masters:
-            master.grad = getattr(parameter, "main_grad", None)
-        self._adamw.step()
-        for parameter, master in with_masters:
-            parameter.detach().copy_(master.detach())
-            master.grad = None
+        self._adamw.update_parameters()
 
     def zero_grad(self) -> None:
-        for parameter, master in zip(self.parameters, self.masters, strict=True):
-            parameter.grad = None
-            if master is not parameter:
-                parameter.main_grad = None  # pyright: ignore[reportAttributeAccessIssue]
+        self._adamw.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
         """Running means and masters; parameters that are their own masters belong to the model's state."""
-        masters = {str(i): m.detach() for i, m in enumerate(self.masters) if m is not self.parameters[i]}
-        return {"adamw": self._adamw.state_dict()["state"], "masters": masters}
+        return self._adamw.state_dict()
 
-    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        current = self._adamw.state_dict()
-        self._adamw.load_state_dict({"state": _with_int_keys(state["adamw"]), "param_groups": current["param_groups"]})
-        for index, master in state["masters"].items():
-            self.masters[int(index)].copy_(master)
-
-
-def _master(parameter: nn.Parameter) -> Tensor:
-    return parameter if parameter.dtype == torch.float32 else parameter.detach().float().requires_grad_()
-
-
-def _accumulate_in_fp32(parameter: Any) -> None:
-    """Move a micro-batch's gradient into ``main_grad``, which ``parallel_layers.grads`` reads in place of ``grad``."""
-    accumulated = getattr(parameter, "main_grad", None)
-    if accumulated is None:
-        parameter.main_grad = parameter.grad.float()
-    else:
-        accumulated.add_(parameter.grad)
-    parameter.grad = None
-
-
-def _with_int_keys(state: dict[Any, Any]) -> dict[int, Any]:
-    return {int(index): value for index, value in state.items()}
+        """Continue from ``state_dict()`` of the same rank, after the model's parameters have been loaded."""
+        self._adamw.load_state_dict(state)
 
 
 def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -94,9 +74,10 @@ def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def learning_rate(step: int, config: OptimizerConfig, decay_steps: int) -> float:
-    """Learning rate of step ``step``, counted from 1: linear warm-up, then a cosine down to the minimum."""
+    """Learning rate of step ``step``, counted from 1: linear warm-up, then a cosine or a line down to the minimum."""
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
     minimum = config.lr * config.min_lr_ratio
     progress = min(1.0, (step - config.warmup_steps) / max(1, decay_steps - config.warmup_steps))
-    return minimum + (config.lr - minimum) * 0.5 * (1 + math.cos(math.pi * progress))
+    remaining = 1 - progress if config.lr_schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return minimum + (config.lr - minimum) * remaining

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from datetime import timedelta
 from typing import cast
 
@@ -37,6 +39,11 @@ def sum_over_replicas(tensor: Tensor) -> Tensor:
     return backend.all_reduce(tensor, cast("ProcessGroup | None", parallel_state.get_data_parallel_group()))
 
 
-def peak_bytes_of_all_ranks() -> list[int]:
-    """Peak memory of each rank, by global rank. Every rank calls."""
-    return [int(text) for text in share_texts(str(backend.max_memory_allocated()))]
+def peak_bytes_of_all_ranks() -> list[int | None]:
+    """Peak memory of each rank, by global rank, ``None`` where the device does not tell. Every rank calls."""
+    return [json.loads(text) for text in share_texts(json.dumps(backend.max_memory_allocated()))]
+
+
+def is_extracting_graphs() -> bool:
+    """Whether ``neuron_parallel_compile`` only collects graphs: the device then computes nothing, results are zeros."""
+    return os.environ.get("NEURON_EXTRACT_GRAPHS_ONLY", "0") != "0"

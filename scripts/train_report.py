@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -22,20 +21,29 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One optimizer step: a row of metrics.jsonl. Its loss is the mean over the step's tokens, fp32."""
+    """One optimizer step: a row of metrics.jsonl. Its loss is the mean over the step's tokens, fp32.
+
+    Args:
+        tokens_per_s: mean over the steps that were read together.
+        peak_memory_bytes: of this rank since the start of training; ``None`` where the device does not tell.
+    """
 
     step: int
     loss: float
     grad_norm: float
     lr: float
     tokens_per_s: float
-    peak_memory_bytes: int
+    peak_memory_bytes: int | None
 
     def line(self) -> str:
         return (
             f"loss {self.loss:.4f}  lr {self.lr:.2e}  grad norm {self.grad_norm:.3f}  "
-            f"{self.tokens_per_s:,.0f} tokens/s  {self.peak_memory_bytes / GIB:.2f} GiB peak"
+            f"{self.tokens_per_s:,.0f} tokens/s  {gib(self.peak_memory_bytes)} peak"
         )
+
+
+def gib(size: int | None) -> str:
+    return "n/a" if size is None else f"{size / GIB:.2f} GiB"
 
 
 class Rows:
@@ -70,13 +78,11 @@ class Reporter:
 
     Args:
         first_step: steps done before; everything recorded past it is replaced.
-        tokens_per_step: over all ranks.
     """
 
-    def __init__(self, config: TrainerConfig, *, enabled: bool, first_step: int, tokens_per_step: int) -> None:
+    def __init__(self, config: TrainerConfig, *, enabled: bool, first_step: int) -> None:
         self._config, self._enabled = config, enabled
-        self._first_step, self._tokens_per_step = first_step, tokens_per_step
-        self._step_started = time.perf_counter()
+        self._first_step = first_step
         self.console = Console(soft_wrap=True, quiet=not enabled, highlight=False)
         if enabled:
             directory = Path(config.output_dir)
@@ -107,19 +113,15 @@ class Reporter:
             self._progress.stop()
         self.console.print(table)
 
-    def start_step(self) -> None:
-        self._step_started = time.perf_counter()
-
-    def end_step(self, step: int, *, loss: float, grad_norm: float, lr: float, peak_memory_bytes: int) -> None:
-        """Record a step whose values have been read from the device: reading them waited for its end."""
+    def step(self, row: StepMetrics) -> None:
+        """Record a step."""
         if not self._enabled:
             return
-        tokens_per_s = self._tokens_per_step / (time.perf_counter() - self._step_started)
-        row = StepMetrics(step, loss, grad_norm, lr, tokens_per_s, peak_memory_bytes)
         self._metrics.append(asdict(row))
         self._metrics.kept.append(asdict(row))
         for name, value in asdict(row).items():
-            self._board.add_scalar(f"train/{name}", value, step)
+            if value is not None:
+                self._board.add_scalar(f"train/{name}", value, row.step)
         self._show(row)
 
     def _show(self, row: StepMetrics) -> None:

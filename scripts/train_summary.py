@@ -15,7 +15,7 @@ from nxd_memopt.checkpoint import save_pretrained
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.checkpointing import raise_together
 from train_config import TrainConfig
-from train_report import GIB
+from train_report import gib
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Summary:
     held_out_loss_before: float | None = None
     held_out_loss_after: float | None = None
     tokens_per_s: float | None = None
-    peak_memory_bytes: list[int] = field(default_factory=list)
+    peak_memory_bytes: list[int | None] = field(default_factory=list)
     export: str | None = None
     transformers_held_out_loss: float | None = None
 
@@ -58,7 +58,8 @@ class Summary:
         return table
 
     def _rows(self) -> list[tuple[str, str]]:
-        ranks = [f"rank {rank}: {_gib(peak)}" for rank, peak in enumerate(self.peak_memory_bytes)]
+        single = self.single_process_peak_memory_bytes
+        ranks = [f"rank {rank}: {gib(peak)}" for rank, peak in enumerate(self.peak_memory_bytes)]
         candidates = [
             ("tensor-parallel x data-parallel", f"{self.tensor_model_parallel_size} x {self.data_parallel_size}"),
             ("held-out loss before", _number(self.held_out_loss_before, ".4f")),
@@ -66,7 +67,7 @@ class Summary:
             ("change", _number(self.change_percent(), "+.2f", " %")),
             ("mean tokens/s", _number(self.tokens_per_s, ",.1f")),
             ("peak memory", "\n".join(ranks)),
-            ("peak memory, one process", _gib(self.single_process_peak_memory_bytes)),
+            ("peak memory, one process", single and gib(single)),
             ("export", self.export),
             ("held-out loss by transformers", _number(self.transformers_held_out_loss, ".4f")),
             ("|difference|", _number(self.transformers_difference(), ".2e")),
@@ -85,10 +86,6 @@ def start_summary(config: TrainConfig) -> Summary:
 
 def _number(value: float | None, spec: str, unit: str = "") -> str | None:
     return None if value is None else f"{value:{spec}}{unit}"
-
-
-def _gib(value: int | None) -> str | None:
-    return None if value is None else f"{value / GIB:.2f} GiB"
 
 
 def single_process_peak(path: str | None) -> int | None:

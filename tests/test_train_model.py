@@ -59,11 +59,17 @@ def test_learning_rate_warms_up_and_decays_to_the_minimum() -> None:
     assert learning_rate(12, config, 12) == learning_rate(99, config, 12) == pytest.approx(0.1)
 
 
+def test_learning_rate_can_decay_along_a_line() -> None:
+    config = OptimizerConfig(lr=1.0, lr_schedule="linear", min_lr_ratio=0.0, warmup_steps=4)
+    assert [learning_rate(step, config, 12) for step in (2, 4, 6, 12, 13)] == [0.5, 1.0, 0.75, 0.0, 0.0]
+
+
 def test_only_parameters_of_two_dimensions_decay() -> None:
     parameters = [nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))]
     optimizer = AdamW(parameters, OptimizerConfig(weight_decay=0.5))
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
+    optimizer.reduce_gradients()
     optimizer.step(lr=0.1)
     assert torch.equal(parameters[0].detach(), torch.full((2, 2), 1 - 0.1 * 0.5))
     assert torch.equal(parameters[1].detach(), torch.ones(2))
@@ -74,6 +80,7 @@ def test_updates_below_a_bf16_step_add_up_in_the_masters() -> None:
     optimizer = AdamW([parameter], OptimizerConfig(weight_decay=0.0))
     for _ in range(100):
         parameter.sum().backward()
+        optimizer.reduce_gradients()
         optimizer.step(lr=1e-4)  # each moves the weight by 1e-4; bf16 just below 1 has steps of 4e-3
         optimizer.zero_grad()
     assert parameter[0, 0].item() == pytest.approx(1 - 100 * 1e-4, abs=2e-3)
@@ -84,7 +91,9 @@ def test_optimizer_state_continues_exactly(dtype: torch.dtype) -> None:
     def steps(optimizer: AdamW, parameter: nn.Parameter, seeds: range) -> None:
         for seed in seeds:
             parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+            optimizer.reduce_gradients()
             optimizer.step(lr=0.01)
+            optimizer.zero_grad()
 
     whole = nn.Parameter(torch.ones(3, 5, dtype=dtype))
     first = AdamW([whole], OptimizerConfig())
@@ -113,7 +122,10 @@ def test_without_master_weights_everything_is_bf16() -> None:
     parameter = torch.nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
     optimizer = AdamW([parameter], OptimizerConfig(master_weights=False))
     parameter.sum().backward()
+    optimizer.reduce_gradients()
     optimizer.step(lr=0.5)
-    assert optimizer.masters[0] is parameter and parameter.grad is not None
+    assert getattr(parameter, "main_grad", None) is None and parameter.grad is not None
     assert parameter[0, 0].item() != 1
-    assert all(state.dtype == torch.bfloat16 for state in optimizer.state_dict()["adamw"][0].values() if state.dim())
+    state = optimizer.state_dict()
+    assert state["sharded_master_weights"] == {}
+    assert all(value.dtype == torch.bfloat16 for value in state["state"][0].values() if value.dim())

@@ -59,15 +59,17 @@ def test_one_process_learns_records_and_exports(reference: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "parallel"),
-    [(2, TENSOR_AND_SEQUENCE), (2, {}), (4, TENSOR_AND_SEQUENCE)],
-    ids=["tensor2", "data2", "tensor2xdata2"],
+    ("ranks", "parallel", "zero1"),
+    [(2, TENSOR_AND_SEQUENCE, False), (2, {}, False), (2, {}, True), (4, TENSOR_AND_SEQUENCE, True)],
+    ids=["tensor2", "data2", "data2_zero1", "tensor2xdata2_zero1"],
 )
 def test_every_layout_has_the_losses_of_one_process(
-    reference: Path, tmp_path: Path, ranks: int, parallel: dict[str, object]
+    reference: Path, tmp_path: Path, ranks: int, parallel: dict[str, object], zero1: bool
 ) -> None:
     micro_batch = {"micro_batch_size": 2 if parallel else 1}
-    config = write_config(tmp_path, parallel=parallel, data=micro_batch, trainer={"verify_export": True})
+    trainer = {"verify_export": True, "log_every_n_steps": 3}  # does not divide the 8 steps
+    optimizer = {"zero1": zero1}
+    config = write_config(tmp_path, parallel=parallel, data=micro_batch, optimizer=optimizer, trainer=trainer)
     succeed(train(config, ranks=ranks))
     assert losses(tmp_path / "run") == pytest.approx(losses(reference), rel=2e-5)  # fp32, other summation orders
     result, expected = summary(tmp_path / "run"), summary(reference)

@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# GPT-NeoX-20B on trn1, T=32: NxD's recipe is for four trn1.32xlarge, started by slurm.sbatch.
+#   scripts/launch/gpt_neox_20b.sh --dry-run --model.tokenizer DIRECTORY   # shows what would run, and certifies its memory
+#   scripts/launch/gpt_neox_20b.sh --compile --model.tokenizer DIRECTORY   # compiles every graph beforehand
+#   scripts/launch/gpt_neox_20b.sh --model.tokenizer DIRECTORY             # trains, or resumes
+set -euo pipefail
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+exec "${PYTHON:-python3}" "$here/launch.py" --config "$here/../configs/gpt_neox_20b.yaml" "$@"

@@ -1,0 +1,75 @@
+"""Owns which hosts a run spans and which of them this is, from options or SLURM's variables, as torchrun spells it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+MASTER_PORT = 29500  # below Linux's ephemeral ports (32768 and up): no client connection can hold it
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The hosts of one run.
+
+    Args:
+        count: how many there are.
+        rank: this one's number, from 0.
+        address: of host 0; needed where there are several.
+        port: on host 0, for the ranks to find each other.
+    """
+
+    count: int = 1
+    rank: int = 0
+    address: str | None = None
+    port: int = MASTER_PORT
+
+    def __post_init__(self) -> None:
+        if self.count < 1 or not 0 <= self.rank < self.count:
+            raise ValueError(f"node rank {self.rank} is outside [0, {self.count}): --node-rank and --nodes must fit")
+        if self.count > 1 and not self.address:
+            raise ValueError(
+                f"{self.count} hosts need host 0's address: pass --master-addr, or export MASTER_ADDR as "
+                "scripts/launch/slurm.sbatch does"
+            )
+
+    def torchrun_options(self, processes: int) -> list[str]:
+        """Options of torchrun that start ``processes`` ranks here."""
+        local = ["--nproc_per_node", str(processes)]
+        if self.count == 1:
+            return ["--standalone", *local]
+        place = ["--nnodes", str(self.count), "--node_rank", str(self.rank)]
+        return [*place, "--master_addr", str(self.address), "--master_port", str(self.port), *local]
+
+
+def find_hosts(
+    environ: Mapping[str, str],
+    *,
+    nodes: int | None = None,
+    node_rank: int | None = None,
+    master_addr: str | None = None,
+    master_port: int | None = None,
+) -> Hosts:
+    """Hosts as the options say; what they leave open comes from SLURM's variables, then MASTER_ADDR and MASTER_PORT.
+
+    Raises:
+        ValueError: for a second SLURM task on one host, a variable that is no number, or a missing address.
+    """
+    if environ.get("SLURM_LOCALID", "0") != "0":
+        raise ValueError(
+            f"SLURM_LOCALID is {environ['SLURM_LOCALID']}: torchrun starts the ranks of a host itself, so start one "
+            "task per host with srun --ntasks-per-node=1"
+        )
+    count = nodes or _number(environ, "SLURM_NNODES", 1)
+    if count > 1 and node_rank is None and "SLURM_NODEID" not in environ:
+        raise ValueError(f"{count} hosts need this one's number: start the launcher by srun, or pass --node-rank")
+    rank = node_rank if node_rank is not None else _number(environ, "SLURM_NODEID", 0) if count > 1 else 0
+    port = master_port or _number(environ, "MASTER_PORT", MASTER_PORT)
+    return Hosts(count, rank, master_addr or environ.get("MASTER_ADDR"), port)
+
+
+def _number(environ: Mapping[str, str], name: str, default: int) -> int:
+    text = environ.get(name, str(default))
+    if not text.isdigit():
+        raise ValueError(f"{name} must be a number, got {text!r}")
+    return int(text)

@@ -1,0 +1,129 @@
+"""Owns the launcher: a configuration, a platform and a set of hosts become an environment and a torchrun command.
+
+    python scripts/launch/launch.py --config scripts/configs/gpt_neox_20b.yaml --platform trn1 --dry-run \
+        --model.tokenizer DIRECTORY
+
+Options that it does not know go to scripts/train.py. It replaces itself by what it starts, so signals and the exit
+status are torchrun's; ``--dry-run`` has the exit status of ``nxd-memopt certify``, and 2 for a user's error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+SCRIPTS = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(SCRIPTS))  # for train_*.py and this package, when started as a file
+
+from launch.certificate import certify_command  # noqa: E402
+from launch.hosts import find_hosts  # noqa: E402
+from launch.platforms import PLATFORMS, Variable, merged  # noqa: E402
+from train_args import parse_config  # noqa: E402
+from train_config import TrainConfig  # noqa: E402
+from train_errors import user_errors  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What is about to be started.
+
+    Args:
+        variables: with their reasons.
+        environment: what the ranks get beside the present environment.
+        command: program and arguments.
+    """
+
+    config: TrainConfig
+    platform: str
+    world_size: int
+    variables: list[Variable]
+    environment: dict[str, str]
+    command: list[str]
+
+    def text(self) -> str:
+        """Shell commands that do the same by hand."""
+        reasons = {variable.name: variable.reason for variable in self.variables}
+        lines = [f"export {name}={shlex.quote(value)}  # {reasons[name]}" for name, value in self.environment.items()]
+        return "\n".join([*lines, shlex.join(self.command)])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Start the run in this process's place, or show it; return the exit status."""
+    options, train_options = parser().parse_known_args(arguments)
+    with user_errors():
+        launch = plan(options, train_options, os.environ)
+        if options.dry_run:
+            print(launch.text(), flush=True)
+            return dry_run(launch, options.device_memory_gib)
+        if shutil.which(launch.command[0]) is None:
+            raise ValueError(f"{launch.command[0]} is not on PATH: activate the environment that torch-neuronx is in")
+        os.execvpe(launch.command[0], launch.command, os.environ | launch.environment)
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="launch.py", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--config", required=True, help="YAML file of scripts/train.py")
+    parser.add_argument("--platform", choices=sorted(PLATFORMS), default="trn1", help="default: trn1")
+    parser.add_argument("--processes-per-node", type=int, help="default: every core of trn1.32xlarge, else T")
+    parser.add_argument("--nodes", type=int, help="hosts; default: SLURM's, else 1")
+    parser.add_argument("--node-rank", type=int, help="this host's number; default: SLURM's, else 0")
+    parser.add_argument("--master-addr", help="host 0; default: MASTER_ADDR")
+    parser.add_argument("--master-port", type=int, help="on host 0; default: MASTER_PORT, else 29500")
+    parser.add_argument("--compile", action="store_true", help="compile every graph with neuron_parallel_compile")
+    parser.add_argument("--dry-run", action="store_true", help="show environment and command, and certify the step")
+    parser.add_argument("--device-memory-gib", type=float, help="with --dry-run: one rank's; default: the platform's")
+    return parser
+
+
+def plan(options: argparse.Namespace, train_options: Sequence[str], environ: Mapping[str, str]) -> Launch:
+    """Check the configuration against the platform and the hosts, and work out what to start.
+
+    Raises:
+        ValueError: for what does not fit; nothing has been started then.
+    """
+    config = parse_config(["--config", options.config, *train_options])
+    hosts = find_hosts(
+        environ,
+        nodes=options.nodes,
+        node_rank=options.node_rank,
+        master_addr=options.master_addr,
+        master_port=options.master_port,
+    )
+    platform = PLATFORMS[options.platform]
+    if options.compile and not platform.compiles:
+        raise ValueError(f"--compile is for trn1's ahead-of-time compiler, not for --platform {platform.name}: omit it")
+    processes = options.processes_per_node or platform.processes or config.parallel.tensor_model_parallel_size
+    config.accumulation_steps(processes * hosts.count)  # refuses a world that the configuration does not fit
+    variables = platform.variables(config, processes, hosts.count, environ)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *hosts.torchrun_options(processes)]
+    command = [*torchrun, str(SCRIPTS / "train.py"), "--config", options.config, *train_options]
+    command = ["neuron_parallel_compile", *command] if options.compile else command
+    values = merged(variables, environ)
+    return Launch(config, platform.name, processes * hosts.count, variables, values, command)
+
+
+def dry_run(launch: Launch, device_memory_gib: float | None) -> int:
+    """Certify the step without the platform's hardware; return the exit status."""
+    with tempfile.TemporaryDirectory(prefix="nxd-memopt-launch-") as directory:
+        command = certify_command(
+            launch.config,
+            launch.platform,
+            world_size=launch.world_size,
+            device_memory_gib=device_memory_gib,
+            directory=Path(directory),
+        )
+        print(shlex.join(command), flush=True)
+        flags = {name: value for name, value in launch.environment.items() if name == "NEURON_CC_FLAGS"}
+        return subprocess.run(command, env=os.environ | flags, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""Certificates of steps that XLA compiled for a simulated NeuronCore; with the barrier removed they must fail."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import pytest
+
+from nxd_memopt.cli_certify.command import _worker_environment, run_worker
+from nxd_memopt.cli_certify.judge import Device, judge
+from nxd_memopt.cli_certify.request import Answer
+from nxd_memopt.memory.certify import assert_recompute_survives
+from nxd_memopt.memory.certify.fit import OptimizerState
+from tests.certify_steps import CORE_ATTN, FULL, GPT_NEOX, LLAMA, MAX_RATIO, parallel, request
+from tests.reference import assert_says, error_message
+
+WITHOUT_BARRIER = """
+from nxd_memopt.backends import backend
+from nxd_memopt.cli_certify import worker
+backend.optimization_barrier = list
+worker.main()
+"""
+
+
+def checks(asked, answer, **options):
+    certified = judge(
+        asked,
+        answer,
+        device=Device(16.0, 1.25),
+        optimizer=OptimizerState(),
+        stands_for=asked.dtype,
+        **{"compiler_flags": "-O1", "max_temp_ratio": None, **options},
+    )
+    return {check.name: check for check in certified.checks}
+
+
+@pytest.mark.parametrize(
+    ("config", "memory"), [(LLAMA, FULL), (GPT_NEOX, FULL), (LLAMA, CORE_ATTN)], ids=["llama", "gpt_neox", "selective"]
+)
+def test_recompute_survives(config, memory):
+    asked = request("xla", config, memory)
+    by_name = checks(asked, run_worker(asked), max_temp_ratio=MAX_RATIO[memory["recompute_granularity"]])
+    assert all(check.passed is not False for check in by_name.values()), by_name
+    assert by_name["compiler flags"].passed
+
+
+def test_without_the_barrier_the_certificate_fails(tmp_path):
+    asked = request("xla", LLAMA, FULL, layer_counts=(2,), sequence_length=256)
+    question, answer_file = tmp_path / "request.json", tmp_path / "answer.json"
+    question.write_text(json.dumps(dataclasses.asdict(asked)), encoding="utf-8")
+    command = [sys.executable, "-c", WITHOUT_BARRIER, str(question), str(answer_file)]
+    subprocess.run(command, env=_worker_environment(asked, tmp_path / "dump"), check=True, capture_output=True)
+    survival = Answer.from_json(json.loads(answer_file.read_text(encoding="utf-8"))).survivals[2]
+    assert_says(survival.failure() or "", "does not survive", "adds 16 matmuls", "0 are left")
+
+
+def test_ranks_share_a_graph_with_the_formulas_collectives():
+    """T=8 on 4 KV heads."""
+    asked = request("xla", LLAMA, FULL, parallel=parallel(8, sequence=True), sequence_length=64)
+    answer = run_worker(asked)
+    by_name = checks(asked, answer)
+    assert by_name["same graph on every rank"].passed and len(answer.fingerprints) == 8
+    assert by_name["collectives"].passed, by_name["collectives"].detail
+
+
+def test_flags_that_merge_recomputation_fail():
+    asked = request("xla", LLAMA, FULL, layer_counts=(2, 3), sequence_length=64)
+    answer = run_worker(asked)
+    assert checks(asked, answer, compiler_flags="-O2")["compiler flags"].passed is False
+    assert checks(asked, answer, compiler_flags=None)["compiler flags"].passed is None
+
+
+def test_users_assertion_says_which_flags_it_needs():
+    message = error_message(lambda: assert_recompute_survives(lambda: None), RuntimeError)
+    assert_says(message, "XLA_FLAGS", "--xla_dump_to=", "--xla_dump_hlo_as_text", "cse_barrier_expander")
