@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import importlib
-from types import ModuleType
+from typing import Any
 
 __version__ = "0.1.0"
 
-_SUBMODULES = ("backends", "checkpoint", "config", "memory", "models", "modules", "ops", "parallel_layers")
+_SUBMODULES = (
+    *("backends", "checkpoint", "config", "memory", "models", "modules", "ops", "optimizer", "parallel_layers"),
+    "trainer",
+)
+_TRAINER = (  # offered here too, as neuronx_distributed does
+    *("neuronx_distributed_config", "initialize_parallel_model", "initialize_parallel_optimizer"),
+    *("save_checkpoint", "load_checkpoint", "has_checkpoint", "finalize_checkpoint"),
+)
 
-__all__ = ["__version__", *_SUBMODULES]  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = ["__version__", *_SUBMODULES, *_TRAINER]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
-def __getattr__(name: str) -> ModuleType:
+def __getattr__(name: str) -> Any:
+    if name in _TRAINER:
+        return getattr(importlib.import_module(f"{__name__}.trainer"), name)
     if name in _SUBMODULES:
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -110,7 +110,7 @@ def save_training_state(
     target, incomplete = step_directory(parent, step), parent / f"step_{step:08d}.tmp"
     task = f"saving {target}"
     with raise_together(task):
-        _require_plain(state, "state")
+        require_plain(state, "state")
         if _rank() == 0:
             _require_valid(parent, step, keep)
             _clean(parent)
@@ -125,15 +125,15 @@ def save_training_state(
     return target
 
 
-def _require_plain(value: Any, where: str) -> None:
+def require_plain(value: Any, where: str) -> None:
     """Refuse what ``torch.load(weights_only=True)`` would not read back."""
     if isinstance(value, Mapping):
         for key, item in value.items():
-            _require_plain(key, f"a key of {where}")
-            _require_plain(item, f"{where}[{key!r}]")
+            require_plain(key, f"a key of {where}")
+            require_plain(item, f"{where}[{key!r}]")
     elif isinstance(value, (list, tuple)):
         for i, item in enumerate(value):
-            _require_plain(item, f"{where}[{i}]")
+            require_plain(item, f"{where}[{i}]")
     elif not isinstance(value, _PLAIN):
         raise ValueError(
             f"{where} has the type {type(value).__name__}: store tensors, numbers and strings in dicts and lists"

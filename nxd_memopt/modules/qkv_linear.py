@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nxd_memopt.config import require_divisible
 from nxd_memopt.parallel_layers import mappings, parallel_state
-from nxd_memopt.parallel_layers.initialization import InitMethod
-from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, column_parallel
-from nxd_memopt.parallel_layers.utils import ShardedModule
+from nxd_memopt.parallel_layers.initialization import InitMethod, initialize_sharded_
+from nxd_memopt.parallel_layers.layers import ColumnCommunication, column_parallel
+from nxd_memopt.parallel_layers.utils import (
+    ShardBlock,
+    ShardedModule,
+    padded_size,
+    set_tensor_model_parallel_attributes,
+)
 
 
 def kv_size_multiplier(num_key_value_heads: int, tensor_model_parallel_size: int) -> int:
@@ -32,8 +39,9 @@ def kv_size_multiplier(num_key_value_heads: int, tensor_model_parallel_size: int
 class GQAQKVColumnParallelLinear(ShardedModule):
     """Query, key and value projections of one input with one gather, and one reduction of its gradient.
 
-    Weights ``weight_q``, ``weight_k``, ``weight_v`` (and ``bias_*``), each sharded along its outputs. With
-    ``kv_size_multiplier`` m above 1, m adjacent ranks hold the same KV shard, and its gradients are summed over them.
+    Weights ``weight_q``, ``weight_k``, ``weight_v`` (and ``bias_*``), each sharded along its outputs; with ``fuse_qkv``
+    one ``weight_qkv`` whose rows on each rank are that rank's query, key and value rows. With ``kv_size_multiplier`` m
+    above 1, m adjacent ranks hold the same KV shard, and its gradients are summed over them.
 
     Args:
         input_size: H.
@@ -46,10 +54,15 @@ class GQAQKVColumnParallelLinear(ShardedModule):
         sequence_parallel_enabled: the input is ``[s, B, H]``.
         kv_size_multiplier: ranks per KV shard; T/g when T exceeds g.
         reduce_dtype: of the input gradient's reduction.
+        keep_master_weight: keep the full initial weights as ``master_weight_q`` ..., or ``master_weight_qkv``.
+        fuse_qkv: one parameter instead of three; the same numbers.
 
     Returns (forward):
         ``(q, k, v)``, each ``[..., size per rank]``; sequence whole.
     """
+
+    weight_qkv: nn.Parameter
+    bias_qkv: nn.Parameter | None
 
     def __init__(
         self,
@@ -63,33 +76,66 @@ class GQAQKVColumnParallelLinear(ShardedModule):
         sequence_parallel_enabled: bool = False,
         kv_size_multiplier: int = 1,
         reduce_dtype: torch.dtype | None = None,
+        *,
+        keep_master_weight: bool = False,
+        fuse_qkv: bool = False,
     ) -> None:
         super().__init__()
-        query_size, kv_size = output_sizes
+        if gather_output and sequence_parallel_enabled:
+            raise ValueError("gather_output=True contradicts sequence_parallel_enabled=True: pass gather_output=False")
+        self.input_size, self.gather_output, self.kv_size_multiplier = input_size, gather_output, kv_size_multiplier
+        self.init_method, self.keep_master_weight, self.fuse_qkv = init_method, keep_master_weight, fuse_qkv
         size = parallel_state.get_tensor_model_parallel_size()
         require_divisible("tensor_model_parallel_size", size, "kv_size_multiplier", kv_size_multiplier)
-        self.gather_output, self.kv_size_multiplier = gather_output, kv_size_multiplier
-        sizes = {"q": (query_size, 1), "k": (kv_size, kv_size_multiplier), "v": (kv_size, kv_size_multiplier)}
-        for name, (output_size, replicas) in sizes.items():
-            layer = ColumnParallelLinear(
-                input_size,
-                output_size,
-                bias,
-                gather_output=gather_output,
-                dtype=dtype,
-                device=device,
-                init_method=init_method,
-                sequence_parallel_enabled=sequence_parallel_enabled,
-                reduce_dtype=reduce_dtype,
-                replicas=replicas,
+        query, kv = _block(output_sizes[0], size, 1), _block(output_sizes[1], size, kv_size_multiplier)
+        self.blocks = {"qkv": (query, kv, kv)} if fuse_qkv else {"q": (query,), "k": (kv,), "v": (kv,)}
+        for name, blocks in self.blocks.items():
+            rows = sum(block.rows for block in blocks)
+            weight = nn.Parameter(torch.empty(rows, input_size, dtype=dtype, device=device))
+            self.register_parameter(f"weight_{name}", weight)
+            self.register_parameter(
+                f"bias_{name}", nn.Parameter(torch.empty(rows, dtype=dtype, device=device)) if bias else None
             )
-            self.register_parameter(f"weight_{name}", layer.weight)
-            self.register_parameter(f"bias_{name}", layer.bias)
-            self.communication = layer.communication(None, layer.replica_group, layer.replica_group)
+            for param in self._parameters_of(name):
+                _describe(param, blocks)
+        self.replica_group = parallel_state.initialize_kv_group(kv_size_multiplier) if kv_size_multiplier > 1 else None
+        self.communication = ColumnCommunication(
+            mappings.resolve_group(None),
+            0 if sequence_parallel_enabled else None,
+            reduce_dtype,
+            (None, self.replica_group, self.replica_group),
+        )
+        self.initialize_weight_biases()
+
+    def _parameters_of(self, name: str) -> list[nn.Parameter]:
+        candidates = (getattr(self, f"weight_{name}"), getattr(self, f"bias_{name}"))
+        return [param for param in candidates if param is not None]
+
+    def initialize_weight_biases(self) -> None:
+        """Draw the parameters anew, on the CPU; every tensor-parallel rank calls it, in the same order of layers."""
+        init_method = self.init_method or (lambda weight: nn.init.kaiming_uniform_(weight, a=math.sqrt(5)))
+        bound = 1 / math.sqrt(max(self.input_size, 1))  # torch.nn.Linear's, as the line above
+        full: dict[str, list[Tensor | None]] = {name: [] for name in self.blocks}
+        for name, part, bias in self._parts():  # weight, then bias, of query, key and value in turn
+            full[name].append(initialize_sharded_(part, init_method, keep_full=self.keep_master_weight))
+            if bias is not None:
+                initialize_sharded_(bias, lambda drawn: nn.init.uniform_(drawn, -bound, bound))
+        for name, weights in full.items():
+            kept = [weight for weight in weights if weight is not None]
+            setattr(self, f"master_weight_{name}", torch.cat(kept) if kept else None)
+
+    def _parts(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+        """Views of query's, key's and value's own rows, each described as the shard that it is."""
+        for name, blocks in self.blocks.items():
+            rows = [block.rows for block in blocks]
+            split = [param.detach().split(rows) for param in self._parameters_of(name)]
+            for block, *views in zip(blocks, *split, strict=True):
+                for view in views:
+                    _describe(view, (block,))
+                yield name, views[0], views[1] if len(views) > 1 else None
 
     def forward(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        parameters = [(getattr(self, f"weight_{n}"), getattr(self, f"bias_{n}")) for n in "qkv"]
-        query, key, value = column_parallel(input, parameters, self.communication)
+        query, key, value = self._project_fused(input) if self.fuse_qkv else self._project(input)
         if not self.gather_output:
             return query, key, value
         return (
@@ -98,7 +144,38 @@ class GQAQKVColumnParallelLinear(ShardedModule):
             self._gather(value, self.kv_size_multiplier),
         )
 
+    def _project(self, input: Tensor) -> tuple[Tensor, ...]:
+        parameters = [(getattr(self, f"weight_{n}"), getattr(self, f"bias_{n}")) for n in "qkv"]
+        return column_parallel(input, parameters, self.communication)
+
+    def _project_fused(self, input: Tensor) -> tuple[Tensor, ...]:
+        """One matmul; three where the gradients of key and value are summed over their replicas."""
+        rows = [block.rows for block in self.blocks["qkv"]]
+        weight, bias = self.weight_qkv, self.bias_qkv
+        if self.replica_group is None:
+            communication = replace(self.communication, replica_groups=(None,))
+            (output,) = column_parallel(input, [(weight, bias)], communication)
+            return output.split(rows, dim=-1)
+        biases: Sequence[Tensor | None] = [None] * 3 if bias is None else bias.split(rows)
+        parts: list[tuple[Tensor, Tensor | None]] = list(zip(weight.split(rows), biases, strict=True))
+        return column_parallel(input, parts, self.communication)
+
     def _gather(self, output: Tensor, replicas: int = 1) -> Tensor:
         """All ranks' columns; of each group of replicas the first."""
         gathered = mappings.gather_from_tensor_model_parallel_region(output, self.communication.group)
         return gathered.unflatten(-1, (-1, replicas, output.size(-1)))[..., 0, :].flatten(-2)
+
+
+def _block(output_size: int, size: int, replicas: int) -> ShardBlock:
+    partitions = size // replicas
+    remedy = f"use {padded_size(output_size, partitions)}"
+    rows = require_divisible("output_size", output_size, "tensor_model_parallel_size", partitions, remedy)
+    return ShardBlock(output_size, rows, replicas)
+
+
+def _describe(param: Tensor, blocks: tuple[ShardBlock, ...]) -> None:
+    full_shape = (sum(block.full_rows for block in blocks), *param.shape[1:])
+    replicas = blocks[0].replicas if len(blocks) == 1 else 1
+    set_tensor_model_parallel_attributes(param, True, 0, full_shape=full_shape, replicas=replicas)
+    if len(blocks) > 1:
+        param.blocks = blocks  # pyright: ignore[reportAttributeAccessIssue]

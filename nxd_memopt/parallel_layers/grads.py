@@ -172,7 +172,8 @@ def _replica_pieces(param: Tensor) -> list[tuple[Tensor, int]]:
     blocks = getattr(param, "blocks", None)
     if not blocks:
         return [(grad, getattr(param, "replicas", 1))]
-    return [(piece, b.replicas) for piece, b in zip(grad.split([b.rows for b in blocks]), blocks, strict=True)]
+    pieces = zip(grad.split([b.rows for b in blocks]), blocks, strict=True)
+    return [(piece, block.replicas) for piece, block in pieces if piece.numel()]
 
 
 def clip_grad_norm(

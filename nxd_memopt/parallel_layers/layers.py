@@ -125,7 +125,7 @@ def _check_padding(pad: bool, stride: int) -> None:
         raise ValueError(f"pad=True needs stride 1, got {stride}: padding would move the borders of the strided blocks")
 
 
-def _swap_blocks(tensor: Tensor, outer: int, inner: int) -> Tensor:
+def swap_blocks(tensor: Tensor, outer: int, inner: int) -> Tensor:
     """Reorder the last dimension from ``outer`` groups of ``inner`` blocks to ``inner`` groups of ``outer``.
 
     With ``inner`` the stride it turns ranks' columns into the full order; with ``outer`` the stride, the reverse.
@@ -227,7 +227,7 @@ class ColumnParallelLinear(BaseParallelLinear):
         (output,) = column_parallel(input, [(self.weight, bias)], self.communication(self.replica_group))
         if self.gather_output:
             output = mappings.gather_from_tensor_model_parallel_region(output, self.tensor_parallel_group)
-            output = _swap_blocks(output, self._group_size(), self.stride)
+            output = swap_blocks(output, self._group_size(), self.stride)
             output = output if self.keep_padded_output else output[..., : self.output_size]
         return (output, self.bias) if self.skip_bias_add else output
 
@@ -344,7 +344,7 @@ class RowParallelLinear(BaseParallelLinear):
                 )
             padding = self.input_size - self.full_input_size
             input = F.pad(input, (0, padding)) if padding else input
-            input = _swap_blocks(input, self.stride, self._group_size())
+            input = swap_blocks(input, self.stride, self._group_size())
             input = mappings.scatter_to_tensor_model_parallel_region(input, self.tensor_parallel_group)
         if input.size(-1) != self.input_size_per_partition:
             raise ValueError(

@@ -209,6 +209,11 @@ def get_kv_shared_group(kv_shared_group_size: int, as_list: bool = False) -> Gro
     return axis.rank_groups if as_list else axis.group
 
 
+def kv_shared_group_sizes() -> list[int]:
+    """The sizes that ``initialize_kv_group`` was called with."""
+    return list(_STATE.kv_groups)
+
+
 def destroy_kv_group() -> None:
     """Forget the groups of ``initialize_kv_group``."""
     for axis in _STATE.kv_groups.values():

@@ -8,7 +8,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from nxd_memopt.parallel_layers import parallel_state
-from nxd_memopt.parallel_layers.loss_functions import parallel_cross_entropy
+from nxd_memopt.parallel_layers.loss_functions import from_parallel_logits_to_logprobs, parallel_cross_entropy
 from tests.dist.pool import distributed
 from tests.reference import (
     CountCollectives,
@@ -153,3 +153,20 @@ def test_refusals(change, facts):
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     arguments = {"target": torch.zeros(2, 3, dtype=torch.long)} | change
     assert_says(error_message(lambda: parallel_cross_entropy(torch.zeros(2, 3, 15), **arguments)), *facts)
+
+
+@distributed(world_size=[1, 2])
+@pytest.mark.parametrize("inference", [True, False])
+def test_log_probabilities_of_the_next_tokens(inference, world_size):
+    """float64; with ``inference`` nothing is kept for a backward."""
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
+    logits = tensors(2, 7, 16).requires_grad_()
+    target, upstream = labels(2, 7) % 16, tensors(2, 6, seed=1)
+    want = logits.log_softmax(-1)[:, :-1].gather(-1, target[:, 1:, None]).squeeze(-1)
+    local = shard(logits.detach(), -1).requires_grad_()
+    got = from_parallel_logits_to_logprobs(local, target, inference)
+    assert_float64_close(got, want)
+    assert got.requires_grad is not inference
+    if not inference:
+        got.backward(upstream)
+        assert_float64_close(local.grad, shard(torch.autograd.grad(want, logits, upstream)[0], -1))

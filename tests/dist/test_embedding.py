@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from nxd_memopt.parallel_layers import layers, parallel_state
+from nxd_memopt.parallel_layers import layers, mappings, parallel_state
 from tests.dist.pool import distributed
 from tests.reference import assert_float64_close, assert_says, error_message, gradients, pad, shard, tensors
 
@@ -92,3 +92,20 @@ def test_indivisible_sequence_is_refused():
     layer = layers.ParallelEmbedding(8, 4, sequence_parallel_enabled=True)
     message = error_message(lambda: layer(torch.zeros(1, 7, dtype=torch.long)))
     assert_says(message, "sequence length 7", "tensor_model_parallel_size 2", "8", "sequence_parallel_enabled")
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("vocabulary_sharded", [True, False])
+def test_own_part_of_the_output(vocabulary_sharded):
+    """``collect_output=False``: partial sums, or columns, that a collective makes whole."""
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    options = {"shard_across_embedding": not vocabulary_sharded, "dtype": torch.float64}
+    layer = layers.ParallelEmbedding(8, HIDDEN, collect_output=False, **options)
+    whole = layers.ParallelEmbedding(8, HIDDEN, **options)
+    whole.load_state_dict(layer.state_dict())
+    ids = torch.arange(8).view(2, 4)
+    finish = mappings.reduce_from_tensor_model_parallel_region
+    if not vocabulary_sharded:
+        finish = mappings.gather_from_tensor_model_parallel_region
+        assert layer(ids).size(-1) == HIDDEN // 2
+    assert torch.equal(finish(layer(ids)), whole(ids))

@@ -178,3 +178,45 @@ def test_rmsg_names_the_rank():
     with fake_world(8, rank=5):
         initialize({"tensor": 4})
         assert_says(parallel_state.rmsg("hello"), "5", "tp1", "dp1", "hello")
+
+
+@distributed(world_size=4)
+def test_groups_of_any_partition_are_found_or_made_once():
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    assert parallel_state.group_of([[0, 1], [2, 3]]) is parallel_state.get_tensor_model_parallel_group()
+    other = parallel_state.group_of([[0, 3], [1, 2]])
+    assert other is parallel_state.group_of([[0, 3], [1, 2]]) and other in parallel_state.process_groups()
+    assert dist.get_process_group_ranks(other) == ([0, 3] if dist.get_rank() in (0, 3) else [1, 2])
+    parallel_state.destroy_model_parallel()
+    assert not parallel_state.process_groups()
+
+
+@distributed(world_size=4)
+def test_token_shuffle_and_kv_groups():
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=1)
+    parallel_state.initialize_token_shuffle_group(2)
+    assert parallel_state.get_token_shuffle_replica_groups() == [[0, 1], [2, 3]]
+    assert parallel_state.get_token_shuffle_group_size() == parallel_state.get_token_shuffle_group().size() == 2
+    message = error_message(lambda: parallel_state.initialize_token_shuffle_group(3))
+    assert_says(message, "token_shuffle_group_size 3", "data-parallel size 4")
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=4)
+    parallel_state.initialize_kv_group(2)
+    assert parallel_state.kv_shared_group_sizes() == [2]
+    parallel_state.destroy_kv_group()
+    assert parallel_state.kv_shared_group_sizes() == []
+    assert "no KV groups of size 2" in error_message(lambda: parallel_state.get_kv_shared_group(2), RuntimeError)
+
+
+def test_groups_for_zero1_and_rings_of_contexts():
+    with fake_world(16, rank=5):
+        parallel_state.initialize_model_parallel(2, 2, context_parallel_size=2)
+        # stage 0 has ranks 0 to 7, of which 2 data-parallel copies x 2 contexts hold the same shard
+        assert parallel_state.get_zero1_sharding_groups() == [
+            [0, 2, 4, 6],
+            [1, 3, 5, 7],
+            [8, 10, 12, 14],
+            [9, 11, 13, 15],
+        ]
+        assert parallel_state.get_context_model_parallel_src_tgt_pairs() == [[5, 7], [7, 5]]
+        parallel_state.destroy_model_parallel()

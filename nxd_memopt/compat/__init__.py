@@ -1,0 +1,42 @@
+"""Owns running neuronx-distributed's scripts unchanged: importing this package aliases ``neuronx_distributed``.
+
+``python -m nxd_memopt.compat script.py ...`` does so before it runs the script. Where torch_xla is not installed, the
+part of it that such scripts use is stood in for: see ``xla``.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import PathFinder
+
+from nxd_memopt.backends import backend
+from nxd_memopt.compat import xla
+from nxd_memopt.compat.alias import Table, install_alias
+from nxd_memopt.compat.names import NAMES
+
+__all__ = ["install"]
+
+
+def install() -> None:
+    """Alias ``neuronx_distributed``, and ``torch_xla`` unless it carries the backend; a second call does nothing.
+
+    Installed packages of these names are left aside, with one line of notice each.
+
+    Raises:
+        RuntimeError: when one of the real packages was imported before.
+    """
+    _alias("neuronx_distributed", NAMES)
+    if backend.name != "xla" and _alias("torch_xla", xla.NAMES):
+        xla.device.install()
+        xla.process_group.install()
+
+
+def _alias(root: str, names: Table) -> bool:
+    installed = install_alias(root, names)
+    real = PathFinder.find_spec(root) if installed else None
+    if real is not None:
+        print(f"nxd_memopt.compat: {root} of {real.origin} is left aside", file=sys.stderr)
+    return installed
+
+
+install()

@@ -1,0 +1,43 @@
+"""Owns ``python -m nxd_memopt.compat script.py ...`` and ``-m module ...``: the script sees the alias."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+_USAGE = "usage: python -m nxd_memopt.compat (script.py | -m module) [arguments ...]"
+
+
+def main(argv: list[str]) -> int:
+    """Run a script or a module as ``__main__``, with ``sys.argv`` and ``sys.path[0]`` as Python itself sets them."""
+    as_module = argv[:1] == ["-m"]
+    argv = argv[1:] if as_module else argv
+    if not argv or (argv[0].startswith("-") and not as_module):
+        print(_USAGE, file=sys.stderr)
+        return 2
+    if not as_module and not Path(argv[0]).is_file():
+        print(f"{_USAGE}\nno such script: {argv[0]}", file=sys.stderr)
+        return 2
+    sys.argv = argv
+    sys.path[0] = str(Path.cwd() if as_module else Path(argv[0]).resolve().parent)
+    try:
+        if as_module:
+            runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(argv[0], run_name="__main__")
+    finally:
+        leave_process_group()
+    return 0
+
+
+def leave_process_group() -> None:
+    """Stop the threads of torch.distributed, which abort the process when they outlive a script that leaves them."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,118 @@
+"""Owns the machinery of an alias: module trees under another package's names, resolved on first use."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+Table = Mapping[str, Mapping[str, str]]
+"""Alias module -> alias name -> ``"our.module:name"``, or ``"our.module"`` for a module."""
+
+_GUIDE = "docs/migrating_from_nxd.md"
+
+
+def target(location: str) -> tuple[ModuleType, str]:
+    """The module that owns what ``"our.module:name"`` names, and the name."""
+    module, _, name = location.partition(":")
+    return importlib.import_module(module), name
+
+
+class AliasModule(ModuleType):
+    """A module that owns nothing: it reads from, and writes to, the modules of its table.
+
+    A name that is patched through the alias is patched where the library looks it up. Every alias module is a package,
+    so that ``from alias import unknown`` reaches ``AliasFinder``, whose message says what is offered.
+    """
+
+    _offered: Mapping[str, str]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        if name in self._offered:
+            owner, attribute = target(self._offered[name])
+            return getattr(owner, attribute) if attribute else owner
+        finder: AliasFinder = self.__loader__  # pyright: ignore[reportAssignmentType]
+        submodule = f"{self.__name__}.{name}"
+        if submodule in finder.table:
+            return importlib.import_module(submodule)
+        raise AttributeError(finder.explain(submodule))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        location = self.__dict__.get("_offered", {}).get(name, "")
+        if ":" not in location:
+            super().__setattr__(name, value)
+            return
+        owner, attribute = target(location)
+        setattr(owner, attribute, value)
+
+    def __delattr__(self, name: str) -> None:
+        location = self._offered.get(name, "")
+        if ":" not in location:
+            super().__delattr__(name)
+            return
+        owner, attribute = target(location)
+        delattr(owner, attribute)
+
+    def __dir__(self) -> list[str]:
+        prefix = f"{self.__name__}."
+        finder: AliasFinder = self.__loader__  # pyright: ignore[reportAssignmentType]
+        children = {name[len(prefix) :].split(".")[0] for name in finder.table if name.startswith(prefix)}
+        return sorted({*super().__dir__(), *self._offered, *children})
+
+
+class AliasFinder(MetaPathFinder, Loader):
+    """Imports one aliased module tree from a table; a name outside it is an ``ImportError`` with the nearest one."""
+
+    def __init__(self, root: str, table: Table) -> None:
+        self.root, self.table = root, table
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        del path, target
+        if fullname != self.root and not fullname.startswith(f"{self.root}."):
+            return None
+        if fullname not in self.table:
+            raise ModuleNotFoundError(self.explain(fullname))  # no name=: the import system keeps the message then
+        return ModuleSpec(fullname, self, is_package=True, origin=f"alias of {__package__}")
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = AliasModule(spec.name)
+        module.__dict__["_offered"] = self.table[spec.name]
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__dict__["__all__"] = [name for name in self.table[module.__name__] if not name.startswith("_")]
+
+    def explain(self, missing: str) -> str:
+        """Why the dotted name is not there, and which offered one is nearest."""
+        offered = [*self.table, *(f"{module}.{name}" for module, names in self.table.items() for name in names)]
+        parent, _, name = missing.rpartition(".")
+        same_name = [full for full in offered if full.rpartition(".")[2] == name]
+        siblings = [full for full in offered if full.rpartition(".")[0] == parent]
+        nearest = same_name or difflib.get_close_matches(missing, siblings, 1, 0.0) or [self.root]
+        return f"{missing} is not offered by nxd_memopt; the nearest name that is: {nearest[0]}; see {_GUIDE}"
+
+
+def install_alias(root: str, table: Table) -> bool:
+    """Put the alias before every other importer, once.
+
+    Returns:
+        Whether it was installed now; False when it was there.
+
+    Raises:
+        RuntimeError: when another package was imported under this name already.
+    """
+    if any(isinstance(finder, AliasFinder) and finder.root == root for finder in sys.meta_path):
+        return False
+    if root in sys.modules:
+        raise RuntimeError(f"{root} was imported before its alias: import nxd_memopt.compat first")
+    sys.meta_path.insert(0, AliasFinder(root, table))
+    return True

@@ -1,0 +1,148 @@
+"""Owns neuronx-distributed's calling conventions of its QKV layer, attention kernels and rotary embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from nxd_memopt.compat.layers import refuse
+from nxd_memopt.modules import qkv_linear
+from nxd_memopt.ops.attention import attention_implementation, core_attention
+from nxd_memopt.ops.rope import rotate_half
+from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.parallel_layers.initialization import InitMethod
+
+
+class GQAQKVColumnParallelLinear(qkv_linear.GQAQKVColumnParallelLinear):
+    """``qkv_linear.GQAQKVColumnParallelLinear`` with neuronx-distributed's order of arguments and its defaults."""
+
+    def __init__(
+        self,
+        input_size: int,
+        output_sizes: Sequence[int],
+        bias: bool = True,
+        gather_output: bool = True,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        init_method: InitMethod | None = None,
+        sequence_parallel_enabled: bool = False,
+        keep_master_weight: bool = False,
+        kv_size_multiplier: int = 1,
+        fuse_qkv: bool = True,
+        reduce_dtype: torch.dtype | None = torch.float32,
+    ) -> None:
+        super().__init__(
+            input_size,
+            output_sizes,
+            bias,
+            gather_output,
+            dtype,
+            device,
+            init_method,
+            sequence_parallel_enabled,
+            kv_size_multiplier,
+            reduce_dtype,
+            keep_master_weight=keep_master_weight,
+            fuse_qkv=fuse_qkv,
+        )
+
+
+def nki_flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lnc: int = 1,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    mixed_precision: bool = True,
+    seed: Tensor | None = None,
+    hardware_type: object = None,
+    transpose_nki_inputs: bool = True,
+) -> Tensor:
+    """Causal attention by the device's best implementation, at any sequence length.
+
+    Args:
+        q: ``[B, h, d, S]``, or ``[B, h, S, d]`` without ``transpose_nki_inputs``.
+        k: likewise, g heads that divide h.
+        v: likewise.
+        lnc: the backend knows its cores; not needed.
+        dropout_p: probability of dropping an attention weight.
+        softmax_scale: default ``d ** -0.5``.
+        causal: True; ``ValueError`` otherwise.
+        mixed_precision: the softmax is always in fp32.
+        seed: refused (``ValueError``): dropout draws from the device's generator.
+        hardware_type: see ``lnc``.
+
+    Returns:
+        ``[B, h, S, d]``.
+    """
+    del lnc, mixed_precision, hardware_type
+    refuse(non_causal_attention=not causal, seed=seed is not None)
+    if transpose_nki_inputs:
+        q, k, v = (tensor.transpose(-1, -2) for tensor in (q, k, v))
+    if softmax_scale is not None:
+        q = q * (softmax_scale * q.size(-1) ** 0.5)  # core_attention scales by d ** -0.5
+    name, _ = attention_implementation(q.shape, k.size(1), dtype=q.dtype, dropout_p=dropout_p)
+    return core_attention(q, k, v, implementation=name, dropout_p=dropout_p)
+
+
+def nki_ring_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rank_id: int,
+    src_tgt_pairs: Sequence[Sequence[int]],
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    mixed_precision: bool = True,
+    seed: Tensor | None = None,
+) -> Tensor:
+    """``nki_flash_attn_func`` of ``[B, h, S, d]``: a ring of one.
+
+    Raises:
+        ValueError: under context parallelism, which ring attention is for.
+    """
+    del rank_id, src_tgt_pairs
+    size = parallel_state.get_context_model_parallel_size()
+    if size > 1:
+        raise ValueError(f"ring attention over context_parallel_size {size} is not offered: use sequence parallelism")
+    return nki_flash_attn_func(
+        q, k, v, 1, dropout_p, softmax_scale, causal, mixed_precision, seed, transpose_nki_inputs=False
+    )
+
+
+def apply_rotary_pos_emb(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor | None,
+    flash_attn: bool,
+    transpose_nki_inputs: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Rotate every dimension of each head.
+
+    Args:
+        q: ``[B, h, S, d]``, or ``[B, h, d, S]`` with ``flash_attn`` and ``transpose_nki_inputs``.
+        k: likewise.
+        cos: ``[B, S, d]``, or ``[positions, d]`` with ``position_ids``.
+        sin: likewise.
+        position_ids: ``[B, S]``, rows of ``cos`` and ``sin``.
+    """
+    if position_ids is not None:
+        cos, sin = cos[position_ids], sin[position_ids]
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    if flash_attn and transpose_nki_inputs:
+        rotated = (_rotate(x.transpose(-1, -2), cos, sin).transpose(-1, -2) for x in (q, k))
+    else:
+        rotated = (_rotate(x, cos, sin) for x in (q, k))
+    query, key = rotated
+    return query, key
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return x * cos + rotate_half(x) * sin

@@ -1,0 +1,134 @@
+"""Owns the table of neuronx-distributed's names: which object of ours each of them is."""
+
+from __future__ import annotations
+
+from nxd_memopt.compat.table import Sources, build_table
+
+_OURS = "nxd_memopt.parallel_layers"
+_COMPAT = "nxd_memopt.compat"
+_PARALLEL_STATE = """
+    destroy_model_parallel model_parallel_is_initialized is_global_rank_zero rmsg
+    get_world_group get_tensor_model_parallel_group get_tensor_model_parallel_replica_groups
+    get_tensor_model_parallel_size get_tensor_model_parallel_rank get_tensor_model_parallel_src_rank
+    get_data_parallel_group get_data_parallel_replica_groups get_data_parallel_size get_data_parallel_src_rank
+    get_pipeline_model_parallel_group get_pipeline_model_parallel_replica_groups get_pipeline_model_parallel_size
+    get_context_model_parallel_group get_context_model_parallel_replica_groups get_context_model_parallel_size
+    get_context_model_parallel_rank get_context_model_parallel_src_tgt_pairs
+    get_expert_model_parallel_group get_expert_model_parallel_replica_groups get_expert_model_parallel_size
+    get_expert_model_parallel_rank get_expert_data_parallel_group get_expert_data_parallel_replica_groups
+    get_expert_data_parallel_size get_expert_data_parallel_rank destroy_kv_group initialize_token_shuffle_group
+    get_token_shuffle_group get_token_shuffle_replica_groups get_token_shuffle_group_size get_zero1_sharding_groups"""
+_PARALLEL_STATE_ADAPTED = """
+    initialize_model_parallel get_pipeline_model_parallel_rank get_data_parallel_rank initialize_kv_group
+    get_kv_shared_group get_kv_shared_replica_groups get_kv_shared_group_size _PIPELINE_MODEL_PARALLEL_GROUP_SPMD
+    _DATA_PARALLEL_GROUP_SPMD _REPLICA_LOGIC"""
+_RANK_GROUPS = """
+    ParallelGroups PG_Group_Logic arrange_kv_groups ascending_descending_ring_PG_group ascending_ring_PG_group
+    get_logic_chosen"""
+_TENSOR_MAPPINGS = """
+    copy_to_tensor_model_parallel_region reduce_from_tensor_model_parallel_region
+    scatter_to_tensor_model_parallel_region gather_from_tensor_model_parallel_region"""
+_MAPPINGS = f"""
+    {_TENSOR_MAPPINGS} gather_from_tensor_model_parallel_region_with_dim scatter_to_sequence_parallel_region
+    scatter_input_channels_to_tensor_model_parallel_region reduce_scatter_to_sequence_parallel_region
+    _split_along_first_dim _gather_along_first_dim"""
+_SHARD_ATTRIBUTES = "copy_tensor_model_parallel_attributes set_tensor_model_parallel_attributes"
+_UTILS = """
+    EmbeddingUtility ensure_divisibility get_padding_length split_tensor_along_dim split_tensor_along_last_dim
+    indices_split_along_dim param_is_not_tensor_parallel_duplicate
+    set_defaults_if_not_set_tensor_model_parallel_attributes cast_all cast_if_autocast_enabled verify_casted_dtype
+    get_local_world_size move_all_tensor_to_cpu"""
+_LAYERS = "ColumnParallelLinear RowParallelLinear ParallelEmbedding"
+_GRAD_NORMS = "clip_grad_norm get_grad_norm"
+_TRAINER = "initialize_parallel_model initialize_parallel_optimizer"
+_CONFIG = (f"{_COMPAT}.trainer", "neuronx_distributed_config")
+_CHECKPOINT = "save_checkpoint load_checkpoint has_checkpoint finalize_checkpoint"
+_STATE_MODULE = ("neuronx_distributed.parallel_layers", "parallel_state")
+
+# NxD's module -> (our module, names); "theirs=ours" where the names differ
+_TABLE: dict[str, Sources] = {
+    "": [("nxd_memopt.trainer", f"{_TRAINER} {_CHECKPOINT}"), _CONFIG],
+    "kernels": [],
+    "kernels.flash_attn": [(f"{_COMPAT}.modules", "nki_flash_attn_func")],
+    "kernels.ring_attention_kernel": [(f"{_COMPAT}.modules", "nki_ring_attn_func")],
+    "modules": [],
+    "modules.qkv_linear": [(f"{_COMPAT}.modules", "GQAQKVColumnParallelLinear")],
+    "modules.rms_norm": [("nxd_memopt.modules.rms_norm", "RMSNorm")],
+    "optimizer": [("nxd_memopt.optimizer", "NeuronZero1Optimizer")],
+    "optimizer.zero_redundancy_optimizer": [("nxd_memopt.optimizer", "NeuronZero1Optimizer")],
+    "overrides": [],
+    "overrides.transformer_overrides": [(f"{_COMPAT}.modules", "apply_rotary_pos_emb")],
+    "parallel_layers": [
+        (f"{_COMPAT}.functions", "save load clip_grad_norm"),
+        (f"{_COMPAT}.layers", _LAYERS),
+        (f"{_COMPAT}.parallel_state", "initialize_model_parallel"),
+        (
+            f"{_COMPAT}.utils",
+            "set_defaults_if_not_set_tensor_model_parallel_attributes split_tensor_along_last_dim",
+        ),
+        (f"{_OURS}.loss_functions", "parallel_cross_entropy"),
+        (f"{_OURS}.mappings", _TENSOR_MAPPINGS),
+        (f"{_OURS}.random", "get_xla_rng_tracker model_parallel_xla_manual_seed"),
+        (f"{_OURS}.utils", f"{_SHARD_ATTRIBUTES} move_model_to_device"),
+    ],
+    "parallel_layers.checkpointing": [
+        (f"{_COMPAT}.functions", "save load"),
+        (f"{_OURS}.checkpointing", "get_sharded_model_dict"),
+    ],
+    "parallel_layers.grads": [
+        (f"{_COMPAT}.functions", f"{_GRAD_NORMS} bucket_allreduce_gradients"),
+        (f"{_OURS}.grads", "allreduce_sequence_parallel_gradients"),
+    ],
+    "parallel_layers.layer_norm": [(f"{_OURS}.layer_norm", "LayerNorm")],
+    "parallel_layers.layers": [
+        (
+            f"{_COMPAT}.layers",
+            f"{_LAYERS} BaseParallelLinear LinearWithAsyncCommunication create_local_weight"
+            " linear_with_async_allreduce _initialize_parameter_cpu"
+            " gather_from_tensor_model_parallel_region",
+        ),
+        (f"{_OURS}.conv", "BaseParallelConv InputChannelParallelConv2d OutputChannelParallelConv2d"),
+        (f"{_OURS}.parallel_state", "get_tensor_model_parallel_size get_tensor_model_parallel_rank"),
+    ],
+    "parallel_layers.loss_functions": [
+        (f"{_OURS}.loss_functions", "parallel_cross_entropy from_parallel_logits_to_logprobs")
+    ],
+    "parallel_layers.mappings": [
+        (f"{_OURS}.mappings", _MAPPINGS),
+        (f"{_COMPAT}.functions", "gather_from_sequence_parallel_region"),
+    ],
+    "parallel_layers.pad": [
+        (f"{_OURS}.pad", "pad_model get_number_of_extra_heads"),
+        (f"{_COMPAT}.utils", "generate_padding_mask"),
+    ],
+    "parallel_layers.parallel_state": [
+        (f"{_OURS}.parallel_state", _PARALLEL_STATE),
+        (f"{_COMPAT}.parallel_state", _PARALLEL_STATE_ADAPTED),
+        (f"{_COMPAT}.rank_groups", _RANK_GROUPS),
+    ],
+    "parallel_layers.random": [(f"{_OURS}.random", "model_parallel_xla_manual_seed get_xla_rng_tracker")],
+    "parallel_layers.utils": [
+        (f"{_OURS}.utils", f"{_SHARD_ATTRIBUTES} divide move_model_to_device requires_init_pg_override"),
+        (f"{_COMPAT}.utils", _UTILS),
+    ],
+    "pipeline": [],
+    "pipeline.model": [_STATE_MODULE],
+    "trainer": [("nxd_memopt.trainer", f"{_TRAINER} save_checkpoint load_checkpoint"), _CONFIG],
+    "trainer.checkpoint": [("nxd_memopt.trainer", _CHECKPOINT)],
+    "trainer.model": [("nxd_memopt.trainer", "NxDModel")],
+    "trainer.optimizer": [("nxd_memopt.trainer", "NxDOptimizer")],
+    "trainer.trainer": [("nxd_memopt.trainer", _TRAINER), _CONFIG],
+    "utils": [
+        (f"{_COMPAT}.utils", "cpu_mode mark_step master_print get_device"),
+        (f"{_COMPAT}.rank_groups", "hardware"),
+    ],
+    "utils.activation_checkpoint": [("nxd_memopt.trainer", "apply_activation_checkpointing checkpoint_wrapper")],
+    "utils.adamw_fp32_optim_params": [("nxd_memopt.optimizer", "AdamW_FP32OptimParams")],
+    "utils.batch_utils": [("nxd_memopt.trainer", "get_batch_on_this_context_parallel_rank")],
+    "utils.logger": [(f"{_COMPAT}.utils", "get_logger")],
+    "utils.model_utils": [(f"{_OURS}.utils", "move_model_to_device")],
+    "utils.utils": [(f"{_COMPAT}.rank_groups", "hardware")],
+}
+
+NAMES = build_table("neuronx_distributed", _TABLE)
+"""Alias module -> alias name -> ``"our.module:name"``."""

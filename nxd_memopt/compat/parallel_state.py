@@ -1,0 +1,84 @@
+"""Owns neuronx-distributed's calling conventions of ``parallel_state``, where they differ from ours."""
+
+from __future__ import annotations
+
+import os
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from nxd_memopt.compat.rank_groups import PG_Group_Logic, RankGroups
+from nxd_memopt.parallel_layers import parallel_state
+
+# Module variables of neuronx-distributed's that programs write: rank groups of their own, read by the two functions
+# below, and the order of ranks, which here is the backend's to choose.
+_PIPELINE_MODEL_PARALLEL_GROUP_SPMD: RankGroups | None = None
+_DATA_PARALLEL_GROUP_SPMD: RankGroups | None = None
+_REPLICA_LOGIC = PG_Group_Logic.LOGIC1
+
+
+def initialize_model_parallel(
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    context_parallel_size: int = 1,
+    expert_model_parallel_size: int = 1,
+    skip_collective_init: bool = False,
+    lnc_size: int = 1,
+    mesh_only: bool = False,
+) -> dict[str, RankGroups]:
+    """``parallel_state.initialize_model_parallel``.
+
+    Args:
+        skip_collective_init: no collective runs here in either case.
+        lnc_size: physical cores per logical one; the backend reads it from NEURON_LOGICAL_NC_CONFIG.
+
+    Raises:
+        ValueError: an ``lnc_size`` that contradicts the environment.
+    """
+    del skip_collective_init
+    configured = int(os.environ.get("NEURON_LOGICAL_NC_CONFIG", "1"))
+    if lnc_size not in (1, configured):
+        raise ValueError(f"lnc_size {lnc_size} contradicts NEURON_LOGICAL_NC_CONFIG={configured}: set the variable")
+    return parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size,
+        pipeline_model_parallel_size,
+        context_parallel_size,
+        expert_model_parallel_size,
+        mesh_only=mesh_only,
+    )
+
+
+def get_pipeline_model_parallel_rank() -> int:
+    groups = _PIPELINE_MODEL_PARALLEL_GROUP_SPMD
+    return parallel_state.get_pipeline_model_parallel_rank() if groups is None else _place_in(groups)
+
+
+def get_data_parallel_rank() -> int:
+    groups = _DATA_PARALLEL_GROUP_SPMD
+    return parallel_state.get_data_parallel_rank() if groups is None else _place_in(groups)
+
+
+def _place_in(groups: RankGroups) -> int:
+    return next(ranks.index(dist.get_rank()) for ranks in groups if dist.get_rank() in ranks)
+
+
+def initialize_kv_group(kv_shared_group_size: int = 1, sequential_ranks_in_group: bool = False) -> None:
+    """Groups of neighbouring ranks: what ``sequential_ranks_in_group=True`` asks for, and ours on every device."""
+    del sequential_ranks_in_group
+    parallel_state.initialize_kv_group(kv_shared_group_size)
+
+
+def get_kv_shared_group(as_list: bool = False) -> ProcessGroup | RankGroups | None:
+    return parallel_state.get_kv_shared_group(get_kv_shared_group_size(), as_list)
+
+
+def get_kv_shared_replica_groups() -> RankGroups:
+    return parallel_state.get_kv_shared_group(get_kv_shared_group_size(), as_list=True)
+
+
+def get_kv_shared_group_size() -> int:
+    """neuronx-distributed knows one size; ``RuntimeError`` where layers of several exist, or none."""
+    sizes = parallel_state.kv_shared_group_sizes()
+    if len(sizes) != 1:
+        raise RuntimeError(f"KV groups of sizes {sizes} exist: ask nxd_memopt's get_kv_shared_group for one of them")
+    return sizes[0]

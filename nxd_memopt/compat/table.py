@@ -1,0 +1,21 @@
+"""Owns the short form in which alias tables are written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+Sources = Sequence[tuple[str, str]]
+"""``(our module, "name theirs=ours ...")``."""
+
+
+def build_table(root: str, sources: Mapping[str, Sources]) -> dict[str, dict[str, str]]:
+    """Spell out ``{"pad": [("nxd_memopt.parallel_layers.pad", "pad_model")]}`` for ``alias.AliasFinder``.
+
+    Keys are module names below ``root``; ``""`` is ``root`` itself.
+    """
+    return {f"{root}.{module}".rstrip("."): dict(_entries(pairs)) for module, pairs in sources.items()}
+
+
+def _entries(pairs: Sources) -> list[tuple[str, str]]:
+    entries = [(owner, *entry.partition("=")[::2]) for owner, names in pairs for entry in names.split()]
+    return [(theirs, f"{owner}:{ours or theirs}") for owner, theirs, ours in entries]

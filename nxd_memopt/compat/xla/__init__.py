@@ -1,0 +1,41 @@
+"""Owns what stands in for torch_xla where it is not installed: its names over the chosen backend."""
+
+from __future__ import annotations
+
+from nxd_memopt.compat.table import build_table
+from nxd_memopt.compat.xla import device, process_group
+
+__all__ = ["NAMES", "device", "process_group"]
+
+_MODEL, _RUNTIME, _PROGRAM = (f"{__name__}.{module}" for module in ("model", "runtime", "program"))
+
+# torch_xla's module -> (our module, names); "theirs=ours" where the names differ
+_TABLE = {
+    "": [(_MODEL, "device=xla_device sync=mark_step"), (_PROGRAM, "launch")],
+    "core": [],
+    "core.xla_model": [
+        (
+            _MODEL,
+            "REDUCE_SUM REDUCE_MAX REDUCE_MIN xla_device mark_step rendezvous add_step_closure master_print "
+            "is_master_ordinal all_reduce all_gather reduce_scatter mesh_reduce save set_rng_state get_rng_state "
+            "wait_device_ops=synchronize",
+        ),
+        (_RUNTIME, "xrt_world_size=world_size get_ordinal=global_ordinal get_local_ordinal=local_ordinal"),
+    ],
+    "runtime": [
+        (_RUNTIME, "world_size global_ordinal local_ordinal local_process_count device_type global_device_count")
+    ],
+    "distributed": [],
+    "distributed.parallel_loader": [(_PROGRAM, "MpDeviceLoader")],
+    "distributed.xla_multiprocessing": [(_PROGRAM, "spawn")],
+    "distributed.xla_backend": [],
+    "experimental": [],
+    "experimental.pjrt_backend": [],
+    "utils": [],
+    "utils.checkpoint": [(_PROGRAM, "checkpoint")],
+    "debug": [],
+    "debug.metrics": [(_PROGRAM, "metrics_report short_metrics_report=metrics_report")],
+}
+
+NAMES = build_table("torch_xla", _TABLE)
+"""Alias module -> alias name -> ``"our.module:name"``."""

@@ -1,0 +1,37 @@
+"""Owns the literal device ``"xla"`` where torch_xla is not installed: it is the backend's device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from nxd_memopt.backends import backend
+
+
+def _resolve(value: Any) -> Any:
+    is_xla = (isinstance(value, torch.device) and value.type == "xla") or (
+        isinstance(value, str) and (value == "xla" or value.startswith("xla:"))
+    )
+    return backend.device if is_xla else value
+
+
+class XlaIsBackendDevice(TorchFunctionMode):
+    """Replaces the device ``"xla"`` in ``device=`` and in the arguments of ``Tensor.to``."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": _resolve(kwargs["device"])}
+        if func is torch.Tensor.to:
+            args = (args[0], *map(_resolve, args[1:]))
+        return func(*args, **kwargs)
+
+
+def install() -> None:
+    """Keep the mode on for the rest of the process, in the calling thread."""
+    XlaIsBackendDevice().__enter__()

@@ -1,0 +1,161 @@
+"""Owns torch_xla.core.xla_model's functions over the chosen backend: eager, so a step has nothing to wait for."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from nxd_memopt.backends import backend
+from nxd_memopt.compat.xla.runtime import global_ordinal, local_ordinal
+from nxd_memopt.parallel_layers import parallel_state
+
+RankGroups = Sequence[Sequence[int]]
+
+REDUCE_SUM, REDUCE_MAX, REDUCE_MIN = "sum", "max", "min"
+
+
+def xla_device(n: int | None = None, devkind: str | None = None) -> torch.device:
+    """The backend's device; one process has one device, so ``n`` and ``devkind`` can ask for no other."""
+    if n not in (None, 0, backend.device.index) or devkind not in (None, backend.device.type.upper()):
+        raise ValueError(f"this process has the device {backend.device} alone, asked for n={n}, devkind={devkind}")
+    return backend.device
+
+
+def mark_step(wait: bool = False) -> None:
+    backend.mark_step()
+    if wait:
+        backend.synchronize()
+
+
+def synchronize() -> None:
+    backend.synchronize()
+
+
+def add_step_closure(closure: Callable[..., object], args: tuple[Any, ...] = (), run_async: bool = False) -> None:
+    """Call ``closure(*args)`` now: an eager device has the values already."""
+    del run_async
+    closure(*args)
+
+
+def is_master_ordinal(local: bool = True) -> bool:
+    return (local_ordinal() if local else global_ordinal()) == 0
+
+
+def master_print(*values: object, fd: Any = None, local: bool = False, flush: bool = False) -> None:
+    if is_master_ordinal(local):
+        print(*values, file=fd, flush=flush)
+
+
+def rendezvous(tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> list[bytes]:
+    """Wait for every rank, and return their payloads by rank.
+
+    Raises:
+        ValueError: when ``replicas`` names part of the world only.
+    """
+    if sorted(replicas) not in ([], list(range(dist.get_world_size() if dist.is_initialized() else 1))):
+        raise ValueError(f"rendezvous {tag!r} of ranks {list(replicas)}: only the whole world can meet")
+    if not dist.is_initialized():
+        return [payload]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, payload)
+    return gathered
+
+
+def mesh_reduce(tag: str, data: Any, reduce_fn: Callable[[list[Any]], Any]) -> Any:
+    """``reduce_fn`` of every rank's ``data``."""
+    stream = io.BytesIO()
+    torch.save(data, stream)
+    payloads = rendezvous(tag, stream.getvalue())
+    return reduce_fn([torch.load(io.BytesIO(payload), weights_only=True) for payload in payloads])
+
+
+def _group(groups: RankGroups | None) -> ProcessGroup | None:
+    if not dist.is_initialized():
+        return None
+    return dist.group.WORLD if groups is None else parallel_state.group_of([list(ranks) for ranks in groups])
+
+
+def all_reduce(
+    reduce_type: str,
+    inputs: Tensor | list[Tensor],
+    scale: float = 1.0,
+    groups: RankGroups | None = None,
+    cctx: None = None,
+    pin_layout: bool = True,
+) -> Tensor | list[Tensor]:
+    """Reduce over ``groups`` (default the world) and multiply by ``scale``: a tensor to a new one, a list in place."""
+    del cctx, pin_layout
+    group = _group(groups)
+    if isinstance(inputs, Tensor):
+        return _scaled(backend.all_reduce(inputs, group, reduce_type), scale)
+    for tensor in inputs:
+        tensor.detach().copy_(_scaled(backend.all_reduce(tensor.detach(), group, reduce_type), scale))
+    return inputs
+
+
+def _scaled(tensor: Tensor, scale: float) -> Tensor:
+    return tensor if scale == 1.0 else tensor * scale
+
+
+def all_gather(
+    value: Tensor, dim: int = 0, groups: RankGroups | None = None, output: None = None, pin_layout: bool = True
+) -> Tensor:
+    """Concatenate the group's tensors along ``dim`` in rank order."""
+    del pin_layout
+    if output is not None:
+        raise ValueError("all_gather(output=...) is not offered: use the returned tensor")
+    return backend.all_gather(value.movedim(dim, 0), _group(groups)).movedim(0, dim)
+
+
+def reduce_scatter(
+    reduce_type: str,
+    input: Tensor,
+    scale: float,
+    scatter_dim: int,
+    shard_count: int,
+    groups: RankGroups | None = None,
+    output: None = None,
+    pin_layout: bool = True,
+) -> Tensor:
+    """This rank's chunk along ``scatter_dim`` of the sum over the group, times ``scale``."""
+    del pin_layout
+    group = _group(groups)
+    if reduce_type != REDUCE_SUM or output is not None or shard_count != backend.group_size(group):
+        raise ValueError(
+            f"reduce_scatter offers sums into a new tensor over the group's {backend.group_size(group)} ranks, "
+            f"got {reduce_type!r} with shard_count {shard_count}, output={output is not None}"
+        )
+    return _scaled(backend.reduce_scatter(input.movedim(scatter_dim, 0), group).movedim(0, scatter_dim), scale)
+
+
+def save(data: Any, file_or_path: Any, master_only: bool = True, global_master: bool = False) -> None:
+    """``torch.save`` of ``data`` with its tensors on the host, by the first rank of each host (of the world)."""
+    if not master_only or is_master_ordinal(local=not global_master):
+        torch.save(_on_host(data), file_or_path)
+
+
+def _on_host(data: Any) -> Any:
+    if isinstance(data, Tensor):
+        return data.cpu()
+    if isinstance(data, dict):
+        return {key: _on_host(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return type(data)(_on_host(value) for value in data)
+    return data
+
+
+def set_rng_state(seed: int, device: str | None = None) -> None:
+    """torch_xla's random state is a seed."""
+    del device
+    backend.manual_seed(seed)
+
+
+def get_rng_state(device: str | None = None) -> Tensor:
+    del device
+    return backend.get_rng_state()

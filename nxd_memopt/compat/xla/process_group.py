@@ -1,0 +1,37 @@
+"""Owns ``torch.distributed.init_process_group("xla")`` where torch_xla is not installed."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+import torch.distributed as dist
+
+from nxd_memopt.backends import backend
+
+
+def install() -> None:
+    """Let ``init_process_group("xla", ...)`` join with the chosen backend's own collectives; others are as before."""
+    original = dist.init_process_group
+
+    @functools.wraps(original)
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        named = args[0] if args else kwargs.get("backend")
+        if named != "xla":
+            return original(*args, **kwargs)
+        return _join(*args[1:], **{key: value for key, value in kwargs.items() if key != "backend"})
+
+    dist.init_process_group = init_process_group
+
+
+def _join(init_method: str | None = None, timeout: Any = None, **kwargs: Any) -> None:
+    if init_method not in (None, "pjrt://", "xla://", "env://"):
+        raise ValueError(f'init_method {init_method!r}: with "xla" torchrun\'s environment describes the world')
+    if timeout is not None:
+        kwargs["timeout"] = timeout
+    if "RANK" in os.environ:
+        backend.init_process_group(**kwargs)
+    else:
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group(backend.distributed_backend, store=store, rank=0, world_size=1, **kwargs)

@@ -1,0 +1,76 @@
+"""Owns how an XLA program is started and fed: spawn, device loader, checkpoint, metrics."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nxd_memopt.backends import backend
+from nxd_memopt.memory.recompute import checkpoint as _checkpoint
+
+
+def spawn(
+    fn: Callable[..., object],
+    args: tuple[Any, ...] = (),
+    nprocs: int | None = None,
+    join: bool = True,
+    daemon: bool = False,
+    start_method: str = "spawn",
+) -> None:
+    """Call ``fn(index, *args)`` in this process; torchrun, not this function, starts the processes.
+
+    Raises:
+        ValueError: when more processes are asked for.
+    """
+    del join, daemon, start_method
+    if nprocs not in (None, 1):
+        raise ValueError(f"nprocs={nprocs} processes are torchrun's to start: torchrun --nproc_per_node {nprocs}")
+    fn(int(os.environ.get("LOCAL_RANK", "0")), *args)
+
+
+def launch(fn: Callable[..., object], args: tuple[Any, ...] = (), start_method: str = "spawn") -> None:
+    spawn(fn, args, start_method=start_method)
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``nxd_memopt.memory.checkpoint``; torch_xla's own options have no meaning here and are taken out."""
+    for option in ("use_reentrant", "preserve_rng_state"):
+        kwargs.pop(option, None)
+    return _checkpoint(function, *args, **kwargs)
+
+
+class MpDeviceLoader:
+    """Iterates over ``loader`` with every tensor of a batch moved to ``device``."""
+
+    def __init__(self, loader: Iterable[Any], device: torch.device, **kwargs: Any) -> None:
+        del kwargs  # how many batches to upload ahead, and by how many threads
+        self._loader, self._device = loader, device
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._loader:
+            yield _to(batch, self._device)
+            backend.mark_step()
+
+    def __len__(self) -> int:
+        return len(self._loader)  # pyright: ignore[reportArgumentType]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+def _to(batch: Any, device: torch.device) -> Any:
+    if isinstance(batch, Tensor):
+        return batch.to(device)
+    if hasattr(batch, "items"):
+        return type(batch)((key, _to(value, device)) for key, value in batch.items())
+    if isinstance(batch, list | tuple):
+        return type(batch)(_to(value, device) for value in batch)
+    return batch
+
+
+def metrics_report() -> str:
+    return f"no XLA metrics: the backend {backend.name} runs eagerly"

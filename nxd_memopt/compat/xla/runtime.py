@@ -1,0 +1,34 @@
+"""Owns torch_xla.runtime's questions about the world, answered by torch.distributed and torchrun's environment."""
+
+from __future__ import annotations
+
+import os
+
+import torch.distributed as dist
+
+from nxd_memopt.backends import backend
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def global_ordinal() -> int:
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+
+def local_ordinal() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def local_process_count() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def global_device_count() -> int:
+    """One device per process."""
+    return world_size()
+
+
+def device_type() -> str:
+    return backend.device.type.upper()

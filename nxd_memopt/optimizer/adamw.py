@@ -1,0 +1,102 @@
+"""Owns AdamW with fp32 moments for parameters of any dtype."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class AdamW_FP32OptimParams(torch.optim.Optimizer):  # noqa: N801 (neuronx-distributed's name)
+    """Adam with decoupled weight decay (arXiv:1711.05101), moments in fp32, or in float64 for float64 gradients.
+
+    Weight decay follows the Adam update and sees its result, as in Hugging Face's AdamW; ``torch.optim.AdamW`` decays
+    first. The two differ by ``lr * weight_decay`` times one update.
+
+    Args:
+        params: parameters or groups.
+        lr: learning rate, at least 0.
+        betas: decay of the first and second moment, each in [0, 1).
+        eps: added to the root of the second moment, before the bias correction; at least 0.
+        weight_decay: at least 0.
+        correct_bias: divide the moments by their warm-up factors.
+        no_deprecation_warning: for callers that pass it: this class is not deprecated, nothing is warned of.
+        differentiable: only False.
+        capturable: only False.
+
+    Raises:
+        ValueError: for a value outside its range.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        correct_bias: bool = True,
+        no_deprecation_warning: bool = True,
+        differentiable: bool = False,
+        capturable: bool = False,
+    ) -> None:
+        del no_deprecation_warning
+        if differentiable or capturable:
+            raise ValueError("differentiable and capturable must be False: the step runs eagerly, without gradients")
+        if not (lr >= 0 and eps >= 0 and weight_decay >= 0):
+            raise ValueError(f"lr {lr}, eps {eps} and weight_decay {weight_decay} must be at least 0")
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas {betas} must be at least 0 and below 1")
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "correct_bias": correct_bias,
+        }
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Update every parameter that has a gradient; return what ``closure`` returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    _update(param, param.grad, self.state[param], group)
+        return loss
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Put a saved state back; torch's own method would round the moments to the parameters' dtype."""
+        super().load_state_dict(state_dict)
+        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+        params = [param for group in self.param_groups for param in group["params"]]
+        for index, param in zip(saved, params, strict=True):
+            for name in ("exp_avg", "exp_avg_sq"):
+                if index in state_dict["state"]:
+                    self.state[param][name] = state_dict["state"][index][name].to(param.device, copy=True)
+
+
+def _update(param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    if not state:
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        state.update(step=0, exp_avg=torch.zeros_like(grad, dtype=wide), exp_avg_sq=torch.zeros_like(grad, dtype=wide))
+    state["step"] += 1
+    mean, mean_of_squares = state["exp_avg"], state["exp_avg_sq"]
+    beta1, beta2 = group["betas"]
+    wide_grad = grad.to(mean.dtype)
+    mean.mul_(beta1).add_(wide_grad, alpha=1 - beta1)
+    mean_of_squares.mul_(beta2).addcmul_(wide_grad, wide_grad, value=1 - beta2)
+    step_size = group["lr"]
+    if group["correct_bias"]:
+        step_size *= math.sqrt(1 - beta2 ** state["step"]) / (1 - beta1 ** state["step"])
+    updated = param.to(mean.dtype)
+    updated = updated - step_size * mean / mean_of_squares.sqrt().add_(group["eps"])
+    param.copy_(updated.mul_(1 - group["lr"] * group["weight_decay"]))

@@ -1,0 +1,44 @@
+"""Owns gradients that accumulate in a wider dtype than their parameters."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+
+def accumulate_in(dtype: torch.dtype, parameters: Iterable[Tensor]) -> list[RemovableHandle]:
+    """Let each backward add to ``parameter.main_grad`` in ``dtype``, and free ``grad``.
+
+    A bf16 sum of 256 micro-batches would lose the late ones, each of which is near the sum's rounding step. Parameters
+    that have ``dtype`` already keep their ``grad``. ``parallel_layers.grads`` reads ``main_grad`` in place of ``grad``.
+
+    Returns:
+        The hooks' handles, to remove them by.
+    """
+    hook = functools.partial(_add_to_main_grad, dtype)
+    return [p.register_post_accumulate_grad_hook(hook) for p in parameters if p.dtype != dtype and p.requires_grad]
+
+
+def _add_to_main_grad(dtype: torch.dtype, parameter: Any) -> None:
+    accumulated = getattr(parameter, "main_grad", None)
+    if accumulated is None:
+        parameter.main_grad = parameter.grad.to(dtype)
+    else:
+        accumulated.add_(parameter.grad)
+    parameter.grad = None
+
+
+def clear_main_grad(parameters: Iterable[Any], *, set_to_none: bool) -> None:
+    """Drop, or zero, every ``main_grad``."""
+    for parameter in parameters:
+        if getattr(parameter, "main_grad", None) is None:
+            continue
+        if set_to_none:
+            parameter.main_grad = None
+        else:
+            parameter.main_grad.zero_()

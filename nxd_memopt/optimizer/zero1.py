@@ -1,0 +1,324 @@
+"""Owns the ZeRO-1 optimizer: any torch optimizer on this rank's shard of fp32 master weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nxd_memopt.backends import backend
+from nxd_memopt.optimizer.groups import (
+    global_rank,
+    join_group,
+    require_no_context_parallelism,
+    require_tensor_parallel_groups,
+)
+from nxd_memopt.optimizer.main_grad import accumulate_in, clear_main_grad
+from nxd_memopt.optimizer.sharding import all_gather_into, cut_blocks, cut_shard, reduce_scatter_mean
+from nxd_memopt.parallel_layers import checkpointing, grads, parallel_state
+from nxd_memopt.parallel_layers.utils import is_sharded
+
+_DEFAULT_BUCKET_MB = 128  # large enough for full bandwidth, small beside a model's gradients
+
+
+@dataclass
+class _Sharded:
+    """One trained parameter, the elements of it that this rank updates, and its ``_version`` when both were equal."""
+
+    param: nn.Parameter
+    shard: nn.Parameter
+    version: int
+
+    def mark_equal(self) -> None:
+        self.version = self.param._version
+
+    @property
+    def was_written_to(self) -> bool:
+        return self.shard is not self.param and self.param._version != self.version
+
+
+class NeuronZero1Optimizer(torch.optim.Optimizer):
+    """Shards optimizer states and fp32 master weights over the data-parallel ranks (ZeRO stage 1, arXiv:1910.02054).
+
+    ``step()`` sums the sequence-parallel gradients, reduce-scatters all gradients to their mean, clips by the whole
+    model's norm, updates this rank's elements with ``optimizer_class``, and gathers the parameters. With D ranks the
+    states and masters of P parameters take 12 P / D bytes under Adam. Element-wise optimizers give what they give
+    without sharding; one that uses whole matrices or per-tensor norms does not.
+
+    A trained parameter without a gradient counts as having a zero one, so that ranks whose batches skip it (experts)
+    stay in step. Weights that something else writes to, such as ``load_state_dict`` of the model, are taken over.
+
+    Args:
+        params: parameters or parameter groups; those with ``requires_grad=False`` are left out.
+        optimizer_class: of torch.optim or alike; gets groups of 1-D shards, or of the parameters' own shapes where the
+            sharding group has one rank.
+        optimizer_dtype: dtype of masters and states; default float32.
+        grad_clipping: clip by ``max_norm``. ``grad_norm`` is found either way.
+        max_norm: default 1.0.
+        pin_layout: torch-xla's switch, for callers that pass it; layouts are the backend's matter.
+        sharding_groups: a partition of the world's ranks; default the data-parallel groups. Groups of one rank leave
+            everything whole: fp32 masters without sharding, and no reduction over data-parallel ranks.
+        grad_norm_groups: the tensor-parallel groups, over which the norm is summed in any case.
+        lazy_init: shard at ``init_zero()`` instead of now.
+        bucket_cap_mb_all_gather: MiB of this rank's part in one all-gather; 0 means 128 over the group's size.
+        bucket_cap_mb_reduce_scatter: MiB of gradients in one reduce-scatter; 0 means 128.
+        use_grad_acc_hook: accumulate gradients of narrower parameters in ``optimizer_dtype``, in ``param.main_grad``.
+        save_master_weights: put masters that are wider than their parameters into ``state_dict``. Without them a
+            resumed run starts from the rounded parameters.
+        higher_cc_precision: reduce gradients in ``optimizer_dtype``.
+        defaults: for ``optimizer_class``.
+
+    Raises:
+        ValueError: when a group does not fit, or under context parallelism, which gradients would not be reduced over.
+    """
+
+    inited = False
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer_class: Callable[..., torch.optim.Optimizer],
+        optimizer_dtype: torch.dtype | None = None,
+        grad_clipping: bool = True,
+        max_norm: float | None = None,
+        pin_layout: bool = True,
+        sharding_groups: Sequence[Sequence[int]] | None = None,
+        grad_norm_groups: Sequence[Sequence[int]] | None = None,
+        lazy_init: bool = False,
+        bucket_cap_mb_all_gather: float = 0,
+        bucket_cap_mb_reduce_scatter: float = 0,
+        use_grad_acc_hook: bool = False,
+        save_master_weights: bool = True,
+        higher_cc_precision: bool = False,
+        **defaults: Any,
+    ) -> None:
+        del pin_layout
+        require_no_context_parallelism()
+        require_tensor_parallel_groups(grad_norm_groups)
+        super().__init__(params, defaults)
+        self.optimizer_class = optimizer_class
+        self.optimizer_dtype = optimizer_dtype or torch.float32
+        self.max_norm = (1.0 if max_norm is None else max_norm) if grad_clipping else math.inf
+        self.sharding_groups = [
+            list(ranks) for ranks in sharding_groups or parallel_state.get_data_parallel_replica_groups()
+        ]
+        self.sharding_group = join_group(self.sharding_groups)
+        size = backend.group_size(self.sharding_group)
+        self._gather_bytes = _to_bytes(bucket_cap_mb_all_gather * size or _DEFAULT_BUCKET_MB)
+        self._reduce_bytes = _to_bytes(bucket_cap_mb_reduce_scatter or _DEFAULT_BUCKET_MB)
+        self.use_grad_acc_hook, self.higher_cc_precision = use_grad_acc_hook, higher_cc_precision
+        self.save_master_weights = save_master_weights
+        self._grad_norm: Tensor | None = None
+        self._hooks: list[Any] = []
+        if not lazy_init:
+            self.init_zero()
+
+    # Shards
+
+    def init_zero(self) -> None:
+        """Shard the parameters as they are now and start with fresh optimizer states."""
+        for hook in self._hooks:
+            hook.remove()
+        self._sharded: list[_Sharded] = []
+        self._hooks = []
+        self.base_optimizer = self.optimizer_class(
+            [self._shard_group(group) for group in self.param_groups], **self.defaults
+        )
+        self.inited = True
+        self._copy_options(self.base_optimizer.param_groups, self.param_groups)
+
+    def _shard_group(self, group: dict[str, Any]) -> dict[str, Any]:
+        sharded = [self._shard(param) for param in group["params"] if param.requires_grad]
+        self._sharded += sharded
+        if self.use_grad_acc_hook:
+            self._hooks += accumulate_in(self.optimizer_dtype, [each.param for each in sharded])
+        return {**group, "params": [each.shard for each in sharded]}
+
+    @torch.no_grad()
+    def _shard(self, param: nn.Parameter) -> _Sharded:
+        if param.dtype == self.optimizer_dtype and backend.group_size(self.sharding_group) == 1:
+            return _Sharded(param, param, param._version)
+        master = cut_shard(param.detach(), self.sharding_group).to(self.optimizer_dtype, copy=True)
+        shard = nn.Parameter(master)
+        for name, value in (("tensor_model_parallel", is_sharded(param)), ("replicas", getattr(param, "replicas", 1))):
+            setattr(shard, name, value)  # what the norm needs to know
+        shard.blocks = cut_blocks(param, self.sharding_group)  # pyright: ignore[reportAttributeAccessIssue]
+        return _Sharded(param, shard, param._version)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        if self.inited:
+            self.base_optimizer.add_param_group(self._shard_group(self.param_groups[-1]))
+            self._copy_options(self.base_optimizer.param_groups, self.param_groups)
+
+    @staticmethod
+    def _copy_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
+        """Learning rates and the like; schedulers write to ``param_groups``."""
+        for from_group, to_group in zip(source, target, strict=True):
+            to_group.update({name: value for name, value in from_group.items() if name != "params"})
+
+    # A step
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Reduce gradients, clip, update, gather parameters; return what ``closure`` returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.reduce_gradients()
+        self.update_parameters()
+        return loss
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """Norm of the whole model's gradient before clipping, fp32, 0-dim; ``None`` before the first step."""
+        return self._grad_norm
+
+    @torch.no_grad()
+    def reduce_gradients(self) -> Tensor:
+        """First half of ``step()``: reduced and clipped gradients for the update; returns ``grad_norm``."""
+        self._require_shards()
+        params = [each.param for each in self._sharded]
+        grads.allreduce_sequence_parallel_gradients(params)
+        full = [self._full_gradient(param) for param in params]
+        reduced = reduce_scatter_mean(full, self.sharding_group, bucket_bytes=self._reduce_bytes)
+        for each, grad in zip(self._sharded, reduced, strict=True):
+            each.shard.grad = grad.to(self.optimizer_dtype)
+        shards = [each.shard for each in self._sharded]
+        self._grad_norm = grads.clip_grad_norm(shards, self.max_norm, sharding_group=self.sharding_group)
+        return self._grad_norm
+
+    def _full_gradient(self, param: Tensor) -> Tensor:
+        grad = grads.gradient_of(param)
+        if grad is None:
+            grad = torch.zeros_like(param, dtype=self.optimizer_dtype if self.use_grad_acc_hook else None)
+        return grad.to(self.optimizer_dtype) if self.higher_cc_precision else grad
+
+    @torch.no_grad()
+    def update_parameters(self) -> None:
+        """Second half of ``step()``, after ``reduce_gradients``: update masters and states, gather parameters."""
+        self._take_over_weights()
+        self._copy_options(self.param_groups, self.base_optimizer.param_groups)
+        self.base_optimizer.step()
+        self._gather_parameters()
+        for each in self._sharded:
+            if each.shard is not each.param:
+                each.shard.grad = None
+
+    def _take_over_weights(self) -> None:
+        for each in self._sharded:
+            if each.was_written_to:
+                each.shard.copy_(cut_shard(each.param.detach(), self.sharding_group))
+                each.mark_equal()
+
+    def _gather_parameters(self) -> None:
+        separate = [each for each in self._sharded if each.shard is not each.param]
+        params, shards = [each.param.detach() for each in separate], [each.shard.detach() for each in separate]
+        all_gather_into(params, shards, self.sharding_group, bucket_bytes=self._gather_bytes)
+        for each in separate:
+            each.mark_equal()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        clear_main_grad((param for group in self.param_groups for param in group["params"]), set_to_none=set_to_none)
+
+    def _require_shards(self) -> None:
+        if not self.inited:
+            raise RuntimeError("parameters are not sharded yet: call init_zero() before the first step")
+        trained = sum(param.requires_grad for group in self.param_groups for param in group["params"])
+        if trained != len(self._sharded):
+            raise ValueError(
+                f"{trained} parameters require gradients but {len(self._sharded)} did when they were sharded: "
+                "call init_zero() after freezing or unfreezing"
+            )
+
+    # Saving and loading
+
+    def state_dict(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """This rank's states, by parameter, options by group, and masters; plain values and tensors only.
+
+        Entries: ``state`` and ``param_groups`` of ``optimizer_class``, ``sharded_master_weights``, ``shape_info`` (full
+        shapes), ``sharding`` (``[rank, size]``).
+        """
+        self._require_shards()
+        self._take_over_weights()
+        self._copy_options(self.param_groups, self.base_optimizer.param_groups)
+        masters = {
+            i: each.shard.detach()
+            for i, each in enumerate(self._sharded)
+            if self.save_master_weights and each.param.dtype != self.optimizer_dtype
+        }
+        return {
+            **self.base_optimizer.state_dict(),
+            "sharded_master_weights": masters,
+            "shape_info": {i: list(each.param.shape) for i, each in enumerate(self._sharded)},
+            "sharding": self._sharding(),
+        }
+
+    def _sharding(self) -> list[int]:
+        ranks = next(ranks for ranks in self.sharding_groups if global_rank() in ranks)
+        return [ranks.index(global_rank()), len(ranks)]
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from ``state_dict()`` of the same rank; load the model's parameters first. Every rank calls.
+
+        Masters that the state lacks are cut from the parameters as they are now; those that it has overwrite them.
+
+        Raises:
+            ValueError: on every rank, when it was made by another rank, for another number of ranks or other shapes.
+        """
+        self._require_shards()
+        with checkpointing.raise_together("loading the optimizer"):
+            self._require_fit(state_dict)
+        for each in self._sharded:
+            if each.shard is not each.param:
+                each.shard.copy_(cut_shard(each.param.detach(), self.sharding_group))
+        self.base_optimizer.load_state_dict({name: state_dict[name] for name in ("state", "param_groups")})
+        self._copy_options(self.base_optimizer.param_groups, self.param_groups)
+        for i, master in state_dict["sharded_master_weights"].items():
+            self._sharded[i].shard.copy_(master)
+        self._gather_parameters()
+
+    def _require_fit(self, state_dict: dict[str, Any]) -> None:
+        shapes = {i: list(each.param.shape) for i, each in enumerate(self._sharded)}
+        for name, expected in (("sharding", self._sharding()), ("shape_info", shapes)):
+            if state_dict.get(name) != expected:
+                raise ValueError(
+                    f"the saved optimizer has {name} {state_dict.get(name)}, this one {expected}: build the same model "
+                    "with the same parameter groups and parallel sizes, and load this rank's own file"
+                )
+
+    def _rank_file(self, output_dir: str | Path) -> Path:
+        data, tensor = parallel_state.get_data_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()
+        return Path(output_dir) / f"optim.dp_rank_{data:02d}.tp_rank_{tensor:02d}"
+
+    def save_sharded_state_dict(self, output_dir: str | Path, num_workers_per_step: int = 8) -> None:
+        """Write ``output_dir/optim.dp_rank_XX.tp_rank_XX`` of every rank; every rank calls.
+
+        Args:
+            output_dir: created if needed.
+            num_workers_per_step: ranks of one host that copy their state to it at the same time.
+        """
+        for is_my_turn in checkpointing.turns(num_workers_per_step):
+            with checkpointing.raise_together(f"saving {output_dir}"):
+                if is_my_turn:
+                    checkpointing.write_tensors(self._rank_file(output_dir), checkpointing.to_host(self.state_dict()))
+
+    def load_sharded_state_dict(self, output_dir: str | Path, num_workers_per_step: int = 8) -> None:
+        """Continue from what ``save_sharded_state_dict`` wrote; every rank calls, after loading the model."""
+        state: dict[str, Any] = {}
+        for is_my_turn in checkpointing.turns(num_workers_per_step):
+            with checkpointing.raise_together(f"loading {output_dir}"):
+                if is_my_turn:
+                    state = checkpointing.read_tensors(self._rank_file(output_dir))
+        self.load_state_dict(state)
+
+
+def _to_bytes(mebibytes: float) -> int:
+    return int(mebibytes * (1 << 20))

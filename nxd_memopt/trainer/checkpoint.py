@@ -1,0 +1,279 @@
+"""Owns training checkpoints under tags, in neuronx-distributed's layout: complete or absent, the newest found first.
+
+``directory/tag/{model,optim}/dp_rank_XX_tp_rank_XX_pp_rank_XX.pt``, ``scheduler.pt``, ``user_content.pt``, and
+``manifest.json``, which is written last and counts the saves.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nxd_memopt.checkpoint.directories import (
+    flush_to_disk,
+    incomplete_path,
+    remove_directory,
+    replace_directory,
+    restore_interrupted,
+)
+from nxd_memopt.checkpoint.files import read_json
+from nxd_memopt.checkpoint.training import MANIFEST, require_plain
+from nxd_memopt.optimizer import NeuronZero1Optimizer
+from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.parallel_layers.checkpointing import (
+    is_model_replica_zero,
+    raise_together,
+    read_tensors,
+    share_texts,
+    to_host,
+    turns,
+    write_tensors,
+)
+from nxd_memopt.trainer.optimizer import NxDOptimizer
+
+
+def save_checkpoint(
+    checkpoint_dir_str: str | Path,
+    tag: str,
+    model: nn.Module | Mapping[str, Any] | None = None,
+    optimizer: torch.optim.Optimizer | Mapping[str, Any] | None = None,
+    scheduler: Any = None,
+    user_content: Any = None,
+    num_workers: int = 8,
+    use_xser: bool = False,
+    num_kept_ckpts: int | None = None,
+    async_save: bool = False,
+    zero1_optimizer: bool = False,
+    use_zero1_dcp: bool = False,
+    avoid_saving_lower_precision_weights: bool = False,
+) -> None:
+    """Write ``checkpoint_dir_str/tag``; a checkpoint of the same tag is replaced once the new one is complete.
+
+    Every rank calls. A kill at any moment leaves the earlier checkpoints.
+
+    Args:
+        checkpoint_dir_str: created if needed; all ranks must see the same directory.
+        tag: name of the checkpoint, one directory name.
+        model: a module or its state dict, written by data-parallel rank 0.
+        optimizer: an optimizer or its state dict; with ZeRO-1 every rank writes.
+        scheduler: has ``state_dict()``, equal on all ranks.
+        user_content: nested plain values and tensors, equal on all ranks.
+        num_workers: ranks of one host that copy their state to it at the same time.
+        use_xser: all ranks at the same time, whatever ``num_workers`` says.
+        num_kept_ckpts: newest complete checkpoints to leave; ``None`` or -1 leaves all.
+        async_save: only False: the checkpoint is complete on return.
+        zero1_optimizer: a state dict passed as ``optimizer`` is sharded over data-parallel ranks.
+        use_zero1_dcp: only False.
+        avoid_saving_lower_precision_weights: only False.
+
+    Raises:
+        ValueError, OSError: on every rank, when one cannot write.
+    """
+    for name, asked in (
+        ("async_save", async_save),
+        ("use_zero1_dcp", use_zero1_dcp),
+        ("avoid_saving_lower_precision_weights", avoid_saving_lower_precision_weights),
+    ):
+        if asked:
+            raise ValueError(
+                f"{name}=True is not offered: saves are complete on return, with all weights; leave it out"
+            )
+    directory, target = Path(checkpoint_dir_str), _tag_directory(checkpoint_dir_str, tag)
+    incomplete = incomplete_path(target)
+    with raise_together(f"saving {target}"):
+        _require_valid(num_kept_ckpts)
+        if parallel_state.is_global_rank_zero():
+            restore_interrupted(target)
+            incomplete.mkdir(parents=True)
+    for is_my_turn in turns(_world_size() if use_xser else num_workers):
+        with raise_together(f"saving {target}"):
+            if is_my_turn:
+                _write_own(incomplete, model, optimizer, zero1_optimizer)
+    with raise_together(f"saving {target}"):
+        if parallel_state.is_global_rank_zero():
+            _write_shared(incomplete, scheduler, user_content)
+            _write_manifest(incomplete, 1 + max(_complete(directory).values(), default=0))
+            replace_directory(incomplete, target)
+            _prune(directory, num_kept_ckpts)
+
+
+def load_checkpoint(
+    path: str | Path,
+    tag: str | None = None,
+    model: nn.Module | dict[str, Any] | None = None,
+    optimizer: torch.optim.Optimizer | dict[str, Any] | None = None,
+    scheduler: Any = None,
+    num_workers: int = 8,
+    strict: bool = True,
+    use_zero1_dcp: bool = False,
+) -> Any:
+    """Load what is passed from ``path/tag``; return its ``user_content``, or ``None``. Every rank calls.
+
+    Args:
+        tag: default the newest complete checkpoint.
+        model: a module, or a dict to fill; likewise ``optimizer``.
+        num_workers: ranks of one host that read at the same time.
+        strict: parameter names must match exactly.
+        use_zero1_dcp: only False.
+
+    Raises:
+        ValueError: on every rank, when there is none, or a file is missing, damaged or does not fit.
+    """
+    if use_zero1_dcp:
+        raise ValueError("use_zero1_dcp=True is not offered: leave it out")
+    source = _find(Path(path), tag)
+    for is_my_turn in turns(num_workers):
+        with raise_together(f"loading {source}"):
+            if is_my_turn and model is not None:
+                _put(model, read_tensors(source / "model" / _file_name(data_rank=0)), strict=strict)
+    if optimizer is not None:
+        _load_optimizer(source, optimizer, num_workers)
+    with raise_together(f"loading {source}"):
+        if scheduler is not None:
+            scheduler.load_state_dict(read_tensors(source / "scheduler.pt"))
+        content = source / "user_content.pt"
+        return read_tensors(content, mmap=False)["user_content"] if content.is_file() else None
+
+
+def has_checkpoint(checkpoint_dir_str: str | Path) -> bool:
+    """Whether the directory holds a complete checkpoint."""
+    return bool(_complete(Path(checkpoint_dir_str)))
+
+
+def finalize_checkpoint() -> None:
+    """Wait until every rank has finished its saves. Every rank calls."""
+    share_texts("")
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _tag_directory(directory: str | Path, tag: str) -> Path:
+    if not str(tag) or Path(str(tag)).name != str(tag) or str(tag).startswith("."):
+        raise ValueError(f"tag {tag!r} must be a directory's name, without a separator or a leading dot")
+    return Path(directory) / str(tag)
+
+
+def _file_name(*, data_rank: int) -> str:
+    tensor = parallel_state.get_tensor_model_parallel_rank()
+    pipeline = parallel_state.get_pipeline_model_parallel_rank()
+    return f"dp_rank_{data_rank:02d}_tp_rank_{tensor:02d}_pp_rank_{pipeline:02d}.pt"
+
+
+# Writing
+
+
+def _write_own(directory: Path, model: Any, optimizer: Any, zero1_optimizer: bool) -> None:
+    if model is not None and is_model_replica_zero():
+        _write(directory / "model" / _file_name(data_rank=0), _state(model))
+    sharded = zero1_optimizer or _is_sharded(optimizer)
+    if optimizer is not None and (sharded or is_model_replica_zero()):
+        data_rank = parallel_state.get_data_parallel_rank() if sharded else 0
+        _write(directory / "optim" / _file_name(data_rank=data_rank), _state(optimizer))
+
+
+def _write_shared(directory: Path, scheduler: Any, user_content: Any) -> None:
+    if scheduler is not None:
+        _write(directory / "scheduler.pt", _state(scheduler))
+    if user_content is not None:
+        _write(directory / "user_content.pt", {"user_content": user_content})
+
+
+def _write(path: Path, state: Any) -> None:
+    require_plain(state, path.stem)
+    write_tensors(path, to_host(state))
+    flush_to_disk(path)
+
+
+def _state(source: Any) -> Any:
+    return source if isinstance(source, Mapping) else source.state_dict()
+
+
+def _is_sharded(optimizer: Any) -> bool:
+    inner = optimizer.optimizer if isinstance(optimizer, NxDOptimizer) else optimizer
+    return isinstance(inner, NeuronZero1Optimizer) and len(inner.sharding_groups[0]) > 1
+
+
+def _write_manifest(directory: Path, number: int) -> None:
+    path = directory / MANIFEST
+    path.write_text(json.dumps({"number": number, "torch": torch.__version__}) + "\n", encoding="utf-8")
+    flush_to_disk(path)
+    flush_to_disk(directory)
+
+
+def _require_valid(num_kept_ckpts: int | None) -> None:
+    if num_kept_ckpts is not None and num_kept_ckpts != -1 and num_kept_ckpts < 1:
+        raise ValueError(f"num_kept_ckpts must be at least 1, or None or -1 for all, got {num_kept_ckpts}")
+
+
+def _prune(directory: Path, num_kept_ckpts: int | None) -> None:
+    if num_kept_ckpts in (None, -1):
+        return
+    for tag in list(_complete(directory))[:-num_kept_ckpts]:
+        (directory / tag / MANIFEST).unlink()  # no longer complete
+        remove_directory(directory / tag)
+
+
+# Reading
+
+
+def _complete(directory: Path) -> dict[str, int]:
+    """Complete checkpoints in the order of their saves: tag to number."""
+    tags = [path for path in directory.iterdir() if not path.name.startswith(".")] if directory.is_dir() else []
+    numbers = {path.name: read_json(path / MANIFEST)["number"] for path in tags if (path / MANIFEST).is_file()}
+    return dict(sorted(numbers.items(), key=lambda item: item[1]))
+
+
+def _find(directory: Path, tag: str | None) -> Path:
+    """The same checkpoint on every rank: the one that rank 0 sees."""
+    found = ""
+    with raise_together(f"searching {directory}"):
+        if parallel_state.is_global_rank_zero():
+            complete = list(_complete(directory))
+            found = str(tag) if tag is not None else next(reversed(complete), "")
+            if found not in complete:
+                wanted = "no complete checkpoint" if tag is None else f"no complete checkpoint {tag!r}"
+                raise ValueError(f"{directory} has {wanted}, only {complete}: check the directory and the tag")
+    return directory / share_texts(found)[0]
+
+
+def _load_optimizer(source: Path, optimizer: Any, num_workers: int) -> None:
+    own = source / "optim" / _file_name(data_rank=parallel_state.get_data_parallel_rank())
+    if not (_is_sharded(optimizer) or (isinstance(optimizer, dict) and own.is_file())):
+        own = own.with_name(_file_name(data_rank=0))
+    state: dict[str, Any] = {}
+    for is_my_turn in turns(num_workers):
+        with raise_together(f"loading {source}"):
+            if is_my_turn:
+                state = read_tensors(own, mmap=False)
+                _require_kind(optimizer, state, own)
+    _put(optimizer, state)
+
+
+def _require_kind(optimizer: Any, state: Mapping[str, Any], path: Path) -> None:
+    """``torch.optim`` would take a shard's state for a whole one; the sharded optimizer checks what it is given."""
+    inner = optimizer.optimizer if isinstance(optimizer, NxDOptimizer) else optimizer
+    if "sharding" in state and not isinstance(inner, NeuronZero1Optimizer | dict):
+        raise ValueError(
+            f"{path} comes from an optimizer with ZeRO-1 or master weights, and {type(inner).__name__} has neither: "
+            "resume with the optimizer_config and mixed_precision_config of the run that wrote it"
+        )
+
+
+def _put(target: Any, state: Any, *, strict: bool = True) -> None:
+    if isinstance(target, dict):
+        target.update(state)
+    elif not isinstance(target, nn.Module):
+        target.load_state_dict(state)
+    else:
+        try:
+            target.load_state_dict(state, strict=strict)
+        except RuntimeError as error:
+            raise ValueError(f"the checkpoint does not fit the model: {error}") from error

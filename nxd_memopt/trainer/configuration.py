@@ -1,0 +1,132 @@
+"""Owns ``neuronx_distributed_config``: the options of a run as neuronx-distributed's nested dict, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from nxd_memopt.config import require_one_of
+from nxd_memopt.parallel_layers import parallel_state
+
+_OPTIMIZER = {"zero_one_enabled": False, "grad_clipping": True, "max_grad_norm": 1.0}
+_MODEL_INIT = {"sequential_move_factor": 11, "meta_device_init": False, "param_init_fn": None}
+
+
+def neuronx_distributed_config(
+    tensor_parallel_size: int = 1,
+    pipeline_parallel_size: int = 1,
+    expert_parallel_size: int = 1,
+    context_parallel_size: int = 1,
+    pipeline_config: Mapping[str, Any] | None = None,
+    optimizer_config: Mapping[str, Any] | None = None,
+    activation_checkpoint_config: Any = None,
+    pad_model: bool = False,
+    sequence_parallel: bool = False,
+    model_init_config: Mapping[str, Any] | None = None,
+    lora_config: Any = None,
+    mixed_precision_config: Mapping[str, Any] | None = None,
+    sequential_move_factor: int = 11,
+    lnc_size: int = 1,
+) -> dict[str, Any]:
+    """Return the checked configuration; under torch.distributed also create the model-parallel groups.
+
+    Args:
+        tensor_parallel_size: T, ranks that share one layer.
+        pipeline_parallel_size: only 1.
+        expert_parallel_size: only 1.
+        context_parallel_size: only 1.
+        pipeline_config: only ``None``.
+        optimizer_config: ``zero_one_enabled`` (False), ``grad_clipping`` (True), ``max_grad_norm`` (1.0).
+        activation_checkpoint_config: ``None``; ``"full"`` recomputes every transformer layer; a module class, or a list
+            of them, recomputes those modules.
+        pad_model: pad the attention heads of a Hugging Face model to a multiple of T.
+        sequence_parallel: recorded for the caller; the layers tag their parameters, and the optimizers sum the
+            gradients of tagged parameters whatever it says.
+        model_init_config: ``sequential_move_factor``, ``meta_device_init`` (False), ``param_init_fn``, a function of a
+            module and a device, which ``meta_device_init`` needs.
+        lora_config: only ``None``.
+        mixed_precision_config: ``use_master_weights`` (fp32 masters; ZeRO-1 always has them) and ``use_fp32_grad_acc``
+            default to ``zero_one_enabled``; ``use_master_weights_in_ckpt`` to ``use_master_weights``, so that a resumed
+            run is exact.
+        sequential_move_factor: ranks of one host that move their model to the device at the same time.
+        lnc_size: only 1: the backend reads the cores' configuration from the device.
+
+    Raises:
+        ValueError: for what is not offered, and for unknown keys; names what is.
+    """
+    sizes = {
+        "pipeline_parallel_size": pipeline_parallel_size,
+        "expert_parallel_size": expert_parallel_size,
+        "context_parallel_size": context_parallel_size,
+        "lnc_size": lnc_size,
+    }
+    _require_offered(sizes)
+    for name, value in (("pipeline_config", pipeline_config), ("lora_config", lora_config)):
+        if value is not None:
+            raise ValueError(f"{name} is not offered: leave it out")
+    optimizer = _filled("optimizer_config", optimizer_config, _OPTIMIZER)
+    config = {
+        "tensor_parallel_size": tensor_parallel_size,
+        **sizes,
+        "pipeline_config": pipeline_config,
+        "optimizer_config": optimizer,
+        "activation_checkpoint_config": activation_checkpoint_config,
+        "pad_model": pad_model,
+        "sequence_parallel": sequence_parallel,
+        "model_init_config": _model_init(model_init_config, sequential_move_factor),
+        "lora_config": lora_config,
+        "mixed_precision_config": _mixed_precision(mixed_precision_config, optimizer["zero_one_enabled"]),
+    }
+    if dist.is_initialized():
+        join_parallel_state(config)
+    return config
+
+
+def _require_offered(sizes: Mapping[str, Any]) -> None:
+    for name in ("pipeline_parallel_size", "expert_parallel_size", "context_parallel_size", "lnc_size"):
+        if sizes[name] != 1:
+            raise ValueError(
+                f"{name} {sizes[name]} is not offered: use 1, and tensor_parallel_size or data parallelism"
+            )
+
+
+def join_parallel_state(config: Mapping[str, Any]) -> None:
+    """Create the groups that ``config`` asks for, unless they exist with the same tensor-parallel size."""
+    _require_offered(config)
+    size = config["tensor_parallel_size"]
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
+    existing = parallel_state.get_tensor_model_parallel_size()
+    if existing != size:
+        raise ValueError(
+            f"tensor_parallel_size {size} differs from the initialized tensor_model_parallel_size {existing}: "
+            "use one, or call parallel_state.destroy_model_parallel() between"
+        )
+
+
+def _filled(section: str, given: Mapping[str, Any] | None, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    for key in given or {}:
+        require_one_of(f"{section} key", key, tuple(defaults))
+    return {**defaults, **(given or {})}
+
+
+def _mixed_precision(given: Mapping[str, Any] | None, zero_one_enabled: bool) -> dict[str, Any]:
+    masters = (given or {}).get("use_master_weights", zero_one_enabled)
+    defaults = {
+        "use_master_weights": masters,
+        "use_fp32_grad_acc": zero_one_enabled,
+        "use_master_weights_in_ckpt": masters,
+    }
+    filled = _filled("mixed_precision_config", given, defaults)
+    if filled["use_master_weights_in_ckpt"] and not masters:
+        raise ValueError("use_master_weights_in_ckpt=True needs use_master_weights=True: set both or neither")
+    return filled
+
+
+def _model_init(given: Mapping[str, Any] | None, sequential_move_factor: int) -> dict[str, Any]:
+    filled = _filled("model_init_config", given, {**_MODEL_INIT, "sequential_move_factor": sequential_move_factor})
+    if filled["meta_device_init"] and filled["param_init_fn"] is None:
+        raise ValueError("meta_device_init=True needs param_init_fn, a function of (module, device): pass it")
+    return filled

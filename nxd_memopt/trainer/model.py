@@ -1,0 +1,146 @@
+"""Owns building a model as ``neuronx_distributed_config`` says: meta construction, device, padding, recomputation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from nxd_memopt.backends import backend
+from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.parallel_layers.checkpointing import raise_together, turns
+from nxd_memopt.parallel_layers.pad import pad_model
+from nxd_memopt.parallel_layers.utils import move_model_to_device
+from nxd_memopt.trainer.activation_checkpoint import apply_activation_checkpointing, classes_to_recompute
+from nxd_memopt.trainer.configuration import join_parallel_state
+
+
+class NxDModel(nn.Module):
+    """A model and the configuration that it was built with; parameter names and attributes are the model's own."""
+
+    def __init__(self, module: nn.Module, nxd_config: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.module = module
+        self.nxd_config = nxd_config
+
+    def __repr__(self) -> str:
+        return f"NxDModel({self.module!r})"
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def run_train(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward and backward; returns the loss, which the model must return as a tensor."""
+        loss = self.module(*args, **kwargs)
+        loss.backward()
+        return loss
+
+    def local_modules(self) -> list[nn.Module]:
+        return [self.module]
+
+    def original_module(self) -> nn.Module:
+        return self.module
+
+    # nn.Module's listings without the wrapper's prefix
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.module.named_buffers(*args, **kwargs)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        return self.module.named_modules(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+
+
+def initialize_parallel_model(
+    nxd_config: Mapping[str, Any],
+    model_fn: Callable[..., nn.Module],
+    include_buffers: bool = False,
+    *model_args: Any,
+    **model_kwargs: Any,
+) -> NxDModel:
+    """Build ``model_fn(*model_args, **model_kwargs)`` on the device, in training mode. Every rank calls.
+
+    Args:
+        nxd_config: from ``neuronx_distributed_config``.
+        include_buffers: under ``meta_device_init``: construct buffers on the meta device too.
+
+    Raises:
+        ValueError: see ``classes_to_recompute``; ``pad_model`` without ``config.num_attention_heads``.
+    """
+    join_parallel_state(nxd_config)
+    init_config = nxd_config["model_init_config"]
+    with _on_meta(include_buffers) if init_config["meta_device_init"] else nullcontext():
+        model = model_fn(*model_args, **model_kwargs)
+    for is_my_turn in turns(init_config["sequential_move_factor"]):
+        with raise_together("moving the model to the device"):
+            if is_my_turn:
+                _materialize(model, init_config.get("param_init_fn"))
+    if nxd_config["pad_model"]:
+        _pad_heads(model)
+    choice = nxd_config["activation_checkpoint_config"]
+    if choice is not None:
+        classes = classes_to_recompute(model, choice)
+        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, classes))
+    return NxDModel(model, nxd_config).train()
+
+
+def _materialize(model: nn.Module, param_init_fn: Callable[[nn.Module, torch.device], Any] | None) -> None:
+    if param_init_fn is not None:
+        host = torch.device("cpu")
+        move_model_to_device(model, host)
+        with torch.no_grad():
+            for module in list(model.modules()):
+                param_init_fn(module, host)
+    move_model_to_device(model, backend.device)
+
+
+@contextmanager
+def _on_meta(include_buffers: bool) -> Iterator[None]:
+    """Construct modules with parameters, and if asked also buffers, that have a shape and no storage."""
+    if include_buffers:
+        with torch.device("meta"):
+            yield
+        return
+    register_parameter = nn.Module.register_parameter
+    moved: dict[nn.Parameter, nn.Parameter] = {}  # holds the originals, so that a tie is recognised
+
+    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            if param not in moved:
+                moved[param] = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+                vars(moved[param]).update(vars(param))
+            param = moved[param]
+        register_parameter(module, name, param)
+
+    nn.Module.register_parameter = register_on_meta  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register_parameter
+
+
+def _pad_heads(model: Any) -> None:
+    heads = getattr(getattr(model, "config", None), "num_attention_heads", None)
+    if heads is None:
+        raise ValueError(
+            f"pad_model=True needs model.config.num_attention_heads, which {type(model).__name__} lacks: "
+            "call parallel_layers.pad.pad_model yourself"
+        )
+    pad_model(model, parallel_state.get_tensor_model_parallel_size(), heads)

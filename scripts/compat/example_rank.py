@@ -1,0 +1,253 @@
+"""Owns one rank of a comparison: five steps of a model, from weights and data that depend on names and seeds alone.
+
+The same file trains an example's unmodified modeling file through the alias (``--library ours``) or on
+neuronx-distributed itself (``--library nxd``), and this repository's own modeling file (``--library models``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+HIDDEN, LAYERS, HEADS, KV_HEADS, FEED_FORWARD, VOCABULARY, SEQUENCE, BATCH = 64, 2, 4, 2, 96, 128, 32, 2
+LEARNING_RATE, WEIGHT_DECAY, MAX_NORM = 1e-2, 0.01, 1.0
+FOLDERS = {
+    "llama": "training/llama",
+    "gpt_neox": "training/tp_dp_gpt_neox_hf_pretrain/tp_dp_gpt_neox_20b_hf_pretrain",
+}
+
+
+def main() -> None:
+    options = parse()
+    if options.library == "nxd":
+        from nxd_on_cpu import import_neuronx_distributed
+
+        import_neuronx_distributed(options.source / "src")
+    dist.init_process_group("gloo" if options.library == "nxd" else "xla")
+    losses = train(options, build_model(options))
+    if dist.get_rank() == 0:
+        options.output.write_text(json.dumps(losses))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--library", choices=["ours", "nxd", "models"], required=True)
+    parser.add_argument("--example", choices=list(FOLDERS), required=True)
+    parser.add_argument("--source", type=Path, required=True, help="checkout of neuronx-distributed")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--tensor", type=int, required=True)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--recompute", action="store_true", help="the example's own: selective LLaMA, full GPT-NeoX")
+    parser.add_argument("--without-hook", action="store_true", help="nxd: as its GPT-NeoX script, no hook")
+    parser.add_argument("--ignored-labels", action="store_true", help="every third label is -100")
+    return parser.parse_args()
+
+
+# Weights and data
+
+
+def draw(name: str, shape: tuple[int, ...]) -> Tensor:
+    """The full tensor ``name``: LLaMA's fused gate and up are two, GPT-NeoX's head has its newer name."""
+    name = name.replace("embed_out", "lm_head")
+    if "gate_up_proj" in name:
+        half = (shape[0] // 2, *shape[1:])
+        return torch.cat([draw(name.replace("gate_up", part), half) for part in ("gate", "up")])
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
+    return 1 + 0.1 * values if len(shape) == 1 and "norm" in name and "weight" in name else 0.1 * values
+
+
+def batches(step: int, *, data_size: int, data_rank: int, ignored_labels: bool) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, VOCABULARY, (BATCH * data_size, SEQUENCE), generator=generator)
+    tokens = tokens.chunk(data_size)[data_rank]
+    labels = tokens.clone()
+    if ignored_labels:
+        labels[:, ::3] = -100
+    return tokens, labels
+
+
+# Models
+
+
+def build_model(options: argparse.Namespace) -> nn.Module:
+    """The model with the weights that ``draw`` gives, on this rank."""
+    from neuronx_distributed.parallel_layers import checkpointing, parallel_state
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=options.tensor)
+    sys.path.insert(0, str(options.source / "examples" / FOLDERS[options.example]))
+    builds = {"llama": build_llama, "gpt_neox": build_gpt_neox}
+    model = build_own(options) if options.library == "models" else builds[options.example](options)
+    full = {name: draw(name, full_shape(param)) for name, param in model.named_parameters()}
+    buffers = {name: buffer for name, buffer in model.state_dict().items() if name not in full}
+    model.load_state_dict({**checkpointing.get_sharded_model_dict(model, full), **buffers})
+    return model.train()
+
+
+def full_shape(param: Any) -> tuple[int, ...]:
+    shape = list(param.shape)
+    if getattr(param, "tensor_model_parallel", False):
+        shape[param.partition_dim] *= param.num_partitions
+    return tuple(shape)
+
+
+def build_llama(options: argparse.Namespace) -> nn.Module:
+    from modeling_llama_nxd import CoreAttention, LlamaForCausalLM
+    from neuronx_distributed.utils.activation_checkpoint import apply_activation_checkpointing
+    from transformers import LlamaConfig
+
+    config: Any = LlamaConfig(**llama_sizes(), use_cache=False)
+    config.torch_dtype = torch.float32
+    config.sequence_parallel_enabled = options.tensor > 1
+    config.selective_checkpoint_enabled = options.recompute
+    config.transpose_nki_inputs = False
+    model = LlamaForCausalLM(config)
+    if options.recompute:
+        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, CoreAttention))
+    return model
+
+
+def build_gpt_neox(options: argparse.Namespace) -> nn.Module:
+    from modeling_gpt_neox_nxd import GPTNeoXForCausalLMNxD
+    from transformers import GPTNeoXConfig
+
+    config: Any = GPTNeoXConfig(**gpt_neox_sizes(), use_cache=False)
+    config.sequence_parallel_enabled = options.tensor > 1
+    model: Any = GPTNeoXForCausalLMNxD(config)
+    if options.recompute:
+        model.gradient_checkpointing_enable()
+    return model
+
+
+def build_own(options: argparse.Namespace) -> nn.Module:
+    from transformers import GPTNeoXConfig, LlamaConfig
+
+    from nxd_memopt.config import MemoryConfig, ParallelConfig
+    from nxd_memopt.models.gpt_neox import GPTNeoXForCausalLM
+    from nxd_memopt.models.llama import LlamaForCausalLM
+
+    parallel = ParallelConfig(tensor_model_parallel_size=options.tensor, sequence_parallel_enabled=options.tensor > 1)
+    granularity = {"recompute_granularity": "full"} if options.recompute else {}
+    memory = MemoryConfig(**granularity)  # pyright: ignore[reportArgumentType]
+    if options.example == "llama":
+        return LlamaForCausalLM(LlamaConfig(**llama_sizes()), parallel=parallel, memory=memory)
+    return GPTNeoXForCausalLM(GPTNeoXConfig(**gpt_neox_sizes()), parallel=parallel, memory=memory)
+
+
+def llama_sizes() -> dict[str, Any]:
+    return {
+        **_sizes(),
+        "num_key_value_heads": KV_HEADS,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+    }
+
+
+def gpt_neox_sizes() -> dict[str, Any]:
+    return {**_sizes(), "rotary_pct": 0.25, "layer_norm_eps": 1e-5, "tie_word_embeddings": False}
+
+
+def _sizes() -> dict[str, Any]:
+    return {
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "intermediate_size": FEED_FORWARD,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "max_position_embeddings": SEQUENCE,
+    }
+
+
+# Optimizers, as the example's training script has them
+
+
+def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Weight decay for matrices only, by name."""
+    groups: list[dict[str, Any]] = [{"params": [], "weight_decay": decay} for decay in (WEIGHT_DECAY, 0.0)]
+    for name, param in model.named_parameters():
+        groups["bias" in name or "norm" in name]["params"].append(param)
+    return groups
+
+
+def build_optimizer(options: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
+    from neuronx_distributed.utils.adamw_fp32_optim_params import AdamW_FP32OptimParams
+
+    groups = parameter_groups(model)
+    if options.library == "nxd":
+        return without_zero1(AdamW_FP32OptimParams(groups, lr=LEARNING_RATE), hook=not options.without_hook)
+    build = zero1_of_the_trainer if options.example == "llama" else zero1_itself
+    return build(groups, AdamW_FP32OptimParams)
+
+
+def without_zero1(adamw: torch.optim.Optimizer, *, hook: bool) -> torch.optim.Optimizer:
+    """neuronx-distributed's ZeRO-1 takes XLA tensors only: its step without sharding, with or without the hook."""
+    from neuronx_distributed.trainer.optimizer import NxDOptimizer
+
+    clip = {"zero_one_enabled": False, "grad_clipping": True, "max_grad_norm": MAX_NORM}
+    return NxDOptimizer(adamw, {"optimizer_config": clip, "sequence_parallel": hook})
+
+
+def zero1_of_the_trainer(groups: list[dict[str, Any]], optimizer_class: Any) -> torch.optim.Optimizer:
+    import neuronx_distributed as nxd
+    from neuronx_distributed.parallel_layers import parallel_state
+
+    config = nxd.neuronx_distributed_config(
+        tensor_parallel_size=parallel_state.get_tensor_model_parallel_size(),
+        optimizer_config={"zero_one_enabled": True, "grad_clipping": True, "max_grad_norm": MAX_NORM},
+        sequence_parallel=parallel_state.get_tensor_model_parallel_size() > 1,
+    )
+    return nxd.initialize_parallel_optimizer(config, optimizer_class, groups, lr=LEARNING_RATE)
+
+
+def zero1_itself(groups: list[dict[str, Any]], optimizer_class: Any) -> torch.optim.Optimizer:
+    from neuronx_distributed.optimizer import NeuronZero1Optimizer
+    from neuronx_distributed.parallel_layers import parallel_state
+
+    return NeuronZero1Optimizer(
+        groups,
+        optimizer_class,
+        lr=LEARNING_RATE,
+        pin_layout=False,
+        sharding_groups=parallel_state.get_data_parallel_replica_groups(),
+        grad_norm_groups=parallel_state.get_tensor_model_parallel_replica_groups(),
+    )
+
+
+# Training
+
+
+def train(options: argparse.Namespace, model: nn.Module) -> list[float]:
+    """Losses, mean over data-parallel ranks, before each of the steps."""
+    from neuronx_distributed.parallel_layers import parallel_state
+
+    optimizer = build_optimizer(options, model)
+    group, data_size = parallel_state.get_data_parallel_group(), parallel_state.get_data_parallel_size()
+    losses = []
+    for step in range(options.steps):
+        tokens, labels = batches(
+            step,
+            data_size=data_size,
+            data_rank=parallel_state.get_data_parallel_rank(),
+            ignored_labels=options.ignored_labels,
+        )
+        loss = model(input_ids=tokens, labels=labels).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean, group=group)
+        losses.append(mean.item() / data_size)
+    return losses
+
+
+if __name__ == "__main__":
+    main()

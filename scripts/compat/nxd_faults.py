@@ -1,0 +1,143 @@
+"""Owns one rank of small programs that show neuronx-distributed's faults, run on either library.
+
+    torchrun --nproc_per_node 2 scripts/compat/nxd_faults.py --source DIR [--library neuronx_distributed]
+
+Prints what each fault's program returns, by the fault's number in docs/migrating_from_nxd.md.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from nxd_test_driver import parser_of_library, set_up
+from torch import Tensor, nn
+
+FAULTS: list[Callable[[], object]] = []
+
+
+def fault(function: Callable[[], object]) -> Callable[[], object]:
+    FAULTS.append(function)
+    return function
+
+
+def main() -> None:
+    args = parser_of_library().parse_args()
+    set_up(args.library, args.source)
+    dist.init_process_group("xla")
+    from neuronx_distributed.parallel_layers import parallel_state
+
+    parallel_state.initialize_model_parallel(dist.get_world_size())
+    for function in FAULTS:
+        torch.manual_seed(0)
+        try:
+            result = function()
+        except Exception as error:
+            result = f"{type(error).__name__}: {error}"
+        if dist.get_rank() == 0:
+            print(function.__name__, result, flush=True)
+
+
+def error(actual: Tensor, expected: Tensor) -> str:
+    """Relative, in the 2-norm."""
+    return f"{float((actual.double() - expected.double()).norm() / expected.double().norm()):.1e}"
+
+
+@fault
+def bf16_input_gradient_of_a_column_layer() -> object:
+    from neuronx_distributed.parallel_layers.layers import ColumnParallelLinear
+
+    layer = ColumnParallelLinear(64, 64, bias=False, gather_output=False, dtype=torch.bfloat16, keep_master_weight=True)
+    x = torch.randn(4, 8, 64).bfloat16().requires_grad_()
+    layer(x).float().sum().backward()
+    return error(x.grad, torch.ones(4, 8, 64) @ layer.master_weight.float())  # pyright: ignore[reportArgumentType]
+
+
+@fault
+def label_smoothing_and_the_callers_logits() -> object:
+    from neuronx_distributed.parallel_layers.loss_functions import parallel_cross_entropy
+
+    logits, target = torch.randn(60, 32, requires_grad=True), torch.randint(0, 32, (60,))
+    want = F.cross_entropy(logits, target, reduction="none", label_smoothing=0.1)
+    (want_grad,) = torch.autograd.grad(want.sum(), logits)
+    shard = logits.detach().chunk(dist.get_world_size(), -1)[dist.get_rank()].clone().requires_grad_()
+    got = parallel_cross_entropy(shard * 1, target, label_smoothing=0.1)
+    (grad,) = torch.autograd.grad(got.sum(), shard)
+    raw = shard.detach().clone()
+    parallel_cross_entropy(raw, target)
+    own = want_grad.chunk(dist.get_world_size(), -1)[dist.get_rank()]
+    off = float((got - want).abs().max())
+    return f"loss off {off:.1e}, gradient {error(grad, own)}, logits overwritten {not torch.equal(raw, shard)}"
+
+
+@fault
+def embedding_along_sequence_dimension_1() -> object:
+    from neuronx_distributed.parallel_layers.layers import ParallelEmbedding
+
+    layer = ParallelEmbedding(8, 4, sequence_parallel_enabled=True, sequence_dimension=1)
+    return f"shape of this rank's part of [1, 8, 4]: {list(layer(torch.arange(8).view(1, 8)).shape)}"
+
+
+@fault
+def gradient_shared_with_a_residual_branch() -> object:
+    from neuronx_distributed.parallel_layers.mappings import copy_to_tensor_model_parallel_region
+
+    hidden = torch.ones(1, requires_grad=True)
+    (copy_to_tensor_model_parallel_region(hidden) + hidden).backward(torch.ones(1))
+    return f"{hidden.grad}, expected {dist.get_world_size() + 1}"
+
+
+@fault
+def source_rank_of_tensor_parallel_groups_of_4() -> object:
+    from neuronx_distributed.parallel_layers import parallel_state
+
+    if dist.get_world_size() != 4:
+        return "needs 4 ranks"
+    sources: list[int | None] = [None] * 4
+    dist.all_gather_object(sources, parallel_state.get_tensor_model_parallel_src_rank())
+    return f"group [0, 1, 2, 3]: {sources}"
+
+
+def _gradient_of_ones() -> nn.Parameter:
+    param = nn.Parameter(torch.ones(3))
+    param.grad = torch.ones(3)
+    return param
+
+
+@fault
+def infinity_norm() -> object:
+    from neuronx_distributed.parallel_layers.grads import clip_grad_norm
+
+    return clip_grad_norm([_gradient_of_ones()], 1.0, torch.inf)
+
+
+@fault
+def norm_of_a_generator() -> object:
+    from neuronx_distributed.parallel_layers.grads import clip_grad_norm
+
+    return clip_grad_norm((param for param in [_gradient_of_ones()]), 1.0)
+
+
+@fault
+def bias_of_the_qkv_layer() -> object:
+    from neuronx_distributed.modules.qkv_linear import GQAQKVColumnParallelLinear
+
+    layer = GQAQKVColumnParallelLinear(8, [16, 8], bias=True, gather_output=False)
+    return [list(output.shape) for output in layer(torch.randn(2, 3, 8))]
+
+
+@fault
+def gather_in_a_group_of_the_callers() -> object:
+    from neuronx_distributed.parallel_layers import mappings, parallel_state
+
+    group = parallel_state.get_data_parallel_group()  # of size 1 here
+    x = torch.ones(2, 3, requires_grad=True)
+    mappings.gather_from_sequence_parallel_region(x, 0, False, group).sum().backward()
+    return f"gradient of [2, 3]: {list(x.grad.shape)}"  # pyright: ignore[reportOptionalMemberAccess]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

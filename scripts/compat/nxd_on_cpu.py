@@ -1,0 +1,46 @@
+"""Owns running neuronx-distributed's own package on CPU ranks: its gloo mode, and stand-ins for what only Trainium has.
+
+It needs torch_xla, which is imported and then told that its device is the CPU; collectives go through gloo.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from nxd_stubs import install_stubs
+from torch import Tensor
+
+NOT_ON_ANY_INDEX = ("torch_neuronx", "neuronxcc", "libneuronxla", "nki", "nkilib", "neuronx_distributed_training")
+NOT_NEEDED_HERE = ("boto3", "botocore", "tenacity")
+
+
+def on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``factory`` with ``device="xla"`` meaning the CPU, also where recomputation calls it in backward."""
+
+    def make(*args: Any, **kwargs: Any) -> Tensor:
+        if str(kwargs.get("device")) == "xla":
+            kwargs["device"] = torch.device("cpu")
+        return factory(*args, **kwargs)
+
+    return make
+
+
+def import_neuronx_distributed(source: Path) -> None:
+    """Make ``source/neuronx_distributed`` importable; the environment must say ``NXD_CPU_MODE=1 PJRT_DEVICE=CPU``."""
+    import torch_xla.core.xla_model as xm  # before the stubs: it looks for libneuronxla and must not find one
+
+    install_stubs(*NOT_ON_ANY_INDEX, *NOT_NEEDED_HERE)
+    import torch_neuronx.utils
+
+    torch_neuronx.utils.get_platform_target = lambda: "trn1"
+    custom_classes = SimpleNamespace(SPMDModel=object, LayoutTransformation=object)  # of its annotations
+    torch.classes.neuron = custom_classes  # pyright: ignore[reportAttributeAccessIssue]
+    xm.xla_device = lambda *_: torch.device("cpu")
+    torch.Tensor.view = torch.Tensor.reshape  # pyright: ignore[reportAttributeAccessIssue] # XLA's tensors have no strides that a view could clash with
+    sys.path.insert(0, str(source))
+    torch.ones = on_cpu(torch.ones)  # what the examples' causal masks are made by

@@ -1,0 +1,184 @@
+"""Owns one process of neuronx-distributed's tests: the library under its name is ours, or neuronx-distributed itself.
+
+``run_nxd_tests.py`` starts it; a line ``RESULT {...}`` on standard output tells what passed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from nxd_stubs import StubModule, install_stubs
+
+import nxd_memopt.compat  # noqa: F401 (aliases neuronx_distributed, and stands in for torch_xla)
+from nxd_memopt.compat.alias import AliasFinder
+
+CLOSED_PACKAGES = ("torch_neuronx", "neuronxcc", "libneuronxla", "nki", "nkilib", "botocore", "boto3", "tenacity")
+XLA_PACKAGES = ("torch_xla.core", "torch_xla.utils", "torch_xla.distributed", "torch_xla.experimental")
+PRIVATE_HELPERS = (
+    "neuronx_distributed.parallel_layers.layers_utils"  # imported beside what is tested, by test_layers.py
+)
+Call = tuple[Callable[..., object], tuple[object, ...]]
+
+
+def main() -> int:
+    """Run one file; the exit code is 0 whenever a result could be printed."""
+    parser = parser_of_library()
+    parser.add_argument("kind", choices=("unit", "integration"))
+    parser.add_argument("file", help="test file, relative to the source's test folder")
+    parser.add_argument("--select", default="", help="unit: pytest's -k expression")
+    args = parser.parse_args()
+    set_up(args.library, args.source)
+    file = args.source / "test" / args.file
+    passed, failed = run_unit(file, args.select) if args.kind == "unit" else run_integration(file)
+    if args.kind == "unit" or dist.get_rank() == 0:
+        print("RESULT", json.dumps({"passed": passed, "failed": failed}), flush=True)
+    return 0
+
+
+def parser_of_library() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--source", type=Path, required=True, help="neuronx-distributed's source tree")
+    parser.add_argument("--library", choices=("nxd_memopt", "neuronx_distributed"), default="nxd_memopt")
+    return parser
+
+
+def set_up(library: str, source: Path) -> None:
+    """Make ``neuronx_distributed`` the library that was asked for."""
+    sys.argv = sys.argv[:1]  # the tests read it too
+    torch.set_num_threads(1)  # as many processes as ranks share the cores
+    torch.cuda.is_bf16_supported = lambda including_emulation=True: True  # as neuronx-distributed's examples set it
+    if library == "neuronx_distributed":
+        use_neuronx_distributed(source / "src")
+    else:
+        install_stubs(*CLOSED_PACKAGES)
+        sys.modules[PRIVATE_HELPERS] = StubModule(PRIVATE_HELPERS)
+
+
+class _LenientFinder(AliasFinder):
+    """An alias that leaves what it does not offer to the finders behind it."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        try:
+            return super().find_spec(fullname, path, target)
+        except ModuleNotFoundError:
+            return None
+
+
+def use_neuronx_distributed(path: Path) -> None:
+    """Let the name be neuronx-distributed's own source, in its CPU mode, over the same stand-in for torch_xla."""
+    for finder in [finder for finder in sys.meta_path if isinstance(finder, AliasFinder)]:
+        sys.meta_path.remove(finder)
+        if finder.root == "torch_xla":
+            sys.meta_path.insert(0, _LenientFinder(finder.root, finder.table))
+    install_stubs(*CLOSED_PACKAGES, *XLA_PACKAGES, "transformers.utils.fx")
+    platform: Any = importlib.import_module("torch_neuronx.utils")
+    platform.get_platform_target = lambda: "trn1"
+    torch.classes.neuron = StubModule("neuron")  # pyright: ignore[reportAttributeAccessIssue] (annotations name it)
+    sys.path.insert(0, str(path))
+    os.environ["NXD_CPU_MODE"] = "1"
+
+
+class _Counter:
+    """A pytest plugin that notes which tests passed."""
+
+    def __init__(self) -> None:
+        self.passed: list[str] = []
+        self.failed: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" or report.failed:
+            (self.passed if report.passed else self.failed).append(report.nodeid.rpartition("::")[2])
+
+
+def run_unit(file: Path, select: str) -> tuple[list[str], list[str]]:
+    counter = _Counter()
+    options = ["-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(file.parent), "-k", select]
+    pytest.main([*options, str(file)], plugins=[counter])
+    return counter.passed, counter.failed
+
+
+def run_integration(file: Path) -> tuple[list[str], list[str]]:
+    """Call the file's test functions as its own ``__main__`` does, and go on after a failure."""
+    dist.init_process_group("xla", timeout=timedelta(seconds=300))
+    sys.path[:0] = [str(file.parent), str(file.parent.parent)]
+    module = importlib.import_module(file.stem)
+    passed, failed = [], []
+    for name, calls in CALLS[file.stem](module):
+        outcomes: list[bool] = [False] * dist.get_world_size()
+        dist.all_gather_object(outcomes, succeeds(calls))
+        (passed if all(outcomes) else failed).append(name)
+    return passed, failed
+
+
+def succeeds(call: Call) -> bool:
+    """Whether a test function returns; prints why it does not."""
+    function, arguments = call
+    try:
+        function(*arguments)
+    except Exception:
+        traceback.print_exc()
+        return False
+    finally:
+        state = importlib.import_module("neuronx_distributed.parallel_layers.parallel_state")
+        if state.model_parallel_is_initialized():
+            state.destroy_model_parallel()
+    return True
+
+
+def tensor_parallel_sizes() -> list[int]:
+    world_size = dist.get_world_size()
+    return [2**i for i in range(world_size.bit_length()) if 2**i <= world_size]
+
+
+def layer_calls(module: ModuleType) -> Iterator[tuple[str, Call]]:
+    """All but the one that reads an XLA graph's text."""
+    names = [name for name in vars(module) if name.startswith("test_") and "HLO" not in name]
+    without_device = ("test_initialize_parameter_cpu", "conv")
+    for size in tensor_parallel_sizes():
+        for name in names:
+            if name not in ("test_init", "test_cleanup", "test_modules"):
+                device = () if any(part in name for part in without_device) else (module.xm.xla_device(),)
+                yield f"{name}[{size}]", (getattr(module, name), (size, *device))
+
+
+def calls_by_size(*names: str) -> Callable[[ModuleType], Iterator[tuple[str, Call]]]:
+    def calls(module: ModuleType) -> Iterator[tuple[str, Call]]:
+        for size in tensor_parallel_sizes():
+            for name in names:
+                yield f"{name}[{size}]", (getattr(module, name), (size,))
+
+    return calls
+
+
+def qkv_calls(module: ModuleType) -> Iterator[tuple[str, Call]]:
+    size = dist.get_world_size()
+    for fuse_qkv in (False, True):
+        test = module.test_qkv_linear_with_kv_multipler_1
+        yield f"{test.__name__}[{size}-{fuse_qkv}]", (test, (size, fuse_qkv))
+
+
+CALLS: dict[str, Callable[[ModuleType], Iterator[tuple[str, Call]]]] = {
+    "test_layers": layer_calls,
+    "test_loss_functions": calls_by_size("test_parallel_cross_entropy", "test_parallel_logits_to_logprobs"),
+    "test_parallel_state": calls_by_size("test_initialize_model_parallel", "test_get_tensor_model_parallel_src_rank"),
+    "test_qkv_linear": qkv_calls,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""Owns the run of neuronx-distributed's own tests, unchanged, on CPU ranks against ours, and the record of the counts.
+
+scripts/compat/run_nxd_tests.py --source DIR [--library neuronx_distributed] [--only NAME] [--append]
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+DRIVER = Path(__file__).with_name("nxd_test_driver.py")
+RECORD = ROOT / "docs" / "benchmarks" / "nxd_tests.csv"
+COLUMNS = (
+    *("library", "file", "ranks", "passed", "passes_on_nxd", "failed"),
+    *("nxd_revision", "date", "torch", "commit"),
+)
+REVISION = "fbac349"  # release 2.29, neuronx-distributed 0.18
+TIMEOUT_S = 1800
+
+
+@dataclass(frozen=True)
+class Case:
+    """One file on one number of ranks.
+
+    Attributes:
+        file: below the source's ``test`` folder.
+        ranks: 0 for pytest in one process.
+        passes_on_nxd: how many of its cases pass on neuronx-distributed itself, in its CPU mode with torch 2.9.
+        mended: cases that must fail here, since they expect a fault of neuronx-distributed's.
+        select: pytest's ``-k`` expression.
+    """
+
+    file: str
+    ranks: int
+    passes_on_nxd: int
+    mended: tuple[str, ...] = ()
+    select: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.file}@{self.ranks}" if self.ranks else self.file
+
+
+UNIT = "unit_test/parallel_layers"
+LAYERS = "integration/parallel_layers"
+CASES = [
+    Case(f"{UNIT}/test_gqa_groups.py", 0, 1),
+    Case(f"{UNIT}/test_padding.py", 0, 6),
+    Case(f"{UNIT}/test_parallel_state.py", 0, 6),
+    Case(f"{UNIT}/test_layers.py", 0, 3, select="lm_head_padding or RPL_preshard or check_pad_false"),
+    Case("unit_test/utils/test_grouping_ranks.py", 0, 4),
+    Case("unit_test/utils/test_parallel_layer_utils.py", 0, 1),
+    Case("unit_test/utils/test_casting_utils.py", 0, 3),
+    Case("unit_test/wrapper/test_nxd_config.py", 0, 7),
+    Case(f"{LAYERS}/test_layers.py", 2, 22),
+    Case(f"{LAYERS}/test_layers.py", 4, 33),
+    Case(f"{LAYERS}/test_layers.py", 8, 44),
+    Case(f"{LAYERS}/test_loss_functions.py", 1, 2),
+    Case(f"{LAYERS}/test_loss_functions.py", 2, 4),
+    Case(f"{LAYERS}/test_loss_functions.py", 4, 6),
+    Case(f"{LAYERS}/test_parallel_state.py", 1, 2),
+    Case(f"{LAYERS}/test_parallel_state.py", 2, 4),
+    Case(f"{LAYERS}/test_parallel_state.py", 4, 6, mended=("test_get_tensor_model_parallel_src_rank[4]",)),
+    Case("integration/modules/test_qkv_linear.py", 4, 2),
+    Case("integration/modules/test_qkv_linear.py", 8, 2),
+]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    case: Case
+    passed: list[str]
+    failed: list[str]
+    output: str
+
+    @property
+    def as_expected(self) -> bool:
+        """Every case passes but the mended ones, and none is missing."""
+        return set(self.failed) == set(self.case.mended) and len(self.passed) == self.case.passes_on_nxd - len(
+            self.case.mended
+        )
+
+
+def main() -> int:
+    """Run the cases one after another; the exit code is 0 when ours passes what it must."""
+    args = parse_args()
+    outcomes = []
+    for case in CASES:
+        if args.only in case.name:
+            outcomes.append(run(case, args.source.resolve(), args.library))
+            print(row(outcomes[-1]), flush=True)
+            if not outcomes[-1].as_expected and args.library == "nxd_memopt":
+                print(outcomes[-1].output, file=sys.stderr)
+    passed, cases = sum(len(o.passed) for o in outcomes), sum(o.case.passes_on_nxd for o in outcomes)
+    print(f"{args.library}: {passed} of the {cases} cases that pass on neuronx-distributed")
+    if args.append:
+        append(outcomes, args.library)
+    return 0 if args.library != "nxd_memopt" or all(outcome.as_expected for outcome in outcomes) else 1
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--source", type=Path, required=True, help="neuronx-distributed's source tree")
+    parser.add_argument("--library", choices=("nxd_memopt", "neuronx_distributed"), default="nxd_memopt")
+    parser.add_argument("--only", default="", help="run the cases whose name contains this")
+    parser.add_argument("--append", action="store_true", help=f"record the counts in {RECORD.relative_to(ROOT)}")
+    return parser.parse_args()
+
+
+def run(case: Case, source: Path, library: str) -> Outcome:
+    """Start one driver, or one for each rank, and read its result."""
+    arguments = [str(DRIVER), "integration" if case.ranks else "unit", case.file]
+    arguments += ["--source", str(source), "--library", library, f"--select={case.select}"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={case.ranks}"]
+    command = [sys.executable, *(launcher if case.ranks else []), *arguments]
+    environment = {**os.environ, "NXD_MEMOPT_BACKEND": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    finished = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=TIMEOUT_S, check=False)
+    results = [line for line in finished.stdout.splitlines() if line.startswith("RESULT ")]
+    result = json.loads(results[-1].removeprefix("RESULT ")) if results else {"passed": [], "failed": ["no result"]}
+    return Outcome(case, result["passed"], result["failed"], finished.stdout + finished.stderr)
+
+
+def row(outcome: Outcome) -> str:
+    failed = f"  failed: {', '.join(outcome.failed)}" if outcome.failed else ""
+    return f"{outcome.case.name:58} {len(outcome.passed):3} of {outcome.case.passes_on_nxd:3}{failed}"
+
+
+def append(outcomes: list[Outcome], library: str) -> None:
+    """Add one line for each case to the record."""
+    import torch
+
+    is_new = not RECORD.exists()
+    revision = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(revision, capture_output=True, text=True, check=True).stdout.strip()
+    with RECORD.open("a", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        if is_new:
+            writer.writerow(COLUMNS)
+        for outcome in outcomes:
+            case, today = outcome.case, datetime.now(UTC).date().isoformat()
+            measured = [library, case.file, case.ranks, len(outcome.passed), case.passes_on_nxd]
+            writer.writerow([*measured, " ".join(outcome.failed), REVISION, today, torch.__version__, commit])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,178 @@
+"""Owns the comparison of neuronx-distributed's example models: its package, ours through the alias, our own files.
+
+``python scripts/compat/train_examples.py --source NXD_CHECKOUT`` trains each case for five steps on CPU ranks and
+writes docs/benchmarks/nxd_examples.csv. Our side runs in .venv, neuronx-distributed in .venv-xla; both put the
+transformers version that the example pins before their own, from .venv-compat, which is filled on demand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TABLE = ROOT / "docs" / "benchmarks" / "nxd_examples.csv"
+OVERLAYS = ROOT / ".venv-compat"
+PINS = {
+    "llama": ("transformers==4.48.0", "tokenizers==0.21.4", "huggingface_hub==0.36.0"),
+    "gpt_neox": ("transformers==4.26.0", "tokenizers==0.13.3", "huggingface_hub==0.36.0"),
+}
+TOLERANCE = 1e-5  # fp32 losses of order 5 have 5e-7; five steps of AdamW in another order of sums stay below 20 of them
+TIMEOUT_S = 600
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table.
+
+    Args:
+        tensor: T; world: ranks, of which world / T are data-parallel. Sequence parallelism is on when T exceeds 1.
+        options: of ``example_rank.py``, for every library.
+        nxd_options: for neuronx-distributed alone.
+        fault: what neuronx-distributed or the example does wrongly here, so that the losses must differ; else empty.
+        differs: which pairs of libraries must then differ.
+    """
+
+    example: str
+    tensor: int = 2
+    world: int = 2
+    options: tuple[str, ...] = ()
+    nxd_options: tuple[str, ...] = ()
+    fault: str = ""
+    differs: tuple[tuple[str, str], ...] = ()
+
+
+CASES = (
+    Case("llama"),
+    Case("llama", options=("--recompute",)),
+    Case("llama", options=("--ignored-labels",)),
+    Case("llama", world=4),
+    Case("gpt_neox", tensor=1, world=1),
+    Case(
+        "gpt_neox",
+        fault="stride=3 of query_key_value against its per-head view: the example's model depends on T",
+        differs=(("ours", "models"), ("nxd", "models")),
+    ),
+    Case("gpt_neox", options=("--recompute",), fault="as above", differs=(("ours", "models"), ("nxd", "models"))),
+    Case(
+        "gpt_neox",
+        nxd_options=("--without-hook",),
+        fault="the script never sums sequence-parallel gradients; our ZeRO-1 does",
+        differs=(("ours", "nxd"), ("ours", "models"), ("nxd", "models")),
+    ),
+    Case(
+        "gpt_neox",
+        tensor=1,
+        world=1,
+        options=("--ignored-labels",),
+        fault="the example averages over all tokens; labels of -100 count in neuronx-distributed's loss, as 0 in ours",
+        differs=(("ours", "nxd"), ("ours", "models"), ("nxd", "models")),
+    ),
+)
+LIBRARIES = ("nxd", "ours", "models")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--source", type=Path, required=True, help="checkout of neuronx-distributed, release 2.29")
+    parser.add_argument("--output", type=Path, default=TABLE)
+    parser.add_argument("--only", type=int, nargs="*", help="numbers of the cases to run, from 0; default all")
+    options = parser.parse_args()
+    chosen = [case for i, case in enumerate(CASES) if options.only is None or i in options.only]
+    rows, problems = [], []
+    for case in chosen:
+        losses = {library: run(case, library, options.source.resolve()) for library in LIBRARIES}
+        problems += check(case, losses)
+        rows += [row(case, library, losses) for library in LIBRARIES]
+        print("\n".join(str(each) for each in rows[-len(LIBRARIES) :]), flush=True)
+    write(options.output, rows)
+    print("\n".join(problems) or f"{len(chosen)} cases as expected; {options.output}")
+    return 1 if problems else 0
+
+
+def run(case: Case, library: str, source: Path) -> list[float]:
+    """Losses of one library, from a world of processes of its own."""
+    with tempfile.TemporaryDirectory() as directory:
+        output = Path(directory) / "losses.json"
+        arguments = [
+            *("--library", library, "--example", case.example, "--source", str(source), "--output", str(output)),
+            *("--tensor", str(case.tensor), *case.options, *(case.nxd_options if library == "nxd" else ())),
+        ]
+        rank = str(Path(__file__).with_name("example_rank.py"))
+        program = [rank] if library == "nxd" else ["-m", "nxd_memopt.compat", rank]
+        python = ROOT / (".venv-xla" if library == "nxd" else ".venv") / "bin" / "python"
+        launcher = [str(python), "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(case.world)]
+        finished = subprocess.run(
+            [*launcher, *program, *arguments],
+            env=environment(case, library),
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+        )
+        if finished.returncode:
+            raise RuntimeError(f"{library} failed on {case}:\n{finished.stdout[-2000:]}\n{finished.stderr[-6000:]}")
+        return json.loads(output.read_text(encoding="utf-8"))
+
+
+def environment(case: Case, library: str) -> dict[str, str]:
+    added = {"nxd": {"NXD_CPU_MODE": "1", "PJRT_DEVICE": "CPU"}}.get(library, {"NXD_MEMOPT_BACKEND": "cpu"})
+    overlay = {} if library == "models" else {"PYTHONPATH": str(require_overlay(case.example))}
+    return {**os.environ, "OMP_NUM_THREADS": "1", **added, **overlay}
+
+
+def require_overlay(example: str) -> Path:
+    """A folder with the example's transformers and what is pinned with it, to stand before an environment's own."""
+    pins = PINS[example]
+    folder = OVERLAYS / pins[0].replace("==", "-")
+    if not (folder / "transformers").is_dir():
+        pip = [str(ROOT / ".venv" / "bin" / "python"), "-m", "pip", "install", "--quiet", "--no-deps"]
+        subprocess.run([*pip, "--target", str(folder), *pins], check=True)
+    return folder
+
+
+def check(case: Case, losses: dict[str, list[float]]) -> list[str]:
+    """What is not as the case says."""
+    problems = []
+    for first, second in (("ours", "nxd"), ("ours", "models"), ("nxd", "models")):
+        difference = max_difference(losses[first], losses[second])
+        expected = (first, second) in case.differs
+        if (difference > TOLERANCE) != expected:
+            problems.append(f"{case}: {first} and {second} differ by {difference:.1e}, expected: {expected}")
+    return problems
+
+
+def max_difference(first: list[float], second: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(first, second, strict=True))
+
+
+def row(case: Case, library: str, losses: dict[str, list[float]]) -> dict[str, str]:
+    names = {"nxd": "neuronx-distributed", "ours": "the example on nxd_memopt", "models": "nxd_memopt.models"}
+    return {
+        "example": case.example,
+        "tensor_parallel": str(case.tensor),
+        "data_parallel": str(case.world // case.tensor),
+        "options": " ".join(option.strip("-") for option in (*case.options, *case.nxd_options)),
+        "library": names[library],
+        **{f"loss_{step}": f"{loss:.6f}" for step, loss in enumerate(losses[library])},
+        "max_difference_to_nxd": f"{max_difference(losses[library], losses['nxd']):.1e}",
+        "fault": case.fault,
+    }
+
+
+def write(path: Path, rows: list[dict[str, str]]) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,311 @@
+"""Tests that run in a process with the alias; ``test_compat.py`` starts it, so that the other tests stay without."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import sys
+from collections import UserDict
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nxd_memopt.backends import backend
+from nxd_memopt.compat import install, xla
+from nxd_memopt.compat.alias import AliasFinder, install_alias
+from nxd_memopt.compat.names import NAMES
+from nxd_memopt.parallel_layers import layers as our_layers
+from nxd_memopt.parallel_layers import parallel_state as our_state
+
+EXAMPLES = {  # what neuronx-distributed's LLaMA and GPT-NeoX training examples import
+    "neuronx_distributed": "neuronx_distributed_config initialize_parallel_model initialize_parallel_optimizer "
+    "save_checkpoint load_checkpoint has_checkpoint finalize_checkpoint",
+    "neuronx_distributed.kernels.flash_attn": "nki_flash_attn_func",
+    "neuronx_distributed.kernels.ring_attention_kernel": "nki_ring_attn_func",
+    "neuronx_distributed.modules.qkv_linear": "GQAQKVColumnParallelLinear",
+    "neuronx_distributed.optimizer": "NeuronZero1Optimizer",
+    "neuronx_distributed.overrides.transformer_overrides": "apply_rotary_pos_emb",
+    "neuronx_distributed.parallel_layers": "ColumnParallelLinear ParallelEmbedding RowParallelLinear checkpointing "
+    "layer_norm mappings move_model_to_device parallel_state",
+    "neuronx_distributed.parallel_layers.checkpointing": "load save",
+    "neuronx_distributed.parallel_layers.layers": "ColumnParallelLinear ParallelEmbedding RowParallelLinear",
+    "neuronx_distributed.parallel_layers.loss_functions": "parallel_cross_entropy",
+    "neuronx_distributed.parallel_layers.mappings": "_gather_along_first_dim _split_along_first_dim",
+    "neuronx_distributed.parallel_layers.parallel_state": "get_context_model_parallel_src_tgt_pairs rmsg "
+    "get_data_parallel_replica_groups get_pipeline_model_parallel_rank initialize_model_parallel",
+    "neuronx_distributed.parallel_layers.random": "model_parallel_xla_manual_seed",
+    "neuronx_distributed.parallel_layers.utils": "divide get_local_world_size requires_init_pg_override",
+    "neuronx_distributed.trainer": "initialize_parallel_model initialize_parallel_optimizer",
+    "neuronx_distributed.utils.adamw_fp32_optim_params": "AdamW_FP32OptimParams",
+    "neuronx_distributed.utils.batch_utils": "get_batch_on_this_context_parallel_rank",
+    "neuronx_distributed.utils.logger": "get_logger",
+    "torch_xla.core.xla_model": "xla_device mark_step master_print is_master_ordinal rendezvous all_reduce "
+    "add_step_closure mesh_reduce REDUCE_SUM",
+    "torch_xla.distributed.parallel_loader": "MpDeviceLoader",
+    "torch_xla.distributed.xla_multiprocessing": "spawn",
+    "torch_xla.experimental.pjrt_backend": "",
+    "torch_xla.runtime": "global_ordinal local_ordinal world_size",
+    "torch_xla.utils.checkpoint": "checkpoint",
+}
+UNKNOWN = [
+    (
+        "from neuronx_distributed.parallel_layers.layers import ColumnParalelLinear",
+        "neuronx_distributed.parallel_layers.layers.ColumnParallelLinear",
+    ),
+    ("import neuronx_distributed.parallel_layers.mapings", "neuronx_distributed.parallel_layers.mappings"),
+    ("from neuronx_distributed import get_logger", "neuronx_distributed.utils.logger.get_logger"),
+    ("import torch_xla.core.xla_model as xm; xm.mark_stepp", "torch_xla.core.xla_model.mark_step"),
+]
+
+
+@pytest.mark.parametrize("table", [NAMES, xla.NAMES], ids=["neuronx_distributed", "torch_xla"])
+def test_every_offered_name_is_the_object_it_stands_for(table):
+    for module, names in table.items():
+        imported = importlib.import_module(module)
+        for name, location in names.items():
+            owner, _, attribute = location.partition(":")
+            assert getattr(imported, name) is getattr(importlib.import_module(owner), attribute), (module, name)
+            assert name in dir(imported)
+
+
+def test_names_that_the_examples_import():
+    for module, names in EXAMPLES.items():
+        for name in names.split():
+            exec(f"from {module} import {name}")  # the statement itself is what is tested
+
+
+@pytest.mark.parametrize(("statement", "nearest"), UNKNOWN)
+def test_unknown_names_say_the_nearest(statement, nearest):
+    with pytest.raises((ImportError, AttributeError)) as caught:
+        exec(statement)
+    assert "is not offered by nxd_memopt" in str(caught.value)
+    assert str(caught.value).endswith(f"nearest name that is: {nearest}; see docs/migrating_from_nxd.md")
+
+
+def test_missing_attribute_can_be_probed():
+    layers = importlib.import_module("neuronx_distributed.parallel_layers.layers")
+    assert not hasattr(layers, "NoSuchLayer")
+    assert getattr(layers, "__wrapped__", None) is None
+
+
+def test_patch_through_the_alias_reaches_the_library():
+    original = our_state.get_tensor_model_parallel_size
+    name = "neuronx_distributed.parallel_layers.parallel_state.get_tensor_model_parallel_size"
+    with patch(name, return_value=8):
+        assert our_layers.parallel_state.get_tensor_model_parallel_size() == 8
+    assert our_state.get_tensor_model_parallel_size is original
+
+
+def test_new_attribute_stays_with_the_alias():
+    alias = importlib.import_module("neuronx_distributed.parallel_layers.parallel_state")
+    alias.note = "kept"
+    assert alias.note == "kept"
+    assert not hasattr(our_state, "note")
+    del alias.note
+
+
+def test_second_install_changes_nothing():
+    before = list(sys.meta_path)
+    install()
+    assert sys.meta_path == before
+
+
+def test_package_that_is_imported_already_is_refused():
+    with pytest.raises(RuntimeError, match="json was imported before its alias"):
+        install_alias("json", {"json": {}})
+    assert not any(isinstance(finder, AliasFinder) and finder.root == "json" for finder in sys.meta_path)
+
+
+# The device "xla"
+
+
+def test_literal_device_is_the_backends():
+    made = [torch.zeros(2, device="xla"), torch.ones(2).to("xla"), torch.arange(3, device=torch.device("xla", 0))]
+    made += [torch.ones(2).to(torch.device("xla")), torch.ones(2).to("xla:0", torch.float64), torch.ones(1).to(made[0])]
+    made += list(torch.nn.Linear(2, 2).to("xla").parameters())
+    assert {tensor.device for tensor in made} == {backend.device}
+    assert made[4].dtype == torch.float64
+
+
+def test_text_that_is_no_device_is_left_alone():
+    assert torch.einsum("xla->x", torch.ones(2, 3, 4)).tolist() == [12, 12]
+
+
+# torch_xla
+
+
+def test_xla_model_in_a_single_process(tmp_path, capsys):
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+    import torch_xla.runtime as xr
+
+    assert xm.xla_device() == torch_xla.device() == backend.device
+    assert (xr.world_size(), xr.global_ordinal(), xr.local_ordinal(), xm.is_master_ordinal()) == (1, 0, 0, True)
+    xm.mark_step()
+    xm.master_print("seen", 1)
+    assert capsys.readouterr().out == "seen 1\n"
+    tensor = torch.ones(2)
+    assert xm.all_reduce(xm.REDUCE_SUM, tensor, scale=0.5).tolist() == [0.5, 0.5]
+    assert xm.all_reduce(xm.REDUCE_SUM, [tensor], scale=3.0)[0] is tensor
+    assert tensor.tolist() == [3, 3]
+    assert xm.mesh_reduce("tag", 2.5, max) == 2.5
+    xm.save({"weight": tensor, "step": 3}, tmp_path / "file.pt")
+    assert torch.load(tmp_path / "file.pt", weights_only=True)["weight"].tolist() == [3, 3]
+    with pytest.raises(ValueError, match="asked for n=3"):
+        xm.xla_device(3)
+
+
+def test_spawn_runs_here_and_torchrun_starts_processes():
+    import torch_xla.distributed.xla_multiprocessing as xmp
+
+    seen = []
+    xmp.spawn(lambda index, name: seen.append((index, name)), args=("a",))
+    assert seen == [(0, "a")]
+    with pytest.raises(ValueError, match="torchrun --nproc_per_node 4"):
+        xmp.spawn(print, nprocs=4)
+
+
+def test_device_loader_moves_nested_batches():
+    import torch_xla.distributed.parallel_loader as pl
+
+    batches = [{"x": torch.ones(2), "pair": (torch.zeros(1), "text")}, UserDict(y=torch.ones(1))]
+    loader = pl.MpDeviceLoader(batches, torch.device("meta"), batches_per_execution=2)
+    first, second = list(loader)
+    assert first["x"].is_meta and first["pair"][0].is_meta and first["pair"][1] == "text" and second["y"].is_meta
+    assert len(loader) == 2 and loader.index(batches[1]) == 1  # what it does not have is the loader's own
+
+
+def test_checkpoint_recomputes():
+    from torch_xla.utils.checkpoint import checkpoint
+
+    calls = []
+
+    def square(x):
+        calls.append(1)
+        return x.square()
+
+    x = torch.tensor(3.0, requires_grad=True)
+    checkpoint(square, x, use_reentrant=True).backward()
+    assert (x.grad.item(), len(calls)) == (6.0, 2)
+
+
+def test_process_group_of_one_without_torchrun():
+    with pytest.raises(ValueError, match="init_method 'file://x'"):
+        dist.init_process_group("xla", init_method="file://x")
+    dist.init_process_group(backend="xla", init_method="pjrt://")
+    assert (dist.get_world_size(), dist.get_backend()) == (1, "gloo")
+    dist.destroy_process_group()
+
+
+# Calling conventions
+
+
+def test_column_parallel_linear_takes_nxds_positional_arguments():
+    from neuronx_distributed.parallel_layers.layers import ColumnParallelLinear
+
+    layer = ColumnParallelLinear(3, 5, False, True, torch.float64)
+    assert (layer.reduce_dtype, layer.bias, layer.weight.dtype) == (torch.float32, None, torch.float64)
+    assert isinstance(layer, our_layers.ColumnParallelLinear)
+    rows = torch.tensor([4, 0])
+    x = torch.randn(2, 3, dtype=torch.float64)
+    assert torch.equal(layer(x, slice_indices=rows), (x @ layer.weight.t())[:, rows])
+    with pytest.raises(ValueError, match=r"rank_ordering=\[1, 0\] is not offered"):
+        ColumnParallelLinear(3, 5, rank_ordering=[1, 0])
+
+
+def test_padded_layer_refuses_training_and_pads_checkpoints():
+    from neuronx_distributed.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
+
+    column = ColumnParallelLinear(3, 5, pad=True, pad_alignment_size_per_rank=4)
+    row = RowParallelLinear(6, 2, pad=True)
+    with pytest.raises(RuntimeError, match="pad=True is for inference"):
+        column(torch.ones(1, 3))
+    state = {"head.weight": torch.ones(5, 3), "head.bias": torch.ones(5), "row.weight": torch.ones(2, 6)}
+    column.preshard_hook(state, "head.weight")
+    column.preshard_hook(state, "head.bias")
+    row.preshard_hook(state, "row.weight")
+    assert state["head.weight"].shape == (8, 3) and state["head.weight"][5:].eq(0).all()
+    assert state["head.bias"][5:].eq(torch.finfo(torch.float32).min).all()
+    assert state["row.weight"].shape == (2, 6)
+    assert column.eval()(torch.ones(1, 3)).shape == (1, 5)
+    with pytest.raises(ValueError, match=r"head\.weight has 8 entries along dimension 0, the layer 5"):
+        column.preshard_hook(state, "head.weight")
+
+
+def test_embedding_takes_nxds_positional_arguments():
+    from neuronx_distributed.parallel_layers.layers import ParallelEmbedding
+
+    layer = ParallelEmbedding(6, 4, 0, None, 2.0, False, False, torch.nn.init.ones_, None, torch.float64, True)
+    assert layer.weight.dtype == torch.float64 and layer.shard_across_embedding
+    assert layer.weight[0].eq(1).all()  # the given init_method alone decides, also on the padding row
+    with pytest.raises(ValueError, match=r"max_norm=1\.0 is not offered"):
+        ParallelEmbedding(6, 4, max_norm=1.0)
+
+
+def test_flash_attention_layouts():
+    from neuronx_distributed.kernels.flash_attn import nki_flash_attn_func
+    from neuronx_distributed.kernels.ring_attention_kernel import nki_ring_attn_func
+
+    q, k, v = torch.randn(3, 2, 4, 6, 8, dtype=torch.float64).unbind()  # [B, h, S, d]
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3)
+    transposed = (tensor.transpose(-1, -2) for tensor in (q, k, v))
+    for output in (
+        nki_flash_attn_func(*transposed, softmax_scale=0.3),
+        nki_ring_attn_func(q, k, v, 0, [[0, 0]], softmax_scale=0.3),
+    ):
+        torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)  # fp64: other order of products
+
+
+def test_rotary_embedding_layouts():
+    from neuronx_distributed.overrides.transformer_overrides import apply_rotary_pos_emb
+
+    q, k = torch.randn(2, 1, 2, 5, 6, dtype=torch.float64).unbind()
+    angles = torch.randn(5, 3, dtype=torch.float64).repeat(1, 2)  # [positions, d]
+    turn = torch.polar(torch.ones(5, 3, dtype=torch.float64), angles[:, :3])
+    paired = torch.view_as_complex(torch.stack(q.chunk(2, -1), -1).contiguous()) * turn
+    expected = torch.cat((paired.real, paired.imag), -1)
+    position_ids = torch.arange(5).unsqueeze(0)
+    plain, _ = apply_rotary_pos_emb(q, k, angles.cos(), angles.sin(), position_ids, False)
+    turned, _ = apply_rotary_pos_emb(q.mT, k.mT, angles.cos()[None], angles.sin()[None], None, True)
+    for output in (plain, turned.mT):
+        torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)  # fp64
+
+
+def test_configuration_records_stages_and_completes_the_callers_section():
+    import neuronx_distributed as nxd
+
+    section = {"meta_device_init": True, "param_init_fn": print}
+    config = nxd.neuronx_distributed_config(tensor_parallel_size=1, pipeline_parallel_size=4, model_init_config=section)
+    assert config["model_init_config"] is section and section["sequential_move_factor"] == 11
+    assert config["mixed_precision_config"]["use_master_weights_in_ckpt"] is False
+    with pytest.raises(ValueError, match="pipeline_parallel_size 4 is not offered"):
+        nxd.initialize_parallel_model(config, lambda: torch.nn.Linear(1, 1))
+
+
+def test_checkpoint_arguments(tmp_path):
+    from neuronx_distributed.parallel_layers import checkpointing
+
+    model, copy = torch.nn.Linear(2, 3), torch.nn.Linear(2, 3)
+    checkpointing.save({"model": model.state_dict(), "step": 4}, str(tmp_path), True, True, False, True)
+    assert checkpointing.load(str(tmp_path), copy, None, "model", True, True, True)["step"] == 4
+    assert torch.equal(model.weight, copy.weight)
+
+
+def test_helpers():
+    from neuronx_distributed.parallel_layers import utils
+    from neuronx_distributed.utils import cpu_mode, hardware
+
+    assert utils.EmbeddingUtility.range_from_global_vocab_size(12, 2, 4) == (6, 9)
+    assert utils.get_padding_length(10, 4) == 2
+    assert utils.indices_split_along_dim(torch.ones(2, 8), 1, 3, 4).tolist() == [6, 7]
+    nested = utils.cast_all({"a": [torch.ones(1), torch.ones(1, dtype=torch.int64)], "b": "text"})
+    assert (nested["a"][0].dtype, nested["a"][1].dtype, nested["b"]) == (torch.bfloat16, torch.int64, "text")
+    assert utils.move_all_tensor_to_cpu((torch.ones(1), {"x": io.StringIO}))[1] == {"x": io.StringIO}
+    assert hardware("inf2") is hardware.TRN1 and not cpu_mode()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        half, number = utils.cast_if_autocast_enabled(torch.ones(1), 12)
+        assert (half.dtype, number) == (torch.bfloat16, 12)
+        with pytest.raises(AssertionError, match=r"expected to be torch.bfloat16, got torch.float32 instead"):
+            utils.verify_casted_dtype([half, torch.ones(1)])

@@ -1,0 +1,94 @@
+"""The trainer's configuration and refusals, and the optimizers' arithmetic, on one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import nxd_memopt
+from nxd_memopt import trainer
+from nxd_memopt.trainer.activation_checkpoint import apply_activation_checkpointing, classes_to_recompute
+from tests.reference import assert_says, error_message
+
+
+def test_defaults_follow_zero1():
+    config = nxd_memopt.neuronx_distributed_config(optimizer_config={"zero_one_enabled": True})
+    assert config["optimizer_config"] == {"zero_one_enabled": True, "grad_clipping": True, "max_grad_norm": 1.0}
+    assert set(config["mixed_precision_config"].values()) == {True}
+    plain = nxd_memopt.neuronx_distributed_config(sequential_move_factor=3)
+    assert set(plain["mixed_precision_config"].values()) == {False}
+    assert plain["model_init_config"]["sequential_move_factor"] == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "facts"),
+    [
+        ({"pipeline_parallel_size": 2}, ("pipeline_parallel_size 2", "use 1")),
+        ({"expert_parallel_size": 2}, ("expert_parallel_size 2", "use 1")),
+        ({"context_parallel_size": 2}, ("context_parallel_size 2", "use 1")),
+        ({"lnc_size": 2}, ("lnc_size 2", "use 1")),
+        ({"lora_config": object()}, ("lora_config", "leave it out")),
+        ({"pipeline_config": {}}, ("pipeline_config", "leave it out")),
+        ({"optimizer_config": {"zero_one_enable": True}}, ("zero_one_enable", "did you mean 'zero_one_enabled'")),
+        ({"mixed_precision_config": {"use_master_weights_in_ckpt": True}}, ("use_master_weights=True",)),
+        ({"model_init_config": {"meta_device_init": True}}, ("param_init_fn",)),
+    ],
+)
+def test_what_is_not_offered_is_refused(options, facts):
+    assert_says(error_message(lambda: trainer.neuronx_distributed_config(**options)), *facts)
+
+
+def test_choices_of_recomputation_that_name_nothing_are_refused():
+    model = nn.Sequential(nn.Linear(2, 2))
+    assert classes_to_recompute(model, nn.Linear) == (nn.Linear,)
+    assert_says(error_message(lambda: classes_to_recompute(model, "full")), "Sequential", "_no_split_modules")
+    assert_says(error_message(lambda: classes_to_recompute(model, "selective")), "'selective'", "'full'")
+    assert_says(error_message(lambda: classes_to_recompute(model, [])), "[]")
+    assert_says(error_message(lambda: classes_to_recompute(model, [nn.LayerNorm])), "LayerNorm")
+
+
+def test_a_wrapper_that_returns_another_module_takes_its_place():
+    shared = nn.Linear(2, 2)
+    model = nn.Sequential(shared, nn.Sequential(nn.ReLU(), shared))
+    apply_activation_checkpointing(model, nn.Sequential, lambda module: isinstance(module, nn.Linear))
+    assert isinstance(model[0], nn.Sequential) and model[0][0] is shared
+    assert model[1][1] is model[0] and isinstance(model[1][0], nn.ReLU)
+
+
+def test_saves_that_are_not_offered_are_refused(tmp_path):
+    for option in ("async_save", "use_zero1_dcp", "avoid_saving_lower_precision_weights"):
+        save = {option: True}
+        assert_says(error_message(lambda save=save: trainer.save_checkpoint(tmp_path, "tag", {}, **save)), option)
+    for tag in ("a/b", "../x", ".hidden", ""):
+        assert_says(error_message(lambda tag=tag: trainer.save_checkpoint(tmp_path, tag, {})), "tag", repr(tag))
+    assert_says(error_message(lambda: trainer.save_checkpoint(tmp_path, "t", {}, num_kept_ckpts=0)), "got 0")
+    message = error_message(lambda: trainer.load_checkpoint(tmp_path, model={}))
+    assert_says(message, tmp_path, "no complete checkpoint")
+    message = error_message(lambda: trainer.load_checkpoint(tmp_path, use_zero1_dcp=True))
+    assert_says(message, "use_zero1_dcp")
+
+
+def test_a_single_process_trains_and_resumes(tmp_path):
+    config = trainer.neuronx_distributed_config(optimizer_config={"zero_one_enabled": True, "max_grad_norm": 0.1})
+
+    def build():
+        torch.manual_seed(0)
+        model = trainer.initialize_parallel_model(config, nn.Linear, False, 3, 2)
+        return model, trainer.initialize_parallel_optimizer(config, torch.optim.AdamW, model.parameters(), lr=0.1)
+
+    def step(model, optimizer):
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    straight = build()
+    step(*straight)
+    assert straight[1].grad_norm.item() == pytest.approx(8**0.5, rel=1e-6)  # 6 + 2 ones; fp32
+    trainer.save_checkpoint(tmp_path, "one", *straight)
+    step(*straight)
+    resumed = build()
+    trainer.load_checkpoint(tmp_path, "one", *resumed)
+    step(*resumed)
+    assert torch.equal(resumed[0].module.weight, straight[0].module.weight)
+    assert resumed[0].in_features == 3 and resumed[0].training
