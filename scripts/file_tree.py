@@ -1,6 +1,6 @@
-"""Owns README's file tree: one line per Python file, from the first line of its docstring.
+"""Owns docs/files.md: one line per Python file, from the first line of its docstring.
 
-python scripts/file_tree.py           # exit status 1 when README is out of date
+python scripts/file_tree.py           # exit status 1 when it is out of date
 python scripts/file_tree.py --write
 """
 
@@ -11,9 +11,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-README = ROOT / "README.md"
+FILE = ROOT / "docs" / "files.md"
 FOLDERS = ("nxd_memopt", "models", "scripts")
-BEGIN, END = "<!-- file tree: scripts/file_tree.py --write -->\n", "<!-- end of file tree -->\n"
 
 
 def purpose(path: Path) -> str:
@@ -25,22 +24,21 @@ def purpose(path: Path) -> str:
 
 
 def file_tree() -> str:
-    lines = ["```"]
-    for folder in FOLDERS:
-        paths = sorted((ROOT / folder).rglob("*.py"), key=lambda path: (path.parent.parts, path.name))
-        lines += [f"{path.relative_to(ROOT)!s:<52} {purpose(path)}" for path in paths]
-    return "\n".join([*lines, "```", ""])
+    """The whole document: a section per folder."""
+    lines = ["# Files", "", "Written by `scripts/file_tree.py --write`: what each file owns."]
+    paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+    for folder in dict.fromkeys(path.parent for path in paths):
+        lines += ["", f"## {folder.relative_to(ROOT)}/", "", "| file | owns |", "|---|---|"]
+        lines += [f"| `{path.name}` | {purpose(path)} |" for path in paths if path.parent == folder]
+    return "\n".join([*lines, ""])
 
 
 def main() -> int:
-    text = README.read_text(encoding="utf-8")
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    expected = before + BEGIN + file_tree() + END + after
+    expected = file_tree()
     if "--write" in sys.argv[1:]:
-        README.write_text(expected, encoding="utf-8")
-    elif text != expected:
-        print("README's file tree is out of date: run python scripts/file_tree.py --write")
+        FILE.write_text(expected, encoding="utf-8")
+    elif not FILE.exists() or FILE.read_text(encoding="utf-8") != expected:
+        print("docs/files.md is out of date: run python scripts/file_tree.py --write")
         return 1
     return 0
 

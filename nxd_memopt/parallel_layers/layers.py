@@ -87,13 +87,13 @@ class _ColumnParallel(torch.autograd.Function):
         refuse_second_derivatives()
         comm: ColumnCommunication = ctx.comm
         x, *weights = ctx.saved_tensors
-        x, *grads = backend.optimization_barrier([x, *grads])  # the second gather is not the first one's copy
+        x, *output_grads = backend.optimization_barrier([x, *grads])  # the second gather is not the first one's copy
         needs_input, _, *needs_parameters = ctx.needs_input_grad
         gathers = comm.sequence_dimension is not None and any(needs_parameters[0::2])
         gathering = comm.start_input_gather(x) if gathers else None
-        reducing = comm.start_grad_reduction(_input_grad(grads, weights)) if needs_input else None
+        reducing = comm.start_grad_reduction(_input_grad(output_grads, weights)) if needs_input else None
         x = x if gathering is None else comm.finish_input_gather(gathering)
-        parameter_grads = _parameter_grads(x, grads, needs_parameters, comm.replica_groups)
+        parameter_grads = _parameter_grads(x, output_grads, needs_parameters, comm.replica_groups)
         input_grad = None if reducing is None else comm.finish_grad_reduction(reducing, x.dtype)
         return input_grad, None, *parameter_grads
 

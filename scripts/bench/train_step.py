@@ -205,7 +205,8 @@ def measure(variant: str, config: Any, tokens: int, memory: MemoryConfig, steps:
         first_loss = first_loss or round(loss.item(), 4)
     step_s = statistics.median(times[WARM_UP_STEPS:])
     result = {"step_ms": round(step_s * 1e3, 2), "first_loss": first_loss, "loss": round(loss.item(), 4)}
-    result["peak_gib"] = round(backend.max_memory_allocated() / 2**30, 2)
+    peak_bytes = backend.max_memory_allocated()
+    result["peak_gib"] = None if peak_bytes is None else round(peak_bytes / 2**30, 2)
     result["tokens_per_s_per_device"] = round(tokens / step_s / world_size(), 1)
     return result
 

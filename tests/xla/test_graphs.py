@@ -26,7 +26,8 @@ KV_WEIGHT = HIDDEN // 8 * HIDDEN * FP32  # 8 query heads, 2 KV heads: each held 
 
 # per layer, twice (attention, MLP): the forward pass gathers the column layer's input and scatters the row layer's
 # output; recompute does both again; backward gathers the row layer's gradient and the column layer's input, and
-# scatters the column layer's gradient. Around the layers: embedding (scatter; gather), head (gather; gather again and scatter).
+# scatters the column layer's gradient. Around the layers: embedding (scatter; gather), head (gather; gather again and
+# scatter).
 GATHERS = LAYERS * 2 * (1 + 1 + 2) + 1 + 2
 SCATTERS = LAYERS * 2 * (1 + 1 + 1) + 1 + 1
 
