@@ -75,15 +75,8 @@ def save_checkpoint(
     Raises:
         ValueError, OSError: on every rank, when one cannot write.
     """
-    for name, asked in (
-        ("async_save", async_save),
-        ("use_zero1_dcp", use_zero1_dcp),
-        ("avoid_saving_lower_precision_weights", avoid_saving_lower_precision_weights),
-    ):
-        if asked:
-            raise ValueError(
-                f"{name}=True is not offered: saves are complete on return, with all weights; leave it out"
-            )
+    _refuse(async_save=async_save, use_zero1_dcp=use_zero1_dcp)
+    _refuse(avoid_saving_lower_precision_weights=avoid_saving_lower_precision_weights)
     directory, target = Path(checkpoint_dir_str), _tag_directory(checkpoint_dir_str, tag)
     incomplete = incomplete_path(target)
     with raise_together(f"saving {target}"):
@@ -125,8 +118,7 @@ def load_checkpoint(
     Raises:
         ValueError: on every rank, when there is none, or a file is missing, damaged or does not fit.
     """
-    if use_zero1_dcp:
-        raise ValueError("use_zero1_dcp=True is not offered: leave it out")
+    _refuse(use_zero1_dcp=use_zero1_dcp)
     source = _find(Path(path), tag)
     for is_my_turn in turns(num_workers):
         with raise_together(f"loading {source}"):
@@ -149,6 +141,14 @@ def has_checkpoint(checkpoint_dir_str: str | Path) -> bool:
 def finalize_checkpoint() -> None:
     """Wait until every rank has finished its saves. Every rank calls."""
     share_texts("")
+
+
+def _refuse(**options: bool) -> None:
+    for name, asked in options.items():
+        if asked:
+            raise ValueError(
+                f"{name}=True is not offered: saves are complete on return, with all weights: leave it out"
+            )
 
 
 def _world_size() -> int:

@@ -32,51 +32,40 @@ def neuronx_distributed_config(
 ) -> dict[str, Any]:
     """Return the checked configuration; under torch.distributed also create the model-parallel groups.
 
+    ``pipeline_``, ``expert_`` and ``context_parallel_size`` and ``lnc_size`` must be 1, ``pipeline_config`` and
+    ``lora_config`` ``None``.
+
     Args:
         tensor_parallel_size: T, ranks that share one layer.
-        pipeline_parallel_size: only 1.
-        expert_parallel_size: only 1.
-        context_parallel_size: only 1.
-        pipeline_config: only ``None``.
         optimizer_config: ``zero_one_enabled`` (False), ``grad_clipping`` (True), ``max_grad_norm`` (1.0).
-        activation_checkpoint_config: ``None``; ``"full"`` recomputes every transformer layer; a module class, or a list
-            of them, recomputes those modules.
+        activation_checkpoint_config: what runs again in backward: ``"full"`` for every transformer layer, a module
+            class, a list of them.
         pad_model: pad the attention heads of a Hugging Face model to a multiple of T.
-        sequence_parallel: recorded for the caller; the layers tag their parameters, and the optimizers sum the
-            gradients of tagged parameters whatever it says.
-        model_init_config: ``sequential_move_factor``, ``meta_device_init`` (False), ``param_init_fn``, a function of a
-            module and a device, which ``meta_device_init`` needs.
-        lora_config: only ``None``.
+        sequence_parallel: recorded for the caller; optimizers sum the gradients that the layers tagged in any case.
+        model_init_config: ``sequential_move_factor``, ``meta_device_init`` (False) and what that needs,
+            ``param_init_fn`` of a module and a device.
         mixed_precision_config: ``use_master_weights`` (fp32 masters; ZeRO-1 always has them) and ``use_fp32_grad_acc``
-            default to ``zero_one_enabled``; ``use_master_weights_in_ckpt`` to ``use_master_weights``, so that a resumed
-            run is exact.
+            default to ``zero_one_enabled``, ``use_master_weights_in_ckpt`` to ``use_master_weights``: exact resumes.
         sequential_move_factor: ranks of one host that move their model to the device at the same time.
-        lnc_size: only 1: the backend reads the cores' configuration from the device.
 
     Raises:
         ValueError: for what is not offered, and for unknown keys; names what is.
     """
-    sizes = {
-        "pipeline_parallel_size": pipeline_parallel_size,
-        "expert_parallel_size": expert_parallel_size,
-        "context_parallel_size": context_parallel_size,
-        "lnc_size": lnc_size,
-    }
+    sizes = {"pipeline_parallel_size": pipeline_parallel_size, "expert_parallel_size": expert_parallel_size}
+    sizes |= {"context_parallel_size": context_parallel_size, "lnc_size": lnc_size}
     _require_offered(sizes)
-    for name, value in (("pipeline_config", pipeline_config), ("lora_config", lora_config)):
-        if value is not None:
-            raise ValueError(f"{name} is not offered: leave it out")
+    absent = {"pipeline_config": pipeline_config, "lora_config": lora_config}
+    _require_absent(absent)
     optimizer = _filled("optimizer_config", optimizer_config, _OPTIMIZER)
     config = {
         "tensor_parallel_size": tensor_parallel_size,
         **sizes,
-        "pipeline_config": pipeline_config,
+        **absent,
         "optimizer_config": optimizer,
         "activation_checkpoint_config": activation_checkpoint_config,
         "pad_model": pad_model,
         "sequence_parallel": sequence_parallel,
         "model_init_config": _model_init(model_init_config, sequential_move_factor),
-        "lora_config": lora_config,
         "mixed_precision_config": _mixed_precision(mixed_precision_config, optimizer["zero_one_enabled"]),
     }
     if dist.is_initialized():
@@ -90,6 +79,12 @@ def _require_offered(sizes: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"{name} {sizes[name]} is not offered: use 1, and tensor_parallel_size or data parallelism"
             )
+
+
+def _require_absent(options: Mapping[str, Any]) -> None:
+    for name, value in options.items():
+        if value is not None:
+            raise ValueError(f"{name} is not offered: leave it out")
 
 
 def join_parallel_state(config: Mapping[str, Any]) -> None:
