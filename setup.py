@@ -15,9 +15,9 @@ setup(
     packages=[*find_packages(include=["nxd_memopt", "nxd_memopt.*"]), "nxd_memopt.models"],
     package_dir={"nxd_memopt.models": "models"},
     package_data={"nxd_memopt": ["py.typed"]},
-    install_requires=["torch>=2.9", "transformers>=5.0", "safetensors>=0.5", "numpy", "tyro"],
+    install_requires=["torch>=2.9", "transformers>=5.0", "safetensors>=0.5", "numpy", "tyro", "rich"],
     extras_require={
-        "train": ["datasets", "pyyaml", "rich", "tensorboard", "matplotlib"],
+        "train": ["datasets", "pyyaml", "tensorboard", "matplotlib"],
         "gguf": ["gguf", "accelerate"],
         "dev": ["pytest", "pytest-timeout", "ruff", "basedpyright", "import-linter"],
     },

@@ -1,4 +1,4 @@
-"""Owns the command line: ``nxd-memopt doctor`` and ``nxd-memopt convert``."""
+"""Owns the command line: ``nxd-memopt doctor``, ``nxd-memopt convert`` and ``nxd-memopt certify``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
+
+from nxd_memopt.cli_certify.command import Certify
 
 
 @dataclass(frozen=True)
@@ -20,13 +22,13 @@ class Doctor:
 
         from nxd_memopt import __version__
         from nxd_memopt.backends import BACKEND_REASON, BACKENDS, backend
-        from nxd_memopt.ops.attention import select_attention
+        from nxd_memopt.ops.attention import describe_attention
 
         print(f"nxd_memopt {__version__}, torch {torch.__version__}, transformers {transformers.__version__}")
         print(f"backend {backend.name} on {backend.device}: {BACKEND_REASON}")
         for name, backend_class in BACKENDS.items():
             print(f"  {name}: {backend_class.unavailable_reason() or 'available'}")
-        print(f"collectives: {backend.distributed_backend}; attention: {select_attention('auto')}")
+        print(f"collectives: {backend.distributed_backend}; attention: {describe_attention()}")
 
 
 @dataclass(frozen=True)
@@ -53,11 +55,14 @@ class Convert:
 
 def main() -> int:
     """Run the command line; what a user caused is one line on standard error and exit status 2."""
-    commands: dict[str, Callable[..., Doctor | Convert]] = {"doctor": Doctor, "convert": Convert}
+    commands: dict[str, Callable[..., Doctor | Convert | Certify]] = {
+        "doctor": Doctor,
+        "convert": Convert,
+        "certify": Certify,
+    }
     command = tyro.extras.subcommand_cli_from_dict(commands, prog="nxd-memopt", description="Memory-lean LLM training.")
     try:
-        command()
+        return command() or 0
     except (ValueError, OSError) as error:
         print(f"nxd-memopt: error: {error}", file=sys.stderr)
         return 2
-    return 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 from torch import nn
@@ -128,3 +130,37 @@ def test_errors_of_the_function_pass_through():
 
     with pytest.raises(ZeroDivisionError, match="from inside"):
         barrier_checkpoint(backend, fail, torch.ones(2, requires_grad=True))
+
+
+@pytest.mark.parametrize(
+    "derive",
+    [
+        lambda out, x: torch.autograd.grad(out.sum(), x),
+        lambda out, x: out.sum().backward(inputs=[x]),
+        lambda out, x: out.sum().backward(create_graph=True),
+    ],
+    ids=["grad", "inputs", "create_graph"],
+)
+def test_other_backward_passes_are_refused(derive):
+    """Each would leave out second derivatives or add to ``layer.weight.grad`` unasked, without a word."""
+    x, layer = torch.randn(3, 4, requires_grad=True), nn.Linear(4, 4)
+    out = barrier_checkpoint(backend, layer, x)
+    with pytest.raises(ValueError, match="recomputed regions"):
+        derive(out, x)
+    assert layer.weight.grad is None
+
+
+def test_retained_graphs_run_again():
+    x, layer = torch.randn(3, 4, requires_grad=True), nn.Linear(4, 4)
+    out = barrier_checkpoint(backend, layer, x).square().sum()
+    out.backward(retain_graph=True)
+    once = layer.weight.grad.clone()
+    out.backward()
+    assert torch.equal(layer.weight.grad, 2 * once)
+
+
+def test_results_that_hide_their_tensors_are_refused():
+    """An object of another kind would come back without a history."""
+    x = torch.randn(3, requires_grad=True)
+    with pytest.raises(ValueError, match=r"must return tensors.*SimpleNamespace"):
+        barrier_checkpoint(backend, lambda t: types.SimpleNamespace(hidden=t * 2), x)

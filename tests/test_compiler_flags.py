@@ -50,6 +50,6 @@ def test_error_prints_the_flags_to_set(flags, found, remedy):
     assert_says(recompute_error(flags) or "", found, "-O1", remedy)
 
 
-@pytest.mark.parametrize("flags", ["-O", "-Ofast", "--optlevel two", "--optlevel=", "-O '1"])
+@pytest.mark.parametrize("flags", ["-O", "-O²", "-Ofast", "--optlevel two", "--optlevel=", "-O '1"])
 def test_malformed_flags_are_refused(flags):
     assert_says(error_message(lambda: optimization_level(flags)), "NEURON_CC_FLAGS")

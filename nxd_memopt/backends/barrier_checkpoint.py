@@ -58,6 +58,7 @@ class _BarrierCheckpoint(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        _require_plain_backward()
         region: _Region = ctx.region
         inputs, output_grads = _behind_barrier(region.backend, ctx.saved_tensors, grads)
         needed = ctx.needs_input_grad[3:]
@@ -69,6 +70,17 @@ class _BarrierCheckpoint(torch.autograd.Function):
         if pairs:
             torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
         return None, None, None, *(leaf.grad for leaf in leaves)
+
+
+def _require_plain_backward() -> None:
+    """The nested backward pass has no second derivative, and adds to ``grad`` of every parameter inside."""
+    if torch.is_grad_enabled():
+        raise ValueError("recomputed regions have no second derivatives: create_graph=True needs a model without them")
+    if not torch.autograd._is_checkpoint_valid():  # pyright: ignore[reportPrivateImportUsage]
+        raise ValueError(
+            "recomputed regions give gradients to backward() without inputs=: torch.autograd.grad and inputs= would "
+            "miss parameters, or add to the others' grad; call backward() and read grad"
+        )
 
 
 def _behind_barrier(
@@ -109,8 +121,12 @@ def barrier_checkpoint(
 ) -> Any:
     """``Backend.checkpoint`` for a device whose compiler sees the whole step.
 
-    Arguments and results may be nested lists, tuples and dicts of tensors and other values. Parameters used inside
-    ``function`` get their gradients from the nested backward pass, so ``torch.autograd.grad`` does not see them.
+    Arguments and results may be nested lists, tuples and dicts of tensors and other values; tensors that ``function``
+    computes with and that have a history must be among the arguments.
+
+    Raises:
+        ValueError: when no tensor is found in the result. In backward: for ``torch.autograd.grad``, ``inputs=`` and
+            ``create_graph=True``, as parameters used inside get their gradients from a nested backward pass.
     """
     forward_context, recompute_context = context_fn() if context_fn else (nullcontext(), nullcontext())
     leaves, structure = pytree.tree_flatten((args, kwargs))
@@ -132,4 +148,9 @@ def barrier_checkpoint(
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     outputs = _BarrierCheckpoint.apply(region, forward_context, anchor, *tensors)
     assert region.output_structure is not None
+    if not any(isinstance(output, Tensor) for output in outputs):
+        raise ValueError(
+            f"a recomputed function must return tensors, in lists, tuples and dicts, got "
+            f"{[type(output).__name__ for output in outputs]}: gradients would end here"
+        )
     return pytree.tree_unflatten(list(outputs), region.output_structure)

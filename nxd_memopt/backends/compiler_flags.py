@@ -58,7 +58,7 @@ def _parse(flags: str) -> tuple[list[str], list[int]]:
         found = re.fullmatch(r"-O(.*)|--optlevel(?:=(.*))?", word)
         if found:
             level = found[1] or found[2] or ("" if word.endswith("=") else next(words, ""))
-            if not level.isdigit():
+            if not level.isdecimal():
                 raise ValueError(f"NEURON_CC_FLAGS {flags!r}: {word} needs a level from 1 to 3, got {level!r}")
             levels.append(int(level))
         else:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 _TRN1_STRIDED_SIZE = 4
 _TRN2_CORES = 128
-_TRN2_ROWS = 4
+TRN2_ROWS_AROUND_TORUS = (0, 3, 1, 2)
+"""A trn2 node's rows of chips in an order in which neighbours are linked."""
 
 
 def neuron_order(environment: Mapping[str, str], world_size: int, tensor_model_parallel_size: int) -> list[int]:
@@ -85,8 +86,8 @@ def trn2_order(
     full_node = _TRN2_CORES // logical_nc_config
     if tensor_model_parallel_size * 2 != full_node or workers_per_node != full_node or world_size % full_node:
         return list(range(world_size))
-    row = full_node // _TRN2_ROWS
-    within = [rank for first in (0, 3, 1, 2) for rank in range(first * row, (first + 1) * row)]
+    row = full_node // len(TRN2_ROWS_AROUND_TORUS)
+    within = [rank for first in TRN2_ROWS_AROUND_TORUS for rank in range(first * row, (first + 1) * row)]
     return _repeat_per_node(within, world_size)
 
 

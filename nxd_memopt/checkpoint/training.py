@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from nxd_memopt import __version__
@@ -23,20 +22,18 @@ from nxd_memopt.checkpoint.directories import (
 )
 from nxd_memopt.checkpoint.files import read_json
 from nxd_memopt.parallel_layers import parallel_state
-from nxd_memopt.parallel_layers.checkpointing import raise_together, read_tensors, share_texts, to_host
+from nxd_memopt.parallel_layers.checkpointing import (
+    raise_together,
+    read_tensors,
+    share_texts,
+    to_host,
+    write_tensors,
+)
 
 MANIFEST = "manifest.json"
 _STEP = re.compile(r"step_(\d{8,})")
 _REPLACED_STEP = re.compile(r"\.step_(\d{8,})\.replaced")
-_PLAIN = (bool, int, float, str, bytes, type(None), Tensor)
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
+_PLAIN = (bool, int, float, str, bytes, type(None))
 
 
 def step_directory(directory: str | Path, step: int) -> Path:
@@ -45,7 +42,7 @@ def step_directory(directory: str | Path, step: int) -> Path:
 
 
 def _rank_file(step_dir: Path) -> Path:
-    return step_dir / f"rank_{_rank():05d}.pt"
+    return step_dir / f"rank_{parallel_state.get_global_rank():05d}.pt"
 
 
 def require_writable(directory: str | Path) -> None:
@@ -54,7 +51,7 @@ def require_writable(directory: str | Path) -> None:
     Raises:
         ValueError: on every rank, when one cannot.
     """
-    probe = Path(directory) / f".writable_{_rank()}"
+    probe = Path(directory) / f".writable_{parallel_state.get_global_rank()}"
     with raise_together(f"writing to {directory}"):
         try:
             probe.parent.mkdir(parents=True, exist_ok=True)
@@ -81,7 +78,7 @@ def find_latest(directory: str | Path) -> Path | None:
     """Return the last complete checkpoint as rank 0 sees it, or ``None``. Every rank calls."""
     latest = ""
     with raise_together(f"searching {directory}"):
-        if _rank() == 0:
+        if parallel_state.is_global_rank_zero():
             latest = next((path.name for path in reversed(_complete_steps(Path(directory)).values())), "")
     latest = share_texts(latest)[0]
     return Path(directory) / latest if latest else None
@@ -111,15 +108,15 @@ def save_training_state(
     task = f"saving {target}"
     with raise_together(task):
         require_plain(state, "state")
-        if _rank() == 0:
+        if parallel_state.is_global_rank_zero():
             _require_valid(parent, step, keep)
             _clean(parent)
             incomplete.mkdir(parents=True)
     with raise_together(task):
-        _write_rank_file(_rank_file(incomplete), to_host(state))
+        write_into(incomplete, _rank_file(incomplete).name, state)
     with raise_together(task):
-        if _rank() == 0:
-            _write_manifest(incomplete, step, config)
+        if parallel_state.is_global_rank_zero():
+            write_manifest(incomplete, {"step": step, "config": _fingerprint(config)})
             replace_directory(incomplete, target)
             _prune(parent, keep)
     return target
@@ -134,7 +131,7 @@ def require_plain(value: Any, where: str) -> None:
     elif isinstance(value, (list, tuple)):
         for i, item in enumerate(value):
             require_plain(item, f"{where}[{i}]")
-    elif not isinstance(value, _PLAIN):
+    elif type(value) not in _PLAIN and not isinstance(value, Tensor):  # numpy.float64 is a float, but not plain
         raise ValueError(
             f"{where} has the type {type(value).__name__}: store tensors, numbers and strings in dicts and lists"
         )
@@ -162,26 +159,25 @@ def _clean(parent: Path) -> None:
             restore_interrupted(step_directory(parent, int(match[1])))
 
 
-def _write_rank_file(path: Path, state: Any) -> None:
-    if not path.parent.is_dir():
-        raise ValueError(f"{path.parent}, created by rank 0, is not visible here: use a directory that all hosts share")
-    try:
-        torch.save(state, path)
-        flush_to_disk(path)
-    except (RuntimeError, OSError) as error:  # torch.save reports a full disk as RuntimeError
-        raise OSError(f"could not write {path}: {error}: free disk space or choose another directory") from error
+def write_into(checkpoint: Path, name: str, state: Any) -> None:
+    """Write plain ``state`` to the file ``name``, flushed, of a checkpoint whose directory rank 0 has created.
+
+    Raises:
+        ValueError: the directory is not visible here.
+    """
+    if not checkpoint.is_dir():
+        raise ValueError(f"{checkpoint}, created by rank 0, is not visible here: use a directory that all hosts share")
+    write_tensors(checkpoint / name, to_host(state))
+    flush_to_disk(checkpoint / name)
 
 
-def _write_manifest(directory: Path, step: int, config: Mapping[str, Any]) -> None:
-    manifest = {
-        "step": step,
-        "config": _fingerprint(config),
-        "versions": {"nxd_memopt": __version__, "torch": torch.__version__},
-    }
-    path = directory / MANIFEST
+def write_manifest(checkpoint: Path, content: Mapping[str, Any]) -> None:
+    """Declare ``checkpoint`` complete; with ``content`` go the versions that wrote it."""
+    manifest = {**content, "versions": {"nxd_memopt": __version__, "torch": torch.__version__}}
+    path = checkpoint / MANIFEST
     path.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     flush_to_disk(path)
-    flush_to_disk(directory)
+    flush_to_disk(checkpoint)
 
 
 def _prune(parent: Path, keep: int) -> None:
@@ -194,7 +190,7 @@ def _prune(parent: Path, keep: int) -> None:
 def _fingerprint(config: Mapping[str, Any]) -> dict[str, Any]:
     """Flatten ``config`` to dotted names and JSON values, and add the sizes of the run."""
     sizes = {
-        "world_size": _world_size(),
+        "world_size": parallel_state.get_world_size(),
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_size(),
     }
     plain = json.loads(json.dumps(config, default=_to_plain))

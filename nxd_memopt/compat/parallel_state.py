@@ -7,6 +7,7 @@ import os
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from nxd_memopt.backends.topology import logical_nc_config
 from nxd_memopt.compat.rank_groups import PG_Group_Logic, RankGroups
 from nxd_memopt.parallel_layers import parallel_state
 
@@ -30,15 +31,15 @@ def initialize_model_parallel(
 
     Args:
         skip_collective_init: no collective runs here in either case.
-        lnc_size: physical cores per logical one; the backend reads it from NEURON_LOGICAL_NC_CONFIG.
+        lnc_size: physical cores per logical one; 1, or what the environment says (``topology.logical_nc_config``).
 
     Raises:
         ValueError: an ``lnc_size`` that contradicts the environment.
     """
     del skip_collective_init
-    configured = int(os.environ.get("NEURON_LOGICAL_NC_CONFIG", "1"))
+    configured = logical_nc_config(os.environ)
     if lnc_size not in (1, configured):
-        raise ValueError(f"lnc_size {lnc_size} contradicts NEURON_LOGICAL_NC_CONFIG={configured}: set the variable")
+        raise ValueError(f"lnc_size {lnc_size} is not the environment's {configured}: set NEURON_LOGICAL_NC_CONFIG")
     return parallel_state.initialize_model_parallel(
         tensor_model_parallel_size,
         pipeline_model_parallel_size,

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-RankGroups = list[list[int]]
+from nxd_memopt.backends.topology import TRN2_ROWS_AROUND_TORUS
 
-_ROWS_AROUND_THE_TORUS = (0, 3, 1, 2)  # of the four rows of chips of a trn2 node, so that neighbours are linked
+RankGroups = list[list[int]]
 
 
 class hardware(Enum):  # noqa: N801 (neuronx-distributed's name)
@@ -77,7 +77,7 @@ def ascending_descending_ring_PG_group(  # noqa: N802 (neuronx-distributed's nam
     del lnc_size, cluster_ranks_nonexp
     node = int(os.environ.get("LOCAL_WORLD_SIZE", "64"))
     rows = torch.arange(dist.get_world_size()).view(-1, 4, node // 4)
-    order = rows[:, _ROWS_AROUND_THE_TORUS].reshape(pp, dp, cp, tp)
+    order = rows[:, TRN2_ROWS_AROUND_TORUS].reshape(pp, dp, cp, tp)
     groups = _groups(order, cluster_ranks_exp)
     singles = [[rank] for rank in range(order.numel())]
     return groups._replace(

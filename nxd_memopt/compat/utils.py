@@ -14,7 +14,13 @@ from torch import Tensor
 from nxd_memopt.backends import backend
 from nxd_memopt.compat.rank_groups import hardware
 from nxd_memopt.parallel_layers import pad, parallel_state
-from nxd_memopt.parallel_layers.utils import divide, is_sharded, padded_size, set_tensor_model_parallel_attributes
+from nxd_memopt.parallel_layers.utils import (
+    divide,
+    is_sharded,
+    map_tensors,
+    padded_size,
+    set_tensor_model_parallel_attributes,
+)
 
 # Devices and processes
 
@@ -47,13 +53,7 @@ def move_all_tensor_to_cpu(data: Any, convert: bool = True) -> Any:
     if not convert:
         backend.synchronize()
         return data
-    if isinstance(data, Tensor):
-        return data.cpu()
-    if isinstance(data, Mapping):
-        return {key: move_all_tensor_to_cpu(value) for key, value in data.items()}
-    if isinstance(data, list | tuple):
-        return type(data)(move_all_tensor_to_cpu(value) for value in data)
-    return data
+    return map_tensors(data, Tensor.cpu)
 
 
 class _FirstRankOnly(logging.Filter):
@@ -140,13 +140,7 @@ def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: Tensor) -> 
 
 def cast_all(state: Any, from_dtype: torch.dtype = torch.float32, to_dtype: torch.dtype = torch.bfloat16) -> Any:
     """Nested dicts, lists and tuples with every ``from_dtype`` tensor cast."""
-    if isinstance(state, Tensor):
-        return state.to(to_dtype) if state.dtype == from_dtype else state
-    if isinstance(state, Mapping):
-        return {key: cast_all(value, from_dtype, to_dtype) for key, value in state.items()}
-    if isinstance(state, list | tuple):
-        return type(state)(cast_all(value, from_dtype, to_dtype) for value in state)
-    return state
+    return map_tensors(state, lambda tensor: tensor.to(to_dtype) if tensor.dtype == from_dtype else tensor)
 
 
 def _autocast_dtype() -> torch.dtype | None:
@@ -160,17 +154,9 @@ def _autocast_dtype() -> torch.dtype | None:
 def cast_if_autocast_enabled(*args: Any) -> tuple[Any, ...]:
     """The arguments, their floating-point tensors below fp64 cast as autocast asks."""
     dtype = _autocast_dtype()
-    return args if dtype is None else tuple(_cast(arg, dtype) for arg in args)
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() and value.dtype != torch.float64 else value
-    if isinstance(value, Mapping):
-        return {key: _cast(item, dtype) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_cast(item, dtype) for item in value)
-    return value
+    if dtype is None:
+        return args
+    return map_tensors(args, lambda t: t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t)
 
 
 def verify_casted_dtype(value: Any) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import nn, overrides
 
 from nxd_memopt.backends import backend
 from nxd_memopt.config import MemoryConfig
+from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.random import replay_contexts
 
 _ORIGINAL_FORWARD = "_forward_without_recompute"
@@ -36,7 +38,24 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    return backend.checkpoint(function, *args, context_fn=replay_contexts, **kwargs)
+    if torch.compiler.is_compiling() or not parallel_state.rng_states():  # dynamo follows no contexts of our own
+        return backend.checkpoint(_under_function_modes(function), *args, **kwargs)
+    return backend.checkpoint(_under_function_modes(function), *args, context_fn=replay_contexts, **kwargs)
+
+
+def _under_function_modes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let recomputation see what forward saw, such as torch's default device: torch runs backward without the modes."""
+    modes = [] if torch.compiler.is_compiling() else overrides._get_current_function_mode_stack()
+    return functools.partial(_run_under, modes, function) if modes else function
+
+
+def _run_under(modes: Sequence[AbstractContextManager[Any]], function: Callable[..., Any], *args: Any, **kwargs: Any):
+    active = overrides._get_current_function_mode_stack()
+    with ExitStack() as stack:
+        for mode in modes:
+            if mode not in active:
+                stack.enter_context(mode)
+        return function(*args, **kwargs)
 
 
 def apply_recompute(model: Recomputable, memory: MemoryConfig) -> None:
@@ -58,6 +77,13 @@ def apply_recompute(model: Recomputable, memory: MemoryConfig) -> None:
         for name in memory.recompute_modules or ():
             for module in named[name]:
                 _set_forward(module, functools.partial(checkpoint, module.forward))
+
+
+def recompute_module(module: nn.Module) -> None:
+    """Let one module run under ``checkpoint``; calling it again changes nothing."""
+    backend.check_recompute()
+    if _ORIGINAL_FORWARD not in module.__dict__:
+        _set_forward(module, functools.partial(checkpoint, module.forward))
 
 
 def remove_recompute(model: Recomputable) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -11,7 +10,12 @@ from torch import Tensor, nn
 
 from nxd_memopt.config import require_divisible
 from nxd_memopt.parallel_layers import mappings, parallel_state
-from nxd_memopt.parallel_layers.initialization import InitMethod, initialize_sharded_
+from nxd_memopt.parallel_layers.initialization import (
+    InitMethod,
+    default_bias_init,
+    default_weight_init,
+    initialize_sharded_,
+)
 from nxd_memopt.parallel_layers.layers import ColumnCommunication, column_parallel
 from nxd_memopt.parallel_layers.utils import (
     ShardBlock,
@@ -113,13 +117,12 @@ class GQAQKVColumnParallelLinear(ShardedModule):
 
     def initialize_weight_biases(self) -> None:
         """Draw the parameters anew, on the CPU; every tensor-parallel rank calls it, in the same order of layers."""
-        init_method = self.init_method or (lambda weight: nn.init.kaiming_uniform_(weight, a=math.sqrt(5)))
-        bound = 1 / math.sqrt(max(self.input_size, 1))  # torch.nn.Linear's, as the line above
+        init_method = self.init_method or default_weight_init
         full: dict[str, list[Tensor | None]] = {name: [] for name in self.blocks}
         for name, part, bias in self._parts():  # weight, then bias, of query, key and value in turn
             full[name].append(initialize_sharded_(part, init_method, keep_full=self.keep_master_weight))
             if bias is not None:
-                initialize_sharded_(bias, lambda drawn: nn.init.uniform_(drawn, -bound, bound))
+                initialize_sharded_(bias, default_bias_init(self.input_size))
         for name, weights in full.items():
             kept = [weight for weight in weights if weight is not None]
             setattr(self, f"master_weight_{name}", torch.cat(kept) if kept else None)

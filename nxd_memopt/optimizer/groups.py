@@ -4,29 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from nxd_memopt.backends import backend
 from nxd_memopt.parallel_layers import parallel_state
-
-
-def global_rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def join_group(rank_groups: list[list[int]]) -> ProcessGroup | None:
     """This rank's group of the partition; ``None`` where it is alone."""
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    world_size = parallel_state.get_world_size()
     if sorted(rank for ranks in rank_groups for rank in ranks) != list(range(world_size)):
         raise ValueError(f"sharding_groups {rank_groups} must name each of the world's {world_size} ranks once")
     if len({len(ranks) for ranks in rank_groups}) != 1:
         raise ValueError(f"sharding_groups {rank_groups} must be of one size: the ranks hold equal shards")
     if len(rank_groups[0]) == 1:
         return None
-    if rank_groups == parallel_state.get_data_parallel_replica_groups():
-        return parallel_state.get_data_parallel_group()
-    return backend.new_group(rank_groups)
+    return parallel_state.group_of(rank_groups)
 
 
 def require_no_context_parallelism() -> None:

@@ -26,7 +26,10 @@ def cut_shard(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def cut_blocks(param: Tensor, group: ProcessGroup | None) -> tuple[ShardBlock, ...]:
-    """The elements of ``cut_shard(param, group)`` by the blocks of a fused parameter; empty for any other."""
+    """``cut_shard(param, group)`` by the blocks of a fused parameter, counted in elements; empty for any other.
+
+    What pads the shard is a block of nothing.
+    """
     blocks: tuple[ShardBlock, ...] = getattr(param, "blocks", None) or ()
     size = backend.group_size(group)
     if not blocks or size == 1:
@@ -38,10 +41,10 @@ def cut_blocks(param: Tensor, group: ProcessGroup | None) -> tuple[ShardBlock, .
     for block in blocks:
         stop = start + block.rows * row_elements
         elements = max(min(stop, first + length) - max(start, first), 0)
-        cut.append(ShardBlock(block.full_rows, elements, block.replicas))
+        cut.append(ShardBlock(block.full_rows * row_elements, elements, block.replicas))
         start = stop
     padding = length - sum(block.rows for block in cut)
-    return (*cut, ShardBlock(padding, padding, 1))
+    return (*cut, ShardBlock(0, padding, 1))
 
 
 def reduce_scatter_mean(tensors: Sequence[Tensor], group: ProcessGroup | None, *, bucket_bytes: int) -> list[Tensor]:
@@ -49,7 +52,7 @@ def reduce_scatter_mean(tensors: Sequence[Tensor], group: ProcessGroup | None, *
     size = backend.group_size(group)
     if size == 1:
         return list(tensors)
-    shards: list[Tensor] = [tensors[0]] * len(tensors)
+    shards = list(tensors)
     for bucket in bucket_indices(tensors, bucket_bytes):
         rows = torch.cat([_padded(tensors[i], size).view(size, -1) for i in bucket], dim=1)
         mine = backend.reduce_scatter(rows.div_(size).view(-1), group)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from nxd_memopt.backends import backend
 from nxd_memopt.optimizer.groups import (
-    global_rank,
     join_group,
     require_no_context_parallelism,
     require_tensor_parallel_groups,
@@ -51,7 +50,8 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
     without sharding; one that uses whole matrices or per-tensor norms does not.
 
     A trained parameter without a gradient counts as having a zero one, so that ranks whose batches skip it (experts)
-    stay in step. Weights that something else writes to, such as ``load_state_dict`` of the model, are taken over.
+    stay in step. Weights that something else writes to, such as ``load_state_dict`` of the model, are taken over, but
+    not what is written through ``param.data``, which autograd does not count.
 
     Args:
         params: parameters or parameter groups; those with ``requires_grad=False`` are left out.
@@ -210,10 +210,13 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
             if each.shard is not each.param:
                 each.shard.grad = None
 
+    @torch.no_grad()
     def _take_over_weights(self) -> None:
+        """Elements that are their master's rounding, as after loading the model last, keep the master."""
         for each in self._sharded:
             if each.was_written_to:
-                each.shard.copy_(cut_shard(each.param.detach(), self.sharding_group))
+                written = cut_shard(each.param.detach(), self.sharding_group)
+                each.shard.copy_(torch.where(each.shard.to(written.dtype) == written, each.shard, written))
                 each.mark_equal()
 
     def _gather_parameters(self) -> None:
@@ -230,11 +233,12 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
     def _require_shards(self) -> None:
         if not self.inited:
             raise RuntimeError("parameters are not sharded yet: call init_zero() before the first step")
-        trained = sum(param.requires_grad for group in self.param_groups for param in group["params"])
-        if trained != len(self._sharded):
+        trained = [id(param) for group in self.param_groups for param in group["params"] if param.requires_grad]
+        sharded = [id(each.param) for each in self._sharded]
+        if trained != sharded:
             raise ValueError(
-                f"{trained} parameters require gradients but {len(self._sharded)} did when they were sharded: "
-                "call init_zero() after freezing or unfreezing"
+                f"{len(trained)} parameters require gradients but {len(sharded)} did when they were sharded, "
+                f"{len(set(trained) & set(sharded))} are the same: call init_zero() after freezing or unfreezing"
             )
 
     # Saving and loading
@@ -261,8 +265,9 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         }
 
     def _sharding(self) -> list[int]:
-        ranks = next(ranks for ranks in self.sharding_groups if global_rank() in ranks)
-        return [ranks.index(global_rank()), len(ranks)]
+        rank = parallel_state.get_global_rank()
+        ranks = next(ranks for ranks in self.sharding_groups if rank in ranks)
+        return [ranks.index(rank), len(ranks)]
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends import backend
-from nxd_memopt.parallel_layers.initialization import InitMethod, initialize_sharded_
+from nxd_memopt.parallel_layers.initialization import (
+    InitMethod,
+    default_bias_init,
+    default_weight_init,
+    initialize_sharded_,
+)
 from nxd_memopt.parallel_layers.utils import ShardedModule, set_tensor_model_parallel_attributes
 
 
@@ -68,12 +71,11 @@ class BaseParallelLinear(ShardedModule):
         """Draw weight and bias anew; every tensor-parallel rank calls it, in the same order of layers."""
         self.init_weight_cpu()
         if self.bias is not None:
-            bound = 1 / math.sqrt(max(self.full_input_size, 1))  # torch.nn.Linear's
-            initialize_sharded_(self.bias, lambda bias: nn.init.uniform_(bias, -bound, bound))
+            initialize_sharded_(self.bias, default_bias_init(self.full_input_size))
 
     def init_weight_cpu(self) -> None:
         """Draw the weight anew, on the CPU: see ``initialization.initialize_sharded_``."""
-        init_method = self.init_method or _default_init
+        init_method = self.init_method or default_weight_init
         self.master_weight = initialize_sharded_(self.weight, init_method, keep_full=self.keep_master_weight)
 
     def _group_size(self) -> int:
@@ -81,7 +83,3 @@ class BaseParallelLinear(ShardedModule):
 
     def _group_rank(self) -> int:
         return backend.group_rank(self.tensor_parallel_group)
-
-
-def _default_init(weight: Tensor) -> object:
-    return nn.init.kaiming_uniform_(weight, a=math.sqrt(5))  # torch.nn.Linear's

@@ -16,7 +16,7 @@ from torch import Tensor
 from nxd_memopt.backends import backend
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.mappings import resolve_group
-from nxd_memopt.parallel_layers.utils import is_sharded, shard_ranges
+from nxd_memopt.parallel_layers.utils import is_sharded, map_tensors, shard_ranges
 
 MESSAGE_BYTES = 2048
 """Room for one rank's text in ``share_texts``: 2 MiB in all at 1024 ranks."""
@@ -182,16 +182,14 @@ def get_sharded_model_dict(model: torch.nn.Module, model_state_dict: Mapping[str
 
 def to_host(value: Any, *, down_cast_bf16: bool = False) -> Any:
     """Copy nested dicts, lists and tuples with every tensor on the host, without the rest of its storage."""
-    if isinstance(value, Mapping):
-        return {key: to_host(item, down_cast_bf16=down_cast_bf16) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)([to_host(item, down_cast_bf16=down_cast_bf16) for item in value])
-    if not isinstance(value, Tensor):
-        return value
-    tensor = value.detach().cpu()
-    if down_cast_bf16 and tensor.dtype == torch.float32:
-        return tensor.to(torch.bfloat16)
-    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
+
+    def copied(tensor: Tensor) -> Tensor:
+        tensor = tensor.detach().cpu()
+        if down_cast_bf16 and tensor.dtype == torch.float32:
+            return tensor.to(torch.bfloat16)
+        return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
+
+    return map_tensors(value, copied)
 
 
 def read_tensors(path: Path, *, mmap: bool = True) -> Any:
@@ -233,12 +231,11 @@ def is_model_replica_zero() -> bool:
 def write_tensors(path: Path, checkpoint: Any) -> None:
     """Write what ``read_tensors`` reads; an existing file is replaced once the new one is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    incomplete = path.with_name(f"{path.name}.rank_{rank}.incomplete")
+    incomplete = path.with_name(f"{path.name}.rank_{parallel_state.get_global_rank()}.incomplete")
     try:
         torch.save(checkpoint, incomplete)
         incomplete.replace(path)
-    except RuntimeError as error:  # torch.save reports a full disk so
+    except (RuntimeError, OSError) as error:  # torch.save reports a full disk as RuntimeError
         raise OSError(f"could not write {path}: {error}: free disk space or choose another directory") from error
     finally:
         incomplete.unlink(missing_ok=True)
@@ -295,7 +292,7 @@ def load(
     with raise_together(f"loading {chkpt_path}"):
         checkpoint = read_tensors(path)
         if model_or_optimizer is not None:
-            _load_into(model_or_optimizer, _entry(checkpoint, model_key, path), sharded=sharded, strict=strict)
+            load_into(model_or_optimizer, _entry(checkpoint, model_key, path), sharded=sharded, strict=strict)
     return checkpoint
 
 
@@ -307,7 +304,10 @@ def _entry(checkpoint: Mapping[str, Any], key: str | None, path: Path) -> Any:
     return checkpoint[key]
 
 
-def _load_into(target: torch.nn.Module | torch.optim.Optimizer, state: Any, *, sharded: bool, strict: bool) -> None:
+def load_into(
+    target: torch.nn.Module | torch.optim.Optimizer, state: Any, *, sharded: bool = True, strict: bool = True
+) -> None:
+    """``target.load_state_dict(state)``; arguments as of ``load``. A model that it does not fit: ``ValueError``."""
     if not isinstance(target, torch.nn.Module):
         target.load_state_dict(state)
         return

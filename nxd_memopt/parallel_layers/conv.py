@@ -5,15 +5,18 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from nxd_memopt.config import require_divisible
 from nxd_memopt.parallel_layers import mappings, parallel_state
-from nxd_memopt.parallel_layers.initialization import InitMethod, initialize_sharded_
+from nxd_memopt.parallel_layers.initialization import (
+    InitMethod,
+    default_bias_init,
+    default_weight_init,
+    initialize_sharded_,
+)
 from nxd_memopt.parallel_layers.utils import ShardedModule, padded_size, set_tensor_model_parallel_attributes
 
 IntPair = int | tuple[int, int]
@@ -83,13 +86,11 @@ class BaseParallelConv(ShardedModule):
 
     def initialize_weight_biases(self) -> None:
         """Draw weight and bias anew, on the CPU; every tensor-parallel rank calls it, in the same order of layers."""
-        init_method = self.init_method or (lambda weight: nn.init.kaiming_uniform_(weight, a=math.sqrt(5)))
+        init_method = self.init_method or default_weight_init
         self.master_weight = initialize_sharded_(self.weight, init_method, keep_full=self.keep_master_weight)
         if self.bias is not None:
-            bound = 1 / math.sqrt(self.in_channels * self.weight[0, 0].numel())  # torch.nn.Conv2d's
-            self.master_bias = initialize_sharded_(
-                self.bias, lambda bias: nn.init.uniform_(bias, -bound, bound), keep_full=self.keep_master_weight
-            )
+            bias_init = default_bias_init(self.in_channels * self.weight[0, 0].numel())
+            self.master_bias = initialize_sharded_(self.bias, bias_init, keep_full=self.keep_master_weight)
 
     def _convolve(self, input: Tensor, bias: Tensor | None) -> Tensor:
         return F.conv2d(input, self.weight, bias, self.stride, self.padding, self.dilation)

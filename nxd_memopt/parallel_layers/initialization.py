@@ -6,11 +6,12 @@ stream, and each rank keeps its slice of every chunk. All ranks draw the same st
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxd_memopt.parallel_layers.utils import shard_ranges
@@ -51,6 +52,17 @@ class _Recorder(TorchDispatchMode):
     def streams(self) -> bool:
         """Whether chunks drawn one after another equal the whole: at most one random fill, and nothing but fills."""
         return self.complete and sum(func in _RANDOM for func, _, _ in self.fills) <= 1
+
+
+def default_weight_init(weight: Tensor) -> Tensor:
+    """torch.nn.Linear's and Conv2d's: uniform within 1 / sqrt(fan-in)."""
+    return nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+
+
+def default_bias_init(fan_in: int) -> InitMethod:
+    """torch.nn.Linear's and Conv2d's: uniform within 1 / sqrt(``fan_in``)."""
+    bound = 1 / math.sqrt(max(fan_in, 1))
+    return lambda bias: nn.init.uniform_(bias, -bound, bound)
 
 
 def initialize_sharded_(param: Tensor, init_method: InitMethod, *, keep_full: bool = False) -> Tensor | None:

@@ -30,7 +30,7 @@ class _Axis:
 
     @property
     def rank(self) -> int:
-        return self.ranks.index(_global_rank())
+        return self.ranks.index(get_global_rank())
 
 
 @dataclass
@@ -45,8 +45,14 @@ _STATE = _State()
 _SINGLE_PROCESS = _Axis(rank_groups=[[0]], ranks=[0], group=None)
 
 
-def _global_rank() -> int:
+def get_global_rank() -> int:
+    """This rank in the world; 0 in a single process."""
     return dist.get_rank() if dist.is_initialized() else 0
+
+
+def get_world_size() -> int:
+    """Ranks of the world; 1 in a single process."""
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def rank_grid(sizes: dict[str, int], device_order: list[int]) -> dict[str, RankGroups]:
@@ -94,7 +100,7 @@ def initialize_model_parallel(
     """
     if model_parallel_is_initialized() and not mesh_only:
         raise RuntimeError("model parallelism is initialized already: call destroy_model_parallel() first")
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    world_size = get_world_size()
     tensor, pipeline = tensor_model_parallel_size, pipeline_model_parallel_size
     context, expert = context_parallel_size, expert_model_parallel_size
     order = backend.device_order(world_size, tensor)
@@ -124,7 +130,7 @@ def _remaining_ranks(world_size: int, **sizes: int) -> int:
 
 
 def _create_axis(rank_groups: RankGroups) -> _Axis:
-    mine = next(ranks for ranks in rank_groups if _global_rank() in ranks)
+    mine = next(ranks for ranks in rank_groups if get_global_rank() in ranks)
     group = backend.new_group(rank_groups) if dist.is_initialized() else None
     return _Axis(rank_groups, mine, group)
 
@@ -148,9 +154,9 @@ def model_parallel_is_initialized() -> bool:
 def _axis(name: str) -> _Axis:
     if name in _STATE.axes:
         return _STATE.axes[name]
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    if get_world_size() > 1:
         raise RuntimeError(
-            f"{dist.get_world_size()} processes are running but model parallelism is not initialized: "
+            f"{get_world_size()} processes are running but model parallelism is not initialized: "
             "call parallel_state.initialize_model_parallel(tensor_model_parallel_size=...) first"
         )
     return _SINGLE_PROCESS
@@ -379,7 +385,7 @@ def get_expert_data_parallel_rank() -> int:
 
 
 def is_global_rank_zero() -> bool:
-    return _global_rank() == 0
+    return get_global_rank() == 0
 
 
 def rmsg(message: str) -> str:
@@ -387,4 +393,4 @@ def rmsg(message: str) -> str:
     coordinates = "_".join(
         f"{name}{_axis(axis).rank}" for name, axis in (("pp", "pipeline"), ("tp", "tensor"), ("dp", "data"))
     )
-    return f"[rank_{_global_rank()}_{coordinates}] {message}"
+    return f"[rank_{get_global_rank()}_{coordinates}] {message}"

@@ -146,6 +146,17 @@ def cast_if_autocast_enabled(*tensors: Tensor | None) -> tuple[Tensor | None, ..
     return tuple(t.to(dtype) if t is not None and t.is_floating_point() else t for t in tensors)
 
 
+def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Nested dicts, lists and tuples with ``function`` of every tensor; other values as they are."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        return {key: map_tensors(item, function) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)([map_tensors(item, function) for item in value])
+    return value
+
+
 def move_model_to_device(model: nn.Module, device: torch.device) -> None:
     """Move in place; shard attributes and ties survive, also where ``Module.to`` would make new parameters."""
     moved: dict[int, nn.Parameter] = {}

@@ -6,36 +6,35 @@
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from nxd_memopt.checkpoint.directories import (
-    flush_to_disk,
     incomplete_path,
     remove_directory,
     replace_directory,
     restore_interrupted,
 )
 from nxd_memopt.checkpoint.files import read_json
-from nxd_memopt.checkpoint.training import MANIFEST, require_plain
+from nxd_memopt.checkpoint.training import MANIFEST, require_plain, write_into, write_manifest
 from nxd_memopt.optimizer import NeuronZero1Optimizer
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.checkpointing import (
     is_model_replica_zero,
+    load_into,
     raise_together,
     read_tensors,
     share_texts,
-    to_host,
     turns,
-    write_tensors,
 )
 from nxd_memopt.trainer.optimizer import NxDOptimizer
+
+_REPLACED = re.compile(r"\.(.+)\.replaced")
 
 
 def save_checkpoint(
@@ -84,14 +83,14 @@ def save_checkpoint(
         if parallel_state.is_global_rank_zero():
             restore_interrupted(target)
             incomplete.mkdir(parents=True)
-    for is_my_turn in turns(_world_size() if use_xser else num_workers):
+    for is_my_turn in turns(parallel_state.get_world_size() if use_xser else num_workers):
         with raise_together(f"saving {target}"):
             if is_my_turn:
                 _write_own(incomplete, model, optimizer, zero1_optimizer)
     with raise_together(f"saving {target}"):
         if parallel_state.is_global_rank_zero():
             _write_shared(incomplete, scheduler, user_content)
-            _write_manifest(incomplete, 1 + max(_complete(directory).values(), default=0))
+            write_manifest(incomplete, {"number": 1 + max(_numbers(directory).values(), default=0)})
             replace_directory(incomplete, target)
             _prune(directory, num_kept_ckpts)
 
@@ -151,10 +150,6 @@ def _refuse(**options: bool) -> None:
             )
 
 
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
 def _tag_directory(directory: str | Path, tag: str) -> Path:
     if not str(tag) or Path(str(tag)).name != str(tag) or str(tag).startswith("."):
         raise ValueError(f"tag {tag!r} must be a directory's name, without a separator or a leading dot")
@@ -172,24 +167,23 @@ def _file_name(*, data_rank: int) -> str:
 
 def _write_own(directory: Path, model: Any, optimizer: Any, zero1_optimizer: bool) -> None:
     if model is not None and is_model_replica_zero():
-        _write(directory / "model" / _file_name(data_rank=0), _state(model))
+        _write(directory, f"model/{_file_name(data_rank=0)}", _state(model))
     sharded = zero1_optimizer or _is_sharded(optimizer)
     if optimizer is not None and (sharded or is_model_replica_zero()):
         data_rank = parallel_state.get_data_parallel_rank() if sharded else 0
-        _write(directory / "optim" / _file_name(data_rank=data_rank), _state(optimizer))
+        _write(directory, f"optim/{_file_name(data_rank=data_rank)}", _state(optimizer))
 
 
 def _write_shared(directory: Path, scheduler: Any, user_content: Any) -> None:
     if scheduler is not None:
-        _write(directory / "scheduler.pt", _state(scheduler))
+        _write(directory, "scheduler.pt", _state(scheduler))
     if user_content is not None:
-        _write(directory / "user_content.pt", {"user_content": user_content})
+        _write(directory, "user_content.pt", {"user_content": user_content})
 
 
-def _write(path: Path, state: Any) -> None:
-    require_plain(state, path.stem)
-    write_tensors(path, to_host(state))
-    flush_to_disk(path)
+def _write(directory: Path, name: str, state: Any) -> None:
+    require_plain(state, Path(name).stem)
+    write_into(directory, name, state)
 
 
 def _state(source: Any) -> Any:
@@ -201,13 +195,6 @@ def _is_sharded(optimizer: Any) -> bool:
     return isinstance(inner, NeuronZero1Optimizer) and len(inner.sharding_groups[0]) > 1
 
 
-def _write_manifest(directory: Path, number: int) -> None:
-    path = directory / MANIFEST
-    path.write_text(json.dumps({"number": number, "torch": torch.__version__}) + "\n", encoding="utf-8")
-    flush_to_disk(path)
-    flush_to_disk(directory)
-
-
 def _require_valid(num_kept_ckpts: int | None) -> None:
     if num_kept_ckpts is not None and num_kept_ckpts != -1 and num_kept_ckpts < 1:
         raise ValueError(f"num_kept_ckpts must be at least 1, or None or -1 for all, got {num_kept_ckpts}")
@@ -216,19 +203,27 @@ def _require_valid(num_kept_ckpts: int | None) -> None:
 def _prune(directory: Path, num_kept_ckpts: int | None) -> None:
     if num_kept_ckpts in (None, -1):
         return
-    for tag in list(_complete(directory))[:-num_kept_ckpts]:
-        (directory / tag / MANIFEST).unlink()  # no longer complete
-        remove_directory(directory / tag)
+    for path in list(_complete(directory).values())[:-num_kept_ckpts]:
+        (path / MANIFEST).unlink()  # no longer complete
+        remove_directory(path)
 
 
 # Reading
 
 
-def _complete(directory: Path) -> dict[str, int]:
-    """Complete checkpoints in the order of their saves: tag to number."""
-    tags = [path for path in directory.iterdir() if not path.name.startswith(".")] if directory.is_dir() else []
-    numbers = {path.name: read_json(path / MANIFEST)["number"] for path in tags if (path / MANIFEST).is_file()}
-    return dict(sorted(numbers.items(), key=lambda item: item[1]))
+def _complete(directory: Path) -> dict[str, Path]:
+    """Complete checkpoints by tag, in the order of their saves; of a killed replacement, the predecessor."""
+    numbers = _numbers(directory)
+    replaced = {match[1]: path for path in numbers if (match := _REPLACED.fullmatch(path.name))}
+    renamed = {path.name: path for path in numbers if not path.name.startswith(".")}
+    return dict(sorted((replaced | renamed).items(), key=lambda item: numbers[item[1]]))
+
+
+def _numbers(directory: Path) -> dict[Path, int]:
+    """The number of each directory's save; those without a manifest of ours are none."""
+    paths = directory.iterdir() if directory.is_dir() else ()
+    manifests = {path: read_json(path / MANIFEST) for path in paths if (path / MANIFEST).is_file()}
+    return {path: manifest["number"] for path, manifest in manifests.items() if "number" in manifest}
 
 
 def _find(directory: Path, tag: str | None) -> Path:
@@ -236,11 +231,12 @@ def _find(directory: Path, tag: str | None) -> Path:
     found = ""
     with raise_together(f"searching {directory}"):
         if parallel_state.is_global_rank_zero():
-            complete = list(_complete(directory))
-            found = str(tag) if tag is not None else next(reversed(complete), "")
-            if found not in complete:
-                wanted = "no complete checkpoint" if tag is None else f"no complete checkpoint {tag!r}"
-                raise ValueError(f"{directory} has {wanted}, only {complete}: check the directory and the tag")
+            complete = _complete(directory)
+            wanted = str(tag) if tag is not None else next(reversed(complete), "")
+            if wanted not in complete:
+                missing = "no complete checkpoint" if tag is None else f"no complete checkpoint {tag!r}"
+                raise ValueError(f"{directory} has {missing}, only {list(complete)}: check the directory and the tag")
+            found = complete[wanted].name
     return directory / share_texts(found)[0]
 
 
@@ -270,10 +266,5 @@ def _require_kind(optimizer: Any, state: Mapping[str, Any], path: Path) -> None:
 def _put(target: Any, state: Any, *, strict: bool = True) -> None:
     if isinstance(target, dict):
         target.update(state)
-    elif not isinstance(target, nn.Module):
-        target.load_state_dict(state)
     else:
-        try:
-            target.load_state_dict(state, strict=strict)
-        except RuntimeError as error:
-            raise ValueError(f"the checkpoint does not fit the model: {error}") from error
+        load_into(target, state, strict=strict)

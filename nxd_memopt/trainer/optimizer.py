@@ -6,11 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from nxd_memopt.optimizer import NeuronZero1Optimizer
-from nxd_memopt.parallel_layers import grads
+from nxd_memopt.parallel_layers import grads, parallel_state
 
 
 class NxDOptimizer(torch.optim.Optimizer):
@@ -119,4 +118,4 @@ def initialize_parallel_optimizer(
 
 
 def _groups_of_one() -> list[list[int]]:
-    return [[rank] for rank in range(dist.get_world_size() if dist.is_initialized() else 1)]
+    return [[rank] for rank in range(parallel_state.get_world_size())]

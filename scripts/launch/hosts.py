@@ -25,8 +25,12 @@ class Hosts:
     port: int = MASTER_PORT
 
     def __post_init__(self) -> None:
-        if self.count < 1 or not 0 <= self.rank < self.count:
+        if self.count < 1:
+            raise ValueError(f"a run needs at least 1 host, got {self.count}: check --nodes and SLURM_NNODES")
+        if not 0 <= self.rank < self.count:
             raise ValueError(f"node rank {self.rank} is outside [0, {self.count}): --node-rank and --nodes must fit")
+        if not 0 < self.port < 1 << 16:
+            raise ValueError(f"master port {self.port} is outside [1, 65535]: check --master-port and MASTER_PORT")
         if self.count > 1 and not self.address:
             raise ValueError(
                 f"{self.count} hosts need host 0's address: pass --master-addr, or export MASTER_ADDR as "
@@ -60,16 +64,16 @@ def find_hosts(
             f"SLURM_LOCALID is {environ['SLURM_LOCALID']}: torchrun starts the ranks of a host itself, so start one "
             "task per host with srun --ntasks-per-node=1"
         )
-    count = nodes or _number(environ, "SLURM_NNODES", 1)
+    count = nodes if nodes is not None else _number(environ, "SLURM_NNODES", 1)
     if count > 1 and node_rank is None and "SLURM_NODEID" not in environ:
         raise ValueError(f"{count} hosts need this one's number: start the launcher by srun, or pass --node-rank")
     rank = node_rank if node_rank is not None else _number(environ, "SLURM_NODEID", 0) if count > 1 else 0
-    port = master_port or _number(environ, "MASTER_PORT", MASTER_PORT)
+    port = master_port if master_port is not None else _number(environ, "MASTER_PORT", MASTER_PORT)
     return Hosts(count, rank, master_addr or environ.get("MASTER_ADDR"), port)
 
 
 def _number(environ: Mapping[str, str], name: str, default: int) -> int:
     text = environ.get(name, str(default))
-    if not text.isdigit():
+    if not text.isdecimal():
         raise ValueError(f"{name} must be a number, got {text!r}")
     return int(text)

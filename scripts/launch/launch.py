@@ -100,7 +100,11 @@ def plan(options: argparse.Namespace, train_options: Sequence[str], environ: Map
     platform = PLATFORMS[options.platform]
     if options.compile and not platform.compiles:
         raise ValueError(f"--compile is for trn1's ahead-of-time compiler, not for --platform {platform.name}: omit it")
-    processes = options.processes_per_node or platform.processes or config.parallel.tensor_model_parallel_size
+    processes = platform.processes or config.parallel.tensor_model_parallel_size
+    if options.processes_per_node is not None:
+        processes = options.processes_per_node
+    if processes < 1:
+        raise ValueError(f"--processes-per-node must be at least 1, got {processes}")
     config.accumulation_steps(processes * hosts.count)  # refuses a world that the configuration does not fit
     variables = platform.variables(config, processes, hosts.count, environ)
     torchrun = [sys.executable, "-m", "torch.distributed.run", *hosts.torchrun_options(processes)]

@@ -202,6 +202,16 @@ def test_process_group_of_one_without_torchrun():
 # Calling conventions
 
 
+def test_lnc_size_is_the_environments(monkeypatch):
+    from neuronx_distributed.parallel_layers import parallel_state
+
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "1")
+    with pytest.raises(ValueError, match="lnc_size 2 is not the environment's 1"):
+        parallel_state.initialize_model_parallel(lnc_size=2, mesh_only=True)
+    monkeypatch.delenv("NEURON_LOGICAL_NC_CONFIG")  # trn2's default is 2
+    assert parallel_state.initialize_model_parallel(lnc_size=2, mesh_only=True)["tensor"] == [[0]]
+
+
 def test_column_parallel_linear_takes_nxds_positional_arguments():
     from neuronx_distributed.parallel_layers.layers import ColumnParallelLinear
 

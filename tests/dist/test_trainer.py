@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -108,6 +109,9 @@ def test_checkpoints_are_complete_or_absent(tmp_path):
     assert loaded["tag"] == "again" and torch.equal(loaded["weight"], state["weight"])
     bad = {"object": object()} if dist.get_rank() == 1 else state
     assert_says(error_message(lambda: trainer.save_checkpoint(tmp_path / "run", "bad", bad)), "object")
+    own_disk = tmp_path / f"host_{dist.get_rank()}"
+    assert_says(error_message(lambda: trainer.save_checkpoint(own_disk, "tag", {}, {}, zero1_optimizer=True)), "share")
+    assert not trainer.has_checkpoint(own_disk)
     if dist.get_rank() == 0:
         (tmp_path / "run" / "best" / "manifest.json").unlink()
     trainer.finalize_checkpoint()
@@ -227,3 +231,43 @@ def test_masters_without_zero1_are_whole(tmp_path):
     trainer.save_checkpoint(tmp_path, "tag", None, optimizer)
     assert [path.name for path in (tmp_path / "tag" / "optim").iterdir()] == ["dp_rank_00_tp_rank_00_pp_rank_00.pt"]
     assert json.loads((tmp_path / "tag" / "manifest.json").read_text())["number"] == 1
+
+
+@distributed(world_size=2)
+def test_a_replacement_killed_between_its_renames_leaves_the_predecessor(tmp_path):
+    """The one checkpoint of a fixed tag; the state of the disk is the one after the first of the two renames."""
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=1)
+    trainer.save_checkpoint(tmp_path, "latest", {"weight": torch.ones(2)}, user_content={"step": 1})
+    if dist.get_rank() == 0:
+        (tmp_path / "latest").rename(tmp_path / ".latest.replaced")
+    trainer.finalize_checkpoint()
+    assert trainer.has_checkpoint(tmp_path)
+    for tag in (None, "latest"):
+        assert trainer.load_checkpoint(tmp_path, tag) == {"step": 1}
+    trainer.save_checkpoint(tmp_path, "next", {"weight": torch.ones(2)}, user_content={"step": 2}, num_kept_ckpts=2)
+    assert trainer.load_checkpoint(tmp_path) == {"step": 2} and trainer.load_checkpoint(tmp_path, "latest")["step"] == 1
+    trainer.save_checkpoint(tmp_path, "latest", {"weight": torch.ones(2)}, user_content={"step": 3}, num_kept_ckpts=1)
+    assert trainer.load_checkpoint(tmp_path) == {"step": 3}
+    assert [path.name for path in tmp_path.iterdir()] == ["latest"]
+
+
+@distributed(world_size=2)
+def test_a_directory_with_other_manifests_is_searched(tmp_path):
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=1)
+    if dist.get_rank() == 0:
+        (tmp_path / "step_00000001").mkdir()
+        (tmp_path / "step_00000001" / "manifest.json").write_text('{"step": 1}')
+    trainer.finalize_checkpoint()
+    assert not trainer.has_checkpoint(tmp_path)
+    trainer.save_checkpoint(tmp_path, "tag", user_content={"step": 2}, num_kept_ckpts=1)
+    assert trainer.load_checkpoint(tmp_path) == {"step": 2}
+    assert (tmp_path / "step_00000001").is_dir()
+
+
+@distributed(world_size=2)
+def test_numbers_that_could_not_be_read_back_are_refused(tmp_path):
+    """numpy.float64 is a float to ``isinstance``, and something to unpickle in a file."""
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=1)
+    content = {"loss": numpy.float64(1.5)}
+    assert_says(error_message(lambda: trainer.save_checkpoint(tmp_path, "tag", user_content=content)), "float64")
+    assert not trainer.has_checkpoint(tmp_path)

@@ -285,3 +285,51 @@ def test_refusals(tmp_path):
     assert_says(error_message(build(lazy_init=True).step, RuntimeError), "init_zero")
     param.requires_grad_(False)
     assert_says(error_message(halves.step), "0 parameters", "1 did", "init_zero")
+
+
+@distributed(world_size=2)
+def test_freezing_one_and_unfreezing_another_is_refused():
+    """As many are trained as before, so only their identity tells."""
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=1)
+    frozen, trained = nn.Parameter(torch.ones(3), requires_grad=False), nn.Parameter(torch.ones(3))
+    optimizer = NeuronZero1Optimizer([frozen, trained], torch.optim.AdamW, lr=1.0)
+    frozen.requires_grad_(True)
+    trained.requires_grad_(False)
+    assert_says(error_message(optimizer.step), "0 are the same", "init_zero()")
+    optimizer.init_zero()
+    frozen.sum().backward()
+    optimizer.step()
+    assert (frozen < 1).all() and (trained == 1).all()
+
+
+@distributed(world_size=2)
+def test_a_fully_frozen_model_takes_steps():
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=1)
+    optimizer = NeuronZero1Optimizer([nn.Parameter(torch.ones(3), requires_grad=False)], torch.optim.AdamW, lr=1.0)
+    optimizer.step()
+    assert optimizer.grad_norm == 0
+
+
+@distributed(world_size=2)
+def test_masters_survive_a_model_that_is_loaded_last():
+    """Loading and saving in either order: the model's bf16 weights are the masters' rounding."""
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=1)
+
+    def build():
+        weight = nn.Parameter(tensors(4, 3, seed=1).bfloat16())
+        return weight, NeuronZero1Optimizer([weight], torch.optim.AdamW, lr=1e-3)
+
+    weight, optimizer = build()
+    (weight * tensors(4, 3, seed=2)).sum().backward()
+    optimizer.step()
+    saved, state = weight.detach().clone(), optimizer.state_dict()
+    assert not torch.equal(state["sharded_master_weights"][0].bfloat16().float(), state["sharded_master_weights"][0])
+    resumed_weight, resumed = build()
+    resumed.load_state_dict(state)
+    with torch.no_grad():
+        resumed_weight.copy_(saved)
+    assert torch.equal(resumed.state_dict()["sharded_master_weights"][0], state["sharded_master_weights"][0])
+    with torch.no_grad():
+        resumed_weight.add_(1)
+    written = resumed.state_dict()["sharded_master_weights"][0]
+    assert (written - state["sharded_master_weights"][0] > 0.5).all()  # 1, but for bf16's rounding of it

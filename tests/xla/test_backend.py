@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from nxd_memopt.backends import BACKEND_REASON, BACKENDS, backend
-from nxd_memopt.config import MemoryConfig
+from nxd_memopt.backends.xla_inspect import traced_hlo
 from nxd_memopt.memory.recompute import checkpoint
 from nxd_memopt.parallel_layers import parallel_state, random
 from tests.dist.pool import distributed
@@ -77,27 +77,20 @@ def test_barrier_leaves_its_input_outside():
     x = torch.arange(4.0).to(backend.device)
     doubled = x * 2
     (behind,) = backend.optimization_barrier([doubled])
-    assert "opt-barrier" in hlo(behind + 1) and "opt-barrier" not in hlo(doubled + 1)
+    assert "opt-barrier" in traced_hlo([behind + 1]) and "opt-barrier" not in traced_hlo([doubled + 1])
     assert behind.tolist() == [0.0, 2.0, 4.0, 6.0]
 
 
 def test_checkpoint_puts_inputs_and_gradient_behind_one_barrier():
     x = torch.ones(4, 4, device=backend.device, requires_grad=True)
     checkpoint(lambda t: (t @ t).sin(), x).sum().backward()
-    barriers = [line for line in hlo(x.grad).splitlines() if "opt-barrier(" in line]
+    barriers = [line for line in traced_hlo([x.grad]).splitlines() if "opt-barrier(" in line]
     assert len(barriers) == 1 and barriers[0].count("f32[4,4]{1,0}") >= 2, "the input and the gradient of the output"
 
 
-def hlo(tensor: torch.Tensor) -> str:
-    import torch_xla
-
-    return torch_xla._XLAC._get_xla_tensors_hlo([tensor])
-
-
-def dropout_step(memory: MemoryConfig | None) -> list[torch.Tensor]:
+def dropout_step(**options: str) -> list[torch.Tensor]:
     torch.manual_seed(1)
     config = llama_config(num_hidden_layers=2, attention_dropout=0.2)
-    options = {} if memory is None else {"recompute_granularity": memory.recompute_granularity}
     model = parallel_model(config, sequence_parallel=True, attention_backend="math", **options).to(backend.device)
     random.model_parallel_manual_seed(7)
     inputs = {name: tensor.to(backend.device) for name, tensor in batch().items()}
@@ -109,7 +102,7 @@ def dropout_step(memory: MemoryConfig | None) -> list[torch.Tensor]:
 @distributed(2, timeout_s=300)
 def test_recompute_replays_dropout_with_collectives_inside():
     parallel_state.initialize_model_parallel(2)
-    want, got = dropout_step(None), dropout_step(MemoryConfig(recompute_granularity="full"))
+    want, got = dropout_step(), dropout_step(recompute_granularity="full")
     for expected, found in zip(want, got, strict=True):
         # the compiler fuses the two graphs differently: a few fp32 roundings; another mask would be off by 1
         assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6)

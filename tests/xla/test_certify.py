@@ -37,11 +37,15 @@ def checks(asked, answer, **options):
     return {check.name: check for check in certified.checks}
 
 
-@pytest.mark.parametrize(
-    ("config", "memory"), [(LLAMA, FULL), (GPT_NEOX, FULL), (LLAMA, CORE_ATTN)], ids=["llama", "gpt_neox", "selective"]
-)
+@pytest.mark.parametrize("memory", [FULL, CORE_ATTN], ids=["full", "selective"])
+@pytest.mark.parametrize("config", [LLAMA, GPT_NEOX], ids=["llama", "gpt_neox"])
 def test_recompute_survives(config, memory):
-    asked = request("xla", config, memory)
+    """In 16 bits, as training runs, and F = 4H, GPT-NeoX's own.
+
+    The ratio depends on the shape: what one layer needs at its peak, four S x S tensors, against what four layers keep.
+    GPT-NeoX of this H misses 0.40 in fp32 (0.404 with 4 heads, 0.441 with 8) and with F = 2H (0.407).
+    """
+    asked = request("xla", config, memory, dtype="float16", overrides={"intermediate_size": 1024})
     by_name = checks(asked, run_worker(asked), max_temp_ratio=MAX_RATIO[memory["recompute_granularity"]])
     assert all(check.passed is not False for check in by_name.values()), by_name
     assert by_name["compiler flags"].passed
@@ -64,6 +68,13 @@ def test_ranks_share_a_graph_with_the_formulas_collectives():
     by_name = checks(asked, answer)
     assert by_name["same graph on every rank"].passed and len(answer.fingerprints) == 8
     assert by_name["collectives"].passed, by_name["collectives"].detail
+
+
+def test_equal_graphs_are_both_measured():
+    """Without recomputation configured, the step and its baseline are one graph, which XLA would compile once."""
+    survival = run_worker(request("xla", LLAMA, {}, layer_counts=(2,), sequence_length=64)).survivals[2]
+    assert survival.recompute.matmuls == survival.baseline.matmuls > 0
+    assert_says(survival.failure() or "", "recomputes nothing")
 
 
 def test_flags_that_merge_recomputation_fail():

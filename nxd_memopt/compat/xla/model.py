@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from nxd_memopt.backends import backend
 from nxd_memopt.compat.xla.runtime import global_ordinal, local_ordinal
 from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.parallel_layers.utils import map_tensors
 
 RankGroups = Sequence[Sequence[int]]
 
@@ -58,7 +59,7 @@ def rendezvous(tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> 
     Raises:
         ValueError: when ``replicas`` names part of the world only.
     """
-    if sorted(replicas) not in ([], list(range(dist.get_world_size() if dist.is_initialized() else 1))):
+    if sorted(replicas) not in ([], list(range(parallel_state.get_world_size()))):
         raise ValueError(f"rendezvous {tag!r} of ranks {list(replicas)}: only the whole world can meet")
     if not dist.is_initialized():
         return [payload]
@@ -137,17 +138,7 @@ def reduce_scatter(
 def save(data: Any, file_or_path: Any, master_only: bool = True, global_master: bool = False) -> None:
     """``torch.save`` of ``data`` with its tensors on the host, by the first rank of each host (of the world)."""
     if not master_only or is_master_ordinal(local=not global_master):
-        torch.save(_on_host(data), file_or_path)
-
-
-def _on_host(data: Any) -> Any:
-    if isinstance(data, Tensor):
-        return data.cpu()
-    if isinstance(data, dict):
-        return {key: _on_host(value) for key, value in data.items()}
-    if isinstance(data, list | tuple):
-        return type(data)(_on_host(value) for value in data)
-    return data
+        torch.save(map_tensors(data, Tensor.cpu), file_or_path)
 
 
 def set_rng_state(seed: int, device: str | None = None) -> None:

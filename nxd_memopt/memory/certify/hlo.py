@@ -25,7 +25,7 @@ _COLLECTIVES = {
 _LISTED_GROUP = re.compile(r"replica_groups=\{\{([0-9,]*)\}")
 _IOTA_GROUPS = re.compile(r"replica_groups=\[(\d+),(\d+)\]")
 _TEMPORARY = re.compile(r"^allocation \d+: size (\d+), preallocated-temp:")
-_VALUE = re.compile(r"^ value: <\d+ (\S+) @\d*.*?> \(size=(\d+),offset=\d+\): (\S+)")
+_VALUE = re.compile(r"^ value: <\d+ (\S+) @\d*.*?> \(size=(\d+),offset=\d+\): ([a-z]\S*)")
 
 
 class Shape(NamedTuple):
@@ -85,13 +85,17 @@ def _is_matmul(instruction: Instruction) -> bool:
 
 
 def collectives(hlo: str) -> Counter[Collective]:
-    """The module's collectives. A tuple of results, which XLA makes to combine small ones, counts as one."""
+    """The module's collectives. A tuple of results, which XLA makes to combine small ones, counts as one.
+
+    torch_xla's all-reduce returns a tuple of the tensor and a scalar, the token that chains collectives: not counted.
+    """
     found: Counter[Collective] = Counter()
     for instruction in instructions(hlo):
         kind = _COLLECTIVES.get(instruction.opcode.removesuffix("-start"))
         if kind is not None:
             size = group_size(instruction.rest)
-            result_bytes = sum(shape.nbytes for shape in instruction.shapes)
+            chained = len(instruction.shapes) > 1 and not instruction.shapes[-1].dims
+            result_bytes = sum(shape.nbytes for shape in instruction.shapes[: -1 if chained else None])
             whole_bytes = result_bytes * size if kind == "reduce_scatter" else result_bytes
             found[Collective(kind, whole_bytes, size)] += 1
     return found
@@ -104,7 +108,9 @@ def group_size(attributes: str) -> int:
         return len(listed[1].split(","))
     iota = _IOTA_GROUPS.search(attributes)
     if iota is None:
-        raise ValueError(f"a collective without replica_groups spans all ranks, which HLO text does not count: {attributes}")
+        raise ValueError(
+            f"a collective without replica_groups spans all ranks, which HLO text does not count: {attributes}"
+        )
     return int(iota[2])
 
 

@@ -1,0 +1,1 @@
+"""Owns the command ``nxd-memopt certify``: arguments, the measuring process, the printed certificate."""

@@ -1,0 +1,170 @@
+"""Owns ``nxd-memopt certify``: its arguments, the measuring process it starts, and the certificate it makes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from nxd_memopt.cli_certify.configs import NAMED_CONFIGS, load_model_config
+from nxd_memopt.config import MemoryConfig, ParallelConfig, require_one_of
+
+if TYPE_CHECKING:
+    from nxd_memopt.cli_certify.request import Answer, Request
+    from nxd_memopt.memory.certify.verdict import Certificate
+
+_WORKER = "nxd_memopt.cli_certify.worker"
+
+
+@dataclass(frozen=True)
+class Certify:
+    """Show, without the hardware, that a training step recomputes, communicates and fits as it should.
+
+    One step is forward, backward and the sequence-parallel gradient hook.
+    Exit status 0: every check passed; 1: one failed; 2: wrong arguments.
+    """
+
+    model: str
+    """``gpt-neox-20b``, ``llama-3-8b``, ``llama-2-7b``, a config.json, or a directory that has one."""
+    backend: Literal["xla", "cpu", "cuda", "compiled"] = "xla"
+    """xla: compile for a simulated NeuronCore; cpu, cuda: eager, no memory allocated; compiled: torch.compile."""
+    tensor_model_parallel_size: int = 1
+    sequence_parallel_enabled: bool = False
+    reduce_dtype: Literal["float32"] | None = None
+    """Reduce the linear layers' partial sums in fp32."""
+    seq_length: int = 2048
+    micro_batch_size: int = 1
+    dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"
+    recompute_granularity: Literal["selective", "full"] | None = None
+    recompute_method: Literal["uniform", "block"] | None = None
+    recompute_num_layers: int | None = None
+    recompute_modules: tuple[str, ...] | None = None
+    attention_backend: str = "auto"
+    override: tuple[str, ...] = ()
+    """Changes of the model's config, KEY=VALUE, such as num_hidden_layers=4."""
+    measure_layers: tuple[int, int] = (2, 4)
+    """Two depths that are measured; the line through them is drawn to the model's own."""
+    max_temp_ratio: float | None = None
+    """Fail when recomputation holds more than this fraction of the bytes held without; default: any saving will do."""
+    device: Literal["trn1", "trn2", "trn2-lnc1", "trn3"] = "trn1"
+    device_memory_gib: float | None = None
+    """Memory of one device, instead of that of ``device``."""
+    reserve_gib: float = 1.25
+    """What of it no tensor can use."""
+    master_weights: bool = False
+    """fp32 copies of narrower parameters, and fp32 gradients."""
+    zero1: bool = False
+    """Shard the optimizer's state over the data-parallel ranks."""
+    data_parallel_size: int = 1
+    json: Path | None = None
+    """Write all figures there."""
+
+    def __call__(self) -> int:
+        from nxd_memopt.cli_certify.render import show
+
+        request = self.request()
+        certificate = self.certificate(request, run_worker(request))
+        show(certificate, self._title(request))
+        if self.json is not None:
+            document = {"request": dataclasses.asdict(request), **certificate.to_json()}
+            self.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        return 0 if certificate.passed else 1
+
+    def request(self) -> Request:
+        """Check the arguments against each other, and say what is to be measured."""
+        from nxd_memopt.cli_certify.request import Request
+
+        if self.backend == "compiled" and self.tensor_model_parallel_size > 1:
+            raise ValueError(
+                "backend compiled measures one process, got tensor_model_parallel_size "
+                f"{self.tensor_model_parallel_size}: leave it out, or use backend cpu"
+            )
+        few, many = self.measure_layers
+        if not 2 <= few < many:
+            raise ValueError(f"measure_layers {few} {many} must be two depths, at least 2, the second one greater")
+        config = load_model_config(self.model, self.override)
+        require_one_of("model_type", config.get("model_type"), tuple({c["model_type"] for c in NAMED_CONFIGS.values()}))
+        depth = config["num_hidden_layers"]
+        if depth < many:
+            raise ValueError(f"measure_layers {few} {many} exceed the model's {depth} layers: pass lower ones")
+        parallel = ParallelConfig(self.tensor_model_parallel_size, self.sequence_parallel_enabled, self.reduce_dtype)
+        return Request(
+            config=config,
+            parallel=dataclasses.asdict(parallel),
+            memory=self._memory(),
+            sequence_length=self.seq_length,
+            micro_batch_size=self.micro_batch_size,
+            dtype="float16" if self.backend == "xla" and self.dtype == "bfloat16" else self.dtype,
+            backend=self.backend,
+            layer_counts=self.measure_layers,
+        )
+
+    def _memory(self) -> dict[str, Any]:
+        names = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
+        memory: dict[str, Any] = {name: getattr(self, name) for name in (*names, "attention_backend")}
+        MemoryConfig(**memory)  # refuses what contradicts itself before a process is started
+        return memory
+
+    def certificate(self, request: Request, answer: Answer) -> Certificate:
+        """Judge what was measured."""
+        from nxd_memopt.cli_certify.judge import Device, judge
+        from nxd_memopt.memory.certify.fit import DEVICE_GIB, OptimizerState
+
+        capacity_gib = DEVICE_GIB[self.device] if self.device_memory_gib is None else self.device_memory_gib
+        return judge(
+            request,
+            answer,
+            device=Device(capacity_gib, self.reserve_gib),
+            optimizer=OptimizerState(self.master_weights, self.zero1, self.data_parallel_size),
+            max_temp_ratio=self.max_temp_ratio,
+            stands_for=self.dtype,
+            compiler_flags=os.environ.get("NEURON_CC_FLAGS"),
+        )
+
+    def _title(self, request: Request) -> str:
+        parallel = request.parallel_config()
+        sequence = " with sequence parallelism" if parallel.sequence_parallel_enabled else ""
+        return (
+            f"{self.model}: {request.config['num_hidden_layers']} layers, "
+            f"T={parallel.tensor_model_parallel_size}{sequence}, "
+            f"S={self.seq_length}, B={self.micro_batch_size}, {self.dtype}, recompute {self.recompute_granularity}, "
+            f"backend {self.backend}"
+        )
+
+
+def run_worker(request: Request) -> Answer:
+    """Measure in a process of its own.
+
+    Raises:
+        ValueError: the measurement failed; carries the process's last line.
+    """
+    from nxd_memopt.cli_certify.request import Answer
+
+    with tempfile.TemporaryDirectory(prefix="nxd-memopt-certify-") as directory:
+        question, answer = Path(directory, "request.json"), Path(directory, "answer.json")
+        question.write_text(json.dumps(dataclasses.asdict(request)), encoding="utf-8")
+        environment = _worker_environment(request, Path(directory, "dump"))
+        command = [sys.executable, "-m", _WORKER, str(question), str(answer)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode != 0 or not answer.is_file():
+            lines = [line for line in done.stderr.strip().splitlines() if line.strip()] or ["no message"]
+            raise ValueError(f"measuring on backend {request.backend} failed: {lines[-1]}")
+        return Answer.from_json(json.loads(answer.read_text(encoding="utf-8")))
+
+
+def _worker_environment(request: Request, dump: Path) -> dict[str, str]:
+    ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environment = {name: value for name, value in os.environ.items() if name not in ranks}
+    environment["NXD_MEMOPT_BACKEND"] = "cpu" if request.backend == "compiled" else request.backend
+    if request.backend == "xla":
+        from nxd_memopt.backends.xla_inspect import dump_flags
+
+        # the flags of the real compiler are a check of their own; here they must not stop the simulation
+        environment |= {"PJRT_DEVICE": "CPU", "XLA_FLAGS": dump_flags(dump), "NXD_MEMOPT_RECOMPUTE_CHECK": "warn"}
+    return environment

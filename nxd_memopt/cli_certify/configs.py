@@ -1,0 +1,79 @@
+"""Owns the models that can be certified by name, and how a name, file or directory becomes a Hugging Face config."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nxd_memopt.config import require_one_of
+
+NAMED_CONFIGS: dict[str, dict[str, Any]] = {
+    "gpt-neox-20b": {
+        "model_type": "gpt_neox",
+        "hidden_size": 6144,
+        "intermediate_size": 24576,
+        "num_hidden_layers": 44,
+        "num_attention_heads": 64,
+        "vocab_size": 50432,
+        "max_position_embeddings": 2048,
+        "rotary_pct": 0.25,
+    },
+    "llama-3-8b": {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+        "rope_theta": 500000.0,
+    },
+    "llama-2-7b": {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "vocab_size": 32000,
+        "max_position_embeddings": 4096,
+    },
+}
+"""As published; keys are those of the models' ``config.json``."""
+
+
+def load_model_config(model: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """The config as plain data.
+
+    Args:
+        model: a name from ``NAMED_CONFIGS``, a ``config.json``, or a directory that has one.
+        overrides: ``KEY=VALUE``; the value is JSON, or else text.
+
+    Raises:
+        ValueError: an unknown name, or an override without ``=``.
+    """
+    config = dict(NAMED_CONFIGS[model]) if model in NAMED_CONFIGS else _read_config(model)
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals:
+            raise ValueError(f"--override {override!r} is not KEY=VALUE, such as num_hidden_layers=4")
+        config[key] = _value(value)
+    return config
+
+
+def _read_config(model: str) -> dict[str, Any]:
+    path = Path(model)
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        require_one_of("model", model, tuple(NAMED_CONFIGS))
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text

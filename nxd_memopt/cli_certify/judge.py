@@ -1,0 +1,151 @@
+"""Owns turning measurements into a certificate: checks, extrapolation to the model's depth, and what to say of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from nxd_memopt.backends.compiler_flags import recompute_error
+from nxd_memopt.cli_certify.request import Answer, Request
+from nxd_memopt.memory.certify.fit import MemoryTerms, OptimizerState, extrapolate, memory_terms
+from nxd_memopt.memory.certify.measurement import Measurement
+from nxd_memopt.memory.certify.shapes import step_shape
+from nxd_memopt.memory.certify.theory import StepShape, expected_collectives, per_layer
+from nxd_memopt.memory.certify.verdict import (
+    Certificate,
+    Check,
+    check_collectives,
+    check_fit,
+    check_large_tensors,
+    check_ranks,
+    check_survival,
+)
+
+_INT64_BYTES = 8
+_SIMULATION_NOTES = (
+    "XLA:CPU compiled with its pass cse_barrier_expander off: this simulates a compiler that honours optimization "
+    "barriers. What neuronx-cc does is not shown; with recompute it needs NEURON_CC_FLAGS=-O1.",
+    "Temporary memory is XLA:CPU's plan for the whole step; a NeuronCore's compiler fuses and schedules differently.",
+)
+
+
+@dataclass(frozen=True)
+class Device:
+    """Memory of one device, and what of it no tensor can use; in GiB of 2^30 bytes."""
+
+    memory_gib: float
+    reserve_gib: float
+
+
+def judge(
+    request: Request,
+    answer: Answer,
+    *,
+    device: Device,
+    optimizer: OptimizerState,
+    max_temp_ratio: float | None,
+    stands_for: str,
+    compiler_flags: str | None,
+) -> Certificate:
+    """Check every claim.
+
+    Args:
+        request: what was measured.
+        answer: the measurements.
+        device: must hold the step.
+        optimizer: its state is added to what was measured.
+        max_temp_ratio: see ``Survival.failure``.
+        stands_for: the dtype that was asked for, where another was compiled in its place.
+        compiler_flags: ``NEURON_CC_FLAGS``; ``None`` where not set.
+    """
+    depth, memory, survivals = request.config["num_hidden_layers"], request.memory_config(), answer.survivals
+    shapes = {layers: _shape(request, layers) for layers in (*survivals, depth)}
+    stops_early = request.backend != "xla"
+    deepest = survivals[max(survivals)].recompute
+    at_depth = _at_depth(request, {n: survival.recompute for n, survival in survivals.items()})
+    fit = _fit(request, answer, device, optimizer, at_depth)
+    checks = [
+        check_survival(memory, survivals, max_temp_ratio),
+        check_ranks(answer.fingerprints),
+        check_collectives(shapes, survivals, memory, stops_early=stops_early),
+        check_large_tensors(deepest, shapes[depth], _vocabulary_sizes(request)),
+        check_fit(fit),
+    ]
+    if request.backend == "xla" and memory.recompute_granularity is not None:
+        checks.insert(1, _check_flags(compiler_flags))
+    return Certificate(
+        checks=tuple(checks),
+        survivals=survivals,
+        collectives=expected_collectives(shapes[depth], memory, stops_early=stops_early),
+        per_layer=per_layer(shapes[depth]),
+        memory=fit,
+        baseline_bytes=_at_depth(request, {n: survival.baseline for n, survival in survivals.items()}),
+        notes=_notes(request, stands_for),
+    )
+
+
+def _shape(request: Request, layers: int) -> StepShape:
+    config: Any = AutoConfig.for_model(**{**request.config, "num_hidden_layers": layers})
+    return step_shape(
+        config,
+        request.parallel_config(),
+        sequence_length=request.sequence_length,
+        micro_batch_size=request.micro_batch_size,
+        dtype=getattr(torch, request.dtype),
+    )
+
+
+def _vocabulary_sizes(request: Request) -> set[int]:
+    """V and this rank's padded share of it."""
+    vocab_size, size = request.config["vocab_size"], request.parallel_config().tensor_model_parallel_size
+    return {vocab_size, -(-vocab_size // size)}
+
+
+def _check_flags(compiler_flags: str | None) -> Check:
+    if compiler_flags is None:
+        return Check("compiler flags", None, "NEURON_CC_FLAGS is not set here; on the device it must say -O1")
+    error = recompute_error(compiler_flags)
+    return Check("compiler flags", error is None, error or f"NEURON_CC_FLAGS {compiler_flags!r} keeps recomputation")
+
+
+def _at_depth(request: Request, variants: Mapping[int, Measurement]) -> int:
+    """Bytes of activations and temporaries in the whole model."""
+    depth = request.config["num_hidden_layers"]
+    measured = {n: m.held_bytes if m.peak_bytes is None else m.peak_bytes for n, m in variants.items()}
+    return extrapolate(measured, depth, least_per_layer=_shape(request, depth).layer_input_bytes)
+
+
+def _fit(
+    request: Request, answer: Answer, device: Device, optimizer: OptimizerState, temporary_bytes: int
+) -> MemoryTerms:
+    return memory_terms(
+        num_parameters=answer.num_parameters,
+        element_bytes=getattr(torch, request.dtype).itemsize,
+        optimizer=optimizer,
+        temporary_bytes=temporary_bytes,
+        input_bytes=request.sequence_length * request.micro_batch_size * _INT64_BYTES,
+        capacity_gib=device.memory_gib,
+        reserve_gib=device.reserve_gib,
+    )
+
+
+def _notes(request: Request, stands_for: str) -> tuple[str, ...]:
+    few, many = min(request.layer_counts), max(request.layer_counts)
+    depth = request.config["num_hidden_layers"]
+    notes = [
+        f"Activations and temporaries at {depth} layers: from those measured at {many}, by the growth per layer from "
+        f"{few} to {many}, but no less than a layer's input."
+    ]
+    if request.backend == "xla":
+        notes += _SIMULATION_NOTES
+    if stands_for != request.dtype:
+        notes.append(
+            f"{request.dtype} stands in for {stands_for}, of the same size: XLA:CPU would widen {stands_for} to fp32."
+        )
+    if request.backend == "compiled":
+        notes.append("Tensors between the forward and backward graphs are counted; scratch inside a graph is not.")
+    return tuple(notes)

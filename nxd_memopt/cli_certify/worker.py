@@ -1,0 +1,162 @@
+"""Owns the measuring process: ``python -m nxd_memopt.cli_certify.worker REQUEST.json ANSWER.json``.
+
+It has a process of its own because the backend, and XLA's flags, are chosen once, at import.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from transformers import AutoConfig
+
+from nxd_memopt.backends import backend, xla_inspect
+from nxd_memopt.cli_certify.request import Answer, Request
+from nxd_memopt.memory.certify import hlo
+from nxd_memopt.memory.certify.baseline import without_recompute
+from nxd_memopt.memory.certify.compiled import measure_compiled
+from nxd_memopt.memory.certify.eager import measure_eager
+from nxd_memopt.memory.certify.measurement import Measurement
+from nxd_memopt.memory.certify.survival import Survival
+from nxd_memopt.memory.certify.xla import measure_outputs
+from nxd_memopt.models import model_class
+from nxd_memopt.parallel_layers import grads, parallel_state
+
+
+def measure(request: Request) -> Answer:
+    """Measure both variants at every depth as rank 0, and the graph of every rank at the least depth."""
+    survivals = {}
+    for layers in request.layer_counts:
+        recompute = measure_variant(request, layers)
+        with without_recompute():
+            survivals[layers] = Survival(recompute, measure_variant(request, layers))
+    size = request.parallel_config().tensor_model_parallel_size
+    few = min(request.layer_counts)
+    fingerprints = [survivals[few].recompute.fingerprint] if size == 1 else []
+    fingerprints = fingerprints or [rank_fingerprint(request, few, rank) for rank in range(size)]
+    return Answer(survivals, tuple(fingerprints), count_parameters(request))
+
+
+def measure_variant(request: Request, layers: int) -> Measurement:
+    """Rank 0's step, as the request's backend runs or compiles it."""
+    if request.backend == "xla":
+        with traced_step(request, layers, rank=0) as outputs:
+            return measure_outputs(outputs)
+    size = request.parallel_config().tensor_model_parallel_size
+    fake = nullcontext() if request.backend == "compiled" else FakeTensorMode(allow_non_fake_inputs=True)
+    with pretended_world(size, rank=0), fake:
+        model, ids = build(request, layers)
+        if request.backend == "compiled":
+            return measure_compiled(lambda: model(ids, labels=ids).loss)
+        return measure_eager(lambda: step(model, ids))
+
+
+def rank_fingerprint(request: Request, layers: int, rank: int) -> str:
+    """Hash of what ``rank`` would compile, or of the operations that it would run."""
+    if request.backend == "xla":
+        with traced_step(request, layers, rank=rank) as outputs:
+            return hlo.fingerprint(xla_inspect.traced_hlo(outputs))
+    size = request.parallel_config().tensor_model_parallel_size
+    with pretended_world(size, rank=rank), FakeTensorMode(allow_non_fake_inputs=True):
+        model, ids = build(request, layers)
+        return measure_eager(lambda: step(model, ids)).fingerprint
+
+
+@contextmanager
+def traced_step(request: Request, layers: int, *, rank: int) -> Iterator[list[Tensor]]:
+    """Loss and gradients of a step as ``rank`` traces it on XLA; nothing has been compiled."""
+    size = request.parallel_config().tensor_model_parallel_size
+    with ExitStack() as stack:
+        stack.enter_context(xla_inspect.pretended_rank(size, rank))
+        stack.enter_context(pretended_world(size, rank=rank))
+        model, ids = build(request, layers)
+        yield step(model, ids)
+
+
+def step(model: nn.Module, ids: Tensor) -> list[Tensor]:
+    """Forward, backward and the sequence-parallel gradient hook; the optimizer's memory is added by arithmetic."""
+    loss = model(ids, labels=ids).loss
+    loss.backward()
+    grads.allreduce_sequence_parallel_gradients(model)
+    return [loss, *(param.grad for param in model.parameters() if param.grad is not None)]
+
+
+@contextmanager
+def pretended_world(world_size: int, *, rank: int) -> Iterator[None]:
+    """Be ``rank`` of ``world_size`` tensor-parallel ranks; collectives carry nothing."""
+    if world_size > 1:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        if world_size > 1:
+            dist.destroy_process_group()
+
+
+def build(request: Request, layers: int) -> tuple[nn.Module, Tensor]:
+    """The model with ``layers`` decoder layers and zeros for weights, and a batch ``[B, S]`` of zeros."""
+    model = _meta_model(request, layers)
+    _materialize(model)
+    ids = torch.zeros(request.micro_batch_size, request.sequence_length, dtype=torch.long)
+    return model, ids.to(backend.device)
+
+
+def count_parameters(request: Request) -> int:
+    """Of rank 0 at full depth."""
+    with pretended_world(request.parallel_config().tensor_model_parallel_size, rank=0):
+        return sum(param.numel() for param in _meta_model(request, request.config["num_hidden_layers"]).parameters())
+
+
+def _meta_model(request: Request, layers: int) -> nn.Module:
+    config: Any = AutoConfig.for_model(**{**request.config, "num_hidden_layers": layers})
+    return model_class(config.model_type)(
+        config,
+        parallel=request.parallel_config(),
+        memory=request.memory_config(),
+        dtype=getattr(torch, request.dtype),
+        device="meta",
+    )
+
+
+def _materialize(model: nn.Module) -> None:
+    """Zeros on the backend's device in place of meta parameters; tied ones stay tied, descriptions stay attached."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is None:
+                continue
+            if id(param) not in made:
+                # a device tensor of the host's making: zeros made on XLA would be a constant of the graph
+                zeros = torch.zeros(param.shape, dtype=param.dtype).to(backend.device)
+                made[id(param)] = nn.Parameter(zeros)
+                own = vars(made[id(param)])  # of a fake tensor: its device and mode
+                own.update({key: value for key, value in vars(param).items() if key not in own})
+            module._parameters[name] = made[id(param)]
+
+
+def main(run: Callable[[Request], Answer] = measure) -> None:
+    request_file, answer_file = map(Path, sys.argv[1:])
+    request = Request.from_json(json.loads(request_file.read_text(encoding="utf-8")))
+    answer = run(request)
+    answer_file.write_text(json.dumps(answer.to_json()), encoding="utf-8")
+    if request.backend == "xla":
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # torch_xla would try to run what was only traced
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Owns measuring a step under torch.compile: the forward and backward graphs that AOTAutograd makes of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from nxd_memopt.memory.certify.eager import MATMULS
+from nxd_memopt.memory.certify.measurement import LiveTensor, Measurement, largest_distinct
+
+
+def measure_compiled(loss_of: Callable[[], Tensor]) -> Measurement:
+    """Compile ``loss_of``, run it and its backward pass, and count in the graphs.
+
+    What runs are the graphs themselves, without a code generator: recomputation is decided before, when the joint graph
+    is cut into forward and backward (the min-cut partitioner, which torch.compile uses).
+
+    Args:
+        loss_of: runs the forward pass, and returns what ``backward()`` starts from. One process: torch.compile is given
+            no collectives.
+    """
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    graphs = _Graphs()
+    compiler = aot_autograd(
+        fw_compiler=graphs.forward_compiler,
+        bw_compiler=graphs.backward_compiler,
+        inference_compiler=graphs.no_gradient_compiler,
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    torch.compiler.reset()  # a graph compiled for another variant of the step must not be used again
+    try:
+        torch.compile(loss_of, backend=compiler)().backward()
+    finally:
+        torch.compiler.reset()
+    return graphs.measurement()
+
+
+class _Graphs:
+    """The graphs of one step; where dynamo breaks the step up there are several of each kind."""
+
+    def __init__(self) -> None:
+        self.graphs: list[fx.Graph] = []
+        self.forward_graphs: list[fx.Graph] = []
+
+    def forward_compiler(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        self.forward_graphs.append(module.graph)
+        return self._keep(module, inputs)
+
+    def backward_compiler(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return self._keep(module, inputs)
+
+    def no_gradient_compiler(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return self._keep(module, inputs)
+
+    def _keep(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        del inputs
+        from functorch.compile import make_boxed_func
+
+        self.graphs.append(module.graph)
+        return make_boxed_func(module.forward)
+
+    def measurement(self) -> Measurement:
+        calls = [node for graph in self.graphs for node in graph.nodes if node.op == "call_function"]
+        saved = _saved_tensors(self.forward_graphs)
+        matmuls = sum(_name(node) in MATMULS for node in calls)
+        return Measurement(
+            matmuls=matmuls,
+            traced_matmuls=matmuls,
+            held_bytes=sum(tensor.nbytes for tensor in saved),
+            peak_bytes=None,
+            flops=None,
+            collectives=Counter(),
+            largest=largest_distinct(saved),
+            fingerprint=hashlib.sha256(" ".join(map(_name, calls)).encode()).hexdigest()[:16],
+        )
+
+
+def _name(node: fx.Node) -> str:
+    packet = getattr(node.target, "overloadpacket", node.target)
+    return str(getattr(packet, "__name__", packet))
+
+
+def _saved_tensors(forward_graphs: Sequence[fx.Graph]) -> list[LiveTensor]:
+    """What forward graphs hand to their backward graphs, without parameters and inputs; views of one tensor once."""
+    saved: dict[fx.Node, LiveTensor] = {}
+    for graph in forward_graphs:
+        (output,) = (node for node in graph.nodes if node.op == "output")
+        for node in output.args[0]:
+            value = node.meta.get("val") if isinstance(node, fx.Node) else None
+            if isinstance(value, Tensor) and _base(node).op != "placeholder":
+                dtype = str(value.dtype).removeprefix("torch.")
+                saved[_base(node)] = LiveTensor(
+                    dtype, tuple(value.shape), value.untyped_storage().nbytes(), _name(node)
+                )
+    return list(saved.values())
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """The node whose storage ``node`` is a view of."""
+    value = node.meta.get("val")
+    for source in node.all_input_nodes:
+        origin = source.meta.get("val")
+        if isinstance(value, Tensor) and isinstance(origin, Tensor) and _is_view(node):
+            return _base(source)
+    return node
+
+
+def _is_view(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)

@@ -1,0 +1,64 @@
+"""Owns reading a step's shape off a Hugging Face config: the numbers that the formulas need."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from nxd_memopt.config import ParallelConfig
+from nxd_memopt.memory.certify.theory import StepShape
+
+
+def step_shape(
+    config: Any, parallel: ParallelConfig, *, sequence_length: int, micro_batch_size: int, dtype: torch.dtype
+) -> StepShape:
+    """The shape of a LLaMA's or GPT-NeoX's step.
+
+    Args:
+        config: Hugging Face's ``LlamaConfig`` or ``GPTNeoXConfig``.
+        parallel: T, sequence parallelism and the dtype of reductions.
+        sequence_length: S.
+        micro_batch_size: B.
+        dtype: of parameters and activations.
+    """
+    size, element_bytes = parallel.tensor_model_parallel_size, dtype.itemsize
+    is_llama = config.model_type == "llama"
+    kv_heads = _kv_heads(config) if is_llama else size
+    replicas = max(1, size // kv_heads)
+    return StepShape(
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        sequence_length=sequence_length,
+        micro_batch_size=micro_batch_size,
+        element_bytes=element_bytes,
+        tensor_model_parallel_size=size,
+        sequence_parallel_enabled=parallel.sequence_parallel_enabled,
+        reduce_dtype_bytes=4 if parallel.reduce_dtype == "float32" else element_bytes,
+        kv_replicas=replicas,
+        kv_gradient_bytes=_kv_gradients(config, element_bytes) if replicas > 1 else (),
+        tagged_gradient_bytes=tuple(
+            config.hidden_size * element_bytes for _ in range(_tagged_vectors(config, is_llama=is_llama))
+        ),
+        row_output_dropout=not is_llama and config.hidden_dropout > 0,
+    )
+
+
+def _kv_heads(config: Any) -> int:
+    return getattr(config, "num_query_groups", None) or config.num_key_value_heads or config.num_attention_heads
+
+
+def _kv_gradients(config: Any, element_bytes: int) -> tuple[int, ...]:
+    """A rank that shares a KV head holds that one head: ``[d, H]`` of K and of V, and biases ``[d]``."""
+    head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
+    biases = [head_dim * element_bytes] if config.attention_bias else []
+    return tuple(2 * [head_dim * config.hidden_size * element_bytes, *biases])
+
+
+def _tagged_vectors(config: Any, *, is_llama: bool) -> int:
+    """Parameters ``[H]`` that see one sequence shard: norms' weights (and biases), and row-parallel layers' biases."""
+    norms = 2 * config.num_hidden_layers + 1
+    row_biases = (
+        int(bool(config.attention_bias)) + int(bool(config.mlp_bias)) if is_llama else 1 + int(config.attention_bias)
+    )
+    return norms * (1 if is_llama else 2) + config.num_hidden_layers * row_biases

@@ -1,0 +1,122 @@
+"""Owns the verdict on recomputation: is it still there in what runs, and does it save memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from nxd_memopt.backends import backend
+from nxd_memopt.memory.certify.baseline import without_recompute
+from nxd_memopt.memory.certify.measurement import Measurement
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Survival:
+    """A step with recomputation beside the same step without.
+
+    Args:
+        recompute: the step as it is.
+        baseline: the step when every activation is kept.
+    """
+
+    recompute: Measurement
+    baseline: Measurement
+
+    @property
+    def traced_extra_matmuls(self) -> int:
+        """Matrix products that recomputation adds before the compiler's optimisations."""
+        return self.recompute.traced_matmuls - self.baseline.traced_matmuls
+
+    @property
+    def extra_matmuls(self) -> int:
+        """Matrix products that recomputation adds to what runs."""
+        return self.recompute.matmuls - self.baseline.matmuls
+
+    @property
+    def ratio(self) -> float:
+        """Bytes held for backward, as a fraction of the baseline's."""
+        return self.recompute.held_bytes / self.baseline.held_bytes if self.baseline.held_bytes else 1.0
+
+    def failure(self, max_temp_ratio: float | None = None) -> str | None:
+        """Why recomputation does not survive, with the figures; ``None`` if it does.
+
+        Args:
+            max_temp_ratio: greatest ``ratio`` allowed; ``None`` asks for any saving.
+        """
+        if not self.traced_extra_matmuls and self.recompute.held_bytes == self.baseline.held_bytes:
+            return "the step recomputes nothing: it is the same with and without recomputation"
+        if self.extra_matmuls < self.traced_extra_matmuls:
+            return (
+                f"recomputation does not survive: it adds {self.traced_extra_matmuls} matmuls to the traced step, "
+                f"{self.extra_matmuls} are left after the compiler's optimisations ({self.figures()})"
+            )
+        if max_temp_ratio is not None and self.ratio > max_temp_ratio:
+            return f"recomputation saves too little: more than {max_temp_ratio} of the baseline ({self.figures()})"
+        if self.ratio >= 1:
+            return f"recomputation saves no memory ({self.figures()})"
+        return None
+
+    def figures(self) -> str:
+        mine, other = self.recompute, self.baseline
+        return (
+            f"with recomputation {mine.matmuls} matmuls and {mine.held_bytes / _GIB:.4f} GiB held for backward, "
+            f"without {other.matmuls} and {other.held_bytes / _GIB:.4f} GiB, ratio {self.ratio:.3f}"
+        )
+
+
+def compare(step: Callable[[], Any], measure: Callable[[Callable[[], Any]], Measurement]) -> Survival:
+    """Measure ``step`` as it is, then without recomputation."""
+    recompute = measure(step)
+    with without_recompute():
+        return Survival(recompute, measure(step))
+
+
+def assert_recompute_survives(
+    step: Callable[[], Any], *, max_temp_ratio: float | None = None, compiled: bool = False
+) -> Survival:
+    """Fail unless the recomputation in ``step`` is still there in what runs, and saves memory.
+
+    Args:
+        step: runs one forward and one backward pass, starting without gradients; it is run twice. With ``compiled`` it
+            runs the forward pass alone and returns the loss. On XLA it is compiled and run, and the figures are those
+            of XLA:CPU with optimization barriers kept, not of neuronx-cc.
+        max_temp_ratio: greatest fraction of the bytes held without recomputation; default: any saving will do.
+        compiled: measure ``torch.compile(step)``.
+
+    Returns:
+        The figures.
+
+    Raises:
+        AssertionError: recomputation does not survive; gives the figures.
+        RuntimeError: on XLA, without the ``XLA_FLAGS`` that let the compiled step be read; says which.
+
+    Example::
+
+        def step():
+            model.zero_grad(set_to_none=True)
+            model(ids, labels=ids).loss.backward()
+
+        assert_recompute_survives(step, max_temp_ratio=0.4)
+    """
+    survival = compare(step, _measure_for(compiled=compiled))
+    failure = survival.failure(max_temp_ratio)
+    if failure is not None:
+        raise AssertionError(failure)
+    return survival
+
+
+def _measure_for(*, compiled: bool) -> Callable[[Callable[[], Any]], Measurement]:
+    if compiled:
+        from nxd_memopt.memory.certify.compiled import measure_compiled
+
+        return measure_compiled
+    if backend.name == "xla":
+        from nxd_memopt.memory.certify.xla import measure_step
+
+        return measure_step
+    from nxd_memopt.memory.certify.eager import measure_eager
+
+    return measure_eager

@@ -1,0 +1,171 @@
+"""Owns how many collectives of which size one training step must issue: the formulas that certify compares with.
+
+``a`` is the bytes of one whole activation ``[S, B, H]``, ``T`` the tensor-parallel size, ``r = T/g`` the ranks that
+share a KV head. Sequence parallelism (SP): arXiv:2205.05198, figure 5; without: arXiv:1909.08053, figure 3.
+
+=================================  =======================  ==================================
+part                               forward                  backward
+=================================  =======================  ==================================
+column input (qkv; MLP up; head)   SP all-gather a          SP all-gather a, reduce-scatter a
+                                   else none                else all-reduce a
+row output (attention; MLP down)   SP reduce-scatter a      SP all-gather a
+                                   else all-reduce a        else none
+embedding                          as a row output          as a row output
+KV replicas, r > 1                 none                     all-reduce over r of each K and V weight
+                                                            (and bias) gradient of this rank
+cross entropy                      all-reduce 4 S B and     none
+                                   12 S B (fp32)
+gradient hook, SP                  --                       all-reduce of norms and row biases
+=================================  =======================  ==================================
+
+Recomputation issues the forward collectives of its region again. PyTorch's eager checkpoint stops at the last tensor
+that backward needs, so a region that ends in a row-parallel layer omits that last reduction; on XLA collectives are
+chained and it stays. ``reduce_dtype="float32"`` widens the reductions of linear layers, not the gathers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from nxd_memopt.config import MemoryConfig
+from nxd_memopt.memory.certify.measurement import Collective
+
+_BUCKET_BYTES = 128 << 20  # parallel_layers.grads: a larger gradient goes alone
+_FP32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """What decides a step's collectives, in the letters above.
+
+    Args:
+        num_layers: decoder layers; each has two column inputs and two row outputs.
+        hidden_size: H.
+        sequence_length: S.
+        micro_batch_size: B.
+        element_bytes: of activations and parameters.
+        tensor_model_parallel_size: T.
+        sequence_parallel_enabled: SP.
+        reduce_dtype_bytes: of the linear layers' reductions.
+        kv_replicas: r; 1 for none.
+        kv_gradient_bytes: one entry for each K or V parameter of a layer: bytes on one rank.
+        tagged_gradient_bytes: in the model's order, parameters whose gradients the hook sums.
+        row_output_dropout: dropout follows the last row output of a layer, and its mask is saved.
+    """
+
+    num_layers: int
+    hidden_size: int
+    sequence_length: int
+    micro_batch_size: int
+    element_bytes: int
+    tensor_model_parallel_size: int
+    sequence_parallel_enabled: bool
+    reduce_dtype_bytes: int
+    kv_replicas: int
+    kv_gradient_bytes: tuple[int, ...]
+    tagged_gradient_bytes: tuple[int, ...]
+    row_output_dropout: bool
+
+    @property
+    def layer_input_bytes(self) -> int:
+        """On this rank: what full recomputation keeps of each layer."""
+        shards = self.tensor_model_parallel_size if self.sequence_parallel_enabled else 1
+        return self.tokens * self.hidden_size * self.element_bytes // shards
+
+    @property
+    def tokens(self) -> int:
+        return self.sequence_length * self.micro_batch_size
+
+    def gather(self) -> Counter[Collective]:
+        return self._one("all_gather", self.tokens * self.hidden_size * self.element_bytes)
+
+    def reduction(self, *, wide: bool = True) -> Counter[Collective]:
+        """Of partial sums: a reduce-scatter under SP, else an all-reduce; ``wide`` in ``reduce_dtype``."""
+        kind = "reduce_scatter" if self.sequence_parallel_enabled else "all_reduce"
+        element_bytes = self.reduce_dtype_bytes if wide else self.element_bytes
+        return self._one(kind, self.tokens * self.hidden_size * element_bytes)
+
+    def column_forward(self) -> Counter[Collective]:
+        return self.gather() if self.sequence_parallel_enabled else Counter()
+
+    def column_backward(self) -> Counter[Collective]:
+        return self.column_forward() + self.reduction()
+
+    def row_backward(self) -> Counter[Collective]:
+        return self.gather() if self.sequence_parallel_enabled else Counter()
+
+    def _one(self, kind: str, whole_bytes: int, group_size: int | None = None) -> Counter[Collective]:
+        return Counter({Collective(kind, whole_bytes, group_size or self.tensor_model_parallel_size): 1})
+
+
+def expected_collectives(shape: StepShape, memory: MemoryConfig, *, stops_early: bool) -> Counter[Collective]:
+    """The collectives of one micro batch's forward and backward pass and of the gradient hook.
+
+    Args:
+        shape: the step.
+        memory: which regions are recomputed.
+        stops_early: a recomputation ends with the last tensor that backward needs, as PyTorch's eager checkpoint does.
+    """
+    if shape.tensor_model_parallel_size == 1:
+        return Counter()
+    total = _around_layers(shape) + _gradient_hook(shape)
+    for _ in range(shape.num_layers):
+        total += per_layer(shape)
+    return total + _recomputed(shape, memory, stops_early=stops_early)
+
+
+def per_layer(shape: StepShape) -> Counter[Collective]:
+    """Forward and backward of one decoder layer without recomputation."""
+    total: Counter[Collective] = Counter()
+    for _ in ("attention", "mlp"):
+        total += shape.column_forward() + shape.reduction()
+        total += shape.column_backward() + shape.row_backward()
+    if shape.kv_replicas > 1:
+        for gradient_bytes in shape.kv_gradient_bytes:
+            total += shape._one("all_reduce", gradient_bytes, shape.kv_replicas)
+    return total
+
+
+def _around_layers(shape: StepShape) -> Counter[Collective]:
+    embedding = shape.reduction(wide=False) + shape.row_backward()
+    head = shape.column_forward() + shape.column_backward()
+    maximum = shape._one("all_reduce", _FP32_BYTES * shape.tokens)
+    sums = shape._one("all_reduce", 3 * _FP32_BYTES * shape.tokens)
+    return embedding + head + maximum + sums
+
+
+def _gradient_hook(shape: StepShape) -> Counter[Collective]:
+    """Flat buckets, filled in order."""
+    buckets: list[int] = []
+    for gradient_bytes in shape.tagged_gradient_bytes if shape.sequence_parallel_enabled else ():
+        if buckets and buckets[-1] + gradient_bytes <= _BUCKET_BYTES:
+            buckets[-1] += gradient_bytes
+        else:
+            buckets.append(gradient_bytes)
+    total: Counter[Collective] = Counter()
+    for bucket_bytes in buckets:
+        total += shape._one("all_reduce", bucket_bytes)
+    return total
+
+
+def _recomputed(shape: StepShape, memory: MemoryConfig, *, stops_early: bool) -> Counter[Collective]:
+    columns, rows = _recomputed_parts(shape, memory, stops_early=stops_early)
+    total: Counter[Collective] = Counter()
+    for part, count in ((shape.column_forward(), columns), (shape.reduction(), rows)):
+        for collective in part:
+            total[collective] += count
+    return +total
+
+
+def _recomputed_parts(shape: StepShape, memory: MemoryConfig, *, stops_early: bool) -> tuple[int, int]:
+    """How many column inputs are gathered again, and row outputs reduced again."""
+    if memory.recompute_granularity == "full":
+        num_layers, chunk = shape.num_layers, memory.recompute_num_layers or 1
+        if memory.recompute_method == "block":
+            num_layers, chunk = chunk, 1
+        omitted = num_layers // chunk if stops_early and not shape.row_output_dropout else 0
+        return 2 * num_layers, 2 * num_layers - omitted
+    modules = set(memory.recompute_modules or ()) & {"attn", "mlp"}
+    regions = shape.num_layers * len(modules)  # each has one column input and ends in its row output
+    return regions, 0 if stops_early else regions

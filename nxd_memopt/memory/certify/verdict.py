@@ -1,0 +1,153 @@
+"""Owns the certificate: checks on measurements, each passed or failed with its figures."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nxd_memopt.config import MemoryConfig
+from nxd_memopt.memory.certify.fit import GIB, MemoryTerms
+from nxd_memopt.memory.certify.measurement import (
+    Collective,
+    LiveTensor,
+    Measurement,
+    collectives_to_json,
+    is_logits,
+    is_square_in,
+)
+from nxd_memopt.memory.certify.survival import Survival
+from nxd_memopt.memory.certify.theory import StepShape, expected_collectives
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the certificate; ``passed`` is ``None`` for what is only reported."""
+
+    name: str
+    passed: bool | None
+    detail: str
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """All that is known of a step.
+
+    Args:
+        checks: in the order in which they are shown.
+        survivals: by number of layers measured.
+        collectives: of a whole step at the model's full depth, by theory.
+        per_layer: of one decoder layer without recomputation, by theory.
+        memory: the terms at full depth.
+        baseline_bytes: activations and temporaries at full depth without recomputation.
+        notes: what the figures stand for, and what they cannot show.
+    """
+
+    checks: tuple[Check, ...]
+    survivals: Mapping[int, Survival]
+    collectives: Counter[Collective]
+    per_layer: Counter[Collective]
+    memory: MemoryTerms
+    baseline_bytes: int
+    notes: tuple[str, ...]
+
+    @property
+    def passed(self) -> bool:
+        return all(check.passed is not False for check in self.checks)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "passed": self.passed,
+            "checks": [dataclasses.asdict(check) for check in self.checks],
+            "measured": {
+                str(layers): {
+                    "recompute": survival.recompute.to_json(),
+                    "baseline": survival.baseline.to_json(),
+                    "held_ratio": survival.ratio,
+                }
+                for layers, survival in self.survivals.items()
+            },
+            "collectives_per_step": collectives_to_json(self.collectives),
+            "collectives_per_layer": collectives_to_json(self.per_layer),
+            "memory_bytes": {**self.memory.terms, "total": self.memory.total_bytes},
+            "activation_bytes_without_recompute": self.baseline_bytes,
+            "capacity_bytes": self.memory.capacity_bytes,
+            "notes": list(self.notes),
+        }
+
+
+def check_survival(memory: MemoryConfig, survivals: Mapping[int, Survival], max_temp_ratio: float | None) -> Check:
+    """Recomputation of the deeper of the measured models."""
+    layers = max(survivals)
+    survival = survivals[layers]
+    if memory.recompute_granularity is None:
+        return Check("recompute survives", None, f"no recomputation is configured ({survival.figures()})")
+    failure = survival.failure(max_temp_ratio)
+    kept = f"{survival.extra_matmuls} of {survival.traced_extra_matmuls} recomputed matmuls left"
+    return Check("recompute survives", failure is None, failure or f"{layers} layers: {kept}; {survival.figures()}")
+
+
+def check_ranks(fingerprints: Sequence[str]) -> Check:
+    """One graph on every rank, or each rank would compile its own."""
+    distinct = list(dict.fromkeys(fingerprints))
+    detail = f"{len(distinct)} graph{'s' if len(distinct) > 1 else ''} over ranks 0 to {len(fingerprints) - 1}"
+    if len(distinct) > 1:
+        odd = [rank for rank, found in enumerate(fingerprints) if found != fingerprints[0]]
+        detail += f": ranks {odd[:8]} differ from rank 0; a rank must not be a constant of the graph"
+    return Check("same graph on every rank", len(distinct) == 1, detail)
+
+
+def check_collectives(
+    shapes: Mapping[int, StepShape], survivals: Mapping[int, Survival], memory: MemoryConfig, *, stops_early: bool
+) -> Check:
+    """Exact equality with the formulas of ``theory``, with and without recomputation, at each measured depth."""
+    for layers, survival in survivals.items():
+        for measured, applied in ((survival.recompute, memory), (survival.baseline, MemoryConfig())):
+            expected = expected_collectives(shapes[layers], applied, stops_early=stops_early)
+            if measured.collectives != expected:
+                variant = f"{layers} layers, recompute {applied.recompute_granularity}"
+                return Check("collectives", False, f"{variant}: {_difference(measured.collectives, expected)}")
+    totals = ", ".join(f"{survival.recompute.collectives.total()} at {n} layers" for n, survival in survivals.items())
+    return Check("collectives", True, f"as many, of the same kinds and bytes, as the formulas say: {totals}")
+
+
+def _difference(found: Counter[Collective], expected: Counter[Collective]) -> str:
+    missing, surplus = expected - found, found - expected
+    sentence = f"missing {_listed(missing) or 'none'}; beyond the formulas {_listed(surplus) or 'none'}"
+    replaced = {c.whole_bytes for c in missing if c.kind == "all_gather"} & {
+        c.whole_bytes for c in surplus if c.kind == "all_reduce"
+    }
+    return (
+        f"{sentence}; an all-reduce stands in for an all-gather of {sorted(replaced)} bytes" if replaced else sentence
+    )
+
+
+def _listed(collectives: Counter[Collective]) -> str:
+    return ", ".join(
+        f"{count} {c.kind} of {c.whole_bytes} bytes over {c.group_size}" for c, count in sorted(collectives.items())
+    )
+
+
+def check_large_tensors(measured: Measurement, shape: StepShape, vocabulary_sizes: Iterable[int]) -> Check:
+    """Names the largest tensors, and says whether S x S scores or logits are among them."""
+    squares = [t for t in measured.largest if is_square_in(t, shape.sequence_length)]
+    logits = [t for t in measured.largest if is_logits(t, shape.tokens, vocabulary_sizes)]
+    found = [
+        f"{what}: {_named(tensors)}"
+        for what, tensors in (("S x S alive", squares), ("logits of all tokens alive", logits))
+        if tensors
+    ]
+    largest = f"largest: {_named(measured.largest)}"
+    return Check("large tensors", None, "; ".join([*(found or ["no S x S, no logits of all tokens"]), largest]))
+
+
+def _named(tensors: Iterable[LiveTensor]) -> str:
+    return ", ".join(f"{tensor} {tensor.nbytes / GIB:.3f} GiB ({tensor.source})" for tensor in tensors)
+
+
+def check_fit(memory: MemoryTerms) -> Check:
+    total, capacity = memory.total_bytes / GIB, memory.capacity_bytes / GIB
+    verb = "fits" if memory.fits else "does not fit"
+    return Check("memory", memory.fits, f"{total:.2f} GiB {verb} {capacity:g} GiB per device")

@@ -1,0 +1,296 @@
+"""Certificates of eager and compiled steps: survival, collectives against the formulas, graphs, memory, the command."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+
+import pytest
+import torch
+
+from nxd_memopt import cli
+from nxd_memopt.backends import backend
+from nxd_memopt.cli_certify import worker
+from nxd_memopt.cli_certify.judge import Device, judge
+from nxd_memopt.cli_certify.request import Answer, Request
+from nxd_memopt.config import MemoryConfig
+from nxd_memopt.memory.certify import assert_recompute_survives, without_recompute
+from nxd_memopt.memory.certify.eager import measure_eager
+from nxd_memopt.memory.certify.fit import GIB, OptimizerState, extrapolate, memory_terms
+from nxd_memopt.memory.certify.verdict import check_ranks
+from tests.certify_steps import CORE_ATTN, FULL, GPT_NEOX, LLAMA, MAX_RATIO, parallel, request
+from tests.reference import assert_says, error_message
+from tests.reference_models import batch, llama_config, parallel_model
+
+CONFIGS = {"llama": LLAMA, "gpt_neox": GPT_NEOX}
+SMALL = {"sequence_length": 32, "layer_counts": (2,)}
+
+
+def certificate(asked: Request, *, memory_gib: float = 16.0, max_temp_ratio: float | None = None):
+    answer = Answer.from_json(json.loads(json.dumps(worker.measure(asked).to_json())))  # as it travels
+    return judge(
+        asked,
+        answer,
+        device=Device(memory_gib, 1.25),
+        optimizer=OptimizerState(),
+        max_temp_ratio=max_temp_ratio,
+        stands_for=asked.dtype,
+        compiler_flags=None,
+    )
+
+
+def verdicts(certified) -> dict[str, bool | None]:
+    return {check.name: check.passed for check in certified.checks}
+
+
+# Survival
+
+
+@pytest.mark.parametrize("memory", [FULL, CORE_ATTN], ids=["full", "selective"])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_recompute_survives_eagerly(config, memory):
+    certified = certificate(
+        request("cpu", CONFIGS[config], memory), max_temp_ratio=MAX_RATIO[memory["recompute_granularity"]]
+    )
+    assert verdicts(certified) == {
+        "recompute survives": True,
+        "same graph on every rank": True,
+        "collectives": True,
+        "large tensors": None,
+        "memory": True,
+    }
+    survival = certified.survivals[4]
+    # of a LLaMA layer's 9 matmuls the last, of a GPT-NeoX layer's 6 the last, is needed by nobody
+    per_layer = {("llama", "full"): 8, ("gpt_neox", "full"): 5}.get((config, memory["recompute_granularity"]), 1)
+    assert survival.extra_matmuls == 4 * per_layer
+    assert "S x S alive" in next(check.detail for check in certified.checks if check.name == "large tensors")
+
+
+def small_step(**options):
+    net = parallel_model(llama_config(num_hidden_layers=3), attention_backend="math", **options)
+
+    def step() -> None:
+        net.zero_grad(set_to_none=True)
+        net(**batch()).loss.backward()
+
+    return step
+
+
+def test_users_assertion_returns_the_figures():
+    survival = assert_recompute_survives(small_step(**FULL), max_temp_ratio=0.4)
+    assert survival.extra_matmuls == 3 * 8 and survival.ratio < 0.4
+
+
+def test_users_assertion_fails_with_the_figures():
+    assert_says(error_message(lambda: assert_recompute_survives(small_step()), AssertionError), "recomputes nothing")
+    too_little = error_message(
+        lambda: assert_recompute_survives(small_step(**FULL), max_temp_ratio=0.01), AssertionError
+    )
+    assert_says(too_little, "more than 0.01", "matmuls", "GiB", "ratio")
+
+
+def test_baseline_puts_checkpoint_back():
+    with pytest.raises(RuntimeError, match="boom"), without_recompute():
+        assert measure_eager(small_step(**FULL)).matmuls == measure_eager(small_step()).matmuls
+        raise RuntimeError("boom")
+    assert measure_eager(small_step(**FULL)).matmuls > measure_eager(small_step()).matmuls
+
+
+def test_fake_tensors_measure_what_real_ones_do():
+    config = {**LLAMA, "num_attention_heads": 4, "num_key_value_heads": 2}
+    asked = request("cpu", config, FULL, sequence_length=64)
+    fake = worker.measure_variant(asked, 2)
+    with worker.pretended_world(1, rank=0):
+        model, ids = worker.build(asked, 2)
+        real = measure_eager(lambda: worker.step(model, ids))
+    assert (fake.matmuls, fake.flops, fake.held_bytes) == (real.matmuls, real.flops, real.held_bytes)
+
+
+def test_peak_counts_what_is_alive_at_once():
+    x = torch.ones(1000, requires_grad=True)  # 4000 bytes, there before the step
+
+    def step() -> None:
+        for _ in range(5):
+            torch.exp(torch.exp(x.detach()))  # two of 4000 at once, ten in all
+
+    assert measure_eager(step).peak_bytes == 8000
+    assert measure_eager(lambda: x.exp().sum().backward()).held_bytes == 4000
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_recompute_survives_torch_compile(config):
+    """The last layer's output is no recomputed layer's input: the partitioner recomputes all that leads to it."""
+    survivals = worker.measure(request("compiled", CONFIGS[config], FULL, layer_counts=(4,))).survivals
+    assert survivals[4].failure(MAX_RATIO["full"]) is None
+    assert survivals[4].extra_matmuls == {"llama": 4 * 8 + 1, "gpt_neox": 4 * 4 + 2}[config]
+
+
+def test_selective_recompute_survives_torch_compile():
+    survivals = worker.measure(request("compiled", LLAMA, CORE_ATTN, layer_counts=(4,))).survivals
+    assert survivals[4].failure(MAX_RATIO["selective"]) is None and survivals[4].extra_matmuls == 4
+
+
+# Collectives
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
+@pytest.mark.parametrize(
+    "memory",
+    [
+        {},
+        FULL,
+        {**FULL, "recompute_method": "uniform", "recompute_num_layers": 2},
+        {**FULL, "recompute_method": "block", "recompute_num_layers": 1},
+        {"recompute_granularity": "selective", "recompute_modules": ["attn", "norm"]},
+        {"recompute_granularity": "selective", "recompute_modules": ["mlp", "core_attn"]},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("config", ["llama", "gpt_neox"])
+def test_collectives_equal_the_formulas(config, memory, sequence):
+    """T=8 on 4 KV heads: LLaMA's KV gradients are summed over pairs."""
+    asked = request("cpu", CONFIGS[config], memory, parallel=parallel(8, sequence=sequence), sequence_length=32)
+    certified = certificate(asked)
+    by_name = {check.name: check for check in certified.checks}
+    assert by_name["collectives"].passed, by_name["collectives"].detail
+    assert certified.survivals[4].recompute.collectives.total() >= 4 * 4 + 4
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"parallel": parallel(4, sequence=True, reduce_dtype="float32"), "dtype": "bfloat16"},
+        {"overrides": {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 2}},
+        {"overrides": {"tie_word_embeddings": True}, "micro_batch_size": 3},
+    ],
+    ids=["fp32 reductions", "biases", "tied"],
+)
+def test_collectives_of_odd_llamas(changes):
+    options = {"parallel": parallel(4, sequence=True), "sequence_length": 32, **changes}
+    certified = certificate(request("cpu", LLAMA, FULL, **options))
+    assert verdicts(certified)["collectives"]
+
+
+def test_dropout_after_the_last_reduction_recomputes_it(recwarn):
+    config = {**GPT_NEOX, "hidden_dropout": 0.1}
+    asked = request("cpu", config, FULL, parallel=parallel(4, sequence=False), sequence_length=32)
+    with pytest.raises(RuntimeError, match="model_parallel_manual_seed"):
+        worker.measure(request("cpu", config, FULL, parallel=parallel(4, sequence=True), sequence_length=32))
+    assert verdicts(certificate(asked))["collectives"]
+
+
+def test_an_all_reduce_for_an_all_gather_is_named(monkeypatch):
+    def by_all_reduce(tensor, group):
+        size = backend.group_size(group)
+        return backend.all_reduce_async(tensor.repeat(size, *[1] * (tensor.dim() - 1)), group)
+
+    monkeypatch.setattr(backend, "all_gather_async", by_all_reduce)
+    # measure_eager counts what is under the name all_gather_async: let the collective be made in plain sight
+    monkeypatch.setattr("nxd_memopt.memory.certify.eager._COLLECTIVES", {"all_reduce_async": "all_reduce"})
+    asked = request("cpu", LLAMA, FULL, parallel=parallel(4, sequence=True), sequence_length=32)
+    (failed,) = [check for check in certificate(asked).checks if check.name == "collectives"]
+    assert failed.passed is False
+    assert_says(failed.detail, "missing", "all_gather of 32768 bytes over 4", "stands in for an all-gather of [32768]")
+
+
+# Graphs, memory
+
+
+def test_a_graph_per_rank_is_refused():
+    assert check_ranks(["a", "a", "a"]).passed
+    failed = check_ranks(["a", "b", "a", "c"])
+    assert failed.passed is False
+    assert_says(failed.detail, "3 graphs", "[1, 3]")
+
+
+def test_ranks_that_run_other_operations_are_seen(monkeypatch):
+    step = worker.step
+
+    def uneven(model, ids):
+        outputs = step(model, ids)
+        return [*outputs, outputs[0].exp()] if torch.distributed.get_rank() == 1 else outputs
+
+    asked = request("cpu", LLAMA, {}, parallel=parallel(2, sequence=True), **SMALL)
+    assert len(set(worker.measure(asked).fingerprints)) == 1
+    monkeypatch.setattr(worker, "step", uneven)
+    fingerprints = worker.measure(asked).fingerprints
+    assert fingerprints[0] != fingerprints[1]
+
+
+def test_memory_terms():
+    state = OptimizerState(master_weights=True, zero1=True, data_parallel_size=4)
+    sizes = {"temporary_bytes": 7, "input_bytes": 5, "capacity_gib": 2.0, "reserve_gib": 1.0}
+    memory = memory_terms(num_parameters=1000, element_bytes=2, optimizer=state, **sizes)
+    assert list(memory.terms.values()) == [2000, 4000, 250 * 8, 250 * 4, 7, 5, GIB]
+    assert memory.fits and memory.total_bytes == GIB + 9012
+    plain = memory_terms(num_parameters=1000, element_bytes=4, optimizer=OptimizerState(True), **sizes)
+    assert list(plain.terms.values())[:4] == [4000, 4000, 8000, 0], "fp32 parameters are their own masters"
+    over = memory_terms(num_parameters=GIB, element_bytes=4, optimizer=OptimizerState(), **sizes)
+    assert not over.fits
+    assert_says(error_message(lambda: OptimizerState(data_parallel_size=2)), "data_parallel_size 2", "zero1")
+
+
+def test_extrapolation_is_no_flatter_than_what_a_layer_keeps():
+    assert extrapolate({2: 100, 4: 140}, 10, least_per_layer=3) == 140 + 6 * 20
+    assert extrapolate({2: 100, 4: 101}, 10, least_per_layer=3) == 101 + 6 * 3
+
+
+@pytest.mark.parametrize("memory", [{}, FULL, CORE_ATTN], ids=["none", "full", "selective"])
+def test_extrapolation_meets_what_a_deeper_model_holds(memory):
+    asked = request("cpu", LLAMA, memory, layer_counts=(2, 4), sequence_length=256)
+    measured = {n: worker.measure_variant(asked, n).held_bytes for n in (2, 4, 7)}
+    assert extrapolate({n: measured[n] for n in (2, 4)}, 7, least_per_layer=0) == measured[7]
+
+
+# The command
+
+
+def certify(monkeypatch, *arguments) -> int:
+    sizes = ("hidden_size=64", "intermediate_size=96", "num_attention_heads=4", "num_key_value_heads=2")
+    options = ("--model", "llama-3-8b", "--backend", "cpu", "--seq-length", "64", "--measure-layers", "2", "3")
+    overrides = ("--override", *sizes, "vocab_size=61", "num_hidden_layers=6")
+    monkeypatch.setattr(sys, "argv", ["nxd-memopt", "certify", *options, *overrides, *map(str, arguments)])
+    return cli.main()
+
+
+def test_command_certifies(monkeypatch, capsys, tmp_path):
+    file = tmp_path / "certificate.json"
+    split = ("--tensor-model-parallel-size", 2, "--sequence-parallel-enabled")
+    assert certify(monkeypatch, *split, "--recompute-granularity", "full", "--json", file) == 0
+    assert "certified" in capsys.readouterr().out
+    written = json.loads(file.read_text(encoding="utf-8"))
+    assert written["passed"] and written["request"]["config"]["num_hidden_layers"] == 6
+    gathers = [c for c in written["collectives_per_step"] if c["kind"] == "all_gather"]
+    # 6 layers: 2 forward, 2 recomputed, 4 backward; head 2; embedding 1; 64 tokens of 64 bf16 numbers
+    assert gathers == [{"kind": "all_gather", "whole_bytes": 64 * 64 * 2, "group_size": 2, "count": 6 * 8 + 3}]
+
+
+def test_command_fails_a_step_that_does_not_fit(monkeypatch, capsys):
+    assert certify(monkeypatch, "--device-memory-gib", 1.25) == 1
+    printed = capsys.readouterr().out
+    assert_says(printed, "FAIL", "does not fit 1.25 GiB", "NOT certified")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "facts"),
+    [
+        (["--measure-layers", 3, 3], ["measure_layers 3 3"]),
+        (["--measure-layers", 4, 8], ["measure_layers 4 8", "6 layers"]),
+        (["--backend", "compiled", "--tensor-model-parallel-size", 2], ["compiled", "tensor_model_parallel_size 2"]),
+        (["--model", "llama-3-9b"], ["'llama-3-9b'", "did you mean 'llama-3-8b'"]),
+        (["--override", "num_hidden_layers"], ["KEY=VALUE", "'num_hidden_layers'"]),
+        (["--sequence-parallel-enabled"], ["tensor_model_parallel_size"]),
+        (["--recompute-granularity", "selective", "--recompute-modules", "atn"], ["'atn'", "did you mean 'attn'"]),
+        (["--tensor-model-parallel-size", 3], ["num_attention_heads", "3"]),
+    ],
+)
+def test_command_refuses(monkeypatch, capsys, arguments, facts):
+    assert certify(monkeypatch, *arguments) == 2
+    assert_says(capsys.readouterr().err, "nxd-memopt: error:", *facts)
+
+
+def test_formulas_at_one_rank_are_empty():
+    asked = request("cpu", LLAMA, {}, **SMALL)
+    assert worker.measure(asked).survivals[2].recompute.collectives == Counter()
+    assert asked.memory_config() == MemoryConfig(attention_backend="math")
