@@ -36,7 +36,7 @@ def measure_compiled(loss_of: Callable[[], Tensor]) -> Measurement:
     )
     torch.compiler.reset()  # a graph compiled for another variant of the step must not be used again
     try:
-        torch.compile(loss_of, backend=compiler)().backward()
+        torch.compile(loss_of, backend=compiler, dynamic=False)().backward()
     finally:
         torch.compiler.reset()
     return graphs.measurement()
