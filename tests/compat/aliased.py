@@ -319,3 +319,20 @@ def test_helpers():
         assert (half.dtype, number) == (torch.bfloat16, 12)
         with pytest.raises(AssertionError, match=r"expected to be torch.bfloat16, got torch.float32 instead"):
             utils.verify_casted_dtype([half, torch.ones(1)])
+
+
+def test_recomputed_code_may_name_the_device_xla():
+    """As the example models' causal masks do: it runs again in backward."""
+    from nxd_memopt.memory.recompute import checkpoint
+
+    devices = []
+
+    def scaled(x):
+        ones = torch.ones(3, device="xla")
+        devices.append(ones.device)
+        return (x * ones).square()
+
+    x = torch.arange(3.0, requires_grad=True)
+    checkpoint(scaled, x).backward(torch.ones(3))
+    assert devices == [backend.device] * 2
+    assert x.grad is not None and x.grad.tolist() == [0, 2, 4]
