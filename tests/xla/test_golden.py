@@ -16,12 +16,15 @@ SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ("attn",
 
 
 @distributed([1, 2, 4], timeout_s=400)
-@pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_losses_equal_the_cpus(name, sequence_parallel, world_size):
-    if sequence_parallel and world_size == 1:
-        return
-    assert_golden(name, sequence_parallel, None)
+def test_losses_equal_the_cpus(name):
+    assert_golden(name, False, None)
+
+
+@distributed([2, 4], timeout_s=400)
+@pytest.mark.parametrize("name", MODELS)
+def test_losses_under_sequence_parallelism_equal_the_cpus(name):
+    assert_golden(name, True, None)
 
 
 @distributed([2], timeout_s=400)
@@ -35,5 +38,5 @@ def assert_golden(name: str, sequence_parallel: bool, memory: MemoryConfig | Non
     assert backend.name == "xla" and backend.device.type == "xla"
     parallel_state.initialize_model_parallel(dist.get_world_size())
     losses = train(name, sequence_parallel=sequence_parallel, memory=memory)
-    # fp32 sums in another order; 1e-5 is 20 times the largest difference seen
+    # fp32 sums in another order; the largest difference seen in one process is 9.5e-7
     assert losses == pytest.approx(recorded_losses(name), abs=1e-5)
