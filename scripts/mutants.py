@@ -352,7 +352,8 @@ def try_mutant(copy: Path, mutant: Mutant) -> str | None:
         file.write_text(text, encoding="utf-8")
     if result.returncode == 0:
         return None
-    failed = re.search(r"^FAILED (?:tests/)?(\S+::[^\s\[]+(?:\[[^\]]*\])?)", result.stdout, flags=re.MULTILINE)
+    # a fixture's failure counts, a file that cannot be imported does not
+    failed = re.search(r"^(?:FAILED|ERROR) (?:tests/)?(\S+::[^\s\[]+(?:\[[^\]]*\])?)", result.stdout, flags=re.MULTILINE)
     if result.returncode != 1 or failed is None:
         raise RuntimeError(f"{mutant.name}: the tests did not run:\n{result.stdout[-3000:]}{result.stderr[-1000:]}")
     return failed[1]
