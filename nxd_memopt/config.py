@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 RECOMPUTE_GRANULARITIES = (None, "selective", "full")
 RECOMPUTE_METHODS = (None, "uniform", "block")
 RECOMPUTE_MODULES = ("core_attn", "attn", "norm", "mlp_act", "mlp")
-ATTENTION_BACKENDS = ("auto", "sdpa", "tiled", "nki", "math")
+ATTENTION_BACKENDS = ("auto", "cudnn", "flash", "efficient", "sdpa", "tiled", "nki", "math")
 REDUCE_DTYPES = (None, "float32")
 
 ConfigT = TypeVar("ConfigT")
@@ -106,8 +106,12 @@ class MemoryConfig:
         recompute_modules: for ``"selective"``: any of ``core_attn``, ``attn``, ``norm``, ``mlp_act``, ``mlp``; default
             ``("core_attn",)``.
         attention_backend: ``"auto"`` takes for each call the first of the device's implementations that can serve it;
-            a name takes that one or fails: ``"sdpa"`` PyTorch's fused kernels, ``"tiled"`` plain PyTorch without S x S
+            a name takes that one or fails: ``"cudnn"``, ``"flash"`` (FlashAttention-2) and ``"efficient"`` (xFormers')
+            are NVIDIA GPUs' kernels, ``"sdpa"`` PyTorch's choice elsewhere, ``"tiled"`` plain PyTorch without S x S
             scores, ``"nki"`` AWS Neuron's flash kernels, ``"math"`` the reference, which materialises S x S scores.
+        fused_linear_cross_entropy: compute the loss without ever holding the logits whole
+            (``loss_functions.fused_linear_cross_entropy``); the head's module is then not called. ``False`` makes the
+            logits, as ``return_logits`` does.
         selective_activation_checkpointing_is_enabled: NxD's switch for ``recompute_granularity="selective"`` with
             ``recompute_modules=("core_attn",)``.
     """
@@ -116,7 +120,8 @@ class MemoryConfig:
     recompute_method: Literal["uniform", "block"] | None = None
     recompute_num_layers: int | None = None
     recompute_modules: tuple[str, ...] | None = None
-    attention_backend: Literal["auto", "sdpa", "tiled", "nki", "math"] = "auto"
+    attention_backend: Literal["auto", "cudnn", "flash", "efficient", "sdpa", "tiled", "nki", "math"] = "auto"
+    fused_linear_cross_entropy: bool = True
     selective_activation_checkpointing_is_enabled: bool = False
 
     def __post_init__(self) -> None:

@@ -178,9 +178,32 @@ MUTANTS = (
     Mutant(
         "loss of ignored labels not masked",
         f"{PARALLEL}/loss_functions.py",
-        "_poison_out_of_range(loss.masked_fill(~valid, 0.0), target, options)",
-        "_poison_out_of_range(loss, target, options)",
+        "loss = loss.masked_fill(~valid, 0.0)\n",
+        "loss = loss * 1.0\n",
         ("dist/test_cross_entropy.py",),
+    ),
+    Mutant(
+        "fused loss keeps each rank's own softmax",
+        f"{PARALLEL}/head_pass.py",
+        "sums = combined_sums(backend.all_gather(sums.unsqueeze(0), group))",
+        "sums = sums.clone()",
+        ("dist/test_linear_cross_entropy.py",),
+    ),
+    Mutant(
+        "fused loss overwrites logits that are still needed",
+        "nxd_memopt/ops/logits_storage.py",
+        "stop = min(end, start * tokens // width) if start < kept else end",
+        "stop = min(end, start + window_rows + 1)",
+        ("test_linear_cross_entropy.py",),
+        "whole_logits or ranges",
+    ),
+    Mutant(
+        "fused loss counts padding rows",
+        f"{PARALLEL}/head_pass.py",
+        "self.valid_rows = options.terms.vocab_size - self.first_row if padded else None",
+        "self.valid_rows = None",
+        ("test_linear_cross_entropy.py", "dist/test_linear_cross_entropy.py"),
+        "vocabulary or whole_head",
     ),
     Mutant(
         "gradient of ignored labels not masked",
@@ -353,7 +376,7 @@ def try_mutant(copy: Path, mutant: Mutant) -> str | None:
     if result.returncode == 0:
         return None
     # a fixture's failure counts, a file that cannot be imported does not
-    failed = re.search(r"^(?:FAILED|ERROR) (?:tests/)?(\S+::[^\s\[]+(?:\[[^\]]*\])?)", result.stdout, flags=re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (?:tests/)?(\S+::[^\s\[]+(?:\[[^\]]*\])?)", result.stdout, re.MULTILINE)
     if result.returncode != 1 or failed is None:
         raise RuntimeError(f"{mutant.name}: the tests did not run:\n{result.stdout[-3000:]}{result.stderr[-1000:]}")
     return failed[1]

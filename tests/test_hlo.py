@@ -88,3 +88,4 @@ def test_shapes_of_scores_and_logits():
     logits = LiveTensor("f32", (64, 3, 50), 0, "")
     assert is_logits(logits, 192, {100, 50}) and not is_logits(hidden, 192, {100, 50})
     assert not is_logits(logits, 64, {50})
+    assert is_logits(LiveTensor("f32", (50, 192), 0, ""), 192, {100, 50})  # vocabulary first

@@ -44,8 +44,10 @@ class Backend(ABC):
     device: torch.device
     attention_implementations: tuple[str, ...]
     """Names understood by ``ops.attention``, best first; the last is ``"math"``, which runs always."""
-    sdpa_needs_equal_heads: bool = False
-    """PyTorch's fused attention wants a KV head for each query head."""
+    equal_heads_implementations: tuple[str, ...] = ()
+    """Those that want a KV head for each query head: K and V are repeated for them."""
+    views_share_memory: bool = True
+    """A view and its base are one memory, so that writing into a part of a tensor saves another tensor."""
 
     @classmethod
     @abstractmethod

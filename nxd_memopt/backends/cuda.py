@@ -3,12 +3,37 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from nxd_memopt.backends.attention_call import AttentionCall
 from nxd_memopt.backends.c10d import C10dBackend
+
+
+@dataclass(frozen=True)
+class _AttentionLimits:
+    """What one of PyTorch's kernels can serve; ``switch`` is Transformer Engine's environment variable."""
+
+    torch_switch: str
+    switch: str | None
+    dtypes: tuple[torch.dtype, ...]
+    max_head_dim: int
+    masks: bool = False
+    dropout: bool = True
+
+    def enabled(self) -> bool:
+        return getattr(torch.backends.cuda, f"{self.torch_switch}_sdp_enabled")()
+
+
+_HALF = (torch.bfloat16, torch.float16)
+_ATTENTION = {
+    "cudnn": _AttentionLimits("cudnn", "NVTE_FUSED_ATTN", _HALF, 128, dropout=False),
+    "flash": _AttentionLimits("flash", "NVTE_FLASH_ATTN", _HALF, 256),
+    "efficient": _AttentionLimits("mem_efficient", None, (*_HALF, torch.float32), 256, masks=True),
+}
 
 
 class CudaBackend(C10dBackend):
@@ -16,7 +41,7 @@ class CudaBackend(C10dBackend):
 
     name = "cuda"
     distributed_backend = "nccl"
-    attention_implementations = ("sdpa", "tiled", "math")
+    equal_heads_implementations = ("efficient",)
 
     def __init__(self) -> None:
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -26,6 +51,8 @@ class CudaBackend(C10dBackend):
                 "lower --nproc_per_node or set NXD_MEMOPT_BACKEND=cpu"
             )
         self.device = torch.device("cuda", local_rank)
+        fused = ("cudnn", "flash") if torch.cuda.get_device_capability(self.device) >= (9, 0) else ("flash", "cudnn")
+        self.attention_implementations = (*fused, "efficient", "tiled", "math")
 
     @classmethod
     def unavailable_reason(cls) -> str | None:
@@ -36,6 +63,29 @@ class CudaBackend(C10dBackend):
     def init_process_group(self, **kwargs: Any) -> None:
         torch.cuda.set_device(self.device)
         super().init_process_group(**{"device_id": self.device, **kwargs})
+
+    def attention_refusal(self, implementation: str, call: AttentionCall) -> str | None:
+        """PyTorch's own switches and Transformer Engine's count; then what each kernel can serve, backward included."""
+        limits = _ATTENTION.get(implementation)
+        if limits is None:
+            return None
+        variable = limits.switch
+        if variable is not None and os.environ.get(variable) == "0":
+            return f"{variable}=0 switches it off"
+        if not limits.enabled():
+            return f"torch.backends.cuda.enable_{limits.torch_switch}_sdp(False) switched it off"
+        if call.dtype not in limits.dtypes:
+            return f"{implementation} attention takes {[str(dtype) for dtype in limits.dtypes]}, got {call.dtype}"
+        if torch.cuda.get_device_capability(self.device) < (8, 0) and implementation != "efficient":
+            return f"{implementation} attention needs compute capability 8.0"
+        if call.masked and not limits.masks:
+            return f"{implementation} attention takes no mask"
+        if call.dropout_p > 0 and not limits.dropout:
+            return f"{implementation} attention is used without dropout, got {call.dropout_p}"
+        if call.head_dim > limits.max_head_dim or call.head_dim % 8:
+            wanted = f"a multiple of 8 up to {limits.max_head_dim}"
+            return f"head size {call.head_dim} is not what {implementation} attention takes, {wanted}"
+        return None
 
     def manual_seed(self, seed: int) -> None:
         torch.cuda.manual_seed(seed)

@@ -41,7 +41,8 @@ class NeuronBackend(C10dBackend):
     name = "neuron"
     distributed_backend = "neuron"
     attention_implementations = ("sdpa", "tiled", "math")
-    sdpa_needs_equal_heads = True
+    views_share_memory = False  # not known to hold on the beta
+    equal_heads_implementations = ("sdpa",)
 
     def __init__(self) -> None:
         self._device_module = _import_device_module()

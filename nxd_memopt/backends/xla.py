@@ -34,6 +34,7 @@ class XlaBackend(C10dBackend):
 
     name = "xla"
     attention_implementations = ("nki", "tiled", "math")
+    views_share_memory = False  # the graph is functional
 
     def __init__(self) -> None:
         _prefer_neuron_cores()

@@ -17,7 +17,7 @@ from nxd_memopt.ops.attention import padding_and_causal_mask
 from nxd_memopt.ops.rope import rope_frequencies, rope_tables
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear
-from nxd_memopt.parallel_layers.loss_functions import parallel_cross_entropy
+from nxd_memopt.parallel_layers.loss_functions import fused_linear_cross_entropy, parallel_cross_entropy
 from nxd_memopt.parallel_layers.mappings import gather_from_tensor_model_parallel_region
 
 IGNORE_INDEX = -100
@@ -132,7 +132,10 @@ class ParallelCausalLM(nn.Module, ABC):
             )
         rope = rope_tables(self.rope_frequencies, position_ids, self.embedding_weight().dtype)
         mask = None if attention_mask is None else padding_and_causal_mask(attention_mask)
-        logits = self.lm_head(self.backbone(input_ids, rope, mask))  # [B, S, V/T] or [S, B, V/T]
+        hidden = self.backbone(input_ids, rope, mask)
+        if labels is not None and not return_logits and self.memory.fused_linear_cross_entropy:
+            return CausalLMOutput(self._fused_loss(hidden, labels))
+        logits = self.lm_head(hidden)  # [B, S, V/T] or [S, B, V/T]
         loss = None if labels is None else self._loss(logits, labels)
         whole = self._gather_logits(logits) if labels is None or return_logits else None
         return CausalLMOutput(loss, whole)
@@ -155,9 +158,24 @@ class ParallelCausalLM(nn.Module, ABC):
             remedy = f"pad to {-(-length // size) * size} or turn sequence_parallel_enabled off"
             require_divisible("sequence length", length, "tensor_model_parallel_size", size, remedy)
 
-    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def _fused_loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        return fused_linear_cross_entropy(
+            hidden,
+            self.lm_head.weight,
+            self._shifted(labels),
+            ignore_index=IGNORE_INDEX,
+            vocab_size=self.config.vocab_size,
+            sequence_parallel_enabled=self.parallel.sequence_parallel_enabled,
+            reduce_dtype=self.lm_head.reduce_dtype,
+        )
+
+    def _shifted(self, labels: Tensor) -> Tensor:
+        """The label of each position is the next token; ``[S, B]`` under sequence parallelism."""
         labels = F.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:]
-        labels = labels.t() if self.parallel.sequence_parallel_enabled else labels
+        return labels.t() if self.parallel.sequence_parallel_enabled else labels
+
+    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        labels = self._shifted(labels)
         losses = parallel_cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, vocab_size=self.config.vocab_size)
         return losses.sum() / (labels != IGNORE_INDEX).sum().clamp(min=1)
 

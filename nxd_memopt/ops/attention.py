@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nxd_memopt.backends import backend
 from nxd_memopt.backends.attention_call import AttentionCall
@@ -17,6 +18,11 @@ from nxd_memopt.ops import tiled_attention as tiled
 from nxd_memopt.ops.neuron import attention as nki
 
 _REFUSALS: dict[str, Callable[[AttentionCall], str | None]] = {"tiled": tiled.refusal, "nki": nki.refusal}
+_SDPA_KERNELS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
 _WELCOME_SHAPE = (1, 1, 2048, 64)
 """A query that no implementation refuses: what is left to decide is the machine and the dropout."""
 
@@ -124,8 +130,8 @@ def core_attention(
     """
     if implementation == "math":
         return _reference_attention(query, key, value, mask, dropout_p)
-    if implementation == "sdpa":
-        return _sdpa(query, key, value, mask, dropout_p)
+    if implementation == "sdpa" or implementation in _SDPA_KERNELS:
+        return _sdpa(query, key, value, mask, dropout_p, implementation)
     call = AttentionCall(tuple(query.shape), key.size(1), mask is not None, dropout_p, query.dtype)
     reason = _REFUSALS[implementation](call)
     assert reason is None, reason
@@ -135,14 +141,18 @@ def core_attention(
         return nki.nki_attention(query, key, value)
 
 
-def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float) -> Tensor:
+def _sdpa(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, implementation: str
+) -> Tensor:
     repeats = query.size(1) // key.size(1)
-    if repeats > 1 and backend.sdpa_needs_equal_heads:
+    if repeats > 1 and implementation in backend.equal_heads_implementations:
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
     gqa = query.size(1) != key.size(1)
-    return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, dropout_p=dropout_p, is_causal=mask is None, enable_gqa=gqa
-    )
+    kernel = _SDPA_KERNELS.get(implementation)
+    with nullcontext() if kernel is None else sdpa_kernel(kernel):
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, dropout_p=dropout_p, is_causal=mask is None, enable_gqa=gqa
+        )
 
 
 @contextmanager

@@ -11,8 +11,12 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends import backend
+from nxd_memopt.ops.cross_entropy import labels_outside
+from nxd_memopt.parallel_layers.linear_cross_entropy import fused_linear_cross_entropy
 from nxd_memopt.parallel_layers.mappings import resolve_group
 from nxd_memopt.parallel_layers.utils import refuse_second_derivatives
+
+__all__ = ["from_parallel_logits_to_logprobs", "fused_linear_cross_entropy", "parallel_cross_entropy"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,9 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         target_logit, logit_sum, exp_sum = backend.all_reduce(sums, options.group).unbind()
         smoothing, valid = options.label_smoothing, target != options.ignore_index
         loss = exp_sum.log() - (1 - smoothing) * target_logit - smoothing / options.vocab_size * logit_sum
-        loss = _poison_out_of_range(loss.masked_fill(~valid, 0.0), target, options)
+        outside = labels_outside(target, options.vocab_size, options.ignore_index)
+        loss = loss.masked_fill(~valid, 0.0)
+        loss = loss if outside is None else loss.masked_fill(outside, torch.nan)
         if ctx.needs_input_grad[0]:
             probabilities.div_(exp_sum.unsqueeze(-1))
             grad = _finish_gradient(probabilities, local_target, held, options, first_column)
@@ -91,20 +97,6 @@ def _finish_gradient(
         if padding is not None:
             probabilities.masked_fill_(padding, 0.0)
     return probabilities
-
-
-def _poison_out_of_range(loss: Tensor, target: Tensor, options: _CrossEntropy) -> Tensor:
-    """On the CPU raise for a label outside the vocabulary; elsewhere make its loss NaN rather than stop the device."""
-    outside = ((target < 0) | (target >= options.vocab_size)) & (target != options.ignore_index)
-    if target.device.type != "cpu":
-        return loss.masked_fill(outside, torch.nan)
-    if bool(outside.any()):
-        label = int(target[outside][0])
-        raise ValueError(
-            f"label {label} is outside the vocabulary [0, {options.vocab_size}) and is not ignore_index "
-            f"{options.ignore_index}: check that the tokenizer belongs to the model"
-        )
-    return loss
 
 
 def parallel_cross_entropy(

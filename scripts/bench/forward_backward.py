@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from record import append, environment
 from torch import Tensor, nn
 from torch.profiler import profile
-from train_step import BUILDERS, CONFIGS, LossFunction, append, environment
+from train_step import BUILDERS, CONFIGS, LossFunction
 
 from nxd_memopt.backends import backend
 from nxd_memopt.config import MemoryConfig

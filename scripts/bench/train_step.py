@@ -3,22 +3,16 @@
     torchrun --nproc_per_node 4 scripts/bench/train_step.py --model llama3-8b --tokens 2048 8192 --append
 
 Random weights, bf16 weights and gradients, fused AdamW with bf16 states, batch 1. T is the number of processes. Peers:
-``hf`` (transformers in one process) and ``dtensor`` (PyTorch's tensor- and sequence-parallel plan on transformers'
-model). MFU counts 6 x parameters (input embedding left out) x tokens + 6 x layers x H x S^2 against ``--peak-tflops``;
-recompute does not count.
+``hf`` (transformers in one process), ``liger`` (the same with Liger-Kernel) and ``dtensor`` (PyTorch's tensor- and
+sequence-parallel plan on transformers' model). MFU counts 6 x parameters (input embedding left out) x tokens + 6 x
+layers x H x S^2 against ``--peak-tflops``; recompute does not count.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
 import gc
-import platform
-import shlex
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 import transformers
+from record import append, environment
 from torch import Tensor, nn
 from transformers import GPTNeoXConfig, LlamaConfig
 
@@ -85,6 +80,15 @@ def build_hf(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype())
     _apply_hf_recompute(model, memory)
     return model, lambda ids: model(ids, labels=ids, use_cache=False).loss
+
+
+def build_liger(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction]:
+    """transformers' model with all of Liger-Kernel's replacements."""
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+    model, loss_of = build_hf(config, memory)
+    _apply_liger_kernel_to_instance(model=model)  # pyright: ignore[reportArgumentType]
+    return model, loss_of
 
 
 def build_dtensor(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction]:
@@ -171,7 +175,7 @@ def _apply_hf_recompute(model: nn.Module, memory: MemoryConfig) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # pyright: ignore
 
 
-BUILDERS = {"ours": build_ours, "hf": build_hf, "dtensor": build_dtensor}
+BUILDERS = {"ours": build_ours, "hf": build_hf, "liger": build_liger, "dtensor": build_dtensor}
 
 
 def dtype() -> torch.dtype:
@@ -223,27 +227,6 @@ def model_flops(config: Any, tokens: int) -> float:
     return 6 * parameters * tokens + 6 * config.num_hidden_layers * config.hidden_size * tokens**2
 
 
-def cpu_name() -> str:
-    """The processor's model, where Linux tells it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{models[0]}, {len(models)} cores" if models else platform.machine()
-
-
-def environment(script: str = "scripts/bench/train_step.py") -> dict[str, Any]:
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    device = torch.cuda.get_device_name() if backend.name == "cuda" else cpu_name()
-    return {
-        "date": f"{datetime.datetime.now(tz=datetime.UTC):%Y-%m-%d}",
-        "device": device,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "commit": git.stdout.strip() or "unknown",
-        "command": shlex.join([script, *sys.argv[1:]]),
-    }
-
-
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     memory = MemoryConfig(recompute_granularity=None if args.recompute == "none" else args.recompute)
@@ -261,23 +244,10 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
             gc.collect()
             if backend.name == "cuda":
                 torch.cuda.empty_cache()
-            rows.append(row | environment())
+            rows.append(row | environment("scripts/bench/train_step.py"))
             if parallel_state.is_global_rank_zero():
                 print({name: row[name] for name in row if name != "failure" or row[name]}, flush=True)
     return rows
-
-
-def append(rows: list[dict[str, Any]], path: Path) -> None:
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    if path.exists():
-        names = path.read_text(encoding="utf-8").splitlines()[0].split(",")
-    new = not path.exists()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, names, restval="", lineterminator="\n")
-        if new:
-            writer.writeheader()
-        writer.writerows(rows)
 
 
 def main() -> None:

@@ -100,5 +100,10 @@ def is_square_in(tensor: LiveTensor, length: int) -> bool:
 
 
 def is_logits(tensor: LiveTensor, tokens: int, vocabulary: Iterable[int]) -> bool:
-    """Whether the shape is ``[tokens, V]`` or ``[tokens, V/T]``, leading dimensions folded in any way."""
-    return len(tensor.shape) > 1 and tensor.shape[-1] in set(vocabulary) and math.prod(tensor.shape[:-1]) == tokens
+    """Whether the shape is ``[tokens, V]`` or ``[V, tokens]``, with V or V/T; tokens' dimensions folded in any way."""
+    shape, sizes = tensor.shape, set(vocabulary)
+    if len(shape) < 2:
+        return False
+    return (shape[-1] in sizes and math.prod(shape[:-1]) == tokens) or (
+        shape[0] in sizes and math.prod(shape[1:]) == tokens
+    )

@@ -8,10 +8,18 @@ import torch
 
 from nxd_memopt.config import ParallelConfig
 from nxd_memopt.memory.certify.theory import StepShape
+from nxd_memopt.parallel_layers.head_pass import plan_head
+from nxd_memopt.parallel_layers.linear_cross_entropy import DEFAULT_LOGITS_BYTES
 
 
 def step_shape(
-    config: Any, parallel: ParallelConfig, *, sequence_length: int, micro_batch_size: int, dtype: torch.dtype
+    config: Any,
+    parallel: ParallelConfig,
+    *,
+    sequence_length: int,
+    micro_batch_size: int,
+    dtype: torch.dtype,
+    views_share_memory: bool,
 ) -> StepShape:
     """The shape of a LLaMA's or GPT-NeoX's step.
 
@@ -21,6 +29,7 @@ def step_shape(
         sequence_length: S.
         micro_batch_size: B.
         dtype: of parameters and activations.
+        views_share_memory: the backend's; it decides how many tokens a chunk of the head's loss has.
     """
     size, element_bytes = parallel.tensor_model_parallel_size, dtype.itemsize
     is_llama = config.model_type == "llama"
@@ -40,8 +49,30 @@ def step_shape(
         tagged_gradient_bytes=tuple(
             config.hidden_size * element_bytes for _ in range(_tagged_vectors(config, is_llama=is_llama))
         ),
+        head_chunks=_head_chunks(config, parallel, sequence_length * micro_batch_size, dtype, views_share_memory),
         row_output_dropout=not is_llama and config.hidden_dropout > 0,
     )
+
+
+def _head_chunks(
+    config: Any, parallel: ParallelConfig, tokens: int, dtype: torch.dtype, views_share_memory: bool
+) -> tuple[tuple[int, int], ...]:
+    """As rank 0 cuts them: it has no padding rows unless all ranks do."""
+    size = parallel.tensor_model_parallel_size
+    gathered = size if parallel.sequence_parallel_enabled else 1
+    plan = plan_head(
+        rows=tokens // gathered,
+        hidden=config.hidden_size,
+        vocab=-(-config.vocab_size // size),
+        group_size=size,
+        gathered=gathered,
+        logits_bytes=DEFAULT_LOGITS_BYTES,
+        element_bytes=dtype.itemsize,
+        accumulate_bytes=dtype.itemsize,
+        input_grad=views_share_memory,
+        weight_grad=views_share_memory,
+    )
+    return tuple(((chunk.stop - chunk.start) * gathered, chunk.tokens) for chunk in plan.chunks)
 
 
 def _kv_heads(config: Any) -> int:

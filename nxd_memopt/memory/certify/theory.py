@@ -6,15 +6,17 @@ share a KV head. Sequence parallelism (SP): arXiv:2205.05198, figure 5; without:
 =================================  =======================  ==================================
 part                               forward                  backward
 =================================  =======================  ==================================
-column input (qkv; MLP up; head)   SP all-gather a          SP all-gather a, reduce-scatter a
+column input (attention; MLP up)   SP all-gather a          SP all-gather a, reduce-scatter a
                                    else none                else all-reduce a
 row output (attention; MLP down)   SP reduce-scatter a      SP all-gather a
                                    else all-reduce a        else none
 embedding                          as a row output          as a row output
 KV replicas, r > 1                 none                     all-reduce over r of each K and V weight
                                                             (and bias) gradient of this rank
-cross entropy                      all-reduce 4 S B and     none
-                                   12 S B (fp32)
+head with its loss, in chunks      SP all-gather a,         none: its gradients are made in forward
+of tokens                          reduce-scatter a
+                                   else all-reduce a
+                                   all-gather 8 S B T       (two fp32 sums a token of each rank)
 gradient hook, SP                  --                       all-reduce of norms and row biases
 =================================  =======================  ==================================
 
@@ -26,7 +28,7 @@ chained and it stays. ``reduce_dtype="float32"`` widens the reductions of linear
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.memory.certify.measurement import Collective
@@ -51,6 +53,7 @@ class StepShape:
         kv_replicas: r; 1 for none.
         kv_gradient_bytes: one entry for each K or V parameter of a layer: bytes on one rank.
         tagged_gradient_bytes: in the model's order, parameters whose gradients the hook sums.
+        head_chunks: tokens of each chunk of the head's loss, without and with padding.
         row_output_dropout: dropout follows the last row output of a layer, and its mask is saved.
     """
 
@@ -65,6 +68,7 @@ class StepShape:
     kv_replicas: int
     kv_gradient_bytes: tuple[int, ...]
     tagged_gradient_bytes: tuple[int, ...]
+    head_chunks: tuple[tuple[int, int], ...]
     row_output_dropout: bool
 
     @property
@@ -129,10 +133,12 @@ def per_layer(shape: StepShape) -> Counter[Collective]:
 
 def _around_layers(shape: StepShape) -> Counter[Collective]:
     embedding = shape.reduction(wide=False) + shape.row_backward()
-    head = shape.column_forward() + shape.column_backward()
-    maximum = shape._one("all_reduce", _FP32_BYTES * shape.tokens)
-    sums = shape._one("all_reduce", 3 * _FP32_BYTES * shape.tokens)
-    return embedding + head + maximum + sums
+    total = embedding
+    for tokens, padded in shape.head_chunks:
+        chunk = replace(shape, sequence_length=tokens, micro_batch_size=1)
+        sums_bytes = 2 * _FP32_BYTES * padded * shape.tensor_model_parallel_size
+        total += chunk.column_forward() + chunk.reduction() + shape._one("all_gather", sums_bytes)
+    return total
 
 
 def _gradient_hook(shape: StepShape) -> Counter[Collective]:

@@ -1,0 +1,110 @@
+"""Owns the Triton kernels behind ``ops.cross_entropy``: one pass for the sums, one in place for the gradient.
+
+Both are bound by memory: 2 and 4 bytes a logit in bf16. A program covers 128 tokens and a range of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_TOKENS = 128  # of one tile
+_SUM_ROWS, _GRADIENT_ROWS = 16, 32  # of one tile
+_SUM_RANGE, _GRADIENT_RANGE = 1024, 256  # vocabulary rows of one program
+_MULTIPLY_BLOCK, _MULTIPLY_PROGRAMS = 4096, 2048
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def _kernels() -> Any:
+    from nxd_memopt.ops.cuda import cross_entropy_kernels
+
+    return cross_entropy_kernels
+
+
+def serves(logits: Tensor) -> bool:
+    """The kernels can run on ``logits``; otherwise plain PyTorch does, with temporaries of fp32."""
+    return logits.is_cuda and logits.dtype in _DTYPES and logits.numel() > 0 and _has_triton()
+
+
+def _clamped(valid: int | Tensor | None, vocab: int) -> int:
+    assert not isinstance(valid, Tensor), "on CUDA a rank knows itself as an int"
+    return vocab if valid is None else min(max(valid, 0), vocab)
+
+
+def log_sum_exp(
+    logits: Tensor, softcap: float | None, valid: int | Tensor | None, *, with_sum: bool
+) -> tuple[Tensor, Tensor | None]:
+    """``[R]`` log-sum-exp over the first ``valid`` rows of ``[V, R]``, and their sum if asked for; fp32."""
+    kernels = _kernels()
+    vocab, tokens = logits.shape
+    ranges = -(-vocab // _SUM_RANGE)
+    partial = torch.empty((1 + with_sum, ranges, tokens), dtype=torch.float32, device=logits.device)
+    kernels.sums[(-(-tokens // _TOKENS), ranges)](
+        logits,
+        logits.stride(0),
+        partial,
+        partial[-1],
+        _clamped(valid, vocab),
+        tokens,
+        softcap or 1.0,
+        SOFTCAP=softcap is not None,
+        WITH_SUM=with_sum,
+        RANGE=_SUM_RANGE,
+        ROWS=_SUM_ROWS,
+        TOKENS=_TOKENS,
+        num_warps=4,
+    )
+    return partial[0].logsumexp(0), partial[1].sum(0) if with_sum else None
+
+
+def logits_gradient(
+    logits: Tensor,
+    log_sum_exp: Tensor,
+    softmax_scale: Tensor,
+    scale: Tensor,
+    local_target: Tensor,
+    terms: Any,
+    valid: int | Tensor | None,
+) -> Tensor:
+    """As ``ops.cross_entropy.logits_gradient``, in place."""
+    kernels = _kernels()
+    vocab, tokens = logits.shape
+    kernels.gradient[(-(-tokens // _TOKENS), -(-vocab // _GRADIENT_RANGE))](
+        logits,
+        logits.stride(0),
+        log_sum_exp.contiguous(),
+        softmax_scale.contiguous(),
+        scale.contiguous(),
+        local_target.contiguous(),
+        vocab,
+        _clamped(valid, vocab),
+        tokens,
+        1 - terms.label_smoothing,
+        terms.label_smoothing / terms.vocab_size,
+        terms.softcap or 1.0,
+        SOFTCAP=terms.softcap is not None,
+        PADDED=valid is not None,
+        SMOOTHING=terms.label_smoothing > 0,
+        RANGE=_GRADIENT_RANGE,
+        ROWS=_GRADIENT_ROWS,
+        TOKENS=_TOKENS,
+        num_warps=4,
+    )
+    return logits
+
+
+def multiply_(tensor: Tensor, factor: Tensor) -> Tensor:
+    """``tensor *= factor`` for a 0-dim ``factor``; reads and writes nothing where it is 1, without asking the host."""
+    kernels = _kernels()
+    programs = min(-(-tensor.numel() // _MULTIPLY_BLOCK), _MULTIPLY_PROGRAMS)
+    kernels.multiply[(programs,)](tensor, factor.float(), tensor.numel(), BLOCK=_MULTIPLY_BLOCK, num_warps=4)
+    return tensor

@@ -1,0 +1,144 @@
+"""Owns the Triton source of ``ops.cuda.cross_entropy``; imported only where Triton is installed."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_LOWEST = tl.constexpr(-(2.0**126))  # exact in bf16; times log2(e) still finite, so that a difference of two is not NaN
+
+
+@triton.jit
+def _exp2(x):
+    """One instruction; ``tl.exp2`` takes four, for results below 2^-126, which are 0 here."""
+    return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _tanh(x):
+    return 1.0 - 2.0 / (1.0 + _exp2(2.0 * _LOG2_E * x))
+
+
+@triton.jit
+def _tile(logits, rows, last, stride, token, is_token, softcap, SOFTCAP: tl.constexpr):  # noqa: N803
+    """``[ROWS, TOKENS]`` in fp32; the lowest number where there is no logit."""
+    mask = (rows < last)[:, None] & is_token[None, :]
+    x = tl.load(logits + rows[:, None] * stride + token[None, :], mask=mask, other=_LOWEST).to(tl.float32)
+    return tl.where(mask, softcap * _tanh(x / softcap), _LOWEST) if SOFTCAP else x
+
+
+@triton.jit
+def sums(
+    logits,
+    stride,
+    log_sum_exp,
+    logit_sum,
+    vocab,
+    tokens,
+    softcap,
+    SOFTCAP: tl.constexpr,  # noqa: N803
+    WITH_SUM: tl.constexpr,  # noqa: N803
+    RANGE: tl.constexpr,  # noqa: N803
+    ROWS: tl.constexpr,  # noqa: N803
+    TOKENS: tl.constexpr,  # noqa: N803
+):
+    """Each element of the tile keeps a maximum and a sum of its own, so that threads exchange nothing until the end;
+    four tiles at a time share one rescaling of that sum."""
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    first = tl.program_id(1).to(tl.int64) * RANGE
+    last = tl.minimum(first + RANGE, vocab)
+    is_token = token < tokens
+    maximum = tl.full([ROWS, TOKENS], _LOWEST, tl.float32)
+    exp_sum = tl.zeros([ROWS, TOKENS], tl.float32)
+    total = tl.zeros([ROWS, TOKENS], tl.float32)
+    for start in range(first, last, 4 * ROWS):
+        rows = start + tl.arange(0, ROWS)
+        a = _tile(logits, rows, last, stride, token, is_token, softcap, SOFTCAP)
+        b = _tile(logits, rows + ROWS, last, stride, token, is_token, softcap, SOFTCAP)
+        c = _tile(logits, rows + 2 * ROWS, last, stride, token, is_token, softcap, SOFTCAP)
+        d = _tile(logits, rows + 3 * ROWS, last, stride, token, is_token, softcap, SOFTCAP)
+        if WITH_SUM:
+            total += tl.where(a > _LOWEST, a, 0.0) + tl.where(b > _LOWEST, b, 0.0)
+            total += tl.where(c > _LOWEST, c, 0.0) + tl.where(d > _LOWEST, d, 0.0)
+        largest = tl.maximum(tl.maximum(tl.maximum(a, b), tl.maximum(c, d)), maximum)
+        offset = largest * _LOG2_E
+        exp_sum *= _exp2(maximum * _LOG2_E - offset)
+        exp_sum += _exp2(a * _LOG2_E - offset) + _exp2(b * _LOG2_E - offset)
+        exp_sum += _exp2(c * _LOG2_E - offset) + _exp2(d * _LOG2_E - offset)
+        maximum = largest
+    whole = tl.max(maximum, 0)
+    exp_sums = tl.sum(exp_sum * _exp2((maximum - whole[None, :]) * _LOG2_E), 0)
+    place = tl.program_id(1) * tokens + token
+    tl.store(log_sum_exp + place, whole + tl.log2(exp_sums) / _LOG2_E, mask=is_token)
+    if WITH_SUM:
+        tl.store(logit_sum + place, tl.sum(total, 0), mask=is_token)
+
+
+@triton.jit
+def gradient(
+    logits,
+    stride,
+    log_sum_exp,
+    softmax_scale,
+    scale,
+    target,
+    vocab,
+    valid,
+    tokens,
+    target_weight,
+    uniform_weight,
+    softcap,
+    SOFTCAP: tl.constexpr,  # noqa: N803
+    PADDED: tl.constexpr,  # noqa: N803
+    SMOOTHING: tl.constexpr,  # noqa: N803
+    RANGE: tl.constexpr,  # noqa: N803
+    ROWS: tl.constexpr,  # noqa: N803
+    TOKENS: tl.constexpr,  # noqa: N803
+):
+    """The label's element is made apart, from the logit read before the others are overwritten."""
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    is_token = token < tokens
+    lse = tl.load(log_sum_exp + token, mask=is_token, other=0.0) * _LOG2_E
+    p_scale = tl.load(softmax_scale + token, mask=is_token, other=0.0)
+    weight = tl.load(scale + token, mask=is_token, other=0.0)
+    label = tl.load(target + token, mask=is_token, other=-1)
+    first = tl.program_id(1).to(tl.int64) * RANGE
+    last = tl.minimum(first + RANGE, vocab)
+    labelled = is_token & (label >= first) & (label < last)
+    label_place = logits + label * stride + token
+    label_logit = tl.load(label_place, mask=labelled, other=0.0).to(tl.float32)
+    tl.debug_barrier()
+    for start in range(first, last, ROWS):
+        rows = start + tl.arange(0, ROWS)
+        mask = (rows < last)[:, None] & is_token[None, :]
+        place = logits + rows[:, None] * stride + token[None, :]
+        x = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+        capped = _tanh(x / softcap) if SOFTCAP else x
+        x = softcap * capped if SOFTCAP else x
+        grad = _exp2(x * _LOG2_E - lse[None, :]) * p_scale[None, :]
+        if SMOOTHING:
+            grad -= uniform_weight * weight[None, :]
+        if SOFTCAP:
+            grad *= 1.0 - capped * capped
+        if PADDED:
+            grad = tl.where((rows < valid)[:, None], grad, 0.0)
+        tl.store(place, grad.to(logits.dtype.element_ty), mask=mask)
+    tl.debug_barrier()
+    slope = 1.0
+    if SOFTCAP:
+        capped_label = _tanh(label_logit / softcap)
+        label_logit = softcap * capped_label
+        slope = 1.0 - capped_label * capped_label
+    label_grad = _exp2(label_logit * _LOG2_E - lse) * p_scale - (target_weight + uniform_weight) * weight
+    tl.store(label_place, (label_grad * slope).to(logits.dtype.element_ty), mask=labelled)
+
+
+@triton.jit
+def multiply(tensor, factor, size, BLOCK: tl.constexpr):  # noqa: N803
+    by = tl.load(factor)
+    if by != 1.0:
+        for start in range(tl.program_id(0).to(tl.int64) * BLOCK, size, tl.num_programs(0) * BLOCK):
+            place = start + tl.arange(0, BLOCK)
+            x = tl.load(tensor + place, mask=place < size, other=0.0)
+            tl.store(tensor + place, (x.to(tl.float32) * by).to(tensor.dtype.element_ty), mask=place < size)

@@ -1,0 +1,178 @@
+"""Owns the language-model head and its loss in one: cross entropy of ``X W^t`` whose logits never exist whole.
+
+Vocabulary-parallel softmax: arXiv:1909.08053, section 3. Gradients are made in forward, as Liger-Kernel does.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from nxd_memopt.backends import backend
+from nxd_memopt.config import require_one_of
+from nxd_memopt.ops.cross_entropy import LossTerms, labels_outside, wide_dtype
+from nxd_memopt.ops.cuda import cross_entropy as cuda
+from nxd_memopt.parallel_layers.head_pass import HeadOptions, HeadPass
+from nxd_memopt.parallel_layers.mappings import resolve_group
+from nxd_memopt.parallel_layers.utils import (
+    cast_if_autocast_enabled,
+    check_sequence_dimension,
+    refuse_second_derivatives,
+)
+
+DEFAULT_LOGITS_BYTES = 256 * 2**20
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """``x`` is ``[rows, H]``, ``weight`` ``[V/T, H]``, ``target`` ``[gathered, rows]``; losses as ``target``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, target: Tensor, options: HeadOptions, with_grad: bool) -> Tensor:
+        ctx.options, ctx.grads = options, None
+        valid = target != options.ignore_index
+        in_backward = options.reduction == "none"
+        if in_backward:
+            ctx.save_for_backward(x, weight, target)
+        scale = _token_scale(valid, options, wide_dtype(x.dtype))
+        needs = (False, False) if in_backward or not with_grad else ctx.needs_input_grad[:2]
+        losses, *grads = HeadPass(x, weight, target, scale, options, needs).run()
+        if not in_backward:
+            ctx.grads = grads
+        losses = losses.masked_fill(~valid, 0.0)
+        return losses if in_backward else (losses * scale).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives()
+        options: HeadOptions = ctx.options
+        if options.reduction == "none":
+            x, weight, target = ctx.saved_tensors
+            x, grad_loss = backend.optimization_barrier([x, grad_loss])  # the logits are made anew, not kept
+            scale = grad_loss.masked_fill(target == options.ignore_index, 0.0)
+            _, *grads = HeadPass(x, weight, target, scale, options, ctx.needs_input_grad[:2]).run()
+            return *grads, None, None, None
+        if ctx.grads is None:
+            raise RuntimeError(
+                "the fused loss keeps its gradients for one backward: compute the loss again, or use "
+                "parallel_cross_entropy for a graph that is kept"
+            )
+        grads, ctx.grads = ctx.grads, None  # autograd then owns them, and need not copy them into .grad
+        return *(grad if grad is None else _multiplied(grad, grad_loss) for grad in grads), None, None, None
+
+
+def _token_scale(valid: Tensor, options: HeadOptions, dtype: torch.dtype) -> Tensor:
+    scale = valid.to(dtype)
+    return scale / scale.sum().clamp(min=1) if options.reduction == "mean" else scale
+
+
+def _multiplied(grad: Tensor, factor: Tensor) -> Tensor:
+    if cuda.serves(grad):
+        return cuda.multiply_(grad, factor)
+    if grad.device.type == "cpu":
+        return grad if factor.item() == 1.0 else grad.mul_(factor)
+    return (grad * factor).to(grad.dtype)
+
+
+def fused_linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    label_smoothing: float = 0.0,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    z_loss_weight: float = 0.0,
+    softcap: float | None = None,
+    vocab_size: int | None = None,
+    sequence_parallel_enabled: bool = False,
+    sequence_dimension: int | None = None,
+    process_group: ProcessGroup | None = None,
+    logits_bytes: int = DEFAULT_LOGITS_BYTES,
+    accumulate_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Cross entropy of ``hidden @ weight.t()``; equals ``torch.nn.functional.cross_entropy`` of the whole logits.
+
+    The gradients are made in forward (for ``reduction="none"`` in backward, from logits made anew), so that memory
+    for ``logits_bytes`` of logits beside the gradients is enough. The loss allows one backward.
+
+    Args:
+        hidden: ``[..., H]``; under sequence parallelism a shard, ``[s, B, H]``.
+        weight: ``[V/T, H]``, this rank's rows of the head's weight, padded alike on all ranks.
+        target: integer labels, as ``hidden`` without H and with the whole sequence; the same on every rank.
+        label_smoothing: weight of the uniform distribution over the vocabulary, in [0, 1].
+        ignore_index: label whose loss and gradient are zero.
+        reduction: ``"mean"`` over the labels that count (0 where none does), ``"sum"``, or ``"none"``.
+        z_loss_weight: adds this times the squared log-sum-exp to a token's loss (arXiv:2204.02311).
+        softcap: c in ``c tanh(logits / c)`` (arXiv:2408.00118); default none.
+        vocab_size: V without padding. Default: all rows are vocabulary.
+        sequence_parallel_enabled: ``hidden`` is a shard along the sequence.
+        sequence_dimension: 0 (default) or 1: which dimension of ``hidden`` that is.
+        process_group: default the tensor-parallel group.
+        logits_bytes: memory beside the gradients for a chunk's logits. More makes fewer chunks, each of which costs an
+            addition to dW, rounded to its dtype.
+        accumulate_dtype: of dW while chunks are added; default the weight's. fp32 adds 4 bytes for each weight.
+        reduce_dtype: of the reduction of dX over ranks; default its own.
+
+    Returns:
+        fp32 (fp64 for fp64): 0-dim, or for ``"none"`` as ``target``; the same on every rank.
+
+    Raises:
+        ValueError: shapes that do not match, options outside their range, or (on the CPU) a label outside the
+            vocabulary; on other devices such a label's loss is NaN.
+        RuntimeError: a second backward of one loss.
+    """
+    group = resolve_group(process_group)
+    columns = weight.size(0) * backend.group_size(group)
+    terms = LossTerms(vocab_size or columns, label_smoothing, z_loss_weight, softcap)
+    _check(hidden, weight, target, columns, reduction, terms, logits_bytes)
+    sharded = sequence_parallel_enabled and backend.group_size(group) > 1
+    if sharded and check_sequence_dimension(sequence_dimension):
+        hidden, target = hidden.movedim(1, 0), target.movedim(1, 0)
+    options = HeadOptions(group, sharded, ignore_index, reduction, logits_bytes, accumulate_dtype, reduce_dtype, terms)
+    if hidden.numel() // hidden.size(-1) * options.gathered != target.numel():
+        raise ValueError(
+            f"hidden has shape {list(hidden.shape)} on each of {options.gathered} ranks, target {list(target.shape)}: "
+            "target must have a label for each token of the whole sequence"
+        )
+    hidden, weight = cast("list[Tensor]", cast_if_autocast_enabled(hidden, weight))
+    x, labels = hidden.reshape(-1, hidden.size(-1)), target.reshape(options.gathered, -1)
+    outside = labels_outside(target, terms.vocab_size, ignore_index)
+    with torch.autocast(hidden.device.type, enabled=False):
+        loss = cast(Tensor, _apply(x, weight, labels, options, torch.is_grad_enabled()))
+    loss = loss.view(target.shape) if reduction == "none" else loss
+    if outside is not None:
+        loss = loss.masked_fill(outside if reduction == "none" else outside.any(), torch.nan)
+    return loss.movedim(0, 1) if reduction == "none" and sharded and sequence_dimension else loss
+
+
+@torch.compiler.disable(reason="it lays out memory by hand and compiles its kernels itself")
+def _apply(x: Tensor, weight: Tensor, labels: Tensor, options: HeadOptions, with_grad: bool) -> Tensor:
+    return cast(Tensor, LinearCrossEntropy.apply(x, weight, labels, options, with_grad))
+
+
+def _check(
+    hidden: Tensor, weight: Tensor, target: Tensor, columns: int, reduction: str, terms: LossTerms, logits_bytes: int
+) -> None:
+    if weight.dim() != 2 or hidden.dim() < 1 or hidden.size(-1) != weight.size(1):
+        raise ValueError(
+            f"hidden has shape {list(hidden.shape)}, weight {list(weight.shape)}: must be [..., H] and [V/T, H]"
+        )
+    if hidden.dtype != weight.dtype and not torch.is_autocast_enabled(hidden.device.type):
+        raise ValueError(f"hidden is {hidden.dtype}, weight {weight.dtype}: convert one, or use torch.autocast")
+    if target.is_floating_point():
+        raise ValueError(f"target must hold integer labels, got {target.dtype}")
+    require_one_of("reduction", reduction, ("mean", "sum", "none"))
+    if not 0 <= terms.label_smoothing <= 1:
+        raise ValueError(f"label_smoothing must be within [0, 1], got {terms.label_smoothing}")
+    if terms.softcap is not None and terms.softcap <= 0:
+        raise ValueError(f"softcap must be above 0, got {terms.softcap}: leave it out for none")
+    if not 0 < terms.vocab_size <= columns:
+        raise ValueError(f"vocab_size must be within (0, {columns}], the rows of all ranks, got {terms.vocab_size}")
+    if logits_bytes < 0:
+        raise ValueError(f"logits_bytes must be at least 0, got {logits_bytes}")

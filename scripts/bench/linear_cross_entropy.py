@@ -1,0 +1,279 @@
+"""Owns the race of linear layer + cross entropy, forward and backward: time, memory and errors against the peers.
+
+    python scripts/bench/linear_cross_entropy.py --tokens 8192 32768 --append
+    torchrun --nproc_per_node 4 scripts/bench/linear_cross_entropy.py --tokens 8192 --append
+
+bf16. ``floor`` is the three matmuls alone. Several processes share the vocabulary, and the tokens as sequence shards;
+the peers then gather the tokens first and sum their gradient last, as their users do. Memory is the peak above the
+inputs, gradients included. Errors are relative, against fp32 matmuls of the same bf16 inputs. The variants take turns
+within one process; each time is the median of all turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from record import append, environment, print_table
+from torch import Tensor
+
+from nxd_memopt.backends import backend
+from nxd_memopt.parallel_layers import mappings, parallel_state
+from nxd_memopt.parallel_layers.loss_functions import fused_linear_cross_entropy, parallel_cross_entropy
+
+CSV = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "linear_cross_entropy.csv"
+HEADS = {"llama3-8b": (4096, 128256), "gpt-neox-20b": (6144, 50432), "tiny": (64, 500)}
+CALLS_A_TURN = 3
+REFERENCE_ROWS = 1024
+LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def ours(**options: Any) -> LossFunction:
+    def loss(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        return fused_linear_cross_entropy(
+            x, weight, target, sequence_parallel_enabled=parallel_state.get_tensor_model_parallel_size() > 1, **options
+        )
+
+    return loss
+
+
+def gathered(loss: LossFunction) -> LossFunction:
+    """For peers that want all tokens on each rank."""
+    return lambda x, weight, target: loss(mappings.gather_from_sequence_parallel_region(x), weight, target)
+
+
+def eager(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy((x @ weight.t()).float(), target)
+
+
+def eager_vocab_parallel(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return parallel_cross_entropy(x @ weight.t(), target).mean()
+
+
+def liger(chunk_mem_const: int, accum_dtype: torch.dtype | None = None) -> LossFunction:
+    from liger_kernel.ops.fused_linear_cross_entropy import fused_linear_cross_entropy_forward as forward
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+            results = forward(
+                x,
+                weight,
+                target,
+                accum_dtype=accum_dtype,
+                chunk_mem_const=chunk_mem_const,
+                compute_gradients=True,
+                weight_requires_grad=True,
+            )
+            ctx.grads = [result for result in results if isinstance(result, Tensor) and result.dim() == 2]
+            return results[0]  # see backward: the gradients leave ctx, so that autograd need not copy them
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            del grad  # 1 here: Liger's own backward skips the product then
+            grads, ctx.grads = ctx.grads, None
+            return *grads, None
+
+    return lambda x, weight, target: Function.apply(x, weight, target)  # pyright: ignore[reportReturnType]
+
+
+def liger_vocab_parallel() -> LossFunction:
+    from liger_kernel.transformers import LigerVocabParallelCrossEntropy
+
+    group: Any = parallel_state.get_tensor_model_parallel_group()
+    criterion = LigerVocabParallelCrossEntropy(group)
+
+    def loss(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        return criterion((x @ weight.t()).unsqueeze(1), target.unsqueeze(1)).mean()
+
+    return loss
+
+
+def cce(implementation: str) -> LossFunction:
+    from cut_cross_entropy import linear_cross_entropy
+
+    return lambda x, weight, target: linear_cross_entropy(x, weight, target, impl=implementation)
+
+
+def variants(gradient_bytes: int, tokens: int, vocab: int) -> dict[str, Callable[[], LossFunction]]:
+    """By name, how to make each; a peer that is not installed fails there."""
+    table: dict[str, Callable[[], LossFunction]] = {
+        "ours": ours,
+        "ours, 5 % memory": lambda: ours(logits_bytes=gradient_bytes // 22),
+        "ours, one chunk": lambda: ours(logits_bytes=4 * tokens * vocab),
+        "ours, fp32 sums": lambda: ours(accumulate_dtype=torch.float32),
+    }
+    if parallel_state.get_tensor_model_parallel_size() > 1:
+        return table | {
+            "eager": lambda: gathered(eager_vocab_parallel),
+            "liger vocab-parallel": lambda: gathered(liger_vocab_parallel()),
+        }
+    peers = {f"liger {const}": lambda const=const: liger(const) for const in (1, 2, 4, 8)}
+    return (
+        table
+        | {"eager": lambda: eager, "compile": lambda: torch.compile(eager)}
+        | peers
+        | {
+            "liger fp32": lambda: liger(1, torch.float32),
+            "cce": lambda: cce("cce"),
+            "cce exact": lambda: cce("cce_exact"),
+        }
+    )
+
+
+def floor_of(x: Tensor, weight: Tensor) -> Callable[[], None]:
+    """The three matmuls, 8,192 tokens at a time, into memory that stays."""
+    size = parallel_state.get_tensor_model_parallel_size()
+    rows = min(8192, x.size(0) * size)
+    x = torch.randn(x.size(0) * size, x.size(1), device=x.device, dtype=x.dtype)
+    logits = torch.randn(rows, weight.size(0), device=x.device, dtype=x.dtype)
+    dx, dw = torch.empty_like(x[:rows]), torch.empty_like(weight)
+
+    def matmuls() -> None:
+        for part in x.split(rows):
+            torch.mm(part, weight.t(), out=logits[: part.size(0)])
+            torch.mm(logits, weight, out=dx)
+            torch.mm(logits.t(), part, out=dw)
+
+    return matmuls
+
+
+def reference(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss and gradients by fp32 matmuls, a few rows at a time."""
+    wide = weight.detach().float()
+    dx, dw, total = torch.empty_like(x, dtype=torch.float32), torch.zeros_like(wide), torch.zeros((), device=x.device)
+    for rows in torch.arange(x.size(0), device=x.device).split(REFERENCE_ROWS):
+        part = x.detach()[rows].float()
+        logits = part @ wide.t()
+        log_sum_exp = logits.logsumexp(-1, keepdim=True)
+        picked = target[rows].unsqueeze(-1)
+        total += (log_sum_exp - logits.gather(-1, picked)).sum()
+        grad = (logits - log_sum_exp).exp_()
+        grad.scatter_add_(-1, picked, torch.full_like(picked, -1, dtype=torch.float32))
+        grad /= x.size(0)
+        dx[rows] = grad @ wide
+        dw += grad.t() @ part
+    return total / x.size(0), dx, dw
+
+
+def errors(loss: LossFunction, inputs: tuple[Tensor, Tensor, Tensor], expected: tuple[Tensor, ...]) -> dict[str, Any]:
+    x, weight, target = inputs
+    value = loss(x, weight, target)
+    value.backward()
+    result = {"loss_error": float(f"{abs(value.item() - expected[0].item()):.2e}")}
+    for name, tensor, wanted in (("dx_error", x, expected[1]), ("dw_error", weight, expected[2])):
+        assert tensor.grad is not None
+        difference = (tensor.grad.float() - wanted).norm() / wanted.norm()
+        result[name] = float(f"{difference.item():.2e}")
+        tensor.grad = None
+    return result
+
+
+def step(loss: LossFunction, inputs: tuple[Tensor, Tensor, Tensor]) -> None:
+    loss(*inputs).backward()
+    inputs[0].grad = inputs[1].grad = None
+
+
+def milliseconds(call: Callable[[], None]) -> list[float]:
+    """Of each of ``CALLS_A_TURN`` calls, by the device's clock; the calls follow each other without a pause."""
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(CALLS_A_TURN + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        call()
+        mark.record()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) for a, b in itertools.pairwise(marks)]
+
+
+def peak_gib(call: Callable[[], None]) -> float:
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return round((torch.cuda.max_memory_allocated() - before) / 2**30, 3)
+
+
+def race(head: str, tokens: int, args: argparse.Namespace) -> list[dict[str, Any]]:
+    hidden, vocab = HEADS[head]
+    size = parallel_state.get_tensor_model_parallel_size()
+    generator = torch.Generator(backend.device).manual_seed(5)
+    options: Any = {"device": backend.device, "dtype": torch.bfloat16, "generator": generator}
+    x = torch.randn(tokens, hidden, **options)
+    weight = torch.randn(vocab, hidden, **options) * 0.02
+    target = torch.randint(0, vocab, (tokens,), device=backend.device, generator=generator)
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    expected = reference(x, weight, target) if size == 1 and tokens <= 8192 else None
+    x = x.chunk(size)[rank].clone().requires_grad_()
+    weight = weight.chunk(size)[rank].clone().requires_grad_()
+    inputs, gradient_bytes = (x, weight, target), 2 * (x.numel() + weight.numel())
+    rows, calls = [], {"floor": floor_of(x, weight.detach())}
+    for name, build in variants(gradient_bytes, tokens, vocab // size).items():
+        row: dict[str, Any] = {"head": head, "tokens": tokens, "tensor_parallel": size, "variant": name}
+        if args.variants and name not in args.variants:
+            continue
+        rows.append(row)
+        try:
+            loss = build()
+            step(loss, inputs)  # compiles
+            row["peak_gib"] = peak_gib(lambda loss=loss: step(loss, inputs))
+            row |= errors(loss, inputs, expected) if expected else {}
+            calls[name] = lambda loss=loss: step(loss, inputs)
+        except (ImportError, RuntimeError) as error:  # out of memory too
+            row["failure"] = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
+            x.grad = weight.grad = None
+    del expected
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(args.turns):
+        for name, call in calls.items():
+            gc.collect()
+            torch.cuda.empty_cache()
+            call()
+            times[name] += milliseconds(call)
+    floor_ms = statistics.median(times["floor"])
+    for row in rows:
+        row["floor_ms"] = round(floor_ms, 3)
+        row["gradients_gib"] = round(gradient_bytes / 2**30, 3)
+        if times.get(row["variant"]):
+            row["ms"] = round(statistics.median(times[row["variant"]]), 3)
+            row["over_floor"] = round(row["ms"] / floor_ms, 4)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--heads", choices=HEADS, nargs="+", default=["llama3-8b"])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192])
+    parser.add_argument("--variants", nargs="+", help="only these")
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--csv", type=Path, default=CSV)
+    parser.add_argument("--append", action="store_true", help="append the rows to --csv")
+    args = parser.parse_args()
+    if backend.name != "cuda":
+        parser.error(f"needs an NVIDIA GPU, the backend is {backend.name}")
+    backend.init_process_group()
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
+    rows = [row for head in args.heads for tokens in args.tokens for row in race(head, tokens, args)]
+    columns = ("head", "tokens", "tensor_parallel", "variant", "ms", "over_floor", "floor_ms", "peak_gib")
+    columns += ("gradients_gib", "loss_error", "dx_error", "dw_error", "failure")
+    rows = [{name: row.get(name, "") for name in columns} for row in rows]
+    if parallel_state.is_global_rank_zero():
+        print_table(rows, "linear + cross entropy")
+        if args.append:
+            append([row | environment("scripts/bench/linear_cross_entropy.py") for row in rows], args.csv)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Owns what every recorded benchmark row says of its run, and how rows are appended to a CSV file."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import platform
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+
+from nxd_memopt.backends import backend
+
+
+def cpu_name() -> str:
+    """The processor's model, where Linux tells it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{models[0]}, {len(models)} cores" if models else platform.machine()
+
+
+def environment(script: str) -> dict[str, Any]:
+    """What every row records beside its figures; ``script`` as the command names it."""
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    device = torch.cuda.get_device_name() if backend.name == "cuda" else cpu_name()
+    return {
+        "date": f"{datetime.datetime.now(tz=datetime.UTC):%Y-%m-%d}",
+        "device": device,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "commit": git.stdout.strip() or "unknown",
+        "command": shlex.join([script, *sys.argv[1:]]),
+    }
+
+
+def append(rows: list[dict[str, Any]], path: Path) -> None:
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    if path.exists():
+        names = path.read_text(encoding="utf-8").splitlines()[0].split(",")
+    new = not path.exists()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, names, restval="", lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+def print_table(rows: list[dict[str, Any]], title: str) -> None:
+    """All rows, one line each, columns by their names."""
+    table = Table(*rows[0], title=title)
+    for row in rows:
+        table.add_row(*(str(value) for value in row.values()))
+    Console(width=200).print(table)
