@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from nxd_memopt.ops.activation import activation
+from nxd_memopt.config import require_one_of
+from nxd_memopt.ops.activation import ACTIVATIONS, activation, gated_activation
 
 
 class Activation(nn.Module):
@@ -23,7 +24,8 @@ class GatedActivation(nn.Module):
 
     def __init__(self, hidden_act: str) -> None:
         super().__init__()
-        self.function = activation(hidden_act)
+        require_one_of("hidden_act", hidden_act, tuple(ACTIVATIONS))
+        self.hidden_act = hidden_act
 
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:
-        return self.function(gate) * up
+        return gated_activation(gate, up, self.hidden_act)

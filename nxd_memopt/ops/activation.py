@@ -9,6 +9,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from nxd_memopt.config import require_one_of
+from nxd_memopt.ops.cuda import elementwise as cuda
+from nxd_memopt.ops.cuda.support import serves
 
 _TANH_GELU = partial(F.gelu, approximate="tanh")
 
@@ -27,3 +29,16 @@ def activation(name: str) -> Callable[[Tensor], Tensor]:
     """The function called ``name``; ``ValueError`` names the nearest one that exists."""
     require_one_of("hidden_act", name, tuple(ACTIVATIONS))
     return ACTIVATIONS[name]
+
+
+def gated_activation(gate: Tensor, up: Tensor, name: str) -> Tensor:
+    """``act(gate) * up``, elementwise; SwiGLU for ``"silu"``, GeGLU for the GELUs (arXiv:2002.05202).
+
+    Args:
+        gate: ``[..., F]``.
+        up: ``[..., F]``.
+        name: one of ``ACTIVATIONS``.
+    """
+    if name in cuda.GATED_KINDS and gate.shape == up.shape and serves(gate, up):
+        return cuda.gated_activation(gate, up, cuda.GATED_KINDS[name])
+    return activation(name)(gate) * up

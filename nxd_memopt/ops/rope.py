@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from nxd_memopt.config import require_one_of
+from nxd_memopt.ops.cuda import elementwise as cuda
+from nxd_memopt.ops.cuda.support import serves
 
 ROPE_TYPES = ("default", "linear", "llama3")
 
@@ -67,6 +69,8 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         cos: ``[B, S, rotary_dim]``.
         sin: ``[B, S, rotary_dim]``.
     """
+    if serves(x, cos, sin) and not cos.requires_grad:
+        return cuda.apply_rope(x, cos, sin)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     rotary_dim = cos.size(-1)
     rotated, passed = x[..., :rotary_dim], x[..., rotary_dim:]

@@ -16,6 +16,7 @@ from nxd_memopt.backends import backend
 from nxd_memopt.config import require_one_of
 from nxd_memopt.ops.cross_entropy import LossTerms, labels_outside, wide_dtype
 from nxd_memopt.ops.cuda import cross_entropy as cuda
+from nxd_memopt.ops.cuda.support import serves
 from nxd_memopt.parallel_layers.head_pass import HeadOptions, HeadPass
 from nxd_memopt.parallel_layers.mappings import resolve_group
 from nxd_memopt.parallel_layers.utils import (
@@ -71,7 +72,7 @@ def _token_scale(valid: Tensor, options: HeadOptions, dtype: torch.dtype) -> Ten
 
 
 def _multiplied(grad: Tensor, factor: Tensor) -> Tensor:
-    if cuda.serves(grad):
+    if serves(grad):
         return cuda.multiply_(grad, factor)
     if grad.device.type == "cpu":
         return grad if factor.item() == 1.0 else grad.mul_(factor)

@@ -5,34 +5,21 @@ Both are bound by memory: 2 and 4 bytes a logit in bf16. A program covers 128 to
 
 from __future__ import annotations
 
-import functools
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _TOKENS = 128  # of one tile
 _SUM_ROWS, _GRADIENT_ROWS = 16, 32  # of one tile
 _SUM_RANGE, _GRADIENT_RANGE = 1024, 256  # vocabulary rows of one program
 _MULTIPLY_BLOCK, _MULTIPLY_PROGRAMS = 4096, 2048
 
 
-@functools.cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
-
-
 def _kernels() -> Any:
     from nxd_memopt.ops.cuda import cross_entropy_kernels
 
     return cross_entropy_kernels
-
-
-def serves(logits: Tensor) -> bool:
-    """The kernels can run on ``logits``; otherwise plain PyTorch does, with temporaries of fp32."""
-    return logits.is_cuda and logits.dtype in _DTYPES and logits.numel() > 0 and _has_triton()
 
 
 def _clamped(valid: int | Tensor | None, vocab: int) -> int:

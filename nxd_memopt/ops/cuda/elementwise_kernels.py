@@ -1,0 +1,139 @@
+"""Owns the Triton source of ``ops.cuda.elementwise``; imported only where Triton is installed."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rms_norm_forward(x, weight, y, rstd, hidden, eps, BLOCK: tl.constexpr):  # noqa: N803
+    """One row a program."""
+    row = tl.program_id(0).to(tl.int64) * hidden
+    column = tl.arange(0, BLOCK)
+    mask = column < hidden
+    values = tl.load(x + row + column, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(values * values, 0) / hidden + eps)
+    tl.store(rstd + tl.program_id(0), scale)
+    normalised = (values * scale).to(x.dtype.element_ty)  # rounded before the weight, as LLaMA does
+    tl.store(y + row + column, normalised * tl.load(weight + column, mask=mask, other=0.0), mask=mask)
+
+
+@triton.jit
+def rms_norm_backward(x, weight, rstd, dy, dx, dweight, rows, hidden, rows_each, BLOCK: tl.constexpr):  # noqa: N803
+    """A range of rows a program; each program writes its part of the weight's gradient, in fp32."""
+    first = tl.program_id(0).to(tl.int64) * rows_each
+    column = tl.arange(0, BLOCK)
+    mask = column < hidden
+    scale_of = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for row in range(first, tl.minimum(first + rows_each, rows)):
+        place = row * hidden + column
+        scale = tl.load(rstd + row)
+        normalised = tl.load(x + place, mask=mask, other=0.0).to(tl.float32) * scale
+        grad = tl.load(dy + place, mask=mask, other=0.0).to(tl.float32)
+        total += grad * normalised.to(x.dtype.element_ty).to(tl.float32)
+        grad *= scale_of
+        along = tl.sum(grad * normalised, 0) / hidden
+        tl.store(dx + place, (scale * (grad - normalised * along)).to(dx.dtype.element_ty), mask=mask)
+    tl.store(dweight + tl.program_id(0).to(tl.int64) * hidden + column, total, mask=mask)
+
+
+@triton.jit
+def _silu(x):
+    gate = tl.sigmoid(x)
+    return x * gate, gate * (1.0 + x * (1.0 - gate))
+
+
+@triton.jit
+def _gelu(x):
+    half = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+    return x * half, half + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+
+
+@triton.jit
+def _tanh_gelu(x):
+    inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+    tanh = 2.0 * tl.sigmoid(2.0 * inner) - 1.0
+    slope = 0.7978845608028654 * (1.0 + 0.134145 * x * x)
+    return 0.5 * x * (1.0 + tanh), 0.5 * (1.0 + tanh) + 0.5 * x * (1.0 - tanh * tanh) * slope
+
+
+@triton.jit
+def _activated(x, KIND: tl.constexpr):  # noqa: N803
+    """Value and derivative."""
+    if KIND == "silu":
+        value, slope = _silu(x)
+    elif KIND == "gelu":
+        value, slope = _gelu(x)
+    else:
+        value, slope = _tanh_gelu(x)
+    return value, slope
+
+
+@triton.jit
+def gated_forward(gate, up, y, size, KIND: tl.constexpr, BLOCK: tl.constexpr):  # noqa: N803
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = place < size
+    value, _ = _activated(tl.load(gate + place, mask=mask, other=0.0).to(tl.float32), KIND)
+    factor = tl.load(up + place, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y + place, (value * factor).to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def gated_backward(gate, up, dy, dgate, dup, size, KIND: tl.constexpr, BLOCK: tl.constexpr):  # noqa: N803
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = place < size
+    value, slope = _activated(tl.load(gate + place, mask=mask, other=0.0).to(tl.float32), KIND)
+    factor = tl.load(up + place, mask=mask, other=0.0).to(tl.float32)
+    grad = tl.load(dy + place, mask=mask, other=0.0).to(tl.float32)
+    tl.store(dup + place, (grad * value).to(dup.dtype.element_ty), mask=mask)
+    tl.store(dgate + place, (grad * factor * slope).to(dgate.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def rope(
+    x,
+    y,
+    cos,
+    sin,
+    x_batch,
+    x_head,
+    x_token,
+    y_batch,
+    y_head,
+    y_token,
+    table_batch,
+    heads,
+    head_dim,
+    half,
+    TRANSPOSED: tl.constexpr,  # noqa: N803
+    HEADS: tl.constexpr,  # noqa: N803
+    HALF: tl.constexpr,  # noqa: N803
+    REST: tl.constexpr,  # noqa: N803
+):
+    """All heads of one token; the transposed rotation is the gradient's."""
+    token, batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    column = tl.arange(0, HALF)
+    is_column = column < half
+    table = batch * table_batch + token * 2 * half + column
+    cos_1 = tl.load(cos + table, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    cos_2 = tl.load(cos + table + half, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    sin_1 = tl.load(sin + table, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    sin_2 = tl.load(sin + table + half, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    head = tl.arange(0, HEADS)
+    source = x + batch * x_batch + token * x_token + head[:, None] * x_head
+    target = y + batch * y_batch + token * y_token + head[:, None] * y_head
+    mask = (head < heads)[:, None] & is_column[None, :]
+    first = tl.load(source + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(source + half + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    if TRANSPOSED:
+        turned_1, turned_2 = first * cos_1 + second * sin_2, second * cos_2 - first * sin_1
+    else:
+        turned_1, turned_2 = first * cos_1 - second * sin_1, second * cos_2 + first * sin_2
+    tl.store(target + column[None, :], turned_1.to(y.dtype.element_ty), mask=mask)
+    tl.store(target + half + column[None, :], turned_2.to(y.dtype.element_ty), mask=mask)
+    if REST > 0:
+        passed = 2 * half + tl.arange(0, REST)
+        mask = (head < heads)[:, None] & (passed < head_dim)[None, :]
+        tl.store(target + passed[None, :], tl.load(source + passed[None, :], mask=mask, other=0.0), mask=mask)

@@ -1,0 +1,24 @@
+"""Owns when the Triton kernels can serve a call; otherwise the plain PyTorch ops do."""
+
+from __future__ import annotations
+
+import functools
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@functools.cache
+def has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def serves(*tensors: Tensor) -> bool:
+    """All on one NVIDIA GPU, of one dtype that the kernels take, not inside torch.compile, which fuses by itself."""
+    first = tensors[0]
+    if not first.is_cuda or first.dtype not in _DTYPES or torch.compiler.is_compiling() or not has_triton():
+        return False
+    return all(tensor.dtype == first.dtype and tensor.device == first.device and tensor.numel() for tensor in tensors)

@@ -1,0 +1,72 @@
+"""The Triton kernels of norms, activations and RoPE against float64, at odd shapes and layouts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nxd_memopt.backends import backend
+from nxd_memopt.ops.activation import gated_activation
+from nxd_memopt.ops.cuda.support import serves
+from nxd_memopt.ops.norm import rms_norm
+from nxd_memopt.ops.rope import apply_rope, rope_frequencies, rope_tables
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(backend.name != "cuda", reason="needs NXD_MEMOPT_BACKEND=cuda and a GPU"),
+]
+DTYPES = [(torch.float32, 2e-6), (torch.bfloat16, 6e-3), (torch.float16, 1e-3)]  # 24, 8 and 11 bits
+
+
+def compare(function, tensors, bound):
+    """Value and gradients of ``function`` in the tensors' dtype against float64."""
+    assert serves(*tensors)
+    exact = [t.detach().double().requires_grad_(t.requires_grad) for t in tensors]
+    found, expected = function(*tensors), function(*exact)
+    upstream = torch.randn_like(found)
+    wanted = torch.autograd.grad(expected, [t for t in exact if t.requires_grad], upstream.double())
+    grads = torch.autograd.grad(found, [t for t in tensors if t.requires_grad], upstream)
+    for a, b in zip((found, *grads), (expected, *wanted), strict=True):
+        assert a.shape == b.shape and a.dtype == tensors[0].dtype
+        assert (a.double() - b).norm() / b.norm() < bound
+
+
+def random(*shape, dtype):
+    return torch.randn(shape, device=backend.device, dtype=dtype)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), DTYPES)
+@pytest.mark.parametrize("shape", [(47, 6144), (4, 31, 123), (1, 1, 8), (3000, 4096)], ids=str)
+def test_rms_norm(shape, dtype, bound):
+    weight = (1 + 0.1 * random(shape[-1], dtype=dtype)).requires_grad_()
+    compare(lambda x, w: rms_norm(x, w, 1e-5), (random(*shape, dtype=dtype).requires_grad_(), weight), bound)
+    apart = random(shape[-1], *shape[:-1], dtype=dtype).movedim(0, -1).requires_grad_()  # not contiguous
+    compare(lambda x, w: rms_norm(x, w, 1e-5), (apart, weight), bound)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), DTYPES)
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_new"])
+@pytest.mark.parametrize("shape", [(47, 123), (3, 5, 4099)], ids=str)
+def test_gated_activation(shape, name, dtype, bound):
+    gate, up = (random(*shape, dtype=dtype).requires_grad_() for _ in range(2))
+    compare(lambda a, b: gated_activation(a, b, name), (gate, up), bound)
+    both = random(*shape[:-1], 2 * shape[-1], dtype=dtype)
+    halves = [half.requires_grad_() for half in both.detach().chunk(2, dim=-1)]  # as one projection leaves them
+    compare(lambda a, b: gated_activation(a, b, name), halves, bound)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), DTYPES)
+@pytest.mark.parametrize(("heads", "head_dim", "rotary_dim"), [(8, 128, 128), (9, 64, 64), (3, 96, 24), (1, 80, 20)])
+@pytest.mark.parametrize("layout", ["heads first", "sequence first", "part of qkv"])
+def test_rope(layout, heads, head_dim, rotary_dim, dtype, bound):
+    batch, length = 2, 33
+    if layout == "heads first":
+        x = random(batch, heads, length, head_dim, dtype=dtype)
+    else:
+        parts = 3 if layout == "part of qkv" else 1
+        whole = random(length, batch, heads * parts * head_dim, dtype=dtype)
+        x = whole.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3)[..., :head_dim]
+    frequencies = rope_frequencies(rotary_dim, {"rope_theta": 10000.0})
+    for positions in (torch.arange(length).unsqueeze(0), torch.arange(2 * length).view(2, length)):
+        tables = rope_tables(frequencies, positions.to(backend.device), dtype)
+        compare(apply_rope, (x.detach().requires_grad_(), *tables), bound)
