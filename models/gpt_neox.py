@@ -15,7 +15,8 @@ from nxd_memopt.modules.causal_lm import ParallelCausalLM, RopeTables, resolve_m
 from nxd_memopt.modules.dropout import ParallelDropout
 from nxd_memopt.modules.factory import LayerFactory, resolve_parallel
 from nxd_memopt.modules.mlp import Activation
-from nxd_memopt.ops.rope import apply_rope
+from nxd_memopt.ops.joined import split_last
+from nxd_memopt.ops.rope import apply_rope_qkv
 
 SHARDING = {
     "embed_in": "vocab",
@@ -53,8 +54,7 @@ class GPTNeoXAttention(nn.Module):
 
     def forward(self, hidden: Tensor, rope: RopeTables, mask: Tensor | None) -> Tensor:
         qkv = split_heads(self.query_key_value(hidden), 3 * self.head_dim, sequence_first=self.sequence_first)
-        query, key, value = qkv.chunk(3, dim=-1)  # [B, h/T, S, d] each
-        query, key = apply_rope(query, *rope), apply_rope(key, *rope)
+        query, key, value = apply_rope_qkv(*split_last(qkv, 3), *rope)  # [B, h/T, S, d] each
         context = self.core_attn(query, key, value, mask)
         return self.dense(merge_heads(context, sequence_first=self.sequence_first))
 

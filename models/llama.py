@@ -11,9 +11,10 @@ from nxd_memopt.memory import apply_recompute
 from nxd_memopt.modules.attention import CoreAttention, merge_heads, split_heads
 from nxd_memopt.modules.causal_lm import ParallelCausalLM, RopeTables, resolve_memory
 from nxd_memopt.modules.factory import LayerFactory, resolve_parallel
+from nxd_memopt.modules.joined import JoinsWeights
 from nxd_memopt.modules.mlp import GatedActivation
 from nxd_memopt.modules.qkv_linear import kv_size_multiplier
-from nxd_memopt.ops.rope import apply_rope
+from nxd_memopt.ops.rope import apply_rope_qkv
 from nxd_memopt.parallel_layers.layers import column_parallel_linears
 
 SHARDING = {
@@ -44,8 +45,10 @@ def num_kv_heads(config: LlamaConfig) -> int:
     return groups
 
 
-class LlamaAttention(nn.Module):
+class LlamaAttention(JoinsWeights):
     """``[B, S, H] -> [B, S, H]``; under sequence parallelism ``[s, B, H] -> [s, B, H]``."""
+
+    joined_layers = ("q_proj", "k_proj", "v_proj")
 
     def __init__(self, config: LlamaConfig, factory: LayerFactory, memory: MemoryConfig) -> None:
         super().__init__()
@@ -62,17 +65,20 @@ class LlamaAttention(nn.Module):
             sharded=factory.parallel.tensor_model_parallel_size > 1,
         )
         self.sequence_first = factory.parallel.sequence_parallel_enabled
+        self.join_weights()
 
     def forward(self, hidden: Tensor, rope: RopeTables, mask: Tensor | None) -> Tensor:
         projected = column_parallel_linears(hidden, (self.q_proj, self.k_proj, self.v_proj))
         query, key, value = (split_heads(x, self.head_dim, sequence_first=self.sequence_first) for x in projected)
-        query, key = apply_rope(query, *rope), apply_rope(key, *rope)
+        query, key, value = apply_rope_qkv(query, key, value, *rope)
         context = self.core_attn(query, key, value, mask)  # [B, h/T, S, d]
         return self.o_proj(merge_heads(context, sequence_first=self.sequence_first))
 
 
-class LlamaMLP(nn.Module):
+class LlamaMLP(JoinsWeights):
     """``down(act(gate(x)) * up(x))``; shapes as ``LlamaAttention``."""
+
+    joined_layers = ("gate_proj", "up_proj")
 
     def __init__(self, config: LlamaConfig, factory: LayerFactory) -> None:
         super().__init__()
@@ -81,6 +87,7 @@ class LlamaMLP(nn.Module):
         self.up_proj = factory.column("up_proj", hidden, width, bias=bias)
         self.down_proj = factory.linear("down_proj", width, hidden, bias=bias)
         self.act = GatedActivation(config.hidden_act)
+        self.join_weights()
 
     def forward(self, hidden: Tensor) -> Tensor:
         gate, up = column_parallel_linears(hidden, (self.gate_proj, self.up_proj))  # [..., F/T]

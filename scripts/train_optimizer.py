@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from nxd_memopt.backends import backend
+from nxd_memopt.optimizer import AdamW as OnePassAdamW
 from nxd_memopt.optimizer import NeuronZero1Optimizer
 from nxd_memopt.parallel_layers import grads
 from train_config import OptimizerConfig
 from train_errors import world_size
-
-FUSED_ADAMW = ("cpu", "cuda")
 
 
 class AdamW:
@@ -33,7 +32,7 @@ class AdamW:
         ]
         self._adamw = NeuronZero1Optimizer(
             [group for group in groups if group["params"]],
-            torch.optim.AdamW,
+            OnePassAdamW,
             optimizer_dtype=torch.float32 if config.master_weights else parameters[0].dtype,
             grad_clipping=config.clip_grad > 0,
             max_norm=config.clip_grad,
@@ -42,7 +41,7 @@ class AdamW:
             lr=config.lr,
             betas=(config.betas[0], config.betas[1]),
             eps=config.eps,
-            fused=backend.name in FUSED_ADAMW,
+            fused=True if backend.name == "cpu" else None,
         )
 
     def reduce_gradients(self) -> Tensor:

@@ -13,6 +13,7 @@ from nxd_memopt.backends import backend
 from nxd_memopt.checkpoint.files import Sources, find_gguf, open_weights, read_json, require_directory
 from nxd_memopt.checkpoint.gguf import weights_directory
 from nxd_memopt.checkpoint.names import match_names
+from nxd_memopt.modules.joined import join_weights
 from nxd_memopt.parallel_layers.checkpointing import local_slice, raise_together, require_full_shape
 
 
@@ -76,6 +77,7 @@ def _load(model: torch.nn.Module, sources: Sources, directory: Path) -> None:
         if name in targets:
             _fill(targets[name], local_slice(sources[name], targets[name]), created)
     _replace_tensors(model, created)
+    join_weights(model)
 
 
 def _fill(param: Tensor, local: Tensor, created: dict[int, Tensor]) -> None:

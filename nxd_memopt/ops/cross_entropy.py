@@ -50,13 +50,12 @@ def local_sums(logits: Tensor, local_target: Tensor, terms: LossTerms, valid: in
         ``[2, R]`` or ``[3, R]``, fp32 (fp64 for fp64).
     """
     if serves(logits):
-        log_sum_exp, logit_sum = cuda.log_sum_exp(logits, terms.softcap, valid, with_sum=terms.label_smoothing > 0)
-    else:
-        capped = _without_padding(_capped(logits, terms), valid, -torch.inf)
-        log_sum_exp = capped.logsumexp(0)
-        logit_sum = capped.masked_fill(capped == -torch.inf, 0.0).sum(0) if terms.label_smoothing else None
-    sums = [log_sum_exp, _target_logit(logits, local_target, terms)]
-    return torch.stack(sums if logit_sum is None else [*sums, logit_sum])
+        return cuda.local_sums(logits, local_target, terms, valid)
+    capped = _without_padding(_capped(logits, terms), valid, -torch.inf)
+    sums = [capped.logsumexp(0), _target_logit(logits, local_target, terms)]
+    if terms.label_smoothing:
+        sums.append(capped.masked_fill(capped == -torch.inf, 0.0).sum(0))
+    return torch.stack(sums)
 
 
 def combined_sums(parts: Tensor) -> Tensor:

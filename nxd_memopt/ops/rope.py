@@ -76,3 +76,23 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     rotated, passed = x[..., :rotary_dim], x[..., rotary_dim:]
     rotated = rotated * cos + rotate_half(rotated) * sin
     return rotated if passed.size(-1) == 0 else torch.cat((rotated, passed), dim=-1)
+
+
+def apply_rope_qkv(
+    query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotate query and key; value passes.
+
+    Where the three are parts of one projection's output, value is copied, so that attention does not keep the whole
+    projection alive, and their gradients lie side by side as they do.
+
+    Args:
+        query: ``[B, h, S, d]``.
+        key: ``[B, g, S, d]``.
+        value: ``[B, g, S, d]``.
+        cos: ``[B, S, rotary_dim]`` or ``[1, S, rotary_dim]``.
+        sin: as ``cos``.
+    """
+    if serves(query, key, value, cos, sin) and not cos.requires_grad:
+        return cuda.apply_rope_qkv(query, key, value, cos, sin)
+    return apply_rope(query, cos, sin), apply_rope(key, cos, sin), value

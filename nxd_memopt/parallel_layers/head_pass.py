@@ -93,9 +93,9 @@ class HeadPass:
         options: HeadOptions,
         needs: Sequence[bool],
     ) -> None:
-        self.x, self.target, self.scale, self.options = x, target, scale, options
-        self.weight = weight
+        self.x, self.weight, self.scale, self.options = x, weight, scale, options
         self.first_row = backend.group_rank_in_graph(options.group) * weight.size(0)
+        self.local_target = target - self.first_row
         padded = weight.size(0) * backend.group_size(options.group) > options.terms.vocab_size
         self.valid_rows = options.terms.vocab_size - self.first_row if padded else None
         self.needs_input, self.needs_weight = needs
@@ -144,10 +144,14 @@ class HeadPass:
             yield chunk, F.pad(x, (0, 0, 0, chunk.tokens - x.size(0))) if chunk.tokens > x.size(0) else x
 
     def _chunk(self, chunk: Chunk, x: Tensor) -> Iterator[Tensor]:
-        target = self._of_chunk(self.target, chunk, self.options.ignore_index) - self.first_row
+        target = self._of_chunk(self.local_target, chunk, -1)  # -1 is in no part
         parts = [(first, _matmul(self.weight[first:stop], x.t(), out)) for first, stop, out in self._places(chunk)]
-        sums = torch.stack([local_sums(part, target - first, self._terms, self._valid(first)) for first, part in parts])
-        sums = combined_sums(sums) if len(parts) > 1 else sums[0]
+        targets = [target - first if first else target for first, _ in parts]
+        each = [
+            local_sums(part, own, self._terms, self._valid(first))
+            for (first, part), own in zip(parts, targets, strict=True)
+        ]
+        sums = combined_sums(torch.stack(each)) if len(parts) > 1 else each[0]
         group, size = self.options.group, backend.group_size(self.options.group)
         if size > 1:
             sums = combined_sums(backend.all_gather(sums.unsqueeze(0), group))
@@ -159,8 +163,8 @@ class HeadPass:
                 chunk,
                 x,
                 [
-                    (first, logits_gradient(part, sums[0], scale, target - first, self._terms, self._valid(first)))
-                    for first, part in parts
+                    (first, logits_gradient(part, sums[0], scale, own, self._terms, self._valid(first)))
+                    for (first, part), own in zip(parts, targets, strict=True)
                 ],
             )
 
@@ -175,7 +179,8 @@ class HeadPass:
     def _of_chunk(self, values: Tensor, chunk: Chunk, fill: float) -> Tensor:
         """``[tokens]`` of ``[gathered, rows]``, filled up."""
         flat = values[:, chunk.start : chunk.stop].reshape(-1)
-        return F.pad(flat, (0, chunk.tokens - flat.size(0)), value=fill)
+        padding = chunk.tokens - flat.size(0)
+        return F.pad(flat, (0, padding), value=fill) if padding else flat
 
     def _places(self, chunk: Chunk) -> list[tuple[int, int, Tensor | None]]:
         """Ranges of the vocabulary and the ``[range, tokens]`` where their logits go; ``None``: anywhere."""

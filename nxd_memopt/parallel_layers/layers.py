@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends import Pending, backend
 from nxd_memopt.config import require_divisible
+from nxd_memopt.ops.joined import joined
 from nxd_memopt.parallel_layers import mappings, parallel_state
 from nxd_memopt.parallel_layers.base_linear import BaseParallelLinear
 from nxd_memopt.parallel_layers.embedding import ParallelEmbedding
@@ -79,7 +80,7 @@ class _ColumnParallel(torch.autograd.Function):
         ctx.save_for_backward(x, *weights)
         if comm.sequence_dimension is not None:
             x = comm.finish_input_gather(comm.start_input_gather(x))
-        return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+        return _outputs(x, weights, biases)
 
     @staticmethod
     @once_differentiable
@@ -98,11 +99,24 @@ class _ColumnParallel(torch.autograd.Function):
         return input_grad, None, *parameter_grads
 
 
+def _outputs(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """``X W_i^t + b_i``; of weights that lie side by side the outputs do so too, from one matmul."""
+    whole = joined(weights, 0)
+    given = [bias for bias in biases if bias is not None]
+    if whole is None or len(given) not in (0, len(weights)):
+        return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+    bias = torch.cat(given) if len(given) > 1 else biases[0]
+    return F.linear(x, whole, bias).split([weight.size(0) for weight in weights], dim=-1)
+
+
 def _input_grad(grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    """Sum of ``dY_i W_i``, accumulated inside the matmuls: this rank's partial dX."""
-    flat = grads[0].reshape(-1, grads[0].size(-1)) @ weights[0]
+    """Sum of ``dY_i W_i``, accumulated inside the matmuls or by a single one: this rank's partial dX."""
+    whole_grad, whole_weight = joined(grads, -1), joined(weights, 0)
+    if whole_grad is not None and whole_weight is not None:
+        grads, weights = [whole_grad], [whole_weight]
+    flat = _flat(grads[0]) @ weights[0]
     for grad, weight in zip(grads[1:], weights[1:], strict=True):
-        flat.addmm_(grad.reshape(-1, grad.size(-1)), weight)
+        flat.addmm_(_flat(grad), weight)
     return flat.view(*grads[0].shape[:-1], flat.size(-1))
 
 
@@ -111,13 +125,22 @@ def _parameter_grads(
 ) -> list[Tensor | None]:
     """``dW_i = dY_i^t X`` and ``db_i``, summed over the ranks that hold replicas of weight i."""
     results: list[Tensor | None] = []
-    for i, (grad, group) in enumerate(zip(grads, replica_groups, strict=True)):
-        flat = grad.reshape(-1, grad.size(-1))
-        needs_weight, needs_bias = needed[2 * i], needed[2 * i + 1]
-        weight_grad = flat.t() @ x.reshape(-1, x.size(-1)) if needs_weight else None
-        bias_grad = flat.sum(0) if needs_bias else None
+    weight_grads = _weight_grads(x.reshape(-1, x.size(-1)), grads, needed[0::2])
+    for grad, weight_grad, needs_bias, group in zip(grads, weight_grads, needed[1::2], replica_groups, strict=True):
+        bias_grad = _flat(grad).sum(0) if needs_bias else None
         results += [g if g is None else backend.all_reduce(g, group) for g in (weight_grad, bias_grad)]
     return results
+
+
+def _weight_grads(x: Tensor, grads: Sequence[Tensor], needed: Sequence[bool]) -> Sequence[Tensor | None]:
+    whole = joined(grads, -1) if all(needed) else None
+    if whole is not None:
+        return (_flat(whole).t() @ x).split([grad.size(-1) for grad in grads])
+    return [_flat(grad).t() @ x if needs else None for grad, needs in zip(grads, needed, strict=True)]
+
+
+def _flat(grad: Tensor) -> Tensor:
+    return grad.reshape(-1, grad.size(-1))
 
 
 def _check_padding(pad: bool, stride: int) -> None:

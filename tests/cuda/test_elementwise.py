@@ -8,8 +8,9 @@ import torch
 from nxd_memopt.backends import backend
 from nxd_memopt.ops.activation import gated_activation
 from nxd_memopt.ops.cuda.support import serves
+from nxd_memopt.ops.joined import joined, split_last
 from nxd_memopt.ops.norm import rms_norm
-from nxd_memopt.ops.rope import apply_rope, rope_frequencies, rope_tables
+from nxd_memopt.ops.rope import apply_rope, apply_rope_qkv, rope_frequencies, rope_tables
 
 pytestmark = [
     pytest.mark.cuda,
@@ -53,6 +54,9 @@ def test_gated_activation(shape, name, dtype, bound):
     both = random(*shape[:-1], 2 * shape[-1], dtype=dtype)
     halves = [half.requires_grad_() for half in both.detach().chunk(2, dim=-1)]  # as one projection leaves them
     compare(lambda a, b: gated_activation(a, b, name), halves, bound)
+    assert joined(torch.autograd.grad(gated_activation(*halves, name).sum(), halves), -1) is not None
+    apart = [half.transpose(0, -2) for half in both.detach().chunk(2, dim=-1)]  # rows at two distances
+    compare(lambda a, b: gated_activation(a, b, name), [half.requires_grad_() for half in apart], bound)
 
 
 @pytest.mark.parametrize(("dtype", "bound"), DTYPES)
@@ -70,3 +74,31 @@ def test_rope(layout, heads, head_dim, rotary_dim, dtype, bound):
     for positions in (torch.arange(length).unsqueeze(0), torch.arange(2 * length).view(2, length)):
         tables = rope_tables(frequencies, positions.to(backend.device), dtype)
         compare(apply_rope, (x.detach().requires_grad_(), *tables), bound)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), DTYPES)
+@pytest.mark.parametrize(("heads", "groups"), [(8, 2), (3, 3)])
+@pytest.mark.parametrize("layout", ["apart", "rows", "interleaved"])
+def test_rope_of_a_projection(layout, heads, groups, dtype, bound):
+    batch, length, head_dim = 2, 33, 32
+    sizes = [heads * head_dim, groups * head_dim, groups * head_dim]
+    tables = rope_tables(
+        rope_frequencies(head_dim, {"rope_theta": 10000.0}), torch.arange(length, device=backend.device)[None], dtype
+    )
+    if layout == "interleaved":
+        whole = random(length, batch, 3 * heads * head_dim, dtype=dtype).requires_grad_()
+        split = lambda x: split_last(x.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3), 3)  # noqa: E731
+    else:
+        whole = random(length, batch, sum(sizes), dtype=dtype).requires_grad_()
+        apart = (lambda x: x.clone()) if layout == "apart" else (lambda x: x)
+        split = lambda x: [  # noqa: E731
+            apart(part).unflatten(-1, (-1, head_dim)).permute(1, 2, 0, 3) for part in x.split(sizes, -1)
+        ]
+    for i in range(3):
+        compare(lambda x, cos, sin, i=i: apply_rope_qkv(*split(x), cos, sin)[i], (whole, *tables), bound)
+    parts = [part.detach().requires_grad_() for part in split(whole)]
+    turned = apply_rope_qkv(*parts, *tables)
+    grads = torch.autograd.grad(turned, parts, [torch.randn_like(t) for t in turned])
+    rows = grads if layout == "interleaved" else [grad.permute(2, 0, 1, 3).flatten(-2) for grad in grads]
+    assert (joined(rows, -1) is not None) == (layout != "apart")
+    assert (turned[2].data_ptr() == parts[2].data_ptr()) == (layout == "apart")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 _TOKENS = 128  # of one tile
+_FEW_TOKENS = 16  # 64 bytes of fp32
 _SUM_ROWS, _GRADIENT_ROWS = 16, 32  # of one tile
 _SUM_RANGE, _GRADIENT_RANGE = 1024, 256  # vocabulary rows of one program
 _MULTIPLY_BLOCK, _MULTIPLY_PROGRAMS = 4096, 2048
@@ -27,14 +28,13 @@ def _clamped(valid: int | Tensor | None, vocab: int) -> int:
     return vocab if valid is None else min(max(valid, 0), vocab)
 
 
-def log_sum_exp(
-    logits: Tensor, softcap: float | None, valid: int | Tensor | None, *, with_sum: bool
-) -> tuple[Tensor, Tensor | None]:
-    """``[R]`` log-sum-exp over the first ``valid`` rows of ``[V, R]``, and their sum if asked for; fp32."""
+def local_sums(logits: Tensor, local_target: Tensor, terms: Any, valid: int | Tensor | None) -> Tensor:
+    """As ``ops.cross_entropy.local_sums``; fp32."""
     kernels = _kernels()
     vocab, tokens = logits.shape
-    ranges = -(-vocab // _SUM_RANGE)
+    ranges, with_sum = -(-vocab // _SUM_RANGE), terms.label_smoothing > 0
     partial = torch.empty((1 + with_sum, ranges, tokens), dtype=torch.float32, device=logits.device)
+    softcap: dict[str, Any] = {"softcap": terms.softcap or 1.0, "SOFTCAP": terms.softcap is not None}
     kernels.sums[(-(-tokens // _TOKENS), ranges)](
         logits,
         logits.stride(0),
@@ -42,15 +42,31 @@ def log_sum_exp(
         partial[-1],
         _clamped(valid, vocab),
         tokens,
-        softcap or 1.0,
-        SOFTCAP=softcap is not None,
+        **softcap,
         WITH_SUM=with_sum,
         RANGE=_SUM_RANGE,
         ROWS=_SUM_ROWS,
         TOKENS=_TOKENS,
         num_warps=4,
     )
-    return partial[0].logsumexp(0), partial[1].sum(0) if with_sum else None
+    result = torch.empty((2 + with_sum, tokens), dtype=torch.float32, device=logits.device)
+    kernels.token_sums[(-(-tokens // _FEW_TOKENS),)](
+        partial,
+        partial[-1],
+        ranges,
+        logits,
+        logits.stride(0),
+        local_target.contiguous(),
+        vocab,
+        tokens,
+        **softcap,
+        result=result,
+        WITH_SUM=with_sum,
+        RANGES=max(16, 1 << (ranges - 1).bit_length()),
+        TOKENS=_FEW_TOKENS,
+        num_warps=4,
+    )
+    return result
 
 
 def logits_gradient(

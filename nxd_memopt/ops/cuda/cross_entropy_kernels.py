@@ -76,6 +76,44 @@ def sums(
 
 
 @triton.jit
+def token_sums(
+    log_sum_exps,
+    logit_sums,
+    ranges,
+    logits,
+    stride,
+    target,
+    vocab,
+    tokens,
+    softcap,
+    result,
+    SOFTCAP: tl.constexpr,  # noqa: N803
+    WITH_SUM: tl.constexpr,  # noqa: N803
+    RANGES: tl.constexpr,  # noqa: N803
+    TOKENS: tl.constexpr,  # noqa: N803
+):
+    """The ranges' log-sum-exps together, and the target's logit; a few tokens a program, so that many run at once."""
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    is_token = token < tokens
+    row = tl.arange(0, RANGES)
+    mask = (row < ranges)[:, None] & is_token[None, :]
+    place = row[:, None] * tokens + token[None, :]
+    parts = tl.load(log_sum_exps + place, mask=mask, other=_LOWEST)
+    largest = tl.maximum(tl.max(parts, 0), _LOWEST)  # a range of padding alone has -inf
+    exp_sum = tl.sum(tl.where(mask, _exp2((parts - largest[None, :]) * _LOG2_E), 0.0), 0)
+    tl.store(result + token, largest + tl.log2(exp_sum) / _LOG2_E, mask=is_token)
+    label = tl.load(target + token, mask=is_token, other=-1)
+    held = (label >= 0) & (label < vocab)
+    logit = tl.load(logits + label * stride + token, mask=held, other=0.0).to(tl.float32)
+    if SOFTCAP:
+        logit = softcap * _tanh(logit / softcap)
+    tl.store(result + tokens + token, logit, mask=is_token)
+    if WITH_SUM:
+        sums = tl.load(logit_sums + place, mask=mask, other=0.0)
+        tl.store(result + 2 * tokens + token, tl.sum(sums, 0), mask=is_token)
+
+
+@triton.jit
 def gradient(
     logits,
     stride,

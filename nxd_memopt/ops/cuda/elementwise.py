@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from nxd_memopt.ops.joined import Layout
+
 GATED_KINDS = {
     "silu": "silu",
     "gelu": "gelu",
@@ -19,7 +21,7 @@ GATED_KINDS = {
     "gelu_pytorch_tanh": "tanh",
 }
 """By Hugging Face's ``hidden_act``: what the kernels call it."""
-_BLOCK = 2048
+_BLOCK = 1024
 _NORM_PROGRAMS = 264  # two for each of an H200's processors
 
 
@@ -59,44 +61,75 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class _Gated(torch.autograd.Function):
+    """On ``[rows, F]``, whose rows may be parts of longer ones."""
+
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, kind: str) -> Tensor:
-        gate, up = gate.contiguous(), up.contiguous()
         ctx.kind = kind
         ctx.save_for_backward(gate, up)
-        y, size = torch.empty_like(gate), gate.numel()
-        _kernels().gated_forward[(-(-size // _BLOCK),)](gate, up, y, size, KIND=kind, BLOCK=_BLOCK, num_warps=4)
+        y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+        _on_rows(_kernels().gated_forward, kind, gate, up, y)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         gate, up = ctx.saved_tensors
-        dgate, dup, size = torch.empty_like(gate), torch.empty_like(up), gate.numel()
-        _kernels().gated_backward[(-(-size // _BLOCK),)](
-            gate, up, grad.contiguous(), dgate, dup, size, KIND=ctx.kind, BLOCK=_BLOCK, num_warps=4
-        )
+        dgate, dup = Layout.of(gate, up).empty(gate)
+        grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+        _on_rows(_kernels().gated_backward, ctx.kind, gate, up, grad, dgate, dup)
         return dgate, dup, None
+
+
+def _on_rows(kernel: Any, kind: str, *tensors: Tensor) -> None:
+    rows, width = tensors[0].shape
+    grid = (rows, -(-width // _BLOCK))
+    kernel[grid](*tensors, *(t.stride(0) for t in tensors), width, KIND=kind, BLOCK=_BLOCK, num_warps=4)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.size(-1)) if x.stride(-1) == 1 else x.contiguous().view(-1, x.size(-1))
 
 
 class _Rope(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turned(x, cos, sin, transposed=False)
+        return _turned(x, cos, sin, torch.empty_like(x), transposed=False)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turned(grad, cos, sin, transposed=True), None, None
+        return _turned(grad, cos, sin, torch.empty_like(grad), transposed=True), None, None
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, *, transposed: bool) -> Tensor:
+class _RopeQKV(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        ctx.layout = Layout.of(query, key, value)
+        ctx.save_for_backward(cos, sin)
+        turned = (_turned(x, cos, sin, torch.empty_like(x), transposed=False) for x in (query, key))
+        return *turned, torch.empty_like(value).copy_(value)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        results = ctx.layout.empty(grads[0])
+        for grad, result in zip(grads[:2], results[:2], strict=True):
+            _turned(grad, cos, sin, result, transposed=True)
+        results[2].copy_(grads[2])
+        return *results, None, None
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor, *, transposed: bool) -> Tensor:
+    """``x`` rotated into ``y``; both ``[B, h, S, d]`` in any layout of heads."""
     x = x if x.stride(-1) == 1 else x.contiguous()
+    assert y.stride(-1) == 1
     cos, sin = cos.contiguous(), sin.contiguous()
     batch, heads, tokens, head_dim = x.shape
-    y, rotary_dim = torch.empty_like(x), cos.size(-1)
+    rotary_dim = cos.size(-1)
     rest = head_dim - rotary_dim
     _kernels().rope[(tokens, batch)](
         x,
@@ -125,9 +158,19 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def gated_activation(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     """As ``ops.activation.gated_activation``; ``kind`` is a value of ``GATED_KINDS``."""
-    return cast(Tensor, _Gated.apply(gate, up, kind))
+    return cast(Tensor, _Gated.apply(_rows(gate), _rows(up), kind)).view(gate.shape)
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """As ``ops.rope.apply_rope``, rounded once."""
     return cast(Tensor, _Rope.apply(x, cos, sin))
+
+
+def apply_rope_qkv(
+    query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As ``ops.rope.apply_rope_qkv``."""
+    is_joined = all(x.stride(-1) == 1 for x in (query, key, value)) and Layout.of(query, key, value).span is not None
+    if not is_joined:
+        return apply_rope(query, cos, sin), apply_rope(key, cos, sin), value
+    return cast("tuple[Tensor, Tensor, Tensor]", _RopeQKV.apply(query, key, value, cos, sin))

@@ -72,23 +72,49 @@ def _activated(x, KIND: tl.constexpr):  # noqa: N803
 
 
 @triton.jit
-def gated_forward(gate, up, y, size, KIND: tl.constexpr, BLOCK: tl.constexpr):  # noqa: N803
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = place < size
-    value, _ = _activated(tl.load(gate + place, mask=mask, other=0.0).to(tl.float32), KIND)
-    factor = tl.load(up + place, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y + place, (value * factor).to(y.dtype.element_ty), mask=mask)
+def gated_forward(
+    gate,
+    up,
+    y,
+    gate_row,
+    up_row,
+    y_row,
+    width,
+    KIND: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < width
+    value, _ = _activated(tl.load(gate + row * gate_row + column, mask=mask, other=0.0).to(tl.float32), KIND)
+    factor = tl.load(up + row * up_row + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y + row * y_row + column, (value * factor).to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def gated_backward(gate, up, dy, dgate, dup, size, KIND: tl.constexpr, BLOCK: tl.constexpr):  # noqa: N803
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = place < size
-    value, slope = _activated(tl.load(gate + place, mask=mask, other=0.0).to(tl.float32), KIND)
-    factor = tl.load(up + place, mask=mask, other=0.0).to(tl.float32)
-    grad = tl.load(dy + place, mask=mask, other=0.0).to(tl.float32)
-    tl.store(dup + place, (grad * value).to(dup.dtype.element_ty), mask=mask)
-    tl.store(dgate + place, (grad * factor * slope).to(dgate.dtype.element_ty), mask=mask)
+def gated_backward(
+    gate,
+    up,
+    dy,
+    dgate,
+    dup,
+    gate_row,
+    up_row,
+    dy_row,
+    dgate_row,
+    dup_row,
+    width,
+    KIND: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < width
+    value, slope = _activated(tl.load(gate + row * gate_row + column, mask=mask, other=0.0).to(tl.float32), KIND)
+    factor = tl.load(up + row * up_row + column, mask=mask, other=0.0).to(tl.float32)
+    grad = tl.load(dy + row * dy_row + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(dup + row * dup_row + column, (grad * value).to(dup.dtype.element_ty), mask=mask)
+    tl.store(dgate + row * dgate_row + column, (grad * factor * slope).to(dgate.dtype.element_ty), mask=mask)
 
 
 @triton.jit

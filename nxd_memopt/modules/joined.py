@@ -1,0 +1,48 @@
+"""Owns modules that keep the weights of layers with one input side by side in memory: one matmul instead of several.
+
+The parameters stay apart, under their names; only where their values lie changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from nxd_memopt.ops.cuda.support import has_triton
+from nxd_memopt.ops.joined import joined
+
+
+class JoinsWeights(nn.Module):
+    """Base of a module that has column-parallel layers ``joined_layers`` of one input.
+
+    On GPUs only: elsewhere no operator reads and writes joined activations, and a part that is saved for backward would
+    keep the whole alive.
+    """
+
+    joined_layers: tuple[str, ...] = ()
+
+    def join_weights(self) -> None:
+        """Move the weights side by side where they are not; costs one copy of them while it runs."""
+        weights = [self.get_submodule(name).weight for name in self.joined_layers]
+        first: Any = weights[0]
+        alike = all(w.dtype == first.dtype and w.device == first.device and w.is_contiguous() for w in weights)
+        if not (first.is_cuda and alike and has_triton()) or joined(weights, 0) is not None:
+            return
+        sizes = [weight.size(0) for weight in weights]
+        for weight, part in zip(weights, torch.cat([w.detach() for w in weights]).split(sizes), strict=True):
+            weight.data = part
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        self.join_weights()
+        return self
+
+
+def join_weights(model: nn.Module) -> None:
+    """Let every part of ``model`` that is a ``JoinsWeights`` join its weights; after their values were replaced."""
+    for module in model.modules():
+        if isinstance(module, JoinsWeights):
+            module.join_weights()

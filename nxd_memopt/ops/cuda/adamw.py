@@ -1,0 +1,84 @@
+"""Owns AdamW's update of many tensors in one Triton kernel: each is read and written once, at the memory's speed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_BLOCK = 1024
+_CHUNK = 64 * _BLOCK  # of one program: a model of 8e9 parameters then has tables of 1 MB
+_ALIGNMENT_BYTES = 16
+
+
+class Update(NamedTuple):
+    """One parameter: all four tensors are of one shape and contiguous; both moments of one dtype.
+
+    Args:
+        param: updated in place.
+        grad: read.
+        mean: first moment, updated in place.
+        square: second moment, updated in place.
+        step: how many updates there were, with this one.
+    """
+
+    param: Tensor
+    grad: Tensor
+    mean: Tensor
+    square: Tensor
+    step: int
+
+
+def adamw(updates: Sequence[Update], *, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float) -> None:
+    """``torch.optim.AdamW``'s step, in fp32 for tensors of any dtype, which are rounded when they are stored."""
+    kinds: dict[tuple[Any, ...], list[Update]] = {}
+    for update in updates:
+        kinds.setdefault(_kind(update), []).append(update)
+    for (*_, is_aligned), alike in kinds.items():
+        _launch(alike, is_aligned, lr, beta1, beta2, eps, weight_decay)
+
+
+def _kind(update: Update) -> tuple[Any, ...]:
+    tensors = update[:4]
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    is_aligned = not any(number % _ALIGNMENT_BYTES for number in (*addresses, update.param.numel()))
+    return update.param.device, *(tensor.dtype for tensor in tensors), is_aligned
+
+
+def _launch(updates: Sequence[Update], is_aligned: bool, *numbers: float) -> None:
+    from nxd_memopt.ops.cuda import adamw_kernels
+
+    beta1, beta2 = numbers[1:3]
+    first = updates[0]
+    device = first.param.device
+    table = _on_device([[*(t.data_ptr() for t in u[:4]), u.param.numel()] for u in updates], torch.int64, device)
+    corrections = [[1 - beta1**u.step, math.sqrt(1 - beta2**u.step)] for u in updates]
+    chunks = torch.tensor([-(-u.param.numel() // _CHUNK) for u in updates])
+    tensor_of = torch.repeat_interleave(torch.arange(len(updates)), chunks)
+    chunk_of = torch.arange(len(tensor_of)) - (chunks.cumsum(0) - chunks)[tensor_of]
+    adamw_kernels.adamw[(len(tensor_of),)](
+        table,
+        _moved(tensor_of.int(), device),
+        _moved(chunk_of.int(), device),
+        _on_device(corrections, torch.float32, device),
+        first.param,
+        first.grad,
+        first.mean,
+        *numbers,
+        ALIGNED=is_aligned,
+        CHUNK=_CHUNK,
+        BLOCK=_BLOCK,
+        num_warps=4,
+    )
+
+
+def _on_device(values: list[list[Any]], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return _moved(torch.tensor(values, dtype=dtype), device)
+
+
+def _moved(host: Tensor, device: torch.device) -> Tensor:
+    """From pinned memory, so that the host does not wait for the device."""
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

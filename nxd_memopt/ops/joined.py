@@ -1,0 +1,97 @@
+"""Owns how to see that tensors lie side by side in one memory, so that one matmul may read or write them all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from nxd_memopt.backends import backend
+
+
+def joined(tensors: Sequence[Tensor], dim: int) -> Tensor | None:
+    """The tensor whose consecutive parts along ``dim`` are ``tensors``, without a copy; ``None`` if there is none."""
+    first = tensors[0]
+    if len(tensors) == 1:
+        return first
+    if not backend.views_share_memory or torch.compiler.is_compiling():
+        return None
+    dim %= first.dim()
+    stride, offset, length = first.stride(), first.storage_offset(), 0
+    for tensor in tensors:
+        alike = tensor.dtype == first.dtype and tensor.stride() == stride and _same_but(first, tensor, dim)
+        if not alike or tensor.storage_offset() != offset or not _one_storage(first, tensor):
+            return None
+        offset += tensor.size(dim) * stride[dim]
+        length += tensor.size(dim)
+    return first.as_strided((*first.shape[:dim], length, *first.shape[dim + 1 :]), stride)
+
+
+def _same_but(a: Tensor, b: Tensor, dim: int) -> bool:
+    return a.dim() == b.dim() and a.shape[:dim] == b.shape[:dim] and a.shape[dim + 1 :] == b.shape[dim + 1 :]
+
+
+def _one_storage(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+
+
+def _end(tensor: Tensor) -> int:
+    return tensor.storage_offset() + 1 + sum((n - 1) * k for n, k in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where tensors lie relative to each other in one memory: gradients laid out so are as joined as the tensors."""
+
+    span: int | None
+    shapes: tuple[torch.Size, ...]
+    strides: tuple[tuple[int, ...], ...]
+    offsets: tuple[int, ...]
+
+    @classmethod
+    def of(cls, *tensors: Tensor) -> Layout:
+        """``span`` is ``None`` when the tensors do not fill one memory together."""
+        first = min(tensor.storage_offset() for tensor in tensors)
+        span = max(_end(tensor) for tensor in tensors) - first
+        whole = span == sum(tensor.numel() for tensor in tensors) and all(
+            _one_storage(tensors[0], tensor) and tensor.dtype == tensors[0].dtype for tensor in tensors
+        )
+        return cls(
+            span if whole else None,
+            tuple(tensor.shape for tensor in tensors),
+            tuple(tensor.stride() for tensor in tensors),
+            tuple(tensor.storage_offset() - first for tensor in tensors),
+        )
+
+    def empty(self, like: Tensor) -> list[Tensor]:
+        """Uninitialised tensors in this layout; apart and contiguous where it is not one memory's."""
+        if self.span is None:
+            return [like.new_empty(shape) for shape in self.shapes]
+        memory = like.new_empty(self.span)
+        return [
+            memory.as_strided(shape, stride, offset)
+            for shape, stride, offset in zip(self.shapes, self.strides, self.offsets, strict=True)
+        ]
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, parts: int) -> tuple[Tensor, ...]:
+        del ctx
+        return x.chunk(parts, dim=-1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        del ctx
+        whole = joined(grads, -1)
+        return torch.cat(grads, dim=-1) if whole is None else whole, None
+
+
+def split_last(x: Tensor, parts: int) -> tuple[Tensor, ...]:
+    """``parts`` equal views of the last dimension; gradients that are joined already are not copied together."""
+    return cast("tuple[Tensor, ...]", _Split.apply(x, parts))

@@ -1,0 +1,79 @@
+"""Tensors side by side in one memory: seen as one, and one matmul for several weights gives what several give."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nxd_memopt.models.llama import LlamaForCausalLM
+from nxd_memopt.ops.joined import Layout, joined, split_last
+from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, column_parallel_linears
+from tests.reference_models import llama_config
+
+
+def test_consecutive_parts_are_seen_as_one():
+    whole = torch.randn(3, 5, 12)
+    for dim, sizes in ((-1, [6, 3, 3]), (0, [1, 2]), (1, [4, 1])):
+        found = joined(whole.split(sizes, dim), dim)
+        assert found is not None and found.data_ptr() == whole.data_ptr() and torch.equal(found, whole)
+    assert joined([whole], 0) is whole
+
+
+def test_others_are_not():
+    whole = torch.randn(4, 12)
+    a, b, c = whole.split(4, -1)
+    for parts in ((b, a), (a, c), (a, b.clone()), (a, a), (a, b[:2]), (a.clone(), b.clone()), (a, b.contiguous())):
+        assert joined(parts, -1) is None
+    assert joined((torch.empty(2, 3, device="meta"), torch.empty(2, 3, device="meta")), 0) is None
+
+
+@pytest.mark.parametrize("frozen", [None, 1])
+@pytest.mark.parametrize("bias", [True, False])
+def test_one_matmul_for_joined_weights(bias, frozen):
+    torch.manual_seed(0)
+    sizes, x = [6, 2, 4], torch.randn(5, 3, 8, dtype=torch.float64)
+    layers = [ColumnParallelLinear(8, n, bias=bias, gather_output=False, dtype=torch.float64) for n in sizes]
+    if frozen is not None:
+        layers[frozen].weight.requires_grad_(False)
+    upstream = torch.randn(5, 3, 12, dtype=torch.float64).split(sizes, -1)
+    apart = _outputs_and_gradients(layers, x, upstream)
+    for layer, part in zip(layers, torch.cat([layer.weight.detach() for layer in layers]).split(sizes), strict=True):
+        layer.weight.data = part
+    joint = _outputs_and_gradients(layers, x, upstream)
+    outputs = joint[: len(layers)]
+    assert joined(outputs, -1) is not None and joined(apart[: len(layers)], -1) is None
+    for found, expected in zip(joint, apart, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
+
+
+def _outputs_and_gradients(layers, x, upstream):
+    x = x.clone().requires_grad_()
+    outputs = column_parallel_linears(x, layers)
+    wanted = [p for layer in layers for p in layer.parameters() if p.requires_grad]
+    return [*outputs, *torch.autograd.grad(outputs, [x, *wanted], upstream)]
+
+
+def test_gradients_take_the_layout_of_their_tensors():
+    whole = torch.randn(4, 2, 12)
+    parts = [part.unflatten(-1, (-1, 2)).permute(1, 2, 0, 3) for part in whole.split([8, 2, 2], -1)]
+    empties = Layout.of(*parts).empty(whole)
+    assert [e.shape for e in empties] == [p.shape for p in parts]
+    rows = [e.permute(2, 0, 1, 3).flatten(-2) for e in empties]
+    assert joined(rows, -1) is not None
+    apart = Layout.of(parts[0], parts[1]).empty(whole)  # a hole is left where the third was
+    assert all(e.is_contiguous() for e in apart)
+
+
+def test_split_gives_the_gradient_of_chunk():
+    x = torch.randn(3, 4, 6, requires_grad=True)
+    upstream = [torch.randn(3, 4, 2) for _ in range(3)]
+    (expected,) = torch.autograd.grad(x.chunk(3, -1), x, upstream)
+    (copied,) = torch.autograd.grad(split_last(x, 3), x, upstream)
+    whole = torch.cat(upstream, -1)
+    (viewed,) = torch.autograd.grad(split_last(x, 3), x, whole.chunk(3, -1))
+    assert torch.equal(copied, expected) and torch.equal(viewed, expected) and viewed.data_ptr() == whole.data_ptr()
+
+
+def test_a_cpu_model_keeps_its_weights_apart():
+    attention = LlamaForCausalLM(llama_config()).decoder_layers()[0].self_attn
+    assert joined([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight], 0) is None
