@@ -54,7 +54,8 @@ class GPTNeoXAttention(nn.Module):
 
     def forward(self, hidden: Tensor, rope: RopeTables, mask: Tensor | None) -> Tensor:
         qkv = split_heads(self.query_key_value(hidden), 3 * self.head_dim, sequence_first=self.sequence_first)
-        query, key, value = apply_rope_qkv(*split_last(qkv, 3), *rope)  # [B, h/T, S, d] each
+        query, key, value = split_last(qkv, 3)  # [B, h/T, S, d] each
+        query, key, value = apply_rope_qkv(query, key, value, *rope)
         context = self.core_attn(query, key, value, mask)
         return self.dense(merge_heads(context, sequence_first=self.sequence_first))
 

@@ -6,7 +6,7 @@ The parameters stay apart, under their names; only where their values lie change
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -26,8 +26,8 @@ class JoinsWeights(nn.Module):
 
     def join_weights(self) -> None:
         """Move the weights side by side where they are not; costs one copy of them while it runs."""
-        weights = [self.get_submodule(name).weight for name in self.joined_layers]
-        first: Any = weights[0]
+        weights = [cast(nn.Parameter, self.get_submodule(name).weight) for name in self.joined_layers]
+        first = weights[0]
         alike = all(w.dtype == first.dtype and w.device == first.device and w.is_contiguous() for w in weights)
         if not (first.is_cuda and alike and has_triton()) or joined(weights, 0) is not None:
             return

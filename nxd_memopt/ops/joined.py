@@ -39,8 +39,12 @@ def _one_storage(a: Tensor, b: Tensor) -> bool:
     return a.untyped_storage()._cdata == b.untyped_storage()._cdata
 
 
+def _start(tensor: Tensor) -> int:
+    return int(tensor.storage_offset())
+
+
 def _end(tensor: Tensor) -> int:
-    return tensor.storage_offset() + 1 + sum((n - 1) * k for n, k in zip(tensor.shape, tensor.stride(), strict=True))
+    return _start(tensor) + 1 + sum((n - 1) * k for n, k in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ class Layout:
     @classmethod
     def of(cls, *tensors: Tensor) -> Layout:
         """``span`` is ``None`` when the tensors do not fill one memory together."""
-        first = min(tensor.storage_offset() for tensor in tensors)
+        first = min(_start(tensor) for tensor in tensors)
         span = max(_end(tensor) for tensor in tensors) - first
         whole = span == sum(tensor.numel() for tensor in tensors) and all(
             _one_storage(tensors[0], tensor) and tensor.dtype == tensors[0].dtype for tensor in tensors
@@ -64,7 +68,7 @@ class Layout:
             span if whole else None,
             tuple(tensor.shape for tensor in tensors),
             tuple(tensor.stride() for tensor in tensors),
-            tuple(tensor.storage_offset() - first for tensor in tensors),
+            tuple(_start(tensor) - first for tensor in tensors),
         )
 
     def empty(self, like: Tensor) -> list[Tensor]:

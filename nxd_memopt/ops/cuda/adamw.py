@@ -41,6 +41,12 @@ def adamw(updates: Sequence[Update], *, lr: float, beta1: float, beta2: float, e
         _launch(alike, is_aligned, lr, beta1, beta2, eps, weight_decay)
 
 
+def _kernels() -> Any:
+    from nxd_memopt.ops.cuda import adamw_kernels
+
+    return adamw_kernels
+
+
 def _kind(update: Update) -> tuple[Any, ...]:
     tensors = update[:4]
     addresses = [tensor.data_ptr() for tensor in tensors]
@@ -49,8 +55,6 @@ def _kind(update: Update) -> tuple[Any, ...]:
 
 
 def _launch(updates: Sequence[Update], is_aligned: bool, *numbers: float) -> None:
-    from nxd_memopt.ops.cuda import adamw_kernels
-
     beta1, beta2 = numbers[1:3]
     first = updates[0]
     device = first.param.device
@@ -59,7 +63,7 @@ def _launch(updates: Sequence[Update], is_aligned: bool, *numbers: float) -> Non
     chunks = torch.tensor([-(-u.param.numel() // _CHUNK) for u in updates])
     tensor_of = torch.repeat_interleave(torch.arange(len(updates)), chunks)
     chunk_of = torch.arange(len(tensor_of)) - (chunks.cumsum(0) - chunks)[tensor_of]
-    adamw_kernels.adamw[(len(tensor_of),)](
+    _kernels().adamw[(len(tensor_of),)](
         table,
         _moved(tensor_of.int(), device),
         _moved(chunk_of.int(), device),
