@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import GPTNeoXConfig
 
 from nxd_memopt.config import MemoryConfig, ParallelConfig, require_divisible
-from nxd_memopt.memory import apply_recompute
+from nxd_memopt.memory import apply_recompute, is_recomputed
 from nxd_memopt.modules.attention import CoreAttention, merge_heads, split_heads
 from nxd_memopt.modules.causal_lm import ParallelCausalLM, RopeTables, resolve_memory
 from nxd_memopt.modules.dropout import ParallelDropout
@@ -17,6 +17,10 @@ from nxd_memopt.modules.factory import LayerFactory, resolve_parallel
 from nxd_memopt.modules.mlp import Activation
 from nxd_memopt.ops.joined import split_last
 from nxd_memopt.ops.rope import apply_rope_qkv
+from nxd_memopt.parallel_layers.branches import normalised_column_parallel_linears, row_parallel_linears
+from nxd_memopt.parallel_layers.layer_norm import LayerNorm
+from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
+from nxd_memopt.parallel_layers.utils import runs_as
 
 SHARDING = {
     "embed_in": "vocab",
@@ -43,8 +47,8 @@ class GPTNeoXAttention(nn.Module):
         super().__init__()
         hidden, bias = config.hidden_size, config.attention_bias
         self.head_dim = hidden // config.num_attention_heads
-        self.query_key_value = factory.linear("query_key_value", hidden, 3 * hidden, bias=bias)
-        self.dense = factory.linear("dense", hidden, hidden, bias=bias)
+        self.query_key_value = factory.column("query_key_value", hidden, 3 * hidden, bias=bias)
+        self.dense = factory.row("dense", hidden, hidden, bias=bias)
         self.core_attn = CoreAttention(
             attention_backend=memory.attention_backend,
             dropout=config.attention_dropout,
@@ -53,11 +57,18 @@ class GPTNeoXAttention(nn.Module):
         self.sequence_first = factory.parallel.sequence_parallel_enabled
 
     def forward(self, hidden: Tensor, rope: RopeTables, mask: Tensor | None) -> Tensor:
-        qkv = split_heads(self.query_key_value(hidden), 3 * self.head_dim, sequence_first=self.sequence_first)
-        query, key, value = split_last(qkv, 3)  # [B, h/T, S, d] each
+        return self.dense(self.context(self.query_key_value(hidden), rope, mask))
+
+    def is_plain(self) -> bool:
+        """Both projections are this library's own, nothing watches or replaces them."""
+        return runs_as(self.query_key_value, ColumnParallelLinear) and runs_as(self.dense, RowParallelLinear)
+
+    def context(self, qkv: Tensor, rope: RopeTables, mask: Tensor | None) -> Tensor:
+        """``[B, S, 3H/T] -> [B, S, H/T]`` (sequence first under sequence parallelism): what ``dense`` projects."""
+        heads = split_heads(qkv, 3 * self.head_dim, sequence_first=self.sequence_first)
+        query, key, value = split_last(heads, 3)  # [B, h/T, S, d] each
         query, key, value = apply_rope_qkv(query, key, value, *rope)
-        context = self.core_attn(query, key, value, mask)
-        return self.dense(merge_heads(context, sequence_first=self.sequence_first))
+        return merge_heads(self.core_attn(query, key, value, mask), sequence_first=self.sequence_first)
 
 
 class GPTNeoXMLP(nn.Module):
@@ -66,12 +77,16 @@ class GPTNeoXMLP(nn.Module):
     def __init__(self, config: GPTNeoXConfig, factory: LayerFactory) -> None:
         super().__init__()
         hidden, width = config.hidden_size, config.intermediate_size
-        self.dense_h_to_4h = factory.linear("dense_h_to_4h", hidden, width, bias=True)
-        self.dense_4h_to_h = factory.linear("dense_4h_to_h", width, hidden, bias=True)
+        self.dense_h_to_4h = factory.column("dense_h_to_4h", hidden, width, bias=True)
+        self.dense_4h_to_h = factory.row("dense_4h_to_h", width, hidden, bias=True)
         self.act = Activation(config.hidden_act)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.dense_4h_to_h(self.act(self.dense_h_to_4h(hidden)))
+
+    def is_plain(self) -> bool:
+        """As ``GPTNeoXAttention``'s."""
+        return runs_as(self.dense_h_to_4h, ColumnParallelLinear) and runs_as(self.dense_4h_to_h, RowParallelLinear)
 
 
 class GPTNeoXLayer(nn.Module):
@@ -87,12 +102,40 @@ class GPTNeoXLayer(nn.Module):
         self.post_mlp_dropout = ParallelDropout(config.hidden_dropout, sharded=sharded)
 
     def forward(self, hidden: Tensor, rope: RopeTables, mask: Tensor | None) -> Tensor:
+        if self._merges_branches():
+            return hidden + self._branches(hidden, rope, mask)
         attended = self.post_attention_dropout(self.attention(self.input_layernorm(hidden), rope, mask))
         if self.use_parallel_residual:
             expanded = self.post_mlp_dropout(self.mlp(self.post_attention_layernorm(hidden)))
             return expanded + attended + hidden
         attended = attended + hidden
         return self.post_mlp_dropout(self.mlp(self.post_attention_layernorm(attended))) + attended
+
+    def _merges_branches(self) -> bool:
+        """Not where dropout falls on each branch, nor where a part is recomputed, watched or replaced by itself."""
+        if not self.use_parallel_residual or (self.training and self.post_attention_dropout.p > 0):
+            return False
+        norms = (self.input_layernorm, self.post_attention_layernorm)
+        if not all(runs_as(norm, LayerNorm) or is_recomputed(norm) for norm in norms):  # merged, they keep nothing
+            return False
+        attention, mlp = self.attention, self.mlp
+        return (
+            runs_as(attention, GPTNeoXAttention)
+            and runs_as(mlp, GPTNeoXMLP)
+            and attention.is_plain()
+            and mlp.is_plain()
+        )
+
+    def _branches(self, hidden: Tensor, rope: RopeTables, mask: Tensor | None) -> Tensor:
+        """Attention and MLP on one normalised input; the norms' and the two blocks' own ``forward`` are not called."""
+        attention, mlp = self.attention, self.mlp
+        qkv, expanded = normalised_column_parallel_linears(
+            hidden,
+            (self.input_layernorm, attention.query_key_value),
+            (self.post_attention_layernorm, mlp.dense_h_to_4h),
+        )
+        context = attention.context(qkv, rope, mask)
+        return row_parallel_linears((context, mlp.act(expanded)), (attention.dense, mlp.dense_4h_to_h))
 
 
 class GPTNeoXModel(nn.Module):

@@ -58,7 +58,7 @@ class LlamaAttention(JoinsWeights):
         self.q_proj = factory.column("q_proj", hidden, query_size, bias=bias)
         self.k_proj = factory.column("k_proj", hidden, kv_size, bias=bias)
         self.v_proj = factory.column("v_proj", hidden, kv_size, bias=bias)
-        self.o_proj = factory.linear("o_proj", query_size, hidden, bias=bias)
+        self.o_proj = factory.row("o_proj", query_size, hidden, bias=bias)
         self.core_attn = CoreAttention(
             attention_backend=memory.attention_backend,
             dropout=config.attention_dropout or 0.0,
@@ -85,7 +85,7 @@ class LlamaMLP(JoinsWeights):
         hidden, width, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         self.gate_proj = factory.column("gate_proj", hidden, width, bias=bias)
         self.up_proj = factory.column("up_proj", hidden, width, bias=bias)
-        self.down_proj = factory.linear("down_proj", width, hidden, bias=bias)
+        self.down_proj = factory.row("down_proj", width, hidden, bias=bias)
         self.act = GatedActivation(config.hidden_act)
         self.join_weights()
 

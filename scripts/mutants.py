@@ -80,8 +80,8 @@ MUTANTS = (
     Mutant(
         "column weight gradient doubled",
         f"{PARALLEL}/layers.py",
-        "weight_grad = flat.t() @",
-        "weight_grad = 2 * flat.t() @",
+        "return [_flat(grad).t() @ x if needs",
+        "return [2 * _flat(grad).t() @ x if needs",
         ("dist/test_layers.py",),
     ),
     Mutant(
@@ -181,6 +181,14 @@ MUTANTS = (
         "loss = loss.masked_fill(~valid, 0.0)\n",
         "loss = loss * 1.0\n",
         ("dist/test_cross_entropy.py",),
+    ),
+    Mutant(
+        "parallel branches keep each rank's part of the norms' gradients",
+        f"{PARALLEL}/branches.py",
+        "by_affine = backend.all_reduce(by_affine, comm.group)",
+        "by_affine = by_affine.clone()",
+        ("dist/test_branches.py", "dist/test_models.py"),
+        "apart or gpt_neox",
     ),
     Mutant(
         "fused loss keeps each rank's own softmax",

@@ -154,7 +154,8 @@ def test_collectives_equal_the_formulas(config, memory, sequence):
     certified = certificate(asked)
     by_name = {check.name: check for check in certified.checks}
     assert by_name["collectives"].passed, by_name["collectives"].detail
-    assert certified.survivals[4].recompute.collectives.total() >= 4 * 4 + 3  # embedding, loss, dX of the head
+    least = 4 if config == "llama" else 3  # GPT-NeoX's branches share a reduction, its norms' gradients need one
+    assert certified.survivals[4].recompute.collectives.total() >= least * 4 + 3  # embedding, loss, dX of the head
 
 
 @pytest.mark.parametrize(

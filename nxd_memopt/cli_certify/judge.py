@@ -93,6 +93,7 @@ def _shape(request: Request, layers: int) -> StepShape:
     return step_shape(
         config,
         request.parallel_config(),
+        request.memory_config(),
         sequence_length=request.sequence_length,
         micro_batch_size=request.micro_batch_size,
         dtype=getattr(torch, request.dtype),

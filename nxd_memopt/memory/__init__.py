@@ -1,5 +1,5 @@
 """Owns memory techniques that are applied to a model from outside."""
 
-from nxd_memopt.memory.recompute import apply_recompute
+from nxd_memopt.memory.recompute import apply_recompute, is_recomputed
 
-__all__ = ["apply_recompute"]
+__all__ = ["apply_recompute", "is_recomputed"]

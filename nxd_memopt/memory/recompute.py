@@ -86,6 +86,11 @@ def recompute_module(module: nn.Module) -> None:
         _set_forward(module, functools.partial(checkpoint, module.forward))
 
 
+def is_recomputed(module: nn.Module) -> bool:
+    """Whether ``module`` by itself runs under ``checkpoint``."""
+    return _ORIGINAL_FORWARD in module.__dict__
+
+
 def remove_recompute(model: Recomputable) -> None:
     """Undo ``apply_recompute``."""
     named = model.recompute_modules()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -44,20 +43,23 @@ class LayerFactory:
     device: torch.device | str | None
     kv_replicas: int = 1
 
-    def linear(self, name: str, input_size: int, output_size: int, *, bias: bool) -> nn.Module:
-        """A column- or row-parallel layer for the module ``name``."""
+    def column(self, name: str, input_size: int, output_size: int, *, bias: bool) -> ColumnParallelLinear:
         kind = self.sharding[name]
-        build = self._row if kind == "row" else partial(self._column, kind=kind)
-        layer = build(input_size, output_size, bias=bias)
+        assert kind in ("column", "kv_column", "vocab"), f"the sharding table calls {name} {kind}"
+        layer = self._column(input_size, output_size, bias=bias, kind=kind)
+        self._draw(layer)
+        return layer
+
+    def row(self, name: str, input_size: int, output_size: int, *, bias: bool) -> RowParallelLinear:
+        assert self.sharding[name] == "row", f"the sharding table calls {name} {self.sharding[name]}"
+        layer = self._row(input_size, output_size, bias=bias)
+        self._draw(layer)
+        return layer
+
+    def _draw(self, layer: ColumnParallelLinear | RowParallelLinear) -> None:
         self._draw_on_device(layer)
         if layer.bias is not None and not layer.bias.is_meta:
             nn.init.zeros_(layer.bias)
-        return layer
-
-    def column(self, name: str, input_size: int, output_size: int, *, bias: bool) -> ColumnParallelLinear:
-        layer = self.linear(name, input_size, output_size, bias=bias)
-        assert isinstance(layer, ColumnParallelLinear), f"the sharding table calls {name} {self.sharding[name]}"
-        return layer
 
     def _init_weight(self, weight: torch.Tensor) -> object:
         return nn.init.normal_(weight, std=self.initializer_range)

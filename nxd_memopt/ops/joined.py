@@ -8,9 +8,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from nxd_memopt.backends import backend
+from nxd_memopt.ops.autograd import first_derivative_only
 
 
 def joined(tensors: Sequence[Tensor], dim: int) -> Tensor | None:
@@ -89,7 +89,7 @@ class _Split(torch.autograd.Function):
         return x.chunk(parts, dim=-1)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         del ctx
         whole = joined(grads, -1)

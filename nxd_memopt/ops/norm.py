@@ -1,12 +1,16 @@
-"""Owns RMSNorm on local tensors."""
+"""Owns RMSNorm and the parts of LayerNorm on local tensors."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from nxd_memopt.ops.cuda import elementwise as cuda
 from nxd_memopt.ops.cuda.support import serves
+
+_NATIVE_LAYER_NORM = ("cpu", "cuda")  # devices with PyTorch's own kernels, backward too
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -22,3 +26,67 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x if x.dtype == torch.float64 else x.float()
     normalised = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight * normalised.to(x.dtype)
+
+
+def normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """LayerNorm without its affine part (arXiv:1607.06450): ``(x - mean) * rstd`` of the last dimension, mean, rstd.
+
+    Args:
+        x: ``[..., H]``; statistics in fp32 (fp64 for fp64), the result in x's dtype.
+        eps: added to the variance.
+    """
+    if x.device.type in _NATIVE_LAYER_NORM:
+        return torch.native_layer_norm(x, [x.size(-1)], None, None, eps)
+    wide = x if x.dtype == torch.float64 else x.float()
+    mean = wide.mean(-1, keepdim=True)
+    rstd = torch.rsqrt((wide - mean).square().mean(-1, keepdim=True) + eps)
+    return ((wide - mean) * rstd).to(x.dtype), mean, rstd
+
+
+def normalise_gradient(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
+    """Gradient by x of what ``normalise`` returned first; shapes as there."""
+    if x.device.type in _NATIVE_LAYER_NORM:
+        wanted = [True, False, False]
+        return torch.ops.aten.native_layer_norm_backward(grad, x, [x.size(-1)], mean, rstd, None, None, wanted)[0]
+    wide = grad.to(rstd.dtype)
+    normalised = (x - mean) * rstd
+    along = (wide * normalised).mean(-1, keepdim=True)
+    return (rstd * (wide - wide.mean(-1, keepdim=True) - normalised * along)).to(x.dtype)
+
+
+def affine_branches(normalised: Tensor, gains: Sequence[Tensor], shifts: Sequence[Tensor]) -> list[Tensor]:
+    """``normalised * gain + shift`` for each pair.
+
+    Args:
+        normalised: ``[..., H]``.
+        gains: ``[H]`` each.
+        shifts: ``[H]`` each.
+    """
+    if len(gains) == 2 and serves(normalised, *gains, *shifts):
+        return cuda.affine_branches(normalised, gains, shifts)
+    return [torch.addcmul(shift, normalised, gain) for gain, shift in zip(gains, shifts, strict=True)]
+
+
+def affine_branches_gradient(
+    normalised: Tensor, grads: Sequence[Tensor], gains: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Gradients of ``affine_branches``.
+
+    Args:
+        normalised: ``[..., H]``.
+        grads: ``[..., H]`` each, of its results.
+        gains: ``[H]`` each.
+
+    Returns:
+        By ``normalised``, in its dtype; and ``[branches, 2, H]`` in fp32 (fp64 for fp64), by each gain and shift.
+    """
+    if len(gains) == 2 and serves(normalised, *grads, *gains):
+        return cuda.affine_branches_gradient(normalised, grads, gains)
+    wide = torch.float64 if normalised.dtype == torch.float64 else torch.float32
+    flat = normalised.reshape(-1, normalised.size(-1)).to(wide)
+    by_normalised, by_affine = torch.zeros_like(flat), []
+    for grad, gain in zip(grads, gains, strict=True):
+        wide_grad = grad.reshape(flat.shape).to(wide)
+        by_normalised = torch.addcmul(by_normalised, wide_grad, gain.to(wide))
+        by_affine.append(torch.stack([(wide_grad * flat).sum(0), wide_grad.sum(0)]))
+    return by_normalised.view(normalised.shape).to(normalised.dtype), torch.stack(by_affine)

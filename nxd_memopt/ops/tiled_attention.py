@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from nxd_memopt.backends import backend
 from nxd_memopt.backends.attention_call import AttentionCall
+from nxd_memopt.ops.autograd import first_derivative_only
 
 Span = tuple[int, int]
 """First position and number of positions of a tile."""
@@ -77,7 +77,7 @@ class _TiledAttention(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         # behind a barrier, or a compiler that sees both passes keeps forward's tiles for backward
         *saved, grad_output = backend.optimization_barrier([*ctx.saved_tensors, grad_output])

@@ -13,11 +13,11 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends import Pending, backend
 from nxd_memopt.config import require_divisible
+from nxd_memopt.ops.autograd import first_derivative_only
 from nxd_memopt.ops.joined import joined
 from nxd_memopt.parallel_layers import mappings, parallel_state
 from nxd_memopt.parallel_layers.base_linear import BaseParallelLinear
@@ -27,7 +27,6 @@ from nxd_memopt.parallel_layers.utils import (
     cast_if_autocast_enabled,
     check_sequence_dimension,
     padded_size,
-    refuse_second_derivatives,
 )
 
 __all__ = [
@@ -83,9 +82,8 @@ class _ColumnParallel(torch.autograd.Function):
         return _outputs(x, weights, biases)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivatives()
         comm: ColumnCommunication = ctx.comm
         x, *weights = ctx.saved_tensors
         x, *output_grads = backend.optimization_barrier([x, *grads])  # the second gather is not the first one's copy
@@ -354,7 +352,7 @@ class RowParallelLinear(BaseParallelLinear):
 
     def forward(self, input: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         output = F.linear(self._local_input(input), self.weight)
-        output = self._reduce(output) if self.reduce_output else output
+        output = self.reduce(output) if self.reduce_output else output
         if self.skip_bias_add:
             return output, self.bias
         return output if self.bias is None else output + self.bias.to(output.dtype)
@@ -376,7 +374,8 @@ class RowParallelLinear(BaseParallelLinear):
             )
         return input
 
-    def _reduce(self, partial: Tensor) -> Tensor:
+    def reduce(self, partial: Tensor) -> Tensor:
+        """The sum of all ranks' ``partial`` outputs; this rank's part of it under sequence parallelism."""
         group = self.tensor_parallel_group
         if self.sequence_parallel_enabled:
             dimension = self.sequence_dimension

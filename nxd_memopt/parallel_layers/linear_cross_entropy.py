@@ -9,11 +9,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends import backend
 from nxd_memopt.config import require_one_of
+from nxd_memopt.ops.autograd import first_derivative_only
 from nxd_memopt.ops.cross_entropy import LossTerms, labels_outside, wide_dtype
 from nxd_memopt.ops.cuda import cross_entropy as cuda
 from nxd_memopt.ops.cuda.support import serves
@@ -22,7 +22,6 @@ from nxd_memopt.parallel_layers.mappings import resolve_group
 from nxd_memopt.parallel_layers.utils import (
     cast_if_autocast_enabled,
     check_sequence_dimension,
-    refuse_second_derivatives,
 )
 
 DEFAULT_LOGITS_BYTES = 256 * 2**20
@@ -47,9 +46,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         return losses if in_backward else (losses * scale).sum()
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivatives()
         options: HeadOptions = ctx.options
         if options.reduction == "none":
             x, weight, target = ctx.saved_tensors

@@ -7,14 +7,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends import backend
+from nxd_memopt.ops.autograd import first_derivative_only
 from nxd_memopt.ops.cross_entropy import labels_outside
 from nxd_memopt.parallel_layers.linear_cross_entropy import fused_linear_cross_entropy
 from nxd_memopt.parallel_layers.mappings import resolve_group
-from nxd_memopt.parallel_layers.utils import refuse_second_derivatives
 
 __all__ = ["from_parallel_logits_to_logprobs", "fused_linear_cross_entropy", "parallel_cross_entropy"]
 
@@ -58,9 +57,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None]:
-        refuse_second_derivatives()
         (grad,) = ctx.saved_tensors
         scaled = torch.mul(grad, grad_loss.unsqueeze(-1), out=torch.empty_like(grad))  # one rounding, no fp32 copy
         return scaled, None, None

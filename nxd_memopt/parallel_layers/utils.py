@@ -180,10 +180,10 @@ def mark_sequence_parallel(module: nn.Module, enabled: bool) -> None:
         param.sequence_parallel_enabled = enabled  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def refuse_second_derivatives() -> None:
-    """Raise ``RuntimeError`` in a backward under ``create_graph=True``, where its terms would silently be dropped."""
-    if torch.is_grad_enabled():
-        raise RuntimeError("second derivatives of parallel layers are not supported: leave create_graph out")
+def runs_as(module: nn.Module, cls: type[nn.Module]) -> bool:
+    """Whether calling ``module`` does what ``cls.forward`` says and nothing else: no other class, forward or hook."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return type(module) is cls and "forward" not in vars(module) and not any(hooks)
 
 
 class ShardedModule(nn.Module):

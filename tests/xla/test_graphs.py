@@ -24,19 +24,20 @@ TAGGED = {  # elements of the parameters that see one rank's sequence shard only
 }
 KV_WEIGHT = HIDDEN // 8 * HIDDEN * FP32  # 8 query heads, 2 KV heads: each held by two ranks
 
-# per layer, twice (attention, MLP): the forward pass gathers the column layer's input and scatters the row layer's
-# output; recompute does both again; backward gathers the row layer's gradient and the column layer's input, and
-# scatters the column layer's gradient. Around the layers: embedding (scatter; gather), head with its loss (gather,
-# scatter).
-GATHERS = LAYERS * 2 * (1 + 1 + 2) + 1 + 1
-SCATTERS = LAYERS * 2 * (1 + 1 + 1) + 1 + 1
+# per layer, twice (attention, MLP; once for GPT-NeoX, whose branches share their communication): the forward pass
+# gathers the column layer's input and scatters the row layer's output; recompute does both again; backward gathers the
+# row layer's gradient and the column layer's input, and scatters the column layer's gradient. Around the layers:
+# embedding (scatter; gather), head with its loss (gather, scatter).
+BLOCKS = {"llama": 2, "gpt_neox": 1}
+GATHERS = {name: LAYERS * blocks * (1 + 1 + 2) + 1 + 1 for name, blocks in BLOCKS.items()}
+SCATTERS = {name: LAYERS * blocks * (1 + 1 + 1) + 1 + 1 for name, blocks in BLOCKS.items()}
 
 
 def expected(name: str) -> Counter[str]:
     table = Counter(
         {
-            f"all_gather {ACTIVATION} over 4": GATHERS,
-            f"reduce_scatter {ACTIVATION} over 4": SCATTERS,
+            f"all_gather {ACTIVATION} over 4": GATHERS[name],
+            f"reduce_scatter {ACTIVATION} over 4": SCATTERS[name],
             f"all_gather {2 * TOKENS * WORLD_SIZE} over 4": 1,  # loss: each rank's log-sum-exp, the label's logit
             f"all_reduce {TAGGED[name] * FP32} over 4": 1,
         }

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from nxd_memopt.config import ParallelConfig
+from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.memory.certify.theory import StepShape
 from nxd_memopt.parallel_layers.head_pass import plan_head
 from nxd_memopt.parallel_layers.linear_cross_entropy import DEFAULT_LOGITS_BYTES
@@ -15,6 +15,7 @@ from nxd_memopt.parallel_layers.linear_cross_entropy import DEFAULT_LOGITS_BYTES
 def step_shape(
     config: Any,
     parallel: ParallelConfig,
+    memory: MemoryConfig,
     *,
     sequence_length: int,
     micro_batch_size: int,
@@ -26,6 +27,7 @@ def step_shape(
     Args:
         config: Hugging Face's ``LlamaConfig`` or ``GPTNeoXConfig``.
         parallel: T, sequence parallelism and the dtype of reductions.
+        memory: which parts of a layer are recomputed by themselves.
         sequence_length: S.
         micro_batch_size: B.
         dtype: of parameters and activations.
@@ -37,6 +39,7 @@ def step_shape(
     replicas = max(1, size // kv_heads)
     return StepShape(
         num_layers=config.num_hidden_layers,
+        blocks_per_layer=1 if not is_llama and _merges_branches(config, memory) else 2,
         hidden_size=config.hidden_size,
         sequence_length=sequence_length,
         micro_batch_size=micro_batch_size,
@@ -52,6 +55,11 @@ def step_shape(
         head_chunks=_head_chunks(config, parallel, sequence_length * micro_batch_size, dtype, views_share_memory),
         row_output_dropout=not is_llama and config.hidden_dropout > 0,
     )
+
+
+def _merges_branches(config: Any, memory: MemoryConfig) -> bool:
+    recomputed_apart = {"attn", "mlp"} & set(memory.recompute_modules or ())
+    return config.use_parallel_residual and config.hidden_dropout == 0 and not recomputed_apart
 
 
 def _head_chunks(

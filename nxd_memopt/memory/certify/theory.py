@@ -10,6 +10,8 @@ column input (attention; MLP up)   SP all-gather a          SP all-gather a, red
                                    else none                else all-reduce a
 row output (attention; MLP down)   SP reduce-scatter a      SP all-gather a
                                    else all-reduce a        else none
+merged branches (GPT-NeoX):        one column input and one row output for attention and MLP together
+ their norms' gains and shifts     none                     SP none, else all-reduce 16 H
 embedding                          as a row output          as a row output
 KV replicas, r > 1                 none                     all-reduce over r of each K and V weight
                                                             (and bias) gradient of this rank
@@ -42,7 +44,8 @@ class StepShape:
     """What decides a step's collectives, in the letters above.
 
     Args:
-        num_layers: decoder layers; each has two column inputs and two row outputs.
+        num_layers: decoder layers.
+        blocks_per_layer: each has one column input and one row output: 2, or 1 where a layer's branches are merged.
         hidden_size: H.
         sequence_length: S.
         micro_batch_size: B.
@@ -58,6 +61,7 @@ class StepShape:
     """
 
     num_layers: int
+    blocks_per_layer: int
     hidden_size: int
     sequence_length: int
     micro_batch_size: int
@@ -122,9 +126,11 @@ def expected_collectives(shape: StepShape, memory: MemoryConfig, *, stops_early:
 def per_layer(shape: StepShape) -> Counter[Collective]:
     """Forward and backward of one decoder layer without recomputation."""
     total: Counter[Collective] = Counter()
-    for _ in ("attention", "mlp"):
+    for _ in range(shape.blocks_per_layer):
         total += shape.column_forward() + shape.reduction()
         total += shape.column_backward() + shape.row_backward()
+    if shape.blocks_per_layer == 1 and not shape.sequence_parallel_enabled:
+        total += shape._one("all_reduce", 2 * 2 * shape.hidden_size * _FP32_BYTES)
     if shape.kv_replicas > 1:
         for gradient_bytes in shape.kv_gradient_bytes:
             total += shape._one("all_reduce", gradient_bytes, shape.kv_replicas)
@@ -171,7 +177,8 @@ def _recomputed_parts(shape: StepShape, memory: MemoryConfig, *, stops_early: bo
         if memory.recompute_method == "block":
             num_layers, chunk = chunk, 1
         omitted = num_layers // chunk if stops_early and not shape.row_output_dropout else 0
-        return 2 * num_layers, 2 * num_layers - omitted
+        blocks = shape.blocks_per_layer * num_layers
+        return blocks, blocks - omitted
     modules = set(memory.recompute_modules or ()) & {"attn", "mlp"}
     regions = shape.num_layers * len(modules)  # each has one column input and ends in its row output
     return regions, 0 if stops_early else regions

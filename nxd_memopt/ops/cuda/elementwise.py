@@ -5,12 +5,13 @@ Each reads and writes its tensors once, where plain PyTorch's operators pass fp3
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from nxd_memopt.ops.autograd import first_derivative_only
 from nxd_memopt.ops.joined import Layout
 
 GATED_KINDS = {
@@ -23,6 +24,7 @@ GATED_KINDS = {
 """By Hugging Face's ``hidden_act``: what the kernels call it."""
 _BLOCK = 1024
 _NORM_PROGRAMS = 264  # two for each of an H200's processors
+_AFFINE_RANGES, _AFFINE_ROWS, _AFFINE_COLUMNS = 64, 4, 512
 
 
 def _kernels() -> Any:
@@ -46,7 +48,7 @@ class _RMSNorm(torch.autograd.Function):
         return y.view(x.shape)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, rstd = ctx.saved_tensors
         flat, grad = x.contiguous().view(-1, x.size(-1)), grad.contiguous()
@@ -72,7 +74,7 @@ class _Gated(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         gate, up = ctx.saved_tensors
         dgate, dup = Layout.of(gate, up).empty(gate)
@@ -98,7 +100,7 @@ class _Rope(torch.autograd.Function):
         return _turned(x, cos, sin, torch.empty_like(x), transposed=False)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         return _turned(grad, cos, sin, torch.empty_like(grad), transposed=True), None, None
@@ -113,7 +115,7 @@ class _RopeQKV(torch.autograd.Function):
         return *turned, torch.empty_like(value).copy_(value)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         results = ctx.layout.empty(grads[0])
@@ -174,3 +176,37 @@ def apply_rope_qkv(
     if not is_joined:
         return apply_rope(query, cos, sin), apply_rope(key, cos, sin), value
     return cast("tuple[Tensor, Tensor, Tensor]", _RopeQKV.apply(query, key, value, cos, sin))
+
+
+def affine_branches(normalised: Tensor, gains: Sequence[Tensor], shifts: Sequence[Tensor]) -> list[Tensor]:
+    """As ``ops.norm.affine_branches``, for two."""
+    flat = normalised.contiguous().view(-1, normalised.size(-1))
+    results = [torch.empty_like(flat) for _ in gains]
+    grid = (flat.size(0), -(-flat.size(1) // _BLOCK))
+    _kernels().affine_forward[grid](flat, *gains, *shifts, *results, flat.size(1), BLOCK=_BLOCK, num_warps=4)
+    return [result.view(normalised.shape) for result in results]
+
+
+def affine_branches_gradient(
+    normalised: Tensor, grads: Sequence[Tensor], gains: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """As ``ops.norm.affine_branches_gradient``, for two."""
+    flat, *flat_grads = (x.contiguous().view(-1, x.size(-1)) for x in (normalised, *grads))
+    rows, hidden = flat.shape
+    rows_each = -(-rows // (_AFFINE_RANGES * _AFFINE_ROWS)) * _AFFINE_ROWS
+    ranges = -(-rows // rows_each)
+    result, parts = torch.empty_like(flat), torch.empty(ranges, 4, hidden, dtype=torch.float32, device=flat.device)
+    _kernels().affine_backward[(ranges, -(-hidden // _AFFINE_COLUMNS))](
+        flat,
+        *flat_grads,
+        *gains,
+        result,
+        parts,
+        rows,
+        hidden,
+        rows_each,
+        ROWS=_AFFINE_ROWS,
+        COLUMNS=_AFFINE_COLUMNS,
+        num_warps=4,
+    )
+    return result.view(normalised.shape), parts.sum(0).view(2, 2, hidden)

@@ -40,6 +40,65 @@ def rms_norm_backward(x, weight, rstd, dy, dx, dweight, rows, hidden, rows_each,
 
 
 @triton.jit
+def affine_forward(x, gain_1, gain_2, shift_1, shift_2, y_1, y_2, hidden, BLOCK: tl.constexpr):  # noqa: N803
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < hidden
+    place = tl.program_id(0).to(tl.int64) * hidden + column
+    values = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
+    gain = tl.load(gain_1 + column, mask=mask, other=0.0).to(tl.float32)
+    shift = tl.load(shift_1 + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y_1 + place, (values * gain + shift).to(y_1.dtype.element_ty), mask=mask)
+    gain = tl.load(gain_2 + column, mask=mask, other=0.0).to(tl.float32)
+    shift = tl.load(shift_2 + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y_2 + place, (values * gain + shift).to(y_2.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def affine_backward(
+    x,
+    dy_1,
+    dy_2,
+    gain_1,
+    gain_2,
+    dx,
+    parts,
+    rows,
+    hidden,
+    rows_each,
+    ROWS: tl.constexpr,  # noqa: N803
+    COLUMNS: tl.constexpr,  # noqa: N803
+):
+    """A range of rows and of columns a program; its part of the gains' and shifts' gradients in fp32."""
+    first = tl.program_id(0).to(tl.int64) * rows_each
+    last = tl.minimum(first + rows_each, rows)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    is_column = column < hidden
+    scale_1 = tl.load(gain_1 + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    scale_2 = tl.load(gain_2 + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    by_gain_1 = tl.zeros([ROWS, COLUMNS], tl.float32)
+    by_gain_2 = tl.zeros([ROWS, COLUMNS], tl.float32)
+    by_shift_1 = tl.zeros([ROWS, COLUMNS], tl.float32)
+    by_shift_2 = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, rows_each, ROWS):
+        row = first + start + tl.arange(0, ROWS)
+        mask = (row < last)[:, None] & is_column[None, :]
+        place = row[:, None] * hidden + column[None, :]
+        values = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
+        grad_1 = tl.load(dy_1 + place, mask=mask, other=0.0).to(tl.float32)
+        grad_2 = tl.load(dy_2 + place, mask=mask, other=0.0).to(tl.float32)
+        tl.store(dx + place, (grad_1 * scale_1 + grad_2 * scale_2).to(dx.dtype.element_ty), mask=mask)
+        by_gain_1 += grad_1 * values
+        by_gain_2 += grad_2 * values
+        by_shift_1 += grad_1
+        by_shift_2 += grad_2
+    target = parts + tl.program_id(0).to(tl.int64) * 4 * hidden + column
+    tl.store(target, tl.sum(by_gain_1, 0), mask=is_column)
+    tl.store(target + hidden, tl.sum(by_shift_1, 0), mask=is_column)
+    tl.store(target + 2 * hidden, tl.sum(by_gain_2, 0), mask=is_column)
+    tl.store(target + 3 * hidden, tl.sum(by_shift_2, 0), mask=is_column)
+
+
+@triton.jit
 def _silu(x):
     gate = tl.sigmoid(x)
     return x * gate, gate * (1.0 + x * (1.0 - gate))

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from nxd_memopt.backends import backend
 from nxd_memopt.backends.attention_call import AttentionCall
+from nxd_memopt.ops.autograd import first_derivative_only
 
 _KERNELS = "neuronxcc.nki.kernels.attention"
 _DTYPES = (torch.bfloat16, torch.float32)
@@ -74,7 +74,7 @@ class _NkiAttention(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, ...]:
         # behind a barrier, or the compiler keeps forward's transposed copies for backward
         saved = backend.optimization_barrier([*ctx.saved_tensors, grad_output])

@@ -1,0 +1,133 @@
+"""Owns parallel branches of one residual stream: their inputs are gathered once, their outputs reduced once.
+
+GPT-J's parallel residual, ``x + attention(norm_1(x)) + mlp(norm_2(x))``, which GPT-NeoX uses (arXiv:2204.06745, section
+2.1): both norms normalise the same x, and both branches' partial outputs belong to the same sum. Instead of two
+all-gathers and two reduce-scatters a layer there is one of each, exact to rounding. T ranks; ``s = S/T``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from nxd_memopt.backends import backend
+from nxd_memopt.ops.autograd import first_derivative_only
+from nxd_memopt.ops.norm import affine_branches, affine_branches_gradient, normalise, normalise_gradient
+from nxd_memopt.parallel_layers.layer_norm import LayerNorm
+from nxd_memopt.parallel_layers.layers import ColumnCommunication, ColumnParallelLinear, RowParallelLinear
+from nxd_memopt.parallel_layers.utils import cast_if_autocast_enabled
+
+
+class _NormalisedColumns(torch.autograd.Function):
+    """``Y_i = norm_i(X) W_i^t + b_i``. Saves this rank's X; what is normalised, gathered and scaled is made anew.
+
+    Backward gathers while the inputs' gradients are computed, and reduces their sum while those of the weights are.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, eps: float, comm: ColumnCommunication, *parameters: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        gains, shifts, weights, biases = _by_kind(parameters)
+        normalised, mean, rstd = normalise(x, eps)
+        ctx.eps, ctx.comm = eps, comm
+        ctx.save_for_backward(x, mean, rstd, *gains, *shifts, *weights)
+        if comm.sequence_dimension is not None:
+            normalised = comm.finish_input_gather(comm.start_input_gather(normalised))
+        inputs = affine_branches(normalised, gains, shifts)
+        return tuple(F.linear(h, weight, bias) for h, weight, bias in zip(inputs, weights, biases, strict=True))
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        comm: ColumnCommunication = ctx.comm
+        x, mean, rstd, *saved = ctx.saved_tensors
+        count = len(grads)
+        gains, shifts, weights = saved[:count], saved[count : 2 * count], saved[2 * count :]
+        x, *output_grads = backend.optimization_barrier([x, *grads])  # nothing of forward is kept in its place
+        normalised, _, _ = normalise(x, ctx.eps)
+        gathering = None if comm.sequence_dimension is None else comm.start_input_gather(normalised)
+        input_grads = [grad @ weight for grad, weight in zip(output_grads, weights, strict=True)]
+        normalised = normalised if gathering is None else comm.finish_input_gather(gathering)
+        by_normalised, by_affine = affine_branches_gradient(normalised, input_grads, gains)
+        del input_grads
+        reducing = comm.start_grad_reduction(by_normalised)
+        needs = ctx.needs_input_grad[3:]
+        parameter_grads = _linear_gradients(affine_branches(normalised, gains, shifts), output_grads, needs)
+        if comm.sequence_dimension is None:  # otherwise the gradient hook sums what each rank's outputs contribute
+            by_affine = backend.all_reduce(by_affine, comm.group)
+        by_x = normalise_gradient(comm.finish_grad_reduction(reducing, x.dtype), x, mean, rstd)
+        by_affine = by_affine.to(x.dtype)
+        results = ((*affine, *linear) for affine, linear in zip(by_affine, parameter_grads, strict=True))
+        return by_x, None, None, *(grad for branch in results for grad in branch)
+
+
+def _by_kind(parameters: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    """Gains, shifts, weights, biases, of ``gain, shift, weight, bias`` for each branch."""
+    return tuple(parameters[kind::4] for kind in range(4))
+
+
+def _linear_gradients(
+    inputs: Sequence[Tensor], grads: Sequence[Tensor], needs: Sequence[bool]
+) -> list[tuple[Tensor | None, Tensor | None]]:
+    results: list[tuple[Tensor | None, Tensor | None]] = []
+    for i, (x, grad) in enumerate(zip(inputs, grads, strict=True)):
+        flat = grad.reshape(-1, grad.size(-1))
+        weight_grad = flat.t() @ x.reshape(-1, x.size(-1)) if needs[4 * i + 2] else None
+        results.append((weight_grad, flat.sum(0) if needs[4 * i + 3] else None))
+    return results
+
+
+def normalised_column_parallel_linears(
+    input: Tensor, *branches: tuple[LayerNorm, ColumnParallelLinear]
+) -> tuple[Tensor, ...]:
+    """``linear_i(norm_i(X))`` for norms of one input that differ in their affine part only, with one gather of X.
+
+    Args:
+        input: ``[B, S, H]``, or ``[s, B, H]`` under sequence parallelism, as the linear layers say.
+        branches: norms and column-parallel layers, all of one group.
+
+    Returns:
+        Each layer's local output ``[..., output_size/T]``; the sequence dimension is whole.
+
+    Raises:
+        ValueError: norms of different eps.
+    """
+    norms, layers = zip(*branches, strict=True)
+    if len({norm.eps for norm in norms}) > 1:
+        raise ValueError(
+            f"the norms' eps {[norm.eps for norm in norms]} differ: the branches need one normalised input"
+        )
+    parameters = [
+        parameter for norm, layer in branches for parameter in (norm.weight, norm.bias, layer.weight, layer.bias)
+    ]
+    x, *flat = cast_if_autocast_enabled(input, *parameters)
+    comm = layers[0].communication(*(layer.replica_group for layer in layers))
+    with torch.autocast(input.device.type, enabled=False):
+        return cast("tuple[Tensor, ...]", _NormalisedColumns.apply(x, norms[0].eps, comm, *flat))
+
+
+def row_parallel_linears(inputs: Sequence[Tensor], layers: Sequence[RowParallelLinear]) -> Tensor:
+    """Sum of row-parallel layers' outputs, ``X_1 A_1^t + b_1 + X_2 A_2^t + b_2``, with the reduction of one.
+
+    Args:
+        inputs: ``[..., input_size/T]`` for each layer.
+        layers: of one output size and group; the first says how the output is reduced.
+
+    Returns:
+        ``[B, S, H]``, or ``[s, B, H]`` under sequence parallelism.
+    """
+    shape = inputs[0].shape[:-1]
+    tensors = cast("list[Tensor]", cast_if_autocast_enabled(*inputs, *(layer.weight for layer in layers)))
+    flat, weights = [x.reshape(-1, x.size(-1)) for x in tensors[: len(inputs)]], tensors[len(inputs) :]
+    with torch.autocast(inputs[0].device.type, enabled=False):
+        partial = flat[0] @ weights[0].t()
+        for x, weight in zip(flat[1:], weights[1:], strict=True):
+            partial = partial.addmm_(x, weight.t())
+        output = layers[0].reduce(partial.view(*shape, -1))
+    biases = [layer.bias.to(output.dtype) for layer in layers if layer.bias is not None]
+    return output + sum(biases[1:], biases[0]) if biases else output
