@@ -14,6 +14,7 @@ from nxd_memopt.modules.factory import LayerFactory, resolve_parallel
 from nxd_memopt.modules.joined import JoinsWeights
 from nxd_memopt.modules.mlp import GatedActivation
 from nxd_memopt.modules.qkv_linear import kv_size_multiplier
+from nxd_memopt.modules.rms_norm import add_and_norm
 from nxd_memopt.ops.rope import apply_rope_qkv
 from nxd_memopt.parallel_layers.layers import column_parallel_linears
 
@@ -103,8 +104,10 @@ class LlamaDecoderLayer(nn.Module):
         self.post_attention_layernorm = factory.rms_norm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, hidden: Tensor, rope: RopeTables, mask: Tensor | None) -> Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rope, mask)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        normed, hidden = add_and_norm(self.input_layernorm, hidden)
+        attended = self.self_attn(normed, rope, mask)
+        normed, hidden = add_and_norm(self.post_attention_layernorm, hidden, attended)
+        return hidden + self.mlp(normed)
 
 
 class LlamaModel(nn.Module):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from nxd_memopt.ops.norm import rms_norm
-from nxd_memopt.parallel_layers.utils import ShardedModule, mark_sequence_parallel
+from nxd_memopt.ops.norm import add_rms_norm, rms_norm
+from nxd_memopt.parallel_layers.utils import ShardedModule, mark_sequence_parallel, runs_as
 
 
 class RMSNorm(ShardedModule):
@@ -37,3 +37,19 @@ class RMSNorm(ShardedModule):
 
     def forward(self, hidden: Tensor) -> Tensor:
         return rms_norm(hidden, self.weight, self.eps)
+
+
+def add_and_norm(norm: nn.Module, hidden: Tensor, added: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """``norm(hidden + added)`` and ``hidden + added``, whose gradients then come together in one pass.
+
+    A norm that is recomputed, watched or another class is called by itself.
+
+    Args:
+        norm: usually an ``RMSNorm``.
+        hidden: ``[..., H]``, the residual stream.
+        added: ``[..., H]``, what a block adds to it; ``None``: nothing.
+    """
+    if isinstance(norm, RMSNorm) and runs_as(norm, RMSNorm):
+        return add_rms_norm(hidden, added, norm.weight, norm.eps)
+    total = hidden if added is None else hidden + added
+    return norm(total), total

@@ -22,10 +22,25 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         eps: added to the mean square.
     """
     if serves(x, weight):
-        return cuda.rms_norm(x, weight, eps)
+        return cuda.add_rms_norm(x, None, weight, eps)[0]
     wide = x if x.dtype == torch.float64 else x.float()
     normalised = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight * normalised.to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """``rms_norm(x + added)`` and ``x + added``, the residual stream that goes on; ``None`` adds nothing.
+
+    Args:
+        x: ``[..., H]``.
+        added: ``[..., H]`` or ``None``.
+        weight: ``[H]``.
+        eps: added to the mean square.
+    """
+    if serves(x, weight) and (added is None or (added.shape == x.shape and serves(x, added))):
+        return cuda.add_rms_norm(x, added, weight, eps)
+    total = x if added is None else x + added
+    return rms_norm(total, weight, eps), total
 
 
 def normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,7 +9,7 @@ from nxd_memopt.backends import backend
 from nxd_memopt.ops.activation import gated_activation
 from nxd_memopt.ops.cuda.support import serves
 from nxd_memopt.ops.joined import joined, split_last
-from nxd_memopt.ops.norm import rms_norm
+from nxd_memopt.ops.norm import add_rms_norm, affine_branches, affine_branches_gradient, rms_norm
 from nxd_memopt.ops.rope import apply_rope, apply_rope_qkv, rope_frequencies, rope_tables
 
 pytestmark = [
@@ -43,6 +43,18 @@ def test_rms_norm(shape, dtype, bound):
     compare(lambda x, w: rms_norm(x, w, 1e-5), (random(*shape, dtype=dtype).requires_grad_(), weight), bound)
     apart = random(shape[-1], *shape[:-1], dtype=dtype).movedim(0, -1).requires_grad_()  # not contiguous
     compare(lambda x, w: rms_norm(x, w, 1e-5), (apart, weight), bound)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), DTYPES)
+@pytest.mark.parametrize("shape", [(47, 6144), (4, 31, 123)], ids=str)
+def test_add_rms_norm(shape, dtype, bound):
+    weight = (1 + 0.1 * random(shape[-1], dtype=dtype)).requires_grad_()
+    x, added = (random(*shape, dtype=dtype).requires_grad_() for _ in range(2))
+    for used in ((0,), (1,), (0, 1)):  # the norm alone, the sum alone, both
+        both = lambda x, a, w, used=used: torch.stack([add_rms_norm(x, a, w, 1e-5)[i] for i in used])  # noqa: E731
+        compare(both, (x, added, weight) if 0 in used else (x, added, weight.detach()), bound)
+        one = lambda x, w, used=used: torch.stack([add_rms_norm(x, None, w, 1e-5)[i] for i in used])  # noqa: E731
+        compare(one, (x, weight) if 0 in used else (x, weight.detach()), bound)
 
 
 @pytest.mark.parametrize(("dtype", "bound"), DTYPES)
@@ -102,3 +114,20 @@ def test_rope_of_a_projection(layout, heads, groups, dtype, bound):
     rows = grads if layout == "interleaved" else [grad.permute(2, 0, 1, 3).flatten(-2) for grad in grads]
     assert (joined(rows, -1) is not None) == (layout != "apart")
     assert (turned[2].data_ptr() == parts[2].data_ptr()) == (layout == "apart")
+
+
+@pytest.mark.parametrize(("dtype", "bound"), DTYPES)
+@pytest.mark.parametrize("shape", [(47, 6144), (5, 3, 123), (1, 1, 7)], ids=str)
+def test_affine_branches(shape, dtype, bound):
+    x, *upstream = (random(*shape, dtype=dtype) for _ in range(3))
+    gains, shifts = ([random(shape[-1], dtype=dtype) for _ in range(2)] for _ in range(2))
+    found = affine_branches(x, gains, shifts)
+    by_x, by_affine = affine_branches_gradient(x, upstream, gains)
+    exact = [t.double().requires_grad_() for t in (x, *gains, *shifts)]
+    expected = affine_branches(exact[0], exact[1:3], exact[3:])
+    wanted = torch.autograd.grad(expected, exact, [u.double() for u in upstream])
+    pairs = [*zip(found, expected, strict=True), (by_x, wanted[0])]
+    pairs += [(by_affine[i, kind], wanted[1 + 2 * kind + i]) for i in range(2) for kind in range(2)]
+    for a, b in pairs:
+        assert (a.double() - b).norm() / b.norm() < bound
+    assert by_x.dtype == dtype and by_affine.dtype == torch.float32

@@ -37,29 +37,40 @@ def _power_of_2(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-class _RMSNorm(torch.autograd.Function):
+class _AddRMSNorm(torch.autograd.Function):
+    """``x + added`` (x itself without ``added``) and its norm; the sum's gradient is added to the norm's in one pass."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        flat = x.contiguous().view(-1, x.size(-1))
-        rows, hidden = flat.shape
+    def forward(ctx: Any, x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        rows, hidden = x.numel() // x.size(-1), x.size(-1)
+        flat, adds = x.contiguous(), added is not None
+        other = flat if added is None else added.contiguous()
+        total = torch.empty_like(flat) if adds else flat
         y, rstd = torch.empty_like(flat), torch.empty(rows, dtype=torch.float32, device=x.device)
-        _kernels().rms_norm_forward[(rows,)](flat, weight, y, rstd, hidden, eps, BLOCK=_power_of_2(hidden), num_warps=8)
-        ctx.save_for_backward(x, weight, rstd)
-        return y.view(x.shape)
+        options = {"ADDS": adds, "BLOCK": _power_of_2(hidden), "num_warps": 8}
+        _kernels().rms_norm_forward[(rows,)](flat, other, weight, total, y, rstd, hidden, eps, **options)
+        ctx.adds = adds
+        ctx.save_for_backward(total if adds else x, weight, rstd)
+        return y, total if adds else x
 
     @staticmethod
     @first_derivative_only
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor | None, total_grad: Tensor | None) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
-        flat, grad = x.contiguous().view(-1, x.size(-1)), grad.contiguous()
-        rows, hidden = flat.shape
+        if grad is None:
+            return total_grad, total_grad if ctx.adds else None, None, None
+        flat, grad = x.contiguous(), grad.contiguous()
+        dtotal = grad if total_grad is None else total_grad.contiguous()
+        rows, hidden = rstd.numel(), x.size(-1)
         rows_each = -(-rows // _NORM_PROGRAMS)
         programs = -(-rows // rows_each)
         dx, parts = torch.empty_like(flat), torch.empty(programs, hidden, dtype=torch.float32, device=x.device)
+        options = {"ADDS": total_grad is not None, "BLOCK": _power_of_2(hidden), "num_warps": 8}
         _kernels().rms_norm_backward[(programs,)](
-            flat, weight, rstd, grad, dx, parts, rows, hidden, rows_each, BLOCK=_power_of_2(hidden), num_warps=8
+            flat, weight, rstd, grad, dtotal, dx, parts, rows, hidden, rows_each, **options
         )
-        return dx.view(x.shape), parts.sum(0).to(weight.dtype), None
+        return dx, dx if ctx.adds else None, parts.sum(0).to(weight.dtype), None
 
 
 class _Gated(torch.autograd.Function):
@@ -153,9 +164,9 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor, *, transposed: bool)
     return y
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As ``ops.norm.rms_norm``."""
-    return cast(Tensor, _RMSNorm.apply(x, weight, eps))
+def add_rms_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """As ``ops.norm.add_rms_norm``."""
+    return cast("tuple[Tensor, Tensor]", _AddRMSNorm.apply(x, added, weight, eps))
 
 
 def gated_activation(gate: Tensor, up: Tensor, kind: str) -> Tensor:

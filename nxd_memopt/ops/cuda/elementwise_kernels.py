@@ -7,12 +7,27 @@ import triton.language as tl
 
 
 @triton.jit
-def rms_norm_forward(x, weight, y, rstd, hidden, eps, BLOCK: tl.constexpr):  # noqa: N803
-    """One row a program."""
+def rms_norm_forward(
+    x,
+    added,
+    weight,
+    total,
+    y,
+    rstd,
+    hidden,
+    eps,
+    ADDS: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    """One row a program; with ``ADDS`` of ``x + added``, which is rounded and written too."""
     row = tl.program_id(0).to(tl.int64) * hidden
     column = tl.arange(0, BLOCK)
     mask = column < hidden
     values = tl.load(x + row + column, mask=mask, other=0.0).to(tl.float32)
+    if ADDS:
+        summed = (values + tl.load(added + row + column, mask=mask, other=0.0).to(tl.float32)).to(x.dtype.element_ty)
+        tl.store(total + row + column, summed, mask=mask)
+        values = summed.to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values, 0) / hidden + eps)
     tl.store(rstd + tl.program_id(0), scale)
     normalised = (values * scale).to(x.dtype.element_ty)  # rounded before the weight, as LLaMA does
@@ -20,23 +35,39 @@ def rms_norm_forward(x, weight, y, rstd, hidden, eps, BLOCK: tl.constexpr):  # n
 
 
 @triton.jit
-def rms_norm_backward(x, weight, rstd, dy, dx, dweight, rows, hidden, rows_each, BLOCK: tl.constexpr):  # noqa: N803
-    """A range of rows a program; each program writes its part of the weight's gradient, in fp32."""
+def rms_norm_backward(
+    x,
+    weight,
+    rstd,
+    dy,
+    dtotal,
+    dx,
+    dweight,
+    rows,
+    hidden,
+    rows_each,
+    ADDS: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    """A range of rows a program, which writes its part of the weight's gradient in fp32; with ``ADDS`` plus dtotal."""
     first = tl.program_id(0).to(tl.int64) * rows_each
     column = tl.arange(0, BLOCK)
     mask = column < hidden
     scale_of = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
+    sums = tl.zeros([BLOCK], tl.float32)
     for row in range(first, tl.minimum(first + rows_each, rows)):
         place = row * hidden + column
         scale = tl.load(rstd + row)
         normalised = tl.load(x + place, mask=mask, other=0.0).to(tl.float32) * scale
         grad = tl.load(dy + place, mask=mask, other=0.0).to(tl.float32)
-        total += grad * normalised.to(x.dtype.element_ty).to(tl.float32)
+        sums += grad * normalised.to(x.dtype.element_ty).to(tl.float32)
         grad *= scale_of
         along = tl.sum(grad * normalised, 0) / hidden
-        tl.store(dx + place, (scale * (grad - normalised * along)).to(dx.dtype.element_ty), mask=mask)
-    tl.store(dweight + tl.program_id(0).to(tl.int64) * hidden + column, total, mask=mask)
+        result = scale * (grad - normalised * along)
+        if ADDS:
+            result += tl.load(dtotal + place, mask=mask, other=0.0).to(tl.float32)
+        tl.store(dx + place, result.to(dx.dtype.element_ty), mask=mask)
+    tl.store(dweight + tl.program_id(0).to(tl.int64) * hidden + column, sums, mask=mask)
 
 
 @triton.jit
