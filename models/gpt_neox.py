@@ -10,7 +10,7 @@ from transformers import GPTNeoXConfig
 
 from nxd_memopt.config import MemoryConfig, ParallelConfig, require_divisible
 from nxd_memopt.memory import apply_recompute, is_recomputed
-from nxd_memopt.modules.attention import CoreAttention, merge_heads, split_heads
+from nxd_memopt.modules.attention import AttentionMask, CoreAttention, merge_heads, split_heads
 from nxd_memopt.modules.causal_lm import ParallelCausalLM, RopeTables, resolve_memory
 from nxd_memopt.modules.dropout import ParallelDropout
 from nxd_memopt.modules.factory import LayerFactory, resolve_parallel
@@ -56,14 +56,14 @@ class GPTNeoXAttention(nn.Module):
         )
         self.sequence_first = factory.parallel.sequence_parallel_enabled
 
-    def forward(self, hidden: Tensor, rope: RopeTables, mask: Tensor | None) -> Tensor:
+    def forward(self, hidden: Tensor, rope: RopeTables, mask: AttentionMask) -> Tensor:
         return self.dense(self.context(self.query_key_value(hidden), rope, mask))
 
     def is_plain(self) -> bool:
         """Both projections are this library's own, nothing watches or replaces them."""
         return runs_as(self.query_key_value, ColumnParallelLinear) and runs_as(self.dense, RowParallelLinear)
 
-    def context(self, qkv: Tensor, rope: RopeTables, mask: Tensor | None) -> Tensor:
+    def context(self, qkv: Tensor, rope: RopeTables, mask: AttentionMask) -> Tensor:
         """``[B, S, 3H/T] -> [B, S, H/T]`` (sequence first under sequence parallelism): what ``dense`` projects."""
         heads = split_heads(qkv, 3 * self.head_dim, sequence_first=self.sequence_first)
         query, key, value = split_last(heads, 3)  # [B, h/T, S, d] each
@@ -101,7 +101,7 @@ class GPTNeoXLayer(nn.Module):
         self.post_attention_dropout = ParallelDropout(config.hidden_dropout, sharded=sharded)
         self.post_mlp_dropout = ParallelDropout(config.hidden_dropout, sharded=sharded)
 
-    def forward(self, hidden: Tensor, rope: RopeTables, mask: Tensor | None) -> Tensor:
+    def forward(self, hidden: Tensor, rope: RopeTables, mask: AttentionMask) -> Tensor:
         if self._merges_branches():
             return hidden + self._branches(hidden, rope, mask)
         attended = self.post_attention_dropout(self.attention(self.input_layernorm(hidden), rope, mask))
@@ -126,7 +126,7 @@ class GPTNeoXLayer(nn.Module):
             and mlp.is_plain()
         )
 
-    def _branches(self, hidden: Tensor, rope: RopeTables, mask: Tensor | None) -> Tensor:
+    def _branches(self, hidden: Tensor, rope: RopeTables, mask: AttentionMask) -> Tensor:
         """Attention and MLP on one normalised input; the norms' and the two blocks' own ``forward`` are not called."""
         attention, mlp = self.attention, self.mlp
         qkv, expanded = normalised_column_parallel_linears(
@@ -147,7 +147,7 @@ class GPTNeoXModel(nn.Module):
         self.layers = nn.ModuleList(GPTNeoXLayer(config, factory, memory) for _ in range(config.num_hidden_layers))
         self.final_layer_norm = factory.layer_norm(config.hidden_size, config.layer_norm_eps)
 
-    def forward(self, input_ids: Tensor, rope: RopeTables, mask: Tensor | None) -> Tensor:
+    def forward(self, input_ids: Tensor, rope: RopeTables, mask: AttentionMask) -> Tensor:
         hidden = self.emb_dropout(self.embed_in(input_ids))  # [B, S, H] or [s, B, H]
         for layer in self.layers:
             hidden = layer(hidden, rope, mask)

@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 
 from nxd_memopt.config import MemoryConfig, ParallelConfig, require_divisible
 from nxd_memopt.memory import apply_recompute
-from nxd_memopt.modules.attention import CoreAttention, merge_heads, split_heads
+from nxd_memopt.modules.attention import AttentionMask, CoreAttention, merge_heads, split_heads
 from nxd_memopt.modules.causal_lm import ParallelCausalLM, RopeTables, resolve_memory
 from nxd_memopt.modules.factory import LayerFactory, resolve_parallel
 from nxd_memopt.modules.joined import JoinsWeights
@@ -68,7 +68,7 @@ class LlamaAttention(JoinsWeights):
         self.sequence_first = factory.parallel.sequence_parallel_enabled
         self.join_weights()
 
-    def forward(self, hidden: Tensor, rope: RopeTables, mask: Tensor | None) -> Tensor:
+    def forward(self, hidden: Tensor, rope: RopeTables, mask: AttentionMask) -> Tensor:
         projected = column_parallel_linears(hidden, (self.q_proj, self.k_proj, self.v_proj))
         query, key, value = (split_heads(x, self.head_dim, sequence_first=self.sequence_first) for x in projected)
         query, key, value = apply_rope_qkv(query, key, value, *rope)
@@ -103,7 +103,7 @@ class LlamaDecoderLayer(nn.Module):
         self.input_layernorm = factory.rms_norm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = factory.rms_norm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, hidden: Tensor, rope: RopeTables, mask: Tensor | None) -> Tensor:
+    def forward(self, hidden: Tensor, rope: RopeTables, mask: AttentionMask) -> Tensor:
         normed, hidden = add_and_norm(self.input_layernorm, hidden)
         attended = self.self_attn(normed, rope, mask)
         normed, hidden = add_and_norm(self.post_attention_layernorm, hidden, attended)
@@ -119,7 +119,7 @@ class LlamaModel(nn.Module):
         self.layers = nn.ModuleList(LlamaDecoderLayer(config, factory, memory) for _ in range(config.num_hidden_layers))
         self.norm = factory.rms_norm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, input_ids: Tensor, rope: RopeTables, mask: Tensor | None) -> Tensor:
+    def forward(self, input_ids: Tensor, rope: RopeTables, mask: AttentionMask) -> Tensor:
         hidden = self.embed_tokens(input_ids)  # [B, S, H] or [s, B, H]
         for layer in self.layers:
             hidden = layer(hidden, rope, mask)

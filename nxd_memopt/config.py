@@ -105,6 +105,8 @@ class MemoryConfig:
         recompute_num_layers: layers per chunk (``uniform``) or recomputed layers (``block``).
         recompute_modules: for ``"selective"``: any of ``core_attn``, ``attn``, ``norm``, ``mlp_act``, ``mlp``; default
             ``("core_attn",)``.
+        recompute_keep_core_attn: with ``"full"``: keep what the attention kernel returns (``[B, h/T, S, d]`` a layer,
+            and its log-sum-exps) instead of running it again; at long sequences it is most of a layer's time.
         attention_backend: ``"auto"`` takes for each call the first of the device's implementations that can serve it;
             a name takes that one or fails: ``"cudnn"``, ``"flash"`` (FlashAttention-2) and ``"efficient"`` (xFormers')
             are NVIDIA GPUs' kernels, ``"sdpa"`` PyTorch's choice elsewhere, ``"tiled"`` plain PyTorch without S x S
@@ -120,6 +122,7 @@ class MemoryConfig:
     recompute_method: Literal["uniform", "block"] | None = None
     recompute_num_layers: int | None = None
     recompute_modules: tuple[str, ...] | None = None
+    recompute_keep_core_attn: bool = False
     attention_backend: Literal["auto", "cudnn", "flash", "efficient", "sdpa", "tiled", "nki", "math"] = "auto"
     fused_linear_cross_entropy: bool = True
     selective_activation_checkpointing_is_enabled: bool = False
@@ -166,6 +169,11 @@ class MemoryConfig:
         if (method is None) != (num_layers is None):
             raise ValueError(
                 f"recompute_method {method!r} and recompute_num_layers {num_layers!r} go together: set both or neither"
+            )
+        if self.recompute_keep_core_attn and self.recompute_granularity != "full":
+            raise ValueError(
+                "recompute_keep_core_attn=True needs recompute_granularity 'full', got "
+                f"{self.recompute_granularity!r}: set it, or leave recompute_keep_core_attn out"
             )
         if num_layers is not None and num_layers < 1:
             raise ValueError(f"recompute_num_layers must be at least 1, got {num_layers}")

@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from nxd_memopt.config import MemoryConfig
@@ -134,3 +135,40 @@ def test_fused_attention_is_said_to_save_nothing():
 )
 def test_refusals(options, facts):
     assert_says(error_message(lambda: model(**FULL, **options)), *facts)
+
+
+class CountAttention(TorchDispatchMode):
+    """How often a fused attention kernel's forward runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name()
+        self.count += "_scaled_dot_product" in name and "backward" not in name
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("chunk", [{}, {"recompute_method": "uniform", "recompute_num_layers": 2}], ids=str)
+@pytest.mark.parametrize("config", [llama_config, gpt_neox_config])
+def test_kept_attention_runs_once(config, chunk):
+    results, counts = {}, {}
+    variants = {"none": {}, "full": {**FULL, **chunk}, "kept": {**FULL, **chunk, "recompute_keep_core_attn": True}}
+    for name, options in variants.items():
+        torch.manual_seed(0)
+        net = parallel_model(config(num_hidden_layers=LAYERS), attention_backend="sdpa", **options)
+        with CountAttention() as attention:
+            net(**batch()).loss.backward()
+        counts[name], results[name] = attention.count, {n: p.grad for n, p in net.named_parameters()}
+    assert counts == {"none": LAYERS, "full": 2 * LAYERS, "kept": LAYERS}
+    for name, value in results["none"].items():
+        assert torch.equal(results["kept"][name], value), name
+
+
+def test_attention_that_is_no_single_kernel_cannot_be_kept():
+    for backend in ("math", "tiled"):
+        with pytest.raises(ValueError, match=f"recompute_keep_core_attn needs .*{backend}"):
+            model(**FULL, recompute_keep_core_attn=True, attention_backend=backend)
+    with pytest.raises(ValueError, match="needs recompute_granularity 'full', got None"):
+        MemoryConfig(recompute_keep_core_attn=True)

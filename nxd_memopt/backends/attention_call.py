@@ -15,6 +15,7 @@ class AttentionCall:
         query_shape: ``[B, h, S, d]``.
         kv_heads: g.
         masked: there is a mask beside causality.
+        packed: rows hold several documents, which do not see each other.
         dropout_p: probability of dropping an attention weight.
         dtype: of query, key and value.
     """
@@ -24,6 +25,7 @@ class AttentionCall:
     masked: bool
     dropout_p: float
     dtype: torch.dtype
+    packed: bool = False
 
     @property
     def sequence_length(self) -> int:
@@ -39,6 +41,8 @@ class AttentionCall:
             return f"{kernel} has no dropout, got {self.dropout_p}"
         if self.masked:
             return f"{kernel} takes no mask"
+        if self.packed:
+            return f"{kernel} takes no packed documents"
         if self.head_dim > max_head_dim:
             return f"head size {self.head_dim} exceeds {kernel}'s {max_head_dim}"
         if self.sequence_length % sequence_multiple:

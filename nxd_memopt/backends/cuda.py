@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -81,6 +82,10 @@ class CudaBackend(C10dBackend):
             return f"{implementation} attention needs compute capability 8.0"
         if call.masked and not limits.masks:
             return f"{implementation} attention takes no mask"
+        if call.packed and (implementation != "flash" or call.dropout_p > 0):
+            return f"{implementation} attention is used for packed documents by flash alone, and without dropout"
+        if call.packed and find_spec("torch.nn.attention.varlen") is None:
+            return f"torch {torch.__version__} has no flash attention for packed documents: 2.10 has"
         if call.dropout_p > 0 and not limits.dropout:
             return f"{implementation} attention is used without dropout, got {call.dropout_p}"
         if call.head_dim > limits.max_head_dim or call.head_dim % 8:

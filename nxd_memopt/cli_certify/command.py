@@ -45,6 +45,7 @@ class Certify:
     recompute_method: Literal["uniform", "block"] | None = None
     recompute_num_layers: int | None = None
     recompute_modules: tuple[str, ...] | None = None
+    recompute_keep_core_attn: bool = False
     attention_backend: str = "auto"
     override: tuple[str, ...] = ()
     """Changes of the model's config, KEY=VALUE, such as num_hidden_layers=4."""
@@ -106,8 +107,8 @@ class Certify:
         )
 
     def _memory(self) -> dict[str, Any]:
-        names = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
-        memory: dict[str, Any] = {name: getattr(self, name) for name in (*names, "attention_backend")}
+        names = [field.name for field in dataclasses.fields(MemoryConfig)]
+        memory: dict[str, Any] = {name: getattr(self, name) for name in names if hasattr(self, name)}
         MemoryConfig(**memory)  # refuses what contradicts itself before a process is started
         return memory
 

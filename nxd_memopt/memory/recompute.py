@@ -13,6 +13,7 @@ from torch import nn, overrides
 
 from nxd_memopt.backends import backend
 from nxd_memopt.config import MemoryConfig
+from nxd_memopt.memory.keep import KEEPABLE_ATTENTION, both_contexts, keeping_contexts
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.random import replay_contexts
 
@@ -31,16 +32,20 @@ class Recomputable(Protocol):
         ...
 
 
-def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def checkpoint(function: Callable[..., Any], *args: Any, keep_core_attn: bool = False, **kwargs: Any) -> Any:
     """Run ``function`` keeping only its inputs; backward runs it again with the same random numbers, in all streams.
 
     The result and its gradients equal those without recomputation bit for bit on a deterministic device.
+
+    Args:
+        keep_core_attn: keep what fused attention kernels return, so that they do not run again.
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    if torch.compiler.is_compiling() or not parallel_state.rng_states():  # dynamo follows no contexts of our own
-        return backend.checkpoint(_under_function_modes(function), *args, **kwargs)
-    return backend.checkpoint(_under_function_modes(function), *args, context_fn=replay_contexts, **kwargs)
+    contexts = keeping_contexts if keep_core_attn else None
+    if parallel_state.rng_states() and not torch.compiler.is_compiling():  # dynamo follows no contexts of our own
+        contexts = functools.partial(both_contexts, replay_contexts, contexts) if contexts else replay_contexts
+    return backend.checkpoint(_under_function_modes(function), *args, context_fn=contexts, **kwargs)
 
 
 def _under_function_modes(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,6 +75,8 @@ def apply_recompute(model: Recomputable, memory: MemoryConfig) -> None:
     if memory.recompute_granularity is not None:
         backend.check_recompute()
     if memory.recompute_granularity == "full":
+        if memory.recompute_keep_core_attn:
+            _require_keepable(model.recompute_modules()["core_attn"])
         _apply_full(list(model.decoder_layers()), memory)
     elif memory.recompute_granularity == "selective":
         named = model.recompute_modules()
@@ -120,16 +127,26 @@ def _apply_full(layers: list[nn.Module], memory: MemoryConfig) -> None:
             "use a divisor, or recompute_method 'block'"
         )
     for first in range(0, len(layers), num_layers):
-        _checkpoint_chunk(layers[first : first + num_layers])
+        _checkpoint_chunk(layers[first : first + num_layers], keep_core_attn=memory.recompute_keep_core_attn)
 
 
-def _checkpoint_chunk(layers: list[nn.Module]) -> None:
+def _require_keepable(modules: Sequence[nn.Module]) -> None:
+    found = {str(getattr(module, "implementation", None)) for module in modules}
+    if not found <= set(KEEPABLE_ATTENTION):
+        raise ValueError(
+            f"recompute_keep_core_attn needs attention by one fused operator, one of {list(KEEPABLE_ATTENTION)}, and "
+            f"on backend {backend.name} it is {sorted(found)}: leave it out, or choose another attention_backend"
+        )
+
+
+def _checkpoint_chunk(layers: list[nn.Module], *, keep_core_attn: bool) -> None:
     """The chunk's first layer runs the whole chunk under one checkpoint, the others pass their input on.
 
     Partials of bound methods, since ``copy.deepcopy`` of a model copies those and would share a closure.
     """
     forwards = [layer.forward for layer in layers]
-    _set_forward(layers[0], functools.partial(checkpoint, functools.partial(_run_chunk, forwards)))
+    run = functools.partial(_run_chunk, forwards)
+    _set_forward(layers[0], functools.partial(checkpoint, run, keep_core_attn=keep_core_attn))
     for layer in layers[1:]:
         _set_forward(layer, _pass_on)
 

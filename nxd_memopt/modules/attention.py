@@ -5,7 +5,11 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from nxd_memopt.ops.attention import attention_implementation, core_attention, select_attention
+from nxd_memopt.ops.packed import PackedDocuments
 from nxd_memopt.parallel_layers.random import fork_if
+
+AttentionMask = Tensor | PackedDocuments | None
+"""Beside causality: ``[B, 1, S, S]``, documents that do not see each other, or nothing."""
 
 
 class CoreAttention(nn.Module):
@@ -22,13 +26,14 @@ class CoreAttention(nn.Module):
         self.implementation = select_attention(attention_backend, dropout)
         self.attention_backend, self.dropout, self.sharded = attention_backend, dropout, sharded
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:
         dropout_p = self.dropout if self.training else 0.0
         implementation, _ = attention_implementation(
             query.shape,
             key.size(1),
             dtype=query.dtype,
-            masked=mask is not None,
+            masked=isinstance(mask, Tensor),
+            packed=isinstance(mask, PackedDocuments),
             dropout_p=dropout_p,
             attention_backend=self.attention_backend,
         )

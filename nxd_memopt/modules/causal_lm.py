@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from nxd_memopt.config import MemoryConfig, ParallelConfig, require_divisible
 from nxd_memopt.modules.factory import LayerFactory
 from nxd_memopt.ops.attention import padding_and_causal_mask
+from nxd_memopt.ops.packed import PackedDocuments
 from nxd_memopt.ops.rope import rope_frequencies, rope_tables
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear
@@ -109,21 +110,28 @@ class ParallelCausalLM(nn.Module, ABC):
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         return_logits: bool = False,
+        cu_seqlens: Tensor | None = None,
     ) -> CausalLMOutput:
         """Loss, logits, or both.
 
         Args:
             input_ids: ``[B, S]``, the same on every tensor-parallel rank.
             labels: ``[B, S]``, usually ``input_ids``; shifted here, -100 is ignored. All ignored: the loss is 0.
-            position_ids: ``[B, S]`` or ``[1, S]``; default 0 .. S-1.
+            position_ids: ``[B, S]`` or ``[1, S]``; default 0 .. S-1, with ``cu_seqlens`` counted in each document.
             attention_mask: ``[B, S]``, 0 for padding; default none, which lets fused attention kernels run.
             return_logits: return logits beside the loss.
+            cu_seqlens: ``[N + 1]`` integers, where N documents begin in the batch's B * S tokens, row after row, and
+                last B * S (``ops.packed``). No token sees another document, or is predicted from one.
 
         Raises:
-            ValueError: S not divisible by T under sequence parallelism, or shapes that differ.
+            ValueError: S not divisible by T under sequence parallelism, shapes that differ, ``cu_seqlens`` that do not
+                divide the rows, or together with ``attention_mask``.
         """
         self._check_shapes(input_ids, labels=labels, attention_mask=attention_mask)
-        if position_ids is None:
+        documents = self._documents(input_ids, attention_mask, cu_seqlens)
+        if position_ids is None and documents is not None:
+            position_ids = documents.positions()
+        elif position_ids is None:
             position_ids = torch.arange(input_ids.size(1), device=input_ids.device).unsqueeze(0)
         elif position_ids.shape not in (input_ids.shape, (1, input_ids.size(1))):
             raise ValueError(
@@ -131,7 +139,9 @@ class ParallelCausalLM(nn.Module, ABC):
                 "must agree, or have a leading 1"
             )
         rope = rope_tables(self.rope_frequencies, position_ids, self.embedding_weight().dtype)
-        mask = None if attention_mask is None else padding_and_causal_mask(attention_mask)
+        mask = documents if attention_mask is None else padding_and_causal_mask(attention_mask)
+        if documents is not None and labels is not None:
+            labels = labels.masked_fill(documents.positions() == 0, IGNORE_INDEX)
         hidden = self.backbone(input_ids, rope, mask)
         if labels is not None and not return_logits and self.memory.fused_linear_cross_entropy:
             return CausalLMOutput(self._fused_loss(hidden, labels))
@@ -139,6 +149,16 @@ class ParallelCausalLM(nn.Module, ABC):
         loss = None if labels is None else self._loss(logits, labels)
         whole = self._gather_logits(logits) if labels is None or return_logits else None
         return CausalLMOutput(loss, whole)
+
+    @staticmethod
+    def _documents(
+        input_ids: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None
+    ) -> PackedDocuments | None:
+        if cu_seqlens is None:
+            return None
+        if attention_mask is not None:
+            raise ValueError("cu_seqlens and attention_mask exclude each other: make the padding a document of its own")
+        return PackedDocuments.of(cu_seqlens, *input_ids.shape)
 
     def _check_shapes(self, input_ids: Tensor, **others: Tensor | None) -> None:
         if input_ids.dim() != 2:

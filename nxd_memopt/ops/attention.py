@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -16,6 +17,7 @@ from nxd_memopt.backends.attention_call import AttentionCall
 from nxd_memopt.config import ATTENTION_BACKENDS, require_one_of
 from nxd_memopt.ops import tiled_attention as tiled
 from nxd_memopt.ops.neuron import attention as nki
+from nxd_memopt.ops.packed import PackedDocuments, attention_by_document, flash_attention
 
 _REFUSALS: dict[str, Callable[[AttentionCall], str | None]] = {"tiled": tiled.refusal, "nki": nki.refusal}
 _SDPA_KERNELS = {
@@ -33,6 +35,7 @@ def attention_implementation(
     *,
     dtype: torch.dtype,
     masked: bool = False,
+    packed: bool = False,
     dropout_p: float = 0.0,
     attention_backend: str = "auto",
 ) -> tuple[str, str]:
@@ -45,6 +48,7 @@ def attention_implementation(
         kv_heads: g.
         dtype: of query, key and value.
         masked: there is a mask beside causality.
+        packed: rows hold several documents.
         dropout_p: probability of dropping an attention weight.
         attention_backend: one of ``config.ATTENTION_BACKENDS``.
 
@@ -52,7 +56,7 @@ def attention_implementation(
         ValueError: an implementation was named that cannot serve the call. It is never replaced.
     """
     require_one_of("attention_backend", attention_backend, ATTENTION_BACKENDS)
-    call = AttentionCall(tuple(query_shape), kv_heads, masked, dropout_p, dtype)
+    call = AttentionCall(tuple(query_shape), kv_heads, masked, dropout_p, dtype, packed)
     if attention_backend != "auto":
         reason = _refusal(attention_backend, call)
         if reason is not None:
@@ -112,7 +116,7 @@ def core_attention(
     value: Tensor,
     *,
     implementation: str,
-    mask: Tensor | None = None,
+    mask: Tensor | PackedDocuments | None = None,
     dropout_p: float = 0.0,
 ) -> Tensor:
     """Causal attention, ``softmax(Q K^t / sqrt(d)) V``; query head i reads KV head ``i // (h/g)``.
@@ -122,12 +126,15 @@ def core_attention(
         key: ``[B, g, S, d]``, g divides h.
         value: ``[B, g, S, d]``.
         implementation: what ``attention_implementation`` returned; ``"math"`` materialises ``[B, h, S, S]``.
-        mask: boolean ``[B, 1, S, S]``, True where a query may look, causality included; ``None``: causal alone.
+        mask: boolean ``[B, 1, S, S]``, True where a query may look, causality included; documents that do not see each
+            other; ``None``: causal alone.
         dropout_p: probability of dropping an attention weight.
 
     Returns:
         ``[B, h, S, d]``.
     """
+    if isinstance(mask, PackedDocuments):
+        return _packed_attention(query, key, value, mask, implementation, dropout_p)
     if implementation == "math":
         return _reference_attention(query, key, value, mask, dropout_p)
     if implementation == "sdpa" or implementation in _SDPA_KERNELS:
@@ -139,6 +146,22 @@ def core_attention(
         if implementation == "tiled":
             return tiled.tiled_attention(query, key, value, mask)
         return nki.nki_attention(query, key, value)
+
+
+def _packed_attention(
+    query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments, implementation: str, dropout_p: float
+) -> Tensor:
+    if implementation == "math":
+        mask = documents.mask() & causal_mask(query.size(2), query.device)
+        return _reference_attention(query, key, value, mask, dropout_p)
+    if implementation == "sdpa":
+        attend = partial(_sdpa, mask=None, dropout_p=dropout_p, implementation=implementation)
+        return attention_by_document(query, key, value, documents, attend)
+    assert implementation in ("flash", "tiled"), implementation
+    with _one_dtype_under_autocast(query, key, value) as (query, key, value):
+        if implementation == "flash":
+            return flash_attention(query, key, value, documents)
+        return tiled.tiled_attention(query, key, value, documents.ids)
 
 
 def _sdpa(

@@ -51,7 +51,8 @@ def tiled_attention(
         query: ``[B, h, S, d]``.
         key: ``[B, g, S, d]``, g divides h.
         value: ``[B, g, S, d]``.
-        mask: boolean ``[B, 1, S, S]``, True where a query may look, at least once in each row; causality is added.
+        mask: boolean ``[B, 1, S, S]``, True where a query may look, at least once in each row; or integers ``[B, S]``:
+            a query sees the keys of its own number. Causality is added.
         tile: positions per tile; default ``tile_length(S)``.
 
     Returns:
@@ -188,5 +189,9 @@ def _hidden(mask: Tensor | None, rows: Span, cols: Span, device: torch.device) -
         hidden = torch.ones(rows[1], cols[1], dtype=torch.bool, device=device).triu(1)
     if mask is None:
         return hidden
-    by_mask = ~mask.narrow(2, *rows).narrow(3, *cols).unsqueeze(2)
+    if mask.dim() == 2:
+        own, others = mask.narrow(1, *rows)[:, :, None], mask.narrow(1, *cols)[:, None, :]
+        by_mask = (own != others)[:, None, None]
+    else:
+        by_mask = ~mask.narrow(2, *rows).narrow(3, *cols).unsqueeze(2)
     return by_mask if hidden is None else by_mask | hidden

@@ -7,6 +7,7 @@ import torch
 
 from nxd_memopt.backends import backend
 from nxd_memopt.ops.attention import attention_implementation, core_attention
+from nxd_memopt.ops.packed import PackedDocuments
 from tests.reference import assert_says, error_message
 
 pytestmark = [
@@ -22,15 +23,39 @@ CALL = {"query_shape": SHAPE, "kv_heads": 2, "dtype": torch.bfloat16}
 @pytest.mark.parametrize("heads", [8, 2, 1])
 @pytest.mark.parametrize(("length", "head_dim"), [(512, 64), (333, 96), (1000, 128)])
 def test_equals_the_reference(name, heads, length, head_dim):
+    check_against_reference(name, heads, length, head_dim)
+
+
+@pytest.mark.parametrize("name", ["flash", "tiled"])
+@pytest.mark.parametrize("heads", [8, 2, 1])
+@pytest.mark.parametrize(("length", "head_dim"), [(512, 64), (333, 96)])
+def test_packed_documents_equal_the_reference(name, heads, length, head_dim):
+    boundaries = torch.tensor([0, 7, 8, length, length + 200, 2 * length], device=backend.device)
+    check_against_reference(name, heads, length, head_dim, PackedDocuments.of(boundaries, 2, length))
+
+
+def test_packed_documents_take_flash_and_make_no_mask():
+    assert attention_implementation(**CALL, packed=True)[0] == "flash"
+    refusal = error_message(lambda: attention_implementation(**CALL, packed=True, attention_backend="cudnn"))
+    assert_says(refusal, "packed")
+    query = torch.randn(1, 8, 32768, 64, device=backend.device, dtype=torch.bfloat16)
+    packed = PackedDocuments.of(torch.tensor([0, 9, 32768], device=backend.device), 1, 32768)
+    backend.reset_peak_memory_stats()
+    before = backend.memory_allocated()
+    core_attention(query, query, query, implementation="flash", mask=packed)
+    assert backend.max_memory_allocated() - before < 32768 * 32768 / 8
+
+
+def check_against_reference(name, heads, length, head_dim, mask=None):
     query = torch.randn(2, 8, length, head_dim, device=backend.device, dtype=torch.bfloat16, requires_grad=True)
     key, value = (
         torch.randn(2, heads, length, head_dim, device=backend.device, dtype=torch.bfloat16, requires_grad=True)
         for _ in range(2)
     )
     upstream = torch.randn_like(query)
-    found = core_attention(query, key, value, implementation=name)
+    found = core_attention(query, key, value, implementation=name, mask=mask)
     exact = [t.detach().double().requires_grad_() for t in (query, key, value)]
-    expected = core_attention(*exact, implementation="math")
+    expected = core_attention(*exact, implementation="math", mask=mask)
     grads = torch.autograd.grad(found, (query, key, value), upstream)
     wanted = torch.autograd.grad(expected, exact, upstream.double())
     for a, b in zip((found, *grads), (expected, *wanted), strict=True):

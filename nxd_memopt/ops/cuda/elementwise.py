@@ -38,7 +38,7 @@ def _power_of_2(size: int) -> int:
 
 
 class _AddRMSNorm(torch.autograd.Function):
-    """``x + added`` (x itself without ``added``) and its norm; the sum's gradient is added to the norm's in one pass."""
+    """``x + added`` (x without ``added``) and its norm; the sum's gradient is added to the norm's in one pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,53 @@
+"""Owns keeping the results of fused attention kernels in regions that are otherwise recomputed.
+
+By PyTorch's selective checkpointing: the kernels' operators are named, and their outputs (the context and the
+log-sum-exps) are handed out again when the region runs for the second time.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from nxd_memopt.backends.base import ContextPair
+
+KEEPABLE_ATTENTION = ("sdpa", "cudnn", "flash", "efficient")
+"""Implementations whose kernel is one operator."""
+
+_OPERATORS = {
+    getattr(torch.ops.aten, name).default
+    for name in (
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+    )
+}
+
+
+def _policy(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    del ctx, args, kwargs
+    return CheckpointPolicy.MUST_SAVE if operator in _OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+keeping_contexts: Callable[[], ContextPair] = functools.partial(create_selective_checkpoint_contexts, _policy)  # pyright: ignore
+"""One context for the forward pass, which keeps, and one for the recomputation, which hands out."""
+
+
+def both_contexts(first: Callable[[], ContextPair], second: Callable[[], ContextPair]) -> ContextPair:
+    """The contexts of ``first``, with those of ``second`` inside them."""
+    (first_forward, first_again), (second_forward, second_again) = first(), second()
+    return _nested(first_forward, second_forward), _nested(first_again, second_again)
+
+
+@contextmanager
+def _nested(*contexts: Any) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield

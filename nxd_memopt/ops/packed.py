@@ -1,0 +1,115 @@
+"""Owns packed sequences: several documents in one row, kept apart in attention without a mask tensor."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class PackedDocuments:
+    """Where the documents of a batch lie.
+
+    Args:
+        boundaries: ``[N + 1]``, int32: where each of N documents starts in the batch's B * S tokens, row after row, and
+            last B * S. Equal neighbours are empty documents, which may fill up a tensor of fixed length.
+        ids: ``[B, S]``, the number of each token's document.
+    """
+
+    boundaries: Tensor
+    ids: Tensor
+
+    @classmethod
+    def of(cls, cu_seqlens: Tensor, batch_size: int, sequence_length: int) -> PackedDocuments:
+        """From cumulative lengths, as FlashAttention's ``cu_seqlens``.
+
+        Raises:
+            ValueError: not one-dimensional integers; on the CPU also numbers that do not divide the rows into documents
+                (on other devices asking would stall the device).
+        """
+        if cu_seqlens.dim() != 1 or cu_seqlens.size(0) < 2 or cu_seqlens.is_floating_point():
+            raise ValueError(f"cu_seqlens must be integers [N + 1], got {cu_seqlens.dtype} {list(cu_seqlens.shape)}")
+        total = batch_size * sequence_length
+        if cu_seqlens.device.type == "cpu":
+            _check(cu_seqlens, total, sequence_length)
+        starts = torch.zeros(total + 1, dtype=torch.int64, device=cu_seqlens.device)
+        ends = cu_seqlens[1:].to(torch.int64)
+        ids = starts.index_add(0, ends, torch.ones_like(ends)).cumsum(0)[:total]  # how many documents ended before
+        return cls(cu_seqlens.to(torch.int32), ids.view(batch_size, sequence_length))
+
+    def positions(self) -> Tensor:
+        """``[B, S]``: each token's position in its document."""
+        tokens = torch.arange(self.ids.numel(), device=self.ids.device).view_as(self.ids)
+        return tokens - self.boundaries[self.ids]
+
+    def mask(self) -> Tensor:
+        """Boolean ``[B, 1, S, S]``, True for tokens of one document, in either order: what the reference needs."""
+        return (self.ids.unsqueeze(-1) == self.ids.unsqueeze(-2)).unsqueeze(1)
+
+
+def _check(cu_seqlens: Tensor, total: int, sequence_length: int) -> None:
+    first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
+    if first != 0 or last != total:
+        raise ValueError(f"cu_seqlens must go from 0 to the batch's {total} tokens, got {first} to {last}")
+    if bool((cu_seqlens.diff() < 0).any()):
+        raise ValueError(f"cu_seqlens must not decrease, got {cu_seqlens.tolist()}")
+    rows = torch.arange(0, total, sequence_length, dtype=cu_seqlens.dtype)
+    crossed = rows[~torch.isin(rows, cu_seqlens)].tolist()
+    if crossed:
+        raise ValueError(f"a document crosses the start of a row, token {crossed[0]}: cu_seqlens must have it")
+
+
+def varlen_attention() -> Callable[..., Any] | None:
+    """PyTorch's flash attention over packed documents; ``None`` before torch 2.10."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return varlen_attn
+
+
+def flash_attention(query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments) -> Tensor:
+    """Causal attention inside each document by the kernel for variable lengths.
+
+    Args:
+        query: ``[B, h, S, d]``.
+        key: ``[B, g, S, d]``.
+        value: ``[B, g, S, d]``.
+        documents: of the batch.
+
+    Returns:
+        ``[B, h, S, d]``.
+    """
+    attend = varlen_attention()
+    assert attend is not None
+    known = inspect.signature(attend).parameters  # torch 2.10 has is_causal, later ones windows
+    options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    if "enable_gqa" in known:
+        options["enable_gqa"] = query.size(1) != key.size(1)
+    flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]  # [B * S, heads, d]
+    longest = query.size(2)
+    output = attend(*flat, documents.boundaries, documents.boundaries, longest, longest, **options)
+    return output.unflatten(0, (query.size(0), longest)).transpose(1, 2)
+
+
+def attention_by_document(
+    query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments, attend: Callable[..., Tensor]
+) -> Tensor:
+    """``attend`` called for each document by itself: for the CPU, where their lengths can be asked.
+
+    Shapes as for ``flash_attention``; ``attend`` takes query, key and value of one document, ``[1, heads, length, d]``.
+    """
+    length, starts = query.size(2), documents.boundaries.tolist()
+    rows: list[list[Tensor]] = [[] for _ in range(query.size(0))]
+    for start, stop in pairwise(starts):
+        if stop > start:
+            row, first = divmod(start, length)
+            parts = (x[row : row + 1].narrow(2, first, stop - start) for x in (query, key, value))
+            rows[row].append(attend(*parts))
+    return torch.cat([torch.cat(parts, dim=2) for parts in rows])
