@@ -32,6 +32,16 @@ class _Work:
         return self._result
 
 
+class _TracedWork:
+    """A collective in a graph that torch.compile traces: functional, since dynamo refuses handles of the others."""
+
+    def __init__(self, started: Tensor) -> None:
+        self._started = started
+
+    def wait(self) -> Tensor:
+        return torch.ops._c10d_functional.wait_tensor(self._started)
+
+
 class C10dBackend(Backend):
     """A device whose collectives torch.distributed runs eagerly, with asynchronous handles."""
 
@@ -71,8 +81,11 @@ class C10dBackend(Backend):
         return tensor if size == 1 else tensor.narrow(dim, self.group_rank(group) * length, length)
 
     def all_reduce(self, tensor: Tensor, group: ProcessGroup | None, op: str = "sum") -> Tensor:
-        if self.group_size(group) == 1:
+        if group is None or self.group_size(group) == 1:
             return tensor
+        if torch.compiler.is_compiling():
+            traced = torch.ops._c10d_functional.all_reduce(tensor.contiguous(), op, group.group_name)
+            return _TracedWork(traced).wait()
         result = tensor.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(result, op=_REDUCE_OPS[op], group=group)
         return result
@@ -91,24 +104,31 @@ class C10dBackend(Backend):
         return result
 
     def all_reduce_async(self, tensor: Tensor, group: ProcessGroup | None) -> Pending:
-        if self.group_size(group) == 1:
+        if group is None or self.group_size(group) == 1:
             return Completed(tensor)
+        if torch.compiler.is_compiling():
+            return _TracedWork(torch.ops._c10d_functional.all_reduce(tensor.contiguous(), "sum", group.group_name))
         result = tensor.clone(memory_format=torch.contiguous_format)
         return _Work(dist.all_reduce(result, group=group, async_op=True), tensor, result)
 
     def all_gather_async(self, tensor: Tensor, group: ProcessGroup | None) -> Pending:
         size = self.group_size(group)
-        if size == 1:
+        if group is None or size == 1:
             return Completed(tensor)
         source = tensor.contiguous()
+        if torch.compiler.is_compiling():
+            return _TracedWork(torch.ops._c10d_functional.all_gather_into_tensor(source, size, group.group_name))
         result = source.new_empty((source.size(0) * size, *source.shape[1:]))
         return _Work(_all_gather(result, source, group=group, async_op=True), source, result)
 
     def reduce_scatter_async(self, tensor: Tensor, group: ProcessGroup | None) -> Pending:
         size = self.group_size(group)
-        if size == 1:
+        if group is None or size == 1:
             return Completed(tensor)
         source = tensor.contiguous()
+        if torch.compiler.is_compiling():
+            name = group.group_name
+            return _TracedWork(torch.ops._c10d_functional.reduce_scatter_tensor(source, "sum", size, name))
         result = source.new_empty((source.size(0) // size, *source.shape[1:]))
         return _Work(_reduce_scatter(result, source, group=group, async_op=True), source, result)
 
