@@ -12,9 +12,6 @@ within one process; each time is the median of all turns.
 from __future__ import annotations
 
 import argparse
-import gc
-import itertools
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
+from gpu_race import first_line, peak_gib, race
 from record import append, environment, print_table
 from torch import Tensor
 
@@ -31,7 +29,6 @@ from nxd_memopt.parallel_layers.loss_functions import fused_linear_cross_entropy
 
 CSV = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "linear_cross_entropy.csv"
 HEADS = {"llama3-8b": (4096, 128256), "gpt-neox-20b": (6144, 50432), "tiny": (64, 500)}
-CALLS_A_TURN = 3
 REFERENCE_ROWS = 1024
 LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -182,28 +179,7 @@ def step(loss: LossFunction, inputs: tuple[Tensor, Tensor, Tensor]) -> None:
     inputs[0].grad = inputs[1].grad = None
 
 
-def milliseconds(call: Callable[[], None]) -> list[float]:
-    """Of each of ``CALLS_A_TURN`` calls, by the device's clock; the calls follow each other without a pause."""
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(CALLS_A_TURN + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
-        call()
-        mark.record()
-    torch.cuda.synchronize()
-    return [a.elapsed_time(b) for a, b in itertools.pairwise(marks)]
-
-
-def peak_gib(call: Callable[[], None]) -> float:
-    gc.collect()
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    call()
-    torch.cuda.synchronize()
-    return round((torch.cuda.max_memory_allocated() - before) / 2**30, 3)
-
-
-def race(head: str, tokens: int, args: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(head: str, tokens: int, args: argparse.Namespace) -> list[dict[str, Any]]:
     hidden, vocab = HEADS[head]
     size = parallel_state.get_tensor_model_parallel_size()
     generator = torch.Generator(backend.device).manual_seed(5)
@@ -229,22 +205,16 @@ def race(head: str, tokens: int, args: argparse.Namespace) -> list[dict[str, Any
             row |= errors(loss, inputs, expected) if expected else {}
             calls[name] = lambda loss=loss: step(loss, inputs)
         except (ImportError, RuntimeError) as error:  # out of memory too
-            row["failure"] = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
+            row["failure"] = first_line(error)
             x.grad = weight.grad = None
     del expected
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(args.turns):
-        for name, call in calls.items():
-            gc.collect()
-            torch.cuda.empty_cache()
-            call()
-            times[name] += milliseconds(call)
-    floor_ms = statistics.median(times["floor"])
+    times = race(calls, args.turns)
+    floor_ms = times["floor"]
     for row in rows:
         row["floor_ms"] = round(floor_ms, 3)
         row["gradients_gib"] = round(gradient_bytes / 2**30, 3)
-        if times.get(row["variant"]):
-            row["ms"] = round(statistics.median(times[row["variant"]]), 3)
+        if row["variant"] in times:
+            row["ms"] = round(times[row["variant"]], 3)
             row["over_floor"] = round(row["ms"] / floor_ms, 4)
     return rows
 
@@ -263,7 +233,7 @@ def main() -> None:
     backend.init_process_group()
     world = dist.get_world_size() if dist.is_initialized() else 1
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
-    rows = [row for head in args.heads for tokens in args.tokens for row in race(head, tokens, args)]
+    rows = [row for head in args.heads for tokens in args.tokens for row in measure(head, tokens, args)]
     columns = ("head", "tokens", "tensor_parallel", "variant", "ms", "over_floor", "floor_ms", "peak_gib")
     columns += ("gradients_gib", "loss_error", "dx_error", "dw_error", "failure")
     rows = [{name: row.get(name, "") for name in columns} for row in rows]

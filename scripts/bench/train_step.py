@@ -2,10 +2,12 @@
 
     torchrun --nproc_per_node 4 scripts/bench/train_step.py --model llama3-8b --tokens 2048 8192 --append
 
-Random weights, bf16 weights and gradients, fused AdamW with bf16 states, batch 1. T is the number of processes. Peers:
-``hf`` (transformers in one process), ``liger`` (the same with Liger-Kernel) and ``dtensor`` (PyTorch's tensor- and
-sequence-parallel plan on transformers' model). MFU counts 6 x parameters (input embedding left out) x tokens + 6 x
-layers x H x S^2 against ``--peak-tflops``; recompute does not count.
+Random weights, bf16 weights and gradients, AdamW with bf16 states (torch's fused one for the peers), batch 1. T is the
+number of processes. Peers: ``hf`` (transformers in one process), ``liger`` (the same with Liger-Kernel) and ``dtensor``
+(PyTorch's tensor- and sequence-parallel plan on transformers' model; also with compiled layers, and with asynchronous
+tensor parallelism). ``--recompute full`` recomputes every layer; ours may keep the attention kernel's result
+(``--keep-core-attn``) and recompute the first layers only (``--recompute-layers``). MFU counts 6 x parameters (input
+embedding left out) x tokens + 6 x layers x H x S^2 against ``--peak-tflops``; recompute does not count.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 import transformers
+from gpu_race import first_line
 from record import append, environment
 from torch import Tensor, nn
 from transformers import GPTNeoXConfig, LlamaConfig
@@ -29,6 +32,7 @@ from transformers import GPTNeoXConfig, LlamaConfig
 from nxd_memopt.backends import backend
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.models import model_class
+from nxd_memopt.optimizer import AdamW
 from nxd_memopt.parallel_layers import grads, parallel_state
 from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
 
@@ -126,6 +130,25 @@ def build_dtensor(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFun
     return model, step_loss
 
 
+def build_dtensor_compiled(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction]:
+    """The same with each layer compiled, as torchtitan does."""
+    model, loss_of = build_dtensor(config, memory)
+    base: Any = model.get_submodule(str(model.base_model_prefix))
+    for layer in base.layers:
+        layer.compile()
+    return model, loss_of
+
+
+def build_dtensor_async(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction]:
+    """The same with collectives and matmuls in one, through symmetric memory."""
+    import torch._inductor.config
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    torch._inductor.config._micro_pipeline_tp = True
+    enable_symm_mem_for_group(dist.group.WORLD.group_name)  # pyright: ignore[reportOptionalMemberAccess]
+    return build_dtensor_compiled(config, memory)
+
+
 def dtensor_plan(config: Any) -> dict[str, Any]:
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
@@ -175,7 +198,14 @@ def _apply_hf_recompute(model: nn.Module, memory: MemoryConfig) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # pyright: ignore
 
 
-BUILDERS = {"ours": build_ours, "hf": build_hf, "liger": build_liger, "dtensor": build_dtensor}
+BUILDERS = {
+    "ours": build_ours,
+    "hf": build_hf,
+    "liger": build_liger,
+    "dtensor": build_dtensor,
+    "dtensor compiled": build_dtensor_compiled,
+    "dtensor compiled, async TP": build_dtensor_async,  # last: its setting of the compiler stays
+}
 
 
 def dtype() -> torch.dtype:
@@ -187,7 +217,8 @@ def measure(variant: str, config: Any, tokens: int, memory: MemoryConfig, steps:
     model_parallel_manual_seed(7)
     model, loss_of = BUILDERS[variant](config, memory)
     model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    options: dict[str, Any] = {} if variant == "ours" else {"fused": True}
+    optimizer = (AdamW if variant == "ours" else torch.optim.AdamW)(model.parameters(), lr=1e-5, **options)
     ids = torch.randint(0, config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(3)).to(
         backend.device
     )
@@ -227,20 +258,31 @@ def model_flops(config: Any, tokens: int) -> float:
     return 6 * parameters * tokens + 6 * config.num_hidden_layers * config.hidden_size * tokens**2
 
 
+def recompute(args: argparse.Namespace) -> tuple[MemoryConfig, str]:
+    """What ours is told, and how a row calls it; the peers recompute whole layers or nothing."""
+    if args.recompute == "none":
+        return MemoryConfig(), "none"
+    layers = args.recompute_layers
+    method = {"recompute_method": "block", "recompute_num_layers": layers} if layers else {}
+    memory = MemoryConfig(recompute_granularity="full", recompute_keep_core_attn=args.keep_core_attn, **method)
+    parts = ["full" if layers is None else f"{layers} layers", "attention kept" if args.keep_core_attn else ""]
+    return memory, ", ".join(part for part in parts if part)
+
+
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
-    memory = MemoryConfig(recompute_granularity=None if args.recompute == "none" else args.recompute)
+    memory, description = recompute(args)
     for tokens in args.tokens:
         for variant in args.variants:
             row: dict[str, Any] = {"model": args.model, "variant": variant, "tensor_parallel": world_size()}
-            row |= {"tokens": tokens, "recompute": args.recompute}
+            row |= {"tokens": tokens, "recompute": description if variant == "ours" else args.recompute}
             try:
                 row |= measure(variant, CONFIGS[args.model](), tokens, memory, args.steps)
                 per_device = row["tokens_per_s_per_device"] / tokens * model_flops(CONFIGS[args.model](), tokens)
                 row["mfu"] = round(per_device / (args.peak_tflops * 1e12), 3) if args.peak_tflops else ""
                 row["failure"] = ""
-            except torch.OutOfMemoryError:
-                row["failure"] = "out of memory"
+            except (RuntimeError, AttributeError) as error:  # out of memory too; all ranks fail alike
+                row["failure"] = first_line(error)
             gc.collect()
             if backend.name == "cuda":
                 torch.cuda.empty_cache()
@@ -256,6 +298,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[512])
     parser.add_argument("--variants", choices=BUILDERS, nargs="+", default=["ours", "dtensor"])
     parser.add_argument("--recompute", choices=("none", "full"), default="none")
+    parser.add_argument("--recompute-layers", type=int, help="ours: recompute the first N layers only")
+    parser.add_argument("--keep-core-attn", action="store_true", help="ours: keep the attention kernel's result")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--peak-tflops", type=float, default=989.0 if backend.name == "cuda" else 0.0)
     parser.add_argument("--csv", type=Path, default=CSV)

@@ -1,0 +1,122 @@
+"""Owns the race of attention implementations, forward and backward, on one GPU.
+
+    python scripts/bench/attention.py --append
+
+Causal, bf16, batch 1, in the layout in which the models call it. ``auto`` is what the models run unasked, ``torch`` is
+``scaled_dot_product_attention`` without a word about the kernel. TFLOP/s count half of S x S: 2 matmuls forward, 5
+backward. ``packed`` divides the row into four documents of S/4, and counts their squares.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from gpu_race import first_line, peak_gib, race
+from record import append, environment, print_table
+from torch import Tensor
+
+from nxd_memopt.backends import backend
+from nxd_memopt.ops.attention import attention_implementation, core_attention
+from nxd_memopt.ops.packed import PackedDocuments
+
+CSV = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "attention.csv"
+HEADS = {"llama3-8b": (32, 8, 128), "llama3-8b T=4": (8, 2, 128), "gpt-neox-20b": (64, 64, 96)}
+DOCUMENTS = 4
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def implementation(name: str, mask: PackedDocuments | None = None) -> Attention:
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        shape, packed = query.shape, mask is not None
+        options: dict[str, Any] = {"dtype": query.dtype, "packed": packed, "attention_backend": name}
+        chosen, _ = attention_implementation(shape, key.size(1), **options)
+        return core_attention(query, key, value, implementation=chosen, mask=mask)
+
+    return attend
+
+
+def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    gqa = query.size(1) != key.size(1)
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=gqa)
+
+
+def variants(length: int) -> dict[str, Attention]:
+    boundaries = torch.arange(0, length + 1, length // DOCUMENTS, device=backend.device)
+    documents = PackedDocuments.of(boundaries, 1, length)
+    names = ("auto", "cudnn", "flash", "efficient", "tiled")
+    return {
+        **{name: implementation(name) for name in names},
+        "torch": plain,
+        "auto, packed": implementation("auto", documents),
+    }
+
+
+def teraflops(heads: int, length: int, head_dim: int, milliseconds: float, *, matmuls: int, documents: int) -> float:
+    pairs = documents * (length / documents) ** 2 / 2
+    return round(matmuls * 2 * heads * pairs * head_dim / milliseconds / 1e9, 1)
+
+
+def measure(shape: str, length: int, turns: int) -> list[dict[str, Any]]:
+    heads, groups, head_dim = HEADS[shape]
+    columns = [(heads, length), (groups, length), (groups, length)]
+    inputs = [  # [B, heads, S, d] as a projection leaves them: a token's heads beside each other
+        torch.randn(1, n, h * head_dim, device=backend.device, dtype=torch.bfloat16)
+        .unflatten(-1, (h, -1))
+        .transpose(1, 2)
+        for h, n in columns
+    ]
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    upstream = torch.randn_like(inputs[0])
+    rows, forward, both = [], {}, {}
+    for name, attend in variants(length).items():
+        row: dict[str, Any] = {"shape": shape, "tokens": length, "variant": name}
+        rows.append(row)
+
+        def run_both(attend: Attention = attend) -> object:
+            return torch.autograd.grad(attend(*inputs), inputs, upstream)
+
+        def run_forward(attend: Attention = attend) -> object:
+            with torch.no_grad():
+                return attend(*inputs)
+
+        try:
+            run_both()
+            row["peak_gib"] = peak_gib(run_both)
+            forward[name], both[name] = run_forward, run_both
+        except (RuntimeError, ValueError) as error:
+            row["failure"] = first_line(error)
+    forward_ms, both_ms = race(forward, turns), race(both, turns)
+    for row in rows:
+        if row["variant"] in both:
+            name, documents = row["variant"], DOCUMENTS if "packed" in row["variant"] else 1
+            row |= {"forward_ms": round(forward_ms[name], 3), "ms": round(both_ms[name], 3)}
+            row["forward_tflops"] = teraflops(heads, length, head_dim, forward_ms[name], matmuls=2, documents=documents)
+            row["tflops"] = teraflops(heads, length, head_dim, both_ms[name], matmuls=7, documents=documents)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", choices=HEADS, nargs="+", default=list(HEADS))
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192, 32768])
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--csv", type=Path, default=CSV)
+    parser.add_argument("--append", action="store_true", help="append the rows to --csv")
+    args = parser.parse_args()
+    if backend.name != "cuda":
+        parser.error(f"needs an NVIDIA GPU, the backend is {backend.name}")
+    rows = [row for shape in args.shapes for tokens in args.tokens for row in measure(shape, tokens, args.turns)]
+    columns = ("shape", "tokens", "variant", "forward_ms", "forward_tflops", "ms", "tflops", "peak_gib", "failure")
+    rows = [{name: row.get(name, "") for name in columns} for row in rows]
+    print_table(rows, "attention, forward and forward + backward")
+    if args.append:
+        append([row | environment("scripts/bench/attention.py") for row in rows], args.csv)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,230 @@
+"""Owns the race of element-wise operations, forward and backward, and of the optimizer's step, on one GPU.
+
+    python scripts/bench/elementwise.py --append
+
+bf16. ``ours`` is what the models run, ``eager`` the plain PyTorch that it equals, ``compile`` torch.compile of that,
+``liger`` Liger-Kernel's. ``ideal_ms`` is the time to read each input and write each result once at ``--bandwidth``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from gpu_race import first_line, race
+from record import append, environment, print_table
+from torch import Tensor
+
+from nxd_memopt.backends import backend
+from nxd_memopt.ops.activation import gated_activation
+from nxd_memopt.ops.norm import add_rms_norm, rms_norm
+from nxd_memopt.ops.rope import apply_rope, apply_rope_qkv, rope_frequencies, rope_tables
+from nxd_memopt.optimizer import AdamW
+
+CSV = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "elementwise.csv"
+EPS = 1e-5
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operation: inputs, what each competitor calls, and how many bytes a forward and backward must move."""
+
+    inputs: Sequence[Tensor]
+    functions: dict[str, Callable[[], Function]]
+    passes: float  # over the first input: read or written, forward and backward
+
+
+def plain_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype)
+
+
+def plain_add_rms_norm(x: Tensor, added: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    total = x + added
+    return plain_rms_norm(total, weight), total
+
+
+def plain_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+def plain_rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def turned(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, dim=-1)
+        return x * cos.unsqueeze(1) + torch.cat([-second, first], dim=-1) * sin.unsqueeze(1)
+
+    return turned(query), turned(key)
+
+
+def liger_rms_norm() -> Function:
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+    return lambda x, weight: LigerRMSNormFunction.apply(x, weight, EPS, 0.0, "llama", False)
+
+
+def liger_add_rms_norm() -> Function:
+    from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
+
+    return lambda x, added, weight: LigerFusedAddRMSNormFunction.apply(x, added, weight, EPS, 0.0, "llama", False)
+
+
+def liger_swiglu() -> Function:
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
+    return lambda gate, up: LigerSiLUMulFunction.apply(gate, up)
+
+
+def liger_rope() -> Function:
+    from liger_kernel.ops.rope import LigerRopeFunction
+
+    return lambda query, key, cos, sin: LigerRopeFunction.apply(query, key, cos, sin)
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape, device=backend.device, dtype=torch.bfloat16, requires_grad=True)
+
+
+def cases(tokens: int, hidden: int, width: int) -> dict[str, Case]:
+    heads, groups, head_dim = hidden // 128, hidden // 512, 128
+    tables = rope_tables(
+        rope_frequencies(head_dim, {"rope_theta": 5e5}),
+        torch.arange(tokens, device=backend.device).unsqueeze(0),
+        torch.bfloat16,
+    )
+    query, key = (random(1, tokens, h, head_dim).transpose(1, 2).detach().requires_grad_() for h in (heads, groups))
+    ours_rope = lambda q, k, cos, sin: (apply_rope(q, cos, sin), apply_rope(k, cos, sin))  # noqa: E731
+    weight = random(hidden)
+    return {
+        "RMSNorm": Case(
+            (random(tokens, hidden), weight), _four(lambda x, w: rms_norm(x, w, EPS), plain_rms_norm, liger_rms_norm), 5
+        ),
+        "residual + RMSNorm": Case(
+            (random(tokens, hidden), random(tokens, hidden), weight),
+            _four(lambda x, a, w: add_rms_norm(x, a, w, EPS), plain_add_rms_norm, liger_add_rms_norm),
+            8,
+        ),
+        "SwiGLU": Case(
+            (random(tokens, width), random(tokens, width)),
+            _four(lambda g, u: gated_activation(g, u, "silu"), plain_swiglu, liger_swiglu),
+            8,
+        ),
+        "RoPE": Case((query, key, *tables), _four(ours_rope, plain_rope, liger_rope), 4 * (1 + groups / heads)),
+    }
+
+
+def _four(ours: Function, plain: Function, liger: Callable[[], Function]) -> dict[str, Callable[[], Function]]:
+    return {"ours": lambda: ours, "eager": lambda: plain, "compile": lambda: torch.compile(plain), "liger": liger}
+
+
+def projection_case(tokens: int, hidden: int) -> Case:
+    """RoPE of one projection's query, key and value, whose gradients come back as one tensor."""
+    sizes = (hidden, hidden // 4, hidden // 4)
+    tables = rope_tables(
+        rope_frequencies(128, {"rope_theta": 5e5}),
+        torch.arange(tokens, device=backend.device).unsqueeze(0),
+        torch.bfloat16,
+    )
+
+    def heads(whole: Tensor) -> list[Tensor]:
+        return [part.unflatten(-1, (-1, 128)).transpose(1, 2) for part in whole.split(sizes, dim=-1)]
+
+    def plain(whole: Tensor) -> tuple[Tensor, ...]:
+        query, key, value = heads(whole)
+        return *plain_rope(query, key, *tables), value
+
+    def ours(whole: Tensor) -> tuple[Tensor, ...]:
+        query, key, value = heads(whole)
+        return apply_rope_qkv(query, key, value, *tables)
+
+    functions: dict[str, Callable[[], Function]] = {
+        "ours": lambda: ours,
+        "eager": lambda: plain,
+        "compile": lambda: torch.compile(plain),
+    }
+    return Case((random(1, tokens, sum(sizes)),), functions, 4)
+
+
+def forward_and_backward(function: Function, inputs: Sequence[Tensor]) -> Callable[[], object]:
+    wanted = [x for x in inputs if x.requires_grad]
+    found = function(*inputs)
+    outputs = found if isinstance(found, tuple | list) else (found,)
+    upstream = [torch.randn_like(output) for output in outputs]
+
+    def run() -> object:
+        results = function(*inputs)
+        return torch.autograd.grad(results if isinstance(results, tuple | list) else (results,), wanted, upstream)
+
+    return run
+
+
+def optimizer_calls(numel: int) -> dict[str, Callable[[], object]]:
+    def parameters() -> list[Tensor]:
+        params = [random(4096, 4096) for _ in range(numel // 4096**2)]
+        for param in params:
+            param.grad = torch.randn_like(param)
+        return params
+
+    return {
+        "ours": AdamW(parameters(), lr=1e-5).step,
+        "torch fused": torch.optim.AdamW(parameters(), lr=1e-5, fused=True).step,
+        "torch foreach": torch.optim.AdamW(parameters(), lr=1e-5, foreach=True).step,
+    }
+
+
+def run_cases(args: argparse.Namespace) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    table = cases(args.tokens, args.hidden, args.width)
+    table["RoPE of a projection"] = projection_case(args.tokens, args.hidden)
+    for name, case in table.items():
+        calls: dict[str, Callable[[], object]] = {}
+        ideal_ms = case.passes * case.inputs[0].nbytes / args.bandwidth / 1e9
+        for variant, build in case.functions.items():
+            row = {"operation": name, "tokens": args.tokens, "variant": variant, "ideal_ms": round(ideal_ms, 4)}
+            rows.append(row)
+            try:
+                calls[variant] = forward_and_backward(build(), case.inputs)
+            except (ImportError, RuntimeError) as error:
+                row["failure"] = first_line(error)
+        _enter(rows, name, race(calls, args.turns))
+    rows += [{"operation": "AdamW", "tokens": "", "variant": name} for name in ("ours", "torch fused", "torch foreach")]
+    for row in rows[-3:]:
+        row["ideal_ms"] = round(7 * 2 * args.parameters / args.bandwidth / 1e9, 4)
+    _enter(rows, "AdamW", race(optimizer_calls(args.parameters), args.turns))
+    return rows
+
+
+def _enter(rows: list[dict[str, Any]], operation: str, times: dict[str, float]) -> None:
+    for row in rows:
+        if row["operation"] == operation and row["variant"] in times:
+            row["ms"] = round(times[row["variant"]], 4)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--width", type=int, default=14336, help="of the MLP")
+    parser.add_argument("--parameters", type=int, default=2**29, help="of the optimizer's step")
+    parser.add_argument("--bandwidth", type=float, default=4.8, help="of the memory, TB/s")
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--csv", type=Path, default=CSV)
+    parser.add_argument("--append", action="store_true", help="append the rows to --csv")
+    args = parser.parse_args()
+    if backend.name != "cuda":
+        parser.error(f"needs an NVIDIA GPU, the backend is {backend.name}")
+    rows = run_cases(args)
+    columns = ("operation", "tokens", "variant", "ms", "ideal_ms", "failure")
+    rows = [{name: row.get(name, "") for name in columns} for row in rows]
+    print_table(rows, "element-wise operations, forward + backward")
+    if args.append:
+        append([row | environment("scripts/bench/elementwise.py") for row in rows], args.csv)
+
+
+if __name__ == "__main__":
+    main()

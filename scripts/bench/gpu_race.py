@@ -1,0 +1,51 @@
+"""Owns how competitors are timed on one GPU: they take turns in one process, each turn a few calls without a pause."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import statistics
+from collections.abc import Callable, Mapping
+
+import torch
+
+CALLS_A_TURN = 3
+Call = Callable[[], object]
+
+
+def race(calls: Mapping[str, Call], turns: int) -> dict[str, float]:
+    """Median milliseconds of each by the device's clock, over all turns."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(turns):
+        for name, call in calls.items():
+            gc.collect()
+            torch.cuda.empty_cache()
+            call()
+            times[name] += _milliseconds(call)
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def _milliseconds(call: Call) -> list[float]:
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(CALLS_A_TURN + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        call()
+        mark.record()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) for a, b in itertools.pairwise(marks)]
+
+
+def peak_gib(call: Call) -> float:
+    """Peak of allocated memory during ``call`` above what is allocated before it."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return round((torch.cuda.max_memory_allocated() - before) / 2**30, 3)
+
+
+def first_line(error: Exception) -> str:
+    """For a row's ``failure``."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
