@@ -16,7 +16,9 @@ from nxd_memopt.modules.mlp import GatedActivation
 from nxd_memopt.modules.qkv_linear import kv_size_multiplier
 from nxd_memopt.modules.rms_norm import add_and_norm
 from nxd_memopt.ops.rope import apply_rope_qkv
+from nxd_memopt.parallel_layers.gated_row import gated_row_parallel, gated_row_pays
 from nxd_memopt.parallel_layers.layers import column_parallel_linears
+from nxd_memopt.parallel_layers.utils import runs_as
 
 SHARDING = {
     "embed_tokens": "vocab",
@@ -92,6 +94,8 @@ class LlamaMLP(JoinsWeights):
 
     def forward(self, hidden: Tensor) -> Tensor:
         gate, up = column_parallel_linears(hidden, (self.gate_proj, self.up_proj))  # [..., F/T]
+        if gated_row_pays(gate, up, self.down_proj) and runs_as(self.act, GatedActivation):
+            return gated_row_parallel(gate, up, self.down_proj, self.act.hidden_act)
         return self.down_proj(self.act(gate, up))
 
 

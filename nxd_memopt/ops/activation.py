@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
@@ -31,6 +32,16 @@ def activation(name: str) -> Callable[[Tensor], Tensor]:
     return ACTIVATIONS[name]
 
 
+_GRADIENTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "gelu": torch.ops.aten.gelu_backward,
+    "gelu_fast": partial(torch.ops.aten.gelu_backward, approximate="tanh"),
+    "gelu_new": partial(torch.ops.aten.gelu_backward, approximate="tanh"),
+    "gelu_pytorch_tanh": partial(torch.ops.aten.gelu_backward, approximate="tanh"),
+    "relu": lambda grad, x: torch.ops.aten.threshold_backward(grad, x, 0),
+    "silu": torch.ops.aten.silu_backward,
+}
+
+
 def gated_activation(gate: Tensor, up: Tensor, name: str) -> Tensor:
     """``act(gate) * up``, elementwise; SwiGLU for ``"silu"``, GeGLU for the GELUs (arXiv:2002.05202).
 
@@ -42,3 +53,21 @@ def gated_activation(gate: Tensor, up: Tensor, name: str) -> Tensor:
     if name in cuda.GATED_KINDS and gate.shape == up.shape and serves(gate, up):
         return cuda.gated_activation(gate, up, cuda.GATED_KINDS[name])
     return activation(name)(gate) * up
+
+
+def gated_activation_gradient(gate: Tensor, up: Tensor, grad: Tensor, name: str) -> Tensor:
+    """Put the gradients of ``gated_activation`` by gate and up in their places; return its value.
+
+    Args:
+        gate: ``[rows, F]``, overwritten.
+        up: ``[rows, F]``, overwritten.
+        grad: ``[rows, F]``, of the value; may be overwritten.
+        name: one of ``ACTIVATIONS``.
+    """
+    if name in cuda.GATED_KINDS and serves(gate, up, grad):
+        return cuda.gated_activation_gradient(gate, up, grad, cuda.GATED_KINDS[name])
+    activated = activation(name)(gate)
+    value = activated * up
+    gate.copy_(_GRADIENTS[name](grad * up, gate))
+    up.copy_(grad * activated)
+    return value

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from nxd_memopt.backends import backend
-from nxd_memopt.ops.activation import gated_activation
+from nxd_memopt.ops.activation import gated_activation, gated_activation_gradient
 from nxd_memopt.ops.cuda.support import serves
 from nxd_memopt.ops.joined import joined, split_last
 from nxd_memopt.ops.norm import add_rms_norm, affine_branches, affine_branches_gradient, rms_norm
 from nxd_memopt.ops.rope import apply_rope, apply_rope_qkv, rope_frequencies, rope_tables
+from tests.reference_models import llama_config, parallel_model
 
 pytestmark = [
     pytest.mark.cuda,
@@ -69,6 +70,38 @@ def test_gated_activation(shape, name, dtype, bound):
     assert joined(torch.autograd.grad(gated_activation(*halves, name).sum(), halves), -1) is not None
     apart = [half.transpose(0, -2) for half in both.detach().chunk(2, dim=-1)]  # rows at two distances
     compare(lambda a, b: gated_activation(a, b, name), [half.requires_grad_() for half in apart], bound)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), DTYPES)
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_new"])
+def test_gated_gradient_in_place(name, dtype, bound):
+    both, upstream = random(47, 2 * 1100, dtype=dtype), random(47, 1100, dtype=dtype)
+    exact = [half.double() for half in both.chunk(2, dim=-1)]
+    wanted = gated_activation_gradient(*exact, upstream.double(), name)
+    gate, up = both.chunk(2, dim=-1)
+    found = gated_activation_gradient(gate, up, upstream.clone(), name)
+    for a, b in zip((found, gate, up), (wanted, *exact), strict=True):
+        assert (a.double() - b).norm() / b.norm() < bound
+
+
+def test_the_models_mlp_keeps_no_activation():
+    config = llama_config(hidden_size=64, intermediate_size=96)
+    mlp = parallel_model(config).to(backend.device, torch.bfloat16).decoder_layers()[0].mlp
+    assert joined([mlp.gate_proj.weight, mlp.up_proj.weight], 0) is not None
+    x = random(5, 7, 64, dtype=torch.bfloat16).requires_grad_()
+    names = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: names.append(t.shape) or t, lambda t: t):
+        found = mlp(x)
+    assert names.count(torch.Size([35, 96])) == 2, "gate and up, not their product"
+    parameters = [x, *mlp.parameters()]
+    grads = torch.autograd.grad(found, parameters, torch.ones_like(found))
+    exact = [p.detach().double().requires_grad_() for p in parameters]
+    by_name = dict(zip((name for name, _ in mlp.named_parameters()), exact[1:], strict=True))
+    gate, up, down = (by_name[f"{name}_proj.weight"] for name in ("gate", "up", "down"))
+    expected = (torch.nn.functional.silu(exact[0] @ gate.t()) * (exact[0] @ up.t())) @ down.t()
+    wanted = torch.autograd.grad(expected, exact, torch.ones_like(expected))
+    for a, b in zip((found, *grads), (expected, *wanted), strict=True):
+        assert (a.double() - b).norm() / b.norm() < 2e-2  # two bf16 roundings between matmuls
 
 
 @pytest.mark.parametrize(("dtype", "bound"), DTYPES)

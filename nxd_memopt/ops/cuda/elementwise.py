@@ -90,14 +90,14 @@ class _Gated(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         dgate, dup = Layout.of(gate, up).empty(gate)
         grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-        _on_rows(_kernels().gated_backward, ctx.kind, gate, up, grad, dgate, dup)
+        _on_rows(_kernels().gated_backward, ctx.kind, gate, up, grad, dgate, dup, grad, WITH_VALUE=False)
         return dgate, dup, None
 
 
-def _on_rows(kernel: Any, kind: str, *tensors: Tensor) -> None:
+def _on_rows(kernel: Any, kind: str, *tensors: Tensor, **options: Any) -> None:
     rows, width = tensors[0].shape
-    grid = (rows, -(-width // _BLOCK))
-    kernel[grid](*tensors, *(t.stride(0) for t in tensors), width, KIND=kind, BLOCK=_BLOCK, num_warps=4)
+    grid, strides = (rows, -(-width // _BLOCK)), (t.stride(0) for t in tensors)
+    kernel[grid](*tensors, *strides, width, KIND=kind, BLOCK=_BLOCK, num_warps=4, **options)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -172,6 +172,14 @@ def add_rms_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) ->
 def gated_activation(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     """As ``ops.activation.gated_activation``; ``kind`` is a value of ``GATED_KINDS``."""
     return cast(Tensor, _Gated.apply(_rows(gate), _rows(up), kind)).view(gate.shape)
+
+
+def gated_activation_gradient(gate: Tensor, up: Tensor, grad: Tensor, kind: str) -> Tensor:
+    """As ``ops.activation.gated_activation_gradient``; the value takes the place of ``grad``."""
+    assert gate.stride(-1) == up.stride(-1) == 1
+    grad = grad.contiguous()
+    _on_rows(_kernels().gated_backward, kind, gate, up, grad, gate, up, grad, WITH_VALUE=True)
+    return grad
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -188,15 +188,19 @@ def gated_backward(
     dy,
     dgate,
     dup,
+    y,
     gate_row,
     up_row,
     dy_row,
     dgate_row,
     dup_row,
+    y_row,
     width,
     KIND: tl.constexpr,  # noqa: N803
+    WITH_VALUE: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
+    """Every element is read before any is written: results may take the places of what they are made of."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
@@ -205,6 +209,8 @@ def gated_backward(
     grad = tl.load(dy + row * dy_row + column, mask=mask, other=0.0).to(tl.float32)
     tl.store(dup + row * dup_row + column, (grad * value).to(dup.dtype.element_ty), mask=mask)
     tl.store(dgate + row * dgate_row + column, (grad * factor * slope).to(dgate.dtype.element_ty), mask=mask)
+    if WITH_VALUE:
+        tl.store(y + row * y_row + column, (value * factor).to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
