@@ -14,7 +14,7 @@ from nxd_memopt.cli_certify.command import Certify
 
 @dataclass(frozen=True)
 class Doctor:
-    """Show the versions, the backend and why it was chosen, and the attention that runs."""
+    """Show the versions, the backend and why it was chosen, the attention and the fused operations that run."""
 
     def __call__(self) -> None:
         import torch
@@ -23,12 +23,15 @@ class Doctor:
         from nxd_memopt import __version__
         from nxd_memopt.backends import BACKEND_REASON, BACKENDS, backend
         from nxd_memopt.ops.attention import describe_attention
+        from nxd_memopt.ops.fused import describe_fused
 
         print(f"nxd_memopt {__version__}, torch {torch.__version__}, transformers {transformers.__version__}")
         print(f"backend {backend.name} on {backend.device}: {BACKEND_REASON}")
         for name, backend_class in BACKENDS.items():
             print(f"  {name}: {backend_class.unavailable_reason() or 'available'}")
         print(f"collectives: {backend.distributed_backend}; attention: {describe_attention()}")
+        for line in describe_fused():
+            print(f"  {line}")
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ def test_doctor_names_backend_and_reason(monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert "backend cpu on cpu: NXD_MEMOPT_BACKEND=cpu" in printed
     assert torch.__version__ in printed
+    assert "RMSNorm, residual + RMSNorm: plain PyTorch (the kernels are for NVIDIA GPUs, the device is cpu)" in printed
 
 
 def test_convert_writes_what_transformers_loads(monkeypatch, tmp_path):

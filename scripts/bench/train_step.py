@@ -6,8 +6,9 @@ Random weights, bf16 weights and gradients, AdamW with bf16 states (torch's fuse
 number of processes. Peers: ``hf`` (transformers in one process), ``liger`` (the same with Liger-Kernel) and ``dtensor``
 (PyTorch's tensor- and sequence-parallel plan on transformers' model; also with compiled layers, and with asynchronous
 tensor parallelism). ``--recompute full`` recomputes every layer; ours may keep the attention kernel's result
-(``--keep-core-attn``) and recompute the first layers only (``--recompute-layers``). MFU counts 6 x parameters (input
-embedding left out) x tokens + 6 x layers x H x S^2 against ``--peak-tflops``; recompute does not count.
+(``--keep-core-attn``), recompute the first layers only (``--recompute-layers``) and run the optimizer inside backward
+(``--in-backward``). MFU counts 6 x parameters (input embedding left out) x tokens + 6 x layers x H x S^2 against
+``--peak-tflops``; recompute does not count.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from transformers import GPTNeoXConfig, LlamaConfig
 from nxd_memopt.backends import backend
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.models import model_class
-from nxd_memopt.optimizer import AdamW
+from nxd_memopt.optimizer import AdamW, OptimizerInBackward
 from nxd_memopt.parallel_layers import grads, parallel_state
 from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
 
@@ -212,13 +213,17 @@ def dtype() -> torch.dtype:
     return torch.float32 if backend.name == "cpu" else torch.bfloat16
 
 
-def measure(variant: str, config: Any, tokens: int, memory: MemoryConfig, steps: int) -> dict[str, Any]:
+def measure(
+    variant: str, config: Any, tokens: int, memory: MemoryConfig, steps: int, *, in_backward: bool
+) -> dict[str, Any]:
     """Median step time, peak memory and last loss of one variant; its memory is free again afterwards."""
     model_parallel_manual_seed(7)
     model, loss_of = BUILDERS[variant](config, memory)
     model.train()
     options: dict[str, Any] = {} if variant == "ours" else {"fused": True}
     optimizer = (AdamW if variant == "ours" else torch.optim.AdamW)(model.parameters(), lr=1e-5, **options)
+    in_backward = in_backward and variant == "ours"
+    stepper = OptimizerInBackward(optimizer) if in_backward else optimizer
     ids = torch.randint(0, config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(3)).to(
         backend.device
     )
@@ -231,10 +236,10 @@ def measure(variant: str, config: Any, tokens: int, memory: MemoryConfig, steps:
         loss = loss_of(ids)
         if loss.requires_grad:
             loss.backward()
-        if variant == "ours":
+        if variant == "ours" and not in_backward:
             grads.allreduce_sequence_parallel_gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
+        stepper.step()
+        stepper.zero_grad()
         backend.synchronize()
         times.append(time.perf_counter() - start)
         first_loss = first_loss or round(loss.item(), 4)
@@ -260,12 +265,17 @@ def model_flops(config: Any, tokens: int) -> float:
 
 def recompute(args: argparse.Namespace) -> tuple[MemoryConfig, str]:
     """What ours is told, and how a row calls it; the peers recompute whole layers or nothing."""
+    optimizer = "optimizer in backward" if args.in_backward else ""
     if args.recompute == "none":
-        return MemoryConfig(), "none"
+        return MemoryConfig(), ", ".join(part for part in ("none", optimizer) if part)
     layers = args.recompute_layers
     method = {"recompute_method": "block", "recompute_num_layers": layers} if layers else {}
     memory = MemoryConfig(recompute_granularity="full", recompute_keep_core_attn=args.keep_core_attn, **method)
-    parts = ["full" if layers is None else f"{layers} layers", "attention kept" if args.keep_core_attn else ""]
+    parts = [
+        "full" if layers is None else f"{layers} layers",
+        "attention kept" if args.keep_core_attn else "",
+        optimizer,
+    ]
     return memory, ", ".join(part for part in parts if part)
 
 
@@ -277,7 +287,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
             row: dict[str, Any] = {"model": args.model, "variant": variant, "tensor_parallel": world_size()}
             row |= {"tokens": tokens, "recompute": description if variant == "ours" else args.recompute}
             try:
-                row |= measure(variant, CONFIGS[args.model](), tokens, memory, args.steps)
+                row |= measure(variant, CONFIGS[args.model](), tokens, memory, args.steps, in_backward=args.in_backward)
                 per_device = row["tokens_per_s_per_device"] / tokens * model_flops(CONFIGS[args.model](), tokens)
                 row["mfu"] = round(per_device / (args.peak_tflops * 1e12), 3) if args.peak_tflops else ""
                 row["failure"] = ""
@@ -300,6 +310,7 @@ def main() -> None:
     parser.add_argument("--recompute", choices=("none", "full"), default="none")
     parser.add_argument("--recompute-layers", type=int, help="ours: recompute the first N layers only")
     parser.add_argument("--keep-core-attn", action="store_true", help="ours: keep the attention kernel's result")
+    parser.add_argument("--in-backward", action="store_true", help="ours: run the optimizer inside backward")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--peak-tflops", type=float, default=989.0 if backend.name == "cuda" else 0.0)
     parser.add_argument("--csv", type=Path, default=CSV)

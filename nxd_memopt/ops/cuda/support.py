@@ -16,6 +16,13 @@ def has_triton() -> bool:
     return find_spec("triton") is not None
 
 
+def unavailable_reason(device: torch.device) -> str | None:
+    """Why no kernel can run for tensors on ``device``; ``None``: they can."""
+    if device.type != "cuda":
+        return f"the kernels are for NVIDIA GPUs, the device is {device.type}"
+    return None if has_triton() else "Triton is not installed"
+
+
 def serves(*tensors: Tensor) -> bool:
     """All on one NVIDIA GPU, of one dtype that the kernels take, not inside torch.compile, which fuses by itself."""
     first = tensors[0]

@@ -1,0 +1,27 @@
+"""Owns the list of fused operations for people: what runs for each on this device, and why."""
+
+from __future__ import annotations
+
+from nxd_memopt.backends import backend
+from nxd_memopt.ops.cuda.support import unavailable_reason
+
+_TRITON = {
+    "RMSNorm, residual + RMSNorm": "one pass over memory each way; the residual's gradient is added in the norm's pass",
+    "SwiGLU, GeGLU": "one pass; backward makes the activation anew and puts gradients in gate's and up's places",
+    "RoPE (full, partial)": "one pass; one projection's query, key and value get their gradients as one tensor",
+    "two affine parts of one LayerNorm": "GPT-NeoX's parallel branches: one pass each way for both",
+    "cross entropy": "two passes over the logits, the second one in place",
+    "AdamW": "one pass over parameters, gradients and moments",
+}
+_TORCH = {
+    "LayerNorm": "PyTorch's own kernel is one pass each way",
+    "bias + GeLU": "the bias is added inside the matmul, PyTorch's GeLU is one pass and keeps its input alone",
+}
+
+
+def describe_fused() -> list[str]:
+    """One line for each operation."""
+    reason = unavailable_reason(backend.device)
+    chosen = "Triton" if reason is None else "plain PyTorch"
+    lines = [f"{name}: {chosen} ({why if reason is None else reason})" for name, why in _TRITON.items()]
+    return [*lines, *(f"{name}: PyTorch ({why})" for name, why in _TORCH.items())]
