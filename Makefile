@@ -29,6 +29,7 @@ check: setup ## lint, format, types, import levels, size limits
 	.venv/bin/lint-imports
 	$(PYTHON) scripts/check_sizes.py
 	$(PYTHON) scripts/file_tree.py
+	$(PYTHON) scripts/bench/report.py
 
 NXD_SOURCE ?= build/neuronx-distributed
 NXD_REVISION := fbac349b61a3adbb123c2983835af692840ff62f

@@ -17,7 +17,7 @@ NEWCOMER_PATH = (  # one training step, each file calling the next
     "models/llama.py",
     "nxd_memopt/modules/attention.py",
     "nxd_memopt/parallel_layers/layers.py",
-    "nxd_memopt/parallel_layers/mappings.py",
+    "nxd_memopt/parallel_layers/linear_functions.py",
     "nxd_memopt/backends/c10d.py",
 )
 

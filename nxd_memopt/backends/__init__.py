@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 
-from nxd_memopt.backends.base import Backend, Completed, Pending
+from nxd_memopt.backends.base import Backend, Completed, Gathering, Pending, Reduction
 from nxd_memopt.backends.cpu import CpuBackend
 from nxd_memopt.backends.cuda import CudaBackend
 from nxd_memopt.backends.neuron import NeuronBackend
@@ -60,4 +60,14 @@ def _require_backend(name: str) -> Backend:
 
 backend, BACKEND_REASON = select_backend(os.environ.get("NXD_MEMOPT_BACKEND"))
 
-__all__ = ["BACKENDS", "BACKEND_REASON", "Backend", "Completed", "Pending", "backend", "select_backend"]
+__all__ = [
+    "BACKENDS",
+    "BACKEND_REASON",
+    "Backend",
+    "Completed",
+    "Gathering",
+    "Pending",
+    "Reduction",
+    "backend",
+    "select_backend",
+]

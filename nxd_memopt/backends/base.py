@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -30,6 +30,75 @@ class Completed:
 
     def wait(self) -> Tensor:
         return self._result
+
+
+class Gathering(Protocol):
+    """An all-gather along dim 0 whose rows can be used as they arrive."""
+
+    @property
+    def whole(self) -> Tensor:
+        """``[n * size, ...]``, in rank order; rows are there once their piece has been yielded."""
+        ...
+
+    def pieces(self) -> Iterable[tuple[int, int]]:
+        """Ranges of rows in the order of their arrival, together all of them; to be iterated once."""
+        ...
+
+    def wait(self) -> Tensor:
+        """``whole``, all of whose rows are there."""
+        ...
+
+
+class Reduction(Protocol):
+    """A sum over ranks to which each hands its ``[n, ...]`` piece by piece."""
+
+    @property
+    def pieces(self) -> Sequence[tuple[int, int]]:
+        """The ranges of rows to hand over, in the best order."""
+        ...
+
+    def put(self, start: int, rows: Tensor) -> None:
+        """Hand over the piece that begins at ``start``; all are of one dtype, in which they are summed."""
+        ...
+
+    def wait(self) -> Tensor:
+        """``[n / size, ...]``, this rank's chunk of the sum (or all of it: see ``start_reduction``)."""
+        ...
+
+
+class GatheringAtOnce:
+    """All rows arrive together."""
+
+    def __init__(self, pending: Pending) -> None:
+        self._pending = pending
+        self._result: Tensor | None = None
+
+    @property
+    def whole(self) -> Tensor:
+        return self.wait()
+
+    def pieces(self) -> Iterable[tuple[int, int]]:
+        return ((0, self.wait().size(0)),)
+
+    def wait(self) -> Tensor:
+        if self._result is None:
+            self._result = self._pending.wait()
+        return self._result
+
+
+class ReductionAtOnce:
+    """All rows are handed over together to the collective ``start``."""
+
+    def __init__(self, rows: int, start: Callable[[Tensor], Pending]) -> None:
+        self.pieces = ((0, rows),)
+        self._start = start
+
+    def put(self, start: int, rows: Tensor) -> None:
+        del start
+        self._pending = self._start(rows)
+
+    def wait(self) -> Tensor:
+        return self._pending.wait()
 
 
 class Backend(ABC):
@@ -119,6 +188,15 @@ class Backend(ABC):
 
     def reduce_scatter_async(self, tensor: Tensor, group: ProcessGroup | None) -> Pending:
         return Completed(self.reduce_scatter(tensor, group))
+
+    def start_gather(self, tensor: Tensor, group: ProcessGroup | None) -> Gathering:
+        """``all_gather_async`` whose rows may arrive in pieces."""
+        return GatheringAtOnce(self.all_gather_async(tensor, group))
+
+    def start_reduction(self, rows: int, group: ProcessGroup | None, *, scattered: bool) -> Reduction:
+        """``reduce_scatter_async``, or ``all_reduce_async`` when not ``scattered``, of ``rows`` rows in pieces."""
+        start = self.reduce_scatter_async if scattered else self.all_reduce_async
+        return ReductionAtOnce(rows, lambda tensor: start(tensor, group))
 
     # Random state of the device's default generator
 

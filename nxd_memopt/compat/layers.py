@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 
 from nxd_memopt.parallel_layers import base_linear, embedding, layers, parallel_state
 from nxd_memopt.parallel_layers.initialization import InitMethod, initialize_sharded_
+from nxd_memopt.parallel_layers.linear_functions import ColumnCommunication
 from nxd_memopt.parallel_layers.mappings import gather_from_tensor_model_parallel_region
 from nxd_memopt.parallel_layers.utils import divide, set_tensor_model_parallel_attributes
 
@@ -58,7 +59,7 @@ def linear_with_async_allreduce(
     if not (async_grad_allreduce or sequence_parallel_enabled):
         return F.linear(input, weight, bias)
     dimension = (sequence_dimension or 0) if sequence_parallel_enabled else None
-    communication = layers.ColumnCommunication(process_group, dimension, reduce_dtype, (None,))
+    communication = ColumnCommunication(process_group, dimension, reduce_dtype, (None,))
     with torch.set_grad_enabled(torch.is_grad_enabled() and save_for_backward):
         (output,) = layers.column_parallel(input, [(weight, bias)], communication)
     return output

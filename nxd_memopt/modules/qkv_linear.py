@@ -16,7 +16,8 @@ from nxd_memopt.parallel_layers.initialization import (
     default_weight_init,
     initialize_sharded_,
 )
-from nxd_memopt.parallel_layers.layers import ColumnCommunication, column_parallel
+from nxd_memopt.parallel_layers.layers import column_parallel
+from nxd_memopt.parallel_layers.linear_functions import ColumnCommunication
 from nxd_memopt.parallel_layers.utils import (
     ShardBlock,
     ShardedModule,

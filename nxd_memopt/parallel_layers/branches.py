@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from nxd_memopt.backends import backend
 from nxd_memopt.ops.autograd import first_derivative_only
 from nxd_memopt.ops.norm import affine_branches, affine_branches_gradient, normalise, normalise_gradient
 from nxd_memopt.parallel_layers.layer_norm import LayerNorm
-from nxd_memopt.parallel_layers.layers import ColumnCommunication, ColumnParallelLinear, RowParallelLinear
+from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear, row_parallel
+from nxd_memopt.parallel_layers.linear_functions import ColumnCommunication, products
 from nxd_memopt.parallel_layers.utils import cast_if_autocast_enabled
 
 
@@ -36,10 +36,9 @@ class _NormalisedColumns(torch.autograd.Function):
         normalised, mean, rstd = normalise(x, eps)
         ctx.eps, ctx.comm = eps, comm
         ctx.save_for_backward(x, mean, rstd, *gains, *shifts, *weights)
-        if comm.sequence_dimension is not None:
-            normalised = comm.finish_input_gather(comm.start_input_gather(normalised))
-        inputs = affine_branches(normalised, gains, shifts)
-        return tuple(F.linear(h, weight, bias) for h, weight, bias in zip(inputs, weights, biases, strict=True))
+        gathering = comm.gather(comm.sequence_first(normalised))
+        outputs = products(gathering, weights, biases, lambda rows: affine_branches(rows, gains, shifts))
+        return tuple(comm.as_given(output) for output in outputs)
 
     @staticmethod
     @first_derivative_only
@@ -50,19 +49,26 @@ class _NormalisedColumns(torch.autograd.Function):
         gains, shifts, weights = saved[:count], saved[count : 2 * count], saved[2 * count :]
         x, *output_grads = backend.optimization_barrier([x, *grads])  # nothing of forward is kept in its place
         normalised, _, _ = normalise(x, ctx.eps)
-        gathering = None if comm.sequence_dimension is None else comm.start_input_gather(normalised)
-        input_grads = [grad @ weight for grad, weight in zip(output_grads, weights, strict=True)]
-        normalised = normalised if gathering is None else comm.finish_input_gather(gathering)
-        by_normalised, by_affine = affine_branches_gradient(normalised, input_grads, gains)
-        del input_grads
-        reducing = comm.start_grad_reduction(by_normalised)
-        needs = ctx.needs_input_grad[3:]
-        parameter_grads = _linear_gradients(affine_branches(normalised, gains, shifts), output_grads, needs)
+        gathering = comm.gather(comm.sequence_first(normalised))
+        output_grads = [comm.sequence_first(grad) for grad in output_grads]
+        by_affine: list[Tensor] = []
+
+        def rows(start: int, stop: int) -> Tensor:
+            input_grads = [grad[start:stop] @ weight for grad, weight in zip(output_grads, weights, strict=True)]
+            by_rows, part = affine_branches_gradient(gathering.wait()[start:stop], input_grads, gains)
+            by_affine.append(part)
+            return by_rows
+
+        reduction = comm.reduce(rows, output_grads[0].size(0))
+        inputs = affine_branches(gathering.wait(), gains, shifts)
+        parameter_grads = _linear_gradients(inputs, output_grads, ctx.needs_input_grad[3:])
+        by_affine_sum = torch.stack(by_affine).sum(0) if len(by_affine) > 1 else by_affine[0]
         if comm.sequence_dimension is None:  # otherwise the gradient hook sums what each rank's outputs contribute
-            by_affine = backend.all_reduce(by_affine, comm.group)
-        by_x = normalise_gradient(comm.finish_grad_reduction(reducing, x.dtype), x, mean, rstd)
-        by_affine = by_affine.to(x.dtype)
-        results = ((*affine, *linear) for affine, linear in zip(by_affine, parameter_grads, strict=True))
+            by_affine_sum = backend.all_reduce(by_affine_sum, comm.group)
+        by_x = normalise_gradient(comm.as_given(reduction.wait().to(x.dtype)), x, mean, rstd)
+        results = (
+            (*affine, *linear) for affine, linear in zip(by_affine_sum.to(x.dtype), parameter_grads, strict=True)
+        )
         return by_x, None, None, *(grad for branch in results for grad in branch)
 
 
@@ -121,13 +127,6 @@ def row_parallel_linears(inputs: Sequence[Tensor], layers: Sequence[RowParallelL
     Returns:
         ``[B, S, H]``, or ``[s, B, H]`` under sequence parallelism.
     """
-    shape = inputs[0].shape[:-1]
-    tensors = cast("list[Tensor]", cast_if_autocast_enabled(*inputs, *(layer.weight for layer in layers)))
-    flat, weights = [x.reshape(-1, x.size(-1)) for x in tensors[: len(inputs)]], tensors[len(inputs) :]
-    with torch.autocast(inputs[0].device.type, enabled=False):
-        partial = flat[0] @ weights[0].t()
-        for x, weight in zip(flat[1:], weights[1:], strict=True):
-            partial = partial.addmm_(x, weight.t())
-        output = layers[0].reduce(partial.view(*shape, -1))
+    output = row_parallel([(x, layer.weight) for x, layer in zip(inputs, layers, strict=True)], layers[0])
     biases = [layer.bias.to(output.dtype) for layer in layers if layer.bias is not None]
     return output + sum(biases[1:], biases[0]) if biases else output

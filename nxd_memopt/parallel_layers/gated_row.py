@@ -2,33 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from nxd_memopt.backends import backend
+from nxd_memopt.backends import Gathering, backend
 from nxd_memopt.ops.activation import gated_activation, gated_activation_gradient
 from nxd_memopt.ops.autograd import first_derivative_only
 from nxd_memopt.ops.cuda.support import serves
+from nxd_memopt.ops.held import Held, bind, hold, saved
 from nxd_memopt.parallel_layers.layers import RowParallelLinear
+from nxd_memopt.parallel_layers.linear_functions import Communication
 from nxd_memopt.parallel_layers.utils import cast_if_autocast_enabled, runs_as
 
 _TILE_BYTES = 256 * 2**20  # of the activation's gradient; a further tile costs one more pass over dW
 
 
 class _GatedRow(torch.autograd.Function):
-    """``P = (act(G) * U) W^t``. Saves G, U and W; backward makes the activation again, tile by tile of tokens.
+    """``Y = reduce((act(G) * U) W^t)`` on sequence-first rows. Saves G, U and W; the activation is made again.
 
     dG and dU take the places of G and U, of which nothing else makes use; a second backward is an error.
     """
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, hidden_act: str) -> Tensor:
-        ctx.hidden_act, ctx.is_overwritten = hidden_act, False
-        ctx.save_for_backward(gate, up, weight)
-        return F.linear(gated_activation(gate, up, hidden_act), weight)
+    def forward(
+        ctx: Any, comm: Communication, hidden_act: str, handle: Held, gate: Tensor, up: Tensor, weight: Tensor
+    ) -> Tensor:
+        ctx.comm, ctx.hidden_act, ctx.is_overwritten = comm, hidden_act, False
+        bind(ctx, handle, gate, up, weight)
+
+        def rows(start: int, stop: int) -> Tensor:
+            return F.linear(gated_activation(gate[start:stop], up[start:stop], hidden_act), weight)
+
+        return comm.reduce(rows, gate.size(0)).wait().to(gate.dtype)
 
     @staticmethod
     @first_derivative_only
@@ -38,20 +47,29 @@ class _GatedRow(torch.autograd.Function):
                 "the gated MLP's graph allows one backward: compute the loss again, or drop retain_graph"
             )
         ctx.is_overwritten = True
-        gate, up, weight = ctx.saved_tensors
+        (gate, up, weight), (_, _, needs_weight) = saved(ctx)
         gate, up, grad = backend.optimization_barrier([gate, up, grad])
+        gathering = ctx.comm.gather(grad)
         weight_grad: Tensor | None = None
-        tile = max(1, _TILE_BYTES // (gate.size(-1) * gate.element_size()))
-        for gates, ups, grads in zip(*(x.split(tile) for x in (gate, up, grad)), strict=True):
-            activated = gated_activation_gradient(gates, ups, grads @ weight, ctx.hidden_act)
-            if not ctx.needs_input_grad[2]:
+        for start, stop in _tiles(gathering, gate):
+            grads = gathering.whole[start:stop]
+            activated = gated_activation_gradient(gate[start:stop], up[start:stop], grads @ weight, ctx.hidden_act)
+            if not needs_weight:
                 continue
             if weight_grad is None:
                 weight_grad = grads.t() @ activated
             else:
                 weight_grad.addmm_(grads.t(), activated)
         torch.autograd.graph.increment_version((gate, up))
-        return gate, up, weight_grad, None
+        return None, None, None, gate, up, weight_grad
+
+
+def _tiles(gathering: Gathering, gate: Tensor) -> Iterator[tuple[int, int]]:
+    """The pieces as they arrive, cut so that the activation of one fits ``_TILE_BYTES``."""
+    most = max(1, _TILE_BYTES // (gate.size(-1) * gate.element_size()))
+    for first, last in gathering.pieces():
+        for start in range(first, last, most):
+            yield start, min(start + most, last)
 
 
 def gated_row_parallel(gate: Tensor, up: Tensor, layer: RowParallelLinear, hidden_act: str) -> Tensor:
@@ -67,10 +85,14 @@ def gated_row_parallel(gate: Tensor, up: Tensor, layer: RowParallelLinear, hidde
         As ``layer``; ``RuntimeError`` in a second backward of one graph.
     """
     gate, up, weight = cast("list[Tensor]", cast_if_autocast_enabled(gate, up, layer.weight))
-    flat = [x.reshape(-1, x.size(-1)) for x in (gate, up)]
+    layer.require_divisible_sequence(gate.shape)
+    comm = layer.communication()
+    first = comm.sequence_first(gate)
+    rows = [comm.sequence_first(x).reshape(-1, x.size(-1)) for x in (gate, up)]
     with torch.autocast(gate.device.type, enabled=False):
-        partial = cast(Tensor, _GatedRow.apply(*flat, weight, hidden_act)).view(*gate.shape[:-1], -1)
-        output = layer.reduce(partial)
+        handle, held = hold(*rows, weight)
+        output = cast(Tensor, _GatedRow.apply(comm, hidden_act, handle, *held))
+    output = comm.as_given(output.view(-1, *first.shape[1:-1], output.size(-1)))
     return output if layer.bias is None else output + layer.bias.to(output.dtype)
 
 

@@ -7,22 +7,20 @@ under sequence parallelism (``sequence_dimension=1``: ``[B, s, H]``). Sources: a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from nxd_memopt.backends import Pending, backend
 from nxd_memopt.config import require_divisible
-from nxd_memopt.ops.autograd import first_derivative_only
-from nxd_memopt.ops.joined import joined
+from nxd_memopt.ops.held import hold
 from nxd_memopt.parallel_layers import mappings, parallel_state
 from nxd_memopt.parallel_layers.base_linear import BaseParallelLinear
 from nxd_memopt.parallel_layers.embedding import ParallelEmbedding
 from nxd_memopt.parallel_layers.initialization import InitMethod
+from nxd_memopt.parallel_layers.linear_functions import ColumnCommunication, ColumnParallel, Communication, RowParallel
 from nxd_memopt.parallel_layers.utils import (
     cast_if_autocast_enabled,
     check_sequence_dimension,
@@ -38,107 +36,6 @@ __all__ = [
     "column_parallel",
     "column_parallel_linears",
 ]
-
-
-@dataclass(frozen=True)
-class ColumnCommunication:
-    """How column-parallel weights of one input meet that input and its gradient."""
-
-    group: ProcessGroup | None
-    sequence_dimension: int | None  # None: the input is replicated, not sharded along the sequence
-    reduce_dtype: torch.dtype | None
-    replica_groups: tuple[ProcessGroup | None, ...]  # per weight: ranks that hold the same shard
-
-    def start_input_gather(self, shard: Tensor) -> Pending:
-        return backend.all_gather_async(shard.movedim(cast(int, self.sequence_dimension), 0), self.group)
-
-    def finish_input_gather(self, pending: Pending) -> Tensor:
-        return pending.wait().movedim(0, cast(int, self.sequence_dimension))
-
-    def start_grad_reduction(self, grad: Tensor) -> Pending:
-        grad = grad if self.reduce_dtype is None else grad.to(self.reduce_dtype)
-        if self.sequence_dimension is None:
-            return backend.all_reduce_async(grad, self.group)
-        return backend.reduce_scatter_async(grad.movedim(self.sequence_dimension, 0), self.group)
-
-    def finish_grad_reduction(self, pending: Pending, dtype: torch.dtype) -> Tensor:
-        grad = pending.wait().to(dtype)
-        return grad if self.sequence_dimension is None else grad.movedim(0, self.sequence_dimension)
-
-
-class _ColumnParallel(torch.autograd.Function):
-    """``Y_i = X W_i^t + b_i`` for several weights of one input; one collective each for X, and for dX.
-
-    Backward saves the sequence shard only and gathers it again, while dX is computed; dX is reduced while dW is.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: ColumnCommunication, *parameters: Tensor | None) -> tuple[Tensor, ...]:
-        weights, biases = cast("tuple[Tensor, ...]", parameters[0::2]), parameters[1::2]
-        ctx.comm = comm
-        ctx.save_for_backward(x, *weights)
-        if comm.sequence_dimension is not None:
-            x = comm.finish_input_gather(comm.start_input_gather(x))
-        return _outputs(x, weights, biases)
-
-    @staticmethod
-    @first_derivative_only
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        comm: ColumnCommunication = ctx.comm
-        x, *weights = ctx.saved_tensors
-        x, *output_grads = backend.optimization_barrier([x, *grads])  # the second gather is not the first one's copy
-        needs_input, _, *needs_parameters = ctx.needs_input_grad
-        gathers = comm.sequence_dimension is not None and any(needs_parameters[0::2])
-        gathering = comm.start_input_gather(x) if gathers else None
-        reducing = comm.start_grad_reduction(_input_grad(output_grads, weights)) if needs_input else None
-        x = x if gathering is None else comm.finish_input_gather(gathering)
-        parameter_grads = _parameter_grads(x, output_grads, needs_parameters, comm.replica_groups)
-        input_grad = None if reducing is None else comm.finish_grad_reduction(reducing, x.dtype)
-        return input_grad, None, *parameter_grads
-
-
-def _outputs(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-    """``X W_i^t + b_i``; of weights that lie side by side the outputs do so too, from one matmul."""
-    whole = joined(weights, 0)
-    given = [bias for bias in biases if bias is not None]
-    if whole is None or len(given) not in (0, len(weights)):
-        return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
-    bias = torch.cat(given) if len(given) > 1 else biases[0]
-    return F.linear(x, whole, bias).split([weight.size(0) for weight in weights], dim=-1)
-
-
-def _input_grad(grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    """Sum of ``dY_i W_i``, accumulated inside the matmuls or by a single one: this rank's partial dX."""
-    whole_grad, whole_weight = joined(grads, -1), joined(weights, 0)
-    if whole_grad is not None and whole_weight is not None:
-        grads, weights = [whole_grad], [whole_weight]
-    flat = _flat(grads[0]) @ weights[0]
-    for grad, weight in zip(grads[1:], weights[1:], strict=True):
-        flat.addmm_(_flat(grad), weight)
-    return flat.view(*grads[0].shape[:-1], flat.size(-1))
-
-
-def _parameter_grads(
-    x: Tensor, grads: Sequence[Tensor], needed: Sequence[bool], replica_groups: Sequence[ProcessGroup | None]
-) -> list[Tensor | None]:
-    """``dW_i = dY_i^t X`` and ``db_i``, summed over the ranks that hold replicas of weight i."""
-    results: list[Tensor | None] = []
-    weight_grads = _weight_grads(x.reshape(-1, x.size(-1)), grads, needed[0::2])
-    for grad, weight_grad, needs_bias, group in zip(grads, weight_grads, needed[1::2], replica_groups, strict=True):
-        bias_grad = _flat(grad).sum(0) if needs_bias else None
-        results += [g if g is None else backend.all_reduce(g, group) for g in (weight_grad, bias_grad)]
-    return results
-
-
-def _weight_grads(x: Tensor, grads: Sequence[Tensor], needed: Sequence[bool]) -> Sequence[Tensor | None]:
-    whole = joined(grads, -1) if all(needed) else None
-    if whole is not None:
-        return (_flat(whole).t() @ x).split([grad.size(-1) for grad in grads])
-    return [_flat(grad).t() @ x if needs else None for grad, needs in zip(grads, needed, strict=True)]
-
-
-def _flat(grad: Tensor) -> Tensor:
-    return grad.reshape(-1, grad.size(-1))
 
 
 def _check_padding(pad: bool, stride: int) -> None:
@@ -277,7 +174,7 @@ def column_parallel(
             f"last dimension of the input is {input.size(-1)}, the layer's input_size {parameters[0][0].size(1)}"
         )
     x, *flat = cast_if_autocast_enabled(input, *(tensor for pair in parameters for tensor in pair))
-    return cast("tuple[Tensor, ...]", _ColumnParallel.apply(x, comm, *flat))
+    return cast("tuple[Tensor, ...]", ColumnParallel.apply(x, comm, *flat))
 
 
 class RowParallelLinear(BaseParallelLinear):
@@ -351,8 +248,8 @@ class RowParallelLinear(BaseParallelLinear):
         self.bias_shape, self.bias_partition_dim = (self.output_size,) if self.use_bias else None, None
 
     def forward(self, input: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
-        output = F.linear(self._local_input(input), self.weight)
-        output = self.reduce(output) if self.reduce_output else output
+        local = self._local_input(input)
+        output = row_parallel([(local, self.weight)], self) if self.reduce_output else F.linear(local, self.weight)
         if self.skip_bias_add:
             return output, self.bias
         return output if self.bias is None else output + self.bias.to(output.dtype)
@@ -374,11 +271,23 @@ class RowParallelLinear(BaseParallelLinear):
             )
         return input
 
-    def reduce(self, partial: Tensor) -> Tensor:
-        """The sum of all ranks' ``partial`` outputs; this rank's part of it under sequence parallelism."""
-        group = self.tensor_parallel_group
+    def communication(self) -> Communication:
+        """How this layer's partial output meets those of the other ranks."""
+        sequence_dimension = self.sequence_dimension if self.sequence_parallel_enabled else None
+        return Communication(self.tensor_parallel_group, sequence_dimension, self.reduce_dtype)
+
+    def require_divisible_sequence(self, partial_shape: torch.Size) -> None:
+        """``ValueError`` where T does not divide the sequence that is to be scattered."""
         if self.sequence_parallel_enabled:
-            dimension = self.sequence_dimension
-            return mappings.reduce_scatter_to_sequence_parallel_region(partial, dimension, group, self.reduce_dtype)
-        wide = partial if self.reduce_dtype is None else partial.to(self.reduce_dtype)
-        return mappings.reduce_from_tensor_model_parallel_region(wide, group).to(partial.dtype)
+            length, size = partial_shape[self.sequence_dimension], self._group_size()
+            remedy = f"pad to {padded_size(length, size)} or turn sequence_parallel_enabled off"
+            require_divisible("sequence length", length, "tensor_model_parallel_size", size, remedy)
+
+
+def row_parallel(pairs: Sequence[tuple[Tensor, Tensor]], layer: RowParallelLinear) -> Tensor:
+    """``sum_i X_i W_i^t`` reduced over the ranks as ``layer`` says, without its bias."""
+    tensors = cast("list[Tensor]", cast_if_autocast_enabled(*(tensor for pair in pairs for tensor in pair)))
+    layer.require_divisible_sequence(tensors[0].shape)
+    with torch.autocast(tensors[0].device.type, enabled=False):
+        handle, held = hold(*tensors)
+        return cast(Tensor, RowParallel.apply(layer.communication(), handle, *held))

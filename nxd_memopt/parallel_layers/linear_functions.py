@@ -1,0 +1,228 @@
+"""Owns both passes of column- and row-parallel products: matmuls that use rows as they arrive, and send them as made.
+
+T ranks; ``s = S/T``. Tensors are sequence-first inside, whatever ``sequence_dimension`` the caller has: a piece of a
+gather or of a reduction is a range of the sequence. Sources: arXiv:1909.08053, arXiv:2205.05198.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from nxd_memopt.backends import Gathering, Reduction, backend
+from nxd_memopt.ops.autograd import first_derivative_only
+from nxd_memopt.ops.held import Held, bind, saved
+from nxd_memopt.ops.joined import joined
+
+
+@dataclass(frozen=True)
+class Communication:
+    """How a linear layer's activations meet those of the other ranks.
+
+    Args:
+        group: of the ranks.
+        sequence_dimension: which dimension of a shard is the sequence; ``None``: activations are replicated.
+        reduce_dtype: of reductions; ``None``: the tensors' own.
+    """
+
+    group: ProcessGroup | None
+    sequence_dimension: int | None
+    reduce_dtype: torch.dtype | None
+
+    def sequence_first(self, x: Tensor) -> Tensor:
+        return x.movedim(self.sequence_dimension, 0) if self.sequence_dimension else x
+
+    def as_given(self, x: Tensor) -> Tensor:
+        """The inverse of ``sequence_first``."""
+        return x.movedim(0, self.sequence_dimension) if self.sequence_dimension else x
+
+    def gather(self, shard: Tensor) -> Gathering:
+        """``[s, ...] -> [S, ...]``; replicated activations are whole already."""
+        return backend.start_gather(shard, None if self.sequence_dimension is None else self.group)
+
+    def reduce(self, rows: Callable[[int, int], Tensor], length: int) -> Reduction:
+        """Sum ``rows(start, stop)``, this rank's part of ``[S, ...]``, over the ranks; a shard of it, or all.
+
+        Matmuls behind it run while the last rows are under way.
+        """
+        scattered = self.sequence_dimension is not None
+        reduction = backend.start_reduction(length, self.group, scattered=scattered)
+        for start, stop in reduction.pieces:
+            part = rows(start, stop)
+            reduction.put(start, part if self.reduce_dtype is None else part.to(self.reduce_dtype))
+        return reduction
+
+
+@dataclass(frozen=True)
+class ColumnCommunication(Communication):
+    """How column-parallel weights of one input meet that input and its gradient.
+
+    Args:
+        replica_groups: for each weight the ranks that hold the same shard.
+    """
+
+    replica_groups: tuple[ProcessGroup | None, ...]
+
+
+def products(
+    gathering: Gathering,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None] | None = None,
+    inputs_of: Callable[[Tensor], Sequence[Tensor]] | None = None,
+) -> list[Tensor]:
+    """``X_i W_i^t + b_i`` for the X that is being gathered, computed as rows arrive.
+
+    Args:
+        gathering: of X, ``[S, ..., H]``.
+        weights: ``[n_i, H]``.
+        biases: ``[n_i]`` or ``None`` each; default none.
+        inputs_of: makes the X_i from rows of X; default X for each weight.
+
+    Returns:
+        ``[S, ..., n_i]`` each.
+    """
+    biases = biases or [None] * len(weights)
+    results: list[Tensor] = []
+    for start, stop in gathering.pieces():
+        whole = gathering.whole
+        rows = whole[start:stop]
+        inputs = [rows] * len(weights) if inputs_of is None else inputs_of(rows)
+        if stop - start == whole.size(0):
+            return [F.linear(*each) for each in zip(inputs, weights, biases, strict=True)]
+        results = results or [whole.new_empty((*whole.shape[:-1], weight.size(0))) for weight in weights]
+        for result, x, weight, bias in zip(results, inputs, weights, biases, strict=True):
+            _linear_into(_flat(result[start:stop]), x, weight, bias)
+    return results
+
+
+def _linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    if bias is None:
+        torch.mm(_flat(x), weight.t(), out=out)
+    else:
+        torch.addmm(bias, _flat(x), weight.t(), out=out)
+
+
+class ColumnParallel(torch.autograd.Function):
+    """``Y_i = X W_i^t + b_i`` for several weights of one input; one collective each for X, and for dX.
+
+    Backward saves the sequence shard only and gathers it again, while dX is computed; dX is reduced while dW is.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: ColumnCommunication, *parameters: Tensor | None) -> tuple[Tensor, ...]:
+        weights, biases = cast("tuple[Tensor, ...]", parameters[0::2]), parameters[1::2]
+        ctx.comm = comm
+        ctx.save_for_backward(x, *weights)
+        outputs = _joint_products(comm.gather(comm.sequence_first(x)), weights, biases)
+        return tuple(comm.as_given(output) for output in outputs)
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        comm: ColumnCommunication = ctx.comm
+        x, *weights = ctx.saved_tensors
+        x, *behind = backend.optimization_barrier([x, *grads])  # the second gather is not the first one's copy
+        needs_input, _, *needs_parameters = ctx.needs_input_grad
+        output_grads = [comm.sequence_first(grad) for grad in behind]
+        gathering = comm.gather(comm.sequence_first(x)) if any(needs_parameters[0::2]) else None
+        reduction = input_grad_reduction(comm, output_grads, weights) if needs_input else None
+        whole = x if gathering is None else gathering.wait()
+        parameter_grads = _parameter_grads(whole, output_grads, needs_parameters, comm.replica_groups)
+        input_grad = None if reduction is None else comm.as_given(reduction.wait().to(x.dtype))
+        return input_grad, None, *parameter_grads
+
+
+def _joint_products(
+    gathering: Gathering, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+) -> Sequence[Tensor]:
+    """Of weights that lie side by side the outputs do so too, from one matmul."""
+    whole = joined(weights, 0)
+    given = [bias for bias in biases if bias is not None]
+    if whole is None or len(given) not in (0, len(weights)):
+        return products(gathering, weights, biases)
+    bias = torch.cat(given) if len(given) > 1 else biases[0]
+    (output,) = products(gathering, [whole], [bias])
+    return output.split([weight.size(0) for weight in weights], dim=-1)
+
+
+def input_grad_reduction(comm: Communication, grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Reduction:
+    """Start to sum ``dY_i W_i`` over the ranks; those of one rank are accumulated inside the matmuls, or by one."""
+    whole_grad, whole_weight = joined(grads, -1), joined(weights, 0)
+    if whole_grad is not None and whole_weight is not None:
+        grads, weights = [whole_grad], [whole_weight]
+
+    def rows(start: int, stop: int) -> Tensor:
+        parts = [grad[start:stop] for grad in grads]
+        flat = _flat(parts[0]) @ weights[0]
+        for part, weight in zip(parts[1:], weights[1:], strict=True):
+            flat.addmm_(_flat(part), weight)
+        return flat.view(*parts[0].shape[:-1], flat.size(-1))
+
+    return comm.reduce(rows, grads[0].size(0))
+
+
+def _parameter_grads(
+    x: Tensor, grads: Sequence[Tensor], needed: Sequence[bool], replica_groups: Sequence[ProcessGroup | None]
+) -> list[Tensor | None]:
+    """``dW_i = dY_i^t X`` and ``db_i``, summed over the ranks that hold replicas of weight i."""
+    results: list[Tensor | None] = []
+    weight_grads = _weight_grads(_flat(x), grads, needed[0::2])
+    for grad, weight_grad, needs_bias, group in zip(grads, weight_grads, needed[1::2], replica_groups, strict=True):
+        bias_grad = _flat(grad).sum(0) if needs_bias else None
+        results += [g if g is None else backend.all_reduce(g, group) for g in (weight_grad, bias_grad)]
+    return results
+
+
+def _weight_grads(x: Tensor, grads: Sequence[Tensor], needed: Sequence[bool]) -> Sequence[Tensor | None]:
+    whole = joined(grads, -1) if all(needed) else None
+    if whole is not None:
+        return (_flat(whole).t() @ x).split([grad.size(-1) for grad in grads])
+    return [_flat(grad).t() @ x if needs else None for grad, needs in zip(grads, needed, strict=True)]
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.size(-1))
+
+
+class RowParallel(torch.autograd.Function):
+    """``Y = reduce(sum_i X_i W_i^t)``: all-reduce / identity; over sequence shards reduce-scatter / all-gather of dY.
+
+    Rows are sent while others are computed; backward computes dX from rows of dY as they arrive.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, comm: Communication, handle: Held, *factors: Tensor) -> Tensor:
+        inputs, weights = factors[0::2], factors[1::2]
+        ctx.comm = comm
+        bind(ctx, handle, *factors)
+        first = [comm.sequence_first(x) for x in inputs]
+
+        def rows(start: int, stop: int) -> Tensor:
+            parts = [x[start:stop] for x in first]
+            flat = _flat(parts[0]) @ weights[0].t()
+            for part, weight in zip(parts[1:], weights[1:], strict=True):
+                flat.addmm_(_flat(part), weight.t())
+            return flat.view(*parts[0].shape[:-1], flat.size(-1))
+
+        return comm.as_given(comm.reduce(rows, first[0].size(0)).wait().to(inputs[0].dtype))
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        comm: Communication = ctx.comm
+        factors, wanted = saved(ctx)
+        inputs, weights = factors[0::2], factors[1::2]
+        gathering = comm.gather(comm.sequence_first(grad))
+        input_grads = products(gathering, [weight.t() for weight in weights])
+        whole = _flat(gathering.wait())
+        results: list[Tensor | None] = []
+        for x, input_grad, needs_weight in zip(inputs, input_grads, wanted[1::2], strict=True):
+            weight_grad = whole.t() @ _flat(comm.sequence_first(x)) if needs_weight else None
+            results += [comm.as_given(input_grad), weight_grad]
+        return None, None, *results

@@ -1,0 +1,157 @@
+"""Owns what is made from recorded benchmark rows: README's performance table and, on demand, the plots.
+
+python scripts/bench/report.py            # exit 1 if README's table is not that of the rows
+python scripts/bench/report.py --write
+python scripts/bench/report.py --plots build/plots
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+README, BENCHMARKS = ROOT / "README.md", ROOT / "docs" / "benchmarks"
+BEGIN, END = "<!-- made by scripts/bench/report.py -->\n", "<!-- end -->\n"
+Row = dict[str, str]
+
+
+def rows_of(name: str) -> list[Row]:
+    path = BENCHMARKS / f"{name}.csv"
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def latest_races(rows: Sequence[Row], keys: Sequence[str]) -> list[list[Row]]:
+    """For each setting the last run that measured ours beside a peer: a race is within one run.
+
+    The peers' ``recompute`` belongs to the setting; ours may take another way to the same memory.
+    """
+    runs: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        run = tuple(row[key] for key in (*keys, "date", "commit", "command"))
+        runs.setdefault(run, []).append(row)
+    latest: dict[tuple[str, ...], list[Row]] = {}
+    for run, race in runs.items():
+        peers = [row for row in race if row["variant"] != "ours"]
+        if len(peers) < len(race) and peers:
+            latest[(*run[: len(keys)], peers[0].get("recompute", ""))] = race
+    return [latest[setting] for setting in sorted(latest, key=_with_numbers)]
+
+
+def _with_numbers(setting: tuple[str, ...]) -> tuple[tuple[int, str], ...]:
+    return tuple((int(part), "") if part.isdigit() else (0, part) for part in setting)
+
+
+def step_lines() -> list[str]:
+    lines = [
+        "| model | T | tokens | recompute | ours: tokens/s/GPU | MFU | GiB | best peer: tokens/s/GPU | GiB | ratio |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for race in latest_races(rows_of("train_step"), ("model", "tensor_parallel", "tokens")):
+        done = {row["variant"]: row for row in race if row["tokens_per_s_per_device"]}
+        ours = done.pop("ours", None)
+        if ours is None or not done:
+            continue
+        name, peer = max(done.items(), key=lambda item: float(item[1]["tokens_per_s_per_device"]))
+        speed, other = (float(row["tokens_per_s_per_device"]) for row in (ours, peer))
+        cells = [ours["model"], ours["tensor_parallel"], f"{int(ours['tokens']):,}", ours["recompute"], f"{speed:,.0f}"]
+        cells += [ours["mfu"], ours["peak_gib"], f"{name}: {other:,.0f}", peer["peak_gib"], f"{speed / other:.2f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def head_lines() -> list[str]:
+    rows = rows_of("linear_cross_entropy")
+    lines = ["| head | tokens | variant | ms | x floor | GiB |", "|---|---|---|---|---|---|"]
+    for race in latest_races(rows, ("head", "tokens", "tensor_parallel")):
+        for row in race:
+            if row["ms"]:
+                lines.append(
+                    f"| {row['head']}, T={row['tensor_parallel']} | {int(row['tokens']):,} | {row['variant']} | "
+                    f"{float(row['ms']):.1f} | {float(row['over_floor']):.3f} | {row['peak_gib']} |"
+                )
+    return lines if len(lines) > 2 else []
+
+
+def section() -> str:
+    """What stands between the markers."""
+    steps = rows_of("train_step")
+    devices = " and ".join(sorted({row["device"] for row in steps}))
+    dates = " to ".join(sorted({row["date"] for row in steps})[:: max(1, len({row["date"] for row in steps}) - 1)])
+    parts = [
+        f"Whole training steps on {devices}, {dates}, bf16, batch 1; each line's peer ran in the same run. Commits, "
+        "versions and commands are in [docs/benchmarks/train_step.csv](docs/benchmarks/train_step.csv).",
+        "\n".join(step_lines()),
+    ]
+    heads = head_lines()
+    if heads:
+        parts += [
+            "Linear layer + cross entropy, forward and backward; the floor is its three matmuls "
+            "([rows](docs/benchmarks/linear_cross_entropy.csv)).",
+            "\n".join(heads),
+        ]
+    return "\n\n".join(parts) + "\n"
+
+
+def plots(folder: Path) -> list[Path]:
+    """Bars of speed and of memory for every race of whole steps."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for race in latest_races(rows_of("train_step"), ("model", "tensor_parallel", "tokens")):
+        done = [row for row in race if row["tokens_per_s_per_device"]]
+        figure, (speed, memory) = pyplot.subplots(1, 2, figsize=(9, 3.2), constrained_layout=True)
+        _bars(speed, done, "tokens_per_s_per_device", "tokens / s / GPU")
+        _bars(memory, done, "peak_gib", "peak GiB")
+        first = race[0]
+        title = f"{first['model']}, T={first['tensor_parallel']}, {int(first['tokens']):,} tokens, {first['device']}"
+        figure.suptitle(title)
+        path = folder / f"train_step_{first['model']}_T{first['tensor_parallel']}_{first['tokens']}.png"
+        figure.savefig(path, dpi=120)
+        pyplot.close(figure)
+        written.append(path)
+    return written
+
+
+def _bars(axes: Any, rows: Sequence[Row], column: str, label: str) -> None:
+    names, values = [row["variant"] for row in rows], [float(row[column] or 0) for row in rows]
+    bars = axes.barh(names, values, color=["tab:blue" if name == "ours" else "tab:gray" for name in names])
+    axes.bar_label(bars, fmt="%.0f" if max(values) > 100 else "%.1f", padding=2)
+    axes.set_xlabel(label)
+    axes.margins(x=0.15)
+    axes.invert_yaxis()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="put the table into README.md")
+    parser.add_argument("--plots", type=Path, help="write PNG files there")
+    args = parser.parse_args()
+    if args.plots:
+        print("\n".join(str(path) for path in plots(args.plots)))
+        return 0
+    text = README.read_text(encoding="utf-8")
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    made = f"{before}{BEGIN}{section()}{END}{after}"
+    if args.write:
+        README.write_text(made, encoding="utf-8")
+    elif made != text:
+        print("README.md's performance table is not that of docs/benchmarks: run scripts/bench/report.py --write")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

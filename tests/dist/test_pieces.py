@@ -1,0 +1,146 @@
+"""Gathers whose rows arrive in pieces, and reductions that take them so: the layers give what they give at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nxd_memopt.backends import backend
+from nxd_memopt.parallel_layers import grads, parallel_state
+from nxd_memopt.parallel_layers.gated_row import gated_row_parallel
+from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear, column_parallel_linears
+from tests.dist.pool import distributed
+from tests.reference import assert_float64_close, shard, tensors
+from tests.reference_models import batch, gpt_neox_config, llama_config, parallel_model
+
+F64 = {"dtype": torch.float64}
+LENGTH, BATCH, HIDDEN = 12, 3, 8
+
+
+def ranges(rows: int, *, own_first: bool) -> list[tuple[int, int]]:
+    """This rank's rows and those on both sides of them, as a device that copies between neighbours has them."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    own = (rank * rows // size, (rank + 1) * rows // size)
+    others = [each for each in ((own[1], rows), (0, own[0])) if each[1] > each[0]]
+    return [own, *others] if own_first else [*others, own]
+
+
+class PieceGathering:
+    def __init__(self, shard, group) -> None:
+        self._pending, self.used = backend.all_gather_async(shard, group), 0
+        self.whole = shard.new_full((shard.size(0) * dist.get_world_size(), *shard.shape[1:]), torch.nan)
+
+    def pieces(self) -> Iterator[tuple[int, int]]:
+        whole = self._pending.wait()
+        for start, stop in ranges(whole.size(0), own_first=True):
+            self.whole[start:stop] = whole[start:stop]
+            self.used += 1
+            yield start, stop
+
+    def wait(self):
+        if self.used == 0:
+            for _ in self.pieces():
+                pass
+        return self.whole
+
+
+class PieceReduction:
+    def __init__(self, rows, group) -> None:
+        self.pieces, self._parts, self._group = ranges(rows, own_first=False), {}, group
+
+    def put(self, start, rows) -> None:
+        self._parts[start] = rows
+
+    def wait(self):
+        whole = torch.cat([self._parts[start] for start in sorted(self._parts)])
+        return backend.reduce_scatter_async(whole, self._group).wait()
+
+
+@contextmanager
+def in_pieces(monkeypatch) -> Iterator[list[str]]:
+    """The backend as a device would have it whose copies overlap with matmuls; yields what was started."""
+    started: list[str] = []
+    at_once = backend.start_gather, backend.start_reduction
+
+    def start_gather(tensor, group):
+        if group is None:
+            return at_once[0](tensor, group)
+        started.append("gather")
+        return PieceGathering(tensor, group)
+
+    def start_reduction(rows, group, *, scattered):
+        if not scattered:
+            return at_once[1](rows, group, scattered=scattered)
+        started.append("reduction")
+        return PieceReduction(rows, group)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "start_gather", start_gather)
+        patch.setattr(backend, "start_reduction", start_reduction)
+        yield started
+
+
+def layers(dimension: int, *, bias: bool):
+    options = {"bias": bias, "sequence_parallel_enabled": True, "sequence_dimension": dimension, **F64}
+    columns = [ColumnParallelLinear(HIDDEN, n, gather_output=False, **options) for n in (12, 12)]
+    return torch.nn.ModuleList([*columns, RowParallelLinear(12, HIDDEN, input_is_parallel=True, **options)])
+
+
+def results(modules, x, *, gated: bool):
+    *columns, row = modules
+    modules.zero_grad()
+    x = x.detach().requires_grad_()
+    gate, up = column_parallel_linears(x, columns)
+    output = gated_row_parallel(gate, up, row, "silu") if gated else row(torch.nn.functional.silu(gate) * up)
+    output.backward(tensors(*output.shape, seed=7 + dist.get_rank()))
+    grads.allreduce_sequence_parallel_gradients(modules)
+    return [output.detach(), x.grad, *(p.grad.clone() for p in modules.parameters())]
+
+
+@distributed(world_size=[2, 4])
+@pytest.mark.parametrize("joins", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dimension", [0, 1])
+def test_layers(dimension, bias, joins):
+    size = dist.get_world_size()
+    parallel_state.initialize_model_parallel(size)
+    torch.manual_seed(0)
+    modules = layers(dimension, bias=bias)
+    if joins:
+        weights = [layer.weight for layer in modules[:2]]
+        for weight, part in zip(weights, torch.cat([w.detach() for w in weights]).chunk(2), strict=True):
+            weight.data = part
+    shape = (LENGTH, BATCH, HIDDEN) if dimension == 0 else (BATCH, LENGTH, HIDDEN)
+    x = shard(tensors(*shape), dimension)
+    expected = results(modules, x, gated=False)
+    for gated in (False, True):
+        with in_pieces(pytest.MonkeyPatch()) as started:
+            found = results(modules, x, gated=gated)
+        assert started.count("gather") == 3 and started.count("reduction") == 2
+        for a, b in zip(found, expected, strict=True):
+            assert_float64_close(a, b)
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("recompute", [None, "full"])
+@pytest.mark.parametrize("config", [llama_config, gpt_neox_config])
+def test_models(config, recompute):
+    parallel_state.initialize_model_parallel(2)
+    model = parallel_model(config(), sequence_parallel=True, recompute_granularity=recompute).double()
+
+    def step():
+        model.zero_grad()
+        loss = model(**batch()).loss
+        loss.backward()
+        return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+    expected = step()
+    with in_pieces(pytest.MonkeyPatch()) as started:
+        found = step()
+    assert started
+    for a, b in zip(found, expected, strict=True):
+        assert_float64_close(a, b)
