@@ -36,16 +36,16 @@ class Gathering(Protocol):
     """An all-gather along dim 0 whose rows can be used as they arrive."""
 
     @property
-    def whole(self) -> Tensor:
-        """``[n * size, ...]``, in rank order; rows are there once their piece has been yielded."""
+    def length(self) -> int:
+        """``n * size``, of all rows."""
         ...
 
-    def pieces(self) -> Iterable[tuple[int, int]]:
-        """Ranges of rows in the order of their arrival, together all of them; to be iterated once."""
+    def pieces(self) -> Iterable[tuple[int, Tensor]]:
+        """Where rows begin, and the rows, in the order of their arrival, together all of them; to be iterated once."""
         ...
 
     def wait(self) -> Tensor:
-        """``whole``, all of whose rows are there."""
+        """``[n * size, ...]``, in rank order; to be used before the next gather of the group but one starts."""
         ...
 
 
@@ -58,7 +58,7 @@ class Reduction(Protocol):
         ...
 
     def put(self, start: int, rows: Tensor) -> None:
-        """Hand over the piece that begins at ``start``; all are of one dtype, in which they are summed."""
+        """Hand over the piece that begins at ``start``."""
         ...
 
     def wait(self) -> Tensor:
@@ -74,11 +74,11 @@ class GatheringAtOnce:
         self._result: Tensor | None = None
 
     @property
-    def whole(self) -> Tensor:
-        return self.wait()
+    def length(self) -> int:
+        return self.wait().size(0)
 
-    def pieces(self) -> Iterable[tuple[int, int]]:
-        return ((0, self.wait().size(0)),)
+    def pieces(self) -> Iterable[tuple[int, Tensor]]:
+        return ((0, self.wait()),)
 
     def wait(self) -> Tensor:
         if self._result is None:
@@ -193,10 +193,20 @@ class Backend(ABC):
         """``all_gather_async`` whose rows may arrive in pieces."""
         return GatheringAtOnce(self.all_gather_async(tensor, group))
 
-    def start_reduction(self, rows: int, group: ProcessGroup | None, *, scattered: bool) -> Reduction:
-        """``reduce_scatter_async``, or ``all_reduce_async`` when not ``scattered``, of ``rows`` rows in pieces."""
+    def start_reduction(
+        self, shape: Sequence[int], dtype: torch.dtype, group: ProcessGroup | None, *, scattered: bool
+    ) -> Reduction:
+        """``reduce_scatter_async``, or ``all_reduce_async`` when not ``scattered``, of a tensor handed over in pieces.
+
+        Args:
+            shape: of the whole tensor, ``[n, ...]``.
+            dtype: of its pieces.
+            group: of the ranks.
+            scattered: each rank wants its chunk only.
+        """
+        del dtype
         start = self.reduce_scatter_async if scattered else self.all_reduce_async
-        return ReductionAtOnce(rows, lambda tensor: start(tensor, group))
+        return ReductionAtOnce(shape[0], lambda tensor: start(tensor, group))
 
     # Random state of the device's default generator
 

@@ -1,17 +1,23 @@
-"""Owns the CUDA backend: NCCL collectives and the caching allocator's memory figures."""
+"""Owns the CUDA backend: NCCL collectives, the choice between them and peer memory, and the memory figures."""
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup, get_process_group_ranks
 
 from nxd_memopt.backends.attention_call import AttentionCall
+from nxd_memopt.backends.base import Gathering, Reduction
 from nxd_memopt.backends.c10d import C10dBackend
+from nxd_memopt.backends.peer_memory import PeerGathering, PeerMemory, PeerReduction
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,8 @@ _ATTENTION = {
     "flash": _AttentionLimits("flash", "NVTE_FLASH_ATTN", _HALF, 256),
     "efficient": _AttentionLimits("mem_efficient", None, (*_HALF, torch.float32), 256, masks=True),
 }
+PEER_MEMORY_SWITCH = "NXD_MEMOPT_PEER_MEMORY"
+_PEER_MEMORY_BYTES = 10 << 20  # a smaller chunk moves in less time than the host takes to start its pieces
 
 
 class CudaBackend(C10dBackend):
@@ -55,6 +63,7 @@ class CudaBackend(C10dBackend):
         self.device = torch.device("cuda", local_rank)
         if torch.cuda.get_device_capability(self.device) < (9, 0):  # before Hopper, flash is the faster of the two
             self.attention_implementations = ("flash", "cudnn", "efficient", "tiled", "math")
+        self._peer_memories: dict[tuple[int, ...], PeerMemory | None] = {}
 
     @classmethod
     def unavailable_reason(cls) -> str | None:
@@ -65,6 +74,47 @@ class CudaBackend(C10dBackend):
     def init_process_group(self, **kwargs: Any) -> None:
         torch.cuda.set_device(self.device)
         super().init_process_group(**{"device_id": self.device, **kwargs})
+
+    def start_gather(self, tensor: Tensor, group: ProcessGroup | None) -> Gathering:
+        memory = self._peer_memory(group, tensor.nbytes)
+        return super().start_gather(tensor, group) if memory is None else PeerGathering(memory, tensor)
+
+    def start_reduction(
+        self, shape: Sequence[int], dtype: torch.dtype, group: ProcessGroup | None, *, scattered: bool
+    ) -> Reduction:
+        own_bytes = math.prod(shape) * dtype.itemsize // self.group_size(group)
+        memory = self._peer_memory(group, own_bytes) if scattered else None
+        if memory is None:
+            return super().start_reduction(shape, dtype, group, scattered=scattered)
+        return PeerReduction(memory, shape[0])
+
+    def _peer_memory(self, group: ProcessGroup | None, own_bytes: int) -> PeerMemory | None:
+        """What serves an operation in which each rank's chunk has ``own_bytes``; ``None``: NCCL does."""
+        if group is None or own_bytes < _PEER_MEMORY_BYTES or torch.compiler.is_compiling() or group.size() == 1:
+            return None
+        ranks = tuple(get_process_group_ranks(group))
+        if ranks not in self._peer_memories:
+            usable = self.peer_memory_refusal(ranks) is None
+            self._peer_memories[ranks] = PeerMemory(group, self.device) if usable else None
+        memory = self._peer_memories[ranks]
+        if memory is not None:
+            memory.group = group  # one made anew for the same ranks uses the old one's memory
+        return memory
+
+    def peer_memory_refusal(self, ranks: Sequence[int]) -> str | None:
+        """Why the global ``ranks`` do not gather and reduce through each other's memory; the same on all of them."""
+        if os.environ.get(PEER_MEMORY_SWITCH) == "0":
+            return f"{PEER_MEMORY_SWITCH}=0 switches it off"
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if len({rank // local_size for rank in ranks}) > 1:
+            return f"the ranks {list(ranks)} are on several hosts, {local_size} on each"
+        devices = [rank % local_size for rank in ranks]
+        if max(devices) >= torch.cuda.device_count():
+            return f"{local_size} ranks share a host and {torch.cuda.device_count()} GPUs are visible to this one"
+        for one, other in itertools.permutations(devices, 2):
+            if not torch.cuda.can_device_access_peer(one, other):
+                return f"GPU {one} cannot map the memory of GPU {other}"
+        return None
 
     def attention_refusal(self, implementation: str, call: AttentionCall) -> str | None:
         """PyTorch's own switches and Transformer Engine's count; then what each kernel can serve, backward included."""
@@ -106,10 +156,14 @@ class CudaBackend(C10dBackend):
         torch.cuda.synchronize(self.device)
 
     def memory_allocated(self) -> int:
-        return torch.cuda.memory_allocated(self.device)
+        return torch.cuda.memory_allocated(self.device) + self._peer_memory_bytes()
 
     def max_memory_allocated(self) -> int:
-        return torch.cuda.max_memory_allocated(self.device)
+        return torch.cuda.max_memory_allocated(self.device) + self._peer_memory_bytes()
+
+    def _peer_memory_bytes(self) -> int:
+        """Of what the caching allocator does not know."""
+        return sum(memory.allocated_bytes() for memory in self._peer_memories.values() if memory is not None)
 
     def reset_peak_memory_stats(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.device)

@@ -59,7 +59,8 @@ class _NormalisedColumns(torch.autograd.Function):
             by_affine.append(part)
             return by_rows
 
-        reduction = comm.reduce(rows, output_grads[0].size(0))
+        shape = (*output_grads[0].shape[:-1], x.size(-1))
+        reduction = comm.reduce(rows, shape, x.dtype)
         inputs = affine_branches(gathering.wait(), gains, shifts)
         parameter_grads = _linear_gradients(inputs, output_grads, ctx.needs_input_grad[3:])
         by_affine_sum = torch.stack(by_affine).sum(0) if len(by_affine) > 1 else by_affine[0]

@@ -37,7 +37,7 @@ class _GatedRow(torch.autograd.Function):
         def rows(start: int, stop: int) -> Tensor:
             return F.linear(gated_activation(gate[start:stop], up[start:stop], hidden_act), weight)
 
-        return comm.reduce(rows, gate.size(0)).wait().to(gate.dtype)
+        return comm.reduce(rows, (gate.size(0), weight.size(0)), gate.dtype).wait().to(gate.dtype)
 
     @staticmethod
     @first_derivative_only
@@ -51,9 +51,9 @@ class _GatedRow(torch.autograd.Function):
         gate, up, grad = backend.optimization_barrier([gate, up, grad])
         gathering = ctx.comm.gather(grad)
         weight_grad: Tensor | None = None
-        for start, stop in _tiles(gathering, gate):
-            grads = gathering.whole[start:stop]
-            activated = gated_activation_gradient(gate[start:stop], up[start:stop], grads @ weight, ctx.hidden_act)
+        for start, grads in _tiles(gathering, gate):
+            tile = slice(start, start + grads.size(0))
+            activated = gated_activation_gradient(gate[tile], up[tile], grads @ weight, ctx.hidden_act)
             if not needs_weight:
                 continue
             if weight_grad is None:
@@ -64,12 +64,12 @@ class _GatedRow(torch.autograd.Function):
         return None, None, None, gate, up, weight_grad
 
 
-def _tiles(gathering: Gathering, gate: Tensor) -> Iterator[tuple[int, int]]:
+def _tiles(gathering: Gathering, gate: Tensor) -> Iterator[tuple[int, Tensor]]:
     """The pieces as they arrive, cut so that the activation of one fits ``_TILE_BYTES``."""
     most = max(1, _TILE_BYTES // (gate.size(-1) * gate.element_size()))
-    for first, last in gathering.pieces():
-        for start in range(first, last, most):
-            yield start, min(start + most, last)
+    for first, rows in gathering.pieces():
+        for i, tile in enumerate(rows.split(most)):
+            yield first + i * most, tile
 
 
 def gated_row_parallel(gate: Tensor, up: Tensor, layer: RowParallelLinear, hidden_act: str) -> Tensor:

@@ -46,16 +46,20 @@ class Communication:
         """``[s, ...] -> [S, ...]``; replicated activations are whole already."""
         return backend.start_gather(shard, None if self.sequence_dimension is None else self.group)
 
-    def reduce(self, rows: Callable[[int, int], Tensor], length: int) -> Reduction:
+    def reduce(self, rows: Callable[[int, int], Tensor], shape: Sequence[int], dtype: torch.dtype) -> Reduction:
         """Sum ``rows(start, stop)``, this rank's part of ``[S, ...]``, over the ranks; a shard of it, or all.
 
         Matmuls behind it run while the last rows are under way.
+
+        Args:
+            rows: computes a range of them.
+            shape: of all of them.
+            dtype: of what ``rows`` returns.
         """
-        scattered = self.sequence_dimension is not None
-        reduction = backend.start_reduction(length, self.group, scattered=scattered)
+        wide = self.reduce_dtype or dtype
+        reduction = backend.start_reduction(shape, wide, self.group, scattered=self.sequence_dimension is not None)
         for start, stop in reduction.pieces:
-            part = rows(start, stop)
-            reduction.put(start, part if self.reduce_dtype is None else part.to(self.reduce_dtype))
+            reduction.put(start, rows(start, stop).to(wide))
         return reduction
 
 
@@ -89,15 +93,14 @@ def products(
     """
     biases = biases or [None] * len(weights)
     results: list[Tensor] = []
-    for start, stop in gathering.pieces():
-        whole = gathering.whole
-        rows = whole[start:stop]
+    for start, rows in gathering.pieces():
         inputs = [rows] * len(weights) if inputs_of is None else inputs_of(rows)
-        if stop - start == whole.size(0):
+        if rows.size(0) == gathering.length:
             return [F.linear(*each) for each in zip(inputs, weights, biases, strict=True)]
-        results = results or [whole.new_empty((*whole.shape[:-1], weight.size(0))) for weight in weights]
+        shape = (gathering.length, *rows.shape[1:-1])
+        results = results or [rows.new_empty((*shape, weight.size(0))) for weight in weights]
         for result, x, weight, bias in zip(results, inputs, weights, biases, strict=True):
-            _linear_into(_flat(result[start:stop]), x, weight, bias)
+            _linear_into(_flat(result[start : start + rows.size(0)]), x, weight, bias)
     return results
 
 
@@ -164,7 +167,7 @@ def input_grad_reduction(comm: Communication, grads: Sequence[Tensor], weights: 
             flat.addmm_(_flat(part), weight)
         return flat.view(*parts[0].shape[:-1], flat.size(-1))
 
-    return comm.reduce(rows, grads[0].size(0))
+    return comm.reduce(rows, (*grads[0].shape[:-1], weights[0].size(1)), grads[0].dtype)
 
 
 def _parameter_grads(
@@ -210,7 +213,8 @@ class RowParallel(torch.autograd.Function):
                 flat.addmm_(_flat(part), weight.t())
             return flat.view(*parts[0].shape[:-1], flat.size(-1))
 
-        return comm.as_given(comm.reduce(rows, first[0].size(0)).wait().to(inputs[0].dtype))
+        shape, dtype = (*first[0].shape[:-1], weights[0].size(0)), inputs[0].dtype
+        return comm.as_given(comm.reduce(rows, shape, dtype).wait().to(dtype))
 
     @staticmethod
     @first_derivative_only

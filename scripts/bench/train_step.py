@@ -8,7 +8,8 @@ number of processes. Peers: ``hf`` (transformers in one process), ``liger`` (the
 tensor parallelism). ``--recompute full`` recomputes every layer; ours may keep the attention kernel's result
 (``--keep-core-attn``), recompute the first layers only (``--recompute-layers``) and run the optimizer inside backward
 (``--in-backward``). MFU counts 6 x parameters (input embedding left out) x tokens + 6 x layers x H x S^2 against
-``--peak-tflops``; recompute does not count.
+``--peak-tflops``; recompute does not count. ``exposed_ms``: of one more step, profiled, the time in which the first
+GPU did nothing but communicate.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 import transformers
+from exposure import profiled
 from gpu_race import first_line
 from record import append, environment
 from torch import Tensor, nn
@@ -227,12 +229,8 @@ def measure(
     ids = torch.randint(0, config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(3)).to(
         backend.device
     )
-    times, loss, first_loss = [], torch.zeros(()), 0.0
-    for step in range(WARM_UP_STEPS + steps):
-        if step == WARM_UP_STEPS:
-            backend.reset_peak_memory_stats()
-        backend.synchronize()
-        start = time.perf_counter()
+
+    def step() -> Tensor:
         loss = loss_of(ids)
         if loss.requires_grad:
             loss.backward()
@@ -240,14 +238,27 @@ def measure(
             grads.allreduce_sequence_parallel_gradients(model)
         stepper.step()
         stepper.zero_grad()
+        return loss
+
+    times, losses = [], []
+    for i in range(WARM_UP_STEPS + steps):
+        if i == WARM_UP_STEPS:
+            backend.reset_peak_memory_stats()
+        backend.synchronize()
+        start = time.perf_counter()
+        loss = step()
         backend.synchronize()
         times.append(time.perf_counter() - start)
-        first_loss = first_loss or round(loss.item(), 4)
+        losses.append(round(loss.item(), 4))
     step_s = statistics.median(times[WARM_UP_STEPS:])
-    result = {"step_ms": round(step_s * 1e3, 2), "first_loss": first_loss, "loss": round(loss.item(), 4)}
+    result = {"step_ms": round(step_s * 1e3, 2), "first_loss": losses[0], "loss": losses[-1]}
     peak_bytes = backend.max_memory_allocated()
     result["peak_gib"] = None if peak_bytes is None else round(peak_bytes / 2**30, 2)
     result["tokens_per_s_per_device"] = round(tokens / step_s / world_size(), 1)
+    if backend.name == "cuda":
+        result["exposed_ms"] = round(profiled(step)[0]["exposed_communication"], 1)
+    if isinstance(stepper, OptimizerInBackward):
+        stepper.remove()
     return result
 
 

@@ -241,7 +241,11 @@ def _worker_main(rank: int, world_size: int, port: int, connection: Connection) 
     os.environ.setdefault("NXD_MEMOPT_BACKEND", "cpu")
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    on_gpus = os.environ["NXD_MEMOPT_BACKEND"] == "cuda"
+    if on_gpus:
+        torch.cuda.set_device(rank)
+    kind = "cpu:gloo,cuda:nccl" if on_gpus else "gloo"
+    dist.init_process_group(kind, store=store, rank=rank, world_size=world_size)
     connection.send_bytes(pickle.dumps(Report(rank, world_size, os.getpid())))
     with contextlib.suppress(EOFError, OSError):  # the parent closed the pipe: the session is over
         while True:

@@ -31,32 +31,29 @@ def ranges(rows: int, *, own_first: bool) -> list[tuple[int, int]]:
 
 class PieceGathering:
     def __init__(self, shard, group) -> None:
-        self._pending, self.used = backend.all_gather_async(shard, group), 0
-        self.whole = shard.new_full((shard.size(0) * dist.get_world_size(), *shard.shape[1:]), torch.nan)
+        self._whole = backend.all_gather(shard, group)
+        self.length = self._whole.size(0)
 
-    def pieces(self) -> Iterator[tuple[int, int]]:
-        whole = self._pending.wait()
-        for start, stop in ranges(whole.size(0), own_first=True):
-            self.whole[start:stop] = whole[start:stop]
-            self.used += 1
-            yield start, stop
+    def pieces(self) -> Iterator[tuple[int, torch.Tensor]]:
+        for start, stop in ranges(self.length, own_first=True):
+            yield start, self._whole[start:stop].clone()
 
     def wait(self):
-        if self.used == 0:
-            for _ in self.pieces():
-                pass
-        return self.whole
+        return self._whole
 
 
 class PieceReduction:
-    def __init__(self, rows, group) -> None:
-        self.pieces, self._parts, self._group = ranges(rows, own_first=False), {}, group
+    def __init__(self, shape, dtype, group) -> None:
+        self.pieces, self._parts, self._group = ranges(shape[0], own_first=False), {}, group
+        self._shape, self._dtype = shape, dtype
 
     def put(self, start, rows) -> None:
+        assert rows.dtype == self._dtype
         self._parts[start] = rows
 
     def wait(self):
         whole = torch.cat([self._parts[start] for start in sorted(self._parts)])
+        assert whole.shape == self._shape
         return backend.reduce_scatter_async(whole, self._group).wait()
 
 
@@ -72,11 +69,11 @@ def in_pieces(monkeypatch) -> Iterator[list[str]]:
         started.append("gather")
         return PieceGathering(tensor, group)
 
-    def start_reduction(rows, group, *, scattered):
+    def start_reduction(shape, dtype, group, *, scattered):
         if not scattered:
-            return at_once[1](rows, group, scattered=scattered)
+            return at_once[1](shape, dtype, group, scattered=scattered)
         started.append("reduction")
-        return PieceReduction(rows, group)
+        return PieceReduction(shape, dtype, group)
 
     with monkeypatch.context() as patch:
         patch.setattr(backend, "start_gather", start_gather)

@@ -1,0 +1,194 @@
+"""Owns gathers and reductions through memory that the GPUs of one host map into each other (NVLink, or PCIe peers).
+
+Each rank pushes its rows into the others' memory by the copy engines, and a 4-byte signal behind them, so that matmuls
+keep all multiprocessors; NCCL's kernels would take some from the matmul beside them. A matmul waits for the rows it
+needs only, and starts on this rank's own at once. NVLink multicast is not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+_SLOTS = 2  # see PeerMemory.next_slot
+_GRANULARITY_BYTES = 2**21  # what CUDA maps at once
+_TIMEOUT_MS = 600_000  # NCCL's default: a rank that died must not leave the others waiting for ever
+
+
+class _Slot:
+    """Memory of one size on every rank, each mapped into all, with a word for each pair of ranks."""
+
+    def __init__(self, size_bytes: int, group: ProcessGroup, device: torch.device) -> None:
+        import torch.distributed._symmetric_memory as symmetric
+
+        self.size_bytes = size_bytes
+        self._rank = group.rank()
+        self._memory = symmetric.empty(size_bytes, dtype=torch.uint8, device=device)
+        self._handle: Any = symmetric.rendezvous(self._memory, group)
+        self._pads = [self._handle.get_signal_pad(rank, (group.size(),), torch.uint32) for rank in range(group.size())]
+
+    def of(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> Tensor:
+        """The memory of ``rank`` as a tensor, from its ``offset``-th element on."""
+        return self._handle.get_buffer(rank, shape, dtype, offset)
+
+    def signal(self, rank: int) -> None:
+        """When the current stream comes here, tell ``rank`` that this rank's rows are there."""
+        torch.ops.symm_mem.stream_write_value32_(self._pads[rank], self._rank, 1)
+
+    def wait_for(self, rank: int) -> None:
+        """Let the current stream wait for the signal of ``rank``."""
+        self._handle.wait_signal(rank, 0, _TIMEOUT_MS)
+
+
+class PeerMemory:
+    """One group of ranks' slots and the stream on which its copies run. All ranks start the same operations in one order."""
+
+    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
+        self.group, self._device = group, device
+        self.rank, self.size = group.rank(), group.size()
+        self.stream = torch.cuda.Stream(device, priority=-1)
+        self._slots: dict[tuple[type, int], _Slot] = {}
+        self._started: dict[type, int] = {PeerGathering: 0, PeerReduction: 0}
+        self._unfinished: dict[type, _Operation] = {}
+
+    def next_slot(self, operation: _Operation, size_bytes: int) -> _Slot:
+        """The other slot of this kind of operation, that every rank has done with.
+
+        Its last use is two operations ago. Each rank signalled the one in between after it had read the slot, and this
+        rank's stream waited for those signals: at the latest here.
+        """
+        kind = type(operation)
+        if kind in self._unfinished:
+            self._unfinished[kind].finish()
+        self._unfinished[kind] = operation
+        index = self._started[kind] = (self._started[kind] + 1) % _SLOTS
+        slot = self._slots.get((kind, index))
+        if slot is None or slot.size_bytes < size_bytes:
+            torch.cuda.synchronize(self._device)  # the rendezvous waits for all ranks: nobody uses the old one
+            rounded = -(-size_bytes // _GRANULARITY_BYTES) * _GRANULARITY_BYTES
+            slot = self._slots[kind, index] = _Slot(rounded, self.group, self._device)
+        return slot
+
+    def forget(self, operation: _Operation) -> None:
+        """It is finished, and its tensors are not kept alive."""
+        if self._unfinished.get(type(operation)) is operation:
+            del self._unfinished[type(operation)]
+
+    def allocated_bytes(self) -> int:
+        """This rank's share; the caching allocator does not count it."""
+        return sum(slot.size_bytes for slot in self._slots.values())
+
+    def others(self, step: int) -> Iterator[int]:
+        """The other ranks in the order in which rows are sent to them (1), or arrive from them (-1)."""
+        for distance in range(1, self.size):
+            yield (self.rank + step * distance) % self.size
+
+
+class _Operation:
+    """What gathers and reductions share: rows on their way, and the main stream's part in it."""
+
+    def __init__(self, memory: PeerMemory) -> None:
+        self._memory = memory
+        self._sending: list[Tensor] = []  # alive until the main stream has waited for their copies
+        self._is_finished = False
+
+    def _send(self, rows: Tensor, ranks: Iterator[int], slot: _Slot) -> None:
+        """Push ``rows`` to its place in the memory of each of ``ranks``: that of this rank's number."""
+        memory, shape = self._memory, tuple(rows.shape)
+        self._sending.append(rows)
+        memory.stream.wait_stream(torch.cuda.current_stream(rows.device))
+        with torch.cuda.stream(memory.stream):
+            for rank in ranks:
+                slot.of(rank, shape, rows.dtype, memory.rank * rows.numel()).copy_(rows)
+                slot.signal(rank)
+
+    def _receive(self) -> None:
+        """Let the current stream wait for what has not arrived."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Let the current stream wait for all that arrives and all that leaves."""
+        if not self._is_finished:
+            self._is_finished = True
+            self._receive()
+            torch.cuda.current_stream(self._memory.stream.device).wait_stream(self._memory.stream)
+            self._sending.clear()
+            self._memory.forget(self)
+
+
+class PeerGathering(_Operation):
+    """See ``base.Gathering``. Rows other than this rank's lie in its slot, to be used before the next but one gather."""
+
+    def __init__(self, memory: PeerMemory, shard: Tensor) -> None:
+        super().__init__(memory)
+        self._shard = shard.contiguous()
+        self.length = shard.size(0) * memory.size
+        slot = memory.next_slot(self, self._shard.nbytes * memory.size)
+        self._slot = slot
+        self._whole = slot.of(memory.rank, (self.length, *shard.shape[1:]), shard.dtype)
+        self._missing = list(memory.others(-1))
+        self._send(self._shard, memory.others(1), slot)
+
+    def _receive(self, count: int | None = None) -> None:
+        for rank in self._missing[:count]:
+            self._slot.wait_for(rank)
+        del self._missing[:count]
+
+    def pieces(self) -> Iterator[tuple[int, Tensor]]:
+        """Own rows; those before them, which arrive first; those behind them."""
+        rank, own = self._memory.rank, self._shard.size(0)
+        yield rank * own, self._shard
+        if rank > 0:
+            self._receive(rank)
+            yield 0, self._whole[: rank * own]
+        self.finish()
+        if rank + 1 < self._memory.size:
+            yield (rank + 1) * own, self._whole[(rank + 1) * own :]
+
+    def wait(self) -> Tensor:
+        self.finish()
+        own = self._shard.size(0)
+        self._whole[self._memory.rank * own :][:own].copy_(self._shard)
+        return self._whole
+
+
+class PeerReduction(_Operation):
+    """See ``base.Reduction``. Each rank sums what all have sent it, in fp32 and in the order of ranks."""
+
+    def __init__(self, memory: PeerMemory, length: int) -> None:
+        super().__init__(memory)
+        self._own_length = length // memory.size
+        order = (*memory.others(1), memory.rank)
+        self.pieces = [(rank * self._own_length, (rank + 1) * self._own_length) for rank in order]
+        self._slot: _Slot | None = None
+        self._own: Tensor | None = None
+
+    def put(self, start: int, rows: Tensor) -> None:
+        rows = rows.contiguous()
+        if self._slot is None:
+            self._slot = self._memory.next_slot(self, rows.nbytes * self._memory.size)
+        rank = start // self._own_length
+        if rank == self._memory.rank:
+            self._own = rows
+        else:
+            self._send(rows, iter((rank,)), self._slot)
+
+    def _receive(self) -> None:
+        assert self._slot is not None
+        for rank in self._memory.others(-1):
+            self._slot.wait_for(rank)
+
+    def wait(self) -> Tensor:
+        self.finish()
+        memory, slot, own = self._memory, self._slot, self._own
+        assert slot is not None
+        assert own is not None
+        parts = slot.of(memory.rank, (memory.size, *own.shape), own.dtype)
+        if memory.size == 2:
+            return own + parts[1 - memory.rank]
+        parts[memory.rank].copy_(own)
+        return parts.sum(0)

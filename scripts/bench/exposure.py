@@ -1,0 +1,57 @@
+"""Owns how much of a step's communication no computation hides, read from a profile of the device's work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import ProfilerActivity, profile
+
+_COMMUNICATION = ("nccl", "wait_signal", "barrier_kernel", "put_signal", "memcpy ptop", "multimem")
+Interval = tuple[float, float]
+
+
+def is_communication(name: str) -> bool:
+    return any(part in name.lower() for part in _COMMUNICATION)
+
+
+def exposure(events: Iterable[tuple[str, float, float]]) -> dict[str, float]:
+    """Of ``(name, start, end)`` of the device's work, in one unit: the time with computation, with nothing but
+    communication, and with neither."""
+    named = list(events)
+    compute = _union((start, end) for name, start, end in named if not is_communication(name))
+    every = _union((start, end) for _, start, end in named)
+    length = every[-1][1] - every[0][0]
+    return {
+        "compute": _total(compute),
+        "exposed_communication": _total(every) - _total(compute),
+        "idle": length - _total(every),
+    }
+
+
+def _union(intervals: Iterable[Interval]) -> list[Interval]:
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def _total(intervals: Iterable[Interval]) -> float:
+    return sum(end - start for start, end in intervals)
+
+
+def profiled(step: Callable[[], object], trace: Path | None = None) -> tuple[dict[str, float], list[FunctionEvent]]:
+    """Milliseconds of one step by ``exposure``, and its events; ``trace`` receives the Chrome trace."""
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+        step()
+        torch.cuda.synchronize()
+    events = [event for event in profiler.events() or [] if event.device_type == torch.autograd.DeviceType.CUDA]
+    if trace is not None:
+        profiler.export_chrome_trace(str(trace))
+    intervals = [(event.name, event.time_range.start / 1e3, event.time_range.end / 1e3) for event in events]
+    return exposure(intervals), events

@@ -1,0 +1,119 @@
+"""Gathers and reductions through peer memory: what NCCL's give, on ranks that run at different speeds."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nxd_memopt.backends import backend, cuda
+from nxd_memopt.backends.peer_memory import PeerGathering, PeerReduction
+from nxd_memopt.parallel_layers import grads, parallel_state
+from tests.dist.pool import distributed
+from tests.reference_models import VOCAB, gpt_neox_config, llama_config, parallel_model
+
+GPUS = torch.cuda.device_count()
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")]
+SIZES = [size for size in (2, 4) if size <= GPUS] or [2]
+
+
+def group_of_all():
+    parallel_state.initialize_model_parallel(dist.get_world_size())
+    return parallel_state.get_tensor_model_parallel_group()
+
+
+def delay(turn: int) -> None:
+    """Let the ranks take turns in being late."""
+    if turn % dist.get_world_size() == dist.get_rank():
+        torch.cuda._sleep(2_000_000)
+
+
+@distributed(world_size=SIZES)
+def test_gathers():
+    group = group_of_all()
+    for turn in range(24):
+        rows, dtype = (256 + 64 * (turn % 5), torch.bfloat16 if turn % 2 else torch.float32)
+        generator = torch.Generator(backend.device).manual_seed(100 * turn + dist.get_rank())
+        shard = torch.randn(rows, 30, 800, device=backend.device, dtype=dtype, generator=generator)
+        expected = backend.all_gather(shard, group)
+        delay(turn)
+        gathering = backend.start_gather(shard, group)
+        assert isinstance(gathering, PeerGathering) and gathering.length == expected.size(0)
+        if turn % 3:  # otherwise the whole is asked for at once
+            found = torch.full_like(expected, torch.nan)
+            for start, part in gathering.pieces():
+                found[start : start + part.size(0)] = part
+            assert torch.equal(found, expected)
+        assert torch.equal(gathering.wait(), expected)
+
+
+@distributed(world_size=SIZES)
+def test_reductions_sum_in_fp32_and_the_order_of_ranks():
+    group = group_of_all()
+    for turn in range(24):
+        length = dist.get_world_size() * (256 + 64 * (turn % 5))
+        generator = torch.Generator(backend.device).manual_seed(100 * turn + dist.get_rank())
+        whole = torch.randn(length, 30, 800, device=backend.device, dtype=torch.bfloat16, generator=generator)
+        parts = backend.all_gather(whole.unsqueeze(0), group)
+        expected = backend.shard(parts.float().sum(0).bfloat16(), 0, group)
+        delay(turn)
+        reduction = backend.start_reduction(whole.shape, whole.dtype, group, scattered=True)
+        assert isinstance(reduction, PeerReduction)
+        for start, stop in reduction.pieces:
+            reduction.put(start, whole[start:stop] * 1)  # memory that is free again at once
+        assert torch.equal(reduction.wait(), expected)
+
+
+@distributed(world_size=SIZES)
+def test_abandoned_and_interleaved_operations():
+    group = group_of_all()
+    x = torch.full((256, 16384), float(dist.get_rank()), device=backend.device)
+    for turn in range(9):
+        delay(turn)
+        backend.start_gather(x, group)  # nobody reads it
+        gathering = backend.start_gather(x + turn, group)
+        shape = (256 * dist.get_world_size(), 16384)
+        reduction = backend.start_reduction(shape, torch.float32, group, scattered=True)
+        for start, stop in reduction.pieces:
+            reduction.put(start, torch.ones(stop - start, 16384, device=backend.device))
+        whole = gathering.wait()
+        assert whole[:, 0].sum().item() == 256 * sum(rank + turn for rank in range(dist.get_world_size()))
+        assert reduction.wait().eq(dist.get_world_size()).all()
+
+
+@distributed(world_size=SIZES)
+@pytest.mark.parametrize("recompute", [None, "full"])
+@pytest.mark.parametrize("config", [llama_config, gpt_neox_config])
+def test_models_learn_as_over_nccl(config, recompute):
+    parallel_state.initialize_model_parallel(dist.get_world_size())
+    settings = config(hidden_size=256, num_attention_heads=8, intermediate_size=512, max_position_embeddings=2048)
+    model = parallel_model(settings, sequence_parallel=True, recompute_granularity=recompute).to(backend.device)
+    ids = torch.randint(0, VOCAB, (2, 2048), generator=torch.Generator().manual_seed(3)).to(backend.device)
+
+    def step():
+        model.zero_grad()
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        grads.allreduce_sequence_parallel_gradients(model)
+        return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda, "_PEER_MEMORY_BYTES", 1)
+        found = step()
+    assert backend.memory_allocated() >= torch.cuda.memory_allocated() + 4 * 2048 * 2 * 256
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "_peer_memories", {})
+        patch.setenv(cuda.PEER_MEMORY_SWITCH, "0")
+        expected = step()
+        assert backend.memory_allocated() == torch.cuda.memory_allocated()
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * float(b.abs().max()))
+    dist.barrier()
+
+
+@distributed(world_size=2)
+def test_refusals():
+    assert backend.peer_memory_refusal([0, 1]) is None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", "1")
+        assert "on several hosts" in backend.peer_memory_refusal([0, 1])
+        patch.setenv(cuda.PEER_MEMORY_SWITCH, "0")
+        assert "switches it off" in backend.peer_memory_refusal([0, 1])
