@@ -30,6 +30,7 @@ class Doctor:
         for name, backend_class in BACKENDS.items():
             print(f"  {name}: {backend_class.unavailable_reason() or 'available'}")
         print(f"collectives: {backend.distributed_backend}; attention: {describe_attention()}")
+        print(f"tensor parallelism: {backend.describe_overlap()}")
         for line in describe_fused():
             print(f"  {line}")
 

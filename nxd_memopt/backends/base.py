@@ -132,6 +132,10 @@ class Backend(ABC):
         """What the backend runs on, for people; part of ``BACKEND_REASON``."""
         return f"{self.name} on {self.device}"
 
+    def describe_overlap(self) -> str:
+        """How tensor parallelism's communication runs beside matmuls, for people."""
+        return "collectives run between matmuls"
+
     # Processes and groups
 
     @abstractmethod

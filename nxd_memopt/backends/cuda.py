@@ -101,11 +101,23 @@ class CudaBackend(C10dBackend):
             memory.group = group  # one made anew for the same ranks uses the old one's memory
         return memory
 
-    def peer_memory_refusal(self, ranks: Sequence[int]) -> str | None:
-        """Why the global ``ranks`` do not gather and reduce through each other's memory; the same on all of them."""
+    def describe_overlap(self) -> str:
+        count = torch.cuda.device_count()
+        refusal = self.peer_memory_refusal(range(count), count)
+        if count > 1 and refusal is None:
+            return f"chunks from {_PEER_MEMORY_BYTES >> 20} MiB on go through the {count} GPUs' memory by copy engines"
+        return f"{super().describe_overlap()} ({refusal or 'one GPU is visible'})"
+
+    def peer_memory_refusal(self, ranks: Sequence[int], local_size: int | None = None) -> str | None:
+        """Why the global ``ranks`` do not gather and reduce through each other's memory; the same on all of them.
+
+        Args:
+            ranks: of one group.
+            local_size: ranks on each host, of which each has the GPU of its local rank; default torchrun's.
+        """
         if os.environ.get(PEER_MEMORY_SWITCH) == "0":
             return f"{PEER_MEMORY_SWITCH}=0 switches it off"
-        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        local_size = local_size or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if len({rank // local_size for rank in ranks}) > 1:
             return f"the ranks {list(ranks)} are on several hosts, {local_size} on each"
         devices = [rank % local_size for rank in ranks]

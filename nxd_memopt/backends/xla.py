@@ -193,6 +193,9 @@ class XlaBackend(C10dBackend):
 
     # Execution and memory
 
+    def describe_overlap(self) -> str:
+        return "the compiler orders collectives and matmuls of a step's graph"
+
     def mark_step(self) -> None:
         self._torch_xla.sync()
 

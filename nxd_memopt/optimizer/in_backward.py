@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ class OptimizerInBackward:
     tensor-parallel ranks, and all are averaged over the data-parallel ranks, parameter by parameter.
 
     ``torchtune.training.memory.OptimizerInBackwardWrapper`` does the same with an optimizer for each parameter; here it
-    is one, whose groups, state and learning-rate schedule are as without this.
+    is one, whose groups, state and learning-rate schedule are as without this. Keep this object: when it is gone, backward
+    makes gradients as before.
 
     Args:
         optimizer: updates each parameter by its own gradient alone, as SGD, Adam and their like do.
@@ -44,7 +45,7 @@ class OptimizerInBackward:
         for i, params in enumerate(self._params):
             for param in params:
                 _require_fresh(param)
-                self._hooks.append(param.register_post_accumulate_grad_hook(partial(self._update, i)))
+                self._hooks.append(param.register_post_accumulate_grad_hook(_hook(weakref.ref(self), i)))
 
     def _update(self, group: int, param: Tensor) -> None:
         if param in self._updated:
@@ -100,6 +101,17 @@ class OptimizerInBackward:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state_dict)
+
+
+def _hook(owner: weakref.ref[OptimizerInBackward], group: int) -> Callable[[Tensor], None]:
+    """Parameters do not keep their optimizer alive: a cycle through autograd's hooks would never be collected."""
+
+    def update(param: Tensor) -> None:
+        optimizer = owner()
+        if optimizer is not None:
+            optimizer._update(group, param)
+
+    return update
 
 
 def _require_fresh(param: Tensor) -> None:

@@ -257,8 +257,6 @@ def measure(
     result["tokens_per_s_per_device"] = round(tokens / step_s / world_size(), 1)
     if backend.name == "cuda":
         result["exposed_ms"] = round(profiled(step)[0]["exposed_communication"], 1)
-    if isinstance(stepper, OptimizerInBackward):
-        stepper.remove()
     return result
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -90,3 +93,21 @@ def test_gradients_never_coexist_and_misuse_is_an_error():
     assert all(p.grad is not None for p in params)
     with pytest.raises(ValueError, match="a gradient"):
         OptimizerInBackward(AdamW(params, lr=1e-2))
+
+
+def test_neither_keeps_the_other_alive():
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = OptimizerInBackward(torch.optim.SGD([weight], lr=0.5))
+    weight.sum().backward()
+    assert weight.grad is None and weight.tolist() == [0.5] * 3
+    del optimizer
+    gc.collect()
+    weight.sum().backward()
+    assert weight.tolist() == [0.5] * 3 and weight.grad is not None and weight.grad.tolist() == [1.0] * 3
+
+    model = torch.nn.Linear(2, 2)
+    optimizer, alive = OptimizerInBackward(torch.optim.SGD(model.parameters(), lr=0.5)), weakref.ref(model)
+    model(torch.ones(2)).sum().backward()
+    del optimizer, model
+    gc.collect()
+    assert alive() is None
