@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 from train_errors import is_rank_zero, user_errors, world_size
@@ -187,9 +188,10 @@ def train_step(training: Training, config: TrainConfig, batches: list[Tensor]) -
     model, optimizer = training.model.train(), training.optimizer
     batches_per_step = config.accumulation_steps(world_size())
     loss = torch.zeros((), device=backend.device)
-    for batch in batches:
+    for i, batch in enumerate(batches):
         batch_loss = model(batch, labels=batch).loss / batches_per_step
-        batch_loss.backward()
+        with optimizer.last_backward() if i == len(batches) - 1 else nullcontext():
+            batch_loss.backward()
         loss += batch_loss.detach()
         backend.mark_step()
     grad_norm = optimizer.reduce_gradients()

@@ -105,6 +105,7 @@ class OptimizerConfig:
             does not round stochastically (on trn1 the launcher turns that on).
         zero1: shard states and master weights over the D data-parallel ranks (ZeRO stage 1, arXiv:1910.02054): with
             master weights 6 + 12/D bytes a parameter. The results are the same.
+        overlap_grad_reduce: reduce gradients over the ranks while backward computes others, instead of after it.
     """
 
     lr: float = 3e-4
@@ -118,11 +119,17 @@ class OptimizerConfig:
     clip_grad: float = 1.0
     master_weights: bool = True
     zero1: bool = False
+    overlap_grad_reduce: bool = False
 
     def __post_init__(self) -> None:
         for name in ("lr", "warmup_steps", "weight_decay", "eps", "clip_grad", "min_lr_ratio"):
             _require_at_least(f"optimizer.{name}", getattr(self, name), 0)
         require_one_of("optimizer.lr_schedule", self.lr_schedule, LR_SCHEDULES)
+        if self.zero1 and self.overlap_grad_reduce:
+            raise ValueError(
+                "optimizer.overlap_grad_reduce and optimizer.zero1 are both true, and zero1 scatters the gradients "
+                "itself, after backward: set one of them to false"
+            )
         if self.min_lr_ratio > 1:
             raise ValueError(f"optimizer.min_lr_ratio must be at most 1, got {self.min_lr_ratio}")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):

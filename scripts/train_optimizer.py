@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from nxd_memopt.backends import backend
 from nxd_memopt.optimizer import AdamW as OnePassAdamW
 from nxd_memopt.optimizer import NeuronZero1Optimizer
 from nxd_memopt.parallel_layers import grads
+from nxd_memopt.parallel_layers.overlapped_grads import OverlappedGradientReduction
 from train_config import OptimizerConfig
 from train_errors import world_size
 
@@ -26,6 +28,7 @@ class AdamW:
 
     def __init__(self, parameters: list[nn.Parameter], config: OptimizerConfig) -> None:
         self.parameters, self._is_sharded = parameters, config.zero1
+        self._overlapped = OverlappedGradientReduction(parameters) if config.overlap_grad_reduce else None
         groups = [
             {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
             {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
@@ -44,9 +47,13 @@ class AdamW:
             fused=True if backend.name == "cpu" else None,
         )
 
+    def last_backward(self) -> AbstractContextManager[None]:
+        """Around the backward that completes a step's gradients."""
+        return nullcontext() if self._overlapped is None else self._overlapped.last_backward()
+
     def reduce_gradients(self) -> Tensor:
         """Sum over sequence shards, average over data-parallel ranks, clip; return the norm before, fp32, 0-dim."""
-        if not self._is_sharded:
+        if not self._is_sharded and self._overlapped is None:
             grads.bucket_allreduce_gradients(self.parameters)
         return self._adamw.reduce_gradients()
 

@@ -78,6 +78,7 @@ def test_yaml_numbers_without_a_point_are_floats() -> None:
         ({"data": {"seq_length": True}}, r"data.seq_length must be int, got True of type bool"),
         ({"optimizer": {"lr": "fast"}}, "optimizer.lr must be float, got 'fast'"),
         ({"optimizer": {"betas": [0.9, 1.0]}}, r"optimizer.betas must be two numbers in \[0, 1\), got \[0.9, 1.0\]"),
+        ({"optimizer": {"zero1": True, "overlap_grad_reduce": True}}, "set one of them to false"),
         ({"optimizer": {"min_lr_ratio": 2}}, "min_lr_ratio must be at most 1, got 2"),
         ({"trainer": {"max_steps": -1}}, "trainer.max_steps must be at least 0, got -1"),
         ({"trainer": {"verify_export": True, "export": False}}, "verify_export needs trainer.export"),

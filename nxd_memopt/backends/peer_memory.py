@@ -45,7 +45,7 @@ class _Slot:
 
 
 class PeerMemory:
-    """One group of ranks' slots and the stream on which its copies run. All ranks start the same operations in one order."""
+    """Some ranks' slots and the stream of their copies. All ranks start the same operations in one order."""
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         self.group, self._device = group, device
@@ -121,7 +121,7 @@ class _Operation:
 
 
 class PeerGathering(_Operation):
-    """See ``base.Gathering``. Rows other than this rank's lie in its slot, to be used before the next but one gather."""
+    """See ``base.Gathering``. The others' rows lie in this rank's slot, to be used before the next gather but one."""
 
     def __init__(self, memory: PeerMemory, shard: Tensor) -> None:
         super().__init__(memory)

@@ -21,8 +21,8 @@ class OptimizerInBackward:
     tensor-parallel ranks, and all are averaged over the data-parallel ranks, parameter by parameter.
 
     ``torchtune.training.memory.OptimizerInBackwardWrapper`` does the same with an optimizer for each parameter; here it
-    is one, whose groups, state and learning-rate schedule are as without this. Keep this object: when it is gone, backward
-    makes gradients as before.
+    is one, whose groups, state and learning-rate schedule are as without this. Keep this object: when it is gone,
+    backward makes gradients as before.
 
     Args:
         optimizer: updates each parameter by its own gradient alone, as SGD, Adam and their like do.

@@ -19,7 +19,8 @@ ParameterSource = nn.Module | torch.optim.Optimizer | Tensor | Iterable[Tensor]
 _DEFAULT_BUCKET_BYTES = 128 << 20  # large enough for full bandwidth, small beside a model's gradients
 
 
-def _parameters(source: ParameterSource) -> list[Tensor]:
+def parameters_of(source: ParameterSource) -> list[Tensor]:
+    """A module's, an optimizer's, or the given ones."""
     if isinstance(source, Tensor):
         return [source]
     if isinstance(source, nn.Module):
@@ -47,13 +48,13 @@ def allreduce_sequence_parallel_gradients(source: ParameterSource) -> None:
     """
     grads = [
         grad
-        for param in _parameters(source)
+        for param in parameters_of(source)
         if getattr(param, "sequence_parallel_enabled", False) and (grad := gradient_of(param)) is not None
     ]
     pending = [grad for grad in grads if not _is_sequence_reduced(grad)]
     _all_reduce_in_buckets(pending, parallel_state.get_tensor_model_parallel_group())
     for grad in pending:
-        _mark_sequence_reduced(grad)
+        mark_sequence_reduced(grad)
 
 
 def _is_sequence_reduced(grad: Tensor) -> bool:
@@ -61,7 +62,8 @@ def _is_sequence_reduced(grad: Tensor) -> bool:
     return getattr(grad, "sequence_reduced_version", None) == grad._version
 
 
-def _mark_sequence_reduced(grad: Tensor) -> None:
+def mark_sequence_reduced(grad: Tensor) -> None:
+    """``allreduce_sequence_parallel_gradients`` leaves it alone until something writes to it."""
     grad.sequence_reduced_version = grad._version  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -71,7 +73,7 @@ def _keep_sequence_marks(grads: list[Tensor]) -> Iterator[None]:
     reduced = [grad for grad in grads if _is_sequence_reduced(grad)]
     yield
     for grad in reduced:
-        _mark_sequence_reduced(grad)
+        mark_sequence_reduced(grad)
 
 
 def bucket_allreduce_gradients(source: ParameterSource, *, bucket_bytes: int = _DEFAULT_BUCKET_BYTES) -> None:
@@ -81,7 +83,7 @@ def bucket_allreduce_gradients(source: ParameterSource, *, bucket_bytes: int = _
         source: a module, an optimizer, parameters, or gradients themselves.
         bucket_bytes: upper size of one collective; a larger gradient goes alone.
     """
-    tensors = _parameters(source)
+    tensors = parameters_of(source)
     grads = [grad for t in tensors if (grad := gradient_of(t) if isinstance(t, nn.Parameter) else t) is not None]
     group = parallel_state.get_data_parallel_group()
     with _keep_sequence_marks(grads):
@@ -141,7 +143,7 @@ def get_grad_norm(
     """
     if not norm_type >= 1:
         raise ValueError(f"norm_type must be at least 1 or infinity, got {norm_type}")
-    params = [param for param in _parameters(source) if gradient_of(param) is not None]
+    params = [param for param in parameters_of(source) if gradient_of(param) is not None]
     sharded = _local_norm([p for p in params if is_sharded(p)], norm_type)
     replicated = _local_norm([p for p in params if not is_sharded(p)], norm_type)
     group = parallel_state.get_tensor_model_parallel_group()
@@ -196,7 +198,7 @@ def clip_grad_norm(
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm must be above 0, got {max_norm}: leave clipping out to switch it off")
-    params = _parameters(source)
+    params = parameters_of(source)
     total_norm = get_grad_norm(params, norm_type, sharding_group=sharding_group)
     factor = (max_norm / (total_norm + 1e-6)).clamp(max=1.0)  # 1e-6: torch.nn.utils.clip_grad_norm_'s
     grads = [grad for param in params if (grad := gradient_of(param)) is not None]

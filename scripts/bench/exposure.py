@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
+from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsage]
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
@@ -50,7 +51,7 @@ def profiled(step: Callable[[], object], trace: Path | None = None) -> tuple[dic
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         step()
         torch.cuda.synchronize()
-    events = [event for event in profiler.events() or [] if event.device_type == torch.autograd.DeviceType.CUDA]
+    events = [event for event in profiler.events() or [] if event.device_type == DeviceType.CUDA]
     if trace is not None:
         profiler.export_chrome_trace(str(trace))
     intervals = [(event.name, event.time_range.start / 1e3, event.time_range.end / 1e3) for event in events]

@@ -59,16 +59,21 @@ def test_one_process_learns_records_and_exports(reference: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "parallel", "zero1"),
-    [(2, TENSOR_AND_SEQUENCE, False), (2, {}, False), (2, {}, True), (4, TENSOR_AND_SEQUENCE, True)],
-    ids=["tensor2", "data2", "data2_zero1", "tensor2xdata2_zero1"],
+    ("ranks", "parallel", "optimizer"),
+    [
+        (2, TENSOR_AND_SEQUENCE, {}),
+        (2, {}, {}),
+        (2, {}, {"zero1": True}),
+        (4, TENSOR_AND_SEQUENCE, {"zero1": True}),
+        (4, TENSOR_AND_SEQUENCE, {"overlap_grad_reduce": True}),
+    ],
+    ids=["tensor2", "data2", "data2_zero1", "tensor2xdata2_zero1", "tensor2xdata2_overlap"],
 )
 def test_every_layout_has_the_losses_of_one_process(
-    reference: Path, tmp_path: Path, ranks: int, parallel: dict[str, object], zero1: bool
+    reference: Path, tmp_path: Path, ranks: int, parallel: dict[str, object], optimizer: dict[str, object]
 ) -> None:
     micro_batch = {"micro_batch_size": 2 if parallel else 1}
     trainer = {"verify_export": True, "log_every_n_steps": 3}  # does not divide the 8 steps
-    optimizer = {"zero1": zero1}
     config = write_config(tmp_path, parallel=parallel, data=micro_batch, optimizer=optimizer, trainer=trainer)
     succeed(train(config, ranks=ranks))
     assert losses(tmp_path / "run") == pytest.approx(losses(reference), rel=2e-5)  # fp32, other summation orders

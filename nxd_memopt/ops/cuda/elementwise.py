@@ -165,7 +165,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor, *, transposed: bool)
 
 
 def _copied(x: Tensor, cos: Tensor, y: Tensor) -> Tensor:
-    """``x`` turned in none of its columns: at the memory's speed where ``Tensor.copy_`` of such layouts is at a third."""
+    """``x`` turned in none of its columns: at the memory's speed, of which ``Tensor.copy_`` reaches a third here."""
     nothing = cos[..., :0]
     return _turned(x, nothing, nothing, y, transposed=False)
 

@@ -1,0 +1,168 @@
+"""Owns reducing gradients while backward still computes others: bucket by bucket, each as soon as it is complete."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from nxd_memopt.backends import Pending, backend
+from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.parallel_layers.grads import (
+    ParameterSource,
+    bucket_indices,
+    gradient_of,
+    mark_sequence_reduced,
+    parameters_of,
+)
+
+_BUCKET_BYTES = 25 << 20  # torch DistributedDataParallel's: the last bucket, which nothing hides, stays small
+_MOST_UNDER_WAY = 4  # a bucket under way is a copy of its gradients
+
+
+class OverlappedGradientReduction:
+    """Sums over sequence shards and averages over data-parallel ranks, as the functions of ``grads``, under backward.
+
+    Parameters are put into buckets from the last to the first, as backward usually comes to them; a bucket is reduced
+    when each of its gradients is there, in the order of buckets, so that all ranks agree (arXiv:2006.15704).
+
+    Args:
+        source: a module, an optimizer or parameters; those that need no gradient are left out.
+        bucket_bytes: upper size of the parameters of one bucket; a larger one goes alone.
+
+    Example::
+
+        reduction = OverlappedGradientReduction(model)
+        for batch in batches[:-1]:
+            model(batch, labels=batch).loss.backward()       # accumulates
+        with reduction.last_backward():
+            model(batches[-1], labels=batches[-1]).loss.backward()
+        grads.clip_grad_norm(model, 1.0)                     # gradients are reduced
+    """
+
+    def __init__(self, source: ParameterSource, *, bucket_bytes: int = _BUCKET_BYTES) -> None:
+        params = [param for param in reversed(parameters_of(source)) if param.requires_grad]
+        shards = [param for param in params if _saw_a_shard(param)]
+        others = [param for param in params if not _saw_a_shard(param)]
+        if parallel_state.get_data_parallel_size() == 1:
+            others = []
+        places = {id(param): place for place, param in enumerate(params)}
+        kinds = ([kind[i] for i in ids] for kind in (shards, others) for ids in bucket_indices(kind, bucket_bytes))
+        self._buckets = sorted(map(_Bucket, kinds), key=lambda bucket: max(places[id(p)] for p in bucket.params))
+        self._under_way: deque[_Bucket] = deque()
+        self._armed = False
+        self._hooks = []
+        for bucket in self._buckets:
+            for param in bucket.params:
+                self._hooks.append(param.register_post_accumulate_grad_hook(_hook(weakref.ref(self), bucket)))
+
+    @contextmanager
+    def last_backward(self) -> Iterator[None]:
+        """The backward inside completes the gradients; when it is left they are reduced.
+
+        Parameters that it does not reach are reduced at its end, if an earlier backward gave them a gradient.
+
+        Raises:
+            RuntimeError: inside another one.
+        """
+        if self._armed:
+            raise RuntimeError("last_backward() inside last_backward(): one backward completes the gradients")
+        for bucket in self._buckets:
+            bucket.reset()
+        self._under_way.clear()
+        self._armed = True
+        try:
+            yield
+        finally:
+            self._armed = False
+        self._start(self._buckets)
+        for bucket in self._buckets:
+            bucket.finish()
+        for bucket in self._buckets:  # last: gradients may be views of one tensor, which count writes together
+            bucket.mark()
+
+    def remove(self) -> None:
+        """Take the hooks off the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _arrived(self, bucket: _Bucket, param: Tensor) -> None:
+        """Start what was complete before ``param``: other hooks of its own may not have run yet (``main_grad``)."""
+        if not self._armed:
+            return
+        self._start(itertools.takewhile(lambda each: not each.missing, self._buckets))
+        if id(param) not in bucket.missing:
+            raise RuntimeError(
+                f"a second gradient of a parameter of shape {list(param.shape)} in one last_backward(): the first may "
+                "have been reduced already; call backward() once inside"
+            )
+        bucket.missing.remove(id(param))
+
+    def _start(self, buckets: Iterable[_Bucket]) -> None:
+        for bucket in buckets:
+            if not bucket.is_started:
+                bucket.start()
+                self._under_way.append(bucket)
+        while len(self._under_way) > _MOST_UNDER_WAY:
+            self._under_way.popleft().finish()
+
+
+def _hook(owner: weakref.ref[OverlappedGradientReduction], bucket: _Bucket) -> Callable[[Tensor], None]:
+    def arrived(param: Tensor) -> None:
+        reduction = owner()
+        if reduction is not None:
+            reduction._arrived(bucket, param)
+
+    return arrived
+
+
+def _saw_a_shard(param: Tensor) -> bool:
+    return getattr(param, "sequence_parallel_enabled", False)
+
+
+class _Bucket:
+    """Parameters of one kind, whose gradients are reduced together."""
+
+    def __init__(self, params: list[Tensor]) -> None:
+        self.params = params
+        self.reset()
+
+    def reset(self) -> None:
+        self.missing = {id(param) for param in self.params}
+        self.is_started = False
+        self._grads: list[Tensor] = []
+        self._pending: Pending | None = None
+
+    def start(self) -> None:
+        """Reduce the gradients that are there."""
+        self.is_started = True
+        self._grads = [grad for param in self.params if (grad := gradient_of(param)) is not None]
+        if not self._grads:
+            return
+        flat = torch.cat([grad.detach().reshape(-1) for grad in self._grads])
+        if _saw_a_shard(self.params[0]):
+            flat = backend.all_reduce_async(flat, parallel_state.get_tensor_model_parallel_group()).wait()
+        flat /= parallel_state.get_data_parallel_size()
+        self._pending = backend.all_reduce_async(flat, parallel_state.get_data_parallel_group())
+
+    def finish(self) -> None:
+        """Wait, and put the results in the gradients' places."""
+        if self._pending is None:
+            return
+        reduced = self._pending.wait().split([grad.numel() for grad in self._grads])
+        for grad, result in zip(self._grads, reduced, strict=True):
+            grad.detach().copy_(result.view_as(grad))
+        self._pending = None
+
+    def mark(self) -> None:
+        """For the plain functions, which then leave the sums over sequence shards alone."""
+        if _saw_a_shard(self.params[0]):
+            for grad in self._grads:
+                mark_sequence_reduced(grad)
+        self._grads = []

@@ -1,0 +1,17 @@
+"""What of a profile counts as exposed communication."""
+
+import pytest
+from exposure import exposure
+
+
+def test_only_time_without_computation_is_exposed():
+    found = exposure(
+        [
+            ("gemm", 0, 10),
+            ("ncclDevKernel_AllGather", 8, 14),  # 4 exposed
+            ("Memcpy PtoP (Device -> Device)", 12, 15),  # 1 more
+            ("gemm", 16, 20),  # 1 idle before it
+            ("wait_signal_kernel", 18, 19),  # hidden
+        ]
+    )
+    assert found == pytest.approx({"compute": 14, "exposed_communication": 5, "idle": 1})
