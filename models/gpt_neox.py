@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import GPTNeoXConfig
 
 from nxd_memopt.config import MemoryConfig, ParallelConfig, require_divisible
-from nxd_memopt.memory import apply_recompute, is_recomputed
+from nxd_memopt.memory import apply_memory, is_recomputed
 from nxd_memopt.modules.attention import AttentionMask, CoreAttention, merge_heads, split_heads
 from nxd_memopt.modules.causal_lm import ParallelCausalLM, RopeTables, resolve_memory
 from nxd_memopt.modules.dropout import ParallelDropout
@@ -179,7 +179,7 @@ class GPTNeoXForCausalLM(ParallelCausalLM):
         factory = self.layer_factory(SHARDING, dtype=dtype, device=device)
         self.gpt_neox = GPTNeoXModel(config, factory, memory)
         self.add_head(factory)
-        apply_recompute(self, memory)
+        apply_memory(self, memory)
 
     @property
     def backbone(self) -> nn.Module:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from nxd_memopt.config import MemoryConfig, ParallelConfig, require_divisible
-from nxd_memopt.memory import apply_recompute
+from nxd_memopt.memory import apply_memory
 from nxd_memopt.modules.attention import AttentionMask, CoreAttention, merge_heads, split_heads
 from nxd_memopt.modules.causal_lm import ParallelCausalLM, RopeTables, resolve_memory
 from nxd_memopt.modules.factory import LayerFactory, resolve_parallel
@@ -167,7 +167,7 @@ class LlamaForCausalLM(ParallelCausalLM):
         factory = self.layer_factory(SHARDING, dtype=dtype, device=device, kv_replicas=replicas)
         self.model = LlamaModel(config, factory, memory)
         self.add_head(factory)
-        apply_recompute(self, memory)
+        apply_memory(self, memory)
 
     @property
     def backbone(self) -> nn.Module:

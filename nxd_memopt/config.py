@@ -107,6 +107,8 @@ class MemoryConfig:
             ``("core_attn",)``.
         recompute_keep_core_attn: with ``"full"``: keep what the attention kernel returns (``[B, h/T, S, d]`` a layer,
             and its log-sum-exps) instead of running it again; at long sequences it is most of a layer's time.
+        cpu_offloading_num_layers: the first so many layers keep their activations in host memory between forward and
+            backward; ``"full"`` recompute then is of the layers behind them. Needs an NVIDIA GPU.
         attention_backend: ``"auto"`` takes for each call the first of the device's implementations that can serve it;
             a name takes that one or fails: ``"cudnn"``, ``"flash"`` (FlashAttention-2) and ``"efficient"`` (xFormers')
             are NVIDIA GPUs' kernels, ``"sdpa"`` PyTorch's choice elsewhere, ``"tiled"`` plain PyTorch without S x S
@@ -123,6 +125,7 @@ class MemoryConfig:
     recompute_num_layers: int | None = None
     recompute_modules: tuple[str, ...] | None = None
     recompute_keep_core_attn: bool = False
+    cpu_offloading_num_layers: int = 0
     attention_backend: Literal["auto", "cudnn", "flash", "efficient", "sdpa", "tiled", "nki", "math"] = "auto"
     fused_linear_cross_entropy: bool = True
     selective_activation_checkpointing_is_enabled: bool = False
@@ -175,5 +178,7 @@ class MemoryConfig:
                 "recompute_keep_core_attn=True needs recompute_granularity 'full', got "
                 f"{self.recompute_granularity!r}: set it, or leave recompute_keep_core_attn out"
             )
+        if self.cpu_offloading_num_layers < 0:
+            raise ValueError(f"cpu_offloading_num_layers must be at least 0, got {self.cpu_offloading_num_layers}")
         if num_layers is not None and num_layers < 1:
             raise ValueError(f"recompute_num_layers must be at least 1, got {num_layers}")

@@ -8,6 +8,7 @@ import os
 from nxd_memopt.backends.base import Backend, Completed, Gathering, Pending, Reduction
 from nxd_memopt.backends.cpu import CpuBackend
 from nxd_memopt.backends.cuda import CudaBackend
+from nxd_memopt.backends.host_transfers import HostTransfers, Transfer
 from nxd_memopt.backends.neuron import NeuronBackend
 from nxd_memopt.backends.xla import XlaBackend
 
@@ -66,8 +67,10 @@ __all__ = [
     "Backend",
     "Completed",
     "Gathering",
+    "HostTransfers",
     "Pending",
     "Reduction",
+    "Transfer",
     "backend",
     "select_backend",
 ]

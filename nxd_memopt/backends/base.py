@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends.attention_call import AttentionCall
+from nxd_memopt.backends.host_transfers import HostTransfers
 
 ContextPair = tuple[AbstractContextManager[None], AbstractContextManager[None]]
 
@@ -256,6 +257,14 @@ class Backend(ABC):
     def check_recompute(self) -> None:
         """Raise ``ValueError`` where the device's compiler is set up so that recomputation would save no memory."""
         return
+
+    def host_transfers(self) -> HostTransfers:
+        """What copies between the device's memory and the host's beside the device's work.
+
+        Raises:
+            ValueError: not on this device.
+        """
+        raise ValueError(f"cpu_offloading_num_layers needs an NVIDIA GPU, the backend is {self.name}: leave it out")
 
     @abstractmethod
     def checkpoint(

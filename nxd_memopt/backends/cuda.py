@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup, get_process_group_ranks
 from nxd_memopt.backends.attention_call import AttentionCall
 from nxd_memopt.backends.base import Gathering, Reduction
 from nxd_memopt.backends.c10d import C10dBackend
+from nxd_memopt.backends.host_transfers import CudaTransfers, HostTransfers
 from nxd_memopt.backends.peer_memory import PeerGathering, PeerMemory, PeerReduction
 
 
@@ -154,6 +155,9 @@ class CudaBackend(C10dBackend):
             wanted = f"a multiple of 8 up to {limits.max_head_dim}"
             return f"head size {call.head_dim} is not what {implementation} attention takes, {wanted}"
         return None
+
+    def host_transfers(self) -> HostTransfers:
+        return CudaTransfers(self.device)
 
     def manual_seed(self, seed: int) -> None:
         torch.cuda.manual_seed(seed)

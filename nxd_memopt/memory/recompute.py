@@ -77,7 +77,7 @@ def apply_recompute(model: Recomputable, memory: MemoryConfig) -> None:
     if memory.recompute_granularity == "full":
         if memory.recompute_keep_core_attn:
             _require_keepable(model.recompute_modules()["core_attn"])
-        _apply_full(list(model.decoder_layers()), memory)
+        _apply_full(list(model.decoder_layers())[memory.cpu_offloading_num_layers :], memory)
     elif memory.recompute_granularity == "selective":
         named = model.recompute_modules()
         _warn_if_useless(named, memory)
@@ -117,6 +117,8 @@ def _set_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
 
 def _apply_full(layers: list[nn.Module], memory: MemoryConfig) -> None:
     num_layers = memory.recompute_num_layers or 1
+    if not layers:
+        raise ValueError("recompute_granularity 'full' is left no layer by cpu_offloading_num_layers: leave one out")
     if num_layers > len(layers):
         raise ValueError(f"recompute_num_layers {num_layers} exceeds the model's {len(layers)} layers: lower it")
     if memory.recompute_method == "block":

@@ -6,7 +6,8 @@ Random weights, bf16 weights and gradients, AdamW with bf16 states (torch's fuse
 number of processes. Peers: ``hf`` (transformers in one process), ``liger`` (the same with Liger-Kernel) and ``dtensor``
 (PyTorch's tensor- and sequence-parallel plan on transformers' model; also with compiled layers, and with asynchronous
 tensor parallelism). ``--recompute full`` recomputes every layer; ours may keep the attention kernel's result
-(``--keep-core-attn``), recompute the first layers only (``--recompute-layers``) and run the optimizer inside backward
+(``--keep-core-attn``), recompute the first layers only (``--recompute-layers``), keep the first layers' activations in
+host memory and recompute those behind them (``--offload-layers``), and run the optimizer inside backward
 (``--in-backward``). MFU counts 6 x parameters (input embedding left out) x tokens + 6 x layers x H x S^2 against
 ``--peak-tflops``; recompute does not count. ``exposed_ms``: of one more step, profiled, the time in which the first
 GPU did nothing but communicate.
@@ -19,6 +20,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -274,17 +276,16 @@ def model_flops(config: Any, tokens: int) -> float:
 
 def recompute(args: argparse.Namespace) -> tuple[MemoryConfig, str]:
     """What ours is told, and how a row calls it; the peers recompute whole layers or nothing."""
-    optimizer = "optimizer in backward" if args.in_backward else ""
-    if args.recompute == "none":
-        return MemoryConfig(), ", ".join(part for part in ("none", optimizer) if part)
-    layers = args.recompute_layers
-    method = {"recompute_method": "block", "recompute_num_layers": layers} if layers else {}
-    memory = MemoryConfig(recompute_granularity="full", recompute_keep_core_attn=args.keep_core_attn, **method)
-    parts = [
-        "full" if layers is None else f"{layers} layers",
-        "attention kept" if args.keep_core_attn else "",
-        optimizer,
-    ]
+    layers, offloaded = args.recompute_layers, args.offload_layers
+    memory = MemoryConfig(cpu_offloading_num_layers=offloaded)
+    parts = ["none"]
+    if args.recompute == "full":
+        method: dict[str, Any] = {"recompute_method": "block", "recompute_num_layers": layers} if layers else {}
+        keeps = {"recompute_keep_core_attn": args.keep_core_attn}
+        memory = replace(memory, recompute_granularity="full", **keeps, **method)
+        parts = [f"{layers} layers" if layers else "full", "attention kept" if args.keep_core_attn else ""]
+    parts.append(f"{offloaded} layers offloaded" if offloaded else "")
+    parts.append("optimizer in backward" if args.in_backward else "")
     return memory, ", ".join(part for part in parts if part)
 
 
@@ -319,6 +320,9 @@ def main() -> None:
     parser.add_argument("--recompute", choices=("none", "full"), default="none")
     parser.add_argument("--recompute-layers", type=int, help="ours: recompute the first N layers only")
     parser.add_argument("--keep-core-attn", action="store_true", help="ours: keep the attention kernel's result")
+    parser.add_argument(
+        "--offload-layers", type=int, default=0, help="ours: the first N layers' activations go to the host"
+    )
     parser.add_argument("--in-backward", action="store_true", help="ours: run the optimizer inside backward")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--peak-tflops", type=float, default=989.0 if backend.name == "cuda" else 0.0)

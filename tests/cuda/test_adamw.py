@@ -26,6 +26,10 @@ def groups(params):
     return [{"params": params[:2]}, {"params": params[2:], "lr": 1e-3, "weight_decay": 0.3}]
 
 
+def each_alone(params):
+    return [{"params": [param]} for param in params]
+
+
 def set_gradients(step, *models):
     torch.manual_seed(step)
     for tensors in zip(*models, strict=True):
@@ -34,7 +38,8 @@ def set_gradients(step, *models):
             tensor.grad = grad.to(tensor.dtype)
 
 
-def test_fp32_equals_float64():
+@pytest.mark.parametrize("groups", [groups, each_alone])
+def test_fp32_equals_float64(groups):
     ours, exact = parameters(torch.float32), [p.detach().double().requires_grad_() for p in parameters(torch.float32)]
     optimizers = AdamW(groups(ours), lr=1e-2), torch.optim.AdamW(groups(exact), lr=1e-2)
     for step in range(5):

@@ -38,7 +38,10 @@ def adamw(updates: Sequence[Update], *, lr: float, beta1: float, beta2: float, e
     for update in updates:
         kinds.setdefault(_kind(update), []).append(update)
     for (*_, is_aligned), alike in kinds.items():
-        _launch(alike, is_aligned, lr, beta1, beta2, eps, weight_decay)
+        if len(alike) == 1:
+            _launch_one(alike[0], lr, beta1, beta2, eps, weight_decay)
+        else:
+            _launch(alike, is_aligned, lr, beta1, beta2, eps, weight_decay)
 
 
 def _kernels() -> Any:
@@ -54,12 +57,25 @@ def _kind(update: Update) -> tuple[Any, ...]:
     return update.param.device, *(tensor.dtype for tensor in tensors), is_aligned
 
 
+def _corrections(update: Update, beta1: float, beta2: float) -> list[float]:
+    return [1 - beta1**update.step, math.sqrt(1 - beta2**update.step)]
+
+
+def _launch_one(update: Update, *numbers: float) -> None:
+    """Nothing is copied to the device: beside offloaded activations on their way back, it would wait for them."""
+    size, (beta1, beta2) = update.param.numel(), numbers[1:3]
+    grid = (max(1, -(-size // _CHUNK)),)
+    corrections = _corrections(update, beta1, beta2)
+    options = {"CHUNK": _CHUNK, "BLOCK": _BLOCK, "num_warps": 4}
+    _kernels().adamw_of_one[grid](*update[:4], size, *corrections, *numbers, **options)
+
+
 def _launch(updates: Sequence[Update], is_aligned: bool, *numbers: float) -> None:
     beta1, beta2 = numbers[1:3]
     first = updates[0]
     device = first.param.device
     table = _on_device([[*(t.data_ptr() for t in u[:4]), u.param.numel()] for u in updates], torch.int64, device)
-    corrections = [[1 - beta1**u.step, math.sqrt(1 - beta2**u.step)] for u in updates]
+    corrections = [_corrections(update, beta1, beta2) for update in updates]
     chunks = torch.tensor([-(-u.param.numel() // _CHUNK) for u in updates])
     tensor_of = torch.repeat_interleave(torch.arange(len(updates)), chunks)
     chunk_of = torch.arange(len(tensor_of)) - (chunks.cumsum(0) - chunks)[tensor_of]

@@ -7,6 +7,39 @@ import triton.language as tl
 
 
 @triton.jit
+def _update_chunk(
+    param,
+    grad,
+    mean,
+    square,
+    size,
+    first,
+    correction,
+    root_of_correction,
+    lr,
+    beta1,
+    beta2,
+    eps,
+    weight_decay,
+    CHUNK: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    step_size = lr / correction
+    for block in range(CHUNK // BLOCK):
+        place = first + block * BLOCK + tl.arange(0, BLOCK)
+        mask = place < size
+        g = tl.load(grad + place, mask=mask, other=0.0).to(tl.float32)
+        m = tl.load(mean + place, mask=mask, other=0.0).to(tl.float32)
+        m += (g - m) * (1.0 - beta1)
+        v = beta2 * tl.load(square + place, mask=mask, other=0.0).to(tl.float32) + (1.0 - beta2) * g * g
+        p = tl.load(param + place, mask=mask, other=0.0).to(tl.float32) * (1.0 - lr * weight_decay)
+        p -= step_size * m / (tl.sqrt(v) / root_of_correction + eps)
+        tl.store(param + place, p.to(param.dtype.element_ty), mask=mask)
+        tl.store(mean + place, m.to(mean.dtype.element_ty), mask=mask)
+        tl.store(square + place, v.to(square.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def _address(addresses, index, like, ALIGNED: tl.constexpr):  # noqa: N803
     address = tl.load(addresses + index).to(like.dtype)
     return tl.multiple_of(address, 16) if ALIGNED else address
@@ -34,22 +67,58 @@ def adamw(
     tensor = tl.load(tensor_of + tl.program_id(0)).to(tl.int64)
     size = tl.load(addresses + tensor * 5 + 4)
     size = tl.multiple_of(size, 16) if ALIGNED else size
-    param = _address(addresses, tensor * 5, param_like, ALIGNED)
-    grad = _address(addresses, tensor * 5 + 1, grad_like, ALIGNED)
-    mean = _address(addresses, tensor * 5 + 2, mean_like, ALIGNED)
-    square = _address(addresses, tensor * 5 + 3, mean_like, ALIGNED)
-    step_size = lr / tl.load(corrections + tensor * 2)
-    root_of_correction = tl.load(corrections + tensor * 2 + 1)
-    first = tl.load(chunk_of + tl.program_id(0)).to(tl.int64) * CHUNK
-    for block in range(CHUNK // BLOCK):
-        place = first + block * BLOCK + tl.arange(0, BLOCK)
-        mask = place < size
-        g = tl.load(grad + place, mask=mask, other=0.0).to(tl.float32)
-        m = tl.load(mean + place, mask=mask, other=0.0).to(tl.float32)
-        m += (g - m) * (1.0 - beta1)
-        v = beta2 * tl.load(square + place, mask=mask, other=0.0).to(tl.float32) + (1.0 - beta2) * g * g
-        p = tl.load(param + place, mask=mask, other=0.0).to(tl.float32) * (1.0 - lr * weight_decay)
-        p -= step_size * m / (tl.sqrt(v) / root_of_correction + eps)
-        tl.store(param + place, p.to(param_like.dtype.element_ty), mask=mask)
-        tl.store(mean + place, m.to(mean_like.dtype.element_ty), mask=mask)
-        tl.store(square + place, v.to(mean_like.dtype.element_ty), mask=mask)
+    _update_chunk(
+        _address(addresses, tensor * 5, param_like, ALIGNED),
+        _address(addresses, tensor * 5 + 1, grad_like, ALIGNED),
+        _address(addresses, tensor * 5 + 2, mean_like, ALIGNED),
+        _address(addresses, tensor * 5 + 3, mean_like, ALIGNED),
+        size,
+        tl.load(chunk_of + tl.program_id(0)).to(tl.int64) * CHUNK,
+        tl.load(corrections + tensor * 2),
+        tl.load(corrections + tensor * 2 + 1),
+        lr,
+        beta1,
+        beta2,
+        eps,
+        weight_decay,
+        CHUNK,
+        BLOCK,
+    )
+
+
+@triton.jit
+def adamw_of_one(
+    param,
+    grad,
+    mean,
+    square,
+    size,
+    correction,
+    root_of_correction,
+    lr,
+    beta1,
+    beta2,
+    eps,
+    weight_decay,
+    CHUNK: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    """One chunk a program of one tensor, of which the device needs no table."""
+    first = tl.program_id(0).to(tl.int64) * CHUNK
+    _update_chunk(
+        param,
+        grad,
+        mean,
+        square,
+        size,
+        first,
+        correction,
+        root_of_correction,
+        lr,
+        beta1,
+        beta2,
+        eps,
+        weight_decay,
+        CHUNK,
+        BLOCK,
+    )
