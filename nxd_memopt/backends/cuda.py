@@ -64,7 +64,8 @@ class CudaBackend(C10dBackend):
         self.device = torch.device("cuda", local_rank)
         if torch.cuda.get_device_capability(self.device) < (9, 0):  # before Hopper, flash is the faster of the two
             self.attention_implementations = ("flash", "cudnn", "efficient", "tiled", "math")
-        self._peer_memories: dict[tuple[int, ...], PeerMemory | None] = {}
+        self._peer_memories: dict[tuple[int, ...], PeerMemory] = {}
+        self._memory_of_group: dict[ProcessGroup, PeerMemory | None] = {}
 
     @classmethod
     def unavailable_reason(cls) -> str | None:
@@ -93,13 +94,18 @@ class CudaBackend(C10dBackend):
         """What serves an operation in which each rank's chunk has ``own_bytes``; ``None``: NCCL does."""
         if group is None or own_bytes < _PEER_MEMORY_BYTES or torch.compiler.is_compiling() or group.size() == 1:
             return None
+        if group not in self._memory_of_group:
+            self._memory_of_group[group] = self._new_peer_memory(group)
+        return self._memory_of_group[group]
+
+    def _new_peer_memory(self, group: ProcessGroup) -> PeerMemory | None:
+        """A group that is made anew for the same ranks uses the old one's memory."""
         ranks = tuple(get_process_group_ranks(group))
-        if ranks not in self._peer_memories:
-            usable = self.peer_memory_refusal(ranks) is None
-            self._peer_memories[ranks] = PeerMemory(group, self.device) if usable else None
-        memory = self._peer_memories[ranks]
+        if ranks not in self._peer_memories and self.peer_memory_refusal(ranks) is None:
+            self._peer_memories[ranks] = PeerMemory(group, self.device)
+        memory = self._peer_memories.get(ranks)
         if memory is not None:
-            memory.group = group  # one made anew for the same ranks uses the old one's memory
+            memory.group = group
         return memory
 
     def describe_overlap(self) -> str:
@@ -179,7 +185,7 @@ class CudaBackend(C10dBackend):
 
     def _peer_memory_bytes(self) -> int:
         """Of what the caching allocator does not know."""
-        return sum(memory.allocated_bytes() for memory in self._peer_memories.values() if memory is not None)
+        return sum(memory.allocated_bytes() for memory in self._peer_memories.values())
 
     def reset_peak_memory_stats(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.device)

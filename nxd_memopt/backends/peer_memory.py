@@ -8,6 +8,7 @@ needs only, and starts on this rank's own at once. NVLink multicast is not used.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,15 +30,20 @@ class _Slot:
         self._rank = group.rank()
         self._memory = symmetric.empty(size_bytes, dtype=torch.uint8, device=device)
         self._handle: Any = symmetric.rendezvous(self._memory, group)
+        self._write = torch.ops.symm_mem.stream_write_value32_.default
+        self._views: dict[tuple[int, tuple[int, ...], torch.dtype, int], Tensor] = {}  # few, and a view takes a while
         self._pads = [self._handle.get_signal_pad(rank, (group.size(),), torch.uint32) for rank in range(group.size())]
 
     def of(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> Tensor:
         """The memory of ``rank`` as a tensor, from its ``offset``-th element on."""
-        return self._handle.get_buffer(rank, shape, dtype, offset)
+        key = (rank, shape, dtype, offset)
+        if key not in self._views:
+            self._views[key] = self._handle.get_buffer(*key)
+        return self._views[key]
 
     def signal(self, rank: int) -> None:
         """When the current stream comes here, tell ``rank`` that this rank's rows are there."""
-        torch.ops.symm_mem.stream_write_value32_(self._pads[rank], self._rank, 1)
+        self._write(self._pads[rank], self._rank, 1)
 
     def wait_for(self, rank: int) -> None:
         """Let the current stream wait for the signal of ``rank``."""
@@ -51,6 +57,7 @@ class PeerMemory:
         self.group, self._device = group, device
         self.rank, self.size = group.rank(), group.size()
         self.stream = torch.cuda.Stream(device, priority=-1)
+        self._made = torch.cuda.Event()
         self._slots: dict[tuple[type, int], _Slot] = {}
         self._started: dict[type, int] = {PeerGathering: 0, PeerReduction: 0}
         self._unfinished: dict[type, _Operation] = {}
@@ -73,6 +80,15 @@ class PeerMemory:
             slot = self._slots[kind, index] = _Slot(rounded, self.group, self._device)
         return slot
 
+    @contextmanager
+    def copying(self, sent: torch.cuda.Event) -> Iterator[None]:
+        """Inside, on the stream of copies, behind all that the main stream has been given; ``sent`` is its end."""
+        self._made.record()
+        self.stream.wait_event(self._made)
+        with torch.cuda.stream(self.stream):
+            yield
+            sent.record()
+
     def forget(self, operation: _Operation) -> None:
         """It is finished, and its tensors are not kept alive."""
         if self._unfinished.get(type(operation)) is operation:
@@ -94,14 +110,14 @@ class _Operation:
     def __init__(self, memory: PeerMemory) -> None:
         self._memory = memory
         self._sending: list[Tensor] = []  # alive until the main stream has waited for their copies
+        self._sent = torch.cuda.Event()  # its own: what later operations send need not be waited for
         self._is_finished = False
 
     def _send(self, rows: Tensor, ranks: Iterator[int], slot: _Slot) -> None:
         """Push ``rows`` to its place in the memory of each of ``ranks``: that of this rank's number."""
         memory, shape = self._memory, tuple(rows.shape)
         self._sending.append(rows)
-        memory.stream.wait_stream(torch.cuda.current_stream(rows.device))
-        with torch.cuda.stream(memory.stream):
+        with memory.copying(self._sent):
             for rank in ranks:
                 slot.of(rank, shape, rows.dtype, memory.rank * rows.numel()).copy_(rows)
                 slot.signal(rank)
@@ -115,7 +131,7 @@ class _Operation:
         if not self._is_finished:
             self._is_finished = True
             self._receive()
-            torch.cuda.current_stream(self._memory.stream.device).wait_stream(self._memory.stream)
+            self._sent.wait()
             self._sending.clear()
             self._memory.forget(self)
 
