@@ -107,6 +107,7 @@ class MemoryConfig:
             ``("core_attn",)``.
         recompute_keep_core_attn: with ``"full"``: keep what the attention kernel returns (``[B, h/T, S, d]`` a layer,
             and its log-sum-exps) instead of running it again; at long sequences it is most of a layer's time.
+        cpu_offloading: NeMo's switch beside the number; ``None`` is what the number says.
         cpu_offloading_num_layers: the first so many layers keep their activations in host memory between forward and
             backward; ``"full"`` recompute then is of the layers behind them. Needs an NVIDIA GPU.
         attention_backend: ``"auto"`` takes for each call the first of the device's implementations that can serve it;
@@ -125,6 +126,7 @@ class MemoryConfig:
     recompute_num_layers: int | None = None
     recompute_modules: tuple[str, ...] | None = None
     recompute_keep_core_attn: bool = False
+    cpu_offloading: bool | None = None
     cpu_offloading_num_layers: int = 0
     attention_backend: Literal["auto", "cudnn", "flash", "efficient", "sdpa", "tiled", "nki", "math"] = "auto"
     fused_linear_cross_entropy: bool = True
@@ -180,5 +182,10 @@ class MemoryConfig:
             )
         if self.cpu_offloading_num_layers < 0:
             raise ValueError(f"cpu_offloading_num_layers must be at least 0, got {self.cpu_offloading_num_layers}")
+        if self.cpu_offloading is not None and self.cpu_offloading != (self.cpu_offloading_num_layers > 0):
+            raise ValueError(
+                f"cpu_offloading {self.cpu_offloading} contradicts cpu_offloading_num_layers "
+                f"{self.cpu_offloading_num_layers}: set the number of layers, 0 for none, and leave the switch out"
+            )
         if num_layers is not None and num_layers < 1:
             raise ValueError(f"recompute_num_layers must be at least 1, got {num_layers}")

@@ -26,10 +26,43 @@ class Mutant:
 MUTANTS = (
     Mutant(
         "sequence-parallel input gradient not reduced",
-        "nxd_memopt/backends/base.py",
-        "start = self.reduce_scatter_async if scattered",
-        "start = (lambda tensor, group: Completed(self.shard(tensor, 0, group))) if scattered",
+        f"{PARALLEL}/linear_functions.py",
+        "return comm.reduce(rows, (*grads[0].shape[:-1], weights[0].size(1)), grads[0].dtype)",
+        "from nxd_memopt.backends.pieces import Completed, ReductionAtOnce\n"
+        "    own = lambda x: x if comm.sequence_dimension is None else backend.shard(x, 0, comm.group)\n"
+        "    lost = ReductionAtOnce(grads[0].size(0), lambda x: Completed(own(x)))\n"
+        "    lost.put(0, rows(0, grads[0].size(0)))\n"
+        "    return lost",
         ("dist/test_layers.py",),
+    ),
+    Mutant(
+        "offloaded activations used before they are back",
+        "nxd_memopt/memory/offload.py",
+        "            self._returned.wait()\n",
+        "            pass\n",
+        ("test_offload.py",),
+        "bit_equal",
+    ),
+    Mutant(
+        "gradients under backward not averaged",
+        f"{PARALLEL}/overlapped_grads.py",
+        "flat /= parallel_state.get_data_parallel_size()",
+        "",
+        ("dist/test_overlapped_grads.py",),
+    ),
+    Mutant(
+        "buckets start before their last gradient",
+        f"{PARALLEL}/overlapped_grads.py",
+        "itertools.takewhile(lambda each: not each.missing, self._buckets)",
+        "itertools.takewhile(lambda each: len(each.missing) < 2, self._buckets)",
+        ("dist/test_overlapped_grads.py",),
+    ),
+    Mutant(
+        "optimizer in backward does not average over data",
+        "nxd_memopt/optimizer/in_backward.py",
+        "        grads.bucket_allreduce_gradients([param])\n",
+        "",
+        ("dist/test_in_backward.py",),
     ),
     Mutant(
         "all-gather in wrong rank order",
@@ -77,9 +110,9 @@ MUTANTS = (
     Mutant(
         "input-gradient all-reduce lost in bf16",
         "nxd_memopt/backends/base.py",
-        "return ReductionAtOnce(rows, lambda tensor: start(tensor, group))",
+        "return ReductionAtOnce(shape[0], lambda tensor: start(tensor, group))",
         "lost = lambda tensor: tensor.dtype == torch.bfloat16 and not scattered\n"
-        "        return ReductionAtOnce(rows, lambda x: Completed(x) if lost(x) else start(x, group))",
+        "        return ReductionAtOnce(shape[0], lambda x: Completed(x) if lost(x) else start(x, group))",
         ("dist/test_bf16_layers.py",),
     ),
     Mutant(

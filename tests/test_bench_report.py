@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+import record
 import report
 
 
@@ -38,3 +40,29 @@ def test_plots_are_written(monkeypatch, tmp_path):
     monkeypatch.setattr(report, "rows_of", lambda _: rows)
     (path,) = report.plots(tmp_path)
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_race_in_which_all_failed_and_files_of_other_settings(monkeypatch, tmp_path):
+    rows = [row("ours", None, command="a"), row("peer", None, command="a")]
+    for recompute in ("full", "full, attention kept"):
+        rows += [row("ours", 1, command=recompute, recompute=recompute), row("peer", 1, command=recompute)]
+    rows[-1]["recompute"] = "full"
+    monkeypatch.setattr(report, "rows_of", lambda _: rows)
+    assert len(set(report.plots(tmp_path))) == 2
+
+
+def test_readme_needs_its_markers(monkeypatch):
+    monkeypatch.setattr(report, "section", lambda: "table\n")
+    text = f"a\n{report.BEGIN}old\n{report.END}b\n"
+    assert report.with_section(text) == f"a\n{report.BEGIN}table\n{report.END}b\n"
+    for broken in (text.replace(report.END, ""), text + report.BEGIN):
+        with pytest.raises(ValueError, match="it must have one"):
+            report.with_section(broken)
+
+
+def test_new_columns_keep_the_recorded_rows(tmp_path):
+    path = tmp_path / "rows.csv"
+    record.append([{"a": 1, "b": "x, y"}], path)
+    record.append([{"a": 2, "c": 3}], path)
+    assert path.read_text(encoding="utf-8") == 'a,b,c\n1,"x, y",\n2,,3\n'
+    assert [each.name for each in tmp_path.iterdir()] == ["rows.csv"]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import difflib
 import os
 
-from nxd_memopt.backends.base import Backend, Completed, Gathering, Pending, Reduction
+from nxd_memopt.backends.base import Backend
 from nxd_memopt.backends.cpu import CpuBackend
 from nxd_memopt.backends.cuda import CudaBackend
 from nxd_memopt.backends.host_transfers import HostTransfers, Transfer
 from nxd_memopt.backends.neuron import NeuronBackend
+from nxd_memopt.backends.pieces import Completed, Gathering, Pending, Reduction
 from nxd_memopt.backends.xla import XlaBackend
 
 BACKENDS: dict[str, type[Backend]] = {

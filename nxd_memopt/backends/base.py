@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,93 +13,16 @@ from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends.attention_call import AttentionCall
 from nxd_memopt.backends.host_transfers import HostTransfers
+from nxd_memopt.backends.pieces import (
+    Completed,
+    Gathering,
+    GatheringAtOnce,
+    Pending,
+    Reduction,
+    ReductionAtOnce,
+)
 
 ContextPair = tuple[AbstractContextManager[None], AbstractContextManager[None]]
-
-
-class Pending(Protocol):
-    """A collective under way. ``wait()`` returns its result and may be called once."""
-
-    def wait(self) -> Tensor: ...
-
-
-class Completed:
-    """A ``Pending`` that has its result already: what a device without asynchronous collectives returns."""
-
-    def __init__(self, result: Tensor) -> None:
-        self._result = result
-
-    def wait(self) -> Tensor:
-        return self._result
-
-
-class Gathering(Protocol):
-    """An all-gather along dim 0 whose rows can be used as they arrive."""
-
-    @property
-    def length(self) -> int:
-        """``n * size``, of all rows."""
-        ...
-
-    def pieces(self) -> Iterable[tuple[int, Tensor]]:
-        """Where rows begin, and the rows, in the order of their arrival, together all of them; to be iterated once."""
-        ...
-
-    def wait(self) -> Tensor:
-        """``[n * size, ...]``, in rank order; to be used before the next gather of the group but one starts."""
-        ...
-
-
-class Reduction(Protocol):
-    """A sum over ranks to which each hands its ``[n, ...]`` piece by piece."""
-
-    @property
-    def pieces(self) -> Sequence[tuple[int, int]]:
-        """The ranges of rows to hand over, in the best order."""
-        ...
-
-    def put(self, start: int, rows: Tensor) -> None:
-        """Hand over the piece that begins at ``start``."""
-        ...
-
-    def wait(self) -> Tensor:
-        """``[n / size, ...]``, this rank's chunk of the sum (or all of it: see ``start_reduction``)."""
-        ...
-
-
-class GatheringAtOnce:
-    """All rows arrive together."""
-
-    def __init__(self, pending: Pending) -> None:
-        self._pending = pending
-        self._result: Tensor | None = None
-
-    @property
-    def length(self) -> int:
-        return self.wait().size(0)
-
-    def pieces(self) -> Iterable[tuple[int, Tensor]]:
-        return ((0, self.wait()),)
-
-    def wait(self) -> Tensor:
-        if self._result is None:
-            self._result = self._pending.wait()
-        return self._result
-
-
-class ReductionAtOnce:
-    """All rows are handed over together to the collective ``start``."""
-
-    def __init__(self, rows: int, start: Callable[[Tensor], Pending]) -> None:
-        self.pieces = ((0, rows),)
-        self._start = start
-
-    def put(self, start: int, rows: Tensor) -> None:
-        del start
-        self._pending = self._start(rows)
-
-    def wait(self) -> Tensor:
-        return self._pending.wait()
 
 
 class Backend(ABC):
@@ -146,6 +69,10 @@ class Backend(ABC):
     @abstractmethod
     def new_group(self, rank_groups: Sequence[Sequence[int]]) -> ProcessGroup | None:
         """Create all of ``rank_groups`` (every rank passes the same partition of the world) and return this rank's."""
+
+    def release_groups(self) -> None:
+        """Free what is kept for groups: they are about to be destroyed."""
+        return
 
     def device_order(self, world_size: int, tensor_model_parallel_size: int) -> list[int]:
         """Global ranks in the order in which tensor-parallel groups take them; neighbours share the fastest links."""
@@ -258,13 +185,9 @@ class Backend(ABC):
         """Raise ``ValueError`` where the device's compiler is set up so that recomputation would save no memory."""
         return
 
-    def host_transfers(self) -> HostTransfers:
-        """What copies between the device's memory and the host's beside the device's work.
-
-        Raises:
-            ValueError: not on this device.
-        """
-        raise ValueError(f"cpu_offloading_num_layers needs an NVIDIA GPU, the backend is {self.name}: leave it out")
+    def host_transfers(self) -> HostTransfers | None:
+        """What copies between the device's memory and the host's beside the device's work; ``None``: nothing does."""
+        return None
 
     @abstractmethod
     def checkpoint(

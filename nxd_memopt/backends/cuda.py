@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, get_process_group_ranks
 
 from nxd_memopt.backends.attention_call import AttentionCall
-from nxd_memopt.backends.base import Gathering, Reduction
 from nxd_memopt.backends.c10d import C10dBackend
-from nxd_memopt.backends.host_transfers import CudaTransfers, HostTransfers
+from nxd_memopt.backends.cuda_transfers import CudaTransfers
+from nxd_memopt.backends.host_transfers import HostTransfers
 from nxd_memopt.backends.peer_memory import PeerGathering, PeerMemory, PeerReduction
+from nxd_memopt.backends.pieces import Gathering, Reduction
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,7 @@ class CudaBackend(C10dBackend):
         self.device = torch.device("cuda", local_rank)
         if torch.cuda.get_device_capability(self.device) < (9, 0):  # before Hopper, flash is the faster of the two
             self.attention_implementations = ("flash", "cudnn", "efficient", "tiled", "math")
-        self._peer_memories: dict[tuple[int, ...], PeerMemory] = {}
-        self._memory_of_group: dict[ProcessGroup, PeerMemory | None] = {}
+        self._peer_memories: dict[ProcessGroup, PeerMemory | None] = {}
 
     @classmethod
     def unavailable_reason(cls) -> str | None:
@@ -94,19 +94,14 @@ class CudaBackend(C10dBackend):
         """What serves an operation in which each rank's chunk has ``own_bytes``; ``None``: NCCL does."""
         if group is None or own_bytes < _PEER_MEMORY_BYTES or torch.compiler.is_compiling() or group.size() == 1:
             return None
-        if group not in self._memory_of_group:
-            self._memory_of_group[group] = self._new_peer_memory(group)
-        return self._memory_of_group[group]
+        if group not in self._peer_memories:
+            usable = self.peer_memory_refusal(get_process_group_ranks(group)) is None
+            self._peer_memories[group] = PeerMemory(group, self.device) if usable else None
+        return self._peer_memories[group]
 
-    def _new_peer_memory(self, group: ProcessGroup) -> PeerMemory | None:
-        """A group that is made anew for the same ranks uses the old one's memory."""
-        ranks = tuple(get_process_group_ranks(group))
-        if ranks not in self._peer_memories and self.peer_memory_refusal(ranks) is None:
-            self._peer_memories[ranks] = PeerMemory(group, self.device)
-        memory = self._peer_memories.get(ranks)
-        if memory is not None:
-            memory.group = group
-        return memory
+    def release_groups(self) -> None:
+        self.synchronize()
+        self._peer_memories.clear()
 
     def describe_overlap(self) -> str:
         count = torch.cuda.device_count()
@@ -116,7 +111,7 @@ class CudaBackend(C10dBackend):
         return f"{super().describe_overlap()} ({refusal or 'one GPU is visible'})"
 
     def peer_memory_refusal(self, ranks: Sequence[int], local_size: int | None = None) -> str | None:
-        """Why the global ``ranks`` do not gather and reduce through each other's memory; the same on all of them.
+        """Why the global ``ranks`` do not gather and reduce through each other's memory; all of them must say the same.
 
         Args:
             ranks: of one group.
@@ -185,7 +180,7 @@ class CudaBackend(C10dBackend):
 
     def _peer_memory_bytes(self) -> int:
         """Of what the caching allocator does not know."""
-        return sum(memory.allocated_bytes() for memory in self._peer_memories.values())
+        return sum(memory.allocated_bytes() for memory in self._peer_memories.values() if memory is not None)
 
     def reset_peak_memory_stats(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.device)

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends.attention_call import AttentionCall
-from nxd_memopt.backends.base import Completed, Pending
 from nxd_memopt.backends.c10d import C10dBackend
+from nxd_memopt.backends.pieces import Completed, Pending
 from nxd_memopt.backends.topology import neuron_order
 
 _PACKAGE = "torch_neuronx"

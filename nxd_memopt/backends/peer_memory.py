@@ -29,7 +29,13 @@ class _Slot:
         self.size_bytes = size_bytes
         self._rank = group.rank()
         self._memory = symmetric.empty(size_bytes, dtype=torch.uint8, device=device)
-        self._handle: Any = symmetric.rendezvous(self._memory, group)
+        try:
+            self._handle: Any = symmetric.rendezvous(self._memory, group)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"the {group.size()} ranks of a group cannot map {size_bytes} bytes of each other's GPU memory: set"
+                " NXD_MEMOPT_PEER_MEMORY=0 on all of them"
+            ) from error
         self._write = torch.ops.symm_mem.stream_write_value32_.default
         self._views: dict[tuple[int, tuple[int, ...], torch.dtype, int], Tensor] = {}  # few, and a view takes a while
         self._pads = [self._handle.get_signal_pad(rank, (group.size(),), torch.uint32) for rank in range(group.size())]
@@ -54,7 +60,7 @@ class PeerMemory:
     """Some ranks' slots and the stream of their copies. All ranks start the same operations in one order."""
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
-        self.group, self._device = group, device
+        self._group, self._device = group, device
         self.rank, self.size = group.rank(), group.size()
         self.stream = torch.cuda.Stream(device, priority=-1)
         self._made = torch.cuda.Event()
@@ -65,8 +71,9 @@ class PeerMemory:
     def next_slot(self, operation: _Operation, size_bytes: int) -> _Slot:
         """The other slot of this kind of operation, that every rank has done with.
 
-        Its last use is two operations ago. Each rank signalled the one in between after it had read the slot, and this
-        rank's stream waited for those signals: at the latest here.
+        Its last use is two operations ago, and each rank had given its stream all that reads it before it began the one
+        in between, as the contract asks. That one's signals follow on those streams, and this rank's stream waited for
+        them: at the latest here.
         """
         kind = type(operation)
         if kind in self._unfinished:
@@ -77,7 +84,7 @@ class PeerMemory:
         if slot is None or slot.size_bytes < size_bytes:
             torch.cuda.synchronize(self._device)  # the rendezvous waits for all ranks: nobody uses the old one
             rounded = -(-size_bytes // _GRANULARITY_BYTES) * _GRANULARITY_BYTES
-            slot = self._slots[kind, index] = _Slot(rounded, self.group, self._device)
+            slot = self._slots[kind, index] = _Slot(rounded, self._group, self._device)
         return slot
 
     @contextmanager
@@ -137,7 +144,7 @@ class _Operation:
 
 
 class PeerGathering(_Operation):
-    """See ``base.Gathering``. The others' rows lie in this rank's slot, to be used before the next gather but one."""
+    """See ``pieces.Gathering``. The others' rows lie in this rank's slot."""
 
     def __init__(self, memory: PeerMemory, shard: Tensor) -> None:
         super().__init__(memory)
@@ -173,7 +180,7 @@ class PeerGathering(_Operation):
 
 
 class PeerReduction(_Operation):
-    """See ``base.Reduction``. Each rank sums what all have sent it, in fp32 and in the order of ranks."""
+    """See ``pieces.Reduction``. Each rank sums what all have sent it, in fp32 and in the order of ranks."""
 
     def __init__(self, memory: PeerMemory, length: int) -> None:
         super().__init__(memory)
@@ -182,11 +189,13 @@ class PeerReduction(_Operation):
         self.pieces = [(rank * self._own_length, (rank + 1) * self._own_length) for rank in order]
         self._slot: _Slot | None = None
         self._own: Tensor | None = None
+        self._missing = len(self.pieces)
 
     def put(self, start: int, rows: Tensor) -> None:
         rows = rows.contiguous()
         if self._slot is None:
             self._slot = self._memory.next_slot(self, rows.nbytes * self._memory.size)
+        self._missing -= 1
         rank = start // self._own_length
         if rank == self._memory.rank:
             self._own = rows
@@ -195,6 +204,7 @@ class PeerReduction(_Operation):
 
     def _receive(self) -> None:
         assert self._slot is not None
+        assert not self._missing, f"{self._missing} pieces were not handed over before the next reduction began"
         for rank in self._memory.others(-1):
             self._slot.wait_for(rank)
 

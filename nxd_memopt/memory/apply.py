@@ -20,4 +20,10 @@ def apply_memory(model: Recomputable, memory: MemoryConfig) -> None:
     remove_offload(layers)
     apply_recompute(model, memory)
     if memory.cpu_offloading_num_layers:
-        apply_offload(layers, memory.cpu_offloading_num_layers, backend.host_transfers())
+        transfers = backend.host_transfers()
+        if transfers is None:
+            raise ValueError(
+                f"cpu_offloading_num_layers {memory.cpu_offloading_num_layers} needs a device that copies to the host "
+                f"beside its work, an NVIDIA GPU; the backend is {backend.name}: leave it out"
+            )
+        apply_offload(layers, memory.cpu_offloading_num_layers, transfers)

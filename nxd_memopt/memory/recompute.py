@@ -13,11 +13,10 @@ from torch import nn, overrides
 
 from nxd_memopt.backends import backend
 from nxd_memopt.config import MemoryConfig
+from nxd_memopt.memory.forwards import Forward, is_wrapped, unwrap_forward, wrap_forward
 from nxd_memopt.memory.keep import KEEPABLE_ATTENTION, both_contexts, keeping_contexts
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.random import replay_contexts
-
-_ORIGINAL_FORWARD = "_forward_without_recompute"
 
 
 class Recomputable(Protocol):
@@ -46,6 +45,9 @@ def checkpoint(function: Callable[..., Any], *args: Any, keep_core_attn: bool = 
     if parallel_state.rng_states() and not torch.compiler.is_compiling():  # dynamo follows no contexts of our own
         contexts = functools.partial(both_contexts, replay_contexts, contexts) if contexts else replay_contexts
     return backend.checkpoint(_under_function_modes(function), *args, context_fn=contexts, **kwargs)
+
+
+_CHECKPOINTED = functools.partial(functools.partial, checkpoint)
 
 
 def _under_function_modes(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,36 +85,26 @@ def apply_recompute(model: Recomputable, memory: MemoryConfig) -> None:
         _warn_if_useless(named, memory)
         for name in memory.recompute_modules or ():
             for module in named[name]:
-                _set_forward(module, functools.partial(checkpoint, module.forward))
+                wrap_forward(module, "recompute", _CHECKPOINTED)
 
 
 def recompute_module(module: nn.Module) -> None:
     """Let one module run under ``checkpoint``; calling it again changes nothing."""
     backend.check_recompute()
-    if _ORIGINAL_FORWARD not in module.__dict__:
-        _set_forward(module, functools.partial(checkpoint, module.forward))
+    if not is_recomputed(module):
+        wrap_forward(module, "recompute", _CHECKPOINTED)
 
 
 def is_recomputed(module: nn.Module) -> bool:
     """Whether ``module`` by itself runs under ``checkpoint``."""
-    return _ORIGINAL_FORWARD in module.__dict__
+    return is_wrapped(module, "recompute")
 
 
 def remove_recompute(model: Recomputable) -> None:
     """Undo ``apply_recompute``."""
     named = model.recompute_modules()
     for module in (*model.decoder_layers(), *(module for modules in named.values() for module in modules)):
-        if _ORIGINAL_FORWARD in module.__dict__:
-            original = module.__dict__.pop(_ORIGINAL_FORWARD)
-            if original is None:
-                del module.__dict__["forward"]
-            else:
-                module.__dict__["forward"] = original
-
-
-def _set_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
-    module.__dict__[_ORIGINAL_FORWARD] = module.__dict__.get("forward")
-    module.__dict__["forward"] = forward
+        unwrap_forward(module, "recompute")
 
 
 def _apply_full(layers: list[nn.Module], memory: MemoryConfig) -> None:
@@ -142,21 +134,28 @@ def _require_keepable(modules: Sequence[nn.Module]) -> None:
 
 
 def _checkpoint_chunk(layers: list[nn.Module], *, keep_core_attn: bool) -> None:
-    """The chunk's first layer runs the whole chunk under one checkpoint, the others pass their input on.
-
-    Partials of bound methods, since ``copy.deepcopy`` of a model copies those and would share a closure.
-    """
-    forwards = [layer.forward for layer in layers]
-    run = functools.partial(_run_chunk, forwards)
-    _set_forward(layers[0], functools.partial(checkpoint, run, keep_core_attn=keep_core_attn))
-    for layer in layers[1:]:
-        _set_forward(layer, _pass_on)
+    """The chunk's first layer runs the whole chunk under one checkpoint, the others pass their input on."""
+    first, *others = layers
+    rest = [layer.forward for layer in others]
+    wrap_forward(first, "recompute", functools.partial(_checkpointed_chunk, rest, keep_core_attn))
+    for layer in others:
+        wrap_forward(layer, "recompute", _passing_on)
 
 
-def _run_chunk(forwards: Sequence[Callable[..., Any]], hidden: Any, *context: Any) -> Any:
+def _checkpointed_chunk(rest: Sequence[Forward], keep_core_attn: bool, forward: Forward) -> Forward:
+    run = functools.partial(_run_chunk, [forward, *rest])
+    return functools.partial(checkpoint, run, keep_core_attn=keep_core_attn)
+
+
+def _run_chunk(forwards: Sequence[Forward], hidden: Any, *context: Any) -> Any:
     for forward in forwards:
         hidden = forward(hidden, *context)
     return hidden
+
+
+def _passing_on(forward: Forward) -> Forward:
+    del forward
+    return _pass_on
 
 
 def _pass_on(hidden: Any, *context: Any) -> Any:

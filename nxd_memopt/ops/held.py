@@ -41,28 +41,27 @@ class _Hold(torch.autograd.Function):
         return None, *grads
 
 
-class _SavedByItself(Held):
-    """For a graph that is compiled, where what backward does not need is not computed again anyway."""
+def hold(*tensors: Tensor) -> tuple[Held | None, tuple[Tensor, ...]]:
+    """Save ``tensors`` for backward; the Function behind takes the returned handle and tensors.
 
-
-def hold(*tensors: Tensor) -> tuple[Held, tuple[Tensor, ...]]:
-    """Save ``tensors`` for backward; the Function behind takes the returned handle and tensors."""
+    ``None`` in a graph that is compiled: there what backward does not need is not computed again anyway.
+    """
     if torch.compiler.is_compiling():
-        return _SavedByItself(), tensors
+        return None, tensors
     handle = Held()
     return handle, _Hold.apply(handle, *tensors)  # pyright: ignore[reportReturnType]
 
 
-def bind(ctx: Any, handle: Held, *tensors: Tensor) -> None:
+def bind(ctx: Any, handle: Held | None, *tensors: Tensor) -> None:
     """In the forward of the Function behind: where ``saved`` finds ``tensors``, its last inputs."""
     ctx.handle = handle
-    if isinstance(handle, _SavedByItself):
+    if handle is None:
         ctx.count = len(tensors)
         ctx.save_for_backward(*tensors)
 
 
 def saved(ctx: Any) -> tuple[tuple[Tensor, ...], tuple[bool, ...]]:
     """In its backward: the tensors, and whether the gradient of each is wanted."""
-    if isinstance(ctx.handle, _SavedByItself):
+    if ctx.handle is None:
         return ctx.saved_tensors, ctx.needs_input_grad[-ctx.count :]
     return ctx.handle.tensors(), ctx.handle.needs_grad()

@@ -18,7 +18,7 @@ from nxd_memopt.ops.autograd import first_derivative_only
 from nxd_memopt.ops.norm import affine_branches, affine_branches_gradient, normalise, normalise_gradient
 from nxd_memopt.parallel_layers.layer_norm import LayerNorm
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear, row_parallel
-from nxd_memopt.parallel_layers.linear_functions import ColumnCommunication, products
+from nxd_memopt.parallel_layers.linear_functions import ColumnCommunication, parameter_grads, products
 from nxd_memopt.parallel_layers.utils import cast_if_autocast_enabled
 
 
@@ -62,31 +62,22 @@ class _NormalisedColumns(torch.autograd.Function):
         shape = (*output_grads[0].shape[:-1], x.size(-1))
         reduction = comm.reduce(rows, shape, x.dtype)
         inputs = affine_branches(gathering.wait(), gains, shifts)
-        parameter_grads = _linear_gradients(inputs, output_grads, ctx.needs_input_grad[3:])
+        wanted = [ctx.needs_input_grad[3:][4 * i + 2 : 4 * i + 4] for i in range(count)]
+        by_linear = [
+            parameter_grads(x, [grad], needs, [group])
+            for x, grad, needs, group in zip(inputs, output_grads, wanted, comm.replica_groups, strict=True)
+        ]
         by_affine_sum = torch.stack(by_affine).sum(0) if len(by_affine) > 1 else by_affine[0]
         if comm.sequence_dimension is None:  # otherwise the gradient hook sums what each rank's outputs contribute
             by_affine_sum = backend.all_reduce(by_affine_sum, comm.group)
         by_x = normalise_gradient(comm.as_given(reduction.wait().to(x.dtype)), x, mean, rstd)
-        results = (
-            (*affine, *linear) for affine, linear in zip(by_affine_sum.to(x.dtype), parameter_grads, strict=True)
-        )
+        results = ((*affine, *linear) for affine, linear in zip(by_affine_sum.to(x.dtype), by_linear, strict=True))
         return by_x, None, None, *(grad for branch in results for grad in branch)
 
 
 def _by_kind(parameters: Sequence[Tensor | None]) -> tuple[Any, ...]:
     """Gains, shifts, weights, biases, of ``gain, shift, weight, bias`` for each branch."""
     return tuple(parameters[kind::4] for kind in range(4))
-
-
-def _linear_gradients(
-    inputs: Sequence[Tensor], grads: Sequence[Tensor], needs: Sequence[bool]
-) -> list[tuple[Tensor | None, Tensor | None]]:
-    results: list[tuple[Tensor | None, Tensor | None]] = []
-    for i, (x, grad) in enumerate(zip(inputs, grads, strict=True)):
-        flat = grad.reshape(-1, grad.size(-1))
-        weight_grad = flat.t() @ x.reshape(-1, x.size(-1)) if needs[4 * i + 2] else None
-        results.append((weight_grad, flat.sum(0) if needs[4 * i + 3] else None))
-    return results
 
 
 def normalised_column_parallel_linears(

@@ -29,7 +29,7 @@ class _GatedRow(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, comm: Communication, hidden_act: str, handle: Held, gate: Tensor, up: Tensor, weight: Tensor
+        ctx: Any, comm: Communication, hidden_act: str, handle: Held | None, gate: Tensor, up: Tensor, weight: Tensor
     ) -> Tensor:
         ctx.comm, ctx.hidden_act, ctx.is_overwritten = comm, hidden_act, False
         bind(ctx, handle, gate, up, weight)

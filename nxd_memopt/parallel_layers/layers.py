@@ -29,7 +29,6 @@ from nxd_memopt.parallel_layers.utils import (
 
 __all__ = [
     "BaseParallelLinear",
-    "ColumnCommunication",
     "ColumnParallelLinear",
     "ParallelEmbedding",
     "RowParallelLinear",

@@ -136,9 +136,9 @@ class ColumnParallel(torch.autograd.Function):
         gathering = comm.gather(comm.sequence_first(x)) if any(needs_parameters[0::2]) else None
         reduction = input_grad_reduction(comm, output_grads, weights) if needs_input else None
         whole = x if gathering is None else gathering.wait()
-        parameter_grads = _parameter_grads(whole, output_grads, needs_parameters, comm.replica_groups)
+        by_parameters = parameter_grads(whole, output_grads, needs_parameters, comm.replica_groups)
         input_grad = None if reduction is None else comm.as_given(reduction.wait().to(x.dtype))
-        return input_grad, None, *parameter_grads
+        return input_grad, None, *by_parameters
 
 
 def _joint_products(
@@ -170,10 +170,17 @@ def input_grad_reduction(comm: Communication, grads: Sequence[Tensor], weights: 
     return comm.reduce(rows, (*grads[0].shape[:-1], weights[0].size(1)), grads[0].dtype)
 
 
-def _parameter_grads(
+def parameter_grads(
     x: Tensor, grads: Sequence[Tensor], needed: Sequence[bool], replica_groups: Sequence[ProcessGroup | None]
 ) -> list[Tensor | None]:
-    """``dW_i = dY_i^t X`` and ``db_i``, summed over the ranks that hold replicas of weight i."""
+    """``dW_i = dY_i^t X`` and ``db_i``, summed over the ranks that hold replicas of weight i.
+
+    Args:
+        x: ``[S, ..., H]``.
+        grads: dY_i, ``[S, ..., n_i]``.
+        needed: for each i, whether dW_i and db_i are wanted; the others are ``None``.
+        replica_groups: for each i.
+    """
     results: list[Tensor | None] = []
     weight_grads = _weight_grads(_flat(x), grads, needed[0::2])
     for grad, weight_grad, needs_bias, group in zip(grads, weight_grads, needed[1::2], replica_groups, strict=True):
@@ -200,7 +207,7 @@ class RowParallel(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, comm: Communication, handle: Held, *factors: Tensor) -> Tensor:
+    def forward(ctx: Any, comm: Communication, handle: Held | None, *factors: Tensor) -> Tensor:
         inputs, weights = factors[0::2], factors[1::2]
         ctx.comm = comm
         bind(ctx, handle, *factors)

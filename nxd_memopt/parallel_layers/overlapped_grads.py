@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends import Pending, backend
 from nxd_memopt.parallel_layers import parallel_state
@@ -22,7 +23,7 @@ from nxd_memopt.parallel_layers.grads import (
 )
 
 _BUCKET_BYTES = 25 << 20  # torch DistributedDataParallel's: the last bucket, which nothing hides, stays small
-_MOST_UNDER_WAY = 4  # a bucket under way is a copy of its gradients
+_MOST_UNDER_WAY = 4  # a bucket under way takes twice its gradients' memory: flat, and reduced
 
 
 class OverlappedGradientReduction:
@@ -57,9 +58,9 @@ class OverlappedGradientReduction:
         self._under_way: deque[_Bucket] = deque()
         self._armed = False
         self._hooks = []
-        for bucket in self._buckets:
+        for place, bucket in enumerate(self._buckets):
             for param in bucket.params:
-                self._hooks.append(param.register_post_accumulate_grad_hook(_hook(weakref.ref(self), bucket)))
+                self._hooks.append(param.register_post_accumulate_grad_hook(_hook(weakref.ref(self), place)))
 
     @contextmanager
     def last_backward(self) -> Iterator[None]:
@@ -105,6 +106,8 @@ class OverlappedGradientReduction:
         bucket.missing.remove(id(param))
 
     def _start(self, buckets: Iterable[_Bucket]) -> None:
+        for bucket in self._under_way:
+            bucket.go_on()
         for bucket in buckets:
             if not bucket.is_started:
                 bucket.start()
@@ -113,11 +116,13 @@ class OverlappedGradientReduction:
             self._under_way.popleft().finish()
 
 
-def _hook(owner: weakref.ref[OverlappedGradientReduction], bucket: _Bucket) -> Callable[[Tensor], None]:
+def _hook(owner: weakref.ref[OverlappedGradientReduction], place: int) -> Callable[[Tensor], None]:
+    """Parameters keep nothing alive that holds them: a cycle through autograd's hooks would never be collected."""
+
     def arrived(param: Tensor) -> None:
         reduction = owner()
         if reduction is not None:
-            reduction._arrived(bucket, param)
+            reduction._arrived(reduction._buckets[place], param)
 
     return arrived
 
@@ -137,6 +142,7 @@ class _Bucket:
         self.missing = {id(param) for param in self.params}
         self.is_started = False
         self._grads: list[Tensor] = []
+        self._groups: list[ProcessGroup | None] = []
         self._pending: Pending | None = None
 
     def start(self) -> None:
@@ -146,15 +152,23 @@ class _Bucket:
         if not self._grads:
             return
         flat = torch.cat([grad.detach().reshape(-1) for grad in self._grads])
-        if _saw_a_shard(self.params[0]):
-            flat = backend.all_reduce_async(flat, parallel_state.get_tensor_model_parallel_group()).wait()
         flat /= parallel_state.get_data_parallel_size()
-        self._pending = backend.all_reduce_async(flat, parallel_state.get_data_parallel_group())
+        groups = [parallel_state.get_data_parallel_group()]
+        if _saw_a_shard(self.params[0]):
+            groups.insert(0, parallel_state.get_tensor_model_parallel_group())
+        first, *self._groups = groups
+        self._pending = backend.all_reduce_async(flat, first)
+
+    def go_on(self) -> None:
+        """Start the second of two reductions; the first one has had the time since the last gradient."""
+        if self._pending is not None and self._groups:
+            self._pending = backend.all_reduce_async(self._pending.wait(), self._groups.pop(0))
 
     def finish(self) -> None:
         """Wait, and put the results in the gradients' places."""
         if self._pending is None:
             return
+        self.go_on()
         reduced = self._pending.wait().split([grad.numel() for grad in self._grads])
         for grad, result in zip(self._grads, reduced, strict=True):
             grad.detach().copy_(result.view_as(grad))

@@ -137,6 +137,7 @@ def _create_axis(rank_groups: RankGroups) -> _Axis:
 
 def destroy_model_parallel() -> None:
     """Forget every group and random stream; the world's own process group stays."""
+    backend.release_groups()
     for axis in _all_axes():
         if axis.group is not None and dist.is_initialized():
             dist.destroy_process_group(axis.group)

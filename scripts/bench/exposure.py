@@ -11,20 +11,21 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
 _COMMUNICATION = ("nccl", "wait_signal", "barrier_kernel", "put_signal", "memcpy ptop", "multimem")
+_WITH_HOST = ("memcpy htod", "memcpy dtoh")  # copy engines; they are neither computation nor communication of ranks
 Interval = tuple[float, float]
 
 
-def is_communication(name: str) -> bool:
-    return any(part in name.lower() for part in _COMMUNICATION)
+def _is(name: str, kinds: tuple[str, ...]) -> bool:
+    return any(kind in name.lower() for kind in kinds)
 
 
 def exposure(events: Iterable[tuple[str, float, float]]) -> dict[str, float]:
     """Of ``(name, start, end)`` of the device's work, in one unit: the time with computation, with nothing but
-    communication, and with neither."""
-    named = list(events)
-    compute = _union((start, end) for name, start, end in named if not is_communication(name))
+    communication between ranks, and with neither."""
+    named = [event for event in events if not _is(event[0], _WITH_HOST)]
+    compute = _union((start, end) for name, start, end in named if not _is(name, _COMMUNICATION))
     every = _union((start, end) for _, start, end in named)
-    length = every[-1][1] - every[0][0]
+    length = every[-1][1] - every[0][0] if every else 0.0
     return {
         "compute": _total(compute),
         "exposed_communication": _total(every) - _total(compute),

@@ -42,16 +42,19 @@ def environment(script: str) -> dict[str, Any]:
 
 
 def append(rows: list[dict[str, Any]], path: Path) -> None:
-    names = list(dict.fromkeys(name for row in rows for name in row))
+    """Add ``rows`` to the file; columns that it does not have yet are added to it."""
+    recorded: list[dict[str, Any]] = []
     if path.exists():
-        names = path.read_text(encoding="utf-8").splitlines()[0].split(",")
-    new = not path.exists()
+        with path.open(newline="", encoding="utf-8") as file:
+            recorded = list(csv.DictReader(file))
+    names = list(dict.fromkeys(name for row in (*recorded, *rows) for name in row))
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", newline="", encoding="utf-8") as file:
+    incomplete = path.with_suffix(".incomplete")
+    with incomplete.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, names, restval="", lineterminator="\n")
-        if new:
-            writer.writeheader()
-        writer.writerows(rows)
+        writer.writeheader()
+        writer.writerows([*recorded, *rows])
+    incomplete.replace(path)
 
 
 def print_table(rows: list[dict[str, Any]], title: str) -> None:

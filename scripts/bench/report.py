@@ -84,7 +84,8 @@ def section() -> str:
     """What stands between the markers."""
     steps = rows_of("train_step")
     devices = " and ".join(sorted({row["device"] for row in steps}))
-    dates = " to ".join(sorted({row["date"] for row in steps})[:: max(1, len({row["date"] for row in steps}) - 1)])
+    first, last = min(row["date"] for row in steps), max(row["date"] for row in steps)
+    dates = first if first == last else f"{first} to {last}"
     parts = [
         f"Whole training steps on {devices}, {dates}, bf16, batch 1; each line's peer ran in the same run. Commits, "
         "versions and commands are in [docs/benchmarks/train_step.csv](docs/benchmarks/train_step.csv).",
@@ -100,6 +101,22 @@ def section() -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def with_section(text: str) -> str:
+    """``text`` with ``section()`` between its markers.
+
+    Raises:
+        ValueError: a marker is missing, or there twice.
+    """
+    for marker in (BEGIN, END):
+        if text.count(marker) != 1:
+            raise ValueError(
+                f"README.md has {text.count(marker)} lines {marker.strip()!r}, it must have one: put it back"
+            )
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}{section()}{END}{after}"
+
+
 def plots(folder: Path) -> list[Path]:
     """Bars of speed and of memory for every race of whole steps."""
     import matplotlib
@@ -111,13 +128,16 @@ def plots(folder: Path) -> list[Path]:
     written = []
     for race in latest_races(rows_of("train_step"), ("model", "tensor_parallel", "tokens")):
         done = [row for row in race if row["tokens_per_s_per_device"]]
+        if not done:
+            continue
         figure, (speed, memory) = pyplot.subplots(1, 2, figsize=(9, 3.2), constrained_layout=True)
         _bars(speed, done, "tokens_per_s_per_device", "tokens / s / GPU")
         _bars(memory, done, "peak_gib", "peak GiB")
         first = race[0]
         title = f"{first['model']}, T={first['tensor_parallel']}, {int(first['tokens']):,} tokens, {first['device']}"
         figure.suptitle(title)
-        path = folder / f"train_step_{first['model']}_T{first['tensor_parallel']}_{first['tokens']}.png"
+        setting = (first["model"], f"T{first['tensor_parallel']}", first["tokens"], race[-1]["recompute"])
+        path = folder / f"train_step_{'_'.join(setting).replace(', ', '_').replace(' ', '-')}.png"
         figure.savefig(path, dpi=120)
         pyplot.close(figure)
         written.append(path)
@@ -142,9 +162,7 @@ def main() -> int:
         print("\n".join(str(path) for path in plots(args.plots)))
         return 0
     text = README.read_text(encoding="utf-8")
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    made = f"{before}{BEGIN}{section()}{END}{after}"
+    made = with_section(text)
     if args.write:
         README.write_text(made, encoding="utf-8")
     elif made != text:

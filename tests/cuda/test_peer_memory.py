@@ -101,7 +101,6 @@ def test_models_learn_as_over_nccl(config, recompute):
     assert backend.memory_allocated() >= torch.cuda.memory_allocated() + 4 * 2048 * 2 * 256
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backend, "_peer_memories", {})
-        patch.setattr(backend, "_memory_of_group", {})
         patch.setenv(cuda.PEER_MEMORY_SWITCH, "0")
         expected = step()
         assert backend.memory_allocated() == torch.cuda.memory_allocated()

@@ -106,7 +106,7 @@ def test_neither_keeps_the_other_alive():
     assert weight.tolist() == [0.5] * 3 and weight.grad is not None and weight.grad.tolist() == [1.0] * 3
 
     model = torch.nn.Linear(2, 2)
-    optimizer, alive = OptimizerInBackward(torch.optim.SGD(model.parameters(), lr=0.5)), weakref.ref(model)
+    optimizer, alive = OptimizerInBackward(torch.optim.SGD(model.parameters(), lr=0.5)), weakref.ref(model.weight)
     model(torch.ones(2)).sum().backward()
     del optimizer, model
     gc.collect()

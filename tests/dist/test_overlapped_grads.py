@@ -136,7 +136,7 @@ def test_wrong_order_of_calls():
             pass
         model(x).backward()
     assert all(param.grad is not None for param in model.parameters())
-    alive = weakref.ref(model)
+    alive = weakref.ref(model.layers[0].weight)
     del model, reduction
     gc.collect()
     assert alive() is None

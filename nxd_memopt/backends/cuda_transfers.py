@@ -1,0 +1,64 @@
+"""Owns copies between a GPU's memory and pinned host memory, on streams of their own."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from nxd_memopt.backends.host_transfers import Transfer
+
+
+class _Recorded:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._event = torch.cuda.Event()
+        self._event.record(stream)
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self._event)
+
+    def is_done(self) -> bool:
+        return self._event.query()
+
+
+class CudaTransfers:
+    """A stream each way, since copy engines work in both directions at once.
+
+    Pinned memory comes from PyTorch's caching allocator, which waits for the copies before it gives memory out again,
+    and rounds sizes up to powers of two.
+    """
+
+    _AHEAD = 2
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._reached: deque[torch.cuda.Event] = deque()
+
+    def to_host(self, source: Tensor) -> tuple[Tensor, Transfer]:
+        host = torch.empty(source.numel(), dtype=torch.uint8, pin_memory=True)
+        self._out.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._out):
+            host.copy_(source, non_blocking=True)
+        return host, _Recorded(self._out)
+
+    def to_device(self, host: Tensor, after: Transfer) -> tuple[Tensor, Transfer]:
+        target = torch.empty(host.numel(), dtype=torch.uint8, device=self._device)
+        target.record_stream(self._back)
+        self._back.wait_stream(torch.cuda.current_stream(self._device))  # whoever had that memory may still use it
+        with torch.cuda.stream(self._back):
+            after.wait()
+            target.copy_(host, non_blocking=True)
+        return target, _Recorded(self._back)
+
+    def keep_pace(self) -> None:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        self._reached.append(event)
+        if len(self._reached) > self._AHEAD:
+            self._reached.popleft().synchronize()
+
+    def free_bytes(self) -> int:
+        unused = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        return torch.cuda.mem_get_info(self._device)[0] + unused

@@ -1,0 +1,50 @@
+"""Owns replacing a module's forward by another around it, by technique, so that each can be taken off alone."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from torch import nn
+
+Forward = Callable[..., Any]
+Wrapper = Callable[[Forward], Forward]
+Technique = Literal["recompute", "offload"]
+
+_INNER_FIRST: tuple[Technique, ...] = ("recompute", "offload")  # what is offloaded is what a recomputed layer keeps
+_STATE = "_wrapped_forward"
+
+
+def wrap_forward(module: nn.Module, technique: Technique, wrapper: Wrapper) -> None:
+    """Let ``module`` run ``wrapper(forward)``; one of the same technique is replaced, parameters keep their names.
+
+    ``wrapper`` is to be made of partials: ``copy.deepcopy`` of a model copies those with it, and would share a closure.
+    """
+    _set(module, {**_wrappers(module), technique: wrapper})
+
+
+def unwrap_forward(module: nn.Module, technique: Technique) -> None:
+    """Undo ``wrap_forward``, if it was done; the other technique stays."""
+    wrappers = dict(_wrappers(module))
+    if wrappers.pop(technique, None) is not None:
+        _set(module, wrappers)
+
+
+def is_wrapped(module: nn.Module, technique: Technique) -> bool:
+    return technique in _wrappers(module)
+
+
+def _wrappers(module: nn.Module) -> Mapping[Technique, Wrapper]:
+    return module.__dict__[_STATE][1] if _STATE in module.__dict__ else {}
+
+
+def _set(module: nn.Module, wrappers: Mapping[Technique, Wrapper]) -> None:
+    own = module.__dict__.pop(_STATE, (module.__dict__.get("forward"),))[0]  # None: the class's
+    module.__dict__.pop("forward", None)
+    if own is not None:
+        module.__dict__["forward"] = own
+    if wrappers:
+        ordered = [wrappers[technique] for technique in _INNER_FIRST if technique in wrappers]
+        wrapped = functools.reduce(lambda forward, wrapper: wrapper(forward), ordered, module.forward)
+        module.__dict__[_STATE], module.__dict__["forward"] = (own, wrappers), wrapped
