@@ -236,8 +236,9 @@ class TrainConfig:
         return require_divisible("data.global_batch_size", self.data.global_batch_size, by, sequences_per_pass)
 
     def resume_identity(self, world_size: int) -> dict[str, Any]:
-        """Everything that a resumed run must share with the run it continues; memory techniques may change."""
+        """Everything that a resumed run must share with the run it continues; memory and overlap may change."""
         optimizer = dataclasses.asdict(self.optimizer) | {"decay_steps": self.decay_steps}
+        del optimizer["overlap_grad_reduce"]
         return {
             "model": dataclasses.asdict(self.model),
             "parallel": dataclasses.asdict(self.parallel),

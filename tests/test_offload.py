@@ -213,11 +213,36 @@ def test_two_graphs_at_once_and_copies_of_the_model():
 def test_refusals():
     model = parallel_model(llama_config())
     assert_says(error_message(lambda: MemoryConfig(cpu_offloading_num_layers=-1)), "at least 0", "-1")
-    assert_says(error_message(lambda: apply_offload(model.decoder_layers(), 3, HostOnly())), "3 exceeds", "2 layers")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nxd_memopt.memory.apply.backend.host_transfers", HostOnly)
+        too_many = MemoryConfig(recompute_granularity="full", cpu_offloading_num_layers=3)
+        assert_says(error_message(lambda: apply_memory(model, too_many)), "3 exceeds", "2 layers")
+    assert not any(is_recomputed(layer) for layer in model.decoder_layers())
     assert_says(
         error_message(lambda: apply_memory(model, MemoryConfig(cpu_offloading_num_layers=1))),
         "an NVIDIA GPU",
         "cpu",
     )
     everything = MemoryConfig(recompute_granularity="full", cpu_offloading_num_layers=2)
-    assert_says(error_message(lambda: apply_memory(model, everything)), "left no layer", "leave one out")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nxd_memopt.memory.apply.backend.host_transfers", HostOnly)
+        assert_says(error_message(lambda: apply_memory(model, everything)), "left no layer", "leave one out")
+    assert_says(error_message(lambda: MemoryConfig(cpu_offloading=True)), "contradicts", "set the number of layers")
+
+
+def test_conjugates_stay():
+    class Conjugates(torch.nn.Module):
+        def forward(self, x):
+            y = torch.complex(x, 2 * x).conj()
+            return (y * y).real
+
+    x = torch.randn(4, 6)
+    gradients = []
+    for offloaded in (False, True):
+        layer = Conjugates()
+        if offloaded:
+            apply_offload([layer], 1, HostOnly())
+        x = x.detach().requires_grad_()
+        layer(x).sum().backward()
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)

@@ -92,7 +92,11 @@ class CudaBackend(C10dBackend):
 
     def _peer_memory(self, group: ProcessGroup | None, own_bytes: int) -> PeerMemory | None:
         """What serves an operation in which each rank's chunk has ``own_bytes``; ``None``: NCCL does."""
-        if group is None or own_bytes < _PEER_MEMORY_BYTES or torch.compiler.is_compiling() or group.size() == 1:
+        if group is None or own_bytes < _PEER_MEMORY_BYTES or group.size() == 1:
+            return None
+        if (
+            torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing()
+        ):  # slots take turns: not in a replay
             return None
         if group not in self._peer_memories:
             usable = self.peer_memory_refusal(get_process_group_ranks(group)) is None

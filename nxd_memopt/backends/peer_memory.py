@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 _SLOTS = 2  # see PeerMemory.next_slot
+_MOST_VIEWS = 256
 _GRANULARITY_BYTES = 2**21  # what CUDA maps at once
 _TIMEOUT_MS = 600_000  # NCCL's default: a rank that died must not leave the others waiting for ever
 
@@ -37,14 +38,17 @@ class _Slot:
                 " NXD_MEMOPT_PEER_MEMORY=0 on all of them"
             ) from error
         self._write = torch.ops.symm_mem.stream_write_value32_.default
-        self._views: dict[tuple[int, tuple[int, ...], torch.dtype, int], Tensor] = {}  # few, and a view takes a while
+        self._views: dict[tuple[int, tuple[int, ...], torch.dtype, int], Tensor] = {}  # a new one takes microseconds
         self._pads = [self._handle.get_signal_pad(rank, (group.size(),), torch.uint32) for rank in range(group.size())]
 
     def of(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> Tensor:
         """The memory of ``rank`` as a tensor, from its ``offset``-th element on."""
         key = (rank, shape, dtype, offset)
         if key not in self._views:
-            self._views[key] = self._handle.get_buffer(*key)
+            if len(self._views) >= _MOST_VIEWS:
+                self._views.clear()
+            with torch.inference_mode(False):  # training writes to it too
+                self._views[key] = self._handle.get_buffer(*key)
         return self._views[key]
 
     def signal(self, rank: int) -> None:
@@ -64,6 +68,7 @@ class PeerMemory:
         self.rank, self.size = group.rank(), group.size()
         self.stream = torch.cuda.Stream(device, priority=-1)
         self._made = torch.cuda.Event()
+        self._used_on = torch.cuda.current_stream(device)
         self._slots: dict[tuple[type, int], _Slot] = {}
         self._started: dict[type, int] = {PeerGathering: 0, PeerReduction: 0}
         self._unfinished: dict[type, _Operation] = {}
@@ -75,7 +80,10 @@ class PeerMemory:
         in between, as the contract asks. That one's signals follow on those streams, and this rank's stream waited for
         them: at the latest here.
         """
-        kind = type(operation)
+        kind, stream = type(operation), torch.cuda.current_stream(self._device)
+        if stream != self._used_on:  # what reads a slot was given to the stream of its operation
+            stream.wait_stream(self._used_on)
+            self._used_on = stream
         if kind in self._unfinished:
             self._unfinished[kind].finish()
         self._unfinished[kind] = operation
@@ -84,7 +92,8 @@ class PeerMemory:
         if slot is None or slot.size_bytes < size_bytes:
             torch.cuda.synchronize(self._device)  # the rendezvous waits for all ranks: nobody uses the old one
             rounded = -(-size_bytes // _GRANULARITY_BYTES) * _GRANULARITY_BYTES
-            slot = self._slots[kind, index] = _Slot(rounded, self._group, self._device)
+            with torch.inference_mode(False):
+                slot = self._slots[kind, index] = _Slot(rounded, self._group, self._device)
         return slot
 
     @contextmanager
@@ -136,9 +145,9 @@ class _Operation:
     def finish(self) -> None:
         """Let the current stream wait for all that arrives and all that leaves."""
         if not self._is_finished:
-            self._is_finished = True
             self._receive()
             self._sent.wait()
+            self._is_finished = True
             self._sending.clear()
             self._memory.forget(self)
 
@@ -189,22 +198,32 @@ class PeerReduction(_Operation):
         self.pieces = [(rank * self._own_length, (rank + 1) * self._own_length) for rank in order]
         self._slot: _Slot | None = None
         self._own: Tensor | None = None
-        self._missing = len(self.pieces)
+        self._missing = list(order)
 
     def put(self, start: int, rows: Tensor) -> None:
         rows = rows.contiguous()
         if self._slot is None:
             self._slot = self._memory.next_slot(self, rows.nbytes * self._memory.size)
-        self._missing -= 1
         rank = start // self._own_length
+        self._missing.remove(rank)
         if rank == self._memory.rank:
             self._own = rows
         else:
             self._send(rows, iter((rank,)), self._slot)
 
+    def abandon(self) -> None:
+        """The others still get their signals, without which they would wait, now or in a later operation."""
+        if self._slot is not None:
+            with self._memory.copying(self._sent):
+                for rank in self._missing:
+                    if rank != self._memory.rank:
+                        self._slot.signal(rank)
+            self._missing.clear()
+            self.finish()
+
     def _receive(self) -> None:
         assert self._slot is not None
-        assert not self._missing, f"{self._missing} pieces were not handed over before the next reduction began"
+        assert not self._missing, f"another reduction began before rows for the ranks {self._missing} were handed over"
         for rank in self._memory.others(-1):
             self._slot.wait_for(rank)
 

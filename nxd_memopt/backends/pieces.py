@@ -27,8 +27,8 @@ class Completed:
 class Gathering(Protocol):
     """An all-gather along dim 0 whose rows can be used as they arrive.
 
-    Whoever uses rows gives that work to the device before the group's next gather starts, all on one stream: the rows
-    may lie in memory that is used again.
+    Whoever uses rows gives that work to the device before the group's next gather starts, on the stream of this one:
+    the rows may lie in memory that is used again.
     """
 
     @property
@@ -58,6 +58,10 @@ class Reduction(Protocol):
 
     def put(self, start: int, rows: Tensor) -> None:
         """Hand over the piece that begins at ``start``."""
+        ...
+
+    def abandon(self) -> None:
+        """The pieces that are left will not come; the other ranks' sums are then of no use."""
         ...
 
     def wait(self) -> Tensor:
@@ -95,6 +99,9 @@ class ReductionAtOnce:
     def put(self, start: int, rows: Tensor) -> None:
         del start
         self._pending = self._start(rows)
+
+    def abandon(self) -> None:
+        return
 
     def wait(self) -> Tensor:
         return self._pending.wait()

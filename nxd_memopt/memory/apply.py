@@ -16,14 +16,16 @@ def apply_memory(model: Recomputable, memory: MemoryConfig) -> None:
     Raises:
         ValueError: a number of layers that the model does not have, or a technique that the device does not.
     """
-    layers = model.decoder_layers()
+    layers, offloaded = model.decoder_layers(), memory.cpu_offloading_num_layers
+    transfers = backend.host_transfers() if offloaded else None
+    if offloaded and transfers is None:
+        raise ValueError(
+            f"cpu_offloading_num_layers {offloaded} needs a device that copies to the host beside its work, an NVIDIA "
+            f"GPU; the backend is {backend.name}: leave it out"
+        )
+    if offloaded > len(layers):
+        raise ValueError(f"cpu_offloading_num_layers {offloaded} exceeds the model's {len(layers)} layers: lower it")
     remove_offload(layers)
     apply_recompute(model, memory)
-    if memory.cpu_offloading_num_layers:
-        transfers = backend.host_transfers()
-        if transfers is None:
-            raise ValueError(
-                f"cpu_offloading_num_layers {memory.cpu_offloading_num_layers} needs a device that copies to the host "
-                f"beside its work, an NVIDIA GPU; the backend is {backend.name}: leave it out"
-            )
-        apply_offload(layers, memory.cpu_offloading_num_layers, transfers)
+    if transfers is not None:
+        apply_offload(layers, offloaded, transfers)

@@ -134,7 +134,8 @@ class ActivationOffload:
     def _pack(self, stays: set[int], saved: dict[int, _Storage], watched: list[_Kept], tensor: Tensor) -> _Kept | _View:
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
-        if address in stays or storage.nbytes() < _LEAST_BYTES:
+        is_lazy = tensor.is_conj() or tensor.is_neg()  # a storage does not say so
+        if address in stays or is_lazy or storage.nbytes() < _LEAST_BYTES:
             return _Kept.of(tensor)
         if address not in saved:
             whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
@@ -179,13 +180,7 @@ def _tensors_in(values: Any) -> Iterator[Tensor]:
 
 
 def apply_offload(layers: Sequence[nn.Module], num_layers: int, transfers: HostTransfers) -> None:
-    """Let the first ``num_layers`` of ``layers`` keep their activations on the host; replaces an earlier choice.
-
-    Raises:
-        ValueError: there are fewer layers.
-    """
-    if num_layers > len(layers):
-        raise ValueError(f"cpu_offloading_num_layers {num_layers} exceeds the model's {len(layers)} layers: lower it")
+    """Let the first ``num_layers`` of ``layers`` keep their activations on the host; replaces an earlier choice."""
     offload = ActivationOffload(transfers)
     for i, layer in enumerate(layers):
         run = functools.partial(functools.partial, offload.run, layer) if i < num_layers else None

@@ -82,7 +82,11 @@ def gated_row_parallel(gate: Tensor, up: Tensor, layer: RowParallelLinear, hidde
         hidden_act: one of ``ops.activation.ACTIVATIONS``.
 
     Returns:
-        As ``layer``; ``RuntimeError`` in a second backward of one graph.
+        As ``layer``. The weight's gradient is rounded once for each of a few tiles of rows.
+
+    Raises:
+        ValueError: T does not divide the sequence that is to be scattered.
+        RuntimeError: in backward, a second one of one graph.
     """
     gate, up, weight = cast("list[Tensor]", cast_if_autocast_enabled(gate, up, layer.weight))
     layer.require_divisible_sequence(gate.shape)
@@ -92,7 +96,10 @@ def gated_row_parallel(gate: Tensor, up: Tensor, layer: RowParallelLinear, hidde
     with torch.autocast(gate.device.type, enabled=False):
         handle, held = hold(*rows, weight)
         output = cast(Tensor, _GatedRow.apply(comm, hidden_act, handle, *held))
-    output = comm.as_given(output.view(-1, *first.shape[1:-1], output.size(-1)))
+    leading = list(first.shape[:-1])
+    if comm.sequence_dimension is not None:
+        leading[0] //= backend.group_size(comm.group)
+    output = comm.as_given(output.view(*leading, output.size(-1)))
     return output if layer.bias is None else output + layer.bias.to(output.dtype)
 
 

@@ -51,13 +51,13 @@ def allreduce_sequence_parallel_gradients(source: ParameterSource) -> None:
         for param in parameters_of(source)
         if getattr(param, "sequence_parallel_enabled", False) and (grad := gradient_of(param)) is not None
     ]
-    pending = [grad for grad in grads if not _is_sequence_reduced(grad)]
+    pending = [grad for grad in grads if not is_sequence_reduced(grad)]
     _all_reduce_in_buckets(pending, parallel_state.get_tensor_model_parallel_group())
     for grad in pending:
         mark_sequence_reduced(grad)
 
 
-def _is_sequence_reduced(grad: Tensor) -> bool:
+def is_sequence_reduced(grad: Tensor) -> bool:
     """Whether nothing has written to ``grad`` since the hook summed it; every in-place write raises ``_version``."""
     return getattr(grad, "sequence_reduced_version", None) == grad._version
 
@@ -70,7 +70,7 @@ def mark_sequence_reduced(grad: Tensor) -> None:
 @contextmanager
 def _keep_sequence_marks(grads: list[Tensor]) -> Iterator[None]:
     """Scaling or averaging inside leaves gradients summed over the sequence shards as they were: summed."""
-    reduced = [grad for grad in grads if _is_sequence_reduced(grad)]
+    reduced = [grad for grad in grads if is_sequence_reduced(grad)]
     yield
     for grad in reduced:
         mark_sequence_reduced(grad)

@@ -172,6 +172,8 @@ def column_parallel(
         raise ValueError(
             f"last dimension of the input is {input.size(-1)}, the layer's input_size {parameters[0][0].size(1)}"
         )
+    if input.dim() == 1:
+        return tuple(output.squeeze(0) for output in column_parallel(input.unsqueeze(0), parameters, comm))
     x, *flat = cast_if_autocast_enabled(input, *(tensor for pair in parameters for tensor in pair))
     return cast("tuple[Tensor, ...]", ColumnParallel.apply(x, comm, *flat))
 
@@ -285,6 +287,8 @@ class RowParallelLinear(BaseParallelLinear):
 
 def row_parallel(pairs: Sequence[tuple[Tensor, Tensor]], layer: RowParallelLinear) -> Tensor:
     """``sum_i X_i W_i^t`` reduced over the ranks as ``layer`` says, without its bias."""
+    if pairs[0][0].dim() == 1:
+        return row_parallel([(x.unsqueeze(0), weight) for x, weight in pairs], layer).squeeze(0)
     tensors = cast("list[Tensor]", cast_if_autocast_enabled(*(tensor for pair in pairs for tensor in pair)))
     layer.require_divisible_sequence(tensors[0].shape)
     with torch.autocast(tensors[0].device.type, enabled=False):

@@ -58,8 +58,12 @@ class Communication:
         """
         wide = self.reduce_dtype or dtype
         reduction = backend.start_reduction(shape, wide, self.group, scattered=self.sequence_dimension is not None)
-        for start, stop in reduction.pieces:
-            reduction.put(start, rows(start, stop).to(wide))
+        try:
+            for start, stop in reduction.pieces:
+                reduction.put(start, rows(start, stop).to(wide))
+        except BaseException:  # out of memory, say, after which a script may go on with the next batch
+            reduction.abandon()
+            raise
         return reduction
 
 
@@ -215,10 +219,10 @@ class RowParallel(torch.autograd.Function):
 
         def rows(start: int, stop: int) -> Tensor:
             parts = [x[start:stop] for x in first]
-            flat = _flat(parts[0]) @ weights[0].t()
+            output = F.linear(parts[0], weights[0])  # no view, which its user could not write to
             for part, weight in zip(parts[1:], weights[1:], strict=True):
-                flat.addmm_(_flat(part), weight.t())
-            return flat.view(*parts[0].shape[:-1], flat.size(-1))
+                _flat(output).addmm_(_flat(part), weight.t())
+            return output
 
         shape, dtype = (*first[0].shape[:-1], weights[0].size(0)), inputs[0].dtype
         return comm.as_given(comm.reduce(rows, shape, dtype).wait().to(dtype))

@@ -5,19 +5,20 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from nxd_memopt.backends import Pending, backend
+from nxd_memopt.backends import backend
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.grads import (
     ParameterSource,
     bucket_indices,
     gradient_of,
+    is_sequence_reduced,
     mark_sequence_reduced,
     parameters_of,
 )
@@ -131,6 +132,29 @@ def _saw_a_shard(param: Tensor) -> bool:
     return getattr(param, "sequence_parallel_enabled", False)
 
 
+class _Flight:
+    """Gradients that are reduced as one tensor, over one group after another."""
+
+    def __init__(self, grads: Sequence[Tensor], groups: Sequence[ProcessGroup | None]) -> None:
+        self._grads = grads
+        first, *self._groups = groups
+        flat = torch.cat([grad.detach().reshape(-1) for grad in grads])
+        flat /= parallel_state.get_data_parallel_size()
+        self._pending = backend.all_reduce_async(flat, first)
+
+    def go_on(self) -> None:
+        """Start the second of two reductions; the first one has had the time since the last gradient."""
+        if self._groups:
+            self._pending = backend.all_reduce_async(self._pending.wait(), self._groups.pop(0))
+
+    def finish(self) -> None:
+        """Wait, and put the results in the gradients' places."""
+        self.go_on()
+        reduced = self._pending.wait().split([grad.numel() for grad in self._grads])
+        for grad, result in zip(self._grads, reduced, strict=True):
+            grad.detach().copy_(result.view_as(grad))
+
+
 class _Bucket:
     """Parameters of one kind, whose gradients are reduced together."""
 
@@ -141,42 +165,35 @@ class _Bucket:
     def reset(self) -> None:
         self.missing = {id(param) for param in self.params}
         self.is_started = False
-        self._grads: list[Tensor] = []
-        self._groups: list[ProcessGroup | None] = []
-        self._pending: Pending | None = None
+        self._flights: list[_Flight] = []
 
     def start(self) -> None:
-        """Reduce the gradients that are there."""
+        """Reduce the gradients that are there; those that an earlier backward's sum left alone are averaged only."""
         self.is_started = True
-        self._grads = [grad for param in self.params if (grad := gradient_of(param)) is not None]
-        if not self._grads:
-            return
-        flat = torch.cat([grad.detach().reshape(-1) for grad in self._grads])
-        flat /= parallel_state.get_data_parallel_size()
-        groups = [parallel_state.get_data_parallel_group()]
+        grads = [grad for param in self.params if (grad := gradient_of(param)) is not None]
+        over_data = parallel_state.get_data_parallel_group()
+        whole = grads
         if _saw_a_shard(self.params[0]):
-            groups.insert(0, parallel_state.get_tensor_model_parallel_group())
-        first, *self._groups = groups
-        self._pending = backend.all_reduce_async(flat, first)
+            shards = [grad for grad in grads if not is_sequence_reduced(grad)]
+            whole = [grad for grad in grads if is_sequence_reduced(grad)]
+            if shards:
+                self._flights.append(_Flight(shards, [parallel_state.get_tensor_model_parallel_group(), over_data]))
+        if whole and parallel_state.get_data_parallel_size() > 1:
+            self._flights.append(_Flight(whole, [over_data]))
 
     def go_on(self) -> None:
-        """Start the second of two reductions; the first one has had the time since the last gradient."""
-        if self._pending is not None and self._groups:
-            self._pending = backend.all_reduce_async(self._pending.wait(), self._groups.pop(0))
+        for flight in self._flights:
+            flight.go_on()
 
     def finish(self) -> None:
-        """Wait, and put the results in the gradients' places."""
-        if self._pending is None:
-            return
-        self.go_on()
-        reduced = self._pending.wait().split([grad.numel() for grad in self._grads])
-        for grad, result in zip(self._grads, reduced, strict=True):
-            grad.detach().copy_(result.view_as(grad))
-        self._pending = None
+        for flight in self._flights:
+            flight.finish()
+        self._flights.clear()
 
     def mark(self) -> None:
         """For the plain functions, which then leave the sums over sequence shards alone."""
         if _saw_a_shard(self.params[0]):
-            for grad in self._grads:
-                mark_sequence_reduced(grad)
-        self._grads = []
+            for param in self.params:
+                grad = gradient_of(param)
+                if grad is not None:
+                    mark_sequence_reduced(grad)

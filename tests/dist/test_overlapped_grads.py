@@ -12,6 +12,7 @@ import torch.distributed as dist
 from nxd_memopt.backends import backend
 from nxd_memopt.optimizer.main_grad import accumulate_in
 from nxd_memopt.parallel_layers import grads, parallel_state
+from nxd_memopt.parallel_layers.layers import RowParallelLinear
 from nxd_memopt.parallel_layers.overlapped_grads import OverlappedGradientReduction
 from tests.dist.pool import distributed
 from tests.reference import assert_says
@@ -146,3 +147,31 @@ def test_wrong_order_of_calls():
 def test_nothing_to_reduce_starts_nothing():
     parallel_state.initialize_model_parallel(2)
     assert started_during_backward(pytest.MonkeyPatch(), Chain(3)) == []
+
+
+@distributed(world_size=[2, 4])
+def test_what_is_summed_is_not_summed_again():
+    parallel_state.initialize_model_parallel(2)
+    options = {"input_is_parallel": True, "sequence_parallel_enabled": True}
+    layers = torch.nn.ModuleList(RowParallelLinear(4, 4, **options) for _ in range(2))
+    reduction = OverlappedGradientReduction(layers)
+    x = torch.ones(4, 1, 2)
+
+    def both(backward):
+        layers.zero_grad()
+        for layer in layers:  # the second backward leaves the first layer's gradients as they were
+            backward(layer(x).sum())
+        return [param.grad.clone() for param in layers.parameters()]
+
+    def plain(loss):
+        loss.backward()
+        grads.allreduce_sequence_parallel_gradients(layers)
+        grads.bucket_allreduce_gradients(layers)
+
+    def overlapped(loss):
+        with reduction.last_backward():
+            loss.backward()
+
+    expected = both(plain)
+    for a, b in zip(both(overlapped), expected, strict=True):
+        torch.testing.assert_close(a, b)

@@ -47,6 +47,9 @@ class PieceReduction:
         self.pieces, self._parts, self._group = ranges(shape[0], own_first=False), {}, group
         self._shape, self._dtype = shape, dtype
 
+    def abandon(self) -> None:
+        raise AssertionError("nothing failed")
+
     def put(self, start, rows) -> None:
         assert rows.dtype == self._dtype
         self._parts[start] = rows
@@ -141,3 +144,22 @@ def test_models(config, recompute):
     assert started
     for a, b in zip(found, expected, strict=True):
         assert_float64_close(a, b)
+
+
+@distributed(world_size=2)
+def test_a_failure_between_pieces_abandons_the_reduction():
+    parallel_state.initialize_model_parallel(2)
+    comm = RowParallelLinear(4, HIDDEN, input_is_parallel=True, sequence_parallel_enabled=True, **F64).communication()
+    abandoned = []
+
+    def rows(start, stop):
+        if start != comm_pieces[0][0]:
+            raise MemoryError("the second piece")
+        return torch.ones(stop - start, HIDDEN, **F64)
+
+    comm_pieces = ranges(LENGTH, own_first=False)
+    with in_pieces(pytest.MonkeyPatch()), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PieceReduction, "abandon", lambda self: abandoned.append(len(self._parts)))
+        with pytest.raises(MemoryError):
+            comm.reduce(rows, (LENGTH, HIDDEN), torch.float64)
+    assert abandoned == [1]
