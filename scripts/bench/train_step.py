@@ -279,7 +279,7 @@ def recompute(args: argparse.Namespace) -> tuple[MemoryConfig, str]:
     layers, offloaded = args.recompute_layers, args.offload_layers
     memory = MemoryConfig(cpu_offloading_num_layers=offloaded)
     parts = ["none"]
-    if args.recompute == "full":
+    if args.recompute == "full" and layers != 0:
         method: dict[str, Any] = {"recompute_method": "block", "recompute_num_layers": layers} if layers else {}
         keeps = {"recompute_keep_core_attn": args.keep_core_attn}
         memory = replace(memory, recompute_granularity="full", **keeps, **method)
@@ -318,7 +318,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[512])
     parser.add_argument("--variants", choices=BUILDERS, nargs="+", default=["ours", "dtensor"])
     parser.add_argument("--recompute", choices=("none", "full"), default="none")
-    parser.add_argument("--recompute-layers", type=int, help="ours: recompute the first N layers only")
+    parser.add_argument("--recompute-layers", type=int, help="ours: recompute the first N layers only, 0 none")
     parser.add_argument("--keep-core-attn", action="store_true", help="ours: keep the attention kernel's result")
     parser.add_argument(
         "--offload-layers", type=int, default=0, help="ours: the first N layers' activations go to the host"
