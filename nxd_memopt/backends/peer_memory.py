@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.distributed import ProcessGroup
 
 _SLOTS = 2  # see PeerMemory.next_slot
 _MOST_VIEWS = 256
+_SUM_BLOCK = 4096
 _GRANULARITY_BYTES = 2**21  # what CUDA maps at once
 _TIMEOUT_MS = 600_000  # NCCL's default: a rank that died must not leave the others waiting for ever
 
@@ -232,8 +234,18 @@ class PeerReduction(_Operation):
         memory, slot, own = self._memory, self._slot, self._own
         assert slot is not None
         assert own is not None
-        parts = slot.of(memory.rank, (memory.size, *own.shape), own.dtype)
-        if memory.size == 2:
-            return own + parts[1 - memory.rank]
-        parts[memory.rank].copy_(own)
+        return sum_over_ranks(own, slot.of(memory.rank, (memory.size, *own.shape), own.dtype), memory.rank)
+
+
+def sum_over_ranks(own: Tensor, parts: Tensor, rank: int) -> Tensor:
+    """Sum of ``parts``, ``[size, ...]``, of which ``rank``'s is ``own``; in the order of ranks, in fp32 at least."""
+    if len(parts) == 2:
+        return own + parts[1 - rank]
+    if own.dtype == torch.float64 or find_spec("triton") is None:
+        parts[rank].copy_(own)
         return parts.sum(0)
+    from nxd_memopt.backends.peer_memory_kernels import sum_over_ranks as kernel
+
+    result, count = torch.empty_like(own), own.numel()
+    kernel[(-(-count // _SUM_BLOCK),)](own, parts, result, count, len(parts), rank, _SUM_BLOCK, num_warps=8)
+    return result

@@ -5,13 +5,17 @@ import torch
 import torch.distributed as dist
 
 from nxd_memopt.backends import backend, cuda
-from nxd_memopt.backends.peer_memory import PeerGathering, PeerReduction
+from nxd_memopt.backends.peer_memory import PeerGathering, PeerReduction, sum_over_ranks
 from nxd_memopt.parallel_layers import grads, parallel_state
 from tests.dist.pool import distributed
 from tests.reference_models import VOCAB, gpt_neox_config, llama_config, parallel_model
 
 GPUS = torch.cuda.device_count()
-pytestmark = [pytest.mark.cuda, pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")]
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(backend.name != "cuda", reason="needs NXD_MEMOPT_BACKEND=cuda and a GPU"),
+]
+two_gpus = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 SIZES = [size for size in (2, 4) if size <= GPUS] or [2]
 
 
@@ -26,6 +30,17 @@ def delay(turn: int) -> None:
         torch.cuda._sleep(2_000_000)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_sums_are_rounded_once(size, dtype):
+    for rank in range(size):
+        parts = torch.randn(size, 333, 77, device=backend.device).to(dtype)
+        expected, own = sum(part.float() for part in parts).to(dtype), parts[rank].clone()
+        parts[rank] = torch.nan
+        assert torch.equal(sum_over_ranks(own, parts, rank), expected)
+
+
+@two_gpus
 @distributed(world_size=SIZES)
 def test_gathers():
     group = group_of_all()
@@ -45,6 +60,7 @@ def test_gathers():
         assert torch.equal(gathering.wait(), expected)
 
 
+@two_gpus
 @distributed(world_size=SIZES)
 def test_reductions_sum_in_fp32_and_the_order_of_ranks():
     group = group_of_all()
@@ -53,7 +69,7 @@ def test_reductions_sum_in_fp32_and_the_order_of_ranks():
         generator = torch.Generator(backend.device).manual_seed(100 * turn + dist.get_rank())
         whole = torch.randn(length, 30, 800, device=backend.device, dtype=torch.bfloat16, generator=generator)
         parts = backend.all_gather(whole.unsqueeze(0), group)
-        expected = backend.shard(parts.float().sum(0).bfloat16(), 0, group)
+        expected = backend.shard(sum(part.float() for part in parts).bfloat16(), 0, group)
         delay(turn)
         reduction = backend.start_reduction(whole.shape, whole.dtype, group, scattered=True)
         assert isinstance(reduction, PeerReduction)
@@ -62,6 +78,7 @@ def test_reductions_sum_in_fp32_and_the_order_of_ranks():
         assert torch.equal(reduction.wait(), expected)
 
 
+@two_gpus
 @distributed(world_size=SIZES)
 def test_abandoned_and_interleaved_operations():
     group = group_of_all()
@@ -79,6 +96,7 @@ def test_abandoned_and_interleaved_operations():
         assert reduction.wait().eq(dist.get_world_size()).all()
 
 
+@two_gpus
 @distributed(world_size=SIZES)
 @pytest.mark.parametrize("recompute", [None, "full"])
 @pytest.mark.parametrize("config", [llama_config, gpt_neox_config])
@@ -109,6 +127,7 @@ def test_models_learn_as_over_nccl(config, recompute):
     dist.barrier()
 
 
+@two_gpus
 @distributed(world_size=2)
 def test_refusals():
     assert backend.peer_memory_refusal([0, 1]) is None
