@@ -244,8 +244,9 @@ def sum_over_ranks(own: Tensor, parts: Tensor, rank: int) -> Tensor:
     if own.dtype == torch.float64 or find_spec("triton") is None:
         parts[rank].copy_(own)
         return parts.sum(0)
-    from nxd_memopt.backends.peer_memory_kernels import sum_over_ranks as kernel
+    from nxd_memopt.backends import peer_memory_kernels
 
+    kernel: Any = peer_memory_kernels.sum_over_ranks
     result, count = torch.empty_like(own), own.numel()
     kernel[(-(-count // _SUM_BLOCK),)](own, parts, result, count, len(parts), rank, _SUM_BLOCK, num_warps=8)
     return result
