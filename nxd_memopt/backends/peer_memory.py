@@ -36,8 +36,8 @@ class _Slot:
             self._handle: Any = symmetric.rendezvous(self._memory, group)
         except RuntimeError as error:
             raise RuntimeError(
-                f"the {group.size()} ranks of a group cannot map {size_bytes} bytes of each other's GPU memory: set"
-                " NXD_MEMOPT_PEER_MEMORY=0 on all of them"
+                f"the {group.size()} ranks of a group cannot map {size_bytes} bytes of each other's GPU memory: set "
+                "NXD_MEMOPT_PEER_MEMORY=0 on all of them"
             ) from error
         self._write = torch.ops.symm_mem.stream_write_value32_.default
         self._views: dict[tuple[int, tuple[int, ...], torch.dtype, int], Tensor] = {}  # a new one takes microseconds
@@ -165,6 +165,7 @@ class PeerGathering(_Operation):
         self._slot = slot
         self._whole = slot.of(memory.rank, (self.length, *shard.shape[1:]), shard.dtype)
         self._missing = list(memory.others(-1))
+        self._is_whole = False
         self._send(self._shard, memory.others(1), slot)
 
     def _receive(self, count: int | None = None) -> None:
@@ -185,8 +186,10 @@ class PeerGathering(_Operation):
 
     def wait(self) -> Tensor:
         self.finish()
-        own = self._shard.size(0)
-        self._whole[self._memory.rank * own :][:own].copy_(self._shard)
+        if not self._is_whole:
+            own = self._shard.size(0)
+            self._whole[self._memory.rank * own :][:own].copy_(self._shard)
+            self._is_whole = True
         return self._whole
 
 
