@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsage]
-from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
 _COMMUNICATION = ("nccl", "wait_signal", "barrier_kernel", "put_signal", "memcpy ptop", "multimem")
@@ -47,13 +46,12 @@ def _total(intervals: Iterable[Interval]) -> float:
     return sum(end - start for start, end in intervals)
 
 
-def profiled(step: Callable[[], object], trace: Path | None = None) -> tuple[dict[str, float], list[FunctionEvent]]:
-    """Milliseconds of one step by ``exposure``, and its events; ``trace`` receives the Chrome trace."""
+def profiled(step: Callable[[], object], trace: Path | None = None) -> dict[str, float]:
+    """Milliseconds of one step by ``exposure``; ``trace`` receives the Chrome trace (``.json.gz``)."""
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         step()
         torch.cuda.synchronize()
     events = [event for event in profiler.events() or [] if event.device_type == DeviceType.CUDA]
     if trace is not None:
         profiler.export_chrome_trace(str(trace))
-    intervals = [(event.name, event.time_range.start / 1e3, event.time_range.end / 1e3) for event in events]
-    return exposure(intervals), events
+    return exposure((event.name, event.time_range.start / 1e3, event.time_range.end / 1e3) for event in events)

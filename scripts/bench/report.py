@@ -39,7 +39,7 @@ def latest_races(rows: Sequence[Row], keys: Sequence[str]) -> list[list[Row]]:
         runs.setdefault(run, []).append(row)
     latest: dict[tuple[str, ...], list[Row]] = {}
     for run, race in runs.items():
-        peers = [row for row in race if row["variant"] != "ours"]
+        peers = [row for row in race if not row["variant"].startswith("ours")]
         if len(peers) < len(race) and peers:
             latest[(*run[: len(keys)], peers[0].get("recompute", ""))] = race
     return [latest[setting] for setting in sorted(latest, key=_with_numbers)]
@@ -56,10 +56,10 @@ def step_lines() -> list[str]:
     ]
     for race in latest_races(rows_of("train_step"), ("model", "tensor_parallel", "tokens")):
         done = {row["variant"]: row for row in race if row["tokens_per_s_per_device"]}
-        ours = done.pop("ours", None)
-        if ours is None or not done:
+        ours, peers = done.get("ours"), {name: row for name, row in done.items() if not name.startswith("ours")}
+        if ours is None or not peers:
             continue
-        name, peer = max(done.items(), key=lambda item: float(item[1]["tokens_per_s_per_device"]))
+        name, peer = max(peers.items(), key=lambda item: float(item[1]["tokens_per_s_per_device"]))
         speed, other = (float(row["tokens_per_s_per_device"]) for row in (ours, peer))
         cells = [ours["model"], ours["tensor_parallel"], f"{int(ours['tokens']):,}", ours["recompute"], f"{speed:,.0f}"]
         cells += [ours["mfu"], ours["peak_gib"], f"{name}: {other:,.0f}", peer["peak_gib"], f"{speed / other:.2f}"]

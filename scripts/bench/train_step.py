@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,7 @@ from transformers import GPTNeoXConfig, LlamaConfig
 from nxd_memopt.backends import backend
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.models import model_class
+from nxd_memopt.modules.causal_lm import ParallelCausalLM
 from nxd_memopt.optimizer import AdamW, OptimizerInBackward
 from nxd_memopt.parallel_layers import grads, parallel_state
 from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
@@ -82,6 +83,14 @@ def build_ours(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFuncti
         config, parallel=parallel, memory=memory, dtype=dtype(), device=backend.device
     )
     return model, lambda ids: model(ids, labels=ids).loss
+
+
+def build_ours_compiled(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction]:
+    """The same with each layer compiled."""
+    model, loss_of = build_ours(config, memory)
+    for layer in cast(ParallelCausalLM, model).decoder_layers():
+        layer.compile()
+    return model, loss_of
 
 
 def build_hf(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction]:
@@ -205,6 +214,7 @@ def _apply_hf_recompute(model: nn.Module, memory: MemoryConfig) -> None:
 
 BUILDERS = {
     "ours": build_ours,
+    "ours compiled": build_ours_compiled,
     "hf": build_hf,
     "liger": build_liger,
     "dtensor": build_dtensor,
@@ -218,15 +228,27 @@ def dtype() -> torch.dtype:
 
 
 def measure(
-    variant: str, config: Any, tokens: int, memory: MemoryConfig, steps: int, *, in_backward: bool
+    variant: str,
+    config: Any,
+    tokens: int,
+    memory: MemoryConfig,
+    steps: int,
+    *,
+    in_backward: bool,
+    trace: Path | None = None,
 ) -> dict[str, Any]:
-    """Median step time, peak memory and last loss of one variant; its memory is free again afterwards."""
+    """Median step time, peak memory and last loss of one variant; its memory is free again afterwards.
+
+    Args:
+        trace: where the Chrome trace of one more step goes, on a GPU.
+    """
     model_parallel_manual_seed(7)
     model, loss_of = BUILDERS[variant](config, memory)
     model.train()
-    options: dict[str, Any] = {} if variant == "ours" else {"fused": True}
-    optimizer = (AdamW if variant == "ours" else torch.optim.AdamW)(model.parameters(), lr=1e-5, **options)
-    in_backward = in_backward and variant == "ours"
+    is_ours = variant.startswith("ours")
+    options: dict[str, Any] = {} if is_ours else {"fused": True}
+    optimizer = (AdamW if is_ours else torch.optim.AdamW)(model.parameters(), lr=1e-5, **options)
+    in_backward = in_backward and is_ours
     stepper = OptimizerInBackward(optimizer) if in_backward else optimizer
     ids = torch.randint(0, config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(3)).to(
         backend.device
@@ -236,7 +258,7 @@ def measure(
         loss = loss_of(ids)
         if loss.requires_grad:
             loss.backward()
-        if variant == "ours" and not in_backward:
+        if is_ours and not in_backward:
             grads.allreduce_sequence_parallel_gradients(model)
         stepper.step()
         stepper.zero_grad()
@@ -258,7 +280,8 @@ def measure(
     result["peak_gib"] = None if peak_bytes is None else round(peak_bytes / 2**30, 2)
     result["tokens_per_s_per_device"] = round(tokens / step_s / world_size(), 1)
     if backend.name == "cuda":
-        result["exposed_ms"] = round(profiled(step)[0]["exposed_communication"], 1)
+        found = profiled(step, trace)
+        result["exposed_ms"] = round(found["exposed_communication"], 1)
     return result
 
 
@@ -289,15 +312,25 @@ def recompute(args: argparse.Namespace) -> tuple[MemoryConfig, str]:
     return memory, ", ".join(part for part in parts if part)
 
 
+def trace_file(folder: Path | None, row: dict[str, Any]) -> Path | None:
+    """One a row, from the first rank."""
+    if folder is None or not parallel_state.is_global_rank_zero():
+        return None
+    folder.mkdir(parents=True, exist_ok=True)
+    names = (row["model"], row["variant"], f"T{row['tensor_parallel']}", row["tokens"])
+    return folder / f"{'_'.join(map(str, names)).replace(', ', '_').replace(' ', '-')}.json.gz"
+
+
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     memory, description = recompute(args)
     for tokens in args.tokens:
         for variant in args.variants:
             row: dict[str, Any] = {"model": args.model, "variant": variant, "tensor_parallel": world_size()}
-            row |= {"tokens": tokens, "recompute": description if variant == "ours" else args.recompute}
+            row |= {"tokens": tokens, "recompute": description if variant.startswith("ours") else args.recompute}
             try:
-                row |= measure(variant, CONFIGS[args.model](), tokens, memory, args.steps, in_backward=args.in_backward)
+                options = {"in_backward": args.in_backward, "trace": trace_file(args.traces, row)}
+                row |= measure(variant, CONFIGS[args.model](), tokens, memory, args.steps, **options)
                 per_device = row["tokens_per_s_per_device"] / tokens * model_flops(CONFIGS[args.model](), tokens)
                 row["mfu"] = round(per_device / (args.peak_tflops * 1e12), 3) if args.peak_tflops else ""
                 row["failure"] = ""
@@ -326,9 +359,12 @@ def main() -> None:
     parser.add_argument("--in-backward", action="store_true", help="ours: run the optimizer inside backward")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--peak-tflops", type=float, default=989.0 if backend.name == "cuda" else 0.0)
+    parser.add_argument("--traces", type=Path, help="write a Chrome trace of one step of each variant there")
     parser.add_argument("--csv", type=Path, default=CSV)
     parser.add_argument("--append", action="store_true", help="append the rows to --csv")
     args = parser.parse_args()
+    if args.traces and backend.name != "cuda":
+        parser.error(f"--traces needs an NVIDIA GPU, the backend is {backend.name}")
     backend.init_process_group()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size())
     rows = run(args)
