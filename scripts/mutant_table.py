@@ -44,6 +44,22 @@ MUTANTS = (
         "bit_equal",
     ),
     Mutant(
+        "peer memory written to while a rank reads it",
+        "nxd_memopt/backends/peer_memory.py",
+        "_SLOTS = 2",
+        "_SLOTS = 1",
+        ("test_peer_memory.py",),
+        "no_order",
+    ),
+    Mutant(
+        "peer memory's abandoned gathers leave their signals",
+        "nxd_memopt/backends/peer_memory.py",
+        "            self._unfinished[kind].finish()\n",
+        "            pass\n",
+        ("test_peer_memory.py",),
+        "no_order",
+    ),
+    Mutant(
         "gradients under backward not averaged",
         f"{PARALLEL}/overlapped_grads.py",
         "flat /= parallel_state.get_data_parallel_size()",

@@ -1,9 +1,15 @@
-"""The arithmetic of peer memory that needs no GPU."""
+"""Peer memory without GPUs: its arithmetic, and its order of work in every order in which streams may run."""
+
+from __future__ import annotations
 
 import pytest
 import torch
 
-from nxd_memopt.backends.peer_memory import sum_over_ranks
+from nxd_memopt.backends import peer_memory
+from nxd_memopt.backends.peer_memory import PeerGathering, PeerMemory, PeerReduction, sum_over_ranks
+from tests.simulated_streams import Slot, World
+
+ROWS, TURNS, SCHEDULES = 2, 7, 40
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -13,3 +19,96 @@ def test_sum_takes_this_ranks_own_part(size):
         parts, own = whole.clone(), whole[rank].clone()
         parts[rank] = torch.nan
         torch.testing.assert_close(sum_over_ranks(own, parts, rank), whole.sum(0))
+
+
+def played(monkeypatch, program, size: int, seed: int) -> tuple[int, int, int]:
+    """Wrong reads, lost signals and stuck work of one run."""
+    world = World(size)
+
+    def summed(own, parts, rank):
+        turn = own.label
+        for other in range(size):
+            if other != rank:
+                world.check(parts[other * ROWS :][:ROWS], [("sum", turn, other, rank)] * ROWS)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(peer_memory, "torch", world.torch())
+        patch.setattr(peer_memory, "_Slot", lambda size_bytes, group, device: Slot(world, size_bytes))
+        patch.setattr(peer_memory, "sum_over_ranks", summed)
+        patch.setattr(peer_memory, "_GRANULARITY_BYTES", 1)
+        world.run(lambda *arguments: program(world, *arguments), lambda group: PeerMemory(group, None))
+        stuck = world.play(seed)
+    return len(world.wrong), world.lost_signals, stuck
+
+
+def gathering(world: World, memory, rank: int, turn: int) -> PeerGathering:
+    return PeerGathering(memory, world.made([("row", turn, rank)] * ROWS))
+
+
+def read(world: World, found: PeerGathering, turn: int, size: int, *, in_pieces: bool) -> None:
+    parts = found.pieces() if in_pieces else [(0, found.wait())]
+    for start, rows in parts:
+        world.check(rows, [("row", turn, (start + i) // ROWS) for i in range(rows.size(0))])
+    if in_pieces:
+        world.check(found.wait(), [("row", turn, i // ROWS) for i in range(size * ROWS)])
+
+
+def reduction(world: World, memory, rank: int, turn: int, size: int, pieces: int | None = None) -> PeerReduction:
+    """Hands over the first ``pieces`` pieces, or all."""
+    found = PeerReduction(memory, size * ROWS)
+    for start, _ in found.pieces[:pieces]:
+        rows = world.made([("sum", turn, rank, start // ROWS)] * ROWS)
+        rows.label = turn
+        found.put(start, rows)
+    return found
+
+
+def as_layers_do(world, rank, size, memory) -> None:
+    for turn in range(TURNS):
+        read(world, gathering(world, memory, rank, turn), turn, size, in_pieces=True)  # column-parallel forward
+        reduction(world, memory, rank, turn, size).wait()  # row-parallel forward
+        found = gathering(world, memory, rank, -turn)  # column-parallel backward
+        sums = reduction(world, memory, rank, -turn, size)
+        read(world, found, -turn, size, in_pieces=False)
+        sums.wait()
+
+
+def with_failures(world, rank, size, memory) -> None:
+    for turn in range(TURNS):
+        gathering(world, memory, rank, -turn)  # nobody reads it
+        if turn % 2:
+            reduction(world, memory, rank, -turn, size, pieces=1).abandon()
+        read(world, gathering(world, memory, rank, turn), turn, size, in_pieces=turn % 3 > 0)
+        reduction(world, memory, rank, turn, size).wait()
+
+
+def on_another_stream_each_turn(world, rank, size, memory) -> None:
+    for turn in range(TURNS):
+        with world.on(world.new_stream()):
+            read(world, gathering(world, memory, rank, turn), turn, size, in_pieces=turn % 2 > 0)
+            reduction(world, memory, rank, turn, size).wait()
+
+
+PROGRAMS = (as_layers_do, with_failures, on_another_stream_each_turn)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_no_order_of_streams_is_wrong(monkeypatch, program, size):
+    for seed in range(SCHEDULES):
+        assert played(monkeypatch, program, size, seed) == (0, 0, 0), f"schedule {seed}"
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_simulation_notices_a_slot_that_is_used_again_at_once(monkeypatch, size):
+    monkeypatch.setattr(peer_memory, "_SLOTS", 1)
+    assert any(played(monkeypatch, as_layers_do, size, seed) != (0, 0, 0) for seed in range(SCHEDULES))
+
+
+def test_a_second_reduction_before_the_first_is_whole_is_an_error(monkeypatch):
+    def program(world, rank, size, memory) -> None:
+        reduction(world, memory, rank, 0, size, pieces=1)
+        with pytest.raises(AssertionError, match="another reduction began"):
+            reduction(world, memory, rank, 1, size)
+
+    played(monkeypatch, program, 2, 0)

@@ -7,7 +7,7 @@ needs only, and starts on this rank's own at once. NVLink multicast is not used.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
@@ -131,14 +131,15 @@ class _Operation:
         self._sent = torch.cuda.Event()  # its own: what later operations send need not be waited for
         self._is_finished = False
 
-    def _send(self, rows: Tensor, ranks: Iterator[int], slot: _Slot) -> None:
+    def _send(self, rows: Tensor, ranks: Iterable[int], slot: _Slot) -> None:
         """Push ``rows`` to its place in the memory of each of ``ranks``: that of this rank's number."""
         memory, shape = self._memory, tuple(rows.shape)
         self._sending.append(rows)
         with memory.copying(self._sent):
             for rank in ranks:
                 slot.of(rank, shape, rows.dtype, memory.rank * rows.numel()).copy_(rows)
-                slot.signal(rank)
+                if rank != memory.rank:
+                    slot.signal(rank)
 
     def _receive(self) -> None:
         """Let the current stream wait for what has not arrived."""
@@ -155,7 +156,7 @@ class _Operation:
 
 
 class PeerGathering(_Operation):
-    """See ``pieces.Gathering``. The others' rows lie in this rank's slot."""
+    """See ``pieces.Gathering``. The others' rows come into this rank's slot; its own are copied there last."""
 
     def __init__(self, memory: PeerMemory, shard: Tensor) -> None:
         super().__init__(memory)
@@ -165,8 +166,7 @@ class PeerGathering(_Operation):
         self._slot = slot
         self._whole = slot.of(memory.rank, (self.length, *shard.shape[1:]), shard.dtype)
         self._missing = list(memory.others(-1))
-        self._is_whole = False
-        self._send(self._shard, memory.others(1), slot)
+        self._send(self._shard, (*memory.others(1), memory.rank), slot)
 
     def _receive(self, count: int | None = None) -> None:
         for rank in self._missing[:count]:
@@ -186,10 +186,6 @@ class PeerGathering(_Operation):
 
     def wait(self) -> Tensor:
         self.finish()
-        if not self._is_whole:
-            own = self._shard.size(0)
-            self._whole[self._memory.rank * own :][:own].copy_(self._shard)
-            self._is_whole = True
         return self._whole
 
 
@@ -214,7 +210,7 @@ class PeerReduction(_Operation):
         if rank == self._memory.rank:
             self._own = rows
         else:
-            self._send(rows, iter((rank,)), self._slot)
+            self._send(rows, (rank,), self._slot)
 
     def abandon(self) -> None:
         """The others still get their signals, without which they would wait, now or in a later operation."""
