@@ -26,7 +26,7 @@ class Doctor:
         from nxd_memopt.ops.fused import describe_fused
 
         print(f"nxd_memopt {__version__}, torch {torch.__version__}, transformers {transformers.__version__}")
-        print(f"backend {backend.name} on {backend.device}: {BACKEND_REASON}")
+        print(f"backend {backend.name}: {BACKEND_REASON}")
         for name, backend_class in BACKENDS.items():
             print(f"  {name}: {backend_class.unavailable_reason() or 'available'}")
         print(f"collectives: {backend.distributed_backend}; attention: {describe_attention()}")

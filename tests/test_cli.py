@@ -19,7 +19,7 @@ def run(monkeypatch, *arguments) -> int:
 def test_doctor_names_backend_and_reason(monkeypatch, capsys):
     assert run(monkeypatch, "doctor") == 0
     printed = capsys.readouterr().out
-    assert "backend cpu on cpu: NXD_MEMOPT_BACKEND=cpu" in printed
+    assert "backend cpu: NXD_MEMOPT_BACKEND=cpu (cpu on cpu)" in printed
     assert torch.__version__ in printed
     assert "RMSNorm, residual + RMSNorm: plain PyTorch (the kernels are for NVIDIA GPUs, the device is cpu)" in printed
 
