@@ -112,9 +112,16 @@ MUTANTS = (
     Mutant(
         "column weight gradient doubled",
         f"{PARALLEL}/linear_functions.py",
+        "return (_flat(whole).t() @ x).split",
+        "return (2 * _flat(whole).t() @ x).split",
+        ("dist/test_layers.py",),
+    ),
+    Mutant(
+        "column weight gradients doubled, of weights apart",
+        f"{PARALLEL}/linear_functions.py",
         "return [_flat(grad).t() @ x if needs",
         "return [2 * _flat(grad).t() @ x if needs",
-        ("dist/test_layers.py",),
+        ("dist/test_qkv_linear.py",),
     ),
     Mutant(
         "input-gradient all-reduce lost",
