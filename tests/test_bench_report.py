@@ -66,3 +66,12 @@ def test_new_columns_keep_the_recorded_rows(tmp_path):
     record.append([{"a": 2, "c": 3}], path)
     assert path.read_text(encoding="utf-8") == 'a,b,c\n1,"x, y",\n2,,3\n'
     assert [each.name for each in tmp_path.iterdir()] == ["rows.csv"]
+
+
+def test_published_rows_have_all_columns_and_their_run(tmp_path, capsys):
+    path = tmp_path / "rows.csv"
+    record.publish([{"a": 1}, {"b": 2}], ("a", "b"), "a race", script="bench.py", csv=None)
+    assert "a race" in capsys.readouterr().out and not path.exists()
+    record.publish([{"a": 1}, {"b": 2}], ("a", "b"), "a race", script="bench.py", csv=path)
+    header, first, _ = path.read_text(encoding="utf-8").splitlines()
+    assert header.startswith("a,b,date,device,torch,") and first.startswith("1,,")

@@ -9,15 +9,14 @@ backward. ``packed`` divides the row into four documents of S/4, and counts thei
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from gpu_race import first_line, peak_gib, race
-from record import append, environment, print_table
+from gpu_race import first_line, parse_on_gpu, peak_gib, race, race_parser
+from record import publish
 from torch import Tensor
 
 from nxd_memopt.backends import backend
@@ -101,21 +100,19 @@ def measure(shape: str, length: int, turns: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = race_parser(__doc__, CSV, turns=3)
     parser.add_argument("--shapes", choices=HEADS, nargs="+", default=list(HEADS))
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192, 32768])
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--csv", type=Path, default=CSV)
-    parser.add_argument("--append", action="store_true", help="append the rows to --csv")
-    args = parser.parse_args()
-    if backend.name != "cuda":
-        parser.error(f"needs an NVIDIA GPU, the backend is {backend.name}")
+    args = parse_on_gpu(parser)
     rows = [row for shape in args.shapes for tokens in args.tokens for row in measure(shape, tokens, args.turns)]
     columns = ("shape", "tokens", "variant", "forward_ms", "forward_tflops", "ms", "tflops", "peak_gib", "failure")
-    rows = [{name: row.get(name, "") for name in columns} for row in rows]
-    print_table(rows, "attention, forward and forward + backward")
-    if args.append:
-        append([row | environment("scripts/bench/attention.py") for row in rows], args.csv)
+    publish(
+        rows,
+        columns,
+        "attention, forward and forward + backward",
+        script="scripts/bench/attention.py",
+        csv=args.csv if args.append else None,
+    )
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from gpu_race import first_line, race
-from record import append, environment, print_table
+from gpu_race import first_line, parse_on_gpu, race, race_parser
+from record import publish
 from torch import Tensor
 
 from nxd_memopt.backends import backend
@@ -206,24 +206,22 @@ def _enter(rows: list[dict[str, Any]], operation: str, times: dict[str, float]) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = race_parser(__doc__, CSV, turns=4)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--width", type=int, default=14336, help="of the MLP")
     parser.add_argument("--parameters", type=int, default=2**29, help="of the optimizer's step")
     parser.add_argument("--bandwidth", type=float, default=4.8, help="of the memory, TB/s")
-    parser.add_argument("--turns", type=int, default=4)
-    parser.add_argument("--csv", type=Path, default=CSV)
-    parser.add_argument("--append", action="store_true", help="append the rows to --csv")
-    args = parser.parse_args()
-    if backend.name != "cuda":
-        parser.error(f"needs an NVIDIA GPU, the backend is {backend.name}")
+    args = parse_on_gpu(parser)
     rows = run_cases(args)
     columns = ("operation", "tokens", "variant", "ms", "ideal_ms", "failure")
-    rows = [{name: row.get(name, "") for name in columns} for row in rows]
-    print_table(rows, "element-wise operations, forward + backward")
-    if args.append:
-        append([row | environment("scripts/bench/elementwise.py") for row in rows], args.csv)
+    publish(
+        rows,
+        columns,
+        "element-wise operations, forward + backward",
+        script="scripts/bench/elementwise.py",
+        csv=args.csv if args.append else None,
+    )
 
 
 if __name__ == "__main__":

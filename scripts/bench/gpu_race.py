@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 import itertools
 import statistics
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import torch
 
+from nxd_memopt.backends import backend
+
 CALLS_A_TURN = 3
 Call = Callable[[], object]
+
+
+def race_parser(description: str | None, csv: Path, *, turns: int) -> argparse.ArgumentParser:
+    """Options that all races have."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", type=int, default=turns)
+    parser.add_argument("--csv", type=Path, default=csv)
+    parser.add_argument("--append", action="store_true", help="append the rows to --csv")
+    return parser
+
+
+def parse_on_gpu(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Its arguments; an error where there is no GPU to race on."""
+    args = parser.parse_args()
+    if backend.name != "cuda":
+        parser.error(f"needs an NVIDIA GPU, the backend is {backend.name}")
+    return args
 
 
 def race(calls: Mapping[str, Call], turns: int) -> dict[str, float]:

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
-from gpu_race import first_line, peak_gib, race
-from record import append, environment, print_table
+from gpu_race import first_line, parse_on_gpu, peak_gib, race, race_parser
+from record import publish
 from torch import Tensor
 
 from nxd_memopt.backends import backend
@@ -220,27 +220,25 @@ def measure(head: str, tokens: int, args: argparse.Namespace) -> list[dict[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = race_parser(__doc__, CSV, turns=4)
     parser.add_argument("--heads", choices=HEADS, nargs="+", default=["llama3-8b"])
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192])
     parser.add_argument("--variants", nargs="+", help="only these")
-    parser.add_argument("--turns", type=int, default=4)
-    parser.add_argument("--csv", type=Path, default=CSV)
-    parser.add_argument("--append", action="store_true", help="append the rows to --csv")
-    args = parser.parse_args()
-    if backend.name != "cuda":
-        parser.error(f"needs an NVIDIA GPU, the backend is {backend.name}")
+    args = parse_on_gpu(parser)
     backend.init_process_group()
     world = dist.get_world_size() if dist.is_initialized() else 1
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
     rows = [row for head in args.heads for tokens in args.tokens for row in measure(head, tokens, args)]
     columns = ("head", "tokens", "tensor_parallel", "variant", "ms", "over_floor", "floor_ms", "peak_gib")
     columns += ("gradients_gib", "loss_error", "dx_error", "dw_error", "failure")
-    rows = [{name: row.get(name, "") for name in columns} for row in rows]
     if parallel_state.is_global_rank_zero():
-        print_table(rows, "linear + cross entropy")
-        if args.append:
-            append([row | environment("scripts/bench/linear_cross_entropy.py") for row in rows], args.csv)
+        publish(
+            rows,
+            columns,
+            "linear + cross entropy",
+            script="scripts/bench/linear_cross_entropy.py",
+            csv=args.csv if args.append else None,
+        )
     if dist.is_initialized():
         dist.destroy_process_group()
 

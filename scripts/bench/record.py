@@ -8,6 +8,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,14 @@ def append(rows: list[dict[str, Any]], path: Path) -> None:
         writer.writeheader()
         writer.writerows([*recorded, *rows])
     incomplete.replace(path)
+
+
+def publish(rows: list[dict[str, Any]], columns: Sequence[str], title: str, *, script: str, csv: Path | None) -> None:
+    """Print ``columns`` of all rows; with ``csv``, append them there beside their run's ``environment``."""
+    rows = [{name: row.get(name, "") for name in columns} for row in rows]
+    print_table(rows, title)
+    if csv is not None:
+        append([row | environment(script) for row in rows], csv)
 
 
 def print_table(rows: list[dict[str, Any]], title: str) -> None:
