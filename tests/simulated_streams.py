@@ -73,8 +73,8 @@ class Event:
         state = self.state = [False]
         (stream or self._world.stream).work.append((lambda: True, lambda: state.__setitem__(0, True)))
 
-    def wait(self) -> None:
-        self._world.stream.wait_event(self)
+    def wait(self, stream: Stream) -> None:
+        stream.wait_event(self)
 
 
 class Slot:
@@ -100,6 +100,14 @@ class Slot:
             words[self._rank] = 1
 
         self._world.queue(write)
+
+    def meet(self) -> None:
+        """The n-th meeting of this rank is that of all."""
+        world, rank = self._world, self._world.rank
+        world.meetings[rank] += 1
+        number = world.meetings[rank]
+        world.queue(lambda: world.arrived.append((number, rank)))
+        world.stream.work.append((lambda: sum(n == number for n, _ in world.arrived) == world.size, lambda: None))
 
     def wait_for(self, rank: int) -> None:
         words = self._world.slots[self._rank][self._number][1]
@@ -135,6 +143,8 @@ class World:
         self.slots: list[list[tuple[list[Any], list[int]]]] = [[] for _ in range(size)]
         self.streams: list[list[Stream]] = [[] for _ in range(size)]
         self.stream = Stream(self)
+        self.meetings = [0] * size
+        self.arrived: list[tuple[int, int]] = []
 
     def queue(self, work: Callable[[], None]) -> None:
         self.stream.work.append((lambda: True, work))
@@ -143,6 +153,9 @@ class World:
         del args, kwargs
         self.streams[self.rank].append(Stream(self))
         return self.streams[self.rank][-1]
+
+    def set_stream(self, stream: Stream) -> None:
+        self.stream = stream
 
     @contextlib.contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
@@ -159,6 +172,8 @@ class World:
             Event=lambda: Event(self),
             current_stream=lambda device=None: self.stream,
             stream=self.on,
+            set_stream=self.set_stream,
+            is_current_stream_capturing=lambda: False,
             synchronize=lambda device: None,
         )
         return SimpleNamespace(cuda=cuda, inference_mode=lambda mode: contextlib.nullcontext())

@@ -89,7 +89,16 @@ def on_another_stream_each_turn(world, rank, size, memory) -> None:
             reduction(world, memory, rank, turn, size).wait()
 
 
-PROGRAMS = (as_layers_do, with_failures, on_another_stream_each_turn)
+def as_replays_do(world, rank, size, memory) -> None:
+    """A graph of one gather, which has the same slot in each replay."""
+    for turn in range(TURNS):
+        memory.meet()
+        memory._started = dict.fromkeys(memory._started, 0)
+        read(world, gathering(world, memory, rank, turn), turn, size, in_pieces=turn % 2 > 0)
+        memory.meet()
+
+
+PROGRAMS = (as_layers_do, with_failures, on_another_stream_each_turn, as_replays_do)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -97,6 +106,12 @@ PROGRAMS = (as_layers_do, with_failures, on_another_stream_each_turn)
 def test_no_order_of_streams_is_wrong(monkeypatch, program, size):
     for seed in range(SCHEDULES):
         assert played(monkeypatch, program, size, seed) == (0, 0, 0), f"schedule {seed}"
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_simulation_notices_replays_that_do_not_meet(monkeypatch, size):
+    monkeypatch.setattr(PeerMemory, "meet", lambda memory: None)
+    assert any(played(monkeypatch, as_replays_do, size, seed) != (0, 0, 0) for seed in range(SCHEDULES))
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 
-from nxd_memopt.backends.base import Backend
+from nxd_memopt.backends.base import Backend, Capture
 from nxd_memopt.backends.cpu import CpuBackend
 from nxd_memopt.backends.cuda import CudaBackend
 from nxd_memopt.backends.host_transfers import HostTransfers, Transfer
@@ -66,6 +66,7 @@ __all__ = [
     "BACKENDS",
     "BACKEND_REASON",
     "Backend",
+    "Capture",
     "Completed",
     "Gathering",
     "HostTransfers",

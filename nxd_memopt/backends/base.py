@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,13 @@ from nxd_memopt.backends.pieces import (
     Reduction,
     ReductionAtOnce,
 )
+
+
+class Capture(Protocol):
+    """Recorded work of a device. Every replay works on the memory that the recording's tensors had."""
+
+    def replay(self) -> None: ...
+
 
 ContextPair = tuple[AbstractContextManager[None], AbstractContextManager[None]]
 
@@ -184,6 +191,23 @@ class Backend(ABC):
     def check_recompute(self) -> None:
         """Raise ``ValueError`` where the device's compiler is set up so that recomputation would save no memory."""
         return
+
+    def is_capturing(self) -> bool:
+        """Inside ``capture``, where the device does nothing yet and the host must not ask it for values."""
+        return False
+
+    def capture_refusal(self) -> str | None:
+        """Why ``capture`` records nothing on this device; ``None``: it does."""
+        return f"a step as one CUDA graph needs an NVIDIA GPU, the backend is {self.name}: leave it out"
+
+    def capture(self, function: Callable[[], None], *, beside: Capture | None = None) -> Capture:
+        """Record the device's work of ``function``.
+
+        Args:
+            function: has run before, on tensors of the same shapes, so that nothing is set up while it is recorded.
+            beside: an earlier recording, which never runs at the same time: both use the same memory.
+        """
+        raise NotImplementedError(self.capture_refusal())
 
     def host_transfers(self) -> HostTransfers | None:
         """What copies between the device's memory and the host's beside the device's work; ``None``: nothing does."""

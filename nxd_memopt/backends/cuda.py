@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, get_process_group_ranks
 
 from nxd_memopt.backends.attention_call import AttentionCall
+from nxd_memopt.backends.base import Capture
 from nxd_memopt.backends.c10d import C10dBackend
 from nxd_memopt.backends.cuda_transfers import CudaTransfers
 from nxd_memopt.backends.host_transfers import HostTransfers
@@ -94,14 +95,30 @@ class CudaBackend(C10dBackend):
         """What serves an operation in which each rank's chunk has ``own_bytes``; ``None``: NCCL does."""
         if group is None or own_bytes < _PEER_MEMORY_BYTES or group.size() == 1:
             return None
-        if (
-            torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing()
-        ):  # slots take turns: not in a replay
+        if torch.compiler.is_compiling():
             return None
         if group not in self._peer_memories:
             usable = self.peer_memory_refusal(get_process_group_ranks(group)) is None
             self._peer_memories[group] = PeerMemory(group, self.device) if usable else None
         return self._peer_memories[group]
+
+    def is_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def capture_refusal(self) -> None:
+        return None
+
+    def capture(self, function: Callable[[], None], *, beside: Capture | None = None) -> torch.cuda.CUDAGraph:
+        self.synchronize()
+        graph, memories = torch.cuda.CUDAGraph(), [memory for memory in self._peer_memories.values() if memory]
+        pool = beside.pool() if isinstance(beside, torch.cuda.CUDAGraph) else None
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # NCCL's own thread goes on
+            for memory in memories:
+                memory.meet()
+            function()
+            for memory in memories:
+                memory.meet()
+        return graph
 
     def release_groups(self) -> None:
         self.synchronize()
@@ -160,6 +177,9 @@ class CudaBackend(C10dBackend):
             wanted = f"a multiple of 8 up to {limits.max_head_dim}"
             return f"head size {call.head_dim} is not what {implementation} attention takes, {wanted}"
         return None
+
+    def checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return super().checkpoint(function, *args, preserve_rng_state=not self.is_capturing(), **kwargs)
 
     def host_transfers(self) -> HostTransfers:
         return CudaTransfers(self.device)

@@ -57,6 +57,10 @@ class _Slot:
         """When the current stream comes here, tell ``rank`` that this rank's rows are there."""
         self._write(self._pads[rank], self._rank, 1)
 
+    def meet(self) -> None:
+        """Let the current stream wait until those of all ranks come here."""
+        self._handle.barrier(1, _TIMEOUT_MS)  # the signals of rows are those of channel 0
+
     def wait_for(self, rank: int) -> None:
         """Let the current stream wait for the signal of ``rank``."""
         self._handle.wait_signal(rank, 0, _TIMEOUT_MS)
@@ -66,12 +70,14 @@ class PeerMemory:
     """Some ranks' slots and the stream of their copies. All ranks start the same operations in one order."""
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
-        self._group, self._device = group, device
+        self._group, self.device = group, device
         self.rank, self.size = group.rank(), group.size()
         self.stream = torch.cuda.Stream(device, priority=-1)
         self._made = torch.cuda.Event()
         self._used_on = torch.cuda.current_stream(device)
         self._slots: dict[tuple[type, int], _Slot] = {}
+        self._outgrown: list[_Slot] = []  # captured graphs use them still
+        self._is_captured = False
         self._started: dict[type, int] = {PeerGathering: 0, PeerReduction: 0}
         self._unfinished: dict[type, _Operation] = {}
 
@@ -82,30 +88,47 @@ class PeerMemory:
         in between, as the contract asks. That one's signals follow on those streams, and this rank's stream waited for
         them: at the latest here.
         """
-        kind, stream = type(operation), torch.cuda.current_stream(self._device)
+        kind, stream = type(operation), operation.stream
+        unfinished = self._unfinished.get(kind)
+        if unfinished is not None:
+            with torch.cuda.stream(unfinished.stream):
+                unfinished.finish()
         if stream != self._used_on:  # what reads a slot was given to the stream of its operation
-            stream.wait_stream(self._used_on)
+            if not torch.cuda.is_current_stream_capturing():  # before a capture the device was idle
+                stream.wait_stream(self._used_on)
             self._used_on = stream
-        if kind in self._unfinished:
-            self._unfinished[kind].finish()
         self._unfinished[kind] = operation
         index = self._started[kind] = (self._started[kind] + 1) % _SLOTS
         slot = self._slots.get((kind, index))
         if slot is None or slot.size_bytes < size_bytes:
-            torch.cuda.synchronize(self._device)  # the rendezvous waits for all ranks: nobody uses the old one
+            torch.cuda.synchronize(self.device)  # the rendezvous waits for all ranks: nobody uses the old one
+            if slot is not None and self._is_captured:
+                self._outgrown.append(slot)
             rounded = -(-size_bytes // _GRANULARITY_BYTES) * _GRANULARITY_BYTES
             with torch.inference_mode(False):
-                slot = self._slots[kind, index] = _Slot(rounded, self._group, self._device)
+                slot = self._slots[kind, index] = _Slot(rounded, self._group, self.device)
         return slot
 
+    def meet(self) -> None:
+        """Let the current stream wait until those of all ranks come here: every slot is free then.
+
+        At both ends of a captured graph, whose slots do not take turns with those of what runs before and behind it.
+        """
+        self._is_captured = True
+        if self._slots:
+            next(iter(self._slots.values())).meet()
+
     @contextmanager
-    def copying(self, sent: torch.cuda.Event) -> Iterator[None]:
-        """Inside, on the stream of copies, behind all that the main stream has been given; ``sent`` is its end."""
-        self._made.record()
+    def copying(self, main: torch.cuda.Stream, sent: torch.cuda.Event) -> Iterator[None]:
+        """Inside, on the stream of copies, behind all that ``main`` has been given; ``sent`` is its end."""
+        self._made.record(main)
         self.stream.wait_event(self._made)
-        with torch.cuda.stream(self.stream):
+        torch.cuda.set_stream(self.stream)
+        try:
             yield
-            sent.record()
+            sent.record(self.stream)
+        finally:
+            torch.cuda.set_stream(main)
 
     def forget(self, operation: _Operation) -> None:
         """It is finished, and its tensors are not kept alive."""
@@ -114,7 +137,7 @@ class PeerMemory:
 
     def allocated_bytes(self) -> int:
         """This rank's share; the caching allocator does not count it."""
-        return sum(slot.size_bytes for slot in self._slots.values())
+        return sum(slot.size_bytes for slot in (*self._slots.values(), *self._outgrown))
 
     def others(self, step: int) -> Iterator[int]:
         """The other ranks in the order in which rows are sent to them (1), or arrive from them (-1)."""
@@ -127,6 +150,7 @@ class _Operation:
 
     def __init__(self, memory: PeerMemory) -> None:
         self._memory = memory
+        self.stream = torch.cuda.current_stream(memory.device)  # takes as long as a launch: looked up once
         self._sending: list[Tensor] = []  # alive until the main stream has waited for their copies
         self._sent = torch.cuda.Event()  # its own: what later operations send need not be waited for
         self._is_finished = False
@@ -135,7 +159,7 @@ class _Operation:
         """Push ``rows`` to its place in the memory of each of ``ranks``: that of this rank's number."""
         memory, shape = self._memory, tuple(rows.shape)
         self._sending.append(rows)
-        with memory.copying(self._sent):
+        with memory.copying(self.stream, self._sent):
             for rank in ranks:
                 slot.of(rank, shape, rows.dtype, memory.rank * rows.numel()).copy_(rows)
                 if rank != memory.rank:
@@ -146,10 +170,10 @@ class _Operation:
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Let the current stream wait for all that arrives and all that leaves."""
+        """Let the operation's stream, which is the current one, wait for all that arrives and all that leaves."""
         if not self._is_finished:
             self._receive()
-            self._sent.wait()
+            self._sent.wait(self.stream)
             self._is_finished = True
             self._sending.clear()
             self._memory.forget(self)
@@ -215,7 +239,7 @@ class PeerReduction(_Operation):
     def abandon(self) -> None:
         """The others still get their signals, without which they would wait, now or in a later operation."""
         if self._slot is not None:
-            with self._memory.copying(self._sent):
+            with self._memory.copying(self.stream, self._sent):
                 for rank in self._missing:
                     if rank != self._memory.rank:
                         self._slot.signal(rank)

@@ -1,6 +1,7 @@
 """Owns memory techniques that are applied to a model from outside."""
 
 from nxd_memopt.memory.apply import apply_memory
+from nxd_memopt.memory.graphed import GraphedLoss
 from nxd_memopt.memory.recompute import apply_recompute, is_recomputed
 
-__all__ = ["apply_memory", "apply_recompute", "is_recomputed"]
+__all__ = ["GraphedLoss", "apply_memory", "apply_recompute", "is_recomputed"]

@@ -138,7 +138,7 @@ class ParallelCausalLM(nn.Module, ABC):
                 f"position_ids has shape {list(position_ids.shape)}, input_ids {list(input_ids.shape)}: "
                 "must agree, or have a leading 1"
             )
-        rope = rope_tables(self.rope_frequencies, position_ids, self.embedding_weight().dtype)
+        rope = rope_tables(self._frequencies_on(position_ids.device), position_ids, self.embedding_weight().dtype)
         mask = documents if attention_mask is None else padding_and_causal_mask(attention_mask)
         if documents is not None and labels is not None:
             labels = labels.masked_fill(documents.positions() == 0, IGNORE_INDEX)
@@ -149,6 +149,12 @@ class ParallelCausalLM(nn.Module, ABC):
         loss = None if labels is None else self._loss(logits, labels)
         whole = self._gather_logits(logits) if labels is None or return_logits else None
         return CausalLMOutput(loss, whole)
+
+    def _frequencies_on(self, device: torch.device) -> Tensor:
+        """Moved once: a copy in each step would wait for copies of activations, and cannot be recorded."""
+        if self.rope_frequencies.device != device and device.type == "cuda":
+            self.rope_frequencies = self.rope_frequencies.to(device)
+        return self.rope_frequencies
 
     @staticmethod
     def _documents(

@@ -1,4 +1,4 @@
-"""Owns the refusal of second derivatives, which a backward pass written by hand would drop without a word."""
+"""Owns what all Functions with a backward pass written by hand need: no second derivatives, no copies that are none."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -26,3 +27,17 @@ def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
         return backward(ctx, *grads)
 
     return once
+
+
+def as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """``tensor.to(dtype)`` of what a Function returns, left out where it would do nothing.
+
+    torch 2.11's dynamo traces a Function whose forward returns such a copy that is none as one without gradients. No
+    error says so.
+    """
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
+def as_contiguous(tensor: Tensor) -> Tensor:
+    """``tensor.contiguous()``, likewise."""
+    return tensor if tensor.is_contiguous() else tensor.contiguous()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nxd_memopt.backends import Gathering, backend
 from nxd_memopt.ops.activation import gated_activation, gated_activation_gradient
-from nxd_memopt.ops.autograd import first_derivative_only
+from nxd_memopt.ops.autograd import as_dtype, first_derivative_only
 from nxd_memopt.ops.cuda.support import serves
 from nxd_memopt.ops.held import Held, bind, hold, saved
 from nxd_memopt.parallel_layers.layers import RowParallelLinear
@@ -37,7 +37,7 @@ class _GatedRow(torch.autograd.Function):
         def rows(start: int, stop: int) -> Tensor:
             return F.linear(gated_activation(gate[start:stop], up[start:stop], hidden_act), weight)
 
-        return comm.reduce(rows, (gate.size(0), weight.size(0)), gate.dtype).wait().to(gate.dtype)
+        return as_dtype(comm.reduce(rows, (gate.size(0), weight.size(0)), gate.dtype).wait(), gate.dtype)
 
     @staticmethod
     @first_derivative_only

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends import Gathering, Reduction, backend
-from nxd_memopt.ops.autograd import first_derivative_only
+from nxd_memopt.ops.autograd import as_dtype, first_derivative_only
 from nxd_memopt.ops.held import Held, bind, saved
 from nxd_memopt.ops.joined import joined
 
@@ -60,7 +60,7 @@ class Communication:
         reduction = backend.start_reduction(shape, wide, self.group, scattered=self.sequence_dimension is not None)
         try:
             for start, stop in reduction.pieces:
-                reduction.put(start, rows(start, stop).to(wide))
+                reduction.put(start, as_dtype(rows(start, stop), wide))
         except BaseException:  # out of memory, say, after which a script may go on with the next batch
             reduction.abandon()
             raise
@@ -225,7 +225,7 @@ class RowParallel(torch.autograd.Function):
             return output
 
         shape, dtype = (*first[0].shape[:-1], weights[0].size(0)), inputs[0].dtype
-        return comm.as_given(comm.reduce(rows, shape, dtype).wait().to(dtype))
+        return comm.as_given(as_dtype(comm.reduce(rows, shape, dtype).wait(), dtype))
 
     @staticmethod
     @first_derivative_only

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends import backend
 from nxd_memopt.config import require_divisible
+from nxd_memopt.ops.autograd import as_contiguous, as_dtype
 from nxd_memopt.parallel_layers import parallel_state
 
 
@@ -33,7 +34,7 @@ def split_along_dim(tensor: Tensor, dim: int, group: ProcessGroup | None) -> Ten
     """This rank's chunk of ``tensor`` along ``dim``."""
     what = "sequence length" if tensor.dim() and dim % tensor.dim() < tensor.dim() - 1 else "last dimension"
     require_divisible(what, tensor.size(dim), "tensor_model_parallel_size", backend.group_size(group))
-    return backend.shard(tensor, dim, group).contiguous()
+    return as_contiguous(backend.shard(tensor, dim, group))
 
 
 def gather_along_dim(tensor: Tensor, dim: int, group: ProcessGroup | None) -> Tensor:
@@ -124,7 +125,7 @@ class _ReduceScatter(torch.autograd.Function):
     def forward(ctx: Any, tensor: Tensor, group: ProcessGroup | None, dim: int, dtype: torch.dtype | None) -> Tensor:
         ctx.dim, ctx.group = dim, group
         wide = tensor if dtype is None else tensor.to(dtype)
-        return reduce_scatter_along_dim(wide, dim, group).to(tensor.dtype)
+        return as_dtype(reduce_scatter_along_dim(wide, dim, group), tensor.dtype)
 
     @staticmethod
     @once_differentiable

@@ -36,6 +36,7 @@ from transformers import GPTNeoXConfig, LlamaConfig
 
 from nxd_memopt.backends import backend
 from nxd_memopt.config import MemoryConfig, ParallelConfig
+from nxd_memopt.memory import GraphedLoss
 from nxd_memopt.models import model_class
 from nxd_memopt.modules.causal_lm import ParallelCausalLM
 from nxd_memopt.optimizer import AdamW, OptimizerInBackward
@@ -91,6 +92,12 @@ def build_ours_compiled(config: Any, memory: MemoryConfig) -> tuple[nn.Module, L
     for layer in cast(ParallelCausalLM, model).decoder_layers():
         layer.compile()
     return model, loss_of
+
+
+def build_ours_graphed(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction]:
+    """The same with forward and backward as one CUDA graph."""
+    model, loss_of = build_ours(config, memory)
+    return model, GraphedLoss(model.parameters(), loss_of)
 
 
 def build_hf(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction]:
@@ -214,6 +221,7 @@ def _apply_hf_recompute(model: nn.Module, memory: MemoryConfig) -> None:
 
 BUILDERS = {
     "ours": build_ours,
+    "ours, CUDA graph": build_ours_graphed,
     "ours compiled": build_ours_compiled,
     "hf": build_hf,
     "liger": build_liger,

@@ -34,14 +34,16 @@ class Update(NamedTuple):
 
 def adamw(updates: Sequence[Update], *, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float) -> None:
     """``torch.optim.AdamW``'s step, in fp32 for tensors of any dtype, which are rounded when they are stored."""
+    numbers = lr, 1 - beta1, 1 - beta2, eps, weight_decay
     kinds: dict[tuple[Any, ...], list[Update]] = {}
     for update in updates:
         kinds.setdefault(_kind(update), []).append(update)
     for (*_, is_aligned), alike in kinds.items():
         if len(alike) == 1:
-            _launch_one(alike[0], lr, beta1, beta2, eps, weight_decay)
+            _launch_one(alike[0], _corrections(alike[0], beta1, beta2), numbers)
         else:
-            _launch(alike, is_aligned, lr, beta1, beta2, eps, weight_decay)
+            corrections = [_corrections(update, beta1, beta2) for update in alike]
+            _launch(alike, corrections, numbers, is_aligned=is_aligned)
 
 
 def _kernels() -> Any:
@@ -61,21 +63,20 @@ def _corrections(update: Update, beta1: float, beta2: float) -> list[float]:
     return [1 - beta1**update.step, math.sqrt(1 - beta2**update.step)]
 
 
-def _launch_one(update: Update, *numbers: float) -> None:
+def _launch_one(update: Update, corrections: Sequence[float], numbers: Sequence[float]) -> None:
     """Nothing is copied to the device: beside offloaded activations on their way back, it would wait for them."""
-    size, (beta1, beta2) = update.param.numel(), numbers[1:3]
+    size = update.param.numel()
     grid = (max(1, -(-size // _CHUNK)),)
-    corrections = _corrections(update, beta1, beta2)
     options = {"CHUNK": _CHUNK, "BLOCK": _BLOCK, "num_warps": 4}
     _kernels().adamw_of_one[grid](*update[:4], size, *corrections, *numbers, **options)
 
 
-def _launch(updates: Sequence[Update], is_aligned: bool, *numbers: float) -> None:
-    beta1, beta2 = numbers[1:3]
+def _launch(
+    updates: Sequence[Update], corrections: list[list[float]], numbers: Sequence[float], *, is_aligned: bool
+) -> None:
     first = updates[0]
     device = first.param.device
     table = _on_device([[*(t.data_ptr() for t in u[:4]), u.param.numel()] for u in updates], torch.int64, device)
-    corrections = [_corrections(update, beta1, beta2) for update in updates]
     chunks = torch.tensor([-(-u.param.numel() // _CHUNK) for u in updates])
     tensor_of = torch.repeat_interleave(torch.arange(len(updates)), chunks)
     chunk_of = torch.arange(len(tensor_of)) - (chunks.cumsum(0) - chunks)[tensor_of]

@@ -17,21 +17,23 @@ def _update_chunk(
     correction,
     root_of_correction,
     lr,
-    beta1,
-    beta2,
+    mean_rate,
+    square_rate,
     eps,
     weight_decay,
     CHUNK: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
+    """The rates are 1 - beta, made in float64: of fp32's 0.999 it would be off by 1e-5."""
     step_size = lr / correction
     for block in range(CHUNK // BLOCK):
         place = first + block * BLOCK + tl.arange(0, BLOCK)
         mask = place < size
         g = tl.load(grad + place, mask=mask, other=0.0).to(tl.float32)
         m = tl.load(mean + place, mask=mask, other=0.0).to(tl.float32)
-        m += (g - m) * (1.0 - beta1)
-        v = beta2 * tl.load(square + place, mask=mask, other=0.0).to(tl.float32) + (1.0 - beta2) * g * g
+        m += (g - m) * mean_rate
+        v = tl.load(square + place, mask=mask, other=0.0).to(tl.float32)
+        v += (g * g - v) * square_rate
         p = tl.load(param + place, mask=mask, other=0.0).to(tl.float32) * (1.0 - lr * weight_decay)
         p -= step_size * m / (tl.sqrt(v) / root_of_correction + eps)
         tl.store(param + place, p.to(param.dtype.element_ty), mask=mask)
@@ -55,8 +57,8 @@ def adamw(
     grad_like,
     mean_like,
     lr,
-    beta1,
-    beta2,
+    mean_rate,
+    square_rate,
     eps,
     weight_decay,
     ALIGNED: tl.constexpr,  # noqa: N803
@@ -77,8 +79,8 @@ def adamw(
         tl.load(corrections + tensor * 2),
         tl.load(corrections + tensor * 2 + 1),
         lr,
-        beta1,
-        beta2,
+        mean_rate,
+        square_rate,
         eps,
         weight_decay,
         CHUNK,
@@ -96,8 +98,8 @@ def adamw_of_one(
     correction,
     root_of_correction,
     lr,
-    beta1,
-    beta2,
+    mean_rate,
+    square_rate,
     eps,
     weight_decay,
     CHUNK: tl.constexpr,  # noqa: N803
@@ -115,8 +117,8 @@ def adamw_of_one(
         correction,
         root_of_correction,
         lr,
-        beta1,
-        beta2,
+        mean_rate,
+        square_rate,
         eps,
         weight_decay,
         CHUNK,
