@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -16,10 +17,11 @@ from train_errors import is_rank_zero, user_errors, world_size
 
 with user_errors():  # the backend is chosen at import, and may refuse
     import torch
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from nxd_memopt.backends import BACKEND_REASON, backend
     from nxd_memopt.checkpoint import require_writable
+    from nxd_memopt.memory import GraphedLoss
     from nxd_memopt.parallel_layers import parallel_state
     from nxd_memopt.parallel_layers.checkpointing import raise_together, share_texts
     from train_args import parse_config
@@ -69,7 +71,8 @@ def run(config: TrainConfig) -> None:
     vocabulary = load_vocabulary(config.model, hf_config)
     fingerprint = prepare_data(config, vocabulary)
     model = build_model(config, hf_config)
-    training = Training(model, AdamW(trainable_parameters(model), config.optimizer), fingerprint)
+    optimizer = AdamW(trainable_parameters(model), config.optimizer)
+    training = Training(model, optimizer, forward_backward_of(model, config), fingerprint)
     if is_extracting_graphs():
         extract_graphs(training, config)
         return
@@ -185,14 +188,12 @@ def train_step(training: Training, config: TrainConfig, batches: list[Tensor]) -
 
     Fewer batches than a step has, as in ``extract_graphs``, make the same graphs.
     """
-    model, optimizer = training.model.train(), training.optimizer
-    batches_per_step = config.accumulation_steps(world_size())
+    optimizer = training.optimizer
+    training.model.train()
     loss = torch.zeros((), device=backend.device)
     for i, batch in enumerate(batches):
-        batch_loss = model(batch, labels=batch).loss / batches_per_step
         with optimizer.last_backward() if i == len(batches) - 1 else nullcontext():
-            batch_loss.backward()
-        loss += batch_loss.detach()
+            loss += training.forward_backward(batch)
         backend.mark_step()
     grad_norm = optimizer.reduce_gradients()
     loss = sum_over_replicas(loss) / parallel_state.get_data_parallel_size()
@@ -202,6 +203,22 @@ def train_step(training: Training, config: TrainConfig, batches: list[Tensor]) -
     backend.mark_step()
     training.step += 1
     return Step(training.step, loss, grad_norm, lr)
+
+
+def forward_backward_of(model: nn.Module, config: TrainConfig) -> Callable[[Tensor], Tensor]:
+    """What a micro-batch is passed through: forward and backward, as one CUDA graph where the config says so."""
+    batches_per_step = config.accumulation_steps(world_size())
+
+    def loss_of(batch: Tensor) -> Tensor:
+        return model(batch, labels=batch).loss / batches_per_step
+
+    def forward_backward(batch: Tensor) -> Tensor:
+        loss = loss_of(batch)
+        loss.backward()
+        return loss.detach()
+
+    enabled = config.trainer.enable_cuda_graph
+    return GraphedLoss(trainable_parameters(model), loss_of) if enabled else forward_backward
 
 
 def finish(

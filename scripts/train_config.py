@@ -155,6 +155,8 @@ class TrainerConfig:
         export: write a Hugging Face directory at the end.
         verify_export: rank 0 loads the export with transformers and compares the held-out loss.
         single_process_summary: ``summary.json`` of a run on one process, whose peak memory is shown for comparison.
+        enable_cuda_graph: run forward and backward of a micro-batch as one CUDA graph, on NVIDIA GPUs: the host then
+            keeps up where a rank's share of the work is small. Needs dropout 0.
         distributed_timeout_minutes: how long a rank waits for the others in a collective.
     """
 
@@ -169,6 +171,7 @@ class TrainerConfig:
     export: bool = True
     verify_export: bool = False
     single_process_summary: str | None = None
+    enable_cuda_graph: bool = False
     distributed_timeout_minutes: int = 30
 
     def __post_init__(self) -> None:
@@ -211,6 +214,11 @@ class TrainConfig:
         if self.parallel.sequence_parallel_enabled:
             size = self.parallel.tensor_model_parallel_size
             require_divisible("data.seq_length", self.data.seq_length, "tensor_model_parallel_size", size)
+        if self.trainer.enable_cuda_graph and (self.optimizer.overlap_grad_reduce or self.memory.cpu_offloading):
+            raise ValueError(
+                "trainer.enable_cuda_graph excludes optimizer.overlap_grad_reduce and memory.cpu_offloading, which act "
+                "from the host between kernels of one pass: set it, or those, to false"
+            )
         if self.trainer.verify_export and not self.data.eval_sequences:
             raise ValueError("trainer.verify_export compares held-out losses: set data.eval_sequences above 0")
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nxd_memopt.backends import backend
 from nxd_memopt.checkpoint import find_latest, load_training_state, save_training_state
@@ -24,10 +25,12 @@ class Training:
     Args:
         step: optimizer steps done. The data position and the learning rate follow from it.
         data_fingerprint: of the packed tokens that the position counts in.
+        forward_backward: maps a micro-batch ``[B, S]`` to its share of the step's loss, and makes its gradients.
     """
 
     model: nn.Module
     optimizer: AdamW
+    forward_backward: Callable[[Tensor], Tensor]
     data_fingerprint: str
     step: int = 0
 

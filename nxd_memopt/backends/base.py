@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -200,11 +200,15 @@ class Backend(ABC):
         """Why ``capture`` records nothing on this device; ``None``: it does."""
         return f"a step as one CUDA graph needs an NVIDIA GPU, the backend is {self.name}: leave it out"
 
+    def rehearsal(self) -> AbstractContextManager[None]:
+        """Inside, what will be captured runs as it is, and sets up what the captured work will use."""
+        return nullcontext()
+
     def capture(self, function: Callable[[], None], *, beside: Capture | None = None) -> Capture:
         """Record the device's work of ``function``.
 
         Args:
-            function: has run before, on tensors of the same shapes, so that nothing is set up while it is recorded.
+            function: has run before, in a ``rehearsal`` and on tensors of the same shapes.
             beside: an earlier recording, which never runs at the same time: both use the same memory.
         """
         raise NotImplementedError(self.capture_refusal())

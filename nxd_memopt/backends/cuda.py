@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -46,6 +48,7 @@ _ATTENTION = {
 }
 PEER_MEMORY_SWITCH = "NXD_MEMOPT_PEER_MEMORY"
 _PEER_MEMORY_BYTES = 10 << 20  # a smaller chunk moves in less time than the host takes to start its pieces
+_CAPTURED_PEER_MEMORY_BYTES = 1 << 20  # in a graph the device starts them
 
 
 class CudaBackend(C10dBackend):
@@ -67,6 +70,9 @@ class CudaBackend(C10dBackend):
         if torch.cuda.get_device_capability(self.device) < (9, 0):  # before Hopper, flash is the faster of the two
             self.attention_implementations = ("flash", "cudnn", "efficient", "tiled", "math")
         self._peer_memories: dict[ProcessGroup, PeerMemory | None] = {}
+        self._is_rehearsing = False
+        self._peak_bytes = 0
+        self._graph_bytes: WeakKeyDictionary[torch.cuda.CUDAGraph, int] = WeakKeyDictionary()
 
     @classmethod
     def unavailable_reason(cls) -> str | None:
@@ -93,9 +99,10 @@ class CudaBackend(C10dBackend):
 
     def _peer_memory(self, group: ProcessGroup | None, own_bytes: int) -> PeerMemory | None:
         """What serves an operation in which each rank's chunk has ``own_bytes``; ``None``: NCCL does."""
-        if group is None or own_bytes < _PEER_MEMORY_BYTES or group.size() == 1:
+        if group is None or group.size() == 1 or torch.compiler.is_compiling():
             return None
-        if torch.compiler.is_compiling():
+        in_graph = self._is_rehearsing or self.is_capturing()
+        if own_bytes < (_CAPTURED_PEER_MEMORY_BYTES if in_graph else _PEER_MEMORY_BYTES):
             return None
         if group not in self._peer_memories:
             usable = self.peer_memory_refusal(get_process_group_ranks(group)) is None
@@ -108,16 +115,28 @@ class CudaBackend(C10dBackend):
     def capture_refusal(self) -> None:
         return None
 
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        self._is_rehearsing = True
+        try:
+            yield
+        finally:
+            self._is_rehearsing = False
+
     def capture(self, function: Callable[[], None], *, beside: Capture | None = None) -> torch.cuda.CUDAGraph:
         self.synchronize()
         graph, memories = torch.cuda.CUDAGraph(), [memory for memory in self._peer_memories.values() if memory]
-        pool = beside.pool() if isinstance(beside, torch.cuda.CUDAGraph) else None
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # NCCL's own thread goes on
+        shared = beside if isinstance(beside, torch.cuda.CUDAGraph) else None
+        held = 0 if shared is None else _unused_bytes(shared)
+        with torch.cuda.graph(graph, pool=shared and shared.pool(), capture_error_mode="thread_local"):  # NCCL's thread
             for memory in memories:
                 memory.meet()
             function()
             for memory in memories:
                 memory.meet()
+        self._peak_bytes = self.max_memory_allocated()  # from here on, the recording's tensors count as unseen
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self._graph_bytes[graph] = _unused_bytes(graph) - held
         return graph
 
     def release_groups(self) -> None:
@@ -197,14 +216,22 @@ class CudaBackend(C10dBackend):
         torch.cuda.synchronize(self.device)
 
     def memory_allocated(self) -> int:
-        return torch.cuda.memory_allocated(self.device) + self._peer_memory_bytes()
+        return torch.cuda.memory_allocated(self.device) + self._unseen_bytes()
 
     def max_memory_allocated(self) -> int:
-        return torch.cuda.max_memory_allocated(self.device) + self._peer_memory_bytes()
+        return max(self._peak_bytes, torch.cuda.max_memory_allocated(self.device) + self._unseen_bytes())
 
-    def _peer_memory_bytes(self) -> int:
-        """Of what the caching allocator does not know."""
-        return sum(memory.allocated_bytes() for memory in self._peer_memories.values() if memory is not None)
+    def _unseen_bytes(self) -> int:
+        """In use, and unknown to the caching allocator, or free in its eyes: a graph's tensors between replays."""
+        peers = (memory.allocated_bytes() for memory in self._peer_memories.values() if memory is not None)
+        return sum(peers) + sum(self._graph_bytes.values())
 
     def reset_peak_memory_stats(self) -> None:
+        self._peak_bytes = 0
         torch.cuda.reset_peak_memory_stats(self.device)
+
+
+def _unused_bytes(graph: torch.cuda.CUDAGraph) -> int:
+    """Of the graph's pool, where no tensor lives now, but some do while it runs."""
+    segments = torch.cuda.memory_snapshot(graph.pool())
+    return sum(segment["total_size"] - segment["allocated_size"] for segment in segments)

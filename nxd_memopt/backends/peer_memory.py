@@ -7,7 +7,7 @@ needs only, and starts on this rank's own at once. NVLink multicast is not used.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 _SLOTS = 2  # see PeerMemory.next_slot
 _MOST_VIEWS = 256
 _SUM_BLOCK = 4096
+_OPERATIONS_PER_BYTE = 1750  # of a bf16 matmul while a byte arrives: H200, 650 TFLOP/s beside copies of 375 GB/s
 _GRANULARITY_BYTES = 2**21  # what CUDA maps at once
 _TIMEOUT_MS = 600_000  # NCCL's default: a rank that died must not leave the others waiting for ever
 
@@ -42,6 +43,7 @@ class _Slot:
         self._write = torch.ops.symm_mem.stream_write_value32_.default
         self._views: dict[tuple[int, tuple[int, ...], torch.dtype, int], Tensor] = {}  # a new one takes microseconds
         self._pads = [self._handle.get_signal_pad(rank, (group.size(),), torch.uint32) for rank in range(group.size())]
+        self._own_pad = self._handle.get_signal_pad(self._rank, (group.size(),), torch.int32)
 
     def of(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> Tensor:
         """The memory of ``rank`` as a tensor, from its ``offset``-th element on."""
@@ -61,9 +63,13 @@ class _Slot:
         """Let the current stream wait until those of all ranks come here."""
         self._handle.barrier(1, _TIMEOUT_MS)  # the signals of rows are those of channel 0
 
-    def wait_for(self, rank: int) -> None:
-        """Let the current stream wait for the signal of ``rank``."""
-        self._handle.wait_signal(rank, 0, _TIMEOUT_MS)
+    def wait_for(self, ranks: Sequence[int]) -> None:
+        """Let the current stream wait for the signals of ``ranks``."""
+        if len(ranks) > 1 and find_spec("triton") is not None:
+            _kernels().wait_for_signals[(1,)](self._own_pad, _bits(ranks), _TIMEOUT_MS, len(self._pads), num_warps=1)
+            return
+        for rank in ranks:
+            self._handle.wait_signal(rank, 0, _TIMEOUT_MS)
 
 
 class PeerMemory:
@@ -193,24 +199,44 @@ class PeerGathering(_Operation):
         self._send(self._shard, (*memory.others(1), memory.rank), slot)
 
     def _receive(self, count: int | None = None) -> None:
-        for rank in self._missing[:count]:
-            self._slot.wait_for(rank)
+        self._slot.wait_for(self._missing[:count])
         del self._missing[:count]
 
-    def pieces(self) -> Iterator[tuple[int, Tensor]]:
-        """Own rows; those before them, which arrive first; those behind them."""
-        rank, own = self._memory.rank, self._shard.size(0)
-        yield rank * own, self._shard
-        if rank > 0:
-            self._receive(rank)
-            yield 0, self._whole[: rank * own]
-        self.finish()
-        if rank + 1 < self._memory.size:
-            yield (rank + 1) * own, self._whole[(rank + 1) * own :]
+    def pieces(self, operations_per_row: float = 0) -> Iterator[tuple[int, Tensor]]:
+        """Own rows, then those that should have arrived."""
+        own = self._shard.size(0)
+        yield self._memory.rank * own, self._shard
+        pace = operations_per_row * own / (self._shard.nbytes * _OPERATIONS_PER_BYTE)
+        blocks = arrivals(self._missing, pace)
+        for i, block in enumerate(blocks):
+            if i + 1 < len(blocks):
+                self._receive(len(block))
+            else:
+                self.finish()
+            yield block[-1] * own, self._whole[block[-1] * own : (block[0] + 1) * own]
 
     def wait(self) -> Tensor:
         self.finish()
         return self._whole
+
+
+def arrivals(sources: Sequence[int], pace: float) -> list[list[int]]:
+    """``sources``, ranks in the order in which their rows arrive, cut where their user should wait for more.
+
+    Args:
+        sources: consecutive and descending, but for one wrap.
+        pace: how many chunks arrive while the user works on one.
+    """
+    blocks: list[list[int]] = []
+    now, taken = pace, 0  # in arrivals of a chunk; the user's own chunk is done
+    while taken < len(sources):
+        arrived = min(len(sources), max(taken + 1, int(now)))
+        now = max(now, arrived) + pace * (arrived - taken)
+        block = list(sources[taken:arrived])
+        wrap = next((i for i in range(1, len(block)) if block[i] > block[i - 1]), len(block))
+        blocks += [part for part in (block[:wrap], block[wrap:]) if part]
+        taken = arrived
+    return blocks
 
 
 class PeerReduction(_Operation):
@@ -249,8 +275,7 @@ class PeerReduction(_Operation):
     def _receive(self) -> None:
         assert self._slot is not None
         assert not self._missing, f"another reduction began before rows for the ranks {self._missing} were handed over"
-        for rank in self._memory.others(-1):
-            self._slot.wait_for(rank)
+        self._slot.wait_for(list(self._memory.others(-1)))
 
     def wait(self) -> Tensor:
         self.finish()
@@ -267,9 +292,17 @@ def sum_over_ranks(own: Tensor, parts: Tensor, rank: int) -> Tensor:
     if own.dtype == torch.float64 or find_spec("triton") is None:
         parts[rank].copy_(own)
         return parts.sum(0)
+    result, count = torch.empty_like(own), own.numel()
+    grid = (-(-count // _SUM_BLOCK),)
+    _kernels().sum_over_ranks[grid](own, parts, result, count, len(parts), rank, _SUM_BLOCK, num_warps=8)
+    return result
+
+
+def _kernels() -> Any:
     from nxd_memopt.backends import peer_memory_kernels
 
-    kernel: Any = peer_memory_kernels.sum_over_ranks
-    result, count = torch.empty_like(own), own.numel()
-    kernel[(-(-count // _SUM_BLOCK),)](own, parts, result, count, len(parts), rank, _SUM_BLOCK, num_warps=8)
-    return result
+    return peer_memory_kernels
+
+
+def _bits(ranks: Iterable[int]) -> int:
+    return sum(1 << rank for rank in ranks)

@@ -1,0 +1,134 @@
+"""GraphedLoss around a played recording, which does on the CPU what a CUDA graph does: gradients of eager passes."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from torch import nn
+
+from nxd_memopt.backends import backend
+from nxd_memopt.memory import GraphedLoss
+from nxd_memopt.memory.graphed import WARM_UP_CALLS, _hooks_laid_aside
+from nxd_memopt.optimizer import OptimizerInBackward
+
+
+class PlayedGraph:
+    """Replays by running again, into the memory that the recording had; recording leaves no values."""
+
+    recorded = 0
+
+    def __init__(self, function, parameters) -> None:
+        PlayedGraph.recorded += 1
+        before = [None if p.grad is None else p.grad.clone() for p in parameters]
+        function()
+        self._parameters, self._function = parameters, function
+        self._grads, self._adds = [p.grad for p in parameters], any(grad is not None for grad in before)
+        self._losses = inspect.getclosurevars(function).nonlocals["losses"]
+        for parameter, value in zip(parameters, before, strict=True):
+            if parameter.grad is not None:
+                parameter.grad.copy_(torch.full_like(parameter, torch.nan) if value is None else value)
+
+    def replay(self) -> None:
+        now = [p.grad for p in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = parameter.grad if self._adds else None
+        with _hooks_laid_aside(self._parameters):
+            self._function()
+        for static, parameter, grad in zip(self._grads, self._parameters, now, strict=True):
+            if static is not None and static is not parameter.grad:
+                static.copy_(parameter.grad)
+            parameter.grad = grad
+        self._losses[0].copy_(self._losses.pop())
+
+
+@pytest.fixture
+def graphed(monkeypatch):
+    """A model, its twin, and the graphed loss of the first."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    twin = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    model.unused = twin.unused = nn.Linear(1, 1)
+    twin.load_state_dict(model.state_dict())
+    parameters = list(model.parameters())
+    PlayedGraph.recorded = 0
+    monkeypatch.setattr(backend, "capture_refusal", lambda: None)
+    monkeypatch.setattr(backend, "capture", lambda function, beside: PlayedGraph(function, parameters))
+    return model, twin, GraphedLoss(parameters, lambda x: model[1](model[0](x)).square().mean())
+
+
+def gradients(model):
+    return [None if p.grad is None else p.grad.clone() for p in (*model[0].parameters(), *model[1].parameters())]
+
+
+def eager(twin, x):
+    loss = twin[1](twin[0](x)).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("micro_batches", [1, 2, 4])
+def test_equals_eager_passes(graphed, micro_batches, set_to_none):
+    model, twin, step = graphed
+    for i in range(6):
+        for j in range(micro_batches):
+            x = torch.randn(5 if (i + j) % 3 else 7, 4)  # two shapes
+            assert torch.equal(step(x), eager(twin, x))
+        for found, expected in zip(gradients(model), gradients(twin), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+        model.zero_grad(set_to_none=set_to_none)
+        twin.zero_grad(set_to_none=set_to_none)
+    assert PlayedGraph.recorded
+
+
+def test_gradients_of_other_origin_are_added_to(graphed):
+    model, twin, step = graphed
+    x = torch.randn(5, 4)
+    for _ in range(WARM_UP_CALLS + 1):
+        step(x)
+        model.zero_grad()
+    for each in (model, twin):
+        eager(each, 2 * x)
+    each_grad = model[0].weight.grad
+    model[1].bias.grad = twin[1].bias.grad = None
+    step(x)
+    eager(twin, x)
+    assert model[0].weight.grad is not each_grad
+    for found, expected in zip(gradients(model), gradients(twin), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+    assert PlayedGraph.recorded == 2
+
+
+def test_a_loss_of_an_earlier_call_is_kept(graphed):
+    _, twin, step = graphed
+    batches = [torch.randn(5, 4) for _ in range(5)]
+    losses = [step(x) for x in batches]
+    assert torch.equal(torch.stack(losses), torch.stack([eager(twin, x) for x in batches]))
+
+
+def test_hooks_on_complete_gradients_run(graphed):
+    model, twin, step = graphed
+    optimizers = [OptimizerInBackward(torch.optim.SGD(each[:2].parameters(), lr=0.1)) for each in (model, twin)]
+    for _ in range(5):
+        x = torch.randn(5, 4)
+        assert torch.equal(step(x), eager(twin, x))
+        for optimizer in optimizers:
+            optimizer.step()
+    assert PlayedGraph.recorded == 1
+    assert all(torch.equal(a, b) for a, b in zip(model[:2].parameters(), twin[:2].parameters(), strict=True))
+
+
+def test_dropout_is_refused(graphed, monkeypatch):
+    monkeypatch.setattr(backend, "capture_refusal", lambda: None)
+    model = nn.Linear(4, 3)
+    step = GraphedLoss(model.parameters(), lambda x: torch.dropout(model(x), 0.5, train=True).sum())
+    with pytest.raises(RuntimeError, match="same random numbers"):
+        step(torch.ones(2, 4))
+
+
+@pytest.mark.skipif(backend.name == "cuda", reason="NVIDIA GPUs record graphs")
+def test_a_device_without_graphs_is_refused():
+    with pytest.raises(ValueError, match=f"needs an NVIDIA GPU, the backend is {backend.name}"):
+        GraphedLoss(nn.Linear(4, 3).parameters(), torch.sum)
