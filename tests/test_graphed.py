@@ -38,7 +38,7 @@ class PlayedGraph:
             self._function()
         for static, parameter, grad in zip(self._grads, self._parameters, now, strict=True):
             if static is not None and static is not parameter.grad:
-                static.copy_(parameter.grad)
+                static.data.copy_(parameter.grad)  # which no version counts
             parameter.grad = grad
         self._losses[0].copy_(self._losses.pop())
 
@@ -99,6 +99,17 @@ def test_gradients_of_other_origin_are_added_to(graphed):
     for found, expected in zip(gradients(model), gradients(twin), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
     assert PlayedGraph.recorded == 2
+
+
+def test_replays_count_as_writes(graphed):
+    """The hook that sums gradients over sequence shards sums those again that were written to."""
+    model, _, step = graphed
+    versions = []
+    for _ in range(6):
+        step(torch.ones(5, 4))
+        versions.append(model[0].weight.grad._version)
+        model.zero_grad()
+    assert versions[3] < versions[4] < versions[5]
 
 
 def test_a_loss_of_an_earlier_call_is_kept(graphed):

@@ -27,8 +27,8 @@ class _Recording(NamedTuple):
 class GraphedLoss:
     """A loss and its backward, recorded once for each shape of the inputs and replayed from then on.
 
-    A pass is thousands of kernels. Where tensor parallelism leaves a rank a small share of each, the host takes longer to
-    launch them than the device to run them; a recording is launched as one.
+    A pass is thousands of kernels. Where tensor parallelism leaves a rank a small share of each, the host takes longer
+    to launch them than the device to run them; a recording is launched as one.
 
     Gradients come into ``.grad`` as by ``backward()``: they add to what is there, and hooks of
     ``register_post_accumulate_grad_hook`` run, after the whole pass. The first two calls for a shape run as they are.
@@ -128,6 +128,7 @@ class GraphedLoss:
     def _give_grads(self) -> None:
         for parameter, grad in zip(self._parameters, self._grads, strict=True):
             if grad is not None:
+                torch.autograd.graph.increment_version(grad)  # a replay writes behind autograd's back
                 parameter.grad = grad
                 for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
                     hook(parameter)
