@@ -43,7 +43,6 @@ class _Slot:
         self._write = torch.ops.symm_mem.stream_write_value32_.default
         self._views: dict[tuple[int, tuple[int, ...], torch.dtype, int], Tensor] = {}  # a new one takes microseconds
         self._pads = [self._handle.get_signal_pad(rank, (group.size(),), torch.uint32) for rank in range(group.size())]
-        self._own_pad = self._handle.get_signal_pad(self._rank, (group.size(),), torch.int32)
 
     def of(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> Tensor:
         """The memory of ``rank`` as a tensor, from its ``offset``-th element on."""
@@ -65,9 +64,6 @@ class _Slot:
 
     def wait_for(self, ranks: Sequence[int]) -> None:
         """Let the current stream wait for the signals of ``ranks``."""
-        if len(ranks) > 1 and find_spec("triton") is not None:
-            _kernels().wait_for_signals[(1,)](self._own_pad, _bits(ranks), _TIMEOUT_MS, len(self._pads), num_warps=1)
-            return
         for rank in ranks:
             self._handle.wait_signal(rank, 0, _TIMEOUT_MS)
 
@@ -292,17 +288,9 @@ def sum_over_ranks(own: Tensor, parts: Tensor, rank: int) -> Tensor:
     if own.dtype == torch.float64 or find_spec("triton") is None:
         parts[rank].copy_(own)
         return parts.sum(0)
-    result, count = torch.empty_like(own), own.numel()
-    grid = (-(-count // _SUM_BLOCK),)
-    _kernels().sum_over_ranks[grid](own, parts, result, count, len(parts), rank, _SUM_BLOCK, num_warps=8)
-    return result
-
-
-def _kernels() -> Any:
     from nxd_memopt.backends import peer_memory_kernels
 
-    return peer_memory_kernels
-
-
-def _bits(ranks: Iterable[int]) -> int:
-    return sum(1 << rank for rank in ranks)
+    kernel: Any = peer_memory_kernels.sum_over_ranks
+    result, count = torch.empty_like(own), own.numel()
+    kernel[(-(-count // _SUM_BLOCK),)](own, parts, result, count, len(parts), rank, _SUM_BLOCK, num_warps=8)
+    return result
