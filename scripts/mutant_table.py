@@ -346,4 +346,20 @@ MUTANTS = (
         "matmul",
         ".venv-xla",
     ),
+    Mutant(
+        "a replay is no write to the gradients",
+        "nxd_memopt/memory/graphed.py",
+        "                torch.autograd.graph.increment_version(grad)  # a replay writes behind autograd's back\n",
+        "",
+        ("test_graphed.py",),
+        "count_as_writes",
+    ),
+    Mutant(
+        "rows of a gather are used before they arrive",
+        "nxd_memopt/backends/peer_memory.py",
+        "self._receive(len(block))",
+        "self._receive(len(block) - 1)",
+        ("test_peer_memory.py",),
+        "no_order",
+    ),
 )

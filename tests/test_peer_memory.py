@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from nxd_memopt.backends import peer_memory
-from nxd_memopt.backends.peer_memory import PeerGathering, PeerMemory, PeerReduction, sum_over_ranks
+from nxd_memopt.backends.peer_memory import (
+    _OPERATIONS_PER_BYTE,
+    PeerGathering,
+    PeerMemory,
+    PeerReduction,
+    arrivals,
+    sum_over_ranks,
+)
 from tests.simulated_streams import Slot, World
 
 ROWS, TURNS, SCHEDULES = 2, 7, 40
@@ -19,6 +26,23 @@ def test_sum_takes_this_ranks_own_part(size):
         parts, own = whole.clone(), whole[rank].clone()
         parts[rank] = torch.nan
         torch.testing.assert_close(sum_over_ranks(own, parts, rank), whole.sum(0))
+
+
+@pytest.mark.parametrize(
+    ("sources", "pace", "blocks"),
+    [
+        ([0], 0.0, [[0]]),
+        ([2, 1, 0], 0.0, [[2], [1], [0]]),  # each as it arrives
+        ([2, 1, 0], 0.9, [[2], [1], [0]]),
+        ([2, 1, 0], 1.9, [[2], [1, 0]]),  # two have come while the first was worked on
+        ([2, 1, 0], 3.0, [[2, 1, 0]]),
+        ([0, 3, 2], 1.9, [[0], [3, 2]]),
+        ([0, 3, 2], 5.0, [[0], [3, 2]]),  # rank 3's rows do not lie beside rank 0's
+        ([], 1.0, []),
+    ],
+)
+def test_rows_come_when_they_should_have_arrived(sources, pace, blocks):
+    assert arrivals(sources, pace) == blocks
 
 
 def played(monkeypatch, program, size: int, seed: int) -> tuple[int, int, int]:
@@ -46,7 +70,8 @@ def gathering(world: World, memory, rank: int, turn: int) -> PeerGathering:
 
 
 def read(world: World, found: PeerGathering, turn: int, size: int, *, in_pieces: bool) -> None:
-    parts = found.pieces() if in_pieces else [(0, found.wait())]
+    pace = (0.0, 0.6, 1.4, 9.0)[turn % 4]
+    parts = found.pieces(pace * _OPERATIONS_PER_BYTE) if in_pieces else [(0, found.wait())]
     for start, rows in parts:
         world.check(rows, [("row", turn, (start + i) // ROWS) for i in range(rows.size(0))])
     if in_pieces:
