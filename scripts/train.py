@@ -66,6 +66,8 @@ def main() -> None:
 def run(config: TrainConfig) -> None:
     """Prepare, evaluate, train, evaluate, export. Every rank calls."""
     require_writable(config.trainer.output_dir)
+    if config.trainer.enable_cuda_graph and backend.capture_refusal() is not None:
+        raise ValueError(f"trainer.enable_cuda_graph {backend.capture_refusal()}: set it to false")
     summary = start_summary(config)
     hf_config = load_hf_config(config.model)
     vocabulary = load_vocabulary(config.model, hf_config)

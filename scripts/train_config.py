@@ -214,10 +214,16 @@ class TrainConfig:
         if self.parallel.sequence_parallel_enabled:
             size = self.parallel.tensor_model_parallel_size
             require_divisible("data.seq_length", self.data.seq_length, "tensor_model_parallel_size", size)
-        if self.trainer.enable_cuda_graph and (self.optimizer.overlap_grad_reduce or self.memory.cpu_offloading):
+        if self.trainer.enable_cuda_graph and self.optimizer.overlap_grad_reduce:
             raise ValueError(
-                "trainer.enable_cuda_graph excludes optimizer.overlap_grad_reduce and memory.cpu_offloading, which act "
-                "from the host between kernels of one pass: set it, or those, to false"
+                "trainer.enable_cuda_graph and optimizer.overlap_grad_reduce are both true, and a graph makes all "
+                "gradients before any is reduced: set one of them to false"
+            )
+        if self.trainer.enable_cuda_graph and self.memory.cpu_offloading_num_layers:
+            raise ValueError(
+                f"trainer.enable_cuda_graph is true and memory.cpu_offloading_num_layers is "
+                f"{self.memory.cpu_offloading_num_layers}: the host steers offloading between kernels, and a graph has "
+                "no host in it: set the first to false or the second to 0"
             )
         if self.trainer.verify_export and not self.data.eval_sequences:
             raise ValueError("trainer.verify_export compares held-out losses: set data.eval_sequences above 0")

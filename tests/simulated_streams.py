@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +31,9 @@ class Region:
 
     def numel(self) -> int:
         return self.nbytes
+
+    def element_size(self) -> int:
+        return 1
 
     def contiguous(self) -> Region:
         return self
@@ -109,12 +112,9 @@ class Slot:
         world.queue(lambda: world.arrived.append((number, rank)))
         world.stream.work.append((lambda: sum(n == number for n, _ in world.arrived) == world.size, lambda: None))
 
-    def wait_for(self, ranks: Sequence[int]) -> None:
+    def wait_for(self, rank: int) -> None:
         words = self._world.slots[self._rank][self._number][1]
-        for rank in ranks:
-            self._world.stream.work.append(
-                (lambda rank=rank: words[rank] == 1, lambda rank=rank: words.__setitem__(rank, 0))
-            )
+        self._world.stream.work.append((lambda: words[rank] == 1, lambda: words.__setitem__(rank, 0)))
 
 
 class _Late(Region):

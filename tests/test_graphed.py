@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-
 import pytest
 import torch
 from torch import nn
@@ -22,10 +20,9 @@ class PlayedGraph:
     def __init__(self, function, parameters) -> None:
         PlayedGraph.recorded += 1
         before = [None if p.grad is None else p.grad.clone() for p in parameters]
-        function()
+        self.result = function()
         self._parameters, self._function = parameters, function
         self._grads, self._adds = [p.grad for p in parameters], any(grad is not None for grad in before)
-        self._losses = inspect.getclosurevars(function).nonlocals["losses"]
         for parameter, value in zip(parameters, before, strict=True):
             if parameter.grad is not None:
                 parameter.grad.copy_(torch.full_like(parameter, torch.nan) if value is None else value)
@@ -35,12 +32,12 @@ class PlayedGraph:
         for parameter in self._parameters:
             parameter.grad = parameter.grad if self._adds else None
         with _hooks_laid_aside(self._parameters):
-            self._function()
+            loss = self._function()
         for static, parameter, grad in zip(self._grads, self._parameters, now, strict=True):
-            if static is not None and static is not parameter.grad:
+            if static is not None and parameter.grad is not None and static is not parameter.grad:
                 static.data.copy_(parameter.grad)  # which no version counts
             parameter.grad = grad
-        self._losses[0].copy_(self._losses.pop())
+        self.result.copy_(loss)
 
 
 @pytest.fixture
@@ -131,15 +128,80 @@ def test_hooks_on_complete_gradients_run(graphed):
     assert all(torch.equal(a, b) for a, b in zip(model[:2].parameters(), twin[:2].parameters(), strict=True))
 
 
-def test_dropout_is_refused(graphed, monkeypatch):
-    monkeypatch.setattr(backend, "capture_refusal", lambda: None)
-    model = nn.Linear(4, 3)
-    step = GraphedLoss(model.parameters(), lambda x: torch.dropout(model(x), 0.5, train=True).sum())
-    with pytest.raises(RuntimeError, match="same random numbers"):
+def test_dropout_is_refused(graphed):
+    model = graphed[0]
+    step = GraphedLoss(model.parameters(), lambda x: torch.dropout(model[0](x), 0.5, train=True).sum())
+    with pytest.raises(RuntimeError, match="draws random numbers"):
         step(torch.ones(2, 4))
+
+
+def test_each_shape_reaches_parameters_of_its_own(graphed):
+    model, twin, _ = graphed
+
+    def loss_by(each):
+        return lambda x: (each[1](each[0](x)) if len(x) == 5 else each.unused(x[:, :1])).square().mean()
+
+    step, eager_loss = GraphedLoss(model.parameters(), loss_by(model)), loss_by(twin)
+    for i in range(14):
+        x = torch.randn(5 if i % 3 else 7, 4)
+        eager_loss(x).backward()
+        step(x)
+        for found, expected in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(found.grad, expected.grad, rtol=1e-6, atol=1e-7)
+        if i % 4 != 1:
+            model.zero_grad()
+            twin.zero_grad()
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("not while recording"), torch.OutOfMemoryError("no memory"), KeyError()]
+)
+def test_a_recording_that_fails_leaves_gradients_alone(graphed, monkeypatch, error):
+    model, _, step = graphed
+    x = torch.randn(5, 4)
+    for _ in range(WARM_UP_CALLS):
+        model.zero_grad()
+        step(x)
+    before = [p.grad for p in model.parameters()]
+
+    def failing(function, beside):
+        function()
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "capture", failing)
+        message = "cannot be recorded.*not while recording" if type(error) is RuntimeError else None
+        with pytest.raises(type(error), match=message):
+            step(x)
+    assert all(p.grad is grad for p, grad in zip(model.parameters(), before, strict=True))
+
+
+def test_hooks_see_what_they_see_in_backward(graphed):
+    model, _, step = graphed
+    seen = []
+    model[0].weight.register_post_accumulate_grad_hook(
+        lambda p: seen.append((torch.is_grad_enabled(), model[1].bias.grad is None))
+    )
+    for _ in range(4):
+        step(torch.ones(5, 4))
+        model.zero_grad()
+    assert [enabled for enabled, _ in seen] == [False] * 4
+
+
+def test_an_input_gets_no_gradient_and_no_history(graphed):
+    _, _, step = graphed
+    x = torch.randn(5, 4, requires_grad=True)
+    for _ in range(WARM_UP_CALLS + 2):
+        step(x)
+    assert all(each.writing is None or not each.writing.inputs[0].requires_grad for each in step._passes.values())
+
+
+def test_autocast_around_a_call_is_refused(graphed):
+    with torch.autocast("cpu"), pytest.raises(ValueError, match="put it inside loss_of"):
+        graphed[2](torch.ones(5, 4))
 
 
 @pytest.mark.skipif(backend.name == "cuda", reason="NVIDIA GPUs record graphs")
 def test_a_device_without_graphs_is_refused():
-    with pytest.raises(ValueError, match=f"needs an NVIDIA GPU, the backend is {backend.name}"):
+    with pytest.raises(ValueError, match=f"needs an NVIDIA GPU, and the backend is {backend.name}"):
         GraphedLoss(nn.Linear(4, 3).parameters(), torch.sum)

@@ -19,11 +19,24 @@ def test_consecutive_parts_are_seen_as_one():
     assert joined([whole], 0) is whole
 
 
+def test_strides_of_single_elements_do_not_matter():
+    whole = torch.randn(5, 1, 12)
+    parts = [part.as_strided(part.shape, (12, part.size(-1), 1)) for part in whole.split([6, 2, 4], -1)]
+    found = joined(parts, -1)
+    assert found is not None and torch.equal(found, whole)
+    heads = [part.unflatten(-1, (-1, 2)).permute(1, 2, 0, 3) for part in whole.split([6, 2, 4], -1)]
+    memory = Layout.of(*heads).empty(whole)
+    gradients = [each.permute(2, 0, 1, 3).flatten(-2) for each in memory]
+    assert len({gradient.stride() for gradient in gradients}) > 1 and joined(gradients, -1) is not None
+
+
 def test_others_are_not():
     whole = torch.randn(4, 12)
     a, b, c = whole.split(4, -1)
     for parts in ((b, a), (a, c), (a, b.clone()), (a, a), (a, b[:2]), (a.clone(), b.clone()), (a, b.contiguous())):
         assert joined(parts, -1) is None
+    rows = torch.randn(28)
+    assert joined((rows.as_strided((1, 4), (8, 1)), rows.as_strided((5, 4), (4, 1), 8)), 0) is None
     assert joined((torch.empty(2, 3, device="meta"), torch.empty(2, 3, device="meta")), 0) is None
 
 

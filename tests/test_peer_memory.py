@@ -114,16 +114,25 @@ def on_another_stream_each_turn(world, rank, size, memory) -> None:
             reduction(world, memory, rank, turn, size).wait()
 
 
+def unread_on_another_stream(world, rank, size, memory) -> None:
+    first = world.stream
+    for turn in range(TURNS):
+        with world.on(world.new_stream()):
+            gathering(world, memory, rank, -turn)  # nobody reads it
+        with world.on(first):
+            reduction(world, memory, rank, turn, size).wait()
+            read(world, gathering(world, memory, rank, turn), turn, size, in_pieces=turn % 2 > 0)
+
+
 def as_replays_do(world, rank, size, memory) -> None:
     """A graph of one gather, which has the same slot in each replay."""
     for turn in range(TURNS):
         memory.meet()
-        memory._started = dict.fromkeys(memory._started, 0)
         read(world, gathering(world, memory, rank, turn), turn, size, in_pieces=turn % 2 > 0)
         memory.meet()
 
 
-PROGRAMS = (as_layers_do, with_failures, on_another_stream_each_turn, as_replays_do)
+PROGRAMS = (as_layers_do, with_failures, on_another_stream_each_turn, unread_on_another_stream, as_replays_do)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -135,7 +144,7 @@ def test_no_order_of_streams_is_wrong(monkeypatch, program, size):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_simulation_notices_replays_that_do_not_meet(monkeypatch, size):
-    monkeypatch.setattr(PeerMemory, "meet", lambda memory: None)
+    monkeypatch.setattr(Slot, "meet", lambda slot: None)
     assert any(played(monkeypatch, as_replays_do, size, seed) != (0, 0, 0) for seed in range(SCHEDULES))
 
 

@@ -79,6 +79,14 @@ def test_yaml_numbers_without_a_point_are_floats() -> None:
         ({"optimizer": {"lr": "fast"}}, "optimizer.lr must be float, got 'fast'"),
         ({"optimizer": {"betas": [0.9, 1.0]}}, r"optimizer.betas must be two numbers in \[0, 1\), got \[0.9, 1.0\]"),
         ({"optimizer": {"zero1": True, "overlap_grad_reduce": True}}, "set one of them to false"),
+        (
+            {"trainer": {"enable_cuda_graph": True}, "optimizer": {"overlap_grad_reduce": True}},
+            "enable_cuda_graph and optimizer.overlap_grad_reduce are both true",
+        ),
+        (
+            {"trainer": {"enable_cuda_graph": True}, "memory": {"cpu_offloading_num_layers": 4}},
+            "cpu_offloading_num_layers is 4",
+        ),
         ({"optimizer": {"min_lr_ratio": 2}}, "min_lr_ratio must be at most 1, got 2"),
         ({"trainer": {"max_steps": -1}}, "trainer.max_steps must be at least 0, got -1"),
         ({"trainer": {"verify_export": True, "export": False}}, "verify_export needs trainer.export"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,9 +22,16 @@ from nxd_memopt.backends.pieces import (
     ReductionAtOnce,
 )
 
+Result = TypeVar("Result", covariant=True)
 
-class Capture(Protocol):
+
+class Capture(Protocol[Result]):
     """Recorded work of a device. Every replay works on the memory that the recording's tensors had."""
+
+    @property
+    def result(self) -> Result:
+        """What the recorded function returned; each replay writes its tensors."""
+        ...
 
     def replay(self) -> None: ...
 
@@ -192,20 +199,16 @@ class Backend(ABC):
         """Raise ``ValueError`` where the device's compiler is set up so that recomputation would save no memory."""
         return
 
-    def is_capturing(self) -> bool:
-        """Inside ``capture``, where the device does nothing yet and the host must not ask it for values."""
-        return False
-
     def capture_refusal(self) -> str | None:
         """Why ``capture`` records nothing on this device; ``None``: it does."""
-        return f"a step as one CUDA graph needs an NVIDIA GPU, the backend is {self.name}: leave it out"
+        return f"needs an NVIDIA GPU, and the backend is {self.name}"
 
     def rehearsal(self) -> AbstractContextManager[None]:
         """Inside, what will be captured runs as it is, and sets up what the captured work will use."""
         return nullcontext()
 
-    def capture(self, function: Callable[[], None], *, beside: Capture | None = None) -> Capture:
-        """Record the device's work of ``function``.
+    def capture(self, function: Callable[[], Result], *, beside: Capture[Any] | None = None) -> Capture[Result]:
+        """Record the device's work of ``function``. A failure leaves no trace in the backend.
 
         Args:
             function: has run before, in a ``rehearsal`` and on tensors of the same shapes.

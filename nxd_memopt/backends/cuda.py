@@ -6,18 +6,18 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, Generic
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, get_process_group_ranks
 
 from nxd_memopt.backends.attention_call import AttentionCall
-from nxd_memopt.backends.base import Capture
+from nxd_memopt.backends.base import Capture, Result
 from nxd_memopt.backends.c10d import C10dBackend
 from nxd_memopt.backends.cuda_transfers import CudaTransfers
 from nxd_memopt.backends.host_transfers import HostTransfers
@@ -72,7 +72,7 @@ class CudaBackend(C10dBackend):
         self._peer_memories: dict[ProcessGroup, PeerMemory | None] = {}
         self._is_rehearsing = False
         self._peak_bytes = 0
-        self._graph_bytes: WeakKeyDictionary[torch.cuda.CUDAGraph, int] = WeakKeyDictionary()
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
 
     @classmethod
     def unavailable_reason(cls) -> str | None:
@@ -101,7 +101,7 @@ class CudaBackend(C10dBackend):
         """What serves an operation in which each rank's chunk has ``own_bytes``; ``None``: NCCL does."""
         if group is None or group.size() == 1 or torch.compiler.is_compiling():
             return None
-        in_graph = self._is_rehearsing or self.is_capturing()
+        in_graph = self._is_rehearsing or _is_capturing()
         if own_bytes < (_CAPTURED_PEER_MEMORY_BYTES if in_graph else _PEER_MEMORY_BYTES):
             return None
         if group not in self._peer_memories:
@@ -109,35 +109,39 @@ class CudaBackend(C10dBackend):
             self._peer_memories[group] = PeerMemory(group, self.device) if usable else None
         return self._peer_memories[group]
 
-    def is_capturing(self) -> bool:
-        return torch.cuda.is_current_stream_capturing()
-
     def capture_refusal(self) -> None:
         return None
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
         self._is_rehearsing = True
+        for memory in self._memories():
+            memory.meet()
         try:
             yield
         finally:
             self._is_rehearsing = False
 
-    def capture(self, function: Callable[[], None], *, beside: Capture | None = None) -> torch.cuda.CUDAGraph:
-        self.synchronize()
-        graph, memories = torch.cuda.CUDAGraph(), [memory for memory in self._peer_memories.values() if memory]
-        shared = beside if isinstance(beside, torch.cuda.CUDAGraph) else None
-        held = 0 if shared is None else _unused_bytes(shared)
-        with torch.cuda.graph(graph, pool=shared and shared.pool(), capture_error_mode="thread_local"):  # NCCL's thread
+    def capture(self, function: Callable[[], Result], *, beside: Capture[Any] | None = None) -> _Graph[Result]:
+        memories, graph = self._memories(), torch.cuda.CUDAGraph()
+        for memory in memories:
+            memory.settle()
+        assert beside is None or isinstance(beside, _Graph)
+        self._keep_peak(self._unseen_bytes())
+        with (
+            torch.cuda.graph(graph, pool=beside and beside.graph.pool(), capture_error_mode="thread_local"),
+            ExitStack() as stack,  # thread-local: NCCL's own thread goes on
+        ):
             for memory in memories:
-                memory.meet()
-            function()
-            for memory in memories:
-                memory.meet()
-        self._peak_bytes = self.max_memory_allocated()  # from here on, the recording's tensors count as unseen
-        torch.cuda.reset_peak_memory_stats(self.device)
-        self._graph_bytes[graph] = _unused_bytes(graph) - held
-        return graph
+                stack.enter_context(memory.captured())
+            result = function()
+        held = 0 if beside is None else _unused_bytes(beside.graph)
+        self._keep_peak(self._unseen_bytes() - held)  # a shared pool's bytes were in the allocator's eyes
+        self._graphs.add(graph)
+        return _Graph(graph, memories, result)
+
+    def _memories(self) -> list[PeerMemory]:
+        return [memory for memory in self._peer_memories.values() if memory is not None]
 
     def release_groups(self) -> None:
         self.synchronize()
@@ -147,7 +151,8 @@ class CudaBackend(C10dBackend):
         count = torch.cuda.device_count()
         refusal = self.peer_memory_refusal(range(count), count)
         if count > 1 and refusal is None:
-            return f"chunks from {_PEER_MEMORY_BYTES >> 20} MiB on go through the {count} GPUs' memory by copy engines"
+            sizes = f"{_PEER_MEMORY_BYTES >> 20} MiB (in CUDA graphs {_CAPTURED_PEER_MEMORY_BYTES >> 20} MiB)"
+            return f"chunks from {sizes} on go through the {count} GPUs' memory by copy engines"
         return f"{super().describe_overlap()} ({refusal or 'one GPU is visible'})"
 
     def peer_memory_refusal(self, ranks: Sequence[int], local_size: int | None = None) -> str | None:
@@ -198,7 +203,7 @@ class CudaBackend(C10dBackend):
         return None
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return super().checkpoint(function, *args, preserve_rng_state=not self.is_capturing(), **kwargs)
+        return super().checkpoint(function, *args, preserve_rng_state=not _is_capturing(), **kwargs)
 
     def host_transfers(self) -> HostTransfers:
         return CudaTransfers(self.device)
@@ -223,8 +228,14 @@ class CudaBackend(C10dBackend):
 
     def _unseen_bytes(self) -> int:
         """In use, and unknown to the caching allocator, or free in its eyes: a graph's tensors between replays."""
-        peers = (memory.allocated_bytes() for memory in self._peer_memories.values() if memory is not None)
-        return sum(peers) + sum(self._graph_bytes.values())
+        pools = {graph.pool(): graph for graph in self._graphs}
+        peers = sum(memory.allocated_bytes() for memory in self._memories())
+        return peers + sum(_unused_bytes(graph) for graph in pools.values())
+
+    def _keep_peak(self, unseen_bytes: int) -> None:
+        """Of the time in which so much was unseen; another begins."""
+        self._peak_bytes = max(self._peak_bytes, torch.cuda.max_memory_allocated(self.device) + unseen_bytes)
+        torch.cuda.reset_peak_memory_stats(self.device)
 
     def reset_peak_memory_stats(self) -> None:
         self._peak_bytes = 0
@@ -235,3 +246,17 @@ def _unused_bytes(graph: torch.cuda.CUDAGraph) -> int:
     """Of the graph's pool, where no tensor lives now, but some do while it runs."""
     segments = torch.cuda.memory_snapshot(graph.pool())
     return sum(segment["total_size"] - segment["allocated_size"] for segment in segments)
+
+
+def _is_capturing() -> bool:
+    return not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing()
+
+
+class _Graph(Generic[Result]):
+    def __init__(self, graph: torch.cuda.CUDAGraph, memories: Sequence[PeerMemory], result: Result) -> None:
+        self.graph, self.result, self._memories = graph, result, memories
+
+    def replay(self) -> None:
+        for memory in self._memories:
+            memory.settle()
+        self.graph.replay()

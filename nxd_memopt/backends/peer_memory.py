@@ -62,10 +62,9 @@ class _Slot:
         """Let the current stream wait until those of all ranks come here."""
         self._handle.barrier(1, _TIMEOUT_MS)  # the signals of rows are those of channel 0
 
-    def wait_for(self, ranks: Sequence[int]) -> None:
-        """Let the current stream wait for the signals of ``ranks``."""
-        for rank in ranks:
-            self._handle.wait_signal(rank, 0, _TIMEOUT_MS)
+    def wait_for(self, rank: int) -> None:
+        """Let the current stream wait for the signal of ``rank``."""
+        self._handle.wait_signal(rank, 0, _TIMEOUT_MS)
 
 
 class PeerMemory:
@@ -91,13 +90,10 @@ class PeerMemory:
         them: at the latest here.
         """
         kind, stream = type(operation), operation.stream
-        unfinished = self._unfinished.get(kind)
-        if unfinished is not None:
-            with torch.cuda.stream(unfinished.stream):
-                unfinished.finish()
+        if kind in self._unfinished:
+            self._finish(self._unfinished[kind], stream)
         if stream != self._used_on:  # what reads a slot was given to the stream of its operation
-            if not torch.cuda.is_current_stream_capturing():  # before a capture the device was idle
-                stream.wait_stream(self._used_on)
+            _let_wait(stream, self._used_on)
             self._used_on = stream
         self._unfinished[kind] = operation
         index = self._started[kind] = (self._started[kind] + 1) % _SLOTS
@@ -111,14 +107,41 @@ class PeerMemory:
                 slot = self._slots[kind, index] = _Slot(rounded, self._group, self.device)
         return slot
 
+    def _finish(self, operation: _Operation, stream: torch.cuda.Stream) -> None:
+        with torch.cuda.stream(operation.stream):
+            operation.finish()
+        if operation.stream != stream:
+            _let_wait(stream, operation.stream)
+
+    def settle(self) -> None:
+        """Finish the operations of which nobody has asked for the result."""
+        for operation in list(self._unfinished.values()):
+            self._finish(operation, torch.cuda.current_stream(self.device))
+
     def meet(self) -> None:
         """Let the current stream wait until those of all ranks come here: every slot is free then.
 
-        At both ends of a captured graph, whose slots do not take turns with those of what runs before and behind it.
+        The operations behind it have the same slots each time.
         """
-        self._is_captured = True
+        self.settle()
         if self._slots:
             next(iter(self._slots.values())).meet()
+        self._started = dict.fromkeys(self._started, 0)
+
+    @contextmanager
+    def captured(self) -> Iterator[None]:
+        """Around what a graph records: its slots do not take turns with those of what runs before and behind it."""
+        started, self._is_captured = self._started, True
+        try:
+            self.meet()
+            yield
+            self.meet()
+        except BaseException:  # what began was not given to the device
+            for operation in self._unfinished.values():
+                operation.drop()
+            self._unfinished.clear()
+            self._started = started
+            raise
 
     @contextmanager
     def copying(self, main: torch.cuda.Stream, sent: torch.cuda.Event) -> Iterator[None]:
@@ -171,6 +194,11 @@ class _Operation:
         """Let the current stream wait for what has not arrived."""
         raise NotImplementedError
 
+    def drop(self) -> None:
+        """It never ran."""
+        self._is_finished = True
+        self._sending.clear()
+
     def finish(self) -> None:
         """Let the operation's stream, which is the current one, wait for all that arrives and all that leaves."""
         if not self._is_finished:
@@ -179,6 +207,11 @@ class _Operation:
             self._is_finished = True
             self._sending.clear()
             self._memory.forget(self)
+
+
+def _let_wait(stream: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
+    if not torch.cuda.is_current_stream_capturing():  # before a capture the device was idle
+        stream.wait_stream(other)
 
 
 class PeerGathering(_Operation):
@@ -195,15 +228,15 @@ class PeerGathering(_Operation):
         self._send(self._shard, (*memory.others(1), memory.rank), slot)
 
     def _receive(self, count: int | None = None) -> None:
-        self._slot.wait_for(self._missing[:count])
+        for rank in self._missing[:count]:
+            self._slot.wait_for(rank)
         del self._missing[:count]
 
-    def pieces(self, operations_per_row: float = 0) -> Iterator[tuple[int, Tensor]]:
+    def pieces(self, operations_per_element: float = 0) -> Iterator[tuple[int, Tensor]]:
         """Own rows, then those that should have arrived."""
         own = self._shard.size(0)
         yield self._memory.rank * own, self._shard
-        pace = operations_per_row * own / (self._shard.nbytes * _OPERATIONS_PER_BYTE)
-        blocks = arrivals(self._missing, pace)
+        blocks = arrivals(self._missing, operations_per_element / (self._shard.element_size() * _OPERATIONS_PER_BYTE))
         for i, block in enumerate(blocks):
             if i + 1 < len(blocks):
                 self._receive(len(block))
@@ -271,7 +304,8 @@ class PeerReduction(_Operation):
     def _receive(self) -> None:
         assert self._slot is not None
         assert not self._missing, f"another reduction began before rows for the ranks {self._missing} were handed over"
-        self._slot.wait_for(list(self._memory.others(-1)))
+        for rank in self._memory.others(-1):
+            self._slot.wait_for(rank)
 
     def wait(self) -> Tensor:
         self.finish()

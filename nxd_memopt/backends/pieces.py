@@ -36,12 +36,12 @@ class Gathering(Protocol):
         """``n * size``, of all rows."""
         ...
 
-    def pieces(self, operations_per_row: float = 0) -> Iterable[tuple[int, Tensor]]:
+    def pieces(self, operations_per_element: float = 0) -> Iterable[tuple[int, Tensor]]:
         """Where rows begin, and the rows, in the order of their arrival, together all of them; to be iterated once.
 
         Args:
-            operations_per_row: floating-point operations that the user does with each. The more, the longer it takes,
-                and the more rows arrive meanwhile and come as one piece.
+            operations_per_element: floating-point operations that the user does with each element. The more, the longer
+                it takes, and the more rows arrive meanwhile and come as one piece.
         """
         ...
 
@@ -85,8 +85,8 @@ class GatheringAtOnce:
     def length(self) -> int:
         return self.wait().size(0)
 
-    def pieces(self, operations_per_row: float = 0) -> Iterable[tuple[int, Tensor]]:
-        del operations_per_row
+    def pieces(self, operations_per_element: float = 0) -> Iterable[tuple[int, Tensor]]:
+        del operations_per_element
         return ((0, self.wait()),)
 
     def wait(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""Owns memory techniques that are applied to a model from outside."""
+"""Owns techniques that are applied from outside: to a model, or to its pass."""
 
 from nxd_memopt.memory.apply import apply_memory
 from nxd_memopt.memory.graphed import GraphedLoss

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -13,15 +13,24 @@ from nxd_memopt.backends import Capture, backend
 from nxd_memopt.parallel_layers.random import get_rng_tracker
 
 WARM_UP_CALLS = 2  # run as they are: kernels are compiled and chosen, and memory between ranks is mapped
-_Shapes = tuple[tuple[torch.Size, torch.dtype], ...]
 
 
-class _Recording(NamedTuple):
-    """One pass on the device: what it reads, what it leaves, and how to run it."""
+@dataclass
+class _Recording:
+    """A pass on the device, the tensors that it reads, and the loss that it leaves."""
 
     inputs: tuple[Tensor, ...]
-    loss: Tensor
-    work: Capture
+    work: Capture[Tensor]
+
+
+@dataclass
+class _Pass:
+    """What is known of the passes of one shape."""
+
+    reaches: list[bool]  # which parameters, with gradients
+    calls: int = 0
+    writing: _Recording | None = None
+    adding: _Recording | None = None
 
 
 class GraphedLoss:
@@ -32,7 +41,8 @@ class GraphedLoss:
 
     Gradients come into ``.grad`` as by ``backward()``: they add to what is there, and hooks of
     ``register_post_accumulate_grad_hook`` run, after the whole pass. The first two calls for a shape run as they are.
-    The memory of the recordings, gradients with it, is kept as long as this object lives.
+    The memory of the recordings, gradients with it, is kept as long as this object lives: a gradient that is to outlive
+    the next call must be cloned.
 
     Example::
 
@@ -42,7 +52,7 @@ class GraphedLoss:
         optimizer.zero_grad()
 
     Args:
-        parameters: those that the loss gives gradients.
+        parameters: those that the loss gives gradients; inputs get none.
         loss_of: maps tensors to a scalar loss. Nothing else that it reads may change between calls; it asks the device
             for no value and draws no random numbers. Other hooks, and its Python code, run while it is recorded only.
 
@@ -53,100 +63,132 @@ class GraphedLoss:
     def __init__(self, parameters: Iterable[nn.Parameter], loss_of: Callable[..., Tensor]) -> None:
         refusal = backend.capture_refusal()
         if refusal is not None:
-            raise ValueError(refusal)
-        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+            raise ValueError(f"a loss as one CUDA graph {refusal}: use loss_of and backward() themselves")
+        self._parameters = list(dict.fromkeys(parameter for parameter in parameters if parameter.requires_grad))
         self._loss_of = loss_of
-        self._grads: list[Tensor | None] = []  # where all recordings leave them
-        self._writing: dict[_Shapes, _Recording] = {}  # one: a second would leave its gradients elsewhere
-        self._adding: dict[_Shapes, _Recording] = {}
-        self._reached: set[nn.Parameter] = set()  # by gradients
-        self._calls: dict[_Shapes, int] = {}
-        self._last: Capture | None = None
+        self._grads: list[Tensor | None] = [None] * len(self._parameters)  # where all recordings leave them
+        self._passes: dict[tuple[tuple[torch.Size, torch.dtype], ...], _Pass] = {}
+        self._last: Capture[Tensor] | None = None
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         """The loss, detached; the parameters' ``.grad`` are there.
 
         Raises:
+            ValueError: the call is inside ``torch.autocast``.
             RuntimeError: the loss draws random numbers, or cannot be recorded.
         """
+        if torch.is_autocast_enabled(backend.device.type) and torch.is_autocast_cache_enabled():
+            raise ValueError("autocast would keep casts of old weights for a recording: put it inside loss_of")
         shapes = tuple((tensor.shape, tensor.dtype) for tensor in inputs)
-        calls = self._calls[shapes] = self._calls.get(shapes, 0) + 1
-        if calls <= WARM_UP_CALLS:
-            return self._run(inputs)
-        is_fresh = all(parameter.grad is None for parameter in self._parameters)
-        if is_fresh and (shapes in self._writing or not self._writing):
-            recording = self._writing.get(shapes) or self._record_writing(shapes, inputs)
-        else:
-            self._take_grads()
-            recording = self._adding.get(shapes) or self._record(self._adding, shapes, inputs)
+        known = self._passes.setdefault(shapes, _Pass([False] * len(self._parameters)))
+        known.calls += 1
+        if known.calls <= WARM_UP_CALLS:
+            return self._run(known, inputs)
+        recording = self._recording(known, inputs)
         for static, given in zip(recording.inputs, inputs, strict=True):
-            static.copy_(given)
+            static.copy_(given.detach())
         recording.work.replay()
-        self._give_grads()
-        return recording.loss.clone()
+        self._give_grads(known)
+        return recording.work.result.clone()
 
-    def _run(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        before = self._random_states()
-        with backend.rehearsal():
+    def _run(self, known: _Pass, inputs: tuple[Tensor, ...]) -> Tensor:
+        random_states = _random_states()
+        with backend.rehearsal(), self._noting(known.reaches):
             loss = self._loss_of(*inputs)
-            if any(not torch.equal(*pair) for pair in zip(before, self._random_states(), strict=True)):
-                raise RuntimeError("a recorded loss would draw the same random numbers in each step: set dropout to 0")
+            if any(not torch.equal(*pair) for pair in zip(random_states, _random_states(), strict=True)):
+                raise RuntimeError(
+                    "a loss that draws random numbers cannot be recorded, since the host seeds their streams: set "
+                    "dropout to 0"
+                )
             loss.backward()
-        self._reached.update(parameter for parameter in self._parameters if parameter.grad is not None)
         return loss.detach()
 
-    @staticmethod
-    def _random_states() -> list[Tensor]:
-        return [backend.get_rng_state(), *get_rng_tracker().get_states().values()]
+    @contextmanager
+    def _noting(self, reaches: list[bool]) -> Iterator[None]:
+        """Which parameters get gradients inside; other hooks may take those away at once."""
+        handles = [
+            parameter.register_post_accumulate_grad_hook(lambda _, i=i: reaches.__setitem__(i, True))
+            for i, parameter in enumerate(self._parameters)
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
-    def _record_writing(self, shapes: _Shapes, inputs: tuple[Tensor, ...]) -> _Recording:
-        self._adding.clear()  # they add to gradients of a pass that ran as it is
-        self._grads.clear()
-        recording = self._record(self._writing, shapes, inputs)
+    def _recording(self, known: _Pass, inputs: tuple[Tensor, ...]) -> _Recording:
+        """Of the first shape there is one that writes gradients; all others add to them, after zeros where need be."""
+        if all(parameter.grad is None for parameter in self._parameters):
+            if not any(each.writing for each in self._passes.values()):
+                self._record_writing(known, inputs)
+            if known.writing is not None:
+                return known.writing
+        self._take_grads(known)
+        known.adding = known.adding or self._record(known, inputs)
+        return known.adding
+
+    def _record_writing(self, known: _Pass, inputs: tuple[Tensor, ...]) -> None:
+        for each in self._passes.values():
+            each.adding = None  # it adds to gradients of a pass that ran as it is
+        self._grads = [None] * len(self._parameters)
+        known.writing = self._record(known, inputs)
         self._grads = [parameter.grad for parameter in self._parameters]
-        return recording
 
-    def _record(self, recordings: dict[_Shapes, _Recording], shapes: _Shapes, inputs: tuple[Tensor, ...]) -> _Recording:
-        static, losses = tuple(tensor.clone() for tensor in inputs), []
+    def _record(self, known: _Pass, inputs: tuple[Tensor, ...]) -> _Recording:
+        static, before = tuple(t.detach().clone() for t in inputs), [p.grad for p in self._parameters]
 
-        def run() -> None:
+        def run() -> Tensor:
             loss = self._loss_of(*static)
             loss.backward()
-            losses.append(loss.detach())
+            return loss.detach()
 
-        with _hooks_laid_aside(self._parameters):
-            try:
-                self._last = work = backend.capture(run, beside=self._last)
-            except RuntimeError as error:
-                raise RuntimeError(
-                    "the loss cannot be recorded: it may ask the device for a value, such as .item(), or copy from the "
-                    f"host; {error}"
-                ) from error
-        recordings[shapes] = _Recording(static, losses[0], work)
-        return recordings[shapes]
-
-    def _give_grads(self) -> None:
-        for parameter, grad in zip(self._parameters, self._grads, strict=True):
-            if grad is not None:
-                torch.autograd.graph.increment_version(grad)  # a replay writes behind autograd's back
+        try:
+            with _hooks_laid_aside(self._parameters):
+                work = backend.capture(run, beside=self._last)
+            reached = (p.grad is not None and grad is None for p, grad in zip(self._parameters, before, strict=True))
+            if any(now and not earlier for now, earlier in zip(reached, known.reaches, strict=True)):
+                raise RuntimeError("it gives gradients to other parameters than in the first calls of this shape")
+        except BaseException as error:
+            for parameter, grad in zip(self._parameters, before, strict=True):
                 parameter.grad = grad
-                for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
-                    hook(parameter)
+            if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise RuntimeError(
+                "the loss cannot be recorded (does it ask the device for a value, such as .item(), or copy from the "
+                f"host?): {error}"
+            ) from error
+        self._last = work
+        return _Recording(static, work)
 
-    def _take_grads(self) -> None:
+    @torch.no_grad()
+    def _give_grads(self, known: _Pass) -> None:
+        places = zip(self._parameters, self._grads, known.reaches, strict=True)
+        reached = [(parameter, grad) for parameter, grad, is_reached in places if is_reached and grad is not None]
+        torch.autograd.graph.increment_version([grad for _, grad in reached])  # a replay writes behind autograd's back
+        for parameter, grad in reached:
+            parameter.grad = grad
+        for parameter, _ in reached:
+            for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
+                hook(parameter)
+
+    @torch.no_grad()
+    def _take_grads(self, known: _Pass) -> None:
         """What the parameters have, moved to where recordings add to it; at first that is where it is."""
-        self._grads = self._grads or [
-            torch.zeros_like(parameter) if parameter.grad is None and parameter in self._reached else parameter.grad
-            for parameter in self._parameters
-        ]
-        for parameter, grad in zip(self._parameters, self._grads, strict=True):
-            if grad is None or parameter.grad is grad:
+        for i, (parameter, reached) in enumerate(zip(self._parameters, known.reaches, strict=True)):
+            grad = self._grads[i]
+            if not reached or (grad is not None and parameter.grad is grad):
                 continue
-            if parameter.grad is None:
+            if grad is None:
+                grad = self._grads[i] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            elif parameter.grad is None:
                 grad.zero_()
             else:
                 grad.copy_(parameter.grad)
             parameter.grad = grad
+
+
+def _random_states() -> list[Tensor]:
+    return [torch.get_rng_state(), backend.get_rng_state(), *get_rng_tracker().get_states().values()]
 
 
 @contextmanager

@@ -42,8 +42,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, keep_core_attn: bool = 
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     contexts = keeping_contexts if keep_core_attn else None
-    is_replayable = not (torch.compiler.is_compiling() or backend.is_capturing())
-    if parallel_state.rng_states() and is_replayable:  # dynamo follows no contexts of our own
+    if parallel_state.rng_states() and not torch.compiler.is_compiling():  # dynamo follows no contexts of our own
         contexts = functools.partial(both_contexts, replay_contexts, contexts) if contexts else replay_contexts
     return backend.checkpoint(_under_function_modes(function), *args, context_fn=contexts, **kwargs)
 

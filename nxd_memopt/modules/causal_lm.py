@@ -151,7 +151,7 @@ class ParallelCausalLM(nn.Module, ABC):
         return CausalLMOutput(loss, whole)
 
     def _frequencies_on(self, device: torch.device) -> Tensor:
-        """Moved once: a copy in each step would wait for copies of activations, and cannot be recorded."""
+        """On GPUs moved once: copies wait for others, and cannot be recorded. Elsewhere a tracer's may not stay."""
         if self.rope_frequencies.device != device and device.type == "cuda":
             self.rope_frequencies = self.rope_frequencies.to(device)
         return self.rope_frequencies

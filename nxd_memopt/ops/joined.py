@@ -23,7 +23,7 @@ def joined(tensors: Sequence[Tensor], dim: int) -> Tensor | None:
     dim %= first.dim()
     stride, offset, length = first.stride(), first.storage_offset(), 0
     for tensor in tensors:
-        alike = tensor.dtype == first.dtype and _same_strides(first, tensor) and _same_but(first, tensor, dim)
+        alike = tensor.dtype == first.dtype and _same_but(first, tensor, dim) and _same_strides(first, tensor, dim)
         if not alike or tensor.storage_offset() != offset or not _one_storage(first, tensor):
             return None
         offset += tensor.size(dim) * stride[dim]
@@ -31,12 +31,11 @@ def joined(tensors: Sequence[Tensor], dim: int) -> Tensor | None:
     return first.as_strided((*first.shape[:dim], length, *first.shape[dim + 1 :]), stride)
 
 
-def _same_strides(a: Tensor, b: Tensor) -> bool:
-    """Where there is more than one element: what ``view`` gives the others depends on their neighbours."""
-    if a.stride() == b.stride():
-        return True
-    return a.dim() == b.dim() and all(
-        n == 1 or one == other for n, one, other in zip(a.shape, a.stride(), b.stride(), strict=True)
+def _same_strides(a: Tensor, b: Tensor, dim: int) -> bool:
+    """Along ``dim``, and where there is more than one element: ``view`` gives other dimensions any stride."""
+    strides = zip(a.shape, a.stride(), b.stride(), strict=True)
+    return a.stride() == b.stride() or all(
+        one == other or (n == 1 and i != dim) for i, (n, one, other) in enumerate(strides)
     )
 
 

@@ -51,7 +51,7 @@ class _GatedRow(torch.autograd.Function):
         gate, up, grad = backend.optimization_barrier([gate, up, grad])
         gathering = ctx.comm.gather(grad)
         weight_grad: Tensor | None = None
-        for start, grads in _tiles(gathering, gate, 4 * weight.numel()):
+        for start, grads in _tiles(gathering, gate, 4 * weight.size(1)):
             tile = slice(start, start + grads.size(0))
             activated = gated_activation_gradient(gate[tile], up[tile], grads @ weight, ctx.hidden_act)
             if not needs_weight:
@@ -64,10 +64,10 @@ class _GatedRow(torch.autograd.Function):
         return None, None, None, gate, up, weight_grad
 
 
-def _tiles(gathering: Gathering, gate: Tensor, operations_per_row: int) -> Iterator[tuple[int, Tensor]]:
+def _tiles(gathering: Gathering, gate: Tensor, operations_per_element: int) -> Iterator[tuple[int, Tensor]]:
     """The pieces as they arrive, cut so that the activation of one fits ``_TILE_BYTES``."""
     most = max(1, _TILE_BYTES // (gate.size(-1) * gate.element_size()))
-    for first, rows in gathering.pieces(operations_per_row):
+    for first, rows in gathering.pieces(operations_per_element):
         for i, tile in enumerate(rows.split(most)):
             yield first + i * most, tile
 

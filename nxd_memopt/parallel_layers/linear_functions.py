@@ -97,7 +97,7 @@ def products(
     """
     biases = biases or [None] * len(weights)
     results: list[Tensor] = []
-    for start, rows in gathering.pieces(2 * sum(weight.numel() for weight in weights)):
+    for start, rows in gathering.pieces(2 * sum(weight.size(0) for weight in weights)):
         inputs = [rows] * len(weights) if inputs_of is None else inputs_of(rows)
         if rows.size(0) == gathering.length:
             return [F.linear(*each) for each in zip(inputs, weights, biases, strict=True)]
