@@ -54,7 +54,7 @@ MUTANTS = (
     Mutant(
         "peer memory's abandoned gathers leave their signals",
         "nxd_memopt/backends/peer_memory.py",
-        "            self._unfinished[kind].finish()\n",
+        "            self._finish(self._unfinished[kind], stream)\n",
         "            pass\n",
         ("test_peer_memory.py",),
         "no_order",
@@ -349,8 +349,8 @@ MUTANTS = (
     Mutant(
         "a replay is no write to the gradients",
         "nxd_memopt/memory/graphed.py",
-        "                torch.autograd.graph.increment_version(grad)  # a replay writes behind autograd's back\n",
-        "",
+        "torch.autograd.graph.increment_version([grad for _, grad in reached])",
+        "pass",
         ("test_graphed.py",),
         "count_as_writes",
     ),

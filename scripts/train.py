@@ -28,7 +28,7 @@ with user_errors():  # the backend is chosen at import, and may refuse
     from train_config import TrainConfig
     from train_data import open_documents
     from train_evaluate import held_out_loss, held_out_loss_by_transformers
-    from train_model import build_model, load_hf_config, load_vocabulary
+    from train_model import build_model, load_hf_config, load_vocabulary, require_recordable
     from train_optimizer import AdamW, learning_rate, trainable_parameters
     from train_ranks import (
         is_extracting_graphs,
@@ -66,10 +66,10 @@ def main() -> None:
 def run(config: TrainConfig) -> None:
     """Prepare, evaluate, train, evaluate, export. Every rank calls."""
     require_writable(config.trainer.output_dir)
-    if config.trainer.enable_cuda_graph and backend.capture_refusal() is not None:
-        raise ValueError(f"trainer.enable_cuda_graph {backend.capture_refusal()}: set it to false")
     summary = start_summary(config)
     hf_config = load_hf_config(config.model)
+    if config.trainer.enable_cuda_graph:
+        require_recordable(hf_config)
     vocabulary = load_vocabulary(config.model, hf_config)
     fingerprint = prepare_data(config, vocabulary)
     model = build_model(config, hf_config)

@@ -35,6 +35,19 @@ def load_hf_config(config: ModelConfig) -> PretrainedConfig:
     return hf_config
 
 
+def require_recordable(hf_config: PretrainedConfig) -> None:
+    """Raise ``ValueError`` where ``trainer.enable_cuda_graph`` cannot be met, before the model is built."""
+    refusal = backend.capture_refusal()
+    if refusal is not None:
+        raise ValueError(f"trainer.enable_cuda_graph {refusal}: set it to false")
+    dropout = {name: value for name, value in hf_config.to_dict().items() if name.endswith("dropout") and value}
+    if dropout:
+        raise ValueError(
+            f"trainer.enable_cuda_graph needs dropout 0, got {dropout}: set them to 0 in model.config_overrides, or "
+            "enable_cuda_graph to false"
+        )
+
+
 def load_vocabulary(config: ModelConfig, hf_config: PretrainedConfig) -> Vocabulary:
     """Return the tokenizer, checked against the model.
 

@@ -188,12 +188,49 @@ def test_hooks_see_what_they_see_in_backward(graphed):
     assert [enabled for enabled, _ in seen] == [False] * 4
 
 
-def test_an_input_gets_no_gradient_and_no_history(graphed):
-    _, _, step = graphed
-    x = torch.randn(5, 4, requires_grad=True)
-    for _ in range(WARM_UP_CALLS + 2):
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        (None, TypeError, "input 0 is a NoneType"),
+        (torch.ones(5, 4, device="meta"), ValueError, "must be on cpu"),
+        (torch.ones(5, 4, requires_grad=True), ValueError, "require no gradient"),
+    ],
+)
+def test_other_inputs_are_refused(graphed, given, error, message):
+    with pytest.raises(error, match=message):
+        graphed[2](given)
+
+
+def test_gradients_that_would_be_lost_are_refused(graphed):
+    model, _, step = graphed
+    x = torch.ones(5, 4)
+    some = GraphedLoss(model[1].parameters(), lambda x: model[1](model[0](x)).sum())
+    with pytest.raises(ValueError, match=r"2 tensors that are not among the parameters, the first of shape \[3"):
+        some(x)
+    with pytest.raises(ValueError, match="none of 0 parameters requires a gradient"):
+        GraphedLoss(iter(()), torch.sum)
+    step(x)
+    model[0].weight.requires_grad_(False)
+    with pytest.raises(ValueError, match="frozen or released"):
         step(x)
-    assert all(each.writing is None or not each.writing.inputs[0].requires_grad for each in step._passes.values())
+
+
+def test_a_first_call_that_fails_does_not_count(graphed):
+    model, twin, _ = graphed
+    failures = [torch.OutOfMemoryError("no memory")] * 3
+
+    def loss_of(x):
+        if failures:
+            raise failures.pop()
+        return model[1](model[0](x)).square().mean()
+
+    step, x = GraphedLoss(model.parameters(), loss_of), torch.ones(5, 4)
+    for _ in range(3):
+        with pytest.raises(torch.OutOfMemoryError):
+            step(x)
+    for _ in range(5):
+        assert torch.equal(step(x), eager(twin, x))
+        model.zero_grad()
 
 
 def test_autocast_around_a_call_is_refused(graphed):

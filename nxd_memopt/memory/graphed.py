@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,19 +53,23 @@ class GraphedLoss:
         optimizer.zero_grad()
 
     Args:
-        parameters: those that the loss gives gradients; inputs get none.
-        loss_of: maps tensors to a scalar loss. Nothing else that it reads may change between calls; it asks the device
-            for no value and draws no random numbers. Other hooks, and its Python code, run while it is recorded only.
+        parameters: all that the loss gives gradients.
+        loss_of: maps tensors to a scalar loss. Nothing else that it reads may change between calls, ``train()`` and
+            ``eval()`` included; it asks the device for no value and draws no random numbers. Other hooks, and its
+            Python code, run while it is recorded only.
 
     Raises:
-        ValueError: the device records nothing.
+        ValueError: the device records nothing, or no parameter requires a gradient.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], loss_of: Callable[..., Tensor]) -> None:
         refusal = backend.capture_refusal()
         if refusal is not None:
             raise ValueError(f"a loss as one CUDA graph {refusal}: use loss_of and backward() themselves")
-        self._parameters = list(dict.fromkeys(parameter for parameter in parameters if parameter.requires_grad))
+        self._given = list(dict.fromkeys(parameters))
+        self._parameters = [parameter for parameter in self._given if parameter.requires_grad]
+        if not self._parameters:
+            raise ValueError(f"none of {len(self._given)} parameters requires a gradient: pass model.parameters()")
         self._loss_of = loss_of
         self._grads: list[Tensor | None] = [None] * len(self._parameters)  # where all recordings leave them
         self._passes: dict[tuple[tuple[torch.Size, torch.dtype], ...], _Pass] = {}
@@ -73,23 +78,42 @@ class GraphedLoss:
     def __call__(self, *inputs: Tensor) -> Tensor:
         """The loss, detached; the parameters' ``.grad`` are there.
 
+        Args:
+            inputs: tensors on the device that require no gradient.
+
         Raises:
-            ValueError: the call is inside ``torch.autocast``.
+            TypeError: an input is no tensor.
+            ValueError: another input, the call is inside ``torch.autocast``, or the loss gives gradients to others than
+                ``parameters``.
             RuntimeError: the loss draws random numbers, or cannot be recorded.
         """
-        if torch.is_autocast_enabled(backend.device.type) and torch.is_autocast_cache_enabled():
-            raise ValueError("autocast would keep casts of old weights for a recording: put it inside loss_of")
+        self._check(inputs)
         shapes = tuple((tensor.shape, tensor.dtype) for tensor in inputs)
         known = self._passes.setdefault(shapes, _Pass([False] * len(self._parameters)))
-        known.calls += 1
-        if known.calls <= WARM_UP_CALLS:
-            return self._run(known, inputs)
+        if known.calls < WARM_UP_CALLS:
+            loss = self._run(known, inputs)
+            known.calls += 1
+            return loss
         recording = self._recording(known, inputs)
         for static, given in zip(recording.inputs, inputs, strict=True):
-            static.copy_(given.detach())
+            static.copy_(given)
         recording.work.replay()
         self._give_grads(known)
         return recording.work.result.clone()
+
+    def _check(self, inputs: tuple[Tensor, ...]) -> None:
+        for i, given in enumerate(inputs):
+            if not isinstance(given, Tensor):
+                raise TypeError(f"input {i} is a {type(given).__name__}: only tensors can change between replays")
+            if given.device.type != backend.device.type or given.requires_grad:
+                wanted = f"must be on {backend.device} and require no gradient"
+                raise ValueError(f"input {i} {wanted}, got {given.device}, requires_grad={given.requires_grad}")
+        if sum(p.requires_grad for p in self._given) != len(self._parameters) or not all(
+            parameter.requires_grad for parameter in self._parameters
+        ):
+            raise ValueError("parameters were frozen or released: make another GraphedLoss")
+        if torch.is_autocast_enabled(backend.device.type) and torch.is_autocast_cache_enabled():
+            raise ValueError("autocast would keep casts of old weights for a recording: put it inside loss_of")
 
     def _run(self, known: _Pass, inputs: tuple[Tensor, ...]) -> Tensor:
         random_states = _random_states()
@@ -100,8 +124,19 @@ class GraphedLoss:
                     "a loss that draws random numbers cannot be recorded, since the host seeds their streams: set "
                     "dropout to 0"
                 )
+            self._require_known(loss)
             loss.backward()
         return loss.detach()
+
+    def _require_known(self, loss: Tensor) -> None:
+        """A recording would leave the gradients of other tensors where nobody finds them."""
+        known = {id(parameter) for parameter in self._parameters}
+        others = [leaf for leaf in _leaves(loss) if id(leaf) not in known]
+        if others:
+            raise ValueError(
+                f"the loss gives gradients to {len(others)} tensors that are not among the parameters, the first of "
+                f"shape {list(others[0].shape)}: pass them too, or freeze them"
+            )
 
     @contextmanager
     def _noting(self, reaches: list[bool]) -> Iterator[None]:
@@ -135,7 +170,7 @@ class GraphedLoss:
         self._grads = [parameter.grad for parameter in self._parameters]
 
     def _record(self, known: _Pass, inputs: tuple[Tensor, ...]) -> _Recording:
-        static, before = tuple(t.detach().clone() for t in inputs), [p.grad for p in self._parameters]
+        static, before = tuple(tensor.clone() for tensor in inputs), [p.grad for p in self._parameters]
 
         def run() -> Tensor:
             loss = self._loss_of(*static)
@@ -185,6 +220,20 @@ class GraphedLoss:
             else:
                 grad.copy_(parameter.grad)
             parameter.grad = grad
+
+
+def _leaves(loss: Tensor) -> list[Tensor]:
+    """Whose gradients backward would make."""
+    found: list[Tensor] = []
+    seen: set[Any] = set()
+    nodes: list[Any] = [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            found += [node.variable] if hasattr(node, "variable") else []
+            nodes += [function for function, _ in node.next_functions]
+    return found
 
 
 def _random_states() -> list[Tensor]:

@@ -152,9 +152,10 @@ class ParallelCausalLM(nn.Module, ABC):
 
     def _frequencies_on(self, device: torch.device) -> Tensor:
         """On GPUs moved once: copies wait for others, and cannot be recorded. Elsewhere a tracer's may not stay."""
-        if self.rope_frequencies.device != device and device.type == "cuda":
-            self.rope_frequencies = self.rope_frequencies.to(device)
-        return self.rope_frequencies
+        frequencies = self.rope_frequencies.to(device)
+        if device.type == "cuda" and type(frequencies) is Tensor:
+            self.rope_frequencies = frequencies
+        return frequencies
 
     @staticmethod
     def _documents(

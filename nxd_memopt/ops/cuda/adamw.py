@@ -34,7 +34,7 @@ class Update(NamedTuple):
 
 def adamw(updates: Sequence[Update], *, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float) -> None:
     """``torch.optim.AdamW``'s step, in fp32 for tensors of any dtype, which are rounded when they are stored."""
-    numbers = lr, 1 - beta1, 1 - beta2, eps, weight_decay
+    numbers = lr, 1 - beta1, beta2, 1 - beta2, eps, weight_decay
     kinds: dict[tuple[Any, ...], list[Update]] = {}
     for update in updates:
         kinds.setdefault(_kind(update), []).append(update)

@@ -18,6 +18,7 @@ def _update_chunk(
     root_of_correction,
     lr,
     mean_rate,
+    beta2,
     square_rate,
     eps,
     weight_decay,
@@ -32,8 +33,7 @@ def _update_chunk(
         g = tl.load(grad + place, mask=mask, other=0.0).to(tl.float32)
         m = tl.load(mean + place, mask=mask, other=0.0).to(tl.float32)
         m += (g - m) * mean_rate
-        v = tl.load(square + place, mask=mask, other=0.0).to(tl.float32)
-        v += (g * g - v) * square_rate
+        v = beta2 * tl.load(square + place, mask=mask, other=0.0).to(tl.float32) + square_rate * g * g
         p = tl.load(param + place, mask=mask, other=0.0).to(tl.float32) * (1.0 - lr * weight_decay)
         p -= step_size * m / (tl.sqrt(v) / root_of_correction + eps)
         tl.store(param + place, p.to(param.dtype.element_ty), mask=mask)
@@ -58,6 +58,7 @@ def adamw(
     mean_like,
     lr,
     mean_rate,
+    beta2,
     square_rate,
     eps,
     weight_decay,
@@ -80,6 +81,7 @@ def adamw(
         tl.load(corrections + tensor * 2 + 1),
         lr,
         mean_rate,
+        beta2,
         square_rate,
         eps,
         weight_decay,
@@ -99,6 +101,7 @@ def adamw_of_one(
     root_of_correction,
     lr,
     mean_rate,
+    beta2,
     square_rate,
     eps,
     weight_decay,
@@ -118,6 +121,7 @@ def adamw_of_one(
         root_of_correction,
         lr,
         mean_rate,
+        beta2,
         square_rate,
         eps,
         weight_decay,
