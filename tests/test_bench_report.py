@@ -18,12 +18,15 @@ def test_the_last_race_and_its_best_peer(monkeypatch):
         row("ours", 100, command="old"),
         row("peer", 400, command="old"),
         row("ours", 300, command="new"),
+        row("ours, CUDA graph", 350, command="new"),
         row("slow", 100, command="new"),
         row("fast", 200, command="new"),
         row("failed", None, command="new"),
         row("ours", 50, command="ours alone, no race"),
         row("ours", 80, command="full", recompute="full, attention kept"),
         row("fast", 40, command="full", recompute="full"),
+        row("ours", 90, command="offloaded", recompute="none, offloaded"),
+        row("fast", 45, command="offloaded", recompute="full"),
         row("ours", 10, command="short", tokens=512),
         row("fast", 20, command="short", tokens=512),
     ]
@@ -31,7 +34,8 @@ def test_the_last_race_and_its_best_peer(monkeypatch):
     assert report.step_lines()[2:] == [
         "| m | 4 | 512 | none | 10 | 0.5 | 1.0 | fast: 20 | 1.0 | 0.50 |",
         "| m | 4 | 8,192 | full, attention kept | 80 | 0.5 | 1.0 | fast: 40 | 1.0 | 2.00 |",
-        "| m | 4 | 8,192 | none | 300 | 0.5 | 1.0 | fast: 200 | 1.0 | 1.50 |",
+        "| m | 4 | 8,192 | none, offloaded | 90 | 0.5 | 1.0 | fast: 45 | 1.0 | 2.00 |",
+        "| m | 4 | 8,192 | none, CUDA graph | 350 | 0.5 | 1.0 | fast: 200 | 1.0 | 1.75 |",
     ]
 
 

@@ -31,7 +31,7 @@ def rows_of(name: str) -> list[Row]:
 def latest_races(rows: Sequence[Row], keys: Sequence[str]) -> list[list[Row]]:
     """For each setting the last run that measured ours beside a peer: a race is within one run.
 
-    The peers' ``recompute`` belongs to the setting; ours may take another way to the same memory.
+    Ours and the peers' ``recompute`` belong to the setting: there are several ways to one memory.
     """
     runs: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
@@ -39,9 +39,11 @@ def latest_races(rows: Sequence[Row], keys: Sequence[str]) -> list[list[Row]]:
         runs.setdefault(run, []).append(row)
     latest: dict[tuple[str, ...], list[Row]] = {}
     for run, race in runs.items():
-        peers = [row for row in race if not row["variant"].startswith("ours")]
-        if len(peers) < len(race) and peers:
-            latest[(*run[: len(keys)], peers[0].get("recompute", ""))] = race
+        peers = [row for row in race if not _is_ours(row["variant"])]
+        ours = [row for row in race if _is_ours(row["variant"])]
+        if ours and peers:
+            ways = (each[0].get("recompute", "") for each in (peers, ours))
+            latest[(*run[: len(keys)], *ways)] = race
     return [latest[setting] for setting in sorted(latest, key=_with_numbers)]
 
 
@@ -51,20 +53,26 @@ def _with_numbers(setting: tuple[str, ...]) -> tuple[tuple[int, str], ...]:
 
 def step_lines() -> list[str]:
     lines = [
-        "| model | T | tokens | recompute | ours: tokens/s/GPU | MFU | GiB | best peer: tokens/s/GPU | GiB | ratio |",
+        "| model | T | tokens | setting | ours: tokens/s/GPU | MFU | GiB | best peer: tokens/s/GPU | GiB | ratio |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for race in latest_races(rows_of("train_step"), ("model", "tensor_parallel", "tokens")):
         done = {row["variant"]: row for row in race if row["tokens_per_s_per_device"]}
-        ours, peers = done.get("ours"), {name: row for name, row in done.items() if not name.startswith("ours")}
-        if ours is None or not peers:
+        names = sorted(done, key=lambda name: float(done[name]["tokens_per_s_per_device"]))
+        best = [name for name in names if _is_ours(name)][-1:] + [name for name in names if not _is_ours(name)][-1:]
+        if len(best) < 2:
             continue
-        name, peer = max(peers.items(), key=lambda item: float(item[1]["tokens_per_s_per_device"]))
+        ours, peer = (done[name] for name in best)
         speed, other = (float(row["tokens_per_s_per_device"]) for row in (ours, peer))
-        cells = [ours["model"], ours["tensor_parallel"], f"{int(ours['tokens']):,}", ours["recompute"], f"{speed:,.0f}"]
-        cells += [ours["mfu"], ours["peak_gib"], f"{name}: {other:,.0f}", peer["peak_gib"], f"{speed / other:.2f}"]
+        setting = ours["recompute"] + best[0].removeprefix("ours")
+        cells = [ours["model"], ours["tensor_parallel"], f"{int(ours['tokens']):,}", setting, f"{speed:,.0f}"]
+        cells += [ours["mfu"], ours["peak_gib"], f"{best[1]}: {other:,.0f}", peer["peak_gib"], f"{speed / other:.2f}"]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def _is_ours(name: str) -> bool:
+    return name.startswith("ours")
 
 
 def head_lines() -> list[str]:
@@ -146,7 +154,7 @@ def plots(folder: Path) -> list[Path]:
 
 def _bars(axes: Any, rows: Sequence[Row], column: str, label: str) -> None:
     names, values = [row["variant"] for row in rows], [float(row[column] or 0) for row in rows]
-    bars = axes.barh(names, values, color=["tab:blue" if name == "ours" else "tab:gray" for name in names])
+    bars = axes.barh(names, values, color=["tab:blue" if _is_ours(name) else "tab:gray" for name in names])
     axes.bar_label(bars, fmt="%.0f" if max(values) > 100 else "%.1f", padding=2)
     axes.set_xlabel(label)
     axes.margins(x=0.15)

@@ -306,7 +306,7 @@ def model_flops(config: Any, tokens: int) -> float:
 
 
 def recompute(args: argparse.Namespace) -> tuple[MemoryConfig, str]:
-    """What ours is told, and how a row calls it; the peers recompute whole layers or nothing."""
+    """What ours is told, and how a row calls it."""
     layers, offloaded = args.recompute_layers, args.offload_layers
     memory = MemoryConfig(cpu_offloading_num_layers=offloaded)
     parts = ["none"]
@@ -331,11 +331,12 @@ def trace_file(folder: Path | None, row: dict[str, Any]) -> Path | None:
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
-    memory, description = recompute(args)
+    peers_memory = MemoryConfig(recompute_granularity="full" if args.recompute == "full" else None)
     for tokens in args.tokens:
         for variant in args.variants:
+            memory, description = recompute(args) if variant.startswith("ours") else (peers_memory, args.recompute)
             row: dict[str, Any] = {"model": args.model, "variant": variant, "tensor_parallel": world_size()}
-            row |= {"tokens": tokens, "recompute": description if variant.startswith("ours") else args.recompute}
+            row |= {"tokens": tokens, "recompute": description}
             try:
                 options = {"in_backward": args.in_backward, "trace": trace_file(args.traces, row)}
                 row |= measure(variant, CONFIGS[args.model](), tokens, memory, args.steps, **options)
