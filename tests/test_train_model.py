@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from nxd_memopt.backends import backend
 from tests.training import END, LLAMA, byte_tokenizer
 from train_config import ModelConfig, OptimizerConfig
-from train_model import load_hf_config, load_vocabulary
+from train_model import load_hf_config, load_vocabulary, require_recordable
 from train_optimizer import AdamW, learning_rate
 
 
@@ -21,6 +22,18 @@ def test_config_from_overrides_alone_and_over_a_directory(tmp_path: Path) -> Non
     alone.save_pretrained(tmp_path)
     over = load_hf_config(ModelConfig(pretrained=str(tmp_path), config_overrides={"num_hidden_layers": 1}))
     assert (over.hidden_size, over.num_hidden_layers) == (24, 1)
+
+
+def test_what_a_cuda_graph_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = load_hf_config(ModelConfig(tokenizer="t", config_overrides=LLAMA))
+    monkeypatch.setattr(backend, "capture_refusal", lambda: "needs a device")
+    with pytest.raises(ValueError, match=r"trainer\.enable_cuda_graph needs a device: set it to false"):
+        require_recordable(plain)
+    monkeypatch.setattr(backend, "capture_refusal", lambda: None)
+    require_recordable(plain)
+    dropping = load_hf_config(ModelConfig(tokenizer="t", config_overrides={**LLAMA, "attention_dropout": 0.1}))
+    with pytest.raises(ValueError, match=r"needs dropout 0, got \{'attention_dropout': 0\.1\}"):
+        require_recordable(dropping)
 
 
 def test_model_errors(tmp_path: Path) -> None:
