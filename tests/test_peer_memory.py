@@ -65,8 +65,8 @@ def played(monkeypatch, program, size: int, seed: int) -> tuple[int, int, int]:
     return len(world.wrong), world.lost_signals, stuck
 
 
-def gathering(world: World, memory, rank: int, turn: int) -> PeerGathering:
-    return PeerGathering(memory, world.made([("row", turn, rank)] * ROWS))
+def gathering(world: World, memory, rank: int, turn: int, *, whole: bool = True) -> PeerGathering:
+    return PeerGathering(memory, world.made([("row", turn, rank)] * ROWS), whole=whole)
 
 
 def read(world: World, found: PeerGathering, turn: int, size: int, *, in_pieces: bool) -> None:
@@ -74,7 +74,7 @@ def read(world: World, found: PeerGathering, turn: int, size: int, *, in_pieces:
     parts = found.pieces(pace * _OPERATIONS_PER_BYTE) if in_pieces else [(0, found.wait())]
     for start, rows in parts:
         world.check(rows, [("row", turn, (start + i) // ROWS) for i in range(rows.size(0))])
-    if in_pieces:
+    if in_pieces and found._is_whole:
         world.check(found.wait(), [("row", turn, i // ROWS) for i in range(size * ROWS)])
 
 
@@ -90,7 +90,8 @@ def reduction(world: World, memory, rank: int, turn: int, size: int, pieces: int
 
 def as_layers_do(world, rank, size, memory) -> None:
     for turn in range(TURNS):
-        read(world, gathering(world, memory, rank, turn), turn, size, in_pieces=True)  # column-parallel forward
+        found = gathering(world, memory, rank, turn, whole=False)  # column-parallel forward
+        read(world, found, turn, size, in_pieces=True)
         reduction(world, memory, rank, turn, size).wait()  # row-parallel forward
         found = gathering(world, memory, rank, -turn)  # column-parallel backward
         sums = reduction(world, memory, rank, -turn, size)

@@ -135,8 +135,15 @@ class Backend(ABC):
     def reduce_scatter_async(self, tensor: Tensor, group: ProcessGroup | None) -> Pending:
         return Completed(self.reduce_scatter(tensor, group))
 
-    def start_gather(self, tensor: Tensor, group: ProcessGroup | None) -> Gathering:
-        """``all_gather_async`` whose rows may arrive in pieces."""
+    def start_gather(self, tensor: Tensor, group: ProcessGroup | None, *, whole: bool = True) -> Gathering:
+        """``all_gather_async`` whose rows may arrive in pieces.
+
+        Args:
+            tensor: this rank's chunk.
+            group: of the ranks.
+            whole: all rows are wanted in one tensor, by ``wait()``, which is not called otherwise.
+        """
+        del whole
         return GatheringAtOnce(self.all_gather_async(tensor, group))
 
     def start_reduction(

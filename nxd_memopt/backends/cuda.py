@@ -84,9 +84,9 @@ class CudaBackend(C10dBackend):
         torch.cuda.set_device(self.device)
         super().init_process_group(**{"device_id": self.device, **kwargs})
 
-    def start_gather(self, tensor: Tensor, group: ProcessGroup | None) -> Gathering:
+    def start_gather(self, tensor: Tensor, group: ProcessGroup | None, *, whole: bool = True) -> Gathering:
         memory = self._peer_memory(group, tensor.nbytes)
-        return super().start_gather(tensor, group) if memory is None else PeerGathering(memory, tensor)
+        return super().start_gather(tensor, group) if memory is None else PeerGathering(memory, tensor, whole=whole)
 
     def start_reduction(
         self, shape: Sequence[int], dtype: torch.dtype, group: ProcessGroup | None, *, scattered: bool

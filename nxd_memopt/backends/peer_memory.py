@@ -215,17 +215,22 @@ def _let_wait(stream: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
 
 
 class PeerGathering(_Operation):
-    """See ``pieces.Gathering``. The others' rows come into this rank's slot; its own are copied there last."""
+    """See ``pieces.Gathering``. The others' rows come into this rank's slot; its own are copied there last.
 
-    def __init__(self, memory: PeerMemory, shard: Tensor) -> None:
+    Args:
+        whole: as for ``Backend.start_gather``; its own rows stay where they are otherwise.
+    """
+
+    def __init__(self, memory: PeerMemory, shard: Tensor, *, whole: bool = True) -> None:
         super().__init__(memory)
+        self._is_whole = whole
         self._shard = shard.contiguous()
         self.length = shard.size(0) * memory.size
         slot = memory.next_slot(self, self._shard.nbytes * memory.size)
         self._slot = slot
         self._whole = slot.of(memory.rank, (self.length, *shard.shape[1:]), shard.dtype)
         self._missing = list(memory.others(-1))
-        self._send(self._shard, (*memory.others(1), memory.rank), slot)
+        self._send(self._shard, (*memory.others(1), *([memory.rank] if whole else [])), slot)
 
     def _receive(self, count: int | None = None) -> None:
         for rank in self._missing[:count]:
@@ -245,6 +250,7 @@ class PeerGathering(_Operation):
             yield block[-1] * own, self._whole[block[-1] * own : (block[0] + 1) * own]
 
     def wait(self) -> Tensor:
+        assert self._is_whole, "own rows were left out of what was gathered"
         self.finish()
         return self._whole
 

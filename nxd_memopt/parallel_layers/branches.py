@@ -36,7 +36,7 @@ class _NormalisedColumns(torch.autograd.Function):
         normalised, mean, rstd = normalise(x, eps)
         ctx.eps, ctx.comm = eps, comm
         ctx.save_for_backward(x, mean, rstd, *gains, *shifts, *weights)
-        gathering = comm.gather(comm.sequence_first(normalised))
+        gathering = comm.gather(comm.sequence_first(normalised), whole=False)
         outputs = products(gathering, weights, biases, lambda rows: affine_branches(rows, gains, shifts))
         return tuple(comm.as_given(output) for output in outputs)
 

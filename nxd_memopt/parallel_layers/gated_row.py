@@ -49,7 +49,7 @@ class _GatedRow(torch.autograd.Function):
         ctx.is_overwritten = True
         (gate, up, weight), (_, _, needs_weight) = saved(ctx)
         gate, up, grad = backend.optimization_barrier([gate, up, grad])
-        gathering = ctx.comm.gather(grad)
+        gathering = ctx.comm.gather(grad, whole=False)
         weight_grad: Tensor | None = None
         for start, grads in _tiles(gathering, gate, 4 * weight.size(1)):
             tile = slice(start, start + grads.size(0))

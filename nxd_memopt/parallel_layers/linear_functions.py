@@ -42,9 +42,9 @@ class Communication:
         """The inverse of ``sequence_first``."""
         return x.movedim(0, self.sequence_dimension) if self.sequence_dimension else x
 
-    def gather(self, shard: Tensor) -> Gathering:
-        """``[s, ...] -> [S, ...]``; replicated activations are whole already."""
-        return backend.start_gather(shard, None if self.sequence_dimension is None else self.group)
+    def gather(self, shard: Tensor, *, whole: bool = True) -> Gathering:
+        """``[s, ...] -> [S, ...]``; replicated activations are whole already. ``whole``: not in pieces alone."""
+        return backend.start_gather(shard, None if self.sequence_dimension is None else self.group, whole=whole)
 
     def reduce(self, rows: Callable[[int, int], Tensor], shape: Sequence[int], dtype: torch.dtype) -> Reduction:
         """Sum ``rows(start, stop)``, this rank's part of ``[S, ...]``, over the ranks; a shard of it, or all.
@@ -126,7 +126,7 @@ class ColumnParallel(torch.autograd.Function):
         weights, biases = cast("tuple[Tensor, ...]", parameters[0::2]), parameters[1::2]
         ctx.comm = comm
         ctx.save_for_backward(x, *weights)
-        outputs = _joint_products(comm.gather(comm.sequence_first(x)), weights, biases)
+        outputs = _joint_products(comm.gather(comm.sequence_first(x), whole=False), weights, biases)
         return tuple(comm.as_given(output) for output in outputs)
 
     @staticmethod

@@ -30,15 +30,17 @@ def ranges(rows: int, *, own_first: bool) -> list[tuple[int, int]]:
 
 
 class PieceGathering:
-    def __init__(self, shard, group) -> None:
-        self._whole = backend.all_gather(shard, group)
+    def __init__(self, shard, group, *, whole: bool) -> None:
+        self._whole, self._is_wanted = backend.all_gather(shard, group), whole
         self.length = self._whole.size(0)
 
-    def pieces(self) -> Iterator[tuple[int, torch.Tensor]]:
+    def pieces(self, operations_per_element) -> Iterator[tuple[int, torch.Tensor]]:
+        assert operations_per_element > 0
         for start, stop in ranges(self.length, own_first=True):
             yield start, self._whole[start:stop].clone()
 
     def wait(self):
+        assert self._is_wanted
         return self._whole
 
 
@@ -66,11 +68,11 @@ def in_pieces(monkeypatch) -> Iterator[list[str]]:
     started: list[str] = []
     at_once = backend.start_gather, backend.start_reduction
 
-    def start_gather(tensor, group):
+    def start_gather(tensor, group, *, whole=True):
         if group is None:
             return at_once[0](tensor, group)
         started.append("gather")
-        return PieceGathering(tensor, group)
+        return PieceGathering(tensor, group, whole=whole)
 
     def start_reduction(shape, dtype, group, *, scattered):
         if not scattered:
