@@ -7,7 +7,6 @@ import os
 from datetime import timedelta
 from typing import cast
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -29,9 +28,7 @@ def join_ranks(config: TrainConfig) -> None:
 def leave_ranks() -> None:
     """Leave the world in order, once all ranks have arrived."""
     share_texts("")
-    parallel_state.destroy_model_parallel()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    parallel_state.leave_process_groups()
 
 
 def sum_over_replicas(tensor: Tensor) -> Tensor:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import runpy
 import sys
 from pathlib import Path
 
-import torch.distributed as dist
-
-from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.parallel_layers.parallel_state import leave_process_groups
 
 _USAGE = "usage: python -m nxd_memopt.compat (script.py | -m module) [arguments ...]"
 
@@ -32,20 +29,8 @@ def main(argv: list[str]) -> int:
         else:
             runpy.run_path(argv[0], run_name="__main__")
     finally:
-        leave_process_group()
+        leave_process_groups()  # whether or not the script did
     return 0
-
-
-def leave_process_group() -> None:
-    """Stop the threads of torch.distributed, which abort the process when they outlive a script that leaves them.
-
-    A group's threads stop when the last reference to it is gone. One that drops a tensor while Python shuts down is
-    killed inside a destructor, which ends the process by SIGABRT.
-    """
-    if dist.is_initialized():
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
-    gc.collect()  # what the script's models and optimizers held
 
 
 if __name__ == "__main__":

@@ -239,8 +239,7 @@ def main() -> None:
             script="scripts/bench/linear_cross_entropy.py",
             csv=args.csv if args.append else None,
         )
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    parallel_state.leave_process_groups()
 
 
 if __name__ == "__main__":

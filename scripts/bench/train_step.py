@@ -379,8 +379,7 @@ def main() -> None:
     rows = run(args)
     if args.append and parallel_state.is_global_rank_zero():
         append(rows, args.csv)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    parallel_state.leave_process_groups()
 
 
 if __name__ == "__main__":
