@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from nxd_memopt.backends import backend
 from nxd_memopt.parallel_layers import parallel_state, random
 from nxd_memopt.parallel_layers.checkpointing import share_texts
+from nxd_memopt.parallel_layers.utils import leave_process_groups
 from train_config import TrainConfig
 from train_errors import world_size
 
@@ -28,7 +29,7 @@ def join_ranks(config: TrainConfig) -> None:
 def leave_ranks() -> None:
     """Leave the world in order, once all ranks have arrived."""
     share_texts("")
-    parallel_state.leave_process_groups()
+    leave_process_groups()
 
 
 def sum_over_replicas(tensor: Tensor) -> Tensor:

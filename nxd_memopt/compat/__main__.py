@@ -6,7 +6,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from nxd_memopt.parallel_layers.parallel_state import leave_process_groups
+from nxd_memopt.parallel_layers.utils import leave_process_groups
 
 _USAGE = "usage: python -m nxd_memopt.compat (script.py | -m module) [arguments ...]"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -143,18 +142,6 @@ def destroy_model_parallel() -> None:
         if axis.group is not None and dist.is_initialized():
             dist.destroy_process_group(axis.group)
     _STATE.axes, _STATE.kv_groups, _STATE.other_groups, _STATE.rng_states = {}, {}, [], {}
-
-
-def leave_process_groups() -> None:
-    """Forget every group, the world's too, and stop their threads: the last call of a program.
-
-    A group's threads stop when the last reference to it is gone. One that drops a tensor while Python shuts down is
-    killed inside a destructor, which ends the process by SIGABRT.
-    """
-    destroy_model_parallel()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    gc.collect()  # models and optimizers hold groups too
 
 
 def _all_axes() -> list[_Axis]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from nxd_memopt.backends import backend
@@ -217,3 +219,15 @@ class ShardedModule(nn.Module):
             source = described.get(name)
             if param is not None and source is not None and param is not source:
                 copy_tensor_model_parallel_attributes(param, source)
+
+
+def leave_process_groups() -> None:
+    """Forget every group, the world's too, and stop their threads: the last call of a program.
+
+    A group's threads stop when the last reference to it is gone. One that drops a tensor while Python shuts down is
+    killed inside a destructor, which ends the process by SIGABRT.
+    """
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()  # models and optimizers hold groups too

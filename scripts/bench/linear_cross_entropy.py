@@ -26,6 +26,7 @@ from torch import Tensor
 from nxd_memopt.backends import backend
 from nxd_memopt.parallel_layers import mappings, parallel_state
 from nxd_memopt.parallel_layers.loss_functions import fused_linear_cross_entropy, parallel_cross_entropy
+from nxd_memopt.parallel_layers.utils import leave_process_groups
 
 CSV = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "linear_cross_entropy.csv"
 HEADS = {"llama3-8b": (4096, 128256), "gpt-neox-20b": (6144, 50432), "tiny": (64, 500)}
@@ -239,7 +240,7 @@ def main() -> None:
             script="scripts/bench/linear_cross_entropy.py",
             csv=args.csv if args.append else None,
         )
-    parallel_state.leave_process_groups()
+    leave_process_groups()
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ from nxd_memopt.modules.causal_lm import ParallelCausalLM
 from nxd_memopt.optimizer import AdamW, OptimizerInBackward
 from nxd_memopt.parallel_layers import grads, parallel_state
 from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
+from nxd_memopt.parallel_layers.utils import leave_process_groups
 
 WARM_UP_STEPS = 3
 CSV = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "train_step.csv"
@@ -379,7 +380,7 @@ def main() -> None:
     rows = run(args)
     if args.append and parallel_state.is_global_rank_zero():
         append(rows, args.csv)
-    parallel_state.leave_process_groups()
+    leave_process_groups()
 
 
 if __name__ == "__main__":
