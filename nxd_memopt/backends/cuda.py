@@ -128,10 +128,8 @@ class CudaBackend(C10dBackend):
             memory.settle()
         assert beside is None or isinstance(beside, _Graph)
         self._keep_peak(self._unseen_bytes())
-        with (
-            torch.cuda.graph(graph, pool=beside and beside.graph.pool(), capture_error_mode="thread_local"),
-            ExitStack() as stack,  # thread-local: NCCL's own thread goes on
-        ):
+        pool, mode = beside and beside.graph.pool(), "thread_local"  # NCCL's own thread goes on
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode=mode), ExitStack() as stack:
             for memory in memories:
                 stack.enter_context(memory.captured())
             result = function()
@@ -203,7 +201,9 @@ class CudaBackend(C10dBackend):
         return None
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return super().checkpoint(function, *args, preserve_rng_state=not _is_capturing(), **kwargs)
+        if _is_capturing():  # where the generator's state cannot be read; what is captured draws nothing
+            kwargs["preserve_rng_state"] = False
+        return super().checkpoint(function, *args, **kwargs)
 
     def host_transfers(self) -> HostTransfers:
         return CudaTransfers(self.device)
