@@ -115,9 +115,9 @@ class CudaBackend(C10dBackend):
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
         self._is_rehearsing = True
-        for memory in self._memories():
-            memory.meet()
         try:
+            for memory in self._memories():
+                memory.meet()
             yield
         finally:
             self._is_rehearsing = False
@@ -253,6 +253,8 @@ def _is_capturing() -> bool:
 
 
 class _Graph(Generic[Result]):
+    """A ``Capture``; operations on its peer memories that nobody has asked for end before it runs."""
+
     def __init__(self, graph: torch.cuda.CUDAGraph, memories: Sequence[PeerMemory], result: Result) -> None:
         self.graph, self.result, self._memories = graph, result, memories
 
