@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -112,9 +112,14 @@ class Slot:
         world.queue(lambda: world.arrived.append((number, rank)))
         world.stream.work.append((lambda: sum(n == number for n, _ in world.arrived) == world.size, lambda: None))
 
-    def wait_for(self, rank: int) -> None:
-        words = self._world.slots[self._rank][self._number][1]
-        self._world.stream.work.append((lambda: words[rank] == 1, lambda: words.__setitem__(rank, 0)))
+    def wait_for(self, ranks: Sequence[int]) -> None:
+        words, awaited = self._world.slots[self._rank][self._number][1], list(ranks)
+
+        def take() -> None:
+            for rank in awaited:
+                words[rank] = 0
+
+        self._world.stream.work.append((lambda: all(words[rank] == 1 for rank in awaited), take))
 
 
 class _Late(Region):

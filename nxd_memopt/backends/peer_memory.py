@@ -43,6 +43,7 @@ class _Slot:
         self._write = torch.ops.symm_mem.stream_write_value32_.default
         self._views: dict[tuple[int, tuple[int, ...], torch.dtype, int], Tensor] = {}  # a new one takes microseconds
         self._pads = [self._handle.get_signal_pad(rank, (group.size(),), torch.uint32) for rank in range(group.size())]
+        self._own_pad = self._handle.get_signal_pad(self._rank, (group.size(),), torch.int32)
 
     def of(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> Tensor:
         """The memory of ``rank`` as a tensor, from its ``offset``-th element on."""
@@ -62,9 +63,13 @@ class _Slot:
         """Let the current stream wait until those of all ranks come here."""
         self._handle.barrier(1, _TIMEOUT_MS)  # the signals of rows are those of channel 0
 
-    def wait_for(self, rank: int) -> None:
-        """Let the current stream wait for the signal of ``rank``."""
-        self._handle.wait_signal(rank, 0, _TIMEOUT_MS)
+    def wait_for(self, ranks: Sequence[int]) -> None:
+        """Let the current stream wait for the signals of ``ranks``."""
+        if len(ranks) > 1 and find_spec("triton") is not None:
+            wait_for_signals(self._own_pad, ranks)
+            return
+        for rank in ranks:
+            self._handle.wait_signal(rank, 0, _TIMEOUT_MS)
 
 
 class PeerMemory:
@@ -233,8 +238,7 @@ class PeerGathering(_Operation):
         self._send(self._shard, (*memory.others(1), *([memory.rank] if whole else [])), slot)
 
     def _receive(self, count: int | None = None) -> None:
-        for rank in self._missing[:count]:
-            self._slot.wait_for(rank)
+        self._slot.wait_for(self._missing[:count])
         del self._missing[:count]
 
     def pieces(self, operations_per_element: float = 0) -> Iterator[tuple[int, Tensor]]:
@@ -310,8 +314,7 @@ class PeerReduction(_Operation):
     def _receive(self) -> None:
         assert self._slot is not None
         assert not self._missing, f"another reduction began before rows for the ranks {self._missing} were handed over"
-        for rank in self._memory.others(-1):
-            self._slot.wait_for(rank)
+        self._slot.wait_for(list(self._memory.others(-1)))
 
     def wait(self) -> Tensor:
         self.finish()
@@ -328,9 +331,19 @@ def sum_over_ranks(own: Tensor, parts: Tensor, rank: int) -> Tensor:
     if own.dtype == torch.float64 or find_spec("triton") is None:
         parts[rank].copy_(own)
         return parts.sum(0)
+    result, count = torch.empty_like(own), own.numel()
+    grid = (-(-count // _SUM_BLOCK),)
+    _kernels().sum_over_ranks[grid](own, parts, result, count, len(parts), rank, _SUM_BLOCK, num_warps=8)
+    return result
+
+
+def wait_for_signals(pad: Tensor, ranks: Sequence[int], timeout_ms: int = _TIMEOUT_MS) -> None:
+    """Let the current stream wait, in one kernel, until the words of ``ranks`` in ``pad`` are 1, and make them 0."""
+    bits = sum(1 << rank for rank in ranks)
+    _kernels().wait_for_signals[(1,)](pad, bits, timeout_ms, len(pad), num_warps=1)
+
+
+def _kernels() -> Any:
     from nxd_memopt.backends import peer_memory_kernels
 
-    kernel: Any = peer_memory_kernels.sum_over_ranks
-    result, count = torch.empty_like(own), own.numel()
-    kernel[(-(-count // _SUM_BLOCK),)](own, parts, result, count, len(parts), rank, _SUM_BLOCK, num_warps=8)
-    return result
+    return peer_memory_kernels

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import globaltimer
 
 
 @triton.jit
@@ -26,3 +27,19 @@ def sum_over_ranks(
         else:
             total += tl.load(parts + rank * count + place, mask=mask, other=0.0).to(tl.float32)
     tl.store(result + place, total.to(result.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["ranks"])
+def wait_for_signals(pad, ranks, timeout_ms, SIZE: tl.constexpr):  # noqa: N803
+    """Until each rank whose bit is set in ``ranks`` has written 1 into its word of ``pad``, which becomes 0 again.
+
+    After ``timeout_ms`` it fails, and with it all that the device is given.
+    """
+    limit = globaltimer() + timeout_ms.to(tl.int64) * 1_000_000
+    for rank in range(SIZE):
+        if (ranks >> rank) & 1:
+            seen = tl.atomic_cas(pad + rank, 1, 0, sem="acquire", scope="sys")
+            while seen != 1:
+                if globaltimer() > limit:
+                    tl.inline_asm_elementwise("trap; mov.b32 $0, $1;", "=r,r", [seen], tl.int32, is_pure=False, pack=1)
+                seen = tl.atomic_cas(pad + rank, 1, 0, sem="acquire", scope="sys")

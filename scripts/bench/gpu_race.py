@@ -1,4 +1,8 @@
-"""Owns how competitors are timed on one GPU: they take turns in one process, each turn a few calls without a pause."""
+"""Owns how competitors are timed on one GPU: they take turns in one process, each turn a few calls without a pause.
+
+The device is kept busy until the host has handed over a turn's calls: what is timed is the device's work, and not how
+long Python takes to start it.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,7 @@ import torch
 from nxd_memopt.backends import backend
 
 CALLS_A_TURN = 3
+_HEAD_START_CYCLES = 100_000_000  # about 50 ms
 Call = Callable[[], object]
 
 
@@ -48,6 +53,7 @@ def race(calls: Mapping[str, Call], turns: int) -> dict[str, float]:
 
 def _milliseconds(call: Call) -> list[float]:
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(CALLS_A_TURN + 1)]
+    torch.cuda._sleep(_HEAD_START_CYCLES)
     marks[0].record()
     for mark in marks[1:]:
         call()

@@ -1,11 +1,13 @@
 """Gathers and reductions through peer memory: what NCCL's give, on ranks that run at different speeds."""
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from nxd_memopt.backends import backend, cuda
-from nxd_memopt.backends.peer_memory import PeerGathering, PeerReduction, sum_over_ranks
+from nxd_memopt.backends.peer_memory import PeerGathering, PeerReduction, sum_over_ranks, wait_for_signals
 from nxd_memopt.parallel_layers import grads, parallel_state
 from tests.dist.pool import distributed
 from tests.reference_models import VOCAB, gpt_neox_config, llama_config, parallel_model
@@ -38,6 +40,26 @@ def test_sums_are_rounded_once(size, dtype):
         expected, own = sum(part.float() for part in parts).to(dtype), parts[rank].clone()
         parts[rank] = torch.nan
         assert torch.equal(sum_over_ranks(own, parts, rank), expected)
+
+
+@pytest.mark.parametrize("ranks", [(1, 3), (0, 1, 2, 3)])
+def test_one_kernel_waits_for_several_signals(ranks):
+    pad = torch.zeros(4, dtype=torch.int32, device=backend.device)
+    pad[1:2].fill_(1)  # a kernel that CUDA loads at its first use would wait for the one that waits
+    waiting, done = torch.cuda.Stream(), torch.cuda.Event()
+    for _ in range(3):
+        pad.zero_()
+        pad[0] = pad[2] = 1  # a signal may be there already, or be waited for by nobody
+        torch.cuda.synchronize()
+        with torch.cuda.stream(waiting):
+            wait_for_signals(pad, ranks)
+            done.record()
+        time.sleep(0.01)
+        assert not done.query()
+        for rank in (1, 3):
+            pad[rank : rank + 1].fill_(1)
+        done.synchronize()
+        assert pad.tolist() == [int(rank not in ranks and rank in (0, 2)) for rank in range(4)]
 
 
 @two_gpus

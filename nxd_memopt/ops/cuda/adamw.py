@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 _BLOCK = 1024
-_CHUNK = 64 * _BLOCK  # of one program: a model of 8e9 parameters then has tables of 1 MB
+_CHUNK = 64 * _BLOCK  # of one program
 _ALIGNMENT_BYTES = 16
 
 
@@ -75,16 +76,16 @@ def _launch(
     updates: Sequence[Update], corrections: list[list[float]], numbers: Sequence[float], *, is_aligned: bool
 ) -> None:
     first = updates[0]
-    device = first.param.device
-    table = _on_device([[*(t.data_ptr() for t in u[:4]), u.param.numel()] for u in updates], torch.int64, device)
-    chunks = torch.tensor([-(-u.param.numel() // _CHUNK) for u in updates])
-    tensor_of = torch.repeat_interleave(torch.arange(len(updates)), chunks)
-    chunk_of = torch.arange(len(tensor_of)) - (chunks.cumsum(0) - chunks)[tensor_of]
-    _kernels().adamw[(len(tensor_of),)](
-        table,
-        _moved(tensor_of.int(), device),
-        _moved(chunk_of.int(), device),
-        _on_device(corrections, torch.float32, device),
+    chunks = [-(-update.param.numel() // _CHUNK) for update in updates]
+    first_chunks = itertools.accumulate(chunks[:-1], initial=0)
+    rows = [
+        [*(tensor.data_ptr() for tensor in update[:4]), update.param.numel(), first_chunk]
+        for update, first_chunk in zip(updates, first_chunks, strict=True)
+    ]
+    _kernels().adamw[(sum(chunks),)](
+        _on_device(rows, torch.int64, first.param.device),
+        _on_device(corrections, torch.float32, first.param.device),
+        len(updates),
         first.param,
         first.grad,
         first.mean,
@@ -97,9 +98,6 @@ def _launch(
 
 
 def _on_device(values: list[list[Any]], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return _moved(torch.tensor(values, dtype=dtype), device)
-
-
-def _moved(host: Tensor, device: torch.device) -> Tensor:
     """From pinned memory, so that the host does not wait for the device."""
+    host = torch.tensor(values, dtype=dtype)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

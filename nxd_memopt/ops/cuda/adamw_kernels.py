@@ -48,11 +48,22 @@ def _address(addresses, index, like, ALIGNED: tl.constexpr):  # noqa: N803
 
 
 @triton.jit
+def _tensor_of(table, count, chunk):
+    """The last row whose first chunk is not behind ``chunk``."""
+    low, high = 0, count
+    while high - low > 1:
+        middle = (low + high) // 2
+        is_behind = tl.load(table + middle * 6 + 5) > chunk
+        low = tl.where(is_behind, low, middle)
+        high = tl.where(is_behind, middle, high)
+    return low
+
+
+@triton.jit(do_not_specialize=["count"])
 def adamw(
-    addresses,
-    tensor_of,
-    chunk_of,
+    table,
     corrections,
+    count,
     param_like,
     grad_like,
     mean_like,
@@ -66,17 +77,23 @@ def adamw(
     CHUNK: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
-    """One chunk of one tensor a program; ``*_like`` carry nothing but the types of the addresses."""
-    tensor = tl.load(tensor_of + tl.program_id(0)).to(tl.int64)
-    size = tl.load(addresses + tensor * 5 + 4)
+    """One chunk of one of ``count`` tensors a program.
+
+    A row of ``table``: four addresses, the tensor's size, the number of its first chunk. ``*_like`` carry nothing but
+    the types of the addresses.
+    """
+    chunk = tl.program_id(0)
+    tensor = _tensor_of(table, count, chunk)
+    row = table + tensor * 6
+    size = tl.load(row + 4)
     size = tl.multiple_of(size, 16) if ALIGNED else size
     _update_chunk(
-        _address(addresses, tensor * 5, param_like, ALIGNED),
-        _address(addresses, tensor * 5 + 1, grad_like, ALIGNED),
-        _address(addresses, tensor * 5 + 2, mean_like, ALIGNED),
-        _address(addresses, tensor * 5 + 3, mean_like, ALIGNED),
+        _address(row, 0, param_like, ALIGNED),
+        _address(row, 1, grad_like, ALIGNED),
+        _address(row, 2, mean_like, ALIGNED),
+        _address(row, 3, mean_like, ALIGNED),
         size,
-        tl.load(chunk_of + tl.program_id(0)).to(tl.int64) * CHUNK,
+        (chunk - tl.load(row + 5)) * CHUNK,
         tl.load(corrections + tensor * 2),
         tl.load(corrections + tensor * 2 + 1),
         lr,
