@@ -32,11 +32,28 @@ def test_the_last_race_and_its_best_peer(monkeypatch):
     ]
     monkeypatch.setattr(report, "rows_of", lambda _: rows)
     assert report.step_lines()[2:] == [
-        "| m | 4 | 512 | none | 10 | 0.5 | 1.0 | fast: 20 | 1.0 | 0.50 |",
-        "| m | 4 | 8,192 | full, attention kept | 80 | 0.5 | 1.0 | fast: 40 | 1.0 | 2.00 |",
-        "| m | 4 | 8,192 | none, offloaded | 90 | 0.5 | 1.0 | fast: 45 | 1.0 | 2.00 |",
-        "| m | 4 | 8,192 | none, CUDA graph | 350 | 0.5 | 1.0 | fast: 200 | 1.0 | 1.75 |",
+        "| m | 4 | 512 | none | 10 | 0.5 | 1.0 | fast: 20 | 1.0 | 0.50 | c |",
+        "| m | 4 | 8,192 | full, attention kept | 80 | 0.5 | 1.0 | fast: 40 | 1.0 | 2.00 | c |",
+        "| m | 4 | 8,192 | none, offloaded | 90 | 0.5 | 1.0 | fast: 45 | 1.0 | 2.00 | c |",
+        "| m | 4 | 8,192 | none, CUDA graph | 350 | 0.5 | 1.0 | fast: 200 | 1.0 | 1.75 | c |",
     ]
+
+
+def test_heads_are_columns(monkeypatch):
+    def head(variant: str, tokens: int, ms: str):
+        setting = {"head": "m", "tokens": str(tokens), "tensor_parallel": "1", "variant": variant, "ms": ms}
+        return setting | {"over_floor": "1.0512", "peak_gib": "1.29", "date": "d", "commit": "c", "command": "a"}
+
+    rows = [head("ours", 8192, "39.81"), head("peer", 8192, "40"), head("ours", 512, "2"), head("peer", 512, "")]
+    monkeypatch.setattr(report, "rows_of", lambda _: rows)
+    assert report.head_lines() == [
+        "| ms, x floor, GiB | m, T=1, 512 tokens | m, T=1, 8,192 tokens |",
+        "|---|---|---|",
+        "| ours | 2.0, 1.051, 1.29 | 39.8, 1.051, 1.29 |",
+        "| peer |  | 40.0, 1.051, 1.29 |",
+    ]
+    monkeypatch.setattr(report, "rows_of", lambda _: [])
+    assert report.head_lines() == []
 
 
 def test_plots_are_written(monkeypatch, tmp_path):

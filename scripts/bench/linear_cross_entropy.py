@@ -95,10 +95,10 @@ def liger_vocab_parallel() -> LossFunction:
     return loss
 
 
-def cce(implementation: str) -> LossFunction:
+def cce(**options: Any) -> LossFunction:
     from cut_cross_entropy import linear_cross_entropy
 
-    return lambda x, weight, target: linear_cross_entropy(x, weight, target, impl=implementation)
+    return lambda x, weight, target: linear_cross_entropy(x, weight, target, **options)
 
 
 def variants(gradient_bytes: int, tokens: int, vocab: int) -> dict[str, Callable[[], LossFunction]]:
@@ -121,8 +121,8 @@ def variants(gradient_bytes: int, tokens: int, vocab: int) -> dict[str, Callable
         | peers
         | {
             "liger fp32": lambda: liger(1, torch.float32),
-            "cce": lambda: cce("cce"),
-            "cce exact": lambda: cce("cce_exact"),
+            "cce": cce,
+            "cce exact": lambda: cce(filter_eps=None),
         }
     )
 

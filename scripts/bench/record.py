@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,12 @@ from rich.console import Console
 from rich.table import Table
 
 from nxd_memopt.backends import backend
+
+_PEERS = ("liger-kernel", "cut-cross-entropy")
+
+
+def _is_installed(distribution: str) -> bool:
+    return any(True for _ in metadata.distributions(name=distribution))
 
 
 def cpu_name() -> str:
@@ -37,6 +44,7 @@ def environment(script: str) -> dict[str, Any]:
         "device": device,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
+        "peers": ", ".join(f"{name} {metadata.version(name)}" for name in _PEERS if _is_installed(name)),
         "commit": git.stdout.strip() or "unknown",
         "command": shlex.join([script, *sys.argv[1:]]),
     }

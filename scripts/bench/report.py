@@ -53,8 +53,8 @@ def _with_numbers(setting: tuple[str, ...]) -> tuple[tuple[int, str], ...]:
 
 def step_lines() -> list[str]:
     lines = [
-        "| model | T | tokens | setting | ours: tokens/s/GPU | MFU | GiB | best peer: tokens/s/GPU | GiB | ratio |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| model | T | tokens | setting | ours: tokens/s/GPU | MFU | GiB | best peer: the same | GiB | ratio | commit |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for race in latest_races(rows_of("train_step"), ("model", "tensor_parallel", "tokens")):
         done = {row["variant"]: row for row in race if row["tokens_per_s_per_device"]}
@@ -66,7 +66,14 @@ def step_lines() -> list[str]:
         speed, other = (float(row["tokens_per_s_per_device"]) for row in (ours, peer))
         setting = ours["recompute"] + best[0].removeprefix("ours")
         cells = [ours["model"], ours["tensor_parallel"], f"{int(ours['tokens']):,}", setting, f"{speed:,.0f}"]
-        cells += [ours["mfu"], ours["peak_gib"], f"{best[1]}: {other:,.0f}", peer["peak_gib"], f"{speed / other:.2f}"]
+        cells += [
+            ours["mfu"],
+            ours["peak_gib"],
+            f"{best[1]}: {other:,.0f}",
+            peer["peak_gib"],
+            f"{speed / other:.2f}",
+            ours["commit"],
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
@@ -76,16 +83,23 @@ def _is_ours(name: str) -> bool:
 
 
 def head_lines() -> list[str]:
-    rows = rows_of("linear_cross_entropy")
-    lines = ["| head | tokens | variant | ms | x floor | GiB |", "|---|---|---|---|---|---|"]
-    for race in latest_races(rows, ("head", "tokens", "tensor_parallel")):
-        for row in race:
-            if row["ms"]:
-                lines.append(
-                    f"| {row['head']}, T={row['tensor_parallel']} | {int(row['tokens']):,} | {row['variant']} | "
-                    f"{float(row['ms']):.1f} | {float(row['over_floor']):.3f} | {row['peak_gib']} |"
-                )
-    return lines if len(lines) > 2 else []
+    """A column for each setting, a line for each variant: milliseconds, times the floor, GiB."""
+    races = latest_races(rows_of("linear_cross_entropy"), ("head", "tokens", "tensor_parallel"))
+    if not races:
+        return []
+    columns = [{row["variant"]: row for row in race if row["ms"]} for race in races]
+    settings = [
+        f"{race[0]['head']}, T={race[0]['tensor_parallel']}, {int(race[0]['tokens']):,} tokens" for race in races
+    ]
+    lines = [f"| ms, x floor, GiB | {' | '.join(settings)} |", "|---" * (len(settings) + 1) + "|"]
+    for variant in dict.fromkeys(variant for column in columns for variant in column):
+        cells = [_head_cell(column[variant]) if variant in column else "" for column in columns]
+        lines.append(f"| {variant} | {' | '.join(cells)} |")
+    return lines
+
+
+def _head_cell(row: Row) -> str:
+    return f"{float(row['ms']):.1f}, {float(row['over_floor']):.3f}, {float(row['peak_gib']):.2f}"
 
 
 def section() -> str:
@@ -95,15 +109,15 @@ def section() -> str:
     first, last = min(row["date"] for row in steps), max(row["date"] for row in steps)
     dates = first if first == last else f"{first} to {last}"
     parts = [
-        f"Whole training steps on {devices}, {dates}, bf16, batch 1; each line's peer ran in the same run. Commits, "
-        "versions and commands are in [docs/benchmarks/train_step.csv](docs/benchmarks/train_step.csv).",
+        f"Whole training steps on {devices}, {dates}, bf16, batch 1; each line's peer ran in the same run. Versions "
+        "and commands are in [docs/benchmarks/train_step.csv](docs/benchmarks/train_step.csv).",
         "\n".join(step_lines()),
     ]
     heads = head_lines()
     if heads:
         parts += [
-            "Linear layer + cross entropy, forward and backward; the floor is its three matmuls "
-            "([rows](docs/benchmarks/linear_cross_entropy.csv)).",
+            "Linear layer + cross entropy, forward and backward: milliseconds, times the floor (its three matmuls), "
+            "GiB above the inputs ([rows](docs/benchmarks/linear_cross_entropy.csv)). `liger n`: its `chunk_mem_const`.",
             "\n".join(heads),
         ]
     return "\n\n".join(parts) + "\n"
