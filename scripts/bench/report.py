@@ -53,7 +53,7 @@ def _with_numbers(setting: tuple[str, ...]) -> tuple[tuple[int, str], ...]:
 
 def step_lines() -> list[str]:
     lines = [
-        "| model | T | tokens | setting | ours: tokens/s/GPU | MFU | GiB | best peer: the same | GiB | ratio | commit |",
+        "| model | T | tokens | setting | ours: tokens/s/GPU | MFU | GiB | best peer: same | GiB | ratio | commit |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for race in latest_races(rows_of("train_step"), ("model", "tensor_parallel", "tokens")):
@@ -117,7 +117,7 @@ def section() -> str:
     if heads:
         parts += [
             "Linear layer + cross entropy, forward and backward: milliseconds, times the floor (its three matmuls), "
-            "GiB above the inputs ([rows](docs/benchmarks/linear_cross_entropy.csv)). `liger n`: its `chunk_mem_const`.",
+            "GiB above the inputs ([rows](docs/benchmarks/linear_cross_entropy.csv)). `liger n`: `chunk_mem_const`.",
             "\n".join(heads),
         ]
     return "\n\n".join(parts) + "\n"
