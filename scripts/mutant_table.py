@@ -52,6 +52,22 @@ MUTANTS = (
         "no_order",
     ),
     Mutant(
+        "replays do not wait for what another stream reads",
+        "nxd_memopt/backends/peer_memory.py",
+        "            self._finish(operation, stream)\n        self._use_on(stream)\n",
+        "            self._finish(operation, stream)\n",
+        ("test_peer_memory.py",),
+        "no_order",
+    ),
+    Mutant(
+        "a recording goes on adding to an eager pass's gradients",
+        "nxd_memopt/memory/graphed.py",
+        "            each.adding = None",
+        "            del each",
+        ("test_graphed.py",),
+        "equals_eager",
+    ),
+    Mutant(
         "peer memory's abandoned gathers leave their signals",
         "nxd_memopt/backends/peer_memory.py",
         "            self._finish(self._unfinished[kind], stream)\n",

@@ -17,6 +17,8 @@ from nxd_memopt.parallel_layers.utils import move_model_to_device
 from train_config import ModelConfig, TrainConfig
 from train_tokens import Vocabulary
 
+DROPOUTS = ("attention_dropout", "hidden_dropout")  # of those in a configuration, what models read
+
 
 def load_hf_config(config: ModelConfig) -> PretrainedConfig:
     """Return the Hugging Face configuration with ``config_overrides`` laid over it.
@@ -40,7 +42,7 @@ def require_recordable(hf_config: PretrainedConfig) -> None:
     refusal = backend.capture_refusal()
     if refusal is not None:
         raise ValueError(f"trainer.enable_cuda_graph {refusal}: set it to false")
-    dropout = {name: value for name, value in hf_config.to_dict().items() if name.endswith("dropout") and value}
+    dropout = {name: value for name in DROPOUTS if (value := getattr(hf_config, name, None))}
     if dropout:
         raise ValueError(
             f"trainer.enable_cuda_graph needs dropout 0, got {dropout}: set them to 0 in model.config_overrides, or "

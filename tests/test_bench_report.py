@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+
 import pytest
 import record
 import report
@@ -91,8 +93,10 @@ def test_new_columns_keep_the_recorded_rows(tmp_path):
 
 def test_published_rows_have_all_columns_and_their_run(tmp_path, capsys):
     path = tmp_path / "rows.csv"
-    record.publish([{"a": 1}, {"b": 2}], ("a", "b"), "a race", script="bench.py", csv=None)
+    args = argparse.Namespace(append=False, csv=path)
+    record.publish([{"a": 1}, {"b": 2}], ("a", "b"), "a race", args, script="bench.py")
     assert "a race" in capsys.readouterr().out and not path.exists()
-    record.publish([{"a": 1}, {"b": 2}], ("a", "b"), "a race", script="bench.py", csv=path)
+    args.append = True
+    record.publish([{"a": 1}, {"b": 2}], ("a", "b"), "a race", args, script="bench.py")
     header, first, _ = path.read_text(encoding="utf-8").splitlines()
     assert header.startswith("a,b,date,device,torch,") and first.startswith("1,,")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from typing import ClassVar
+
 import pytest
 import torch
 from torch import nn
@@ -15,7 +18,8 @@ from nxd_memopt.optimizer import OptimizerInBackward
 class PlayedGraph:
     """Replays by running again, into the memory that the recording had; recording leaves no values."""
 
-    recorded = 0
+    recorded = rehearsed = 0
+    beside: ClassVar[list[object]] = []
 
     def __init__(self, function, parameters) -> None:
         PlayedGraph.recorded += 1
@@ -29,8 +33,8 @@ class PlayedGraph:
 
     def replay(self) -> None:
         now = [p.grad for p in self._parameters]
-        for parameter in self._parameters:
-            parameter.grad = parameter.grad if self._adds else None
+        for parameter, static in zip(self._parameters, self._grads, strict=True):
+            parameter.grad = static if self._adds else None
         with _hooks_laid_aside(self._parameters):
             loss = self._function()
         for static, parameter, grad in zip(self._grads, self._parameters, now, strict=True):
@@ -49,9 +53,21 @@ def graphed(monkeypatch):
     model.unused = twin.unused = nn.Linear(1, 1)
     twin.load_state_dict(model.state_dict())
     parameters = list(model.parameters())
-    PlayedGraph.recorded = 0
+    PlayedGraph.recorded = PlayedGraph.rehearsed = 0
+    PlayedGraph.beside.clear()
+
+    def capture(function, beside):
+        PlayedGraph.beside.append(beside)
+        return PlayedGraph(function, parameters)
+
+    @contextmanager
+    def rehearsal():
+        PlayedGraph.rehearsed += 1
+        yield
+
     monkeypatch.setattr(backend, "capture_refusal", lambda: None)
-    monkeypatch.setattr(backend, "capture", lambda function, beside: PlayedGraph(function, parameters))
+    monkeypatch.setattr(backend, "capture", capture)
+    monkeypatch.setattr(backend, "rehearsal", rehearsal)
     return model, twin, GraphedLoss(parameters, lambda x: model[1](model[0](x)).square().mean())
 
 
@@ -156,12 +172,16 @@ def test_each_shape_reaches_parameters_of_its_own(graphed):
 @pytest.mark.parametrize(
     "error", [RuntimeError("not while recording"), torch.OutOfMemoryError("no memory"), KeyError()]
 )
-def test_a_recording_that_fails_leaves_gradients_alone(graphed, monkeypatch, error):
+@pytest.mark.parametrize("adds", [False, True])
+def test_a_recording_that_fails_leaves_gradients_alone(graphed, monkeypatch, error, adds):
     model, _, step = graphed
     x = torch.randn(5, 4)
     for _ in range(WARM_UP_CALLS):
-        model.zero_grad()
         step(x)
+        model.zero_grad()
+    if adds:
+        eager(model, x)
+        model[1].bias.grad = None
     before = [p.grad for p in model.parameters()]
 
     def failing(function, beside):
@@ -176,16 +196,43 @@ def test_a_recording_that_fails_leaves_gradients_alone(graphed, monkeypatch, err
     assert all(p.grad is grad for p, grad in zip(model.parameters(), before, strict=True))
 
 
-def test_hooks_see_what_they_see_in_backward(graphed):
+def test_hooks_run_without_gradients_as_in_backward(graphed):
     model, _, step = graphed
-    seen = []
-    model[0].weight.register_post_accumulate_grad_hook(
-        lambda p: seen.append((torch.is_grad_enabled(), model[1].bias.grad is None))
-    )
+    enabled = []
+    model[0].weight.register_post_accumulate_grad_hook(lambda _: enabled.append(torch.is_grad_enabled()))
     for _ in range(4):
         step(torch.ones(5, 4))
         model.zero_grad()
-    assert [enabled for enabled, _ in seen] == [False] * 4
+    assert enabled == [False] * 4
+
+
+def test_first_calls_rehearse_and_recordings_share_memory(graphed):
+    model, _, step = graphed
+    for rows in (5, 7):
+        for _ in range(WARM_UP_CALLS + 2):
+            step(torch.ones(rows, 4))
+            model.zero_grad()
+    assert PlayedGraph.rehearsed == 2 * WARM_UP_CALLS
+    first, second = PlayedGraph.beside
+    assert first is None and isinstance(second, PlayedGraph)
+
+
+def test_a_recording_that_reaches_other_parameters_is_refused(graphed):
+    model, _, _ = graphed
+    calls = []
+
+    def loss_of(x):
+        calls.append(x)
+        hidden = model[0](x) if len(calls) > WARM_UP_CALLS else model[0](x).detach()
+        return model[1](hidden).square().mean()
+
+    step, x = GraphedLoss(model.parameters(), loss_of), torch.ones(5, 4)
+    for _ in range(WARM_UP_CALLS):
+        step(x)
+        model.zero_grad()
+    with pytest.raises(RuntimeError, match="gives gradients to other parameters than the first calls"):
+        step(x)
+    assert all(p.grad is None for p in model.parameters())
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nxd_memopt.backends import peer_memory
+from nxd_memopt.backends import cuda, peer_memory
 from nxd_memopt.backends.peer_memory import (
     _OPERATIONS_PER_BYTE,
     PeerGathering,
@@ -133,7 +133,29 @@ def as_replays_do(world, rank, size, memory) -> None:
         memory.meet()
 
 
-PROGRAMS = (as_layers_do, with_failures, on_another_stream_each_turn, unread_on_another_stream, as_replays_do)
+def replays_beside_another_stream(world, rank, size, memory) -> None:
+    """The host takes no turns for what a replay runs."""
+    other = world.new_stream()
+    for turn in range(TURNS):
+        memory.settle()
+        started, used_on = dict(memory._started), memory._used_on
+        memory.meet()
+        read(world, gathering(world, memory, rank, turn), turn, size, in_pieces=turn % 2 > 0)
+        memory.meet()
+        memory._started, memory._used_on = started, used_on
+        with world.on(other):
+            for eager in range(-2 * turn - 2, -2 * turn):
+                read(world, gathering(world, memory, rank, eager), eager, size, in_pieces=turn % 3 > 0)
+
+
+PROGRAMS = (
+    as_layers_do,
+    with_failures,
+    on_another_stream_each_turn,
+    unread_on_another_stream,
+    as_replays_do,
+    replays_beside_another_stream,
+)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -153,6 +175,20 @@ def test_the_simulation_notices_replays_that_do_not_meet(monkeypatch, size):
 def test_the_simulation_notices_a_slot_that_is_used_again_at_once(monkeypatch, size):
     monkeypatch.setattr(peer_memory, "_SLOTS", 1)
     assert any(played(monkeypatch, as_layers_do, size, seed) != (0, 0, 0) for seed in range(SCHEDULES))
+
+
+def test_graphs_that_others_capture_take_no_peer_memory(monkeypatch):
+    found, memory = object.__new__(cuda.CudaBackend), object()
+    group = type("Group", (), {"size": lambda self: 2})()
+    found._is_recording, found._peer_memories = False, {group: memory}
+    small, large = cuda._CAPTURED_PEER_MEMORY_BYTES, cuda._PEER_MEMORY_BYTES
+    for capturing in (False, True):
+        monkeypatch.setattr(cuda, "_is_capturing", lambda capturing=capturing: capturing)
+        assert found._peer_memory(group, large) is (None if capturing else memory)
+        assert found._peer_memory(group, large - 1) is None
+        with found._recording():
+            assert found._peer_memory(group, small) is memory
+            assert found._peer_memory(group, small - 1) is None
 
 
 def test_a_second_reduction_before_the_first_is_whole_is_an_error(monkeypatch):

@@ -30,7 +30,8 @@ def test_what_a_cuda_graph_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"trainer\.enable_cuda_graph needs a device: set it to false"):
         require_recordable(plain)
     monkeypatch.setattr(backend, "capture_refusal", lambda: None)
-    require_recordable(plain)
+    for model_type in ("llama", "gpt_neox"):  # whose classifier has dropout
+        require_recordable(load_hf_config(ModelConfig(tokenizer="t", config_overrides={"model_type": model_type})))
     dropping = load_hf_config(ModelConfig(tokenizer="t", config_overrides={**LLAMA, "attention_dropout": 0.1}))
     with pytest.raises(ValueError, match=r"needs dropout 0, got \{'attention_dropout': 0\.1\}"):
         require_recordable(dropping)

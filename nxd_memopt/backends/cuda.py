@@ -70,7 +70,7 @@ class CudaBackend(C10dBackend):
         if torch.cuda.get_device_capability(self.device) < (9, 0):  # before Hopper, flash is the faster of the two
             self.attention_implementations = ("flash", "cudnn", "efficient", "tiled", "math")
         self._peer_memories: dict[ProcessGroup, PeerMemory | None] = {}
-        self._is_rehearsing = False
+        self._is_recording = False  # a graph of its own, or rehearsing for one
         self._peak_bytes = 0
         self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
 
@@ -101,8 +101,9 @@ class CudaBackend(C10dBackend):
         """What serves an operation in which each rank's chunk has ``own_bytes``; ``None``: NCCL does."""
         if group is None or group.size() == 1 or torch.compiler.is_compiling():
             return None
-        in_graph = self._is_rehearsing or _is_capturing()
-        if own_bytes < (_CAPTURED_PEER_MEMORY_BYTES if in_graph else _PEER_MEMORY_BYTES):
+        if _is_capturing() and not self._is_recording:  # before others' replays the ranks do not meet
+            return None
+        if own_bytes < (_CAPTURED_PEER_MEMORY_BYTES if self._is_recording else _PEER_MEMORY_BYTES):
             return None
         if group not in self._peer_memories:
             usable = self.peer_memory_refusal(get_process_group_ranks(group)) is None
@@ -114,13 +115,18 @@ class CudaBackend(C10dBackend):
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
-        self._is_rehearsing = True
-        try:
+        with self._recording():
             for memory in self._memories():
                 memory.meet()
             yield
+
+    @contextmanager
+    def _recording(self) -> Iterator[None]:
+        self._is_recording = True
+        try:
+            yield
         finally:
-            self._is_rehearsing = False
+            self._is_recording = False
 
     def capture(self, function: Callable[[], Result], *, beside: Capture[Any] | None = None) -> _Graph[Result]:
         memories, graph = self._memories(), torch.cuda.CUDAGraph()
@@ -128,8 +134,11 @@ class CudaBackend(C10dBackend):
             memory.settle()
         assert beside is None or isinstance(beside, _Graph)
         self._keep_peak(self._unseen_bytes())
-        pool, mode = beside and beside.graph.pool(), "thread_local"  # NCCL's own thread goes on
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode=mode), ExitStack() as stack:
+        pool = None if beside is None else beside.graph.pool()
+        with ExitStack() as stack:
+            stack.enter_context(self._recording())
+            mode = "thread_local"  # NCCL's own thread goes on
+            stack.enter_context(torch.cuda.graph(graph, pool=pool, capture_error_mode=mode))
             for memory in memories:
                 stack.enter_context(memory.captured())
             result = function()
@@ -201,7 +210,7 @@ class CudaBackend(C10dBackend):
         return None
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if _is_capturing():  # where the generator's state cannot be read; what is captured draws nothing
+        if self._is_recording and _is_capturing():  # the generator's state cannot be read, and nothing is drawn
             kwargs["preserve_rng_state"] = False
         return super().checkpoint(function, *args, **kwargs)
 
@@ -233,7 +242,7 @@ class CudaBackend(C10dBackend):
         return peers + sum(_unused_bytes(graph) for graph in pools.values())
 
     def _keep_peak(self, unseen_bytes: int) -> None:
-        """Of the time in which so much was unseen; another begins."""
+        """Note the allocator's peak and ``unseen_bytes`` beside it, which are about to change."""
         self._peak_bytes = max(self._peak_bytes, torch.cuda.max_memory_allocated(self.device) + unseen_bytes)
         torch.cuda.reset_peak_memory_stats(self.device)
 

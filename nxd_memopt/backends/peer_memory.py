@@ -7,6 +7,7 @@ needs only, and starts on this rank's own at once. NVLink multicast is not used.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -65,7 +66,7 @@ class _Slot:
 
     def wait_for(self, ranks: Sequence[int]) -> None:
         """Let the current stream wait for the signals of ``ranks``."""
-        if len(ranks) > 1 and find_spec("triton") is not None:
+        if len(ranks) > 1 and _has_triton():
             wait_for_signals(self._own_pad, ranks)
             return
         for rank in ranks:
@@ -82,7 +83,7 @@ class PeerMemory:
         self._made = torch.cuda.Event()
         self._used_on = torch.cuda.current_stream(device)
         self._slots: dict[tuple[type, int], _Slot] = {}
-        self._outgrown: list[_Slot] = []  # captured graphs use them still
+        self._outgrown: list[_Slot] = []  # captured graphs may use them still
         self._is_captured = False
         self._started: dict[type, int] = {PeerGathering: 0, PeerReduction: 0}
         self._unfinished: dict[type, _Operation] = {}
@@ -97,9 +98,7 @@ class PeerMemory:
         kind, stream = type(operation), operation.stream
         if kind in self._unfinished:
             self._finish(self._unfinished[kind], stream)
-        if stream != self._used_on:  # what reads a slot was given to the stream of its operation
-            _let_wait(stream, self._used_on)
-            self._used_on = stream
+        self._use_on(stream)
         self._unfinished[kind] = operation
         index = self._started[kind] = (self._started[kind] + 1) % _SLOTS
         slot = self._slots.get((kind, index))
@@ -118,10 +117,18 @@ class PeerMemory:
         if operation.stream != stream:
             _let_wait(stream, operation.stream)
 
+    def _use_on(self, stream: torch.cuda.Stream) -> None:
+        """What reads a slot was given to the stream of its operation."""
+        if stream != self._used_on:
+            _let_wait(stream, self._used_on)
+            self._used_on = stream
+
     def settle(self) -> None:
-        """Finish the operations of which nobody has asked for the result."""
+        """Let the current stream wait for all that uses slots; operations that nobody has asked for end."""
+        stream = torch.cuda.current_stream(self.device)
         for operation in list(self._unfinished.values()):
-            self._finish(operation, torch.cuda.current_stream(self.device))
+            self._finish(operation, stream)
+        self._use_on(stream)
 
     def meet(self) -> None:
         """Let the current stream wait until those of all ranks come here: every slot is free then.
@@ -328,7 +335,7 @@ def sum_over_ranks(own: Tensor, parts: Tensor, rank: int) -> Tensor:
     """Sum of ``parts``, ``[size, ...]``, of which ``rank``'s is ``own``; in the order of ranks, in fp32 at least."""
     if len(parts) == 2:
         return own + parts[1 - rank]
-    if own.dtype == torch.float64 or find_spec("triton") is None:
+    if own.dtype == torch.float64 or not _has_triton():
         parts[rank].copy_(own)
         return parts.sum(0)
     result, count = torch.empty_like(own), own.numel()
@@ -341,6 +348,11 @@ def wait_for_signals(pad: Tensor, ranks: Sequence[int], timeout_ms: int = _TIMEO
     """Let the current stream wait, in one kernel, until the words of ``ranks`` in ``pad`` are 1, and make them 0."""
     bits = sum(1 << rank for rank in ranks)
     _kernels().wait_for_signals[(1,)](pad, bits, timeout_ms, len(pad), num_warps=1)
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 def _kernels() -> Any:

@@ -25,7 +25,8 @@ def sum_over_ranks(
         if rank == RANK:
             total += tl.load(own + place, mask=mask, other=0.0).to(tl.float32)
         else:
-            total += tl.load(parts + rank * count + place, mask=mask, other=0.0).to(tl.float32)
+            total += tl.load(parts + place, mask=mask, other=0.0).to(tl.float32)
+        parts += count  # never rank * count, which 32 bits may not hold
     tl.store(result + place, total.to(result.dtype.element_ty), mask=mask)
 
 

@@ -35,7 +35,7 @@ class _Pass:
 
 
 class GraphedLoss:
-    """A loss and its backward, recorded once for each shape of the inputs and replayed from then on.
+    """A loss and its backward, recorded for each shape of the inputs and replayed from then on.
 
     A pass is thousands of kernels. Where tensor parallelism leaves a rank a small share of each, the host takes longer
     to launch them than the device to run them; a recording is launched as one.
@@ -108,9 +108,7 @@ class GraphedLoss:
             if given.device.type != backend.device.type or given.requires_grad:
                 wanted = f"must be on {backend.device} and require no gradient"
                 raise ValueError(f"input {i} {wanted}, got {given.device}, requires_grad={given.requires_grad}")
-        if sum(p.requires_grad for p in self._given) != len(self._parameters) or not all(
-            parameter.requires_grad for parameter in self._parameters
-        ):
+        if [id(p) for p in self._given if p.requires_grad] != [id(p) for p in self._parameters]:
             raise ValueError("parameters were frozen or released: make another GraphedLoss")
         if torch.is_autocast_enabled(backend.device.type) and torch.is_autocast_cache_enabled():
             raise ValueError("autocast would keep casts of old weights for a recording: put it inside loss_of")
@@ -153,13 +151,19 @@ class GraphedLoss:
 
     def _recording(self, known: _Pass, inputs: tuple[Tensor, ...]) -> _Recording:
         """Of the first shape there is one that writes gradients; all others add to them, after zeros where need be."""
-        if all(parameter.grad is None for parameter in self._parameters):
-            if not any(each.writing for each in self._passes.values()):
-                self._record_writing(known, inputs)
-            if known.writing is not None:
-                return known.writing
-        self._take_grads(known)
-        known.adding = known.adding or self._record(known, inputs)
+        before = [parameter.grad for parameter in self._parameters]
+        try:
+            if all(grad is None for grad in before):
+                if not any(each.writing for each in self._passes.values()):
+                    self._record_writing(known, inputs)
+                if known.writing is not None:
+                    return known.writing
+            self._take_grads(known)
+            known.adding = known.adding or self._record(known, inputs)
+        except BaseException:
+            for parameter, grad in zip(self._parameters, before, strict=True):
+                parameter.grad = grad
+            raise
         return known.adding
 
     def _record_writing(self, known: _Pass, inputs: tuple[Tensor, ...]) -> None:
@@ -170,7 +174,7 @@ class GraphedLoss:
         self._grads = [parameter.grad for parameter in self._parameters]
 
     def _record(self, known: _Pass, inputs: tuple[Tensor, ...]) -> _Recording:
-        static, before = tuple(tensor.clone() for tensor in inputs), [p.grad for p in self._parameters]
+        static, had = tuple(tensor.clone() for tensor in inputs), [p.grad is not None for p in self._parameters]
 
         def run() -> Tensor:
             loss = self._loss_of(*static)
@@ -180,18 +184,19 @@ class GraphedLoss:
         try:
             with _hooks_laid_aside(self._parameters):
                 work = backend.capture(run, beside=self._last)
-            reached = (p.grad is not None and grad is None for p, grad in zip(self._parameters, before, strict=True))
-            if any(now and not earlier for now, earlier in zip(reached, known.reaches, strict=True)):
-                raise RuntimeError("it gives gradients to other parameters than in the first calls of this shape")
-        except BaseException as error:
-            for parameter, grad in zip(self._parameters, before, strict=True):
-                parameter.grad = grad
-            if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
-                raise
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
             raise RuntimeError(
                 "the loss cannot be recorded (does it ask the device for a value, such as .item(), or copy from the "
                 f"host?): {error}"
             ) from error
+        gains = [p.grad is not None and not grad for p, grad in zip(self._parameters, had, strict=True)]
+        if any(now and not earlier for now, earlier in zip(gains, known.reaches, strict=True)):
+            raise RuntimeError(
+                "the recording gives gradients to other parameters than the first calls of this shape did: only the "
+                "inputs' shapes may decide which"
+            )
         self._last = work
         return _Recording(static, work)
 

@@ -106,13 +106,7 @@ def main() -> None:
     args = parse_on_gpu(parser)
     rows = [row for shape in args.shapes for tokens in args.tokens for row in measure(shape, tokens, args.turns)]
     columns = ("shape", "tokens", "variant", "forward_ms", "forward_tflops", "ms", "tflops", "peak_gib", "failure")
-    publish(
-        rows,
-        columns,
-        "attention, forward and forward + backward",
-        script="scripts/bench/attention.py",
-        csv=args.csv if args.append else None,
-    )
+    publish(rows, columns, "attention, forward and forward + backward", args, script="scripts/bench/attention.py")
 
 
 if __name__ == "__main__":

@@ -215,13 +215,7 @@ def main() -> None:
     args = parse_on_gpu(parser)
     rows = run_cases(args)
     columns = ("operation", "tokens", "variant", "ms", "ideal_ms", "failure")
-    publish(
-        rows,
-        columns,
-        "element-wise operations, forward + backward",
-        script="scripts/bench/elementwise.py",
-        csv=args.csv if args.append else None,
-    )
+    publish(rows, columns, "element-wise operations, forward + backward", args, script="scripts/bench/elementwise.py")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Owns how competitors are timed on one GPU: they take turns in one process, each turn a few calls without a pause.
 
-The device is kept busy until the host has handed over a turn's calls: what is timed is the device's work, and not how
-long Python takes to start it.
+Before a turn the device is kept busy for about 50 ms, in which the host hands over the calls: what is timed is the
+device's work, and not how long Python takes to start it.
 """
 
 from __future__ import annotations

@@ -233,13 +233,7 @@ def main() -> None:
     columns = ("head", "tokens", "tensor_parallel", "variant", "ms", "over_floor", "floor_ms", "peak_gib")
     columns += ("gradients_gib", "loss_error", "dx_error", "dw_error", "failure")
     if parallel_state.is_global_rank_zero():
-        publish(
-            rows,
-            columns,
-            "linear + cross entropy",
-            script="scripts/bench/linear_cross_entropy.py",
-            csv=args.csv if args.append else None,
-        )
+        publish(rows, columns, "linear + cross entropy", args, script="scripts/bench/linear_cross_entropy.py")
     leave_process_groups()
 
 

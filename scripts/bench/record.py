@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import datetime
 import platform
@@ -66,12 +67,14 @@ def append(rows: list[dict[str, Any]], path: Path) -> None:
     incomplete.replace(path)
 
 
-def publish(rows: list[dict[str, Any]], columns: Sequence[str], title: str, *, script: str, csv: Path | None) -> None:
-    """Print ``columns`` of all rows; with ``csv``, append them there beside their run's ``environment``."""
+def publish(
+    rows: list[dict[str, Any]], columns: Sequence[str], title: str, args: argparse.Namespace, *, script: str
+) -> None:
+    """Print ``columns`` of all rows; with ``args.append``, add them to ``args.csv``, their ``environment`` beside them."""
     rows = [{name: row.get(name, "") for name in columns} for row in rows]
     print_table(rows, title)
-    if csv is not None:
-        append([row | environment(script) for row in rows], csv)
+    if args.append:
+        append([row | environment(script) for row in rows], args.csv)
 
 
 def print_table(rows: list[dict[str, Any]], title: str) -> None:

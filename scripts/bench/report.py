@@ -53,7 +53,8 @@ def _with_numbers(setting: tuple[str, ...]) -> tuple[tuple[int, str], ...]:
 
 def step_lines() -> list[str]:
     lines = [
-        "| model | T | tokens | setting | ours: tokens/s/GPU | MFU | GiB | best peer: same | GiB | ratio | commit |",
+        "| model | T | tokens | setting | ours: tokens/s/GPU | MFU | GiB "
+        "| best peer: tokens/s/GPU | GiB | ratio | commit |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for race in latest_races(rows_of("train_step"), ("model", "tensor_parallel", "tokens")):

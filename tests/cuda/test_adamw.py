@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(backend.name != "cuda", reason="needs NXD_MEMOPT_BACKEND=cuda and a GPU"),
 ]
-SHAPES = [(16,), (3, 37), (), (70000, 3), (1024, 512)]
+SHAPES = [(16,), (3, 37), (), (70000, 3), (1024, 512), (65535,), (32,), (65536,), (65537,), (7,), (0,), (48, 3)]
 
 
 def parameters(dtype):
