@@ -280,9 +280,42 @@ def test_a_first_call_that_fails_does_not_count(graphed):
         model.zero_grad()
 
 
-def test_autocast_around_a_call_is_refused(graphed):
-    with torch.autocast("cpu"), pytest.raises(ValueError, match="put it inside loss_of"):
+@pytest.mark.parametrize("cache", [True, False])
+def test_autocast_around_a_call_is_refused(graphed, cache):
+    with torch.autocast("cpu", cache_enabled=cache), pytest.raises(ValueError, match="put it inside loss_of"):
         graphed[2](torch.ones(5, 4))
+
+
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_a_call_without_gradients_is_refused(graphed, off):
+    with off(), pytest.raises(ValueError, match="call loss_of itself"):
+        graphed[2](torch.ones(5, 4))
+
+
+def test_parameters_that_moved_are_refused(graphed):
+    model, _, step = graphed
+    x = torch.ones(5, 4)
+    for _ in range(WARM_UP_CALLS):
+        step(x)
+        model[0].bias.data = model[0].bias.data.clone()  # nothing is recorded yet
+    step(x)
+    model[0].bias.data = model[0].bias.data.clone()
+    with pytest.raises(ValueError, match="copy into them instead"):
+        step(x)
+
+
+def test_what_is_no_loss_and_what_are_no_parameters_are_refused(graphed):
+    model = graphed[0]
+    with pytest.raises(TypeError, match="returned a tuple: return the loss"):
+        GraphedLoss(model.parameters(), lambda x: (model[0](x).sum(),))(torch.ones(5, 4))
+    for given, message in (
+        (model, "is a Sequential"),
+        (model[0].weight, "is a Parameter"),
+        (model.named_parameters(), "holds a tuple"),
+        ([model[0].weight * 2], "no leaf"),
+    ):
+        with pytest.raises(TypeError, match=f"{message}.*pass model.parameters"):
+            GraphedLoss(given, torch.sum)
 
 
 @pytest.mark.skipif(backend.name == "cuda", reason="NVIDIA GPUs record graphs")

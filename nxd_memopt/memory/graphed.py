@@ -53,12 +53,14 @@ class GraphedLoss:
         optimizer.zero_grad()
 
     Args:
-        parameters: all that the loss gives gradients.
+        parameters: all that the loss gives gradients, and frozen ones that it reads. They keep their memory: other
+            ones put in their places later, by ``load_state_dict(assign=True)`` say, would not be seen.
         loss_of: maps tensors to a scalar loss. Nothing else that it reads may change between calls, ``train()`` and
             ``eval()`` included; it asks the device for no value and draws no random numbers. Other hooks, and its
             Python code, run while it is recorded only.
 
     Raises:
+        TypeError: ``parameters`` holds something else.
         ValueError: the device records nothing, or no parameter requires a gradient.
     """
 
@@ -66,7 +68,7 @@ class GraphedLoss:
         refusal = backend.capture_refusal()
         if refusal is not None:
             raise ValueError(f"a loss as one CUDA graph {refusal}: use loss_of and backward() themselves")
-        self._given = list(dict.fromkeys(parameters))
+        self._given = _unique_leaves(parameters)
         self._parameters = [parameter for parameter in self._given if parameter.requires_grad]
         if not self._parameters:
             raise ValueError(f"none of {len(self._given)} parameters requires a gradient: pass model.parameters()")
@@ -74,6 +76,7 @@ class GraphedLoss:
         self._grads: list[Tensor | None] = [None] * len(self._parameters)  # where all recordings leave them
         self._passes: dict[tuple[tuple[torch.Size, torch.dtype], ...], _Pass] = {}
         self._last: Capture[Tensor] | None = None
+        self._addresses: list[int] = []  # of what the recordings read
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         """The loss, detached; the parameters' ``.grad`` are there.
@@ -82,9 +85,9 @@ class GraphedLoss:
             inputs: tensors on the device that require no gradient.
 
         Raises:
-            TypeError: an input is no tensor.
-            ValueError: another input, the call is inside ``torch.autocast``, or the loss gives gradients to others than
-                ``parameters``.
+            TypeError: an input, or what ``loss_of`` returns, is no tensor.
+            ValueError: another input, the call is inside ``torch.autocast`` or ``torch.no_grad``, parameters were
+                frozen, released or moved, or the loss gives gradients to others than ``parameters``.
             RuntimeError: the loss draws random numbers, or cannot be recorded.
         """
         self._check(inputs)
@@ -110,8 +113,15 @@ class GraphedLoss:
                 raise ValueError(f"input {i} {wanted}, got {given.device}, requires_grad={given.requires_grad}")
         if [id(p) for p in self._given if p.requires_grad] != [id(p) for p in self._parameters]:
             raise ValueError("parameters were frozen or released: make another GraphedLoss")
-        if torch.is_autocast_enabled(backend.device.type) and torch.is_autocast_cache_enabled():
-            raise ValueError("autocast would keep casts of old weights for a recording: put it inside loss_of")
+        if self._addresses and self._addresses != [parameter.data_ptr() for parameter in self._given]:
+            raise ValueError(
+                "parameters moved in memory, and the recordings read where they were: copy into them instead, or make "
+                "another GraphedLoss"
+            )
+        if not torch.is_grad_enabled():
+            raise ValueError("gradients are switched off: call loss_of itself under no_grad or inference_mode")
+        if torch.is_autocast_enabled(backend.device.type):
+            raise ValueError("autocast around a call would not reach its recording: put it inside loss_of")
 
     def _run(self, known: _Pass, inputs: tuple[Tensor, ...]) -> Tensor:
         random_states = _random_states()
@@ -128,6 +138,8 @@ class GraphedLoss:
 
     def _require_known(self, loss: Tensor) -> None:
         """A recording would leave the gradients of other tensors where nobody finds them."""
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"loss_of returned a {type(loss).__name__}: return the loss, a tensor of one element")
         known = {id(parameter) for parameter in self._parameters}
         others = [leaf for leaf in _leaves(loss) if id(leaf) not in known]
         if others:
@@ -197,7 +209,7 @@ class GraphedLoss:
                 "the recording gives gradients to other parameters than the first calls of this shape did: only the "
                 "inputs' shapes may decide which"
             )
-        self._last = work
+        self._last, self._addresses = work, [parameter.data_ptr() for parameter in self._given]
         return _Recording(static, work)
 
     @torch.no_grad()
@@ -225,6 +237,16 @@ class GraphedLoss:
             else:
                 grad.copy_(parameter.grad)
             parameter.grad = grad
+
+
+def _unique_leaves(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    if isinstance(parameters, nn.Module | Tensor):
+        raise TypeError(f"parameters is a {type(parameters).__name__}: pass model.parameters()")
+    given = list(parameters)
+    for each in given:
+        if not (isinstance(each, Tensor) and each.is_leaf):
+            raise TypeError(f"parameters holds a {type(each).__name__} that is no leaf tensor: pass model.parameters()")
+    return list(dict.fromkeys(given))
 
 
 def _leaves(loss: Tensor) -> list[Tensor]:

@@ -19,20 +19,22 @@ class AdamW(torch.optim.AdamW):
 
     On NVIDIA GPUs with Triton one kernel updates all parameters, in fp32 whatever the dtypes, at the memory's speed
     (torch's ``fused=True`` reaches about two thirds of it). Elsewhere, and for ``amsgrad``, ``maximize``,
-    ``capturable``, ``differentiable``, ``fused`` or a learning rate that is a tensor, torch's own step runs.
+    ``capturable``, ``differentiable``, ``fused``, learning rates and betas that are tensors, and parameters, gradients
+    and moments that are not plain contiguous tensors, torch's own step runs.
     """
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Update every parameter that has a gradient; return what ``closure`` returns."""
-        if not all(_is_served(group) for group in self.param_groups):
-            return super().step(closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            self._update(group)
+        if all(self._is_served(group) for group in self.param_groups):
+            for group in self.param_groups:
+                self._update(group)
+        else:
+            super().step()
         return loss
 
     @torch.no_grad()
@@ -57,12 +59,23 @@ class AdamW(torch.optim.AdamW):
         ]
         options = {name: float(group[name]) for name in ("lr", "eps", "weight_decay")}
         cuda.adamw(updates, beta1=beta1, beta2=beta2, **options)
+        torch.autograd.graph.increment_version([*params, *means, *squares])  # kernels write behind autograd's back
+
+    def _is_served(self, group: dict[str, Any]) -> bool:
+        numbers = (group["lr"], *group["betas"])
+        if any(group[name] for name in _OTHER_FORMS) or any(isinstance(number, Tensor) for number in numbers):
+            return False
+        return all(_fits(param, self.state.get(param, {})) for param in group["params"] if param.grad is not None)
 
 
-def _is_served(group: dict[str, Any]) -> bool:
-    is_plain = not any(group[name] for name in _OTHER_FORMS) and not isinstance(group["lr"], Tensor)
-    params = [param for param in group["params"] if param.grad is not None]
-    return is_plain and all(
-        serves(param) and param.is_contiguous() and param.grad.is_contiguous() and serves(param.grad)
-        for param in params
-    )
+def _fits(param: Tensor, state: dict[str, Any]) -> bool:
+    assert param.grad is not None
+    moments: list[Tensor] = [state[name] for name in ("exp_avg", "exp_avg_sq") if name in state]
+    tensors = (param, param.grad, *moments)
+    return all(_is_plain(tensor, param.device) for tensor in tensors) and len({m.dtype for m in moments}) <= 1
+
+
+def _is_plain(tensor: Tensor, device: torch.device) -> bool:
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
+        return False
+    return tensor.device == device and tensor.is_contiguous() and serves(tensor)

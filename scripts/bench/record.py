@@ -70,7 +70,7 @@ def append(rows: list[dict[str, Any]], path: Path) -> None:
 def publish(
     rows: list[dict[str, Any]], columns: Sequence[str], title: str, args: argparse.Namespace, *, script: str
 ) -> None:
-    """Print ``columns`` of all rows; with ``args.append``, add them to ``args.csv``, their ``environment`` beside them."""
+    """Print ``columns`` of all rows; with ``args.append``, add them to ``args.csv`` with their ``environment``."""
     rows = [{name: row.get(name, "") for name in columns} for row in rows]
     print_table(rows, title)
     if args.append:

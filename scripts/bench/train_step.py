@@ -331,8 +331,8 @@ def trace_file(folder: Path | None, row: dict[str, Any]) -> Path | None:
     return folder / f"{'_'.join(map(str, names)).replace(', ', '_').replace(' ', '-')}.json.gz"
 
 
-def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    rows = []
+def run(args: argparse.Namespace) -> None:
+    """Measure, print and append row by row: what was measured before a failure is kept."""
     peers_memory = MemoryConfig(recompute_granularity="full" if args.recompute == "full" else None)
     for tokens in args.tokens:
         for variant in args.variants:
@@ -345,15 +345,15 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
                 per_device = row["tokens_per_s_per_device"] / tokens * model_flops(CONFIGS[args.model](), tokens)
                 row["mfu"] = round(per_device / (args.peak_tflops * 1e12), 3) if args.peak_tflops else ""
                 row["failure"] = ""
-            except (RuntimeError, AttributeError) as error:  # out of memory too; all ranks fail alike
+            except (RuntimeError, AttributeError, ValueError, ImportError) as error:  # all ranks fail alike
                 row["failure"] = first_line(error)
             gc.collect()
             if backend.name == "cuda":
                 torch.cuda.empty_cache()
-            rows.append(row | environment("scripts/bench/train_step.py"))
             if parallel_state.is_global_rank_zero():
                 print({name: row[name] for name in row if name != "failure" or row[name]}, flush=True)
-    return rows
+                if args.append:
+                    append([row | environment("scripts/bench/train_step.py")], args.csv)
 
 
 def main() -> None:
@@ -374,13 +374,13 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, default=CSV)
     parser.add_argument("--append", action="store_true", help="append the rows to --csv")
     args = parser.parse_args()
+    if args.steps < 1:
+        parser.error(f"--steps must be at least 1, got {args.steps}")
     if args.traces and backend.name != "cuda":
         parser.error(f"--traces needs an NVIDIA GPU, the backend is {backend.name}")
     backend.init_process_group()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size())
-    rows = run(args)
-    if args.append and parallel_state.is_global_rank_zero():
-        append(rows, args.csv)
+    run(args)
     leave_process_groups()
 
 

@@ -51,7 +51,11 @@ class Launch:
     def text(self) -> str:
         """Shell commands that do the same by hand."""
         reasons = {variable.name: variable.reason for variable in self.variables}
-        lines = [f"export {name}={shlex.quote(value)}  # {reasons[name]}" for name, value in self.environment.items()]
+        values = {variable.name: variable.value for variable in self.variables}
+        lines = []
+        for name, value in self.environment.items():
+            reason = reasons[name] if value == values[name] else f"as the environment has it; default {values[name]}"
+            lines.append(f"export {name}={shlex.quote(value)}  # {reason}")
         return "\n".join([*lines, shlex.join(self.command)])
 
 
@@ -100,6 +104,10 @@ def plan(options: argparse.Namespace, train_options: Sequence[str], environ: Map
     platform = PLATFORMS[options.platform]
     if options.compile and not platform.compiles:
         raise ValueError(f"--compile is for trn1's ahead-of-time compiler, not for --platform {platform.name}: omit it")
+    if config.trainer.enable_cuda_graph and platform.name != "cuda":
+        raise ValueError(
+            f"trainer.enable_cuda_graph is true, and --platform {platform.name} has no CUDA graphs: set it to false"
+        )
     processes = platform.processes or config.parallel.tensor_model_parallel_size
     if options.processes_per_node is not None:
         processes = options.processes_per_node

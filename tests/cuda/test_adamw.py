@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(backend.name != "cuda", reason="needs NXD_MEMOPT_BACKEND=cuda and a GPU"),
 ]
-SHAPES = [(16,), (3, 37), (), (70000, 3), (1024, 512), (65535,), (32,), (65536,), (65537,), (7,), (0,), (48, 3)]
+SHAPES = [(16,), (3, 37), (), (70000, 3), (1024, 512), (65535,), (32,), (65536,), (65537,), (7,), (48, 3)]
 
 
 def parameters(dtype):
@@ -66,8 +66,43 @@ def test_bf16_equals_torchs_fused_step_and_takes_its_states():
         torch.testing.assert_close(x, y, rtol=2**-7, atol=1e-3)  # an update may round to the neighbour
 
 
+def test_tensors_that_are_not_contiguous_are_torchs():
+    """Gradients that the closure makes, and moments of another layout from a checkpoint."""
+    ours, theirs = ([torch.ones(2, 3, 4, 4, device=backend.device).requires_grad_()] for _ in range(2))
+    optimizers = AdamW(ours, lr=0.1), torch.optim.AdamW(theirs, lr=0.1)
+    for step in range(3):
+        grad = torch.randn(4, 4, 3, 2, device=backend.device).permute(3, 2, 0, 1)
+        for (param,), optimizer in zip((ours, theirs), optimizers, strict=True):
+
+            def closure(param=param, grad=grad):
+                param.grad = grad
+
+            param.grad = None
+            optimizer.step(closure)
+            if step == 1:
+                for name in ("exp_avg", "exp_avg_sq"):
+                    moment = optimizer.state[param][name]
+                    optimizer.state[param][name] = moment.contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(*ours, *theirs, rtol=2e-6, atol=2e-7)
+
+
+def test_a_step_counts_as_a_write():
+    (param,) = parameters(torch.float32)[:1]
+    optimizer, x = AdamW([param], lr=0.1), torch.ones_like(param, requires_grad=True)
+    y = (x * param).sum()
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
 def test_other_forms_are_torchs():
-    for options in ({"amsgrad": True}, {"maximize": True}, {"lr": torch.tensor(1e-2)}):
+    for options in (
+        {"amsgrad": True},
+        {"maximize": True},
+        {"lr": torch.tensor(1e-2)},
+        {"betas": (torch.tensor(0.9),) * 2},
+    ):
         ours, theirs = parameters(torch.float32), parameters(torch.float32)
         set_gradients(0, ours, theirs)
         AdamW(ours, **options).step()

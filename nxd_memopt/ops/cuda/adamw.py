@@ -40,11 +40,12 @@ def adamw(updates: Sequence[Update], *, lr: float, beta1: float, beta2: float, e
     for update in updates:
         kinds.setdefault(_kind(update), []).append(update)
     for (*_, is_aligned), alike in kinds.items():
-        if len(alike) == 1:
-            _launch_one(alike[0], _corrections(alike[0], beta1, beta2), numbers)
-        else:
-            corrections = [_corrections(update, beta1, beta2) for update in alike]
-            _launch(alike, corrections, numbers, is_aligned=is_aligned)
+        corrections = [_corrections(update, beta1, beta2) for update in alike]
+        with torch.cuda.device_of(alike[0].param):
+            if len(alike) == 1:
+                _launch_one(alike[0], corrections[0], numbers)
+            else:
+                _launch(alike, corrections, numbers, is_aligned=is_aligned)
 
 
 def _kernels() -> Any:

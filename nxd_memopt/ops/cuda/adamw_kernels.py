@@ -32,7 +32,7 @@ def _update_chunk(
         mask = place < size
         g = tl.load(grad + place, mask=mask, other=0.0).to(tl.float32)
         m = tl.load(mean + place, mask=mask, other=0.0).to(tl.float32)
-        m += (g - m) * mean_rate
+        m = tl.where(mean_rate < 0.5, m + (g - m) * mean_rate, g - (g - m) * (1.0 - mean_rate))  # as torch.lerp
         v = beta2 * tl.load(square + place, mask=mask, other=0.0).to(tl.float32) + square_rate * g * g
         p = tl.load(param + place, mask=mask, other=0.0).to(tl.float32) * (1.0 - lr * weight_decay)
         p -= step_size * m / (tl.sqrt(v) / root_of_correction + eps)
