@@ -6,7 +6,7 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Generic
@@ -134,11 +134,10 @@ class CudaBackend(C10dBackend):
             memory.settle()
         assert beside is None or isinstance(beside, _Graph)
         self._keep_peak(self._unseen_bytes())
-        pool = None if beside is None else beside.graph.pool()
+        pool = torch.cuda.graph_pool_handle() if beside is None else beside.graph.pool()
         with ExitStack() as stack:
             stack.enter_context(self._recording())
-            mode = "thread_local"  # NCCL's own thread goes on
-            stack.enter_context(torch.cuda.graph(graph, pool=pool, capture_error_mode=mode))
+            stack.enter_context(self._captured_into(graph, pool))
             for memory in memories:
                 stack.enter_context(memory.captured())
             result = function()
@@ -146,6 +145,19 @@ class CudaBackend(C10dBackend):
         self._keep_peak(self._unseen_bytes() - held)  # a shared pool's bytes were in the allocator's eyes
         self._graphs.add(graph)
         return _Graph(graph, memories, result)
+
+    @contextmanager
+    def _captured_into(self, graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+        """``torch.cuda.graph``, which leaves a failed capture's stream current, and its pool in use."""
+        before = torch.cuda.current_stream(self.device)
+        try:  # NCCL's own thread goes on
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                yield
+        except BaseException:
+            torch.cuda.set_stream(before)
+            with suppress(RuntimeError):  # where the capture could be ended, the pool has been
+                torch._C._cuda_endAllocateToPool(self.device.index, pool)
+            raise
 
     def _memories(self) -> list[PeerMemory]:
         return [memory for memory in self._peer_memories.values() if memory is not None]

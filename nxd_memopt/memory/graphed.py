@@ -175,6 +175,8 @@ class GraphedLoss:
         except BaseException:
             for parameter, grad in zip(self._parameters, before, strict=True):
                 parameter.grad = grad
+            if not any(each.writing or each.adding for each in self._passes.values()):
+                self._grads = [None] * len(self._parameters)  # out of memory, say: it is not held
             raise
         return known.adding
 

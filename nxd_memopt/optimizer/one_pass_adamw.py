@@ -30,11 +30,12 @@ class AdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if all(self._is_served(group) for group in self.param_groups):
+        is_served = all(self._is_served(group) for group in self.param_groups)
+        if is_served and not torch.cuda.is_current_stream_capturing():  # which torch's step refuses
             for group in self.param_groups:
                 self._update(group)
         else:
-            super().step()
+            _torchs_step(self)
         return loss
 
     @torch.no_grad()
@@ -66,6 +67,12 @@ class AdamW(torch.optim.AdamW):
         if any(group[name] for name in _OTHER_FORMS) or any(isinstance(number, Tensor) for number in numbers):
             return False
         return all(_fits(param, self.state.get(param, {})) for param in group["params"] if param.grad is not None)
+
+
+def _torchs_step(optimizer: torch.optim.AdamW) -> None:
+    """Without the hooks of ``step``, which this class's own has run."""
+    step: Any = torch.optim.AdamW.step
+    (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
 
 
 def _fits(param: Tensor, state: dict[str, Any]) -> bool:

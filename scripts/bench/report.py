@@ -110,8 +110,9 @@ def section() -> str:
     first, last = min(row["date"] for row in steps), max(row["date"] for row in steps)
     dates = first if first == last else f"{first} to {last}"
     parts = [
-        f"Whole training steps on {devices}, {dates}, bf16, batch 1; each line's peer ran in the same run. Versions "
-        "and commands are in [docs/benchmarks/train_step.csv](docs/benchmarks/train_step.csv).",
+        f"Whole training steps on {devices}, {dates}, bf16, batch 1; each line's peer ran in the same run. Eager "
+        "steps of 2,048 tokens wait for the host, whose speed differs from run to run. "
+        "Versions and commands are in [docs/benchmarks/train_step.csv](docs/benchmarks/train_step.csv).",
         "\n".join(step_lines()),
     ]
     heads = head_lines()

@@ -333,6 +333,7 @@ def trace_file(folder: Path | None, row: dict[str, Any]) -> Path | None:
 
 def run(args: argparse.Namespace) -> None:
     """Measure, print and append row by row: what was measured before a failure is kept."""
+    about = environment("scripts/bench/train_step.py")
     peers_memory = MemoryConfig(recompute_granularity="full" if args.recompute == "full" else None)
     for tokens in args.tokens:
         for variant in args.variants:
@@ -353,7 +354,7 @@ def run(args: argparse.Namespace) -> None:
             if parallel_state.is_global_rank_zero():
                 print({name: row[name] for name in row if name != "failure" or row[name]}, flush=True)
                 if args.append:
-                    append([row | environment("scripts/bench/train_step.py")], args.csv)
+                    append([row | about], args.csv)
 
 
 def main() -> None:

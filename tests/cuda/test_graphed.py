@@ -40,7 +40,7 @@ def trained(model, start, micro_batches: int, *, graph: bool) -> list[torch.Tens
     optimizer = AdamW(model.parameters(), lr=1e-3)
     graphed = GraphedLoss(model.parameters(), lambda ids: model(ids, labels=ids).loss) if graph else None
     generator, losses = torch.Generator().manual_seed(1), []
-    for _ in range(STEPS):
+    for step in range(STEPS):
         for i in range(micro_batches):
             ids = torch.randint(VOCAB, (2, LENGTHS[i % 2]), generator=generator).to(backend.device)
             if graphed is not None:
@@ -55,7 +55,7 @@ def trained(model, start, micro_batches: int, *, graph: bool) -> list[torch.Tens
         with torch.no_grad():
             ids = torch.randint(VOCAB, (1, 1024), generator=generator).to(backend.device)
             losses.append(model(ids, labels=ids).loss)
-            if graph:
+            if graph and step == 3:
                 model(ids.expand(8, -1), labels=ids.expand(8, -1))
     return losses
 
@@ -139,7 +139,16 @@ def test_a_loss_that_asks_for_a_value_is_refused_and_the_process_goes_on():
     for _ in range(2):
         graphed(ids)
         model.zero_grad()
+    stream = torch.cuda.current_stream()
     with pytest.raises(RuntimeError, match="cannot be recorded"):
         graphed(ids)
+    assert torch.cuda.current_stream() == stream
+    lent = torch.ones(1 << 20, device=backend.device)
+    lent.record_stream(torch.cuda.Stream())
+    before = torch.cuda.memory_allocated()
+    del lent
+    torch.cuda.synchronize()
+    torch.ones(1, device=backend.device)  # the allocator looks for what other streams have done with
+    assert torch.cuda.memory_allocated() < before
     again = GraphedLoss(model.parameters(), lambda ids: model(ids, labels=ids).loss)
     assert len({again(ids).item() for _ in range(5)}) == 1
