@@ -30,8 +30,7 @@ class AdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        is_served = all(self._is_served(group) for group in self.param_groups)
-        if is_served and not torch.cuda.is_current_stream_capturing():  # which torch's step refuses
+        if not _is_capturing() and all(self._is_served(group) for group in self.param_groups):
             for group in self.param_groups:
                 self._update(group)
         else:
@@ -67,6 +66,11 @@ class AdamW(torch.optim.AdamW):
         if any(group[name] for name in _OTHER_FORMS) or any(isinstance(number, Tensor) for number in numbers):
             return False
         return all(_fits(param, self.state.get(param, {})) for param in group["params"] if param.grad is not None)
+
+
+def _is_capturing() -> bool:
+    """What torch's step refuses: a graph would repeat one step's number."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _torchs_step(optimizer: torch.optim.AdamW) -> None:

@@ -34,6 +34,8 @@ def test_hooks_run_once_beside_an_optimizer_of_torchs():
     param, calls = nn.Parameter(torch.ones(2)), []
     optimizer = AdamW([param])
     optimizer.register_step_post_hook(lambda *_: calls.append("behind"))
+    optimizer.step()  # without a gradient
+    assert torch.equal(param, torch.ones(2))
     param.grad = torch.ones(2)
     optimizer.step()
-    assert calls == ["behind"] and param[0] < 1
+    assert calls == ["behind"] * 2 and param[0] < 1
