@@ -245,6 +245,13 @@ def test_a_dry_run_has_certifys_exit_status(tmp_path: Path, memory: list[str], e
     assert not (tmp_path / "run").exists()
 
 
+def test_a_value_of_the_environment_is_not_given_the_defaults_reason() -> None:
+    own = planned("llama3_8b", "--platform", "cuda").text()
+    assert "export CUBLAS_WORKSPACE_CONFIG=:0:0  # matmuls without a counter" in own
+    given = planned("llama3_8b", "--platform", "cuda", environ={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}).text()
+    assert "export CUBLAS_WORKSPACE_CONFIG=:4096:8  # as the environment has it; default :0:0" in given
+
+
 def test_slurm_script_gives_every_host_the_first_ones_address(tmp_path: Path) -> None:
     for name, body in (
         ("scontrol", 'test "$*" = "show hostnames node[1-3]" && printf "node1\\nnode2\\nnode3\\n"'),

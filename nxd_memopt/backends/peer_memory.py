@@ -118,7 +118,7 @@ class PeerMemory:
             _let_wait(stream, operation.stream)
 
     def _use_on(self, stream: torch.cuda.Stream) -> None:
-        """What reads a slot was given to the stream of its operation."""
+        """Let ``stream`` wait for the one that used slots last, to which all that reads them was given."""
         if stream != self._used_on:
             _let_wait(stream, self._used_on)
             self._used_on = stream

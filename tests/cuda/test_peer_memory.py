@@ -1,5 +1,7 @@
 """Gathers and reductions through peer memory: what NCCL's give, on ranks that run at different speeds."""
 
+import subprocess
+import sys
 import time
 
 import pytest
@@ -60,6 +62,17 @@ def test_one_kernel_waits_for_several_signals(ranks):
             pad[rank : rank + 1].fill_(1)
         done.synchronize()
         assert pad.tolist() == [int(rank not in ranks and rank in (0, 2)) for rank in range(4)]
+
+
+def test_a_signal_that_never_comes_is_an_error():
+    """In a process of its own, whose device is of no use afterwards."""
+    waiting = (
+        "import torch; from nxd_memopt.backends.peer_memory import wait_for_signals; "
+        "wait_for_signals(torch.zeros(4, dtype=torch.int32, device='cuda'), (1, 2), timeout_ms=200); "
+        "torch.cuda.synchronize()"
+    )
+    done = subprocess.run([sys.executable, "-c", waiting], capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode != 0 and "launch failure" in done.stderr
 
 
 @two_gpus
