@@ -3,14 +3,14 @@
     torchrun --nproc_per_node 4 scripts/bench/train_step.py --model llama3-8b --tokens 2048 8192 --append
 
 Random weights, bf16 weights and gradients, AdamW with bf16 states (torch's fused one for the peers), batch 1. T is the
-number of processes. Ours also as one CUDA graph, and with compiled layers. Peers: ``hf`` (transformers in one
-process), ``liger`` (the same with Liger-Kernel) and ``dtensor`` (PyTorch's tensor- and sequence-parallel plan on
-transformers' model; also with compiled layers, and with asynchronous tensor parallelism). ``--recompute full`` recomputes every layer; ours may keep the attention kernel's result
-(``--keep-core-attn``), recompute the first layers only (``--recompute-layers``), keep the first layers' activations in
-host memory and recompute those behind them (``--offload-layers``), and run the optimizer inside backward
-(``--in-backward``). MFU counts 6 x parameters (input embedding left out) x tokens + 6 x layers x H x S^2 against
-``--peak-tflops``; recompute does not count. ``exposed_ms``: of one more step, profiled, the time in which the first
-GPU did nothing but communicate.
+number of processes. Ours also as one CUDA graph, and with compiled layers. Peers: ``hf`` (transformers in one process),
+``liger`` (the same with Liger-Kernel) and ``dtensor`` (PyTorch's tensor- and sequence-parallel plan on transformers'
+model; also with compiled layers, and with asynchronous tensor parallelism). ``--recompute full`` recomputes every
+layer; ours may keep the attention kernel's result (``--keep-core-attn``), recompute the first layers only
+(``--recompute-layers``), keep the first layers' activations in host memory and recompute those behind them
+(``--offload-layers``), and run the optimizer inside backward (``--in-backward``). MFU counts 6 x parameters (input
+embedding left out) x tokens + 6 x layers x H x S^2 against ``--peak-tflops``; recompute does not count. ``exposed_ms``:
+of one more step, profiled, the time in which the first GPU did nothing but communicate.
 """
 
 from __future__ import annotations
