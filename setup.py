@@ -15,9 +15,11 @@ setup(
     packages=[*find_packages(include=["nxd_memopt", "nxd_memopt.*"]), "nxd_memopt.models"],
     package_dir={"nxd_memopt.models": "models"},
     package_data={"nxd_memopt": ["py.typed"]},
-    install_requires=["torch>=2.9", "transformers>=5.0", "safetensors>=0.5", "numpy", "tyro", "rich"],
+    install_requires=["torch>=2.9", "transformers>=5.0", "safetensors>=0.5", "numpy", "packaging", "tyro", "rich"],
     extras_require={
         "train": ["datasets", "pyyaml", "tensorboard", "matplotlib"],
+        "flash4": ["flash-attn-4==4.0.0b36"],
+        "flash4-cu13": ["flash-attn-4[cu13]==4.0.0b36"],
         "gguf": ["gguf", "accelerate"],
         "dev": ["pytest", "pytest-timeout", "ruff", "basedpyright", "import-linter"],
     },

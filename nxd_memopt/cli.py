@@ -5,11 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 import tyro
 
 from nxd_memopt.cli_certify.command import Certify
+
+_OPTIONAL = ("triton", "flash-attn-4")
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,9 @@ class Doctor:
         from nxd_memopt.ops.attention import describe_attention
         from nxd_memopt.ops.fused import describe_fused
 
-        print(f"nxd_memopt {__version__}, torch {torch.__version__}, transformers {transformers.__version__}")
+        optional = [f"{name} {metadata.version(name)}" for name in _OPTIONAL if any(metadata.distributions(name=name))]
+        packages = {"nxd_memopt": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+        print(", ".join([*(f"{name} {version}" for name, version in packages.items()), *optional]))
         print(f"backend {backend.name}: {BACKEND_REASON}")
         for name, backend_class in BACKENDS.items():
             print(f"  {name}: {backend_class.unavailable_reason() or 'available'}")

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 RECOMPUTE_GRANULARITIES = (None, "selective", "full")
 RECOMPUTE_METHODS = (None, "uniform", "block")
 RECOMPUTE_MODULES = ("core_attn", "attn", "norm", "mlp_act", "mlp")
-ATTENTION_BACKENDS = ("auto", "cudnn", "flash", "efficient", "sdpa", "tiled", "nki", "math")
+ATTENTION_BACKENDS = ("auto", "flash4", "cudnn", "flash", "efficient", "sdpa", "tiled", "nki", "math")
 REDUCE_DTYPES = (None, "float32")
 
 ConfigT = TypeVar("ConfigT")
@@ -111,9 +111,10 @@ class MemoryConfig:
         cpu_offloading_num_layers: the first so many layers keep their activations in host memory between forward and
             backward; ``"full"`` recompute then is of the layers behind them. Needs an NVIDIA GPU.
         attention_backend: ``"auto"`` takes for each call the first of the device's implementations that can serve it;
-            a name takes that one or fails: ``"cudnn"``, ``"flash"`` (FlashAttention-2) and ``"efficient"`` (xFormers')
-            are NVIDIA GPUs' kernels, ``"sdpa"`` PyTorch's choice elsewhere, ``"tiled"`` plain PyTorch without S x S
-            scores, ``"nki"`` AWS Neuron's flash kernels, ``"math"`` the reference, which materialises S x S scores.
+            a name takes that one or fails: ``"flash4"`` (FlashAttention-4, of the package flash-attn-4), ``"cudnn"``,
+            ``"flash"`` (FlashAttention-2) and ``"efficient"`` (xFormers') are NVIDIA GPUs' kernels, ``"sdpa"``
+            PyTorch's choice elsewhere, ``"tiled"`` plain PyTorch without S x S scores, ``"nki"`` AWS Neuron's flash
+            kernels, ``"math"`` the reference, which materialises S x S scores.
         fused_linear_cross_entropy: compute the loss without ever holding the logits whole
             (``loss_functions.fused_linear_cross_entropy``); the head's module is then not called. ``False`` makes the
             logits, as ``return_logits`` does.
@@ -128,7 +129,7 @@ class MemoryConfig:
     recompute_keep_core_attn: bool = False
     cpu_offloading: bool | None = None
     cpu_offloading_num_layers: int = 0
-    attention_backend: Literal["auto", "cudnn", "flash", "efficient", "sdpa", "tiled", "nki", "math"] = "auto"
+    attention_backend: Literal["auto", "flash4", "cudnn", "flash", "efficient", "sdpa", "tiled", "nki", "math"] = "auto"
     fused_linear_cross_entropy: bool = True
     selective_activation_checkpointing_is_enabled: bool = False
 

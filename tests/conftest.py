@@ -10,6 +10,7 @@ os.environ.setdefault("NXD_MEMOPT_BACKEND", "cpu")  # the backend is chosen at i
 import pytest
 import torch
 
+from nxd_memopt.ops.foreign import why_missing
 from tests.dist import pool
 
 torch.set_num_threads(1)  # as in the ranks: bit-equal comparisons need the same summation order
@@ -17,10 +18,11 @@ torch.set_num_threads(1)  # as in the ranks: bit-equal comparisons need the same
 
 @pytest.fixture(autouse=True)
 def clean_process_state() -> Iterator[None]:
-    """Start every test with the same random state and leave no process groups behind."""
+    """Start every test with the same random state and leave no process groups or stand-ins' traces behind."""
     pool.reset_process(seed=pool.SEED)
     yield
     pool.reset_process(seed=pool.SEED)
+    why_missing.cache_clear()
 
 
 def pytest_sessionfinish() -> None:

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from nxd_memopt.backends import backend
 from nxd_memopt.modules.attention import CoreAttention
+from nxd_memopt.ops import attention
 from nxd_memopt.ops import tiled_attention as tiled
 from nxd_memopt.ops.attention import (
     attention_implementation,
@@ -18,7 +19,6 @@ from nxd_memopt.ops.attention import (
     padding_and_causal_mask,
     select_attention,
 )
-from nxd_memopt.ops.neuron import attention as nki
 from nxd_memopt.ops.tiled_attention import tile_length, tiled_attention
 from tests.reference import (
     assert_float64_close,
@@ -222,7 +222,7 @@ CALL = {"query_shape": (1, 4, 2048, 64), "kv_heads": 4, "dtype": torch.bfloat16}
 def trainium_order(monkeypatch):
     """The order of a device that has the NKI kernels."""
     monkeypatch.setattr(backend, "attention_implementations", ("nki", "tiled", "math"))
-    monkeypatch.setattr(nki, "unavailable_reason", lambda: None)
+    monkeypatch.setitem(attention._UNAVAILABLE, "nki", lambda: None)
 
 
 def test_the_devices_first_choice_runs():
@@ -262,7 +262,6 @@ def test_a_forced_choice_that_cannot_be_met_is_refused(trainium_order):
 
 def test_absent_kernels_are_said_to_be_absent(monkeypatch):
     monkeypatch.setattr(backend, "attention_implementations", ("nki", "tiled", "math"))
-    nki.unavailable_reason.cache_clear()
     assert_says(error_message(lambda: select_attention("nki")), "neuronxcc.nki.kernels.attention cannot be imported")
     assert select_attention("auto") == "tiled"
     assert_says(describe_attention(), "tiled > math", "no nki: neuronxcc")

@@ -40,6 +40,23 @@ def test_others_are_not():
     assert joined((torch.empty(2, 3, device="meta"), torch.empty(2, 3, device="meta")), 0) is None
 
 
+def test_a_layout_is_one_memorys_only_where_nothing_overlaps():
+    whole = torch.randn(3, 4)
+    for parts in ((whole[0], whole[2], whole[2]), (whole[0], whole[2], whole[0]), (whole[0], whole.view(-1)[2:6])):
+        layout = Layout.of(*parts)
+        assert layout.span is None and len({x.data_ptr() for x in layout.empty(whole)}) == len(parts)
+    assert Layout.of(*whole).span == 12
+    apart = torch.randn(5, 2, 4).transpose(0, 1)
+    assert Layout.of(apart, apart.clone()).empty(whole)[0].stride() == apart.stride()
+
+
+def test_a_layout_is_that_of_tensors_that_lie_so():
+    heads = torch.randn(5, 1, 12).chunk(3, -1)
+    layout = Layout.of(*heads)
+    assert layout.is_that_of(*heads) and layout.is_that_of(*(x.flatten(0, 1).unflatten(0, (-1, 1)) for x in heads))
+    assert not layout.is_that_of(*(x.clone() for x in heads)) and not layout.is_that_of(heads[1], heads[0], heads[2])
+
+
 @pytest.mark.parametrize("frozen", [None, 1])
 @pytest.mark.parametrize("bias", [True, False])
 def test_one_matmul_for_joined_weights(bias, frozen):
@@ -74,7 +91,7 @@ def test_gradients_take_the_layout_of_their_tensors():
     rows = [e.permute(2, 0, 1, 3).flatten(-2) for e in empties]
     assert joined(rows, -1) is not None
     apart = Layout.of(parts[0], parts[1]).empty(whole)  # a hole is left where the third was
-    assert all(e.is_contiguous() for e in apart)
+    assert all(e.permute(2, 0, 1, 3).is_contiguous() for e in apart), "each in its own order"
 
 
 def test_split_gives_the_gradient_of_chunk():

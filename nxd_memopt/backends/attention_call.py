@@ -35,16 +35,26 @@ class AttentionCall:
     def head_dim(self) -> int:
         return self.query_shape[3]
 
-    def unsuited(self, kernel: str, *, sequence_multiple: int, max_head_dim: int) -> str | None:
+    def unsuited(
+        self,
+        kernel: str,
+        *,
+        max_head_dim: int,
+        head_dim_multiple: int = 1,
+        sequence_multiple: int = 1,
+        packs: bool = False,
+    ) -> str | None:
         """Why a flash kernel that takes neither mask nor dropout cannot serve the call; ``None``: it can."""
         if self.dropout_p > 0:
             return f"{kernel} has no dropout, got {self.dropout_p}"
         if self.masked:
             return f"{kernel} takes no mask"
-        if self.packed:
+        if self.packed and not packs:
             return f"{kernel} takes no packed documents"
         if self.head_dim > max_head_dim:
             return f"head size {self.head_dim} exceeds {kernel}'s {max_head_dim}"
+        if self.head_dim % head_dim_multiple:
+            return f"head size {self.head_dim} is not a multiple of {kernel}'s {head_dim_multiple}"
         if self.sequence_length % sequence_multiple:
             padded = -(-self.sequence_length // sequence_multiple) * sequence_multiple
             return (

@@ -7,8 +7,6 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any, Generic
 from weakref import WeakSet
 
@@ -16,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, get_process_group_ranks
 
+from nxd_memopt.backends import cuda_attention
 from nxd_memopt.backends.attention_call import AttentionCall
 from nxd_memopt.backends.base import Capture, Result
 from nxd_memopt.backends.c10d import C10dBackend
@@ -24,28 +23,6 @@ from nxd_memopt.backends.host_transfers import HostTransfers
 from nxd_memopt.backends.peer_memory import PeerGathering, PeerMemory, PeerReduction
 from nxd_memopt.backends.pieces import Gathering, Reduction
 
-
-@dataclass(frozen=True)
-class _AttentionLimits:
-    """What one of PyTorch's kernels can serve; ``switch`` is Transformer Engine's environment variable."""
-
-    torch_switch: str
-    switch: str | None
-    dtypes: tuple[torch.dtype, ...]
-    max_head_dim: int
-    masks: bool = False
-    dropout: bool = True
-
-    def enabled(self) -> bool:
-        return getattr(torch.backends.cuda, f"{self.torch_switch}_sdp_enabled")()
-
-
-_HALF = (torch.bfloat16, torch.float16)
-_ATTENTION = {
-    "cudnn": _AttentionLimits("cudnn", "NVTE_FUSED_ATTN", _HALF, 128, dropout=False),
-    "flash": _AttentionLimits("flash", "NVTE_FLASH_ATTN", _HALF, 256),
-    "efficient": _AttentionLimits("mem_efficient", None, (*_HALF, torch.float32), 256, masks=True),
-}
 PEER_MEMORY_SWITCH = "NXD_MEMOPT_PEER_MEMORY"
 _PEER_MEMORY_BYTES = 10 << 20  # a smaller chunk moves in less time than the host takes to start its pieces
 _CAPTURED_PEER_MEMORY_BYTES = 1 << 20  # in a graph the device starts them
@@ -56,7 +33,6 @@ class CudaBackend(C10dBackend):
 
     name = "cuda"
     distributed_backend = "nccl"
-    attention_implementations = ("cudnn", "flash", "efficient", "tiled", "math")
     equal_heads_implementations = ("efficient",)
 
     def __init__(self) -> None:
@@ -67,8 +43,8 @@ class CudaBackend(C10dBackend):
                 "lower --nproc_per_node or set NXD_MEMOPT_BACKEND=cpu"
             )
         self.device = torch.device("cuda", local_rank)
-        if torch.cuda.get_device_capability(self.device) < (9, 0):  # before Hopper, flash is the faster of the two
-            self.attention_implementations = ("flash", "cudnn", "efficient", "tiled", "math")
+        major, _ = torch.cuda.get_device_capability(self.device)
+        self.attention_implementations = cuda_attention.implementations(major)
         self._peer_memories: dict[ProcessGroup, PeerMemory | None] = {}
         self._is_recording = False  # a graph of its own, or rehearsing for one
         self._peak_bytes = 0
@@ -195,31 +171,7 @@ class CudaBackend(C10dBackend):
         return None
 
     def attention_refusal(self, implementation: str, call: AttentionCall) -> str | None:
-        """PyTorch's own switches and Transformer Engine's count; then what each kernel can serve, backward included."""
-        limits = _ATTENTION.get(implementation)
-        if limits is None:
-            return None
-        variable = limits.switch
-        if variable is not None and os.environ.get(variable) == "0":
-            return f"{variable}=0 switches it off"
-        if not limits.enabled():
-            return f"torch.backends.cuda.enable_{limits.torch_switch}_sdp(False) switched it off"
-        if call.dtype not in limits.dtypes:
-            return f"{implementation} attention takes {[str(dtype) for dtype in limits.dtypes]}, got {call.dtype}"
-        if torch.cuda.get_device_capability(self.device) < (8, 0) and implementation != "efficient":
-            return f"{implementation} attention needs compute capability 8.0"
-        if call.masked and not limits.masks:
-            return f"{implementation} attention takes no mask"
-        if call.packed and (implementation != "flash" or call.dropout_p > 0):
-            return f"{implementation} attention is used for packed documents by flash alone, and without dropout"
-        if call.packed and find_spec("torch.nn.attention.varlen") is None:
-            return f"torch {torch.__version__} has no flash attention for packed documents: 2.10 has"
-        if call.dropout_p > 0 and not limits.dropout:
-            return f"{implementation} attention is used without dropout, got {call.dropout_p}"
-        if call.head_dim > limits.max_head_dim or call.head_dim % 8:
-            wanted = f"a multiple of 8 up to {limits.max_head_dim}"
-            return f"head size {call.head_dim} is not what {implementation} attention takes, {wanted}"
-        return None
+        return cuda_attention.refusal(implementation, call)
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._is_recording and _is_capturing():  # the generator's state cannot be read, and nothing is drawn

@@ -15,11 +15,12 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from nxd_memopt.backends.base import ContextPair
+from nxd_memopt.ops.cuda.attention import FLASH4_OPERATOR
 
-KEEPABLE_ATTENTION = ("sdpa", "cudnn", "flash", "efficient")
+KEEPABLE_ATTENTION = ("sdpa", "flash4", "cudnn", "flash", "efficient")
 """Implementations whose kernel is one operator."""
 
-_OPERATORS = {
+_OPERATORS = {FLASH4_OPERATOR} | {
     getattr(torch.ops.aten, name).default
     for name in (
         "_scaled_dot_product_cudnn_attention",

@@ -16,10 +16,16 @@ from nxd_memopt.backends import backend
 from nxd_memopt.backends.attention_call import AttentionCall
 from nxd_memopt.config import ATTENTION_BACKENDS, require_one_of
 from nxd_memopt.ops import tiled_attention as tiled
+from nxd_memopt.ops.cuda import attention as cuda
 from nxd_memopt.ops.neuron import attention as nki
 from nxd_memopt.ops.packed import PackedDocuments, attention_by_document, flash_attention
 
-_REFUSALS: dict[str, Callable[[AttentionCall], str | None]] = {"tiled": tiled.refusal, "nki": nki.refusal}
+_REFUSALS: dict[str, Callable[[AttentionCall], str | None]] = {
+    "flash4": cuda.refusal,
+    "tiled": tiled.refusal,
+    "nki": nki.refusal,
+}
+_UNAVAILABLE = {"flash4": cuda.unavailable_reason, "nki": nki.unavailable_reason}
 _SDPA_KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -93,21 +99,22 @@ def select_attention(attention_backend: str, dropout_p: float = 0.0) -> str:
 
 def describe_attention() -> str:
     """The device's implementations in order of preference, and what is amiss with any."""
-    names = backend.attention_implementations
-    missing = [f"no {name}: {_missing(name)}" for name in names if _missing(name)]
-    return "; ".join([" > ".join(name for name in names if not _missing(name)), *missing])
-
-
-def _missing(name: str) -> str | None:
-    """Why this machine has no such implementation at all."""
-    if name not in backend.attention_implementations:
-        return f"backend {backend.name} has {list(backend.attention_implementations)}"
-    return nki.unavailable_reason() if name == "nki" else None
+    call = AttentionCall(_WELCOME_SHAPE, 1, masked=False, dropout_p=0.0, dtype=torch.bfloat16)
+    reasons = {name: _refusal(name, call) for name in backend.attention_implementations}
+    missing = [f"no {name}: {reason}" for name, reason in reasons.items() if reason]
+    return "; ".join([" > ".join(name for name, reason in reasons.items() if not reason), *missing])
 
 
 def _refusal(name: str, call: AttentionCall) -> str | None:
-    own_limits = _REFUSALS.get(name, lambda _: None)
-    return _missing(name) or own_limits(call) or backend.attention_refusal(name, call)
+    """Why this machine or the implementation cannot serve ``call``; what is to be imported for it is asked last."""
+    if name not in backend.attention_implementations:
+        return f"backend {backend.name} has {list(backend.attention_implementations)}"
+    reason = _own_refusal(name, call) or backend.attention_refusal(name, call)
+    return _UNAVAILABLE[name]() if reason is None and name in _UNAVAILABLE else reason
+
+
+def _own_refusal(name: str, call: AttentionCall) -> str | None:
+    return _REFUSALS[name](call) if name in _REFUSALS else None
 
 
 def core_attention(
@@ -133,18 +140,21 @@ def core_attention(
     Returns:
         ``[B, h, S, d]``.
     """
+    masked, packed = isinstance(mask, Tensor), isinstance(mask, PackedDocuments)
+    call = AttentionCall(tuple(query.shape), key.size(1), masked, dropout_p, query.dtype, packed)
+    reason = _own_refusal(implementation, call)
+    assert reason is None, reason
     if isinstance(mask, PackedDocuments):
         return _packed_attention(query, key, value, mask, implementation, dropout_p)
     if implementation == "math":
         return _reference_attention(query, key, value, mask, dropout_p)
     if implementation == "sdpa" or implementation in _SDPA_KERNELS:
         return _sdpa(query, key, value, mask, dropout_p, implementation)
-    call = AttentionCall(tuple(query.shape), key.size(1), mask is not None, dropout_p, query.dtype)
-    reason = _REFUSALS[implementation](call)
-    assert reason is None, reason
     with _one_dtype_under_autocast(query, key, value) as (query, key, value):
         if implementation == "tiled":
             return tiled.tiled_attention(query, key, value, mask)
+        if implementation == "flash4":
+            return cuda.flash4_attention(query, key, value)
         return nki.nki_attention(query, key, value)
 
 
@@ -157,8 +167,10 @@ def _packed_attention(
     if implementation == "sdpa":
         attend = partial(_sdpa, mask=None, dropout_p=dropout_p, implementation=implementation)
         return attention_by_document(query, key, value, documents, attend)
-    assert implementation in ("flash", "tiled"), implementation
+    assert implementation in ("flash4", "flash", "tiled"), implementation
     with _one_dtype_under_autocast(query, key, value) as (query, key, value):
+        if implementation == "flash4":
+            return cuda.flash4_attention(query, key, value, documents)
         if implementation == "flash":
             return flash_attention(query, key, value, documents)
         return tiled.tiled_attention(query, key, value, documents.ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -69,8 +70,11 @@ class Layout:
         """``span`` is ``None`` when the tensors do not fill one memory together."""
         first = min(_start(tensor) for tensor in tensors)
         span = max(_end(tensor) for tensor in tensors) - first
-        whole = span == sum(tensor.numel() for tensor in tensors) and all(
-            _one_storage(tensors[0], tensor) and tensor.dtype == tensors[0].dtype for tensor in tensors
+        by_place = sorted(tensors, key=_start)
+        whole = (
+            span == sum(tensor.numel() for tensor in tensors)
+            and all(_one_storage(tensors[0], tensor) and tensor.dtype == tensors[0].dtype for tensor in tensors)
+            and all(_start(one) + one.size(-1) <= _start(other) for one, other in pairwise(by_place))
         )
         return cls(
             span if whole else None,
@@ -79,15 +83,29 @@ class Layout:
             tuple(_start(tensor) - first for tensor in tensors),
         )
 
+    def is_that_of(self, *tensors: Tensor) -> bool:
+        """Whether these lie so too; strides of single elements do not matter."""
+        other = Layout.of(*tensors)
+        return (self.span, self.shapes, self.offsets) == (other.span, other.shapes, other.offsets) and all(
+            one == another or n == 1
+            for shape, strides, others in zip(self.shapes, self.strides, other.strides, strict=True)
+            for n, one, another in zip(shape, strides, others, strict=True)
+        )
+
     def empty(self, like: Tensor) -> list[Tensor]:
-        """Uninitialised tensors in this layout; apart and contiguous where it is not one memory's."""
+        """Uninitialised tensors in this layout; where it is not one memory's apart, each in its own order of memory."""
         if self.span is None:
-            return [like.new_empty(shape) for shape in self.shapes]
+            return [_dense(like, *each) for each in zip(self.shapes, self.strides, strict=True)]
         memory = like.new_empty(self.span)
         return [
             memory.as_strided(shape, stride, offset)
             for shape, stride, offset in zip(self.shapes, self.strides, self.offsets, strict=True)
         ]
+
+
+def _dense(like: Tensor, shape: torch.Size, strides: tuple[int, ...]) -> Tensor:
+    order = sorted(range(len(shape)), key=lambda dim: strides[dim], reverse=True)
+    return like.new_empty([shape[dim] for dim in order]).permute([order.index(dim) for dim in range(len(shape))])
 
 
 class _Split(torch.autograd.Function):

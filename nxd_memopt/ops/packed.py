@@ -41,7 +41,7 @@ class PackedDocuments:
         starts = torch.zeros(total + 1, dtype=torch.int64, device=cu_seqlens.device)
         ends = cu_seqlens[1:].to(torch.int64)
         ids = starts.index_add(0, ends, torch.ones_like(ends)).cumsum(0)[:total]  # how many documents ended before
-        return cls(cu_seqlens.to(torch.int32), ids.view(batch_size, sequence_length))
+        return cls(cu_seqlens.to(torch.int32).contiguous(), ids.view(batch_size, sequence_length))
 
     def positions(self) -> Tensor:
         """``[B, S]``: each token's position in its document."""

@@ -14,13 +14,16 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("attention_backend", ["math", "efficient"])
+@pytest.mark.parametrize(
+    ("attention_backend", "dtype", "bound"),
+    [("math", torch.float32, 1e-4), ("efficient", torch.float32, 1e-4), ("auto", torch.bfloat16, 5e-2)],
+)
 @pytest.mark.parametrize("config", [llama_config, gpt_neox_config])
-def test_compiled_layers_give_eager_gradients(config, attention_backend):
-    """In fp32: other orders of sums are far below 1e-4, a gradient that is lost or doubled is off by all of it."""
+def test_compiled_layers_give_eager_gradients(config, attention_backend, dtype, bound):
+    """Other orders of sums, and Inductor's fewer roundings, are far below the bounds; a lost gradient is not."""
     torch._dynamo.reset()
     settings = config(hidden_size=256, intermediate_size=512, num_attention_heads=8, num_hidden_layers=2)
-    model = parallel_model(settings, attention_backend=attention_backend).to(backend.device)
+    model = parallel_model(settings, attention_backend=attention_backend).to(backend.device, dtype)
     ids = torch.randint(VOCAB, (2, 256), generator=torch.Generator().manual_seed(1)).to(backend.device)
 
     def gradients() -> list[torch.Tensor]:
@@ -31,6 +34,6 @@ def test_compiled_layers_give_eager_gradients(config, attention_backend):
 
     expected = gradients()
     for layer in model.decoder_layers():
-        layer.compile()
+        layer.compile(fullgraph=True)
     for found, wanted in zip(gradients(), expected, strict=True):
-        assert (found - wanted).norm() <= 1e-4 * wanted.norm()
+        assert (found - wanted).norm() <= bound * wanted.norm()

@@ -19,10 +19,8 @@ LENGTH, WIDTH = 2048, 8
 
 @pytest.fixture
 def kernels(monkeypatch):
-    nki.unavailable_reason.cache_clear()
     monkeypatch.setattr(backend, "attention_implementations", ("nki", "tiled", "math"))
-    yield nki_kernels.install(monkeypatch)
-    nki.unavailable_reason.cache_clear()
+    return nki_kernels.install(monkeypatch)
 
 
 def heads(query_heads, kv_heads, dtype=torch.float32):

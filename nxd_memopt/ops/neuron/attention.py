@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor
 from nxd_memopt.backends import backend
 from nxd_memopt.backends.attention_call import AttentionCall
 from nxd_memopt.ops.autograd import first_derivative_only
+from nxd_memopt.ops.foreign import why_missing
 
 _KERNELS = "neuronxcc.nki.kernels.attention"
 _DTYPES = (torch.bfloat16, torch.float32)
@@ -19,15 +19,9 @@ _SEQUENCE_MULTIPLE = 2048
 _MAX_HEAD_DIM = 128
 
 
-@functools.cache
 def unavailable_reason() -> str | None:
     """Why the kernels cannot be imported; ``None``: they can."""
-    try:
-        kernels = importlib.import_module(_KERNELS)
-        missing = [name for name in ("flash_fwd", "flash_attn_bwd", "FlashConfig") if not hasattr(kernels, name)]
-    except Exception as error:  # NKI 0.4 raises an error of its own where these kernels were
-        return f"{_KERNELS} cannot be imported: {type(error).__name__}: {error}"
-    return f"{_KERNELS} has no {', '.join(missing)}" if missing else None
+    return why_missing(_KERNELS, flash_fwd=(), flash_attn_bwd=(), FlashConfig=())
 
 
 def refusal(call: AttentionCall) -> str | None:

@@ -1,0 +1,154 @@
+"""Owns FlashAttention-4 (the CuTe kernels of the package flash-attn-4) as one operator in this library's layout."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nxd_memopt.backends.attention_call import AttentionCall
+from nxd_memopt.ops.autograd import first_derivative_only
+from nxd_memopt.ops.foreign import why_missing
+from nxd_memopt.ops.joined import Layout
+from nxd_memopt.ops.packed import PackedDocuments
+
+_DTYPES = (torch.bfloat16, torch.float16)
+_DISTRIBUTION, _TESTED = "flash-attn-4", "4.0.0b36"  # earlier betas lack parts that their parameters do not show
+_KERNELS = "flash_attn.cute.interface"
+# private functions of a beta: an operator needs the log-sum-exps, backward apart, and places for the results
+_PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+_PARAMETERS = {
+    "_flash_attn_fwd": ("q", "k", "v", "causal", "out", "return_lse", *_PACKED),
+    "_flash_attn_bwd": ("q", "k", "v", "out", "dout", "lse", "causal", "deterministic", "dq", "dk", "dv", *_PACKED),
+}
+
+
+@torch.compiler.assume_constant_result  # a compiler would follow the import
+def unavailable_reason() -> str | None:
+    """Why the kernels cannot be called; ``None``: they can. The first call imports them, which takes seconds."""
+    reason = why_missing(_KERNELS, at_least=(_DISTRIBUTION, _TESTED), **_PARAMETERS)
+    return None if reason is None else f"{reason}: install {_DISTRIBUTION}=={_TESTED}"
+
+
+def refusal(call: AttentionCall) -> str | None:
+    """Why ``flash4_attention`` cannot serve ``call``; ``None``: it can.
+
+    The kernels take other multiples of 8 too; of those that were tried, 8, 16, 40 and 48 had wrong gradients on an H200
+    (4.0.0b36).
+    """
+    if call.dtype not in _DTYPES:
+        return f"flash4 takes {[str(dtype) for dtype in _DTYPES]}, got {call.dtype}"
+    return call.unsuited("flash4", max_head_dim=128, head_dim_multiple=32, packs=True)
+
+
+def flash4_attention(query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments | None = None) -> Tensor:
+    """Causal ``softmax(Q K^t / sqrt(d)) V``, inside each document; saves its inputs, output and one number per query.
+
+    A kernel is compiled at its first call, which takes seconds. Backward differs from run to run in its last bits,
+    unless ``torch.use_deterministic_algorithms`` was asked for.
+
+    Args:
+        query: ``[B, h, S, d]``, bf16 or fp16, d a multiple of 32 up to 128.
+        key: ``[B, g, S, d]``, g divides h.
+        value: ``[B, g, S, d]``.
+        documents: of the batch; ``None``: each row is one.
+
+    Returns:
+        ``[B, h, S, d]``.
+    """
+    rows = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))  # the output lies as query does
+    columns = [x.transpose(1, 2) for x in rows]  # [B, S, heads, d]
+    if documents is None:
+        output, _ = flash4(*columns, None, query.size(2))
+    else:
+        output, _ = flash4(*(x.flatten(0, 1) for x in columns), documents.boundaries, query.size(2))
+        output = output.unflatten(0, (query.size(0), -1))
+    return output.transpose(1, 2)
+
+
+@torch.library.custom_op("nxd_memopt::flash4", mutates_args=())
+def flash4(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor | None, longest: int) -> tuple[Tensor, Tensor]:
+    """The output, and the log-sum-exps in fp32: an operator, which recompute can keep and a compiler need not see into.
+
+    Args:
+        query: ``[B, S, h, d]``; packed ``[B * S, h, d]``.
+        key: ``[B, S, g, d]``; packed ``[B * S, g, d]``.
+        value: as key.
+        boundaries: ``PackedDocuments``'; ``None``: not packed.
+        longest: no document is longer; read only where packed.
+
+    Returns:
+        as query, and ``[B, h, S]``; packed ``[h, B * S]``.
+    """
+    output = torch.empty_like(query)  # in the order of its memory too, which the model's next layer wants
+    kernels: Any = importlib.import_module(_KERNELS)
+    _, log_sum_exp, *_ = kernels._flash_attn_fwd(
+        q=query, k=key, v=value, causal=True, out=output, return_lse=True, **_packed_options(boundaries, longest)
+    )
+    return output, log_sum_exp
+
+
+@flash4.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor | None, longest: int) -> tuple[Tensor, Tensor]:
+    del key, value, boundaries, longest
+    sizes = [*query.shape[:-3], query.size(-2), query.size(-3)]
+    return torch.empty_like(query), query.new_empty(sizes, dtype=torch.float32)
+
+
+@torch.library.custom_op("nxd_memopt::flash4_backward", mutates_args=("dquery", "dkey", "dvalue"))
+def _flash4_backward(
+    grad_output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    log_sum_exp: Tensor,
+    boundaries: Tensor | None,
+    longest: int,
+    dquery: Tensor,
+    dkey: Tensor,
+    dvalue: Tensor,
+) -> None:
+    kernels: Any = importlib.import_module(_KERNELS)
+    kernels._flash_attn_bwd(
+        q=query,
+        k=key,
+        v=value,
+        out=output,
+        dout=grad_output,
+        lse=log_sum_exp,
+        causal=True,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        dq=dquery,
+        dk=dkey,
+        dv=dvalue,
+        **_packed_options(boundaries, longest),
+    )
+
+
+def _packed_options(boundaries: Tensor | None, longest: int) -> dict[str, Any]:
+    return {} if boundaries is None else dict(zip(_PACKED, (boundaries, boundaries, longest, longest), strict=True))
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, boundaries, ctx.longest = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # nor zeros for it
+    ctx.save_for_backward(query, key, value, *output, boundaries)
+
+
+@first_derivative_only
+def _backward(ctx: Any, grad_output: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    if grad_output is None:
+        return (None,) * 5
+    *saved, boundaries = ctx.saved_tensors
+    grads = Layout.of(*saved[:3]).empty(saved[0])  # one projection's query, key and value get theirs as one tensor
+    _flash4_backward(grad_output, *saved, boundaries, ctx.longest, *grads)
+    return *grads, None, None
+
+
+flash4.register_autograd(_backward, setup_context=_keep_for_backward)
+FLASH4_OPERATOR = torch.ops.nxd_memopt.flash4.default
+"""What dispatch modes see of ``flash4``."""
