@@ -57,17 +57,22 @@ class GPTNeoXAttention(nn.Module):
         self.sequence_first = factory.parallel.sequence_parallel_enabled
 
     def forward(self, hidden: Tensor, rope: RopeTables, mask: AttentionMask) -> Tensor:
-        return self.dense(self.context(self.query_key_value(hidden), rope, mask))
+        in_place = runs_as(self.query_key_value, ColumnParallelLinear)
+        return self.dense(self.context(self.query_key_value(hidden), rope, mask, in_place=in_place))
 
     def is_plain(self) -> bool:
         """Both projections are this library's own, nothing watches or replaces them."""
         return runs_as(self.query_key_value, ColumnParallelLinear) and runs_as(self.dense, RowParallelLinear)
 
-    def context(self, qkv: Tensor, rope: RopeTables, mask: AttentionMask) -> Tensor:
-        """``[B, S, 3H/T] -> [B, S, H/T]`` (sequence first under sequence parallelism): what ``dense`` projects."""
+    def context(self, qkv: Tensor, rope: RopeTables, mask: AttentionMask, *, in_place: bool = False) -> Tensor:
+        """``[B, S, 3H/T] -> [B, S, H/T]`` (sequence first under sequence parallelism): what ``dense`` projects.
+
+        ``in_place``: nobody else reads ``qkv``, which may be overwritten.
+        """
         heads = split_heads(qkv, 3 * self.head_dim, sequence_first=self.sequence_first)
         query, key, value = split_last(heads, 3)  # [B, h/T, S, d] each
-        query, key, value = apply_rope_qkv(query, key, value, *rope)
+        in_place = in_place and runs_as(self.core_attn, CoreAttention)  # its gradients are overwritten too
+        query, key, value = apply_rope_qkv(query, key, value, *rope, in_place=in_place)
         return merge_heads(self.core_attn(query, key, value, mask), sequence_first=self.sequence_first)
 
 
@@ -103,7 +108,7 @@ class GPTNeoXLayer(nn.Module):
 
     def forward(self, hidden: Tensor, rope: RopeTables, mask: AttentionMask) -> Tensor:
         if self._merges_branches():
-            return hidden + self._branches(hidden, rope, mask)
+            return self._branches(hidden, rope, mask)
         attended = self.post_attention_dropout(self.attention(self.input_layernorm(hidden), rope, mask))
         if self.use_parallel_residual:
             expanded = self.post_mlp_dropout(self.mlp(self.post_attention_layernorm(hidden)))
@@ -127,15 +132,16 @@ class GPTNeoXLayer(nn.Module):
         )
 
     def _branches(self, hidden: Tensor, rope: RopeTables, mask: AttentionMask) -> Tensor:
-        """Attention and MLP on one normalised input; the norms' and the two blocks' own ``forward`` are not called."""
+        """``hidden`` + attention + MLP, on one normalised input; the parts' own ``forward`` are not called."""
         attention, mlp = self.attention, self.mlp
         qkv, expanded = normalised_column_parallel_linears(
             hidden,
             (self.input_layernorm, attention.query_key_value),
             (self.post_attention_layernorm, mlp.dense_h_to_4h),
         )
-        context = attention.context(qkv, rope, mask)
-        return row_parallel_linears((context, mlp.act(expanded)), (attention.dense, mlp.dense_4h_to_h))
+        context = attention.context(qkv, rope, mask, in_place=True)
+        inputs, layers = (context, mlp.act(expanded)), (attention.dense, mlp.dense_4h_to_h)
+        return row_parallel_linears(inputs, layers, residual=hidden)
 
 
 class GPTNeoXModel(nn.Module):

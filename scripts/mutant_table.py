@@ -378,4 +378,20 @@ MUTANTS = (
         ("test_peer_memory.py",),
         "no_order",
     ),
+    Mutant(
+        "flash4 knows one document a row",
+        "nxd_memopt/ops/cuda/attention.py",
+        "documents.boundaries, query.size(2))",
+        "None, query.size(2))",
+        ("test_flash4.py",),
+        "equals_the_reference",
+    ),
+    Mutant(
+        "the residual is lost beside the biases",
+        "nxd_memopt/parallel_layers/branches.py",
+        "output + bias if residual is None else add_residual(residual, output, bias)",
+        "output + bias",
+        ("dist/test_golden.py",),
+        "neox",
+    ),
 )

@@ -13,13 +13,18 @@ from nxd_memopt.config import require_one_of
 from nxd_memopt.ops.cuda import elementwise as cuda
 from nxd_memopt.ops.cuda.support import serves
 
+
+def _fused(name: str, plain: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return cuda.activation(x, cuda.KINDS[name]) if serves(x) else plain(x)
+
+
 _TANH_GELU = partial(F.gelu, approximate="tanh")
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_fast": _TANH_GELU,
-    "gelu_new": _TANH_GELU,
-    "gelu_pytorch_tanh": _TANH_GELU,
+    "gelu": partial(_fused, "gelu", F.gelu),
+    "gelu_fast": partial(_fused, "gelu_fast", _TANH_GELU),
+    "gelu_new": partial(_fused, "gelu_new", _TANH_GELU),
+    "gelu_pytorch_tanh": partial(_fused, "gelu_pytorch_tanh", _TANH_GELU),
     "relu": F.relu,
     "silu": F.silu,
 }
@@ -50,8 +55,8 @@ def gated_activation(gate: Tensor, up: Tensor, name: str) -> Tensor:
         up: ``[..., F]``.
         name: one of ``ACTIVATIONS``.
     """
-    if name in cuda.GATED_KINDS and gate.shape == up.shape and serves(gate, up):
-        return cuda.gated_activation(gate, up, cuda.GATED_KINDS[name])
+    if name in cuda.KINDS and gate.shape == up.shape and serves(gate, up):
+        return cuda.gated_activation(gate, up, cuda.KINDS[name])
     return activation(name)(gate) * up
 
 
@@ -64,8 +69,8 @@ def gated_activation_gradient(gate: Tensor, up: Tensor, grad: Tensor, name: str)
         grad: ``[rows, F]``, of the value; may be overwritten.
         name: one of ``ACTIVATIONS``.
     """
-    if name in cuda.GATED_KINDS and serves(gate, up, grad):
-        return cuda.gated_activation_gradient(gate, up, grad, cuda.GATED_KINDS[name])
+    if name in cuda.KINDS and serves(gate, up, grad):
+        return cuda.gated_activation_gradient(gate, up, grad, cuda.KINDS[name])
     activated = activation(name)(gate)
     value = activated * up
     gate.copy_(_GRADIENTS[name](grad * up, gate))

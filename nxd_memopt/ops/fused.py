@@ -8,14 +8,16 @@ from nxd_memopt.ops.cuda.support import unavailable_reason
 _TRITON = {
     "RMSNorm, residual + RMSNorm": "one pass over memory each way; the residual's gradient is added in the norm's pass",
     "SwiGLU, GeGLU": "one pass; backward makes the activation anew and puts gradients in gate's and up's places",
-    "RoPE (full, partial)": "one pass; one projection's query, key and value get their gradients as one tensor",
+    "GeLU": "one pass each way; a polynomial in erf's place",
+    "RoPE (full, partial)": "one pass; one projection's parts get their gradients as one, GPT-NeoX's turn in place",
+    "residual + bias": "one pass, where PyTorch makes two",
     "two affine parts of one LayerNorm": "GPT-NeoX's parallel branches: one pass each way for both",
     "cross entropy": "two passes over the logits, the second one in place",
     "AdamW": "one pass over parameters, gradients and moments",
 }
 _TORCH = {
     "LayerNorm": "PyTorch's own kernel is one pass each way",
-    "bias + GeLU": "the bias is added inside the matmul, PyTorch's GeLU is one pass and keeps its input alone",
+    "bias": "added inside the matmul",
 }
 
 

@@ -79,12 +79,12 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def apply_rope_qkv(
-    query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor
+    query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, *, in_place: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rotate query and key; value passes.
 
-    Where the three are parts of one projection's output, value is copied, so that attention does not keep the whole
-    projection alive, and their gradients lie side by side as they do.
+    Where the three are parts of one projection's output their gradients lie side by side as they do. The results do not
+    keep that output alive, value is copied; but with ``in_place`` they are its parts.
 
     Args:
         query: ``[B, h, S, d]``.
@@ -92,7 +92,9 @@ def apply_rope_qkv(
         value: ``[B, g, S, d]``.
         cos: ``[B, S, rotary_dim]`` or ``[1, S, rotary_dim]``.
         sin: as ``cos``.
+        in_place: nobody else reads the projection's output, or the gradients of what is returned: the kernels may
+            rotate both where they are, and copy nothing.
     """
     if serves(query, key, value, cos, sin) and not cos.requires_grad:
-        return cuda.apply_rope_qkv(query, key, value, cos, sin)
+        return cuda.apply_rope_qkv(query, key, value, cos, sin, in_place=in_place)
     return apply_rope(query, cos, sin), apply_rope(key, cos, sin), value

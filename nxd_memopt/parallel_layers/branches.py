@@ -16,6 +16,7 @@ from torch import Tensor
 from nxd_memopt.backends import backend
 from nxd_memopt.ops.autograd import first_derivative_only
 from nxd_memopt.ops.norm import affine_branches, affine_branches_gradient, normalise, normalise_gradient
+from nxd_memopt.ops.residual import add_residual
 from nxd_memopt.parallel_layers.layer_norm import LayerNorm
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear, row_parallel
 from nxd_memopt.parallel_layers.linear_functions import ColumnCommunication, parameter_grads, products
@@ -109,16 +110,22 @@ def normalised_column_parallel_linears(
         return cast("tuple[Tensor, ...]", _NormalisedColumns.apply(x, norms[0].eps, comm, *flat))
 
 
-def row_parallel_linears(inputs: Sequence[Tensor], layers: Sequence[RowParallelLinear]) -> Tensor:
+def row_parallel_linears(
+    inputs: Sequence[Tensor], layers: Sequence[RowParallelLinear], *, residual: Tensor | None = None
+) -> Tensor:
     """Sum of row-parallel layers' outputs, ``X_1 A_1^t + b_1 + X_2 A_2^t + b_2``, with the reduction of one.
 
     Args:
         inputs: ``[..., input_size/T]`` for each layer.
         layers: of one output size and group; the first says how the output is reduced.
+        residual: what the sum is added to, of its shape; ``None``: nothing.
 
     Returns:
         ``[B, S, H]``, or ``[s, B, H]`` under sequence parallelism.
     """
     output = row_parallel([(x, layer.weight) for x, layer in zip(inputs, layers, strict=True)], layers[0])
     biases = [layer.bias.to(output.dtype) for layer in layers if layer.bias is not None]
-    return output + sum(biases[1:], biases[0]) if biases else output
+    if not biases:
+        return output if residual is None else residual + output
+    bias = sum(biases[1:], biases[0])
+    return output + bias if residual is None else add_residual(residual, output, bias)

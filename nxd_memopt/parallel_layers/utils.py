@@ -185,7 +185,8 @@ def mark_sequence_parallel(module: nn.Module, enabled: bool) -> None:
 def runs_as(module: nn.Module, cls: type[nn.Module]) -> bool:
     """Whether calling ``module`` does what ``cls.forward`` says and nothing else: no other class, forward or hook."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return type(module) is cls and "forward" not in vars(module) and not any(hooks)
+    is_watched = any(hooks) or torch.nn.modules.module._has_any_global_hook()
+    return type(module) is cls and "forward" not in vars(module) and not is_watched
 
 
 class ShardedModule(nn.Module):

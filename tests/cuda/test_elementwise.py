@@ -1,17 +1,22 @@
-"""The Triton kernels of norms, activations and RoPE against float64, at odd shapes and layouts."""
+"""The Triton kernels of norms, activations, the residual's sum and RoPE against float64, at odd shapes and layouts."""
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxd_memopt.backends import backend
-from nxd_memopt.ops.activation import gated_activation, gated_activation_gradient
+from nxd_memopt.ops.activation import activation, gated_activation, gated_activation_gradient
+from nxd_memopt.ops.cuda import elementwise
 from nxd_memopt.ops.cuda.support import serves
 from nxd_memopt.ops.joined import joined, split_last
 from nxd_memopt.ops.norm import add_rms_norm, affine_branches, affine_branches_gradient, rms_norm
+from nxd_memopt.ops.residual import add_residual
 from nxd_memopt.ops.rope import apply_rope, apply_rope_qkv, rope_frequencies, rope_tables
-from tests.reference_models import llama_config, parallel_model
+from tests.reference_models import gpt_neox_config, llama_config, parallel_model
 
 pytestmark = [
     pytest.mark.cuda,
@@ -105,6 +110,51 @@ def test_the_models_mlp_keeps_no_activation():
 
 
 @pytest.mark.parametrize(("dtype", "bound"), DTYPES)
+@pytest.mark.parametrize("shape", [(47, 6144), (4, 31, 123), (1, 1, 7)], ids=str)
+def test_add_residual(shape, dtype, bound):
+    x, added, bias = (random(*size, dtype=dtype).requires_grad_() for size in (shape, shape, shape[-1:]))
+    compare(add_residual, (x, added, bias), bound)
+    row = [0] * (len(shape) - 1)
+    compare(add_residual, (x[*row], added[*row], bias), bound)
+    apart = random(shape[-1], *shape[:-1], dtype=dtype).movedim(0, -1).requires_grad_()  # not contiguous
+    strided = random(2 * shape[-1], dtype=dtype)[::2].requires_grad_()
+    for tensors in ((x, apart, bias.detach()), (apart, added, bias), (x, added, strided)):
+        compare(add_residual, tensors, bound)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), DTYPES)
+@pytest.mark.parametrize("name", ["gelu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("shape", [(47, 6144), (4, 31, 123), (1, 1, 7)], ids=str)
+def test_gelu(name, shape, dtype, bound):
+    compare(activation(name), (random(*shape, dtype=dtype).requires_grad_(),), bound)
+    apart = random(shape[-1], *shape[:-1], dtype=dtype).movedim(0, -1).requires_grad_()  # not contiguous
+    compare(activation(name), (apart,), bound)
+
+
+@pytest.mark.parametrize(("name", "bound"), [("gelu", 5e-3), ("gelu_pytorch_tanh", 5e-5)])
+def test_gelus_left_tail_keeps_its_digits(name, bound):
+    """Where fp32's ``1 + erf(x)`` has none left. The polynomial's relative error grows there, as exp's does."""
+    x = torch.linspace(-12, -2, 100_001, device=backend.device).requires_grad_()
+    exact = x.detach().double().requires_grad_()
+    if name == "gelu":
+        expected = 0.5 * exact * torch.special.erfc(-exact * 0.5**0.5)
+    else:
+        expected = exact * torch.sigmoid((8 / torch.pi) ** 0.5 * (exact + 0.044715 * exact**3))
+    found = activation(name)(x)
+    slopes = [torch.autograd.grad(y.sum(), z)[0] for y, z in ((found, x), (expected, exact))]
+    for a, b in ((found, expected), slopes):
+        kept = b.abs() > 1e-35  # smaller ones are fp32's denormal numbers
+        assert ((a.double() - b).abs() <= bound * b.abs())[kept].all()
+
+
+@pytest.mark.parametrize("name", ["gelu", "gelu_pytorch_tanh"])
+def test_activations_of_special_values(name):
+    values = [float("inf"), 3e38, 0.0, -3e38, float("nan")]
+    found = activation(name)(torch.tensor(values, device=backend.device))
+    assert found[:4].tolist() == [float("inf"), torch.tensor(3e38).item(), 0.0, 0.0] and found[4].isnan()
+
+
+@pytest.mark.parametrize(("dtype", "bound"), DTYPES)
 @pytest.mark.parametrize(("heads", "head_dim", "rotary_dim"), [(8, 128, 128), (9, 64, 64), (3, 96, 24), (1, 80, 20)])
 @pytest.mark.parametrize("layout", ["heads first", "sequence first", "part of qkv"])
 def test_rope(layout, heads, head_dim, rotary_dim, dtype, bound):
@@ -147,6 +197,79 @@ def test_rope_of_a_projection(layout, heads, groups, dtype, bound):
     rows = grads if layout == "interleaved" else [grad.permute(2, 0, 1, 3).flatten(-2) for grad in grads]
     assert (joined(rows, -1) is not None) == (layout != "apart")
     assert (turned[2].data_ptr() == parts[2].data_ptr()) == (layout == "apart")
+
+
+@pytest.mark.parametrize(("dtype", "bound"), DTYPES)
+@pytest.mark.parametrize(("heads", "head_dim", "rotary_dim"), [(3, 96, 24), (8, 32, 32)])
+@pytest.mark.parametrize("joined_gradients", [True, False])
+def test_rope_in_place(heads, head_dim, rotary_dim, joined_gradients, dtype, bound):
+    def split(x):
+        return split_last(x.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3), 3)
+
+    tables = rope_tables(
+        rope_frequencies(rotary_dim, {"rope_theta": 10000.0}), torch.arange(33, device=backend.device)[None], dtype
+    )
+    whole, upstream = (random(33, 2, 3 * heads * head_dim, dtype=dtype) for _ in range(2))
+    leaf = whole.clone().requires_grad_()
+    parts = split(leaf)
+    exact = whole.double().requires_grad_()
+    expected = apply_rope_qkv(*split(exact), *(table.double() for table in tables))
+    turned = apply_rope_qkv(*parts, *tables, in_place=True)
+    assert [x.data_ptr() for x in turned] == [x.data_ptr() for x in parts]
+    assert all((a.double() - b).norm() / b.norm() < bound for a, b in zip(turned, expected, strict=True))
+    upstreams = split(upstream.clone())
+    (wanted,) = torch.autograd.grad(expected, exact, [x.double() for x in upstreams])
+    given = upstreams if joined_gradients else [x.clone() for x in upstreams]
+    (found,) = torch.autograd.grad(turned, leaf, given)
+    assert (found.data_ptr() == given[0].data_ptr()) == joined_gradients
+    assert (found.double() - wanted).norm() / wanted.norm() < bound
+    with pytest.raises(RuntimeError, match="modified inplace"):
+        _ = parts[0].grad_fn
+
+
+class KeepMatmuls(TorchDispatchMode):
+    """What selective checkpointing does first."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("watch", ["output", "attention", "all modules", "dispatch"])
+@pytest.mark.parametrize("use_parallel_residual", [True, False])
+def test_rope_is_in_place_where_nobody_looks(watch, use_parallel_residual, monkeypatch):
+    settings = gpt_neox_config(hidden_size=256, num_attention_heads=4, use_parallel_residual=use_parallel_residual)
+    model = parallel_model(settings).to(backend.device)
+    ids = torch.randint(0, 32, (1, 16), device=backend.device)
+    calls, turn = [], elementwise._turn_all
+
+    def turn_all(*tensors, in_place, **options):
+        calls.append(in_place)
+        turn(*tensors, in_place=in_place, **options)
+
+    monkeypatch.setattr(elementwise, "_turn_all", turn_all)
+    model(ids, labels=ids).loss.backward()
+    assert all(calls[: len(calls) // 2]), "forward, unwatched"
+    calls.clear()
+    kept, attention = [], model.decoder_layers()[0].attention
+    hook = lambda module, args, output: kept.append((output, output.clone()))  # noqa: E731
+    mode = KeepMatmuls() if watch == "dispatch" else contextlib.nullcontext()
+    handle = None
+    if watch == "output":
+        handle = attention.query_key_value.register_forward_hook(hook)
+    elif watch == "attention":
+        handle = attention.core_attn.register_forward_hook(hook)
+    elif watch == "all modules":
+        handle = torch.nn.modules.module.register_module_forward_hook(
+            lambda module, args, output: hook(module, args, output) if module is attention.query_key_value else None
+        )
+    try:
+        with mode:
+            model(ids, labels=ids)
+    finally:
+        if handle is not None:
+            handle.remove()
+    assert calls[0] is False
+    assert all(torch.equal(a, b) for a, b in kept) and (kept or watch == "dispatch")
 
 
 @pytest.mark.parametrize(("dtype", "bound"), DTYPES)

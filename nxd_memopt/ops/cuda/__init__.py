@@ -1,1 +1,1 @@
-"""Owns what is written for NVIDIA GPUs in Triton; importing it needs no Triton."""
+"""Owns what is written for NVIDIA GPUs alone; importing it needs neither Triton nor flash-attn-4."""

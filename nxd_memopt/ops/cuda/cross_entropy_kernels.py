@@ -5,19 +5,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nxd_memopt.ops.cuda.approximate_kernels import exp2
+
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LOWEST = tl.constexpr(-(2.0**126))  # exact in bf16; times log2(e) still finite, so that a difference of two is not NaN
 
 
 @triton.jit
-def _exp2(x):
-    """One instruction; ``tl.exp2`` takes four, for results below 2^-126, which are 0 here."""
-    return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-
-
-@triton.jit
 def _tanh(x):
-    return 1.0 - 2.0 / (1.0 + _exp2(2.0 * _LOG2_E * x))
+    return 1.0 - 2.0 / (1.0 + exp2(2.0 * _LOG2_E * x))
 
 
 @triton.jit
@@ -63,12 +59,12 @@ def sums(
             total += tl.where(c > _LOWEST, c, 0.0) + tl.where(d > _LOWEST, d, 0.0)
         largest = tl.maximum(tl.maximum(tl.maximum(a, b), tl.maximum(c, d)), maximum)
         offset = largest * _LOG2_E
-        exp_sum *= _exp2(maximum * _LOG2_E - offset)
-        exp_sum += _exp2(a * _LOG2_E - offset) + _exp2(b * _LOG2_E - offset)
-        exp_sum += _exp2(c * _LOG2_E - offset) + _exp2(d * _LOG2_E - offset)
+        exp_sum *= exp2(maximum * _LOG2_E - offset)
+        exp_sum += exp2(a * _LOG2_E - offset) + exp2(b * _LOG2_E - offset)
+        exp_sum += exp2(c * _LOG2_E - offset) + exp2(d * _LOG2_E - offset)
         maximum = largest
     whole = tl.max(maximum, 0)
-    exp_sums = tl.sum(exp_sum * _exp2((maximum - whole[None, :]) * _LOG2_E), 0)
+    exp_sums = tl.sum(exp_sum * exp2((maximum - whole[None, :]) * _LOG2_E), 0)
     place = tl.program_id(1) * tokens + token
     tl.store(log_sum_exp + place, whole + tl.log2(exp_sums) / _LOG2_E, mask=is_token)
     if WITH_SUM:
@@ -100,7 +96,7 @@ def token_sums(
     place = row[:, None] * tokens + token[None, :]
     parts = tl.load(log_sum_exps + place, mask=mask, other=_LOWEST)
     largest = tl.maximum(tl.max(parts, 0), _LOWEST)  # a range of padding alone has -inf
-    exp_sum = tl.sum(tl.where(mask, _exp2((parts - largest[None, :]) * _LOG2_E), 0.0), 0)
+    exp_sum = tl.sum(tl.where(mask, exp2((parts - largest[None, :]) * _LOG2_E), 0.0), 0)
     tl.store(result + token, largest + tl.log2(exp_sum) / _LOG2_E, mask=is_token)
     label = tl.load(target + token, mask=is_token, other=-1)
     held = (label >= 0) & (label < vocab)
@@ -154,7 +150,7 @@ def gradient(
         x = tl.load(place, mask=mask, other=0.0).to(tl.float32)
         capped = _tanh(x / softcap) if SOFTCAP else x
         x = softcap * capped if SOFTCAP else x
-        grad = _exp2(x * _LOG2_E - lse[None, :]) * p_scale[None, :]
+        grad = exp2(x * _LOG2_E - lse[None, :]) * p_scale[None, :]
         if SMOOTHING:
             grad -= uniform_weight * weight[None, :]
         if SOFTCAP:
@@ -168,7 +164,7 @@ def gradient(
         capped_label = _tanh(label_logit / softcap)
         label_logit = softcap * capped_label
         slope = 1.0 - capped_label * capped_label
-    label_grad = _exp2(label_logit * _LOG2_E - lse) * p_scale - (target_weight + uniform_weight) * weight
+    label_grad = exp2(label_logit * _LOG2_E - lse) * p_scale - (target_weight + uniform_weight) * weight
     tl.store(label_place, (label_grad * slope).to(logits.dtype.element_ty), mask=labelled)
 
 

@@ -1,4 +1,4 @@
-"""Owns RMSNorm, gated activations and RoPE as one Triton kernel a pass; backward saves inputs only (and a row's scale).
+"""Owns norms, activations, RoPE and the residual's sum as one Triton kernel a pass; backward saves inputs at most.
 
 Each reads and writes its tensors once, where plain PyTorch's operators pass fp32 copies through memory.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 from nxd_memopt.ops.autograd import first_derivative_only
 from nxd_memopt.ops.joined import Layout
 
-GATED_KINDS = {
+KINDS = {
     "silu": "silu",
     "gelu": "gelu",
     "gelu_fast": "tanh",
@@ -73,6 +73,49 @@ class _AddRMSNorm(torch.autograd.Function):
         return dx, dx if ctx.adds else None, parts.sum(0).to(weight.dtype), None
 
 
+class _AddResidual(torch.autograd.Function):
+    """PyTorch adds the bias in one pass and the residual in another."""
+
+    @staticmethod
+    def forward(ctx: Any, residual: Tensor, output: Tensor, bias: Tensor) -> Tensor:
+        flat, added = residual.contiguous(), output.contiguous()
+        y, hidden = torch.empty_like(flat), bias.numel()
+        grid = (y.numel() // hidden, -(-hidden // _BLOCK))
+        _kernels().add_residual[grid](flat, added, bias.contiguous(), y, hidden, BLOCK=_BLOCK, num_warps=4)
+        return y
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        by_bias = grad.reshape(-1, grad.size(-1)).sum(0) if ctx.needs_input_grad[2] else None
+        return grad, grad, by_bias
+
+
+class _Activation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kind: str) -> Tensor:
+        ctx.kind = kind
+        ctx.save_for_backward(x)
+        flat = x.contiguous()
+        y = torch.empty_like(flat)
+        _kernels().activation_forward[_blocks(y)](flat, y, y.numel(), KIND=kind, BLOCK=_BLOCK, num_warps=4)
+        return y
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        flat, grad = x.contiguous(), grad.contiguous()
+        dx = torch.empty_like(flat)
+        options = {"KIND": ctx.kind, "BLOCK": _BLOCK, "num_warps": 4}
+        _kernels().activation_backward[_blocks(dx)](flat, grad, dx, dx.numel(), **options)
+        return dx, None
+
+
+def _blocks(x: Tensor) -> tuple[int]:
+    return (-(-x.numel() // _BLOCK),)
+
+
 class _Gated(torch.autograd.Function):
     """On ``[rows, F]``, whose rows may be parts of longer ones."""
 
@@ -118,32 +161,48 @@ class _Rope(torch.autograd.Function):
 
 
 class _RopeQKV(torch.autograd.Function):
+    """Of joined tensors; in their places, so that only what is rotated passes through memory, or apart from them."""
+
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-        ctx.layout = Layout.of(query, key, value)
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, in_place: bool
+    ) -> tuple[Tensor, ...]:
+        ctx.layout, ctx.in_place = Layout.of(query, key, value), in_place
         ctx.save_for_backward(cos, sin)
-        turned = (_turned(x, cos, sin, torch.empty_like(x), transposed=False) for x in (query, key))
-        return *turned, _copied(value, cos, torch.empty_like(value))
+        given = (query, key, value)
+        results = [x.detach() for x in given] if in_place else [torch.empty_like(x) for x in given]
+        _turn_all(given, results, cos, sin, in_place=in_place, transposed=False)
+        return tuple(results)
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
-        results = ctx.layout.empty(grads[0])
-        for grad, result in zip(grads[:2], results[:2], strict=True):
-            _turned(grad, cos, sin, result, transposed=True)
-        _copied(grads[2], cos, results[2])
-        return *results, None, None
+        in_place = ctx.in_place and ctx.layout.is_that_of(*grads)  # as attention's backward may have made them
+        results = grads if in_place else ctx.layout.empty(grads[0])
+        _turn_all(grads, results, *ctx.saved_tensors, in_place=in_place, transposed=True)
+        return *results, None, None, None
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor, *, transposed: bool) -> Tensor:
-    """``x`` rotated into ``y``; both ``[B, h, S, d]`` in any layout of heads."""
+def _turn_all(
+    given: Sequence[Tensor], results: Sequence[Tensor], cos: Tensor, sin: Tensor, *, in_place: bool, transposed: bool
+) -> None:
+    """Query and key are turned, value passes."""
+    for x, y in zip(given[:2], results[:2], strict=True):
+        _turned(x, cos, sin, y, transposed=transposed, in_place=in_place)
+    if in_place:
+        torch.autograd.graph.increment_version(given[:2])  # whoever kept them meets autograd's error
+    else:
+        _copied(given[2], cos, results[2])
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor, *, transposed: bool, in_place: bool = False) -> Tensor:
+    """``x`` rotated into ``y``, with ``in_place`` the same memory; both ``[B, h, S, d]`` in any layout of heads."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     assert y.stride(-1) == 1
     cos, sin = cos.contiguous(), sin.contiguous()
     batch, heads, tokens, head_dim = x.shape
     rotary_dim = cos.size(-1)
-    rest = head_dim - rotary_dim
+    rest = 0 if in_place else head_dim - rotary_dim
     _kernels().rope[(tokens, batch)](
         x,
         y,
@@ -175,8 +234,18 @@ def add_rms_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) ->
     return cast("tuple[Tensor, Tensor]", _AddRMSNorm.apply(x, added, weight, eps))
 
 
+def add_residual(residual: Tensor, output: Tensor, bias: Tensor) -> Tensor:
+    """As ``ops.residual.add_residual``, rounded once."""
+    return cast(Tensor, _AddResidual.apply(residual, output, bias))
+
+
+def activation(x: Tensor, kind: str) -> Tensor:
+    """``act(x)`` in one pass each way; keeps x alone. ``kind`` is a value of ``KINDS``."""
+    return cast(Tensor, _Activation.apply(x, kind))
+
+
 def gated_activation(gate: Tensor, up: Tensor, kind: str) -> Tensor:
-    """As ``ops.activation.gated_activation``; ``kind`` is a value of ``GATED_KINDS``."""
+    """As ``ops.activation.gated_activation``; ``kind`` is a value of ``KINDS``."""
     return cast(Tensor, _Gated.apply(_rows(gate), _rows(up), kind)).view(gate.shape)
 
 
@@ -194,13 +263,19 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def apply_rope_qkv(
-    query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor
+    query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, *, in_place: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As ``ops.rope.apply_rope_qkv``."""
     is_joined = all(x.stride(-1) == 1 for x in (query, key, value)) and Layout.of(query, key, value).span is not None
     if not is_joined:
         return apply_rope(query, cos, sin), apply_rope(key, cos, sin), value
-    return cast("tuple[Tensor, Tensor, Tensor]", _RopeQKV.apply(query, key, value, cos, sin))
+    in_place = in_place and not _is_dispatch_watched()
+    return cast("tuple[Tensor, Tensor, Tensor]", _RopeQKV.apply(query, key, value, cos, sin, in_place))
+
+
+def _is_dispatch_watched() -> bool:
+    """Selective checkpointing, say, may keep what a matmul returned, and hand it out again."""
+    return torch._C._len_torch_dispatch_stack() > 0
 
 
 def affine_branches(normalised: Tensor, gains: Sequence[Tensor], shifts: Sequence[Tensor]) -> list[Tensor]:

@@ -1,0 +1,21 @@
+"""Owns the sum of the residual stream and a block's output."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from nxd_memopt.ops.cuda import elementwise as cuda
+from nxd_memopt.ops.cuda.support import serves
+
+
+def add_residual(residual: Tensor, output: Tensor, bias: Tensor) -> Tensor:
+    """``residual + (output + bias)``.
+
+    Args:
+        residual: ``[..., H]``.
+        output: ``[..., H]``.
+        bias: ``[H]``, of the block's last layer.
+    """
+    if residual.shape == output.shape and serves(residual, output, bias):
+        return cuda.add_residual(residual, output, bias)
+    return residual + (output + bias)
