@@ -47,11 +47,12 @@ def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 def variants(length: int) -> dict[str, Attention]:
     boundaries = torch.arange(0, length + 1, length // DOCUMENTS, device=backend.device)
     documents = PackedDocuments.of(boundaries, 1, length)
-    names = ("auto", "cudnn", "flash", "efficient", "tiled")
+    names = ("auto", "flash4", "cudnn", "flash", "efficient", "tiled")
     return {
         **{name: implementation(name) for name in names},
         "torch": plain,
         "auto, packed": implementation("auto", documents),
+        "flash, packed": implementation("flash", documents),
     }
 
 

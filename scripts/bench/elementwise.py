@@ -21,8 +21,9 @@ from record import publish
 from torch import Tensor
 
 from nxd_memopt.backends import backend
-from nxd_memopt.ops.activation import gated_activation
+from nxd_memopt.ops.activation import activation, gated_activation
 from nxd_memopt.ops.norm import add_rms_norm, rms_norm
+from nxd_memopt.ops.residual import add_residual
 from nxd_memopt.ops.rope import apply_rope, apply_rope_qkv, rope_frequencies, rope_tables
 from nxd_memopt.optimizer import AdamW
 
@@ -60,6 +61,10 @@ def plain_rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Te
         return x * cos.unsqueeze(1) + torch.cat([-second, first], dim=-1) * sin.unsqueeze(1)
 
     return turned(query), turned(key)
+
+
+def plain_residual(residual: Tensor, output: Tensor, bias: Tensor) -> Tensor:
+    return residual + (output + bias)
 
 
 def liger_rms_norm() -> Function:
@@ -102,24 +107,35 @@ def cases(tokens: int, hidden: int, width: int) -> dict[str, Case]:
     weight = random(hidden)
     return {
         "RMSNorm": Case(
-            (random(tokens, hidden), weight), _four(lambda x, w: rms_norm(x, w, EPS), plain_rms_norm, liger_rms_norm), 5
+            (random(tokens, hidden), weight),
+            _competitors(lambda x, w: rms_norm(x, w, EPS), plain_rms_norm, liger_rms_norm),
+            5,
         ),
         "residual + RMSNorm": Case(
             (random(tokens, hidden), random(tokens, hidden), weight),
-            _four(lambda x, a, w: add_rms_norm(x, a, w, EPS), plain_add_rms_norm, liger_add_rms_norm),
+            _competitors(lambda x, a, w: add_rms_norm(x, a, w, EPS), plain_add_rms_norm, liger_add_rms_norm),
             8,
         ),
         "SwiGLU": Case(
             (random(tokens, width), random(tokens, width)),
-            _four(lambda g, u: gated_activation(g, u, "silu"), plain_swiglu, liger_swiglu),
+            _competitors(lambda g, u: gated_activation(g, u, "silu"), plain_swiglu, liger_swiglu),
             8,
         ),
-        "RoPE": Case((query, key, *tables), _four(ours_rope, plain_rope, liger_rope), 4 * (1 + groups / heads)),
+        "residual + bias": Case(
+            (random(tokens, hidden), random(tokens, hidden), random(hidden)),
+            _competitors(add_residual, plain_residual),
+            4,
+        ),
+        "GeLU": Case((random(tokens, width),), _competitors(activation("gelu"), F.gelu), 5),
+        "RoPE": Case((query, key, *tables), _competitors(ours_rope, plain_rope, liger_rope), 4 * (1 + groups / heads)),
     }
 
 
-def _four(ours: Function, plain: Function, liger: Callable[[], Function]) -> dict[str, Callable[[], Function]]:
-    return {"ours": lambda: ours, "eager": lambda: plain, "compile": lambda: torch.compile(plain), "liger": liger}
+def _competitors(
+    ours: Function, plain: Function, liger: Callable[[], Function] | None = None
+) -> dict[str, Callable[[], Function]]:
+    functions = {"ours": lambda: ours, "eager": lambda: plain, "compile": lambda: torch.compile(plain)}
+    return functions if liger is None else {**functions, "liger": liger}
 
 
 def projection_case(tokens: int, hidden: int) -> Case:

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peers import LossFunction
 from record import append, environment
 from torch import Tensor, nn
 from torch.profiler import profile
-from train_step import BUILDERS, CONFIGS, LossFunction
+from train_step import BUILDERS, CONFIGS
 
 from nxd_memopt.backends import backend
 from nxd_memopt.config import MemoryConfig

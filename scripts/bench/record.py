@@ -21,7 +21,7 @@ from rich.table import Table
 
 from nxd_memopt.backends import backend
 
-_PEERS = ("liger-kernel", "cut-cross-entropy")
+_PACKAGES = ("liger-kernel", "cut-cross-entropy", "flash-attn-4")
 
 
 def _is_installed(distribution: str) -> bool:
@@ -45,7 +45,7 @@ def environment(script: str) -> dict[str, Any]:
         "device": device,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "peers": ", ".join(f"{name} {metadata.version(name)}" for name in _PEERS if _is_installed(name)),
+        "peers": ", ".join(f"{name} {metadata.version(name)}" for name in _PACKAGES if _is_installed(name)),
         "commit": git.stdout.strip() or "unknown",
         "command": shlex.join([script, *sys.argv[1:]]),
     }

@@ -5,7 +5,8 @@
 Random weights, bf16 weights and gradients, AdamW with bf16 states (torch's fused one for the peers), batch 1. T is the
 number of processes. Ours also as one CUDA graph, and with compiled layers. Peers: ``hf`` (transformers in one process),
 ``liger`` (the same with Liger-Kernel) and ``dtensor`` (PyTorch's tensor- and sequence-parallel plan on transformers'
-model; also with compiled layers, and with asynchronous tensor parallelism). ``--recompute full`` recomputes every
+model; also with compiled layers, and with asynchronous tensor parallelism). Ours takes FlashAttention-4 where that is
+installed, and so do peers called ``flash4``; the others have PyTorch's choice. ``--recompute full`` recomputes every
 layer; ours may keep the attention kernel's result (``--keep-core-attn``), recompute the first layers only
 (``--recompute-layers``), keep the first layers' activations in host memory and recompute those behind them
 (``--offload-layers``), and run the optimizer inside backward (``--in-backward``). MFU counts 6 x parameters (input
@@ -26,10 +27,20 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812
 import transformers
 from exposure import profiled
 from gpu_race import first_line
+from peers import (
+    Builder,
+    LossFunction,
+    build_dtensor,
+    build_dtensor_async,
+    build_dtensor_compiled,
+    build_hf,
+    build_liger,
+    dtype,
+    with_flash4,
+)
 from record import append, environment
 from torch import Tensor, nn
 from transformers import GPTNeoXConfig, LlamaConfig
@@ -75,7 +86,6 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     ),
     "gpt-neox-20b": GPTNeoXConfig,
 }
-LossFunction = Callable[[Tensor], Tensor]
 
 
 def build_ours(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction]:
@@ -101,139 +111,18 @@ def build_ours_graphed(config: Any, memory: MemoryConfig) -> tuple[nn.Module, Lo
     return model, GraphedLoss(model.parameters(), loss_of)
 
 
-def build_hf(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction]:
-    with backend.device:
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype())
-    _apply_hf_recompute(model, memory)
-    return model, lambda ids: model(ids, labels=ids, use_cache=False).loss
-
-
-def build_liger(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction]:
-    """transformers' model with all of Liger-Kernel's replacements."""
-    from liger_kernel.transformers import _apply_liger_kernel_to_instance
-
-    model, loss_of = build_hf(config, memory)
-    _apply_liger_kernel_to_instance(model=model)  # pyright: ignore[reportArgumentType]
-    return model, loss_of
-
-
-def build_dtensor(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction]:
-    """torchtitan's plan: norms on sequence shards, linears column- and row-wise, loss over sharded logits."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
-
-    mesh = init_device_mesh(backend.device.type, (dist.get_world_size(),))
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype())
-    parallelize_module(model, mesh, dtensor_plan(config))
-    model.to_empty(device=backend.device)
-    base = model.get_submodule(model.base_model_prefix)
-    base.rotary_emb = type(base.rotary_emb)(config).to(backend.device)
-    for name, param in model.named_parameters():
-        if param.dim() > 1:
-            nn.init.normal_(param, std=config.initializer_range)
-        else:
-            nn.init.constant_(param, 0.0 if name.endswith("bias") else 1.0)
-    _apply_hf_recompute(model, memory)
-
-    def loss(ids: Tensor) -> Tensor:
-        positions = torch.arange(ids.size(1), device=ids.device).unsqueeze(0)
-        hidden = base(ids, position_ids=positions, use_cache=False).last_hidden_state
-        logits = model.lm_head(hidden).flatten(0, 1).float()
-        labels = F.pad(ids, (0, 1), value=-100)[:, 1:].flatten()
-        return F.cross_entropy(logits, labels)
-
-    def step_loss(ids: Tensor) -> Tensor:
-        with loss_parallel():
-            value = loss(ids)
-            value.backward()
-        return value.detach()
-
-    return model, step_loss
-
-
-def build_dtensor_compiled(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction]:
-    """The same with each layer compiled, as torchtitan does."""
-    model, loss_of = build_dtensor(config, memory)
-    base: Any = model.get_submodule(str(model.base_model_prefix))
-    for layer in base.layers:
-        layer.compile()
-    return model, loss_of
-
-
-def build_dtensor_async(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction]:
-    """The same with collectives and matmuls in one, through symmetric memory."""
-    import torch._inductor.config
-    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
-
-    torch._inductor.config._micro_pipeline_tp = True
-    enable_symm_mem_for_group(dist.group.WORLD.group_name)  # pyright: ignore[reportOptionalMemberAccess]
-    return build_dtensor_compiled(config, memory)
-
-
-def dtensor_plan(config: Any) -> dict[str, Any]:
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        PrepareModuleInput,
-        RowwiseParallel,
-        SequenceParallel,
-    )
-
-    norm, column = SequenceParallel(), ColwiseParallel()
-    row = RowwiseParallel(output_layouts=Shard(1))
-    embedding = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
-    head = ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False)
-    gather = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
-    if config.model_type == "llama":
-        gather_attention = PrepareModuleInput(
-            input_kwarg_layouts={"hidden_states": Shard(1)}, desired_input_kwarg_layouts={"hidden_states": Replicate()}
-        )
-        layer = {
-            "input_layernorm": norm,
-            "post_attention_layernorm": norm,
-            "self_attn": gather_attention,
-            "mlp": gather,
-        }
-        layer |= dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), column)
-        layer |= dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), column)
-        layer |= dict.fromkeys(("self_attn.o_proj", "mlp.down_proj"), row)
-        prefix, names = "model", {"embed_tokens": embedding, "norm": norm}
-    else:
-        gather_attention = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
-        layer = {
-            "input_layernorm": norm,
-            "post_attention_layernorm": norm,
-            "attention": gather_attention,
-            "mlp": gather,
-        }
-        layer |= dict.fromkeys(("attention.query_key_value", "mlp.dense_h_to_4h"), column)
-        layer |= dict.fromkeys(("attention.dense", "mlp.dense_4h_to_h"), row)
-        prefix, names = "gpt_neox", {"embed_in": embedding, "final_layer_norm": norm}
-    plan = {f"{prefix}.{name}": style for name, style in names.items()}
-    plan |= {f"{prefix}.layers.*.{name}": style for name, style in layer.items()}
-    return plan | {"lm_head": head}
-
-
-def _apply_hf_recompute(model: nn.Module, memory: MemoryConfig) -> None:
-    if memory.recompute_granularity == "full":
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # pyright: ignore
-
-
-BUILDERS = {
+BUILDERS: dict[str, Builder] = {
     "ours": build_ours,
     "ours, CUDA graph": build_ours_graphed,
     "ours compiled": build_ours_compiled,
     "hf": build_hf,
     "liger": build_liger,
+    "liger, flash4": with_flash4(build_liger),
     "dtensor": build_dtensor,
     "dtensor compiled": build_dtensor_compiled,
+    "dtensor compiled, flash4": with_flash4(build_dtensor_compiled),
     "dtensor compiled, async TP": build_dtensor_async,  # last: its setting of the compiler stays
 }
-
-
-def dtype() -> torch.dtype:
-    return torch.float32 if backend.name == "cpu" else torch.bfloat16
 
 
 def measure(

@@ -1,0 +1,151 @@
+"""Owns what the whole-step benchmarks race with, transformers' models as users run them, and the dtype of all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+import transformers
+from torch import Tensor, nn
+
+from nxd_memopt.backends import backend
+from nxd_memopt.config import MemoryConfig
+
+LossFunction = Callable[[Tensor], Tensor]
+Builder = Callable[[Any, MemoryConfig], tuple[nn.Module, LossFunction]]
+
+
+def dtype() -> torch.dtype:
+    return torch.float32 if backend.name == "cpu" else torch.bfloat16
+
+
+def build_hf(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction]:
+    with backend.device:
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype())
+    _apply_hf_recompute(model, memory)
+    return model, lambda ids: model(ids, labels=ids, use_cache=False).loss
+
+
+def build_liger(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction]:
+    """transformers' model with all of Liger-Kernel's replacements."""
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+    model, loss_of = build_hf(config, memory)
+    _apply_liger_kernel_to_instance(model=model)  # pyright: ignore[reportArgumentType]
+    return model, loss_of
+
+
+def with_flash4(build: Builder) -> Builder:
+    """The same on transformers' FlashAttention-4, in place of what ``scaled_dot_product_attention`` chooses."""
+
+    def built(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction]:
+        config._attn_implementation = "flash_attention_4"
+        return build(config, memory)
+
+    return built
+
+
+def build_dtensor(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction]:
+    """torchtitan's plan: norms on sequence shards, linears column- and row-wise, loss over sharded logits."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
+
+    mesh = init_device_mesh(backend.device.type, (dist.get_world_size(),))
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype())
+    parallelize_module(model, mesh, dtensor_plan(config))
+    model.to_empty(device=backend.device)
+    base = model.get_submodule(model.base_model_prefix)
+    base.rotary_emb = type(base.rotary_emb)(config).to(backend.device)
+    for name, param in model.named_parameters():
+        if param.dim() > 1:
+            nn.init.normal_(param, std=config.initializer_range)
+        else:
+            nn.init.constant_(param, 0.0 if name.endswith("bias") else 1.0)
+    _apply_hf_recompute(model, memory)
+
+    def loss(ids: Tensor) -> Tensor:
+        positions = torch.arange(ids.size(1), device=ids.device).unsqueeze(0)
+        hidden = base(ids, position_ids=positions, use_cache=False).last_hidden_state
+        logits = model.lm_head(hidden).flatten(0, 1).float()
+        labels = F.pad(ids, (0, 1), value=-100)[:, 1:].flatten()
+        return F.cross_entropy(logits, labels)
+
+    def step_loss(ids: Tensor) -> Tensor:
+        with loss_parallel():
+            value = loss(ids)
+            value.backward()
+        return value.detach()
+
+    return model, step_loss
+
+
+def build_dtensor_compiled(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction]:
+    """The same with each layer compiled, as torchtitan does."""
+    model, loss_of = build_dtensor(config, memory)
+    base: Any = model.get_submodule(str(model.base_model_prefix))
+    for layer in base.layers:
+        layer.compile()
+    return model, loss_of
+
+
+def build_dtensor_async(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction]:
+    """The same with collectives and matmuls in one, through symmetric memory."""
+    import torch._inductor.config
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    torch._inductor.config._micro_pipeline_tp = True
+    enable_symm_mem_for_group(dist.group.WORLD.group_name)  # pyright: ignore[reportOptionalMemberAccess]
+    return build_dtensor_compiled(config, memory)
+
+
+def dtensor_plan(config: Any) -> dict[str, Any]:
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+    )
+
+    norm, column = SequenceParallel(), ColwiseParallel()
+    row = RowwiseParallel(output_layouts=Shard(1))
+    embedding = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+    head = ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False)
+    gather = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+    if config.model_type == "llama":
+        gather_attention = PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": Shard(1)}, desired_input_kwarg_layouts={"hidden_states": Replicate()}
+        )
+        layer = {
+            "input_layernorm": norm,
+            "post_attention_layernorm": norm,
+            "self_attn": gather_attention,
+            "mlp": gather,
+        }
+        layer |= dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), column)
+        layer |= dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), column)
+        layer |= dict.fromkeys(("self_attn.o_proj", "mlp.down_proj"), row)
+        prefix, names = "model", {"embed_tokens": embedding, "norm": norm}
+    else:
+        gather_attention = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+        layer = {
+            "input_layernorm": norm,
+            "post_attention_layernorm": norm,
+            "attention": gather_attention,
+            "mlp": gather,
+        }
+        layer |= dict.fromkeys(("attention.query_key_value", "mlp.dense_h_to_4h"), column)
+        layer |= dict.fromkeys(("attention.dense", "mlp.dense_4h_to_h"), row)
+        prefix, names = "gpt_neox", {"embed_in": embedding, "final_layer_norm": norm}
+    plan = {f"{prefix}.{name}": style for name, style in names.items()}
+    plan |= {f"{prefix}.layers.*.{name}": style for name, style in layer.items()}
+    return plan | {"lm_head": head}
+
+
+def _apply_hf_recompute(model: nn.Module, memory: MemoryConfig) -> None:
+    if memory.recompute_granularity == "full":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # pyright: ignore
