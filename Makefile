@@ -4,7 +4,7 @@ PYTHON_XLA := .venv-xla/bin/python
 SOURCES := nxd_memopt models scripts tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-xla train test test-compat check golden bench mutants parity clean
+.PHONY: help setup setup-xla train test test-compat test-cuda check golden bench bench-gpu mutants parity clean
 
 help:
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -50,6 +50,15 @@ parity: setup ## compare losses and gradients with transformers, and record the 
 
 bench: parity ## parity, and the race of forward + backward against transformers
 	$(PYTHON) scripts/bench/forward_backward.py --append
+
+GPUS ?= 1
+
+test-cuda: setup ## the tests that need NVIDIA GPUs; some need two
+	$(PYTHON) -m pytest tests/cuda
+
+bench-gpu: setup ## GPUS=N: the races of README's tables on N NVIDIA GPUs, recorded
+	$(PYTHON) scripts/bench/gpu_suite.py --gpus $(GPUS) --append
+	$(PYTHON) scripts/bench/report.py --write
 
 mutants: setup setup-xla ## plant faults one at a time: the tests must notice each
 	$(PYTHON) scripts/mutants.py

@@ -4,8 +4,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-python3}
 case "${1:-main}" in
-    main) venv=.venv requirements=requirements/dev.txt ;;
-    xla) venv=.venv-xla requirements=requirements/xla.txt ;;
+    main) venv=.venv requirements=requirements/dev.txt needed_gib=4 ;;  # 2 to keep, and the downloads
+    xla) venv=.venv-xla requirements=requirements/xla.txt needed_gib=12 ;;  # 8 to keep
     *) echo "error: unknown track $1: main or xla" >&2; exit 2 ;;
 esac
 stamp=$venv/.requirements.sha256
@@ -17,6 +17,11 @@ fi
 wanted=$({ pwd; cat "$requirements" requirements/{cpu,common,nodeps}.txt setup.py; } | sha256sum)
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
     exit 0
+fi
+free_gib=$(($(df -Pk . | awk 'NR == 2 { print $4 }') / 1024 / 1024))
+if [ ! -x "$venv/bin/python" ] && [ "$free_gib" -lt "$needed_gib" ]; then
+    echo "error: making $venv takes $needed_gib GiB, $free_gib GiB are free in $PWD: make room, or move the checkout" >&2
+    exit 2
 fi
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 "$venv/bin/python" -m pip install --quiet -r "$requirements"

@@ -41,6 +41,29 @@ def test_the_last_race_and_its_best_peer(monkeypatch):
     ]
 
 
+def test_scaling_shows_the_fastest_of_the_last_day(monkeypatch):
+    def ours(size: str, speed: float | None, *, date: str, variant: str = "ours", recompute: str = "none"):
+        return row(variant, speed, command="", recompute=recompute) | {"tensor_parallel": size, "date": date}
+
+    rows = [
+        ours("1", 900, date="2026-01-01"),
+        ours("1", 300, date="2026-01-02", recompute="none, 2 layers offloaded"),
+        ours("1", 200, date="2026-01-02"),
+        ours("10", 100, date="2026-01-01", variant="ours, CUDA graph"),
+        ours("2", 200, date="2026-01-01"),
+        ours("2", None, date="2026-01-03"),
+        ours("2", 800, date="2026-01-03", variant="peer"),
+        row("ours", 50, command="", tokens=512),
+    ]
+    monkeypatch.setattr(report, "rows_of", lambda _: rows)
+    assert report.scaling_lines() == [
+        "| model | tokens | T=1 | T=2 | T=4 | T=10 |",
+        "|---|---|---|---|---|---|",
+        "| m | 512 |  |  | 50, 1 GiB |  |",
+        "| m | 8,192 | 300, 1 GiB (2 layers offloaded) | 200, 1 GiB |  | 100, 1 GiB (CUDA graph) |",
+    ]
+
+
 def test_heads_are_columns(monkeypatch):
     def head(variant: str, tokens: int, ms: str):
         setting = {"head": "m", "tokens": str(tokens), "tensor_parallel": "1", "variant": variant, "ms": ms}

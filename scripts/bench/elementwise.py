@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,15 @@ from torch import Tensor
 
 from nxd_memopt.backends import backend
 from nxd_memopt.ops.activation import activation, gated_activation
-from nxd_memopt.ops.norm import add_rms_norm, rms_norm
+from nxd_memopt.ops.joined import Layout, split_last
+from nxd_memopt.ops.norm import (
+    add_rms_norm,
+    affine_branches,
+    affine_branches_gradient,
+    normalise,
+    normalise_gradient,
+    rms_norm,
+)
 from nxd_memopt.ops.residual import add_residual
 from nxd_memopt.ops.rope import apply_rope, apply_rope_qkv, rope_frequencies, rope_tables
 from nxd_memopt.optimizer import AdamW
@@ -63,6 +72,34 @@ def plain_rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Te
     return turned(query), turned(key)
 
 
+class OneLayerNorm(torch.autograd.Function):
+    """What GPT-NeoX's parallel branches run beside their matmuls: one normalisation, two affine parts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *affine: Tensor) -> tuple[Tensor, ...]:
+        normalised, mean, rstd = normalise(x, EPS)
+        ctx.save_for_backward(x, normalised, mean, rstd, *affine[::2])
+        return tuple(affine_branches(normalised, affine[::2], affine[1::2]))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        x, normalised, mean, rstd, *gains = ctx.saved_tensors
+        by_normalised, by_affine = affine_branches_gradient(normalised, grads, gains)
+        return normalise_gradient(by_normalised, x, mean, rstd), *by_affine.to(x.dtype).flatten(0, 1)
+
+
+def plain_layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.layer_norm(x, weight.shape, weight, bias, EPS)
+
+
+def plain_two_layer_norms(x: Tensor, *affine: Tensor) -> tuple[Tensor, ...]:
+    return plain_layer_norm(x, *affine[:2]), plain_layer_norm(x, *affine[2:])
+
+
+def plain_geglu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.gelu(gate, approximate="tanh") * up
+
+
 def plain_residual(residual: Tensor, output: Tensor, bias: Tensor) -> Tensor:
     return residual + (output + bias)
 
@@ -83,6 +120,18 @@ def liger_swiglu() -> Function:
     from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
     return lambda gate, up: LigerSiLUMulFunction.apply(gate, up)
+
+
+def liger_layer_norm() -> Function:
+    from liger_kernel.ops.layer_norm import LigerLayerNormFunction
+
+    return lambda x, weight, bias: LigerLayerNormFunction.apply(x, weight, bias, EPS)
+
+
+def liger_geglu() -> Function:
+    from liger_kernel.ops.geglu import LigerGELUMulFunction
+
+    return lambda gate, up: LigerGELUMulFunction.apply(gate, up)
 
 
 def liger_rope() -> Function:
@@ -121,6 +170,21 @@ def cases(tokens: int, hidden: int, width: int) -> dict[str, Case]:
             _competitors(lambda g, u: gated_activation(g, u, "silu"), plain_swiglu, liger_swiglu),
             8,
         ),
+        "GeGLU": Case(
+            (random(tokens, width), random(tokens, width)),
+            _competitors(lambda g, u: gated_activation(g, u, "gelu_pytorch_tanh"), plain_geglu, liger_geglu),
+            8,
+        ),
+        "LayerNorm": Case(
+            (random(tokens, hidden), weight, random(hidden)),
+            _competitors(plain_layer_norm, plain_layer_norm, liger_layer_norm),
+            5,
+        ),
+        "two affine parts of one LayerNorm": Case(
+            (random(tokens, hidden), *(random(hidden) for _ in range(4))),
+            _competitors(OneLayerNorm.apply, plain_two_layer_norms),
+            7,
+        ),
         "residual + bias": Case(
             (random(tokens, hidden), random(tokens, hidden), random(hidden)),
             _competitors(add_residual, plain_residual),
@@ -138,39 +202,51 @@ def _competitors(
     return functions if liger is None else {**functions, "liger": liger}
 
 
-def projection_case(tokens: int, hidden: int) -> Case:
-    """RoPE of one projection's query, key and value, whose gradients come back as one tensor."""
-    sizes = (hidden, hidden // 4, hidden // 4)
-    tables = rope_tables(
-        rope_frequencies(128, {"rope_theta": 5e5}),
-        torch.arange(tokens, device=backend.device).unsqueeze(0),
-        torch.bfloat16,
-    )
+@dataclass(frozen=True)
+class Projection:
+    """Query, key and value of one projection: GPT-NeoX's have a head's three beside each other, LLaMA's do not."""
 
-    def heads(whole: Tensor) -> list[Tensor]:
-        return [part.unflatten(-1, (-1, 128)).transpose(1, 2) for part in whole.split(sizes, dim=-1)]
+    heads: int
+    groups: int
+    head_dim: int
+    rotary_dim: int
+    by_head: bool
 
-    def plain(whole: Tensor) -> tuple[Tensor, ...]:
-        query, key, value = heads(whole)
-        return *plain_rope(query, key, *tables), value
+    def split(self, whole: Tensor) -> Sequence[Tensor]:
+        if self.by_head:
+            return split_last(whole.unflatten(-1, (self.heads, -1)).transpose(1, 2), 3)
+        sizes = [count * self.head_dim for count in (self.heads, self.groups, self.groups)]
+        return [part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in whole.split(sizes, dim=-1)]
 
-    def ours(whole: Tensor) -> tuple[Tensor, ...]:
-        query, key, value = heads(whole)
-        return apply_rope_qkv(query, key, value, *tables)
+    def case(self, tokens: int) -> Case:
+        """RoPE, and the gradients back as one tensor; where GPT-NeoX's model rotates in place, so does ``ours``."""
+        positions = torch.arange(tokens, device=backend.device).unsqueeze(0)
+        frequencies = rope_frequencies(self.rotary_dim, {"rope_theta": 5e5})
+        tables = rope_tables(frequencies, positions, torch.bfloat16)
 
-    functions: dict[str, Callable[[], Function]] = {
-        "ours": lambda: ours,
-        "eager": lambda: plain,
-        "compile": lambda: torch.compile(plain),
-    }
-    return Case((random(1, tokens, sum(sizes)),), functions, 4)
+        def ours(whole: Tensor, *, in_place: bool = False) -> tuple[Tensor, ...]:
+            query, key, value = self.split(whole)
+            return apply_rope_qkv(query, key, value, *tables, in_place=in_place)
+
+        def plain(whole: Tensor) -> tuple[Tensor, ...]:
+            query, key, value = self.split(whole)
+            rotated = plain_rope(query[..., : self.rotary_dim], key[..., : self.rotary_dim], *tables)
+            passed = (query[..., self.rotary_dim :], key[..., self.rotary_dim :])
+            return *(torch.cat(parts, dim=-1) for parts in zip(rotated, passed, strict=True)), value
+
+        functions = _competitors(partial(ours, in_place=self.by_head), plain)
+        if self.by_head:
+            functions["ours, copied"] = lambda: ours
+        turned = (self.heads + self.groups) * self.rotary_dim
+        width = (self.heads + 2 * self.groups) * self.head_dim
+        return Case((random(1, tokens, width),), functions, 4 * (turned / width if self.by_head else 1))
 
 
 def forward_and_backward(function: Function, inputs: Sequence[Tensor]) -> Callable[[], object]:
     wanted = [x for x in inputs if x.requires_grad]
     found = function(*inputs)
     outputs = found if isinstance(found, tuple | list) else (found,)
-    upstream = [torch.randn_like(output) for output in outputs]
+    upstream = [x.normal_() for x in Layout.of(*outputs).empty(outputs[0])]  # as joined as the outputs are
 
     def run() -> object:
         results = function(*inputs)
@@ -196,7 +272,8 @@ def optimizer_calls(numel: int) -> dict[str, Callable[[], object]]:
 def run_cases(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     table = cases(args.tokens, args.hidden, args.width)
-    table["RoPE of a projection"] = projection_case(args.tokens, args.hidden)
+    table["RoPE of a projection"] = Projection(32, 8, 128, 128, by_head=False).case(args.tokens)
+    table["GPT-NeoX's RoPE of a projection"] = Projection(64, 64, 96, 24, by_head=True).case(args.tokens)
     for name, case in table.items():
         calls: dict[str, Callable[[], object]] = {}
         ideal_ms = case.passes * case.inputs[0].nbytes / args.bandwidth / 1e9

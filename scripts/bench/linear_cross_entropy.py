@@ -6,7 +6,9 @@
 bf16. ``floor`` is the three matmuls alone. Several processes share the vocabulary, and the tokens as sequence shards;
 the peers then gather the tokens first and sum their gradient last, as their users do. Memory is the peak above the
 inputs, gradients included. Errors are relative, against fp32 matmuls of the same bf16 inputs. The variants take turns
-within one process; each time is the median of all turns.
+within one process; each time is the median of all turns. ``cce`` skips gradients that it takes for negligible, ``cce
+unfiltered`` none, ``cce exact`` sums in fp32 too; it and vocabulary parallelism need CCE of its repository, which is
+newer than PyPI's 25.1.1.
 """
 
 from __future__ import annotations
@@ -101,6 +103,16 @@ def cce(**options: Any) -> LossFunction:
     return lambda x, weight, target: linear_cross_entropy(x, weight, target, **options)
 
 
+def cce_vocab_parallel(vocab: int, **options: Any) -> LossFunction:
+    """Its sum of dX over ranks is left to the gather's backward, which is cheaper."""
+    from cut_cross_entropy import VocabParallelOptions
+
+    start = parallel_state.get_tensor_model_parallel_rank() * vocab
+    group = parallel_state.get_tensor_model_parallel_group()
+    shard = VocabParallelOptions(start, start + vocab, group, reduce_e_grad=False)
+    return cce(vocab_parallel_options=shard, **options)
+
+
 def variants(gradient_bytes: int, tokens: int, vocab: int) -> dict[str, Callable[[], LossFunction]]:
     """By name, how to make each; a peer that is not installed fails there."""
     table: dict[str, Callable[[], LossFunction]] = {
@@ -113,6 +125,8 @@ def variants(gradient_bytes: int, tokens: int, vocab: int) -> dict[str, Callable
         return table | {
             "eager": lambda: gathered(eager_vocab_parallel),
             "liger vocab-parallel": lambda: gathered(liger_vocab_parallel()),
+            "cce vocab-parallel": lambda: gathered(cce_vocab_parallel(vocab, filter_eps="auto")),
+            "cce unfiltered, vocab-parallel": lambda: gathered(cce_vocab_parallel(vocab, filter_eps=None)),
         }
     peers = {f"liger {const}": lambda const=const: liger(const) for const in (1, 2, 4, 8)}
     return (
@@ -121,8 +135,9 @@ def variants(gradient_bytes: int, tokens: int, vocab: int) -> dict[str, Callable
         | peers
         | {
             "liger fp32": lambda: liger(1, torch.float32),
-            "cce": cce,
-            "cce exact": lambda: cce(filter_eps=None),
+            "cce": lambda: cce(filter_eps="auto"),
+            "cce unfiltered": lambda: cce(filter_eps=None),
+            "cce exact": lambda: cce(impl="cce_exact"),
         }
     )
 
@@ -220,12 +235,16 @@ def measure(head: str, tokens: int, args: argparse.Namespace) -> list[dict[str, 
     return rows
 
 
-def main() -> None:
+def argument_parser() -> argparse.ArgumentParser:
     parser = race_parser(__doc__, CSV, turns=4)
     parser.add_argument("--heads", choices=HEADS, nargs="+", default=["llama3-8b"])
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192])
     parser.add_argument("--variants", nargs="+", help="only these")
-    args = parse_on_gpu(parser)
+    return parser
+
+
+def main() -> None:
+    args = parse_on_gpu(argument_parser())
     backend.init_process_group()
     world = dist.get_world_size() if dist.is_initialized() else 1
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)

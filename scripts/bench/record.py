@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import csv
 import datetime
+import os
 import platform
 import shlex
 import subprocess
@@ -38,7 +39,8 @@ def cpu_name() -> str:
 
 def environment(script: str) -> dict[str, Any]:
     """What every row records beside its figures; ``script`` as the command names it."""
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    describe = ["git", "describe", "--always", "--dirty", "--exclude", "*"]  # "-dirty": with changes beside it
+    git = subprocess.run(describe, capture_output=True, text=True, check=False)
     device = torch.cuda.get_device_name() if backend.name == "cuda" else cpu_name()
     return {
         "date": f"{datetime.datetime.now(tz=datetime.UTC):%Y-%m-%d}",
@@ -47,8 +49,13 @@ def environment(script: str) -> dict[str, Any]:
         "transformers": transformers.__version__,
         "peers": ", ".join(f"{name} {metadata.version(name)}" for name in _PACKAGES if _is_installed(name)),
         "commit": git.stdout.strip() or "unknown",
-        "command": shlex.join([script, *sys.argv[1:]]),
+        "command": shlex.join([*_launcher(), script, *sys.argv[1:]]),
     }
+
+
+def _launcher() -> list[str]:
+    size = os.environ.get("WORLD_SIZE", "1")
+    return [] if size == "1" else ["torchrun", "--nproc_per_node", size]
 
 
 def append(rows: list[dict[str, Any]], path: Path) -> None:

@@ -79,6 +79,27 @@ def step_lines() -> list[str]:
     return lines
 
 
+def scaling_lines() -> list[str]:
+    """Ours by the number of GPUs: the fastest setting of the last day on which each was measured."""
+    fastest: dict[tuple[str, str], dict[str, Row]] = {}
+    rows = [row for row in rows_of("train_step") if _is_ours(row["variant"]) and row["tokens_per_s_per_device"]]
+    for row in sorted(rows, key=lambda row: (row["date"], float(row["tokens_per_s_per_device"]))):
+        fastest.setdefault((row["model"], row["tokens"]), {})[row["tensor_parallel"]] = row
+    sizes = sorted({size for by_size in fastest.values() for size in by_size}, key=int)
+    lines = [f"| model | tokens | {' | '.join(f'T={size}' for size in sizes)} |", "|---" * (len(sizes) + 2) + "|"]
+    for setting in sorted(fastest, key=_with_numbers):
+        model, tokens = setting
+        cells = [_scaling_cell(fastest[setting][size]) if size in fastest[setting] else "" for size in sizes]
+        lines.append(f"| {model} | {int(tokens):,} | {' | '.join(cells)} |")
+    return lines
+
+
+def _scaling_cell(row: Row) -> str:
+    setting = row["recompute"] + row["variant"].removeprefix("ours")
+    how = "" if setting == "none" else f" ({setting.removeprefix('none, ')})"
+    return f"{float(row['tokens_per_s_per_device']):,.0f}, {float(row['peak_gib']):.0f} GiB{how}"
+
+
 def _is_ours(name: str) -> bool:
     return name.startswith("ours")
 
@@ -114,6 +135,8 @@ def section() -> str:
         "steps of 2,048 tokens wait for the host, whose speed differs from run to run. "
         "Versions and commands are in [docs/benchmarks/train_step.csv](docs/benchmarks/train_step.csv).",
         "\n".join(step_lines()),
+        "Tokens/s/GPU and GiB by the number of GPUs, in the fastest setting of the last day each was measured:",
+        "\n".join(scaling_lines()),
     ]
     heads = head_lines()
     if heads:

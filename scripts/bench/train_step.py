@@ -245,7 +245,7 @@ def run(args: argparse.Namespace) -> None:
                     append([row | about], args.csv)
 
 
-def main() -> None:
+def argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=CONFIGS, default="llama-110m")
     parser.add_argument("--tokens", type=int, nargs="+", default=[512])
@@ -262,6 +262,11 @@ def main() -> None:
     parser.add_argument("--traces", type=Path, help="write a Chrome trace of one step of each variant there")
     parser.add_argument("--csv", type=Path, default=CSV)
     parser.add_argument("--append", action="store_true", help="append the rows to --csv")
+    return parser
+
+
+def main() -> None:
+    parser = argument_parser()
     args = parser.parse_args()
     if args.steps < 1:
         parser.error(f"--steps must be at least 1, got {args.steps}")

@@ -1,0 +1,156 @@
+"""Owns the list of races from which README's tables are made, and runs those of one number of GPUs.
+
+    python scripts/bench/gpu_suite.py --gpus 1 --append
+    python scripts/bench/gpu_suite.py --gpus 2 --only llama3-8b-8k --traces build/traces
+    python scripts/bench/gpu_suite.py --gpus 4 --list
+
+Each race is a process (with several GPUs one a GPU) whose output goes to ``--logs``; one that fails or outlasts
+``--timeout-s`` does not stop the others. cuBLAS runs without its counter resets (docs/gpus.md), the peers' too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+ROOT = FOLDER.parents[1]
+OURS = ("ours", "ours, CUDA graph")
+LIGER = ("liger", "liger, flash4")
+DTENSOR = ("dtensor compiled", "dtensor compiled, flash4")
+
+
+@dataclass(frozen=True)
+class Race:
+    name: str
+    script: str
+    arguments: tuple[str, ...]
+
+    def command(self, gpus: int, *, append: bool, traces: Path | None) -> list[str]:
+        launcher = ["torch.distributed.run", "--nproc_per_node", str(gpus)]
+        script = [str((FOLDER / self.script).relative_to(ROOT)), *self.arguments]
+        options = ["--append"] if append else []
+        if traces and self.script == "train_step.py":
+            options += ["--traces", str(traces)]
+        return [sys.executable, *(["-m", *launcher] if gpus > 1 else []), *script, *options]
+
+
+def step(name: str, model: str, tokens: int, *variants: str, options: str = "") -> Race:
+    arguments = ("--model", model, "--tokens", str(tokens), *options.split(), "--variants", *variants)
+    return Race(name, "train_step.py", arguments)
+
+
+KEEP = "--recompute full --keep-core-attn --in-backward"
+ONE_GPU = (
+    step("llama3-8b-8k", "llama3-8b", 8192, *OURS, *LIGER, "hf"),
+    step("llama3-8b-32k-64gib", "llama3-8b", 32768, "ours", *LIGER, options=f"{KEEP} --offload-layers 6"),
+    step(
+        "llama3-8b-32k-125gib",
+        "llama3-8b",
+        32768,
+        "ours",
+        *LIGER,
+        options="--recompute full --recompute-layers 0 --in-backward --offload-layers 12",
+    ),
+    Race("head-8k", "linear_cross_entropy.py", ("--heads", "llama3-8b", "gpt-neox-20b", "--tokens", "8192")),
+    Race("head-32k", "linear_cross_entropy.py", ("--heads", "llama3-8b", "--tokens", "32768")),
+    Race("elementwise", "elementwise.py", ()),
+    Race("attention", "attention.py", ()),
+    step("llama3-8b-2k", "llama3-8b", 2048, *OURS, *LIGER),
+    step("gpt-neox-20b-2k", "gpt-neox-20b", 2048, "ours", "hf", options=KEEP),
+    step("gpt-neox-20b-8k", "gpt-neox-20b", 8192, "ours", "hf", options=KEEP),
+    step(
+        "gpt-neox-20b-32k",
+        "gpt-neox-20b",
+        32768,
+        "ours",
+        "hf",
+        options="--recompute full --in-backward --offload-layers 10",
+    ),
+)
+SEVERAL_GPUS = (
+    step("gpt-neox-20b-8k", "gpt-neox-20b", 8192, *OURS, *DTENSOR),
+    step("llama3-8b-8k", "llama3-8b", 8192, *OURS, *DTENSOR, "dtensor compiled, async TP"),
+    Race("head-8k", "linear_cross_entropy.py", ("--heads", "llama3-8b", "gpt-neox-20b", "--tokens", "8192")),
+    Race("head-32k", "linear_cross_entropy.py", ("--heads", "llama3-8b", "--tokens", "32768")),
+    step("llama3-8b-2k", "llama3-8b", 2048, *OURS, *DTENSOR),
+    step("gpt-neox-20b-2k", "gpt-neox-20b", 2048, *OURS, *DTENSOR),
+    step("llama3-8b-32k", "llama3-8b", 32768, *OURS, *DTENSOR),
+    step(
+        "gpt-neox-20b-32k",
+        "gpt-neox-20b",
+        32768,
+        *OURS,
+        "dtensor",
+        "dtensor compiled",
+        options="--recompute full --recompute-layers 0",  # the peers', which do not fit without
+    ),
+)
+
+
+def races(gpus: int) -> tuple[Race, ...]:
+    """In the order of what they decide, the most important first."""
+    return ONE_GPU if gpus == 1 else SEVERAL_GPUS
+
+
+def run(race: Race, args: argparse.Namespace) -> bool:
+    """Whether it ended well; it and its processes are gone in any case."""
+    command = race.command(args.gpus, append=args.append, traces=args.traces)
+    log = args.logs / f"{race.name}_T{args.gpus}.log"
+    environment = {"CUBLAS_WORKSPACE_CONFIG": ":0:0", **os.environ}
+    print(f"{race.name}: {shlex.join(command)} > {log}", flush=True)
+    start = time.monotonic()
+    with log.open("w", encoding="utf-8") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, env=environment, start_new_session=True
+        )
+        try:
+            code = process.wait(args.timeout_s)
+        except subprocess.TimeoutExpired:
+            code = f"stopped after {args.timeout_s} s: see --timeout-s"
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    print(f"{race.name}: {'done' if code == 0 else f'failed ({code})'}, {time.monotonic() - start:.0f} s", flush=True)
+    return code == 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--only", nargs="+", help="races by name")
+    parser.add_argument("--list", action="store_true", help="print the races' commands and end")
+    parser.add_argument("--append", action="store_true", help="append the rows to docs/benchmarks")
+    parser.add_argument("--traces", type=Path, help="write a Chrome trace of one step of each variant there")
+    parser.add_argument("--logs", type=Path, default=ROOT / "build" / "bench")
+    parser.add_argument("--timeout-s", type=float, default=1800)
+    args = parser.parse_args()
+    if args.gpus < 1:
+        parser.error(f"--gpus must be at least 1, got {args.gpus}")
+    chosen = races(args.gpus)
+    names = [race.name for race in chosen]
+    unknown = sorted(set(args.only or ()) - set(names))
+    if unknown:
+        parser.error(f"no races called {', '.join(unknown)} with --gpus {args.gpus}: there are {', '.join(names)}")
+    chosen = [race for race in chosen if not args.only or race.name in args.only]
+    if args.list:
+        for race in chosen:
+            print(f"{race.name}: {shlex.join(race.command(args.gpus, append=args.append, traces=args.traces))}")
+        return 0
+    args.logs.mkdir(parents=True, exist_ok=True)
+    failed = [race.name for race in chosen if not run(race, args)]
+    if failed:
+        print(f"error: {len(failed)} of {len(chosen)} races failed, their logs in {args.logs}: {', '.join(failed)}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

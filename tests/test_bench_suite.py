@@ -1,0 +1,71 @@
+"""The list of GPU races: what it asks the benchmarks for exists, and one race's end is not the others'."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import gpu_suite
+import linear_cross_entropy
+import pytest
+import train_step
+
+PARSERS = {
+    "train_step.py": train_step.argument_parser,
+    "linear_cross_entropy.py": linear_cross_entropy.argument_parser,
+}
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 4])
+def test_the_scripts_take_their_arguments(gpus):
+    races = gpu_suite.races(gpus)
+    assert len({race.name for race in races}) == len(races)
+    for race in races:
+        command = race.command(gpus, append=True, traces=gpu_suite.ROOT / "traces")
+        assert (gpu_suite.ROOT / next(part for part in command if part.startswith("scripts"))).exists()
+        if race.script in PARSERS:
+            PARSERS[race.script]().parse_args(command[command.index(f"scripts/bench/{race.script}") + 1 :])
+        else:
+            assert not race.arguments
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Of scripts that do what races can do."""
+    (tmp_path / "good.py").write_text("import os; print(os.environ['CUBLAS_WORKSPACE_CONFIG'])")
+    (tmp_path / "bad.py").write_text("raise SystemExit('no such GPU')")
+    (tmp_path / "endless.py").write_text("import os, time; print(os.getpid(), flush=True); time.sleep(600)")
+    monkeypatch.setattr(gpu_suite, "FOLDER", tmp_path)
+    monkeypatch.setattr(gpu_suite, "ROOT", tmp_path)
+    names = ("endless", "bad", "good")
+    monkeypatch.setattr(gpu_suite, "ONE_GPU", tuple(gpu_suite.Race(name, f"{name}.py", ()) for name in names))
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    return tmp_path
+
+
+def run(monkeypatch, *options: str) -> int:
+    monkeypatch.setattr("sys.argv", ["gpu_suite.py", *options])
+    return gpu_suite.main()
+
+
+def test_a_race_that_fails_or_hangs_leaves_the_others(folder, monkeypatch, capsys):
+    logs = folder / "logs"
+    assert run(monkeypatch, "--logs", str(logs), "--timeout-s", "5") == 1
+    printed = capsys.readouterr().out
+    assert "2 of 3 races failed" in printed and "stopped after 5.0 s" in printed and "good: done" in printed
+    assert (logs / "good_T1.log").read_text().strip() == ":0:0"
+    assert "no such GPU" in (logs / "bad_T1.log").read_text()
+    pid = int((logs / "endless_T1.log").read_text())
+    time.sleep(0.1)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_chosen_races_and_unknown_ones(folder, monkeypatch, capsys):
+    assert run(monkeypatch, "--only", "good", "--list") == 0
+    printed = capsys.readouterr().out
+    assert "good.py" in printed and "bad.py" not in printed
+    for options, error in ((("--only", "god"), "no races called god"), (("--gpus", "0"), "--gpus must be at least 1")):
+        with pytest.raises(SystemExit):
+            run(monkeypatch, *options)
+        assert error in capsys.readouterr().err
