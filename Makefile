@@ -54,11 +54,10 @@ bench: parity ## parity, and the race of forward + backward against transformers
 GPUS ?= 1
 
 test-cuda: setup ## the tests that need NVIDIA GPUs; some need two
-	$(PYTHON) -m pytest tests/cuda
+	NXD_MEMOPT_BACKEND=cuda $(PYTHON) -m pytest tests/cuda
 
 bench-gpu: setup ## GPUS=N: the races of README's tables on N NVIDIA GPUs, recorded
-	$(PYTHON) scripts/bench/gpu_suite.py --gpus $(GPUS) --append
-	$(PYTHON) scripts/bench/report.py --write
+	$(PYTHON) scripts/bench/gpu_suite.py --gpus $(GPUS) --append; code=$$?; $(PYTHON) scripts/bench/report.py --write; exit $$code
 
 mutants: setup setup-xla ## plant faults one at a time: the tests must notice each
 	$(PYTHON) scripts/mutants.py

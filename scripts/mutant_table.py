@@ -389,8 +389,8 @@ MUTANTS = (
     Mutant(
         "the residual is lost beside the biases",
         "nxd_memopt/parallel_layers/branches.py",
-        "output + bias if residual is None else add_residual(residual, output, bias)",
-        "output + bias",
+        "add_residual(residual, output, sum(biases[1:], biases[0]))",
+        "output + sum(biases[1:], biases[0])",
         ("dist/test_golden.py",),
         "neox",
     ),

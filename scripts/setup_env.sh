@@ -19,7 +19,7 @@ if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
     exit 0
 fi
 free_gib=$(($(df -Pk . | awk 'NR == 2 { print $4 }') / 1024 / 1024))
-if [ ! -x "$venv/bin/python" ] && [ "$free_gib" -lt "$needed_gib" ]; then
+if [ ! -f "$stamp" ] && [ "$free_gib" -lt "$needed_gib" ]; then
     echo "error: making $venv takes $needed_gib GiB, $free_gib GiB are free in $PWD: make room, or move the checkout" >&2
     exit 2
 fi

@@ -35,7 +35,7 @@ class Kernels(types.ModuleType):
     ):  # fmt: skip
         self.calls.append(deterministic)
         assert causal and dout.shape == out.shape == q.shape
-        _check(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        _check(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, out, dout, dq, dk, dv)
         grads = _differentiate(*_wide(q, k, v, out, dout, lse), cu_seqlens_q)
         return tuple(place.copy_(grad) for place, grad in zip((dq, dk, dv), grads, strict=True))
 
@@ -44,8 +44,9 @@ def _wide(*tensors: Tensor) -> list[Tensor]:
     return [x if x.dtype == torch.float64 else x.float() for x in tensors]
 
 
-def _check(q, k, v, starts, other_starts, longest, other_longest):
+def _check(q, k, v, starts, other_starts, longest, other_longest, *others):
     assert q.dtype == k.dtype == v.dtype and k.shape == v.shape
+    assert all(x.stride(-1) == 1 and 0 not in x.stride() for x in (q, k, v, *others))
     assert starts is other_starts and longest == other_longest
     assert q.dim() == (4 if starts is None else 3)
     if starts is not None:

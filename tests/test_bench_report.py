@@ -59,8 +59,8 @@ def test_scaling_shows_the_fastest_of_the_last_day(monkeypatch):
     assert report.scaling_lines() == [
         "| model | tokens | T=1 | T=2 | T=4 | T=10 |",
         "|---|---|---|---|---|---|",
-        "| m | 512 |  |  | 50, 1 GiB |  |",
-        "| m | 8,192 | 300, 1 GiB (2 layers offloaded) | 200, 1 GiB |  | 100, 1 GiB (CUDA graph) |",
+        "| m | 512 |  |  | 50, 1 GiB, c |  |",
+        "| m | 8,192 | 300, 1 GiB (2 layers offloaded), c | 200, 1 GiB, c |  | 100, 1 GiB (CUDA graph), c |",
     ]
 
 

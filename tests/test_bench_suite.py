@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import gpu_suite
 import linear_cross_entropy
@@ -34,11 +37,15 @@ def folder(tmp_path, monkeypatch):
     """Of scripts that do what races can do."""
     (tmp_path / "good.py").write_text("import os; print(os.environ['CUBLAS_WORKSPACE_CONFIG'])")
     (tmp_path / "bad.py").write_text("raise SystemExit('no such GPU')")
-    (tmp_path / "endless.py").write_text("import os, time; print(os.getpid(), flush=True); time.sleep(600)")
+    (tmp_path / "endless.py").write_text(
+        "import os, time; print(f'{os.getpid()}\\n', end='', flush=True); time.sleep(600)"
+    )
     monkeypatch.setattr(gpu_suite, "FOLDER", tmp_path)
     monkeypatch.setattr(gpu_suite, "ROOT", tmp_path)
     names = ("endless", "bad", "good")
-    monkeypatch.setattr(gpu_suite, "ONE_GPU", tuple(gpu_suite.Race(name, f"{name}.py", ()) for name in names))
+    races = tuple(gpu_suite.Race(name, f"{name}.py", ()) for name in names)
+    monkeypatch.setattr(gpu_suite, "ONE_GPU", races)
+    monkeypatch.setattr(gpu_suite, "SEVERAL_GPUS", races)
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     return tmp_path
 
@@ -55,10 +62,39 @@ def test_a_race_that_fails_or_hangs_leaves_the_others(folder, monkeypatch, capsy
     assert "2 of 3 races failed" in printed and "stopped after 5.0 s" in printed and "good: done" in printed
     assert (logs / "good_T1.log").read_text().strip() == ":0:0"
     assert "no such GPU" in (logs / "bad_T1.log").read_text()
-    pid = int((logs / "endless_T1.log").read_text())
-    time.sleep(0.1)
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
+    assert_gone(logs / "endless_T1.log", processes=1)
+
+
+def assert_gone(log: Path, *, processes: int) -> None:
+    pids = [int(line) for line in log.read_text().splitlines() if line.isdigit()]
+    assert len(pids) == processes
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_a_launcher_that_is_stopped_takes_its_ranks_along(folder, monkeypatch):
+    logs = folder / "logs"
+    assert run(monkeypatch, "--gpus", "2", "--only", "endless", "--logs", str(logs), "--timeout-s", "15") == 1
+    assert_gone(logs / "endless_T2.log", processes=2)
+
+
+def test_a_suite_that_is_ended_takes_its_race_along(folder):
+    logs = folder / "logs"
+    program = (
+        "import sys; from pathlib import Path; import gpu_suite; folder = Path(sys.argv.pop(1)); "
+        "gpu_suite.FOLDER = gpu_suite.ROOT = folder; "
+        "gpu_suite.ONE_GPU = (gpu_suite.Race('endless', 'endless.py', ()),); sys.exit(gpu_suite.main())"
+    )
+    command = [sys.executable, "-c", program, str(folder), "--logs", str(logs)]
+    suite = subprocess.Popen(command, cwd=Path(gpu_suite.__file__).parent)
+    log = logs / "endless_T1.log"
+    while not (log.exists() and log.read_text()):
+        assert suite.poll() is None
+        time.sleep(0.1)
+    suite.terminate()
+    assert suite.wait(60) == 143
+    assert_gone(log, processes=1)
 
 
 def test_chosen_races_and_unknown_ones(folder, monkeypatch, capsys):

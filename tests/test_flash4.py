@@ -142,14 +142,18 @@ def test_a_gpus_choice_does_not_break_the_graph(kernels, monkeypatch):
 
 
 def test_other_layouts_are_served(kernels):
-    """Of AWS's kernels, ``[B, heads, d, S]``, and boundaries that are a column of a table."""
+    """Of AWS's kernels, ``[B, heads, d, S]``, repeated heads, and boundaries that are a column of a table."""
     inputs = [x.transpose(-1, -2).contiguous().transpose(-1, -2) for x in heads(4, 2)]
-    assert inputs[0].stride(-1) != 1
+    inputs[1] = inputs[1][:, :1].expand_as(inputs[1])
+    assert inputs[0].stride(-1) != 1 and inputs[1].stride(1) == 0
     table = torch.tensor([[0, 1], [13, 1], [20, 1], [26, 1]], dtype=torch.int32)
     documents = PackedDocuments.of(table[:, 0], 2, 13)
     for mask in (None, documents):
-        found = core_attention(*inputs, implementation="flash4", mask=mask)
-        assert_float64_close(found, core_attention(*inputs, implementation="math", mask=mask))
+        found, expected = (core_attention(*inputs, implementation=name, mask=mask) for name in ("flash4", "math"))
+        assert_float64_close(found, expected)
+        grads = [torch.autograd.grad(x.sum(), inputs) for x in (found, expected)]  # of a sum: repeated too
+        for a, b in zip(*grads, strict=True):
+            assert_float64_close(a, b)
 
 
 class NoGradient(torch.autograd.Function):

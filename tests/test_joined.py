@@ -48,6 +48,8 @@ def test_a_layout_is_one_memorys_only_where_nothing_overlaps():
     assert Layout.of(*whole).span == 12
     apart = torch.randn(5, 2, 4).transpose(0, 1)
     assert Layout.of(apart, apart.clone()).empty(whole)[0].stride() == apart.stride()
+    repeated = whole[:1].expand(3, 4)
+    assert [x.stride() for x in Layout.of(repeated, whole).empty(whole)] == [(4, 1), (4, 1)]
 
 
 def test_a_layout_is_that_of_tensors_that_lie_so():

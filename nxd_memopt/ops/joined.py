@@ -104,8 +104,9 @@ class Layout:
 
 
 def _dense(like: Tensor, shape: torch.Size, strides: tuple[int, ...]) -> Tensor:
-    order = sorted(range(len(shape)), key=lambda dim: strides[dim], reverse=True)
-    return like.new_empty([shape[dim] for dim in order]).permute([order.index(dim) for dim in range(len(shape))])
+    """As ``empty_like`` makes it, which puts repeated (expanded) dimensions apart."""
+    model = torch.empty_strided(shape, strides, device="meta")
+    return torch.empty_like(model, dtype=like.dtype, device=like.device)
 
 
 class _Split(torch.autograd.Function):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nxd_memopt.config import require_one_of
-from nxd_memopt.ops.cuda import elementwise as cuda
+from nxd_memopt.ops.cuda import rope as cuda
 from nxd_memopt.ops.cuda.support import serves
 
 ROPE_TYPES = ("default", "linear", "llama3")

@@ -110,22 +110,17 @@ def normalised_column_parallel_linears(
         return cast("tuple[Tensor, ...]", _NormalisedColumns.apply(x, norms[0].eps, comm, *flat))
 
 
-def row_parallel_linears(
-    inputs: Sequence[Tensor], layers: Sequence[RowParallelLinear], *, residual: Tensor | None = None
-) -> Tensor:
-    """Sum of row-parallel layers' outputs, ``X_1 A_1^t + b_1 + X_2 A_2^t + b_2``, with the reduction of one.
+def row_parallel_linears(inputs: Sequence[Tensor], layers: Sequence[RowParallelLinear], *, residual: Tensor) -> Tensor:
+    """``residual`` plus row-parallel layers' outputs, ``X_1 A_1^t + b_1 + X_2 A_2^t + b_2``, with the reduction of one.
 
     Args:
         inputs: ``[..., input_size/T]`` for each layer.
         layers: of one output size and group; the first says how the output is reduced.
-        residual: what the sum is added to, of its shape; ``None``: nothing.
+        residual: of the result's shape.
 
     Returns:
         ``[B, S, H]``, or ``[s, B, H]`` under sequence parallelism.
     """
     output = row_parallel([(x, layer.weight) for x, layer in zip(inputs, layers, strict=True)], layers[0])
     biases = [layer.bias.to(output.dtype) for layer in layers if layer.bias is not None]
-    if not biases:
-        return output if residual is None else residual + output
-    bias = sum(biases[1:], biases[0])
-    return output + bias if residual is None else add_residual(residual, output, bias)
+    return add_residual(residual, output, sum(biases[1:], biases[0])) if biases else residual + output

@@ -78,12 +78,14 @@ class OneLayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *affine: Tensor) -> tuple[Tensor, ...]:
         normalised, mean, rstd = normalise(x, EPS)
-        ctx.save_for_backward(x, normalised, mean, rstd, *affine[::2])
+        ctx.save_for_backward(x, mean, rstd, *affine)
         return tuple(affine_branches(normalised, affine[::2], affine[1::2]))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        x, normalised, mean, rstd, *gains = ctx.saved_tensors
+        x, mean, rstd, *affine = ctx.saved_tensors
+        normalised, _, _ = normalise(x, EPS)
+        gains, _ = affine[::2], affine_branches(normalised, affine[::2], affine[1::2])  # for the weights' gradients
         by_normalised, by_affine = affine_branches_gradient(normalised, grads, gains)
         return normalise_gradient(by_normalised, x, mean, rstd), *by_affine.to(x.dtype).flatten(0, 1)
 
@@ -219,7 +221,10 @@ class Projection:
         return [part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in whole.split(sizes, dim=-1)]
 
     def case(self, tokens: int) -> Case:
-        """RoPE, and the gradients back as one tensor; where GPT-NeoX's model rotates in place, so does ``ours``."""
+        """RoPE, and the gradients back as one tensor; where GPT-NeoX's model rotates in place, so does ``ours``.
+
+        In backward only of attention that writes its gradients side by side, as flash4 does; not ``gradients apart``.
+        """
         positions = torch.arange(tokens, device=backend.device).unsqueeze(0)
         frequencies = rope_frequencies(self.rotary_dim, {"rope_theta": 5e5})
         tables = rope_tables(frequencies, positions, torch.bfloat16)
@@ -236,17 +241,19 @@ class Projection:
 
         functions = _competitors(partial(ours, in_place=self.by_head), plain)
         if self.by_head:
-            functions["ours, copied"] = lambda: ours
+            functions |= {"ours, gradients apart": functions["ours"], "ours, copied": lambda: ours}
         turned = (self.heads + self.groups) * self.rotary_dim
         width = (self.heads + 2 * self.groups) * self.head_dim
         return Case((random(1, tokens, width),), functions, 4 * (turned / width if self.by_head else 1))
 
 
-def forward_and_backward(function: Function, inputs: Sequence[Tensor]) -> Callable[[], object]:
+def forward_and_backward(function: Function, inputs: Sequence[Tensor], *, apart: bool) -> Callable[[], object]:
+    """``apart``: the outputs' gradients do not lie side by side where the outputs do."""
     wanted = [x for x in inputs if x.requires_grad]
     found = function(*inputs)
     outputs = found if isinstance(found, tuple | list) else (found,)
-    upstream = [x.normal_() for x in Layout.of(*outputs).empty(outputs[0])]  # as joined as the outputs are
+    empties = [torch.empty_like(x) for x in outputs] if apart else Layout.of(*outputs).empty(outputs[0])
+    upstream = [x.normal_() for x in empties]
 
     def run() -> object:
         results = function(*inputs)
@@ -281,7 +288,7 @@ def run_cases(args: argparse.Namespace) -> list[dict[str, Any]]:
             row = {"operation": name, "tokens": args.tokens, "variant": variant, "ideal_ms": round(ideal_ms, 4)}
             rows.append(row)
             try:
-                calls[variant] = forward_and_backward(build(), case.inputs)
+                calls[variant] = forward_and_backward(build(), case.inputs, apart="apart" in variant)
             except (ImportError, RuntimeError) as error:
                 row["failure"] = first_line(error)
         _enter(rows, name, race(calls, args.turns))

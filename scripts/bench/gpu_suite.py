@@ -1,4 +1,4 @@
-"""Owns the list of races from which README's tables are made, and runs those of one number of GPUs.
+"""Owns the list of races from which most of README's tables are made, and runs those of one number of GPUs.
 
     python scripts/bench/gpu_suite.py --gpus 1 --append
     python scripts/bench/gpu_suite.py --gpus 2 --only llama3-8b-8k --traces build/traces
@@ -22,8 +22,10 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
+GRACE_S = 60  # torchrun gives its ranks 30
 OURS = ("ours", "ours, CUDA graph")
 LIGER = ("liger", "liger, flash4")
+HF = ("hf", "hf, flash4")
 DTENSOR = ("dtensor compiled", "dtensor compiled, flash4")
 
 
@@ -49,7 +51,7 @@ def step(name: str, model: str, tokens: int, *variants: str, options: str = "") 
 
 KEEP = "--recompute full --keep-core-attn --in-backward"
 ONE_GPU = (
-    step("llama3-8b-8k", "llama3-8b", 8192, *OURS, *LIGER, "hf"),
+    step("llama3-8b-8k", "llama3-8b", 8192, *OURS, *LIGER, *HF),
     step("llama3-8b-32k-64gib", "llama3-8b", 32768, "ours", *LIGER, options=f"{KEEP} --offload-layers 6"),
     step(
         "llama3-8b-32k-125gib",
@@ -64,14 +66,14 @@ ONE_GPU = (
     Race("elementwise", "elementwise.py", ()),
     Race("attention", "attention.py", ()),
     step("llama3-8b-2k", "llama3-8b", 2048, *OURS, *LIGER),
-    step("gpt-neox-20b-2k", "gpt-neox-20b", 2048, "ours", "hf", options=KEEP),
-    step("gpt-neox-20b-8k", "gpt-neox-20b", 8192, "ours", "hf", options=KEEP),
+    step("gpt-neox-20b-2k", "gpt-neox-20b", 2048, "ours", *HF, options=KEEP),
+    step("gpt-neox-20b-8k", "gpt-neox-20b", 8192, "ours", *HF, options=KEEP),
     step(
         "gpt-neox-20b-32k",
         "gpt-neox-20b",
         32768,
         "ours",
-        "hf",
+        *HF,
         options="--recompute full --in-backward --offload-layers 10",
     ),
 )
@@ -89,7 +91,7 @@ SEVERAL_GPUS = (
         32768,
         *OURS,
         "dtensor",
-        "dtensor compiled",
+        *DTENSOR,
         options="--recompute full --recompute-layers 0",  # the peers', which do not fit without
     ),
 )
@@ -116,11 +118,21 @@ def run(race: Race, args: argparse.Namespace) -> bool:
         except subprocess.TimeoutExpired:
             code = f"stopped after {args.timeout_s} s: see --timeout-s"
         finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            _end(process)
     print(f"{race.name}: {'done' if code == 0 else f'failed ({code})'}, {time.monotonic() - start:.0f} s", flush=True)
     return code == 0
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """The launcher ends its ranks, which are sessions of their own, when it is asked to end."""
+    if process.poll() is not None:
+        return
+    process.terminate()
+    try:
+        process.wait(GRACE_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def main() -> int:
@@ -145,6 +157,7 @@ def main() -> int:
         for race in chosen:
             print(f"{race.name}: {shlex.join(race.command(args.gpus, append=args.append, traces=args.traces))}")
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # not without ending the race
     args.logs.mkdir(parents=True, exist_ok=True)
     failed = [race.name for race in chosen if not run(race, args)]
     if failed:

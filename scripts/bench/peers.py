@@ -39,7 +39,10 @@ def build_liger(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunct
 
 
 def with_flash4(build: Builder) -> Builder:
-    """The same on transformers' FlashAttention-4, in place of what ``scaled_dot_product_attention`` chooses."""
+    """The same on transformers' FlashAttention-4, in place of what ``scaled_dot_product_attention`` chooses.
+
+    Its layers ask the device whether position ids belong to packed documents, and wait for the answer.
+    """
 
     def built(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction]:
         config._attn_implementation = "flash_attention_4"

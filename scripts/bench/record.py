@@ -22,6 +22,14 @@ from rich.table import Table
 
 from nxd_memopt.backends import backend
 
+_WRITTEN = ("docs/benchmarks", "docs/numerics.md", "README.md")
+_VARIABLES = (  # that change what is measured
+    "CUBLAS_WORKSPACE_CONFIG",
+    "NVTE_FLASH_ATTN",
+    "NVTE_FUSED_ATTN",
+    "NXD_MEMOPT_BACKEND",
+    "NXD_MEMOPT_PEER_MEMORY",
+)
 _PACKAGES = ("liger-kernel", "cut-cross-entropy", "flash-attn-4")
 
 
@@ -39,8 +47,6 @@ def cpu_name() -> str:
 
 def environment(script: str) -> dict[str, Any]:
     """What every row records beside its figures; ``script`` as the command names it."""
-    describe = ["git", "describe", "--always", "--dirty", "--exclude", "*"]  # "-dirty": with changes beside it
-    git = subprocess.run(describe, capture_output=True, text=True, check=False)
     device = torch.cuda.get_device_name() if backend.name == "cuda" else cpu_name()
     return {
         "date": f"{datetime.datetime.now(tz=datetime.UTC):%Y-%m-%d}",
@@ -48,9 +54,24 @@ def environment(script: str) -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "peers": ", ".join(f"{name} {metadata.version(name)}" for name in _PACKAGES if _is_installed(name)),
-        "commit": git.stdout.strip() or "unknown",
-        "command": shlex.join([*_launcher(), script, *sys.argv[1:]]),
+        "commit": _commit(),
+        "command": shlex.join([*_settings(), *_launcher(), script, *sys.argv[1:]]),
     }
+
+
+def _commit() -> str:
+    """``-dirty`` where other files than those that benchmarks write were changed."""
+    commit = _git("rev-parse", "--short", "HEAD")
+    changes = _git("status", "--porcelain", "--", ":/", *(f":(exclude,top){name}" for name in _WRITTEN))
+    return f"{commit}-dirty" if commit and changes else commit or "unknown"
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], capture_output=True, text=True, check=False).stdout.strip()
+
+
+def _settings() -> list[str]:
+    return [f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ]
 
 
 def _launcher() -> list[str]:

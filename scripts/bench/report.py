@@ -97,7 +97,7 @@ def scaling_lines() -> list[str]:
 def _scaling_cell(row: Row) -> str:
     setting = row["recompute"] + row["variant"].removeprefix("ours")
     how = "" if setting == "none" else f" ({setting.removeprefix('none, ')})"
-    return f"{float(row['tokens_per_s_per_device']):,.0f}, {float(row['peak_gib']):.0f} GiB{how}"
+    return f"{float(row['tokens_per_s_per_device']):,.0f}, {float(row['peak_gib']):.0f} GiB{how}, {row['commit']}"
 
 
 def _is_ours(name: str) -> bool:
@@ -132,10 +132,12 @@ def section() -> str:
     dates = first if first == last else f"{first} to {last}"
     parts = [
         f"Whole training steps on {devices}, {dates}, bf16, batch 1; each line's peer ran in the same run. Eager "
-        "steps of 2,048 tokens wait for the host, whose speed differs from run to run. "
+        "steps of 2,048 tokens wait for the host, whose speed differs from run to run. Ours takes FlashAttention-4 "
+        "where the rows' `peers` name it as installed, a peer where its own name does. "
         "Versions and commands are in [docs/benchmarks/train_step.csv](docs/benchmarks/train_step.csv).",
         "\n".join(step_lines()),
-        "Tokens/s/GPU and GiB by the number of GPUs, in the fastest setting of the last day each was measured:",
+        "Tokens/s/GPU and GiB by the number of GPUs, in the fastest setting of the last day on which each was "
+        "measured, and its commit: figures of different commits do not say how the code scales.",
         "\n".join(scaling_lines()),
     ]
     heads = head_lines()

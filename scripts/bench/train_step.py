@@ -116,6 +116,7 @@ BUILDERS: dict[str, Builder] = {
     "ours, CUDA graph": build_ours_graphed,
     "ours compiled": build_ours_compiled,
     "hf": build_hf,
+    "hf, flash4": with_flash4(build_hf),
     "liger": build_liger,
     "liger, flash4": with_flash4(build_liger),
     "dtensor": build_dtensor,

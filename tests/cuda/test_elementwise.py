@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxd_memopt.backends import backend
 from nxd_memopt.ops.activation import activation, gated_activation, gated_activation_gradient
-from nxd_memopt.ops.cuda import elementwise
+from nxd_memopt.ops.cuda import rope
 from nxd_memopt.ops.cuda.support import serves
 from nxd_memopt.ops.joined import joined, split_last
 from nxd_memopt.ops.norm import add_rms_norm, affine_branches, affine_branches_gradient, rms_norm
@@ -240,13 +240,13 @@ def test_rope_is_in_place_where_nobody_looks(watch, use_parallel_residual, monke
     settings = gpt_neox_config(hidden_size=256, num_attention_heads=4, use_parallel_residual=use_parallel_residual)
     model = parallel_model(settings).to(backend.device)
     ids = torch.randint(0, 32, (1, 16), device=backend.device)
-    calls, turn = [], elementwise._turn_all
+    calls, turn = [], rope._turn_all
 
     def turn_all(*tensors, in_place, **options):
         calls.append(in_place)
         turn(*tensors, in_place=in_place, **options)
 
-    monkeypatch.setattr(elementwise, "_turn_all", turn_all)
+    monkeypatch.setattr(rope, "_turn_all", turn_all)
     model(ids, labels=ids).loss.backward()
     assert all(calls[: len(calls) // 2]), "forward, unwatched"
     calls.clear()

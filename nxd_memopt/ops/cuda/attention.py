@@ -58,14 +58,18 @@ def flash4_attention(query: Tensor, key: Tensor, value: Tensor, documents: Packe
     Returns:
         ``[B, h, S, d]``.
     """
-    rows = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))  # the output lies as query does
-    columns = [x.transpose(1, 2) for x in rows]  # [B, S, heads, d]
+    columns = [_readable(x).transpose(1, 2) for x in (query, key, value)]  # [B, S, heads, d]
     if documents is None:
         output, _ = flash4(*columns, None, query.size(2))
     else:
         output, _ = flash4(*(x.flatten(0, 1) for x in columns), documents.boundaries, query.size(2))
         output = output.unflatten(0, (query.size(0), -1))
     return output.transpose(1, 2)
+
+
+def _readable(x: Tensor) -> Tensor:
+    """Kernels read a head's elements side by side, and no dimension that ``expand`` made (``sum``'s gradient, say)."""
+    return x if x.stride(-1) == 1 and 0 not in x.stride() else x.contiguous()
 
 
 @torch.library.custom_op("nxd_memopt::flash4", mutates_args=())
@@ -145,7 +149,7 @@ def _backward(ctx: Any, grad_output: Tensor | None, _: None) -> tuple[Tensor | N
         return (None,) * 5
     *saved, boundaries = ctx.saved_tensors
     grads = Layout.of(*saved[:3]).empty(saved[0])  # one projection's query, key and value get theirs as one tensor
-    _flash4_backward(grad_output, *saved, boundaries, ctx.longest, *grads)
+    _flash4_backward(_readable(grad_output), *saved, boundaries, ctx.longest, *grads)
     return *grads, None, None
 
 

@@ -1,4 +1,4 @@
-"""Owns when the Triton kernels can serve a call; otherwise the plain PyTorch ops do."""
+"""Owns when the Triton kernels can serve a call (otherwise the plain PyTorch ops do), and their blocks' sizes."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ def unavailable_reason(device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"the kernels are for NVIDIA GPUs, the device is {device.type}"
     return None if has_triton() else "Triton is not installed"
+
+
+def power_of_2(size: int) -> int:
+    """The least that is not below ``size``: Triton's blocks have such lengths."""
+    return 1 << (size - 1).bit_length()
 
 
 def serves(*tensors: Tensor) -> bool:

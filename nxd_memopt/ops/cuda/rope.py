@@ -1,0 +1,122 @@
+"""Owns rotary position embedding as one Triton kernel a pass, and in the place of what it rotates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from nxd_memopt.ops.autograd import first_derivative_only
+from nxd_memopt.ops.cuda.support import power_of_2
+from nxd_memopt.ops.joined import Layout
+
+
+def _kernel() -> Any:
+    from nxd_memopt.ops.cuda.rope_kernels import rope
+
+    return rope
+
+
+class _Rope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turned(x, cos, sin, torch.empty_like(x), transposed=False)
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turned(grad, cos, sin, torch.empty_like(grad), transposed=True), None, None
+
+
+class _RopeQKV(torch.autograd.Function):
+    """Of joined tensors; in their places, so that only what is rotated passes through memory, or apart from them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, in_place: bool
+    ) -> tuple[Tensor, ...]:
+        ctx.layout, ctx.in_place = Layout.of(query, key, value), in_place
+        ctx.save_for_backward(cos, sin)
+        given = (query, key, value)
+        results = [x.detach() for x in given] if in_place else [torch.empty_like(x) for x in given]
+        _turn_all(given, results, cos, sin, in_place=in_place, transposed=False)
+        return tuple(results)
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        in_place = ctx.in_place and ctx.layout.is_that_of(*grads)  # as attention's backward may have made them
+        results = grads if in_place else ctx.layout.empty(grads[0])
+        _turn_all(grads, results, *ctx.saved_tensors, in_place=in_place, transposed=True)
+        return *results, None, None, None
+
+
+def _turn_all(
+    given: Sequence[Tensor], results: Sequence[Tensor], cos: Tensor, sin: Tensor, *, in_place: bool, transposed: bool
+) -> None:
+    """Query and key are turned, value passes."""
+    for x, y in zip(given[:2], results[:2], strict=True):
+        _turned(x, cos, sin, y, transposed=transposed, in_place=in_place)
+    if in_place:
+        torch.autograd.graph.increment_version(given[:2])  # whoever kept them meets autograd's error
+    else:
+        _copied(given[2], cos, results[2])
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor, *, transposed: bool, in_place: bool = False) -> Tensor:
+    """``x`` rotated into ``y``, with ``in_place`` the same memory; both ``[B, h, S, d]`` in any layout of heads."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    assert y.stride(-1) == 1
+    cos, sin = cos.contiguous(), sin.contiguous()
+    batch, heads, tokens, head_dim = x.shape
+    rotary_dim = cos.size(-1)
+    rest = 0 if in_place else head_dim - rotary_dim
+    _kernel()[(tokens, batch)](
+        x,
+        y,
+        cos,
+        sin,
+        *x.stride()[:3],
+        *y.stride()[:3],
+        0 if cos.size(0) == 1 else cos.stride(0),
+        heads,
+        head_dim,
+        rotary_dim // 2,
+        TRANSPOSED=transposed,
+        HEADS=power_of_2(heads),
+        HALF=power_of_2(rotary_dim // 2),
+        REST=power_of_2(rest) if rest else 0,
+        num_warps=4,
+    )
+    return y
+
+
+def _copied(x: Tensor, cos: Tensor, y: Tensor) -> Tensor:
+    """``x`` turned in none of its columns: at the memory's speed, of which ``Tensor.copy_`` reaches a third here."""
+    nothing = cos[..., :0]
+    return _turned(x, nothing, nothing, y, transposed=False)
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """As ``ops.rope.apply_rope``, rounded once."""
+    return cast(Tensor, _Rope.apply(x, cos, sin))
+
+
+def apply_rope_qkv(
+    query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, *, in_place: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As ``ops.rope.apply_rope_qkv``."""
+    is_joined = all(x.stride(-1) == 1 for x in (query, key, value)) and Layout.of(query, key, value).span is not None
+    if not is_joined:
+        return apply_rope(query, cos, sin), apply_rope(key, cos, sin), value
+    in_place = in_place and not _is_dispatch_watched()
+    return cast("tuple[Tensor, Tensor, Tensor]", _RopeQKV.apply(query, key, value, cos, sin, in_place))
+
+
+def _is_dispatch_watched() -> bool:
+    """Selective checkpointing, say, may keep what a matmul returned, and hand it out again."""
+    return torch._C._len_torch_dispatch_stack() > 0

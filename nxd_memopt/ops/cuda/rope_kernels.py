@@ -1,0 +1,54 @@
+"""Owns the Triton source of ``ops.cuda.rope``; imported only where Triton is installed."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rope(
+    x,
+    y,
+    cos,
+    sin,
+    x_batch,
+    x_head,
+    x_token,
+    y_batch,
+    y_head,
+    y_token,
+    table_batch,
+    heads,
+    head_dim,
+    half,
+    TRANSPOSED: tl.constexpr,  # noqa: N803
+    HEADS: tl.constexpr,  # noqa: N803
+    HALF: tl.constexpr,  # noqa: N803
+    REST: tl.constexpr,  # noqa: N803
+):
+    """All heads of one token; the transposed rotation is the gradient's."""
+    token, batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    column = tl.arange(0, HALF)
+    is_column = column < half
+    table = batch * table_batch + token * 2 * half + column
+    cos_1 = tl.load(cos + table, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    cos_2 = tl.load(cos + table + half, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    sin_1 = tl.load(sin + table, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    sin_2 = tl.load(sin + table + half, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    head = tl.arange(0, HEADS)
+    source = x + batch * x_batch + token * x_token + head[:, None] * x_head
+    target = y + batch * y_batch + token * y_token + head[:, None] * y_head
+    mask = (head < heads)[:, None] & is_column[None, :]
+    first = tl.load(source + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(source + half + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    if TRANSPOSED:
+        turned_1, turned_2 = first * cos_1 + second * sin_2, second * cos_2 - first * sin_1
+    else:
+        turned_1, turned_2 = first * cos_1 - second * sin_1, second * cos_2 + first * sin_2
+    tl.store(target + column[None, :], turned_1.to(y.dtype.element_ty), mask=mask)
+    tl.store(target + half + column[None, :], turned_2.to(y.dtype.element_ty), mask=mask)
+    if REST > 0:
+        passed = 2 * half + tl.arange(0, REST)
+        mask = (head < heads)[:, None] & (passed < head_dim)[None, :]
+        tl.store(target + passed[None, :], tl.load(source + passed[None, :], mask=mask, other=0.0), mask=mask)
