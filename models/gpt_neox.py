@@ -51,6 +51,7 @@ class GPTNeoXAttention(nn.Module):
         self.dense = factory.row("dense", hidden, hidden, bias=bias)
         self.core_attn = CoreAttention(
             attention_backend=memory.attention_backend,
+            head_dim=self.head_dim,
             dropout=config.attention_dropout,
             sharded=factory.parallel.tensor_model_parallel_size > 1,
         )

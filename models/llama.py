@@ -64,6 +64,7 @@ class LlamaAttention(JoinsWeights):
         self.o_proj = factory.row("o_proj", query_size, hidden, bias=bias)
         self.core_attn = CoreAttention(
             attention_backend=memory.attention_backend,
+            head_dim=self.head_dim,
             dropout=config.attention_dropout or 0.0,
             sharded=factory.parallel.tensor_model_parallel_size > 1,
         )

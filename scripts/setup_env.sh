@@ -18,9 +18,10 @@ wanted=$({ pwd; cat "$requirements" requirements/{cpu,common,nodeps}.txt setup.p
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
     exit 0
 fi
-free_gib=$(($(df -Pk . | awk 'NR == 2 { print $4 }') / 1024 / 1024))
-if [ ! -f "$stamp" ] && [ "$free_gib" -lt "$needed_gib" ]; then
-    echo "error: making $venv takes $needed_gib GiB, $free_gib GiB are free in $PWD: make room, or move the checkout" >&2
+free_kib=$(df -Pk . 2>/dev/null | awk 'NR == 2 { print $(NF - 2) }') || true
+made_kib=$(du -sk "$venv" 2>/dev/null | cut -f 1) || true
+if [ ! -f "$stamp" ] && [[ "$free_kib" =~ ^[0-9]+$ ]] && (((free_kib + ${made_kib:-0}) >> 20 < needed_gib)); then
+    echo "error: making $venv takes $needed_gib GiB, $((free_kib >> 20)) GiB are free in $PWD: make room, or move the checkout" >&2
     exit 2
 fi
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"

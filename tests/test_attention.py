@@ -277,17 +277,17 @@ def test_the_module_decides_for_each_call(trainium_order, monkeypatch):
     """Float64 is nothing for the NKI kernel: tiles run, and a model that insists on the kernel fails by name."""
     runs = []
     monkeypatch.setattr(tiled, "tiled_attention", lambda *x: runs.append(x) or tiled_attention(*x))
-    module, inputs = CoreAttention(attention_backend="auto", dropout=0.0, sharded=False), heads(3)
+    module, inputs = CoreAttention(attention_backend="auto", head_dim=64, dropout=0.0, sharded=False), heads(3)
     assert module.implementation == "nki"  # what a full-size model can count on
     assert_float64_close(module(*inputs, None), core_attention(*inputs, implementation="math"))
     assert len(runs) == 1
-    forced = CoreAttention(attention_backend="nki", dropout=0.0, sharded=False)
+    forced = CoreAttention(attention_backend="nki", head_dim=64, dropout=0.0, sharded=False)
     assert_says(error_message(lambda: forced(*inputs, None)), "'nki'", "float64")
 
 
 def test_dropout_is_off_in_evaluation():
-    module = CoreAttention(attention_backend="auto", dropout=0.5, sharded=False)
+    module = CoreAttention(attention_backend="auto", head_dim=64, dropout=0.5, sharded=False)
     inputs = heads(3)
     with pytest.raises(ValueError, match="dropout"):
-        CoreAttention(attention_backend="tiled", dropout=0.5, sharded=False)
+        CoreAttention(attention_backend="tiled", head_dim=64, dropout=0.5, sharded=False)
     assert_float64_close(module.eval()(*inputs, None), core_attention(*inputs, implementation="math"))

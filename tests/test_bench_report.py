@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import subprocess
+from pathlib import Path
 
 import pytest
 import record
@@ -70,11 +73,13 @@ def test_heads_are_columns(monkeypatch):
         return setting | {"over_floor": "1.0512", "peak_gib": "1.29", "date": "d", "commit": "c", "command": "a"}
 
     rows = [head("ours", 8192, "39.81"), head("peer", 8192, "40"), head("ours", 512, "2"), head("peer", 512, "")]
+    rows += [head("other", 512, "3"), head("ours", 64, "1"), head("peer", 64, "")]
     monkeypatch.setattr(report, "rows_of", lambda _: rows)
     assert report.head_lines() == [
         "| ms, x floor, GiB | m, T=1, 512 tokens | m, T=1, 8,192 tokens |",
         "|---|---|---|",
         "| ours | 2.0, 1.051, 1.29 | 39.8, 1.051, 1.29 |",
+        "| other | 3.0, 1.051, 1.29 |  |",
         "| peer |  | 40.0, 1.051, 1.29 |",
     ]
     monkeypatch.setattr(report, "rows_of", lambda _: [])
@@ -104,6 +109,53 @@ def test_readme_needs_its_markers(monkeypatch):
     for broken in (text.replace(report.END, ""), text + report.BEGIN):
         with pytest.raises(ValueError, match="it must have one"):
             report.with_section(broken)
+
+
+def test_runs_that_failed_do_not_replace_what_was_measured(monkeypatch):
+    rows = [row("ours", 300, command="old"), row("peer", 200, command="old"), row("ours", 310, command="new")]
+    rows += [row("peer", None, command="new"), row("ours", None, command="newer"), row("peer", 210, command="newer")]
+    monkeypatch.setattr(report, "rows_of", lambda _: rows)
+    assert report.step_lines()[2:] == ["| m | 4 | 8,192 | none | 300 | 0.5 | 1.0 | peer: 200 | 1.0 | 1.50 | c |"]
+
+
+def test_rows_of_other_devices_are_not_in_readme_and_broken_ones_are_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(report, "BENCHMARKS", tmp_path)
+    path = tmp_path / "train_step.csv"
+    path.write_text(f"model,device\nm,{report.DEVICE}\nm,a laptop\n", encoding="utf-8")
+    assert report.rows_of("train_step") == [{"model": "m", "device": report.DEVICE}]
+    path.write_text(f"model,device\nm,{report.DEVICE}\n<<<<<<< HEAD\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"train_step.csv: row 3 has not the header's columns"):
+        report.rows_of("train_step")
+    path.write_text("model,device\nm,a laptop\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=f"has no rows of {report.DEVICE}"):
+        report.section()
+
+
+def append_rows(path: Path, count: int) -> None:
+    for i in range(count):
+        record.append([{"a": i}], path)
+
+
+def test_processes_append_one_after_the_other(tmp_path):
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=append_rows, args=(tmp_path / "rows.csv", 20)) for _ in range(2)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert len((tmp_path / "rows.csv").read_text(encoding="utf-8").splitlines()) == 41
+
+
+def test_a_rows_commit_is_this_repositorys_and_its_command_has_what_was_set(monkeypatch, tmp_path):
+    subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["bench.py", "--tokens", "8"])
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    found = record.environment("bench.py")
+    assert len(found["commit"].removesuffix("-dirty")) >= 7
+    assert "CUBLAS_WORKSPACE_CONFIG=:0:0 " in found["command"]
+    assert found["command"].endswith("torchrun --nproc_per_node 2 bench.py --tokens 8")
 
 
 def test_new_columns_keep_the_recorded_rows(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -46,6 +47,7 @@ def folder(tmp_path, monkeypatch):
     races = tuple(gpu_suite.Race(name, f"{name}.py", ()) for name in names)
     monkeypatch.setattr(gpu_suite, "ONE_GPU", races)
     monkeypatch.setattr(gpu_suite, "SEVERAL_GPUS", races)
+    monkeypatch.setattr(gpu_suite, "visible_gpus", lambda: 2)
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     return tmp_path
 
@@ -79,11 +81,12 @@ def test_a_launcher_that_is_stopped_takes_its_ranks_along(folder, monkeypatch):
     assert_gone(logs / "endless_T2.log", processes=2)
 
 
-def test_a_suite_that_is_ended_takes_its_race_along(folder):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_suite_that_is_ended_takes_its_race_along(folder, number):
     logs = folder / "logs"
     program = (
         "import sys; from pathlib import Path; import gpu_suite; folder = Path(sys.argv.pop(1)); "
-        "gpu_suite.FOLDER = gpu_suite.ROOT = folder; "
+        "gpu_suite.FOLDER = gpu_suite.ROOT = folder; gpu_suite.visible_gpus = lambda: 1; "
         "gpu_suite.ONE_GPU = (gpu_suite.Race('endless', 'endless.py', ()),); sys.exit(gpu_suite.main())"
     )
     command = [sys.executable, "-c", program, str(folder), "--logs", str(logs)]
@@ -92,8 +95,8 @@ def test_a_suite_that_is_ended_takes_its_race_along(folder):
     while not (log.exists() and log.read_text()):
         assert suite.poll() is None
         time.sleep(0.1)
-    suite.terminate()
-    assert suite.wait(60) == 143
+    suite.send_signal(number)
+    assert suite.wait(60) == 128 + number
     assert_gone(log, processes=1)
 
 
@@ -101,7 +104,11 @@ def test_chosen_races_and_unknown_ones(folder, monkeypatch, capsys):
     assert run(monkeypatch, "--only", "good", "--list") == 0
     printed = capsys.readouterr().out
     assert "good.py" in printed and "bad.py" not in printed
-    for options, error in ((("--only", "god"), "no races called god"), (("--gpus", "0"), "--gpus must be at least 1")):
+    for options, error in (
+        (("--only", "god"), "no races called god"),
+        (("--gpus", "0"), "--gpus must be at least 1"),
+        (("--gpus", "3"), "2 are visible"),
+    ):
         with pytest.raises(SystemExit):
             run(monkeypatch, *options)
         assert error in capsys.readouterr().err

@@ -19,7 +19,7 @@ from nxd_memopt.ops.foreign import why_missing
 from nxd_memopt.ops.joined import joined, split_last
 from nxd_memopt.ops.packed import PackedDocuments
 from tests import flash4_kernels
-from tests.reference import assert_float64_close, assert_says, gradients, tensors
+from tests.reference import assert_float64_close, assert_says, error_message, gradients, tensors
 from tests.reference_models import batch, gpt_neox_config, llama_config, parallel_model
 
 CALL = {"query_shape": (1, 4, 2048, 64), "kv_heads": 4, "dtype": torch.bfloat16}
@@ -68,10 +68,30 @@ def test_deterministic_algorithms_are_asked_of_the_kernel(kernels):
     assert kernels.calls == [None, True]
 
 
-def test_under_autocast_the_kernel_gets_one_dtype(kernels):
-    inputs = [x.float() for x in heads(2, 2)]
+@pytest.mark.parametrize("settings", [llama_config, gpt_neox_config])
+@pytest.mark.parametrize("attention_backend", ["auto", "flash4"])
+def test_under_autocast_the_kernel_gets_its_dtype(kernels, monkeypatch, settings, attention_backend):
+    monkeypatch.setattr(flash4_module, "_DTYPES", (torch.bfloat16,))
+    model = parallel_model(settings(hidden_size=256), attention_backend=attention_backend)
     with torch.autocast("cpu", torch.bfloat16):
-        assert core_attention(*inputs, implementation="flash4").dtype == torch.bfloat16
+        loss = model(**batch()).loss
+    loss.backward()
+    assert kernels.calls.count(False) == kernels.calls.count(None) == len(model.decoder_layers())
+
+
+def test_a_head_size_is_refused_when_the_model_is_built(kernels):
+    message = error_message(lambda: parallel_model(llama_config(hidden_size=160), attention_backend="flash4"))
+    assert_says(message, "'flash4' cannot be met", "head size", "is not a multiple of flash4's 32")
+
+
+def test_a_kernel_that_fails_says_how_to_do_without(kernels, monkeypatch):
+    def fails(self, **options):
+        raise RuntimeError("ptxas not found")
+
+    monkeypatch.setattr(type(kernels), "_flash_attn_fwd", fails)
+    with pytest.raises(RuntimeError, match="ptxas") as caught:
+        core_attention(*heads(2, 2), implementation="flash4")
+    assert_says(caught.value.__notes__[0], "flash-attn-4", "NVTE_FLASH_ATTN=0")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -130,7 +150,7 @@ def test_kept_attention_runs_once_and_compiles_whole(kernels, config):
 def test_a_gpus_choice_does_not_break_the_graph(kernels, monkeypatch):
     monkeypatch.setattr(backend, "attention_implementations", cuda_attention.implementations(9))
     monkeypatch.setattr(backend, "attention_refusal", cuda_attention.refusal)
-    module = CoreAttention(attention_backend="auto", dropout=0.0, sharded=False)
+    module = CoreAttention(attention_backend="auto", head_dim=WIDTH, dropout=0.0, sharded=False)
     module.compile(fullgraph=True, backend="aot_eager")
     documents = PackedDocuments.of(torch.tensor([0, 5, 13, 26]), 2, 13)
     for mask in (None, documents):
@@ -192,14 +212,18 @@ def test_gradients_of_one_projection_lie_in_one_memory(kernels):
 
 def test_it_is_said_why_the_kernels_are_not_there(monkeypatch):
     monkeypatch.setattr(backend, "attention_implementations", ("flash4", "math"))
-    assert_says(unavailable_reason(), "flash-attn-4 is not installed", "install flash-attn-4==")
+    assert_says(unavailable_reason(), "flash-attn-4 is not installed", "flash-attn-4==4.0.0b36", "[cu13]")
     why_missing.cache_clear()
     flash4_kernels.set_version(monkeypatch, "4.0.0b27")
     assert_says(unavailable_reason(), "flash-attn-4 4.0.0b27 is older than 4.0.0b36")
+    for broken in (None, "unknown"):
+        why_missing.cache_clear()
+        flash4_kernels.set_version(monkeypatch, broken)
+        assert_says(unavailable_reason(), f"flash-attn-4 has version {broken!r}")
     why_missing.cache_clear()
     flash4_kernels.set_version(monkeypatch, "4.0.0")
     monkeypatch.setitem(sys.modules, "flash_attn", None)
-    assert_says(unavailable_reason(), "flash_attn.cute.interface cannot be imported", "install flash-attn-4==")
+    assert_says(unavailable_reason(), "flash_attn.cute.interface cannot be imported", "flash-attn-4==")
     assert_says(describe_attention(), "no flash4: flash_attn")
     assert attention_implementation(**CALL)[0] == "math"
 
@@ -207,7 +231,7 @@ def test_it_is_said_why_the_kernels_are_not_there(monkeypatch):
 @pytest.mark.parametrize("name", ["_flash_attn_fwd", "_flash_attn_bwd"])
 def test_kernels_of_another_version_are_refused(kernels, monkeypatch, name):
     monkeypatch.setattr(kernels, name, lambda q, k, v, out, dout, lse: None)
-    assert_says(unavailable_reason(), f"{name} takes no causal", "cu_seqlens_k", "install flash-attn-4==")
+    assert_says(unavailable_reason(), f"{name} takes no causal", "cu_seqlens_k", "flash-attn-4==")
     why_missing.cache_clear()
     monkeypatch.setattr(kernels, name, None)
     assert_says(unavailable_reason(), f"{name} cannot be asked")

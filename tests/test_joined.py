@@ -48,6 +48,14 @@ def test_a_layout_is_one_memorys_only_where_nothing_overlaps():
     assert Layout.of(*whole).span == 12
     apart = torch.randn(5, 2, 4).transpose(0, 1)
     assert Layout.of(apart, apart.clone()).empty(whole)[0].stride() == apart.stride()
+    heads = torch.randn(1, 5, 6 * 8).unflatten(-1, (6, 8)).transpose(1, 2)
+    for parts in (
+        (heads[:, :2], heads[:, 4:5].expand(1, 2, 5, 8), heads[:, 5:6].expand(1, 2, 5, 8)),
+        (heads[:, :2], heads[:, 1:3], heads[:, 4:6]),
+        (heads[:, :2], heads[:, 2:4]),
+    ):
+        assert Layout.of(*parts).span is None
+    assert Layout.of(heads[:, 5:], heads[:, :4], heads[:, 4:5]).span == heads.numel()
     repeated = whole[:1].expand(3, 4)
     assert [x.stride() for x in Layout.of(repeated, whole).empty(whole)] == [(4, 1), (4, 1)]
 

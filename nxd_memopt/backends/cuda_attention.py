@@ -78,7 +78,7 @@ def refusal(implementation: str, call: AttentionCall) -> str | None:
 def _switched_off_by(implementation: str) -> str | None:
     torch_switch, variable = _SWITCHES.get(implementation, (None, None))
     if variable is not None and os.environ.get(variable) == "0":
-        return f"{variable}=0 switches it off"
+        return f"{variable}=0 switches it off: unset it"
     if torch_switch is None or getattr(torch._C, f"_get_{torch_switch}_sdp_enabled")():  # which dynamo can call
         return None
     return f"torch.backends.cuda.enable_{torch_switch}_sdp(False) switched it off"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from nxd_memopt.ops.attention import attention_implementation, core_attention, select_attention
+from nxd_memopt.ops.attention import attention_dtype, attention_implementation, core_attention, select_attention
 from nxd_memopt.ops.packed import PackedDocuments
 from nxd_memopt.parallel_layers.random import fork_if
 
@@ -17,13 +17,14 @@ class CoreAttention(nn.Module):
 
     Args:
         attention_backend: ``MemoryConfig``'s.
+        head_dim: d.
         dropout: probability of dropping an attention weight.
         sharded: heads are split over ranks, so each draws its own dropout.
     """
 
-    def __init__(self, *, attention_backend: str, dropout: float, sharded: bool) -> None:
+    def __init__(self, *, attention_backend: str, head_dim: int, dropout: float, sharded: bool) -> None:
         super().__init__()
-        self.implementation = select_attention(attention_backend, dropout)
+        self.implementation = select_attention(attention_backend, dropout, head_dim=head_dim)
         self.attention_backend, self.dropout, self.sharded = attention_backend, dropout, sharded
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:
@@ -31,7 +32,7 @@ class CoreAttention(nn.Module):
         implementation, _ = attention_implementation(
             query.shape,
             key.size(1),
-            dtype=query.dtype,
+            dtype=attention_dtype(query),
             masked=isinstance(mask, Tensor),
             packed=isinstance(mask, PackedDocuments),
             dropout_p=dropout_p,

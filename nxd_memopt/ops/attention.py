@@ -77,16 +77,20 @@ def attention_implementation(
     raise AssertionError(f"backend {backend.name} must end its attention_implementations with math, which runs always")
 
 
-def select_attention(attention_backend: str, dropout_p: float = 0.0) -> str:
-    """The implementation for shapes that suit it, which a model can count on when it is built.
+def select_attention(attention_backend: str, dropout_p: float = 0.0, *, head_dim: int = _WELCOME_SHAPE[-1]) -> str:
+    """The implementation for lengths that suit it, which a model can count on when it is built.
 
     Warns where dropout costs ``"auto"`` every implementation that does without S x S weights.
 
     Raises:
-        ValueError: an unknown name, or one that this machine or the dropout rules out.
+        ValueError: an unknown name, or one that this machine, the dropout or the head size rules out.
     """
     name, reason = attention_implementation(
-        _WELCOME_SHAPE, 1, dtype=torch.bfloat16, dropout_p=dropout_p, attention_backend=attention_backend
+        (*_WELCOME_SHAPE[:-1], head_dim),
+        1,
+        dtype=torch.bfloat16,
+        dropout_p=dropout_p,
+        attention_backend=attention_backend,
     )
     if attention_backend == "auto" and name == "math" and backend.attention_implementations[0] != "math":
         warnings.warn(
@@ -108,7 +112,7 @@ def describe_attention() -> str:
 def _refusal(name: str, call: AttentionCall) -> str | None:
     """Why this machine or the implementation cannot serve ``call``; what is to be imported for it is asked last."""
     if name not in backend.attention_implementations:
-        return f"backend {backend.name} has {list(backend.attention_implementations)}"
+        return f"backend {backend.name} has {list(backend.attention_implementations)} on this device"
     reason = _own_refusal(name, call) or backend.attention_refusal(name, call)
     return _UNAVAILABLE[name]() if reason is None and name in _UNAVAILABLE else reason
 
@@ -141,7 +145,7 @@ def core_attention(
         ``[B, h, S, d]``.
     """
     masked, packed = isinstance(mask, Tensor), isinstance(mask, PackedDocuments)
-    call = AttentionCall(tuple(query.shape), key.size(1), masked, dropout_p, query.dtype, packed)
+    call = AttentionCall(tuple(query.shape), key.size(1), masked, dropout_p, attention_dtype(query), packed)
     reason = _own_refusal(implementation, call)
     assert reason is None, reason
     if isinstance(mask, PackedDocuments):
@@ -190,6 +194,12 @@ def _sdpa(
         )
 
 
+def attention_dtype(query: Tensor) -> torch.dtype:
+    """In which fused kernels get query, key and value: under autocast that one's."""
+    device_type = query.device.type
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else query.dtype
+
+
 @contextmanager
 def _one_dtype_under_autocast(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """What autocast does for a fused kernel: its dtype for all; inside it is off, as it is in backward."""
@@ -197,7 +207,7 @@ def _one_dtype_under_autocast(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     if not torch.is_autocast_enabled(device_type):
         yield tensors
         return
-    dtype = torch.get_autocast_dtype(device_type)
+    dtype = attention_dtype(tensors[0])
     with torch.autocast(device_type, enabled=False):
         yield tuple(tensor.to(dtype) for tensor in tensors)
 

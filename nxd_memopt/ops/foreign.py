@@ -7,7 +7,7 @@ import importlib
 import inspect
 from importlib import metadata
 
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
 
 @functools.cache
@@ -26,7 +26,7 @@ def why_missing(module: str, *, at_least: tuple[str, str] | None = None, **funct
     try:
         found = importlib.import_module(module)
     except Exception as error:  # packages raise errors of their own where kernels were, or where a device is missing
-        return f"{module} cannot be imported: {type(error).__name__}: {error}"
+        return f"{module} cannot be imported: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     absent = [name for name in functions if not hasattr(found, name)]
     if absent:
         return f"{module} has no {', '.join(absent)}"
@@ -48,4 +48,8 @@ def _outdated(distribution: str, earliest: str) -> str | None:
         version = metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return f"{distribution} is not installed"
-    return f"{distribution} {version} is older than {earliest}" if Version(version) < Version(earliest) else None
+    try:
+        is_older = Version(version) < Version(earliest)
+    except (InvalidVersion, TypeError):  # a broken installation's is None
+        return f"{distribution} has version {version!r}, not one that can be compared with {earliest}"
+    return f"{distribution} {version} is older than {earliest}" if is_older else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -52,8 +51,14 @@ def _start(tensor: Tensor) -> int:
     return int(tensor.storage_offset())
 
 
-def _end(tensor: Tensor) -> int:
-    return _start(tensor) + 1 + sum((n - 1) * k for n, k in zip(tensor.shape, tensor.stride(), strict=True))
+def _is_dense(tensor: Tensor) -> bool:
+    """Each of its elements has a place of its own, and there are no holes."""
+    length = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != length:
+            return False
+        length *= size
+    return True
 
 
 @dataclass(frozen=True)
@@ -67,17 +72,13 @@ class Layout:
 
     @classmethod
     def of(cls, *tensors: Tensor) -> Layout:
-        """``span`` is ``None`` when the tensors do not fill one memory together."""
-        first = min(_start(tensor) for tensor in tensors)
-        span = max(_end(tensor) for tensor in tensors) - first
+        """``span`` is ``None`` unless the tensors are, in some order, the consecutive parts of a dense one."""
         by_place = sorted(tensors, key=_start)
-        whole = (
-            span == sum(tensor.numel() for tensor in tensors)
-            and all(_one_storage(tensors[0], tensor) and tensor.dtype == tensors[0].dtype for tensor in tensors)
-            and all(_start(one) + one.size(-1) <= _start(other) for one, other in pairwise(by_place))
-        )
+        wholes = (joined(by_place, dim) for dim in reversed(range(tensors[0].dim())))
+        whole = next((each for each in wholes if each is not None and _is_dense(each)), None)
+        first = _start(by_place[0])
         return cls(
-            span if whole else None,
+            None if whole is None else whole.numel(),
             tuple(tensor.shape for tensor in tensors),
             tuple(tensor.stride() for tensor in tensors),
             tuple(_start(tensor) - first for tensor in tensors),

@@ -16,6 +16,6 @@ def add_residual(residual: Tensor, output: Tensor, bias: Tensor) -> Tensor:
         output: ``[..., H]``.
         bias: ``[H]``, of the block's last layer.
     """
-    if residual.shape == output.shape and serves(residual, output, bias):
+    if residual.shape == output.shape and bias.shape == output.shape[-1:] and serves(residual, output, bias):
         return cuda.add_residual(residual, output, bias)
     return residual + (output + bias)

@@ -120,7 +120,12 @@ def row_parallel_linears(inputs: Sequence[Tensor], layers: Sequence[RowParallelL
 
     Returns:
         ``[B, S, H]``, or ``[s, B, H]`` under sequence parallelism.
+
+    Raises:
+        ValueError: ``residual`` has another shape.
     """
     output = row_parallel([(x, layer.weight) for x, layer in zip(inputs, layers, strict=True)], layers[0])
+    if residual.shape != output.shape:
+        raise ValueError(f"residual {list(residual.shape)} has not the shape of the layers' sum, {list(output.shape)}")
     biases = [layer.bias.to(output.dtype) for layer in layers if layer.bias is not None]
     return add_residual(residual, output, sum(biases[1:], biases[0])) if biases else residual + output

@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -145,6 +146,7 @@ def main() -> int:
     parser.add_argument("--logs", type=Path, default=ROOT / "build" / "bench")
     parser.add_argument("--timeout-s", type=float, default=1800)
     args = parser.parse_args()
+    args.traces = args.traces and args.traces.resolve()  # the races run elsewhere
     if args.gpus < 1:
         parser.error(f"--gpus must be at least 1, got {args.gpus}")
     chosen = races(args.gpus)
@@ -157,12 +159,26 @@ def main() -> int:
         for race in chosen:
             print(f"{race.name}: {shlex.join(race.command(args.gpus, append=args.append, traces=args.traces))}")
         return 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # not without ending the race
+    if args.gpus > visible_gpus():
+        parser.error(f"--gpus {args.gpus} needs as many NVIDIA GPUs, {visible_gpus()} are visible")
+    return run_all(chosen, args)
+
+
+def run_all(chosen: Sequence[Race], args: argparse.Namespace) -> int:
+    """The exit code: 0 when all ended well, 1 when some did not, that of a shell when a signal came."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))  # through run's end, which ends the race too
     args.logs.mkdir(parents=True, exist_ok=True)
     failed = [race.name for race in chosen if not run(race, args)]
     if failed:
         print(f"error: {len(failed)} of {len(chosen)} races failed, their logs in {args.logs}: {', '.join(failed)}")
     return 1 if failed else 0
+
+
+def visible_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
 
 
 if __name__ == "__main__":

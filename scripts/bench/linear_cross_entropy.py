@@ -248,6 +248,9 @@ def main() -> None:
     backend.init_process_group()
     world = dist.get_world_size() if dist.is_initialized() else 1
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
+    unknown = sorted(set(args.variants or ()) - set(variants(1, 1, 1)))
+    if unknown:
+        raise SystemExit(f"error: no variants {unknown} on {world} GPUs, there are {list(variants(1, 1, 1))}")
     rows = [row for head in args.heads for tokens in args.tokens for row in measure(head, tokens, args)]
     columns = ("head", "tokens", "tensor_parallel", "variant", "ms", "over_floor", "floor_ms", "peak_gib")
     columns += ("gradients_gib", "loss_error", "dx_error", "dw_error", "failure")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import csv
 import datetime
+import fcntl
 import os
 import platform
 import shlex
@@ -67,7 +68,8 @@ def _commit() -> str:
 
 
 def _git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], capture_output=True, text=True, check=False).stdout.strip()
+    command = ["git", "-C", str(Path(__file__).parent), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def _settings() -> list[str]:
@@ -80,13 +82,22 @@ def _launcher() -> list[str]:
 
 
 def append(rows: list[dict[str, Any]], path: Path) -> None:
-    """Add ``rows`` to the file; columns that it does not have yet are added to it."""
+    """Add ``rows`` to the file; columns that it does not have yet are added to it. One process at a time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        _append(rows, path)
+    finally:
+        os.close(folder)  # and unlocks it
+
+
+def _append(rows: list[dict[str, Any]], path: Path) -> None:
     recorded: list[dict[str, Any]] = []
     if path.exists():
         with path.open(newline="", encoding="utf-8") as file:
             recorded = list(csv.DictReader(file))
     names = list(dict.fromkeys(name for row in (*recorded, *rows) for name in row))
-    path.parent.mkdir(parents=True, exist_ok=True)
     incomplete = path.with_suffix(".incomplete")
     with incomplete.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, names, restval="", lineterminator="\n")
@@ -106,7 +117,7 @@ def publish(
 
 
 def print_table(rows: list[dict[str, Any]], title: str) -> None:
-    """All rows, one line each, columns by their names."""
+    """All rows, at least one, a line each; columns by their names."""
     table = Table(*rows[0], title=title)
     for row in rows:
         table.add_row(*(str(value) for value in row.values()))

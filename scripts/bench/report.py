@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+DEVICE = "NVIDIA H200"  # of README's figures; rows of others stay in their files
 README, BENCHMARKS = ROOT / "README.md", ROOT / "docs" / "benchmarks"
 BEGIN, END = "<!-- made by scripts/bench/report.py -->\n", "<!-- end -->\n"
 Row = dict[str, str]
@@ -25,16 +26,22 @@ def rows_of(name: str) -> list[Row]:
     if not path.exists():
         return []
     with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+        rows = list(csv.DictReader(file))
+    for number, row in enumerate(rows, start=2):
+        if None in row or None in row.values():
+            raise ValueError(f"{path}: row {number} has not the header's columns: mend or remove it")
+    return [row for row in rows if row.get("device") == DEVICE]
 
 
 def latest_races(rows: Sequence[Row], keys: Sequence[str]) -> list[list[Row]]:
-    """For each setting the last run that measured ours beside a peer: a race is within one run.
+    """For each setting the last run that has figures of ours and of a peer: a race is within one run.
 
     Ours and the peers' ``recompute`` belong to the setting: there are several ways to one memory.
     """
     runs: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
+        if not (row.get("tokens_per_s_per_device") or row.get("ms")):
+            continue  # it failed, and may not replace what an earlier run measured
         run = tuple(row[key] for key in (*keys, "date", "commit", "command"))
         runs.setdefault(run, []).append(row)
     latest: dict[tuple[str, ...], list[Row]] = {}
@@ -58,11 +65,9 @@ def step_lines() -> list[str]:
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for race in latest_races(rows_of("train_step"), ("model", "tensor_parallel", "tokens")):
-        done = {row["variant"]: row for row in race if row["tokens_per_s_per_device"]}
+        done = {row["variant"]: row for row in race}
         names = sorted(done, key=lambda name: float(done[name]["tokens_per_s_per_device"]))
         best = [name for name in names if _is_ours(name)][-1:] + [name for name in names if not _is_ours(name)][-1:]
-        if len(best) < 2:
-            continue
         ours, peer = (done[name] for name in best)
         speed, other = (float(row["tokens_per_s_per_device"]) for row in (ours, peer))
         setting = ours["recompute"] + best[0].removeprefix("ours")
@@ -109,7 +114,7 @@ def head_lines() -> list[str]:
     races = latest_races(rows_of("linear_cross_entropy"), ("head", "tokens", "tensor_parallel"))
     if not races:
         return []
-    columns = [{row["variant"]: row for row in race if row["ms"]} for race in races]
+    columns = [{row["variant"]: row for row in race} for race in races]
     settings = [
         f"{race[0]['head']}, T={race[0]['tensor_parallel']}, {int(race[0]['tokens']):,} tokens" for race in races
     ]
@@ -127,11 +132,12 @@ def _head_cell(row: Row) -> str:
 def section() -> str:
     """What stands between the markers."""
     steps = rows_of("train_step")
-    devices = " and ".join(sorted({row["device"] for row in steps}))
+    if not steps:
+        raise ValueError(f"{BENCHMARKS / 'train_step.csv'} has no rows of {DEVICE}: README's table is made from them")
     first, last = min(row["date"] for row in steps), max(row["date"] for row in steps)
     dates = first if first == last else f"{first} to {last}"
     parts = [
-        f"Whole training steps on {devices}, {dates}, bf16, batch 1; each line's peer ran in the same run. Eager "
+        f"Whole training steps on {DEVICE}, {dates}, bf16, batch 1; each line's peer ran in the same run. Eager "
         "steps of 2,048 tokens wait for the host, whose speed differs from run to run. Ours takes FlashAttention-4 "
         "where the rows' `peers` name it as installed, a peer where its own name does. "
         "Versions and commands are in [docs/benchmarks/train_step.csv](docs/benchmarks/train_step.csv).",
@@ -176,12 +182,9 @@ def plots(folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for race in latest_races(rows_of("train_step"), ("model", "tensor_parallel", "tokens")):
-        done = [row for row in race if row["tokens_per_s_per_device"]]
-        if not done:
-            continue
         figure, (speed, memory) = pyplot.subplots(1, 2, figsize=(9, 3.2), constrained_layout=True)
-        _bars(speed, done, "tokens_per_s_per_device", "tokens / s / GPU")
-        _bars(memory, done, "peak_gib", "peak GiB")
+        _bars(speed, race, "tokens_per_s_per_device", "tokens / s / GPU")
+        _bars(memory, race, "peak_gib", "peak GiB")
         first = race[0]
         title = f"{first['model']}, T={first['tensor_parallel']}, {int(first['tokens']):,} tokens, {first['device']}"
         figure.suptitle(title)

@@ -216,12 +216,13 @@ def trace_file(folder: Path | None, row: dict[str, Any]) -> Path | None:
     if folder is None or not parallel_state.is_global_rank_zero():
         return None
     folder.mkdir(parents=True, exist_ok=True)
-    names = (row["model"], row["variant"], f"T{row['tensor_parallel']}", row["tokens"])
+    names = (row["model"], row["variant"], f"T{row['tensor_parallel']}", row["tokens"], row["recompute"])
     return folder / f"{'_'.join(map(str, names)).replace(', ', '_').replace(' ', '-')}.json.gz"
 
 
-def run(args: argparse.Namespace) -> None:
-    """Measure, print and append row by row: what was measured before a failure is kept."""
+def run(args: argparse.Namespace) -> list[str]:
+    """Measure, print and append row by row: what was measured before a failure is kept. Ours that failed."""
+    failed = []
     about = environment("scripts/bench/train_step.py")
     peers_memory = MemoryConfig(recompute_granularity="full" if args.recompute == "full" else None)
     for tokens in args.tokens:
@@ -237,6 +238,7 @@ def run(args: argparse.Namespace) -> None:
                 row["failure"] = ""
             except (RuntimeError, AttributeError, ValueError, ImportError) as error:  # all ranks fail alike
                 row["failure"] = first_line(error)
+                failed += [f"{variant} at {tokens} tokens"] if variant.startswith("ours") else []
             gc.collect()
             if backend.name == "cuda":
                 torch.cuda.empty_cache()
@@ -244,6 +246,7 @@ def run(args: argparse.Namespace) -> None:
                 print({name: row[name] for name in row if name != "failure" or row[name]}, flush=True)
                 if args.append:
                     append([row | about], args.csv)
+    return failed
 
 
 def argument_parser() -> argparse.ArgumentParser:
@@ -269,14 +272,19 @@ def argument_parser() -> argparse.ArgumentParser:
 def main() -> None:
     parser = argument_parser()
     args = parser.parse_args()
-    if args.steps < 1:
-        parser.error(f"--steps must be at least 1, got {args.steps}")
+    for name, values in (("--steps", [args.steps]), ("--tokens", args.tokens)):
+        if min(values) < 1:
+            parser.error(f"{name} must be at least 1, got {min(values)}")
+    if args.recompute == "none" and (args.keep_core_attn or args.recompute_layers is not None):
+        parser.error("--keep-core-attn and --recompute-layers say how --recompute full is done: add it")
     if args.traces and backend.name != "cuda":
         parser.error(f"--traces needs an NVIDIA GPU, the backend is {backend.name}")
     backend.init_process_group()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size())
-    run(args)
+    failed = run(args)
     leave_process_groups()
+    if failed:
+        raise SystemExit(f"error: {', '.join(failed)} failed")
 
 
 if __name__ == "__main__":

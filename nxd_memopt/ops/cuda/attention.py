@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,7 +31,7 @@ _PARAMETERS = {
 def unavailable_reason() -> str | None:
     """Why the kernels cannot be called; ``None``: they can. The first call imports them, which takes seconds."""
     reason = why_missing(_KERNELS, at_least=(_DISTRIBUTION, _TESTED), **_PARAMETERS)
-    return None if reason is None else f"{reason}: install {_DISTRIBUTION}=={_TESTED}"
+    return None if reason is None else f"{reason}; {_DISTRIBUTION}=={_TESTED} is known to work, on CUDA 13 with [cu13]"
 
 
 def refusal(call: AttentionCall) -> str | None:
@@ -87,10 +89,10 @@ def flash4(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor | None,
         as query, and ``[B, h, S]``; packed ``[h, B * S]``.
     """
     output = torch.empty_like(query)  # in the order of its memory too, which the model's next layer wants
-    kernels: Any = importlib.import_module(_KERNELS)
-    _, log_sum_exp, *_ = kernels._flash_attn_fwd(
-        q=query, k=key, v=value, causal=True, out=output, return_lse=True, **_packed_options(boundaries, longest)
-    )
+    with _kernels() as kernels:
+        _, log_sum_exp, *_ = kernels._flash_attn_fwd(
+            q=query, k=key, v=value, causal=True, out=output, return_lse=True, **_packed_options(boundaries, longest)
+        )
     return output, log_sum_exp
 
 
@@ -115,21 +117,31 @@ def _flash4_backward(
     dkey: Tensor,
     dvalue: Tensor,
 ) -> None:
-    kernels: Any = importlib.import_module(_KERNELS)
-    kernels._flash_attn_bwd(
-        q=query,
-        k=key,
-        v=value,
-        out=output,
-        dout=grad_output,
-        lse=log_sum_exp,
-        causal=True,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-        dq=dquery,
-        dk=dkey,
-        dv=dvalue,
-        **_packed_options(boundaries, longest),
-    )
+    with _kernels() as kernels:
+        kernels._flash_attn_bwd(
+            q=query,
+            k=key,
+            v=value,
+            out=output,
+            dout=grad_output,
+            lse=log_sum_exp,
+            causal=True,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            dq=dquery,
+            dk=dkey,
+            dv=dvalue,
+            **_packed_options(boundaries, longest),
+        )
+
+
+@contextmanager
+def _kernels() -> Iterator[Any]:
+    """They are compiled where they are called, which may fail, and ``auto`` may have chosen them unasked."""
+    try:
+        yield importlib.import_module(_KERNELS)
+    except Exception as error:
+        error.add_note(f"raised in {_DISTRIBUTION}: another attention_backend, or NVTE_FLASH_ATTN=0, does without it")
+        raise
 
 
 def _packed_options(boundaries: Tensor | None, longest: int) -> dict[str, Any]:
