@@ -51,8 +51,18 @@ def _start(tensor: Tensor) -> int:
     return int(tensor.storage_offset())
 
 
+def _dense_length(by_place: Sequence[Tensor]) -> int | None:
+    """Elements of the tensor whose consecutive parts these are, if each has a place of its own, without holes."""
+    first, second = by_place[:2]
+    step = _start(second) - _start(first)
+    for dim, (size, stride) in enumerate(zip(first.shape, first.stride(), strict=True)):
+        whole = joined(by_place, dim) if size * stride == step else None
+        if whole is not None and _is_dense(whole):
+            return whole.numel()
+    return None
+
+
 def _is_dense(tensor: Tensor) -> bool:
-    """Each of its elements has a place of its own, and there are no holes."""
     length = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride != length:
@@ -72,13 +82,11 @@ class Layout:
 
     @classmethod
     def of(cls, *tensors: Tensor) -> Layout:
-        """``span`` is ``None`` unless the tensors are, in some order, the consecutive parts of a dense one."""
+        """``span`` is ``None`` unless the two or more are, in some order, the consecutive parts of a dense tensor."""
         by_place = sorted(tensors, key=_start)
-        wholes = (joined(by_place, dim) for dim in reversed(range(tensors[0].dim())))
-        whole = next((each for each in wholes if each is not None and _is_dense(each)), None)
         first = _start(by_place[0])
         return cls(
-            None if whole is None else whole.numel(),
+            _dense_length(by_place),
             tuple(tensor.shape for tensor in tensors),
             tuple(tensor.stride() for tensor in tensors),
             tuple(_start(tensor) - first for tensor in tensors),
