@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 import tyro
@@ -26,11 +25,11 @@ class Doctor:
         from nxd_memopt import __version__
         from nxd_memopt.backends import BACKEND_REASON, BACKENDS, backend
         from nxd_memopt.ops.attention import describe_attention
+        from nxd_memopt.ops.foreign import installed
         from nxd_memopt.ops.fused import describe_fused
 
-        optional = [f"{name} {metadata.version(name)}" for name in _OPTIONAL if any(metadata.distributions(name=name))]
         packages = {"nxd_memopt": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
-        print(", ".join([*(f"{name} {version}" for name, version in packages.items()), *optional]))
+        print(", ".join([*(f"{name} {version}" for name, version in packages.items()), *installed(*_OPTIONAL)]))
         print(f"backend {backend.name}: {BACKEND_REASON}")
         for name, backend_class in BACKENDS.items():
             print(f"  {name}: {backend_class.unavailable_reason() or 'available'}")

@@ -1,4 +1,4 @@
-"""Owns the question whether another package's kernels are there, with the parameters that this library passes."""
+"""Owns the question which other packages are there, and whether their kernels take what this library passes."""
 
 from __future__ import annotations
 
@@ -41,6 +41,11 @@ def why_missing(module: str, *, at_least: tuple[str, str] | None = None, **funct
         if lacking:
             return f"{module}.{name} takes no {', '.join(lacking)}"
     return None
+
+
+def installed(*distributions: str) -> list[str]:
+    """``name version`` of those that are installed."""
+    return [f"{name} {metadata.version(name)}" for name in distributions if any(metadata.distributions(name=name))]
 
 
 def _outdated(distribution: str, earliest: str) -> str | None:

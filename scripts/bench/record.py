@@ -12,7 +12,6 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nxd_memopt.backends import backend
+from nxd_memopt.ops.foreign import installed
 
 _WRITTEN = ("docs/benchmarks", "docs/numerics.md", "README.md")
 _VARIABLES = (  # that change what is measured
@@ -32,10 +32,6 @@ _VARIABLES = (  # that change what is measured
     "NXD_MEMOPT_PEER_MEMORY",
 )
 _PACKAGES = ("liger-kernel", "cut-cross-entropy", "flash-attn-4")
-
-
-def _is_installed(distribution: str) -> bool:
-    return any(True for _ in metadata.distributions(name=distribution))
 
 
 def cpu_name() -> str:
@@ -54,7 +50,7 @@ def environment(script: str) -> dict[str, Any]:
         "device": device,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "peers": ", ".join(f"{name} {metadata.version(name)}" for name in _PACKAGES if _is_installed(name)),
+        "peers": ", ".join(installed(*_PACKAGES)),
         "commit": _commit(),
         "command": shlex.join([*_settings(), *_launcher(), script, *sys.argv[1:]]),
     }
