@@ -65,7 +65,7 @@ class GPTNeoXAttention(nn.Module):
         """Both projections are this library's own, nothing watches or replaces them."""
         return runs_as(self.query_key_value, ColumnParallelLinear) and runs_as(self.dense, RowParallelLinear)
 
-    def context(self, qkv: Tensor, rope: RopeTables, mask: AttentionMask, *, in_place: bool = False) -> Tensor:
+    def context(self, qkv: Tensor, rope: RopeTables, mask: AttentionMask, *, in_place: bool) -> Tensor:
         """``[B, S, 3H/T] -> [B, S, H/T]`` (sequence first under sequence parallelism): what ``dense`` projects.
 
         ``in_place``: nobody else reads ``qkv``, which may be overwritten.

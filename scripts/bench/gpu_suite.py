@@ -104,7 +104,7 @@ def races(gpus: int) -> tuple[Race, ...]:
 
 
 def run(race: Race, args: argparse.Namespace) -> bool:
-    """Whether it ended well; it and its processes are gone in any case."""
+    """Whether it ended well. It is gone in any case, and so are its ranks unless their launcher hung."""
     command = race.command(args.gpus, append=args.append, traces=args.traces)
     log = args.logs / f"{race.name}_T{args.gpus}.log"
     environment = {"CUBLAS_WORKSPACE_CONFIG": ":0:0", **os.environ}

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nxd_memopt.ops.cuda.support import power_of_2
+
 _TOKENS = 128  # of one tile
 _FEW_TOKENS = 16  # 64 bytes of fp32
 _SUM_ROWS, _GRADIENT_ROWS = 16, 32  # of one tile
@@ -62,7 +64,7 @@ def local_sums(logits: Tensor, local_target: Tensor, terms: Any, valid: int | Te
         **softcap,
         result=result,
         WITH_SUM=with_sum,
-        RANGES=max(16, 1 << (ranges - 1).bit_length()),
+        RANGES=max(16, power_of_2(ranges)),
         TOKENS=_FEW_TOKENS,
         num_warps=4,
     )
