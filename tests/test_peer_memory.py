@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -99,6 +101,22 @@ def as_layers_do(world, rank, size, memory) -> None:
         sums.wait()
 
 
+def as_the_head_does(world, rank, size, memory, *, copies: bool = True) -> None:
+    """The next chunk's gather begins before this one's rows are used: they are copied first."""
+    upcoming, sums = gathering(world, memory, rank, 0), None
+    for turn in range(TURNS):
+        found = upcoming
+        if copies:
+            read(world, found, turn, size, in_pieces=False)
+        upcoming = gathering(world, memory, rank, turn + 1)
+        if not copies:
+            read(world, found, turn, size, in_pieces=False)
+        if sums is not None:
+            sums.wait()
+        sums = reduction(world, memory, rank, turn, size)
+    sums.wait()
+
+
 def with_failures(world, rank, size, memory) -> None:
     for turn in range(TURNS):
         gathering(world, memory, rank, -turn)  # nobody reads it
@@ -150,6 +168,7 @@ def replays_beside_another_stream(world, rank, size, memory) -> None:
 
 PROGRAMS = (
     as_layers_do,
+    as_the_head_does,
     with_failures,
     on_another_stream_each_turn,
     unread_on_another_stream,
@@ -172,6 +191,12 @@ def test_the_simulation_notices_replays_that_do_not_meet(monkeypatch, size):
 
 
 @pytest.mark.parametrize("size", [2, 4])
+def test_the_simulation_notices_rows_that_are_used_behind_the_next_gather(monkeypatch, size):
+    program = partial(as_the_head_does, copies=False)
+    assert any(played(monkeypatch, program, size, seed) != (0, 0, 0) for seed in range(SCHEDULES))
+
+
+@pytest.mark.parametrize("size", [2, 4])
 def test_the_simulation_notices_a_slot_that_is_used_again_at_once(monkeypatch, size):
     monkeypatch.setattr(peer_memory, "_SLOTS", 1)
     assert any(played(monkeypatch, as_layers_do, size, seed) != (0, 0, 0) for seed in range(SCHEDULES))
@@ -181,14 +206,15 @@ def test_graphs_that_others_capture_take_no_peer_memory(monkeypatch):
     found, memory = object.__new__(cuda.CudaBackend), object()
     group = type("Group", (), {"size": lambda self: 2})()
     found._is_recording, found._peer_memories = False, {group: memory}
-    small, large = cuda._CAPTURED_PEER_MEMORY_BYTES, cuda._PEER_MEMORY_BYTES
+    small, large = cuda._PEER_MEMORY_BYTES_AHEAD, cuda._PEER_MEMORY_BYTES
     for capturing in (False, True):
         monkeypatch.setattr(cuda, "_is_capturing", lambda capturing=capturing: capturing)
-        assert found._peer_memory(group, large) is (None if capturing else memory)
-        assert found._peer_memory(group, large - 1) is None
+        assert found._peer_memory(group, large, False) is (None if capturing else memory)
+        assert found._peer_memory(group, large - 1, False) is None
+        assert found._peer_memory(group, small, True) is (None if capturing else memory)
         with found._recording():
-            assert found._peer_memory(group, small) is memory
-            assert found._peer_memory(group, small - 1) is None
+            assert found._peer_memory(group, small, False) is memory
+            assert found._peer_memory(group, small - 1, True) is None
 
 
 def test_a_second_reduction_before_the_first_is_whole_is_an_error(monkeypatch):

@@ -135,19 +135,28 @@ class Backend(ABC):
     def reduce_scatter_async(self, tensor: Tensor, group: ProcessGroup | None) -> Pending:
         return Completed(self.reduce_scatter(tensor, group))
 
-    def start_gather(self, tensor: Tensor, group: ProcessGroup | None, *, whole: bool = True) -> Gathering:
+    def start_gather(
+        self, tensor: Tensor, group: ProcessGroup | None, *, whole: bool = True, host_is_ahead: bool = False
+    ) -> Gathering:
         """``all_gather_async`` whose rows may arrive in pieces.
 
         Args:
             tensor: this rank's chunk.
             group: of the ranks.
             whole: all rows are wanted in one tensor, by ``wait()``, which is not called otherwise.
+            host_is_ahead: the device has long work; the host's time to start pieces does not count.
         """
-        del whole
+        del whole, host_is_ahead
         return GatheringAtOnce(self.all_gather_async(tensor, group))
 
     def start_reduction(
-        self, shape: Sequence[int], dtype: torch.dtype, group: ProcessGroup | None, *, scattered: bool
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        group: ProcessGroup | None,
+        *,
+        scattered: bool,
+        host_is_ahead: bool = False,
     ) -> Reduction:
         """``reduce_scatter_async``, or ``all_reduce_async`` when not ``scattered``, of a tensor handed over in pieces.
 
@@ -156,8 +165,9 @@ class Backend(ABC):
             dtype: of its pieces.
             group: of the ranks.
             scattered: each rank wants its chunk only.
+            host_is_ahead: as for ``start_gather``.
         """
-        del dtype
+        del dtype, host_is_ahead
         start = self.reduce_scatter_async if scattered else self.all_reduce_async
         return ReductionAtOnce(shape[0], lambda tensor: start(tensor, group))
 

@@ -25,7 +25,7 @@ from nxd_memopt.backends.pieces import Gathering, Reduction
 
 PEER_MEMORY_SWITCH = "NXD_MEMOPT_PEER_MEMORY"
 _PEER_MEMORY_BYTES = 10 << 20  # a smaller chunk moves in less time than the host takes to start its pieces
-_CAPTURED_PEER_MEMORY_BYTES = 1 << 20  # in a graph the device starts them
+_PEER_MEMORY_BYTES_AHEAD = 1 << 20  # where the host is not waited for, as in a graph
 
 
 class CudaBackend(C10dBackend):
@@ -60,26 +60,35 @@ class CudaBackend(C10dBackend):
         torch.cuda.set_device(self.device)
         super().init_process_group(**{"device_id": self.device, **kwargs})
 
-    def start_gather(self, tensor: Tensor, group: ProcessGroup | None, *, whole: bool = True) -> Gathering:
-        memory = self._peer_memory(group, tensor.nbytes)
+    def start_gather(
+        self, tensor: Tensor, group: ProcessGroup | None, *, whole: bool = True, host_is_ahead: bool = False
+    ) -> Gathering:
+        memory = self._peer_memory(group, tensor.nbytes, host_is_ahead)
         return super().start_gather(tensor, group) if memory is None else PeerGathering(memory, tensor, whole=whole)
 
     def start_reduction(
-        self, shape: Sequence[int], dtype: torch.dtype, group: ProcessGroup | None, *, scattered: bool
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        group: ProcessGroup | None,
+        *,
+        scattered: bool,
+        host_is_ahead: bool = False,
     ) -> Reduction:
         own_bytes = math.prod(shape) * dtype.itemsize // self.group_size(group)
-        memory = self._peer_memory(group, own_bytes) if scattered else None
+        memory = self._peer_memory(group, own_bytes, host_is_ahead) if scattered else None
         if memory is None:
             return super().start_reduction(shape, dtype, group, scattered=scattered)
         return PeerReduction(memory, shape[0])
 
-    def _peer_memory(self, group: ProcessGroup | None, own_bytes: int) -> PeerMemory | None:
+    def _peer_memory(self, group: ProcessGroup | None, own_bytes: int, host_is_ahead: bool) -> PeerMemory | None:
         """What serves an operation in which each rank's chunk has ``own_bytes``; ``None``: NCCL does."""
         if group is None or group.size() == 1 or torch.compiler.is_compiling():
             return None
         if _is_capturing() and not self._is_recording:  # before others' replays the ranks do not meet
             return None
-        if own_bytes < (_CAPTURED_PEER_MEMORY_BYTES if self._is_recording else _PEER_MEMORY_BYTES):
+        ahead = host_is_ahead or self._is_recording
+        if own_bytes < (_PEER_MEMORY_BYTES_AHEAD if ahead else _PEER_MEMORY_BYTES):
             return None
         if group not in self._peer_memories:
             usable = self.peer_memory_refusal(get_process_group_ranks(group)) is None
@@ -146,8 +155,8 @@ class CudaBackend(C10dBackend):
         count = torch.cuda.device_count()
         refusal = self.peer_memory_refusal(range(count), count)
         if count > 1 and refusal is None:
-            sizes = f"{_PEER_MEMORY_BYTES >> 20} MiB (in CUDA graphs {_CAPTURED_PEER_MEMORY_BYTES >> 20} MiB)"
-            return f"chunks from {sizes} on go through the {count} GPUs' memory by copy engines"
+            small = f"in CUDA graphs and the fused loss {_PEER_MEMORY_BYTES_AHEAD >> 20} MiB"
+            return f"chunks from {_PEER_MEMORY_BYTES >> 20} MiB ({small}) on go through the {count} GPUs' memory by copy engines"
         return f"{super().describe_overlap()} ({refusal or 'one GPU is visible'})"
 
     def peer_memory_refusal(self, ranks: Sequence[int], local_size: int | None = None) -> str | None:

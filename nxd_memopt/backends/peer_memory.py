@@ -265,6 +265,9 @@ class PeerGathering(_Operation):
         self.finish()
         return self._whole
 
+    def take(self) -> Tensor:
+        return self.wait().clone()
+
 
 def arrivals(sources: Sequence[int], pace: float) -> list[list[int]]:
     """``sources``, ranks in the order in which their rows arrive, cut where their user should wait for more.

@@ -49,6 +49,10 @@ class Gathering(Protocol):
         """``[n * size, ...]``, in rank order."""
         ...
 
+    def take(self) -> Tensor:
+        """``wait()`` in memory that is the caller's."""
+        ...
+
 
 class Reduction(Protocol):
     """A sum over ranks to which each hands its ``[n, ...]`` piece by piece.
@@ -93,6 +97,9 @@ class GatheringAtOnce:
         if self._result is None:
             self._result = self._pending.wait()
         return self._result
+
+    def take(self) -> Tensor:
+        return self.wait()
 
 
 class ReductionAtOnce:

@@ -12,6 +12,7 @@ _TRITON = {
     "RoPE (full, partial)": "one pass; one projection's parts get their gradients as one; GPT-NeoX's turn in place",
     "residual + bias": "one pass, where PyTorch makes two",
     "two affine parts of one LayerNorm": "GPT-NeoX's parallel branches: one pass each way for both",
+    "biases' gradients": "ranges of rows first; loads run ahead of the sums, where PyTorch's reduction waits for them",
     "cross entropy": "two passes over the logits, the second one in place",
     "AdamW": "one pass over parameters, gradients and moments",
 }

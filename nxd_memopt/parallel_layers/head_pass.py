@@ -16,7 +16,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from nxd_memopt.backends import Pending, backend
+from nxd_memopt.backends import Gathering, Reduction, backend
 from nxd_memopt.ops.cross_entropy import LossTerms, combined_sums, local_sums, logits_gradient, token_losses
 from nxd_memopt.ops.logits_storage import Chunk, StoragePlan, matmul_into, overwriting_ranges
 
@@ -103,7 +103,8 @@ class HeadPass:
         self.plan = self._plan()
         self.weight_grad = self._new_weight_grad() if self.needs_weight and self.in_place else None
         self.tail = x.new_empty(self.plan.tail if self.in_place else 0)
-        self.input_grads: list[Pending | Tensor] = []
+        self.input_grads: list[Tensor] = []
+        self.reduction: Reduction | None = None  # of the last chunk's part of dX
 
     def _plan(self) -> StoragePlan:
         wide = self.options.accumulate_dtype or self.x.dtype
@@ -134,13 +135,15 @@ class HeadPass:
     def _gathered(self) -> Iterator[tuple[Chunk, Tensor]]:
         """Each chunk with its input ``[tokens, H]``; the next one's gather is under way meanwhile."""
         group = self.options.group if self.options.sequence_parallel else None
-        upcoming: Pending | None = None
+        upcoming: Gathering | None = None
         chunks = self.plan.chunks
+
+        def start(chunk: Chunk) -> Gathering:
+            return backend.start_gather(self.x[chunk.start : chunk.stop], group, host_is_ahead=True)
+
         for chunk, following in zip(chunks, (*chunks[1:], None), strict=False):
-            pending = upcoming or backend.all_gather_async(self.x[chunk.start : chunk.stop], group)
-            x = pending.wait()
-            if following is not None:
-                upcoming = backend.all_gather_async(self.x[following.start : following.stop], group)
+            x = (upcoming or start(chunk)).take()
+            upcoming = following and start(following)
             yield chunk, F.pad(x, (0, 0, 0, chunk.tokens - x.size(0))) if chunk.tokens > x.size(0) else x
 
     def _chunk(self, chunk: Chunk, x: Tensor) -> Iterator[Tensor]:
@@ -218,8 +221,8 @@ class HeadPass:
 
     def _add_input_grad(self, chunk: Chunk, grads: Sequence[tuple[int, Tensor]]) -> None:
         """The parts' products, smaller parts first: what is rounded between two of them is the smaller."""
+        self._end_reduction()
         rows, hidden = chunk.stop - chunk.start, self.x.size(1)
-        exchanged = backend.group_size(self.options.group) > 1
         in_tail = self.plan.input_grad and chunk.tokens == rows
         out = self.tail[: self.x.numel()].view(-1, hidden)[chunk.start : chunk.stop] if in_tail else None
         total: Tensor | None = None
@@ -228,11 +231,24 @@ class HeadPass:
             total = _matmul(grad.t(), weight, out) if total is None else total.addmm_(grad.t(), weight)
         assert total is not None
         total = total[: self.options.gathered * rows]
-        total = total if self.options.reduce_dtype is None or not exchanged else total.to(self.options.reduce_dtype)
-        if not self.options.sequence_parallel:
-            self.input_grads.append(backend.all_reduce_async(total, self.options.group) if exchanged else total)
+        if backend.group_size(self.options.group) == 1:
+            self.input_grads.append(total)
         else:
-            self.input_grads.append(backend.reduce_scatter_async(total, self.options.group))
+            self.reduction = self._start_reduction(total.to(self.options.reduce_dtype or total.dtype))
+
+    def _start_reduction(self, total: Tensor) -> Reduction:
+        options = self.options
+        reduction = backend.start_reduction(
+            total.shape, total.dtype, options.group, scattered=options.sequence_parallel, host_is_ahead=True
+        )
+        for start, stop in reduction.pieces:
+            reduction.put(start, total[start:stop])
+        return reduction
+
+    def _end_reduction(self) -> None:
+        if self.reduction is not None:
+            self.input_grads.append(self.reduction.wait())
+            self.reduction = None
 
     def _overwrite_logits(self, chunk: Chunk, x: Tensor, grads: Sequence[tuple[int, Tensor]]) -> None:
         weight_grad = cast(Tensor, self.weight_grad)
@@ -251,7 +267,8 @@ class HeadPass:
     def _whole_input_grad(self) -> Tensor | None:
         if not self.needs_input:
             return None
-        parts = [part if isinstance(part, Tensor) else part.wait() for part in self.input_grads]
+        self._end_reduction()
+        parts = self.input_grads
         if not self.plan.input_grad:
             return torch.cat(parts).to(self.x.dtype) if parts else torch.zeros_like(self.x)
         grad = self.tail[: self.x.numel()].view_as(self.x)

@@ -19,6 +19,7 @@ from nxd_memopt.backends import Gathering, Reduction, backend
 from nxd_memopt.ops.autograd import as_dtype, first_derivative_only
 from nxd_memopt.ops.held import Held, bind, saved
 from nxd_memopt.ops.joined import joined
+from nxd_memopt.ops.sums import column_sums
 
 
 @dataclass(frozen=True)
@@ -188,7 +189,7 @@ def parameter_grads(
     results: list[Tensor | None] = []
     weight_grads = _weight_grads(_flat(x), grads, needed[0::2])
     for grad, weight_grad, needs_bias, group in zip(grads, weight_grads, needed[1::2], replica_groups, strict=True):
-        bias_grad = _flat(grad).sum(0) if needs_bias else None
+        bias_grad = column_sums(grad) if needs_bias else None
         results += [g if g is None else backend.all_reduce(g, group) for g in (weight_grad, bias_grad)]
     return results
 

@@ -9,7 +9,15 @@ import torch
 from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsage]
 from torch.profiler import ProfilerActivity, profile
 
-_COMMUNICATION = ("nccl", "wait_signal", "barrier_kernel", "put_signal", "memcpy ptop", "multimem")
+_COMMUNICATION = (
+    "nccl",
+    "wait_signal",
+    "wait_for_signals",  # ours, as kernels of backends.peer_memory are called
+    "barrier_kernel",
+    "put_signal",
+    "memcpy ptop",
+    "multimem",
+)
 _WITH_HOST = ("memcpy htod", "memcpy dtoh")  # copy engines; they are neither computation nor communication of ranks
 Interval = tuple[float, float]
 

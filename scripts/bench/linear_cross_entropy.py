@@ -5,7 +5,7 @@
 
 bf16. ``floor`` is the three matmuls alone. Several processes share the vocabulary, and the tokens as sequence shards;
 the peers then gather the tokens first and sum their gradient last, as their users do. Memory is the peak above the
-inputs, gradients included. Errors are relative, against fp32 matmuls of the same bf16 inputs. The variants take turns
+inputs, gradients and peer memory included. Errors are relative, against fp32 matmuls of the same bf16 inputs. The variants take turns
 within one process; each time is the median of all turns. ``cce`` skips gradients that it takes for negligible, ``cce
 unfiltered`` none, ``cce exact`` sums in fp32 too; it and vocabulary parallelism need CCE of its repository, which is
 newer than PyPI's 25.1.1.
@@ -89,10 +89,10 @@ def liger_vocab_parallel() -> LossFunction:
     from liger_kernel.transformers import LigerVocabParallelCrossEntropy
 
     group: Any = parallel_state.get_tensor_model_parallel_group()
-    criterion = LigerVocabParallelCrossEntropy(group)
+    criterion = LigerVocabParallelCrossEntropy()
 
     def loss(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        return criterion((x @ weight.t()).unsqueeze(1), target.unsqueeze(1)).mean()
+        return criterion((x @ weight.t()).unsqueeze(1), target.unsqueeze(1), group).mean()
 
     return loss
 
@@ -216,8 +216,10 @@ def measure(head: str, tokens: int, args: argparse.Namespace) -> list[dict[str, 
         rows.append(row)
         try:
             loss = build()
+            backend.release_groups()
             step(loss, inputs)  # compiles
-            row["peak_gib"] = peak_gib(lambda loss=loss: step(loss, inputs))
+            peer_memory = (backend.memory_allocated() - torch.cuda.memory_allocated()) / 2**30
+            row["peak_gib"] = round(peak_gib(lambda loss=loss: step(loss, inputs)) + peer_memory, 3)
             row |= errors(loss, inputs, expected) if expected else {}
             calls[name] = lambda loss=loss: step(loss, inputs)
         except (ImportError, RuntimeError) as error:  # out of memory too

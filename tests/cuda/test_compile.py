@@ -15,25 +15,29 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(
-    ("attention_backend", "dtype", "bound"),
-    [("math", torch.float32, 1e-4), ("efficient", torch.float32, 1e-4), ("auto", torch.bfloat16, 5e-2)],
+    ("attention_backend", "dtype"),
+    [("math", torch.float32), ("efficient", torch.float32), ("auto", torch.bfloat16)],
 )
 @pytest.mark.parametrize("config", [llama_config, gpt_neox_config])
-def test_compiled_layers_give_eager_gradients(config, attention_backend, dtype, bound):
-    """Other orders of sums, and Inductor's fewer roundings, are far below the bounds; a lost gradient is not."""
+def test_compiled_layers_give_eager_gradients(config, attention_backend, dtype):
+    """As far from float64's as eager's are: other orders of sums, and Inductor's fewer roundings."""
     torch._dynamo.reset()
-    settings = config(hidden_size=256, intermediate_size=512, num_attention_heads=8, num_hidden_layers=2)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_hidden_layers": 2}
+    settings = config(**sizes, initializer_range=0.05)
     model = parallel_model(settings, attention_backend=attention_backend).to(backend.device, dtype)
+    exact = parallel_model(settings, attention_backend="math").to(backend.device, torch.float64)
+    exact.load_state_dict(model.state_dict())
     ids = torch.randint(VOCAB, (2, 256), generator=torch.Generator().manual_seed(1)).to(backend.device)
 
-    def gradients() -> list[torch.Tensor]:
+    def gradients(model: torch.nn.Module) -> list[torch.Tensor]:
         model.zero_grad()
         loss = model(ids, labels=ids).loss
         loss.backward()
-        return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
+        return [loss.detach().double(), *(parameter.grad.double() for parameter in model.parameters())]
 
-    expected = gradients()
+    eager, wanted = gradients(model), gradients(exact)
     for layer in model.decoder_layers():
         layer.compile(fullgraph=True)
-    for found, wanted in zip(gradients(), expected, strict=True):
-        assert (found - wanted).norm() <= bound * wanted.norm()
+    digits = torch.finfo(dtype).eps
+    for a, b, c in zip(gradients(model), eager, wanted, strict=True):
+        assert (a - c).norm() <= 1.5 * (b - c).norm() + 4 * digits * c.norm()

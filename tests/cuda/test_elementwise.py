@@ -1,4 +1,4 @@
-"""The Triton kernels of norms, activations and the residual's sum against float64, at odd shapes and layouts."""
+"""The Triton kernels of norms, activations and sums against float64, at odd shapes and layouts."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from nxd_memopt.ops.activation import activation, gated_activation, gated_activa
 from nxd_memopt.ops.joined import joined
 from nxd_memopt.ops.norm import add_rms_norm, affine_branches, affine_branches_gradient, rms_norm
 from nxd_memopt.ops.residual import add_residual
+from nxd_memopt.ops.sums import column_sums
 from tests.cuda.against_float64 import DTYPES, compare, random
 from tests.reference_models import llama_config, parallel_model
 
@@ -100,6 +101,16 @@ def test_add_residual(shape, dtype, bound):
 
 
 @pytest.mark.parametrize(("dtype", "bound"), DTYPES)
+@pytest.mark.parametrize("shape", [(47, 6144), (3, 4099, 123), (1, 1, 7), (8192, 520), (7,)], ids=str)
+def test_column_sums(shape, dtype, bound):
+    both = random(*shape[:-1], 2 * shape[-1], dtype=dtype)
+    for x in (*both.chunk(2, dim=-1), both[..., ::2], random(shape[-1], *shape[:-1], dtype=dtype).movedim(0, -1)):
+        found, wanted = column_sums(x), x.double().reshape(-1, x.size(-1)).sum(0)
+        assert found.shape == shape[-1:] and found.dtype == dtype
+        assert (found.double() - wanted).norm() / wanted.norm() < bound
+
+
+@pytest.mark.parametrize(("dtype", "bound"), DTYPES)
 @pytest.mark.parametrize("name", ["gelu", "gelu_pytorch_tanh"])
 @pytest.mark.parametrize("shape", [(47, 6144), (4, 31, 123), (1, 1, 7)], ids=str)
 def test_gelu(name, shape, dtype, bound):
@@ -132,7 +143,7 @@ def test_activations_of_special_values(name):
 
 
 @pytest.mark.parametrize(("dtype", "bound"), DTYPES)
-@pytest.mark.parametrize("shape", [(47, 6144), (5, 3, 123), (1, 1, 7)], ids=str)
+@pytest.mark.parametrize("shape", [(47, 6144), (5, 3, 123), (1, 1, 7), (8192, 520)], ids=str)
 def test_affine_branches(shape, dtype, bound):
     x, *upstream = (random(*shape, dtype=dtype) for _ in range(3))
     gains, shifts = ([random(shape[-1], dtype=dtype) for _ in range(2)] for _ in range(2))

@@ -79,7 +79,7 @@ def test_bit_equal_over_ranks(config, memory):
     model_parallel_manual_seed(3)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda, "_PEER_MEMORY_BYTES", 1)
-        patch.setattr(cuda, "_CAPTURED_PEER_MEMORY_BYTES", 1)
+        patch.setattr(cuda, "_PEER_MEMORY_BYTES_AHEAD", 1)
         model = built(config, **memory)
         start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         losses = [trained(model, start, 2, graph=graph) for graph in (False, True)]

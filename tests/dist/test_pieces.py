@@ -13,6 +13,7 @@ from nxd_memopt.backends import backend
 from nxd_memopt.parallel_layers import grads, parallel_state
 from nxd_memopt.parallel_layers.gated_row import gated_row_parallel
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear, column_parallel_linears
+from nxd_memopt.parallel_layers.loss_functions import fused_linear_cross_entropy
 from tests.dist.pool import distributed
 from tests.reference import assert_float64_close, shard, tensors
 from tests.reference_models import batch, gpt_neox_config, llama_config, parallel_model
@@ -30,8 +31,15 @@ def ranges(rows: int, *, own_first: bool) -> list[tuple[int, int]]:
 
 
 class PieceGathering:
+    """Its rows' memory is used again by the next one."""
+
+    last: torch.Tensor | None = None
+
     def __init__(self, shard, group, *, whole: bool) -> None:
+        if PieceGathering.last is not None:
+            PieceGathering.last.fill_(torch.nan)
         self._whole, self._is_wanted = backend.all_gather(shard, group), whole
+        PieceGathering.last = self._whole
         self.length = self._whole.size(0)
 
     def pieces(self, operations_per_element) -> Iterator[tuple[int, torch.Tensor]]:
@@ -42,6 +50,9 @@ class PieceGathering:
     def wait(self):
         assert self._is_wanted
         return self._whole
+
+    def take(self):
+        return self.wait().clone()
 
 
 class PieceReduction:
@@ -68,13 +79,13 @@ def in_pieces(monkeypatch) -> Iterator[list[str]]:
     started: list[str] = []
     at_once = backend.start_gather, backend.start_reduction
 
-    def start_gather(tensor, group, *, whole=True):
+    def start_gather(tensor, group, *, whole=True, host_is_ahead=False):
         if group is None:
             return at_once[0](tensor, group)
         started.append("gather")
         return PieceGathering(tensor, group, whole=whole)
 
-    def start_reduction(shape, dtype, group, *, scattered):
+    def start_reduction(shape, dtype, group, *, scattered, host_is_ahead=False):
         if not scattered:
             return at_once[1](shape, dtype, group, scattered=scattered)
         started.append("reduction")
@@ -144,6 +155,28 @@ def test_models(config, recompute):
     with in_pieces(pytest.MonkeyPatch()) as started:
         found = step()
     assert started
+    for a, b in zip(found, expected, strict=True):
+        assert_float64_close(a, b)
+
+
+@distributed(world_size=[2, 4])
+@pytest.mark.parametrize("logits_bytes", [0, 20_000])
+def test_the_fused_loss(logits_bytes):
+    """Whose next chunk arrives while one is worked on, in the same memory as the one before."""
+    size = dist.get_world_size()
+    parallel_state.initialize_model_parallel(size)
+    x, weight = shard(tensors(64 * size, BATCH, HIDDEN), 0), shard(tensors(15 * size, HIDDEN, seed=1), 0)
+    target = torch.arange(64 * size * BATCH).view(-1, BATCH) * 7 % (15 * size)
+
+    def step():
+        inputs = [t.detach().clone().requires_grad_() for t in (x, weight)]
+        loss = fused_linear_cross_entropy(*inputs, target, sequence_parallel_enabled=True, logits_bytes=logits_bytes)
+        return [loss.detach(), *torch.autograd.grad(loss, inputs)]
+
+    expected = step()
+    with in_pieces(pytest.MonkeyPatch()) as started:
+        found = step()
+    assert started.count("gather") == started.count("reduction") > 1
     for a, b in zip(found, expected, strict=True):
         assert_float64_close(a, b)
 

@@ -1,7 +1,7 @@
-"""Owns norms, activations and the residual's sum as Triton kernels; backward saves no activation but inputs.
+"""Owns norms, activations and sums as Triton kernels; backward saves no activation but inputs.
 
-Each pass reads and writes its tensors once, where plain PyTorch's operators take fp32 copies through memory. The sum
-over rows that makes a weight's or a bias's gradient is apart.
+Each pass reads and writes its tensors once, where plain PyTorch's operators take fp32 copies through memory. Sums over
+rows, a weight's or a bias's gradient, are of ranges of rows first, and then of those.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ KINDS = {
 """By Hugging Face's ``hidden_act``: what the kernels call it."""
 _BLOCK = 1024
 _NORM_PROGRAMS = 264  # two for each of an H200's processors
-_AFFINE_RANGES, _AFFINE_ROWS, _AFFINE_COLUMNS = 64, 4, 512
+_AFFINE_PROGRAMS, _AFFINE_ROWS, _AFFINE_COLUMNS = 640, 4, 256  # programs that an H200 runs at a time, by registers
+_SUM_PROGRAMS, _SUM_ROWS, _SUM_COLUMNS = 528, 8, 512
 
 
 def _kernels() -> Any:
@@ -85,8 +86,7 @@ class _AddResidual(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        by_bias = grad.reshape(-1, grad.size(-1)).sum(0) if ctx.needs_input_grad[2] else None
-        return grad, grad, by_bias
+        return grad, grad, column_sums(grad) if ctx.needs_input_grad[2] else None
 
 
 class _Activation(torch.autograd.Function):
@@ -173,6 +173,24 @@ def gated_activation_gradient(gate: Tensor, up: Tensor, grad: Tensor, kind: str)
     return grad
 
 
+def _ranges(rows: int, step: int, most: int) -> tuple[int, int]:
+    """At most ``most`` ranges (one, where that is 0) of so many rows, a multiple of ``step``."""
+    rows_each = -(-rows // (max(most, 1) * step)) * step
+    return -(-rows // rows_each), rows_each
+
+
+def column_sums(x: Tensor) -> Tensor:
+    """As ``ops.sums.column_sums``."""
+    flat = _rows(x)
+    rows, columns = flat.shape
+    blocks = -(-columns // _SUM_COLUMNS)
+    ranges, rows_each = _ranges(rows, _SUM_ROWS, _SUM_PROGRAMS // blocks)
+    parts = torch.empty(ranges, columns, dtype=torch.float32, device=x.device)
+    options = {"ROWS": _SUM_ROWS, "COLUMNS": _SUM_COLUMNS, "num_warps": 4}
+    _kernels().column_sums[(ranges, blocks)](flat, parts, rows, columns, flat.stride(0), rows_each, **options)
+    return parts.sum(0).to(x.dtype)
+
+
 def affine_branches(normalised: Tensor, gains: Sequence[Tensor], shifts: Sequence[Tensor]) -> list[Tensor]:
     """As ``ops.norm.affine_branches``, for two."""
     flat = normalised.contiguous().view(-1, normalised.size(-1))
@@ -188,10 +206,10 @@ def affine_branches_gradient(
     """As ``ops.norm.affine_branches_gradient``, for two."""
     flat, *flat_grads = (x.contiguous().view(-1, x.size(-1)) for x in (normalised, *grads))
     rows, hidden = flat.shape
-    rows_each = -(-rows // (_AFFINE_RANGES * _AFFINE_ROWS)) * _AFFINE_ROWS
-    ranges = -(-rows // rows_each)
+    blocks = -(-hidden // _AFFINE_COLUMNS)
+    ranges, rows_each = _ranges(rows, _AFFINE_ROWS, _AFFINE_PROGRAMS // blocks)
     result, parts = torch.empty_like(flat), torch.empty(ranges, 4, hidden, dtype=torch.float32, device=flat.device)
-    _kernels().affine_backward[(ranges, -(-hidden // _AFFINE_COLUMNS))](
+    _kernels().affine_backward[(ranges, blocks)](
         flat,
         *flat_grads,
         *gains,

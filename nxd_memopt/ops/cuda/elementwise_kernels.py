@@ -124,7 +124,7 @@ def affine_backward(
     by_gain_2 = tl.zeros([ROWS, COLUMNS], tl.float32)
     by_shift_1 = tl.zeros([ROWS, COLUMNS], tl.float32)
     by_shift_2 = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for start in range(0, rows_each, ROWS):
+    for start in tl.range(0, rows_each, ROWS, num_stages=3):  # loads run ahead of the stores
         row = first + start + tl.arange(0, ROWS)
         mask = (row < last)[:, None] & is_column[None, :]
         place = row[:, None] * hidden + column[None, :]
@@ -141,6 +141,30 @@ def affine_backward(
     tl.store(target + hidden, tl.sum(by_shift_1, 0), mask=is_column)
     tl.store(target + 2 * hidden, tl.sum(by_gain_2, 0), mask=is_column)
     tl.store(target + 3 * hidden, tl.sum(by_shift_2, 0), mask=is_column)
+
+
+@triton.jit
+def column_sums(
+    x,
+    parts,
+    rows,
+    columns,
+    row_stride,
+    rows_each,
+    ROWS: tl.constexpr,  # noqa: N803
+    COLUMNS: tl.constexpr,  # noqa: N803
+):
+    """A range of rows and of columns a program, in fp32."""
+    first = tl.program_id(0).to(tl.int64) * rows_each
+    last = tl.minimum(first + rows_each, rows)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    is_column = column < columns
+    sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in tl.range(0, rows_each, ROWS, num_stages=3):
+        row = first + start + tl.arange(0, ROWS)
+        mask = (row < last)[:, None] & is_column[None, :]
+        sums += tl.load(x + row[:, None] * row_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    tl.store(parts + tl.program_id(0).to(tl.int64) * columns + column, tl.sum(sums, 0), mask=is_column)
 
 
 @triton.jit

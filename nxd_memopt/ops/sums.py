@@ -1,0 +1,20 @@
+"""Owns sums over rows, as biases' gradients are."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from nxd_memopt.ops.cuda import elementwise as cuda
+from nxd_memopt.ops.cuda.support import serves
+
+
+def column_sums(x: Tensor) -> Tensor:
+    """Over all dimensions but the last; fp16 and bf16 are summed in fp32 and rounded once.
+
+    Args:
+        x: ``[..., N]``.
+
+    Returns:
+        ``[N]`` in x's dtype.
+    """
+    return cuda.column_sums(x) if serves(x) else x.reshape(-1, x.size(-1)).sum(0)
