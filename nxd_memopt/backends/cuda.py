@@ -155,8 +155,9 @@ class CudaBackend(C10dBackend):
         count = torch.cuda.device_count()
         refusal = self.peer_memory_refusal(range(count), count)
         if count > 1 and refusal is None:
-            small = f"in CUDA graphs and the fused loss {_PEER_MEMORY_BYTES_AHEAD >> 20} MiB"
-            return f"chunks from {_PEER_MEMORY_BYTES >> 20} MiB ({small}) on go through the {count} GPUs' memory by copy engines"
+            large, small = (f"{size >> 20} MiB" for size in (_PEER_MEMORY_BYTES, _PEER_MEMORY_BYTES_AHEAD))
+            sizes = f"{large} (in CUDA graphs and the fused loss {small})"
+            return f"chunks from {sizes} on go through the {count} GPUs' memory by copy engines"
         return f"{super().describe_overlap()} ({refusal or 'one GPU is visible'})"
 
     def peer_memory_refusal(self, ranks: Sequence[int], local_size: int | None = None) -> str | None:

@@ -5,10 +5,10 @@
 
 bf16. ``floor`` is the three matmuls alone. Several processes share the vocabulary, and the tokens as sequence shards;
 the peers then gather the tokens first and sum their gradient last, as their users do. Memory is the peak above the
-inputs, gradients and peer memory included. Errors are relative, against fp32 matmuls of the same bf16 inputs. The variants take turns
-within one process; each time is the median of all turns. ``cce`` skips gradients that it takes for negligible, ``cce
-unfiltered`` none, ``cce exact`` sums in fp32 too; it and vocabulary parallelism need CCE of its repository, which is
-newer than PyPI's 25.1.1.
+inputs, gradients and peer memory included. Errors are relative, against fp32 matmuls of the same bf16 inputs. The
+variants take turns within one process; each time is the median of all turns. ``cce`` skips gradients that it takes for
+negligible, ``cce unfiltered`` none, ``cce exact`` sums in fp32 too; it and vocabulary parallelism need CCE of its
+repository, which is newer than PyPI's 25.1.1.
 """
 
 from __future__ import annotations
