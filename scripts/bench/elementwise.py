@@ -252,7 +252,7 @@ def forward_and_backward(function: Function, inputs: Sequence[Tensor], *, apart:
     wanted = [x for x in inputs if x.requires_grad]
     found = function(*inputs)
     outputs = found if isinstance(found, tuple | list) else (found,)
-    empties = [torch.empty_like(x) for x in outputs] if apart else Layout.of(*outputs).empty(outputs[0])
+    empties = [torch.empty_like(x) for x in outputs] if apart or len(outputs) == 1 else Layout.of(*outputs).empty(outputs[0])
     upstream = [x.normal_() for x in empties]
 
     def run() -> object:
