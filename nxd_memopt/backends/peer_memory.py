@@ -80,7 +80,9 @@ class PeerMemory:
         self._group, self.device = group, device
         self.rank, self.size = group.rank(), group.size()
         self.stream = torch.cuda.Stream(device, priority=-1)
-        self._made = torch.cuda.Event()
+        self._signals = torch.cuda.Stream(device, priority=-1)
+        self._made, self._copied = torch.cuda.Event(), torch.cuda.Event()
+        self._has_signalled = False
         self._used_on = torch.cuda.current_stream(device)
         self._slots: dict[tuple[type, int], _Slot] = {}
         self._outgrown: list[_Slot] = []  # captured graphs may use them still
@@ -129,6 +131,9 @@ class PeerMemory:
         for operation in list(self._unfinished.values()):
             self._finish(operation, stream)
         self._use_on(stream)
+        if self._has_signalled:  # a capture ends with all its streams in one
+            stream.wait_stream(self._signals)
+            self._has_signalled = False
 
     def meet(self) -> None:
         """Let the current stream wait until those of all ranks come here: every slot is free then.
@@ -152,7 +157,7 @@ class PeerMemory:
             for operation in self._unfinished.values():
                 operation.drop()
             self._unfinished.clear()
-            self._started = started
+            self._started, self._has_signalled = started, False
             raise
 
     @contextmanager
@@ -166,6 +171,15 @@ class PeerMemory:
             sent.record(self.stream)
         finally:
             torch.cuda.set_stream(main)
+
+    def signal(self, slot: _Slot, rank: int) -> None:
+        """Inside ``copying``: tell ``rank``, behind what was copied; the next copy does not wait until it is told."""
+        self._copied.record(self.stream)
+        self._signals.wait_event(self._copied)
+        torch.cuda.set_stream(self._signals)
+        slot.signal(rank)
+        torch.cuda.set_stream(self.stream)
+        self._has_signalled = True
 
     def forget(self, operation: _Operation) -> None:
         """It is finished, and its tensors are not kept alive."""
@@ -200,7 +214,7 @@ class _Operation:
             for rank in ranks:
                 slot.of(rank, shape, rows.dtype, memory.rank * rows.numel()).copy_(rows)
                 if rank != memory.rank:
-                    slot.signal(rank)
+                    memory.signal(slot, rank)
 
     def _receive(self) -> None:
         """Let the current stream wait for what has not arrived."""
@@ -317,7 +331,7 @@ class PeerReduction(_Operation):
             with self._memory.copying(self.stream, self._sent):
                 for rank in self._missing:
                     if rank != self._memory.rank:
-                        self._slot.signal(rank)
+                        self._memory.signal(self._slot, rank)
             self._missing.clear()
             self.finish()
 

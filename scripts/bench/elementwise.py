@@ -251,8 +251,9 @@ def forward_and_backward(function: Function, inputs: Sequence[Tensor], *, apart:
     """``apart``: the outputs' gradients do not lie side by side where the outputs do."""
     wanted = [x for x in inputs if x.requires_grad]
     found = function(*inputs)
-    outputs = found if isinstance(found, tuple | list) else (found,)
-    empties = [torch.empty_like(x) for x in outputs] if apart or len(outputs) == 1 else Layout.of(*outputs).empty(outputs[0])
+    outputs: Sequence[Tensor] = found if isinstance(found, tuple | list) else (found,)
+    joins = len(outputs) > 1 and not apart
+    empties = Layout.of(*outputs).empty(outputs[0]) if joins else [torch.empty_like(x) for x in outputs]
     upstream = [x.normal_() for x in empties]
 
     def run() -> object:

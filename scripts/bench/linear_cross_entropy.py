@@ -218,7 +218,7 @@ def measure(head: str, tokens: int, args: argparse.Namespace) -> list[dict[str, 
             loss = build()
             backend.release_groups()
             step(loss, inputs)  # compiles
-            peer_memory = (backend.memory_allocated() - torch.cuda.memory_allocated()) / 2**30
+            peer_memory = ((backend.memory_allocated() or 0) - torch.cuda.memory_allocated()) / 2**30
             row["peak_gib"] = round(peak_gib(lambda loss=loss: step(loss, inputs)) + peer_memory, 3)
             row |= errors(loss, inputs, expected) if expected else {}
             calls[name] = lambda loss=loss: step(loss, inputs)
