@@ -81,6 +81,7 @@ class PeerMemory:
         self.rank, self.size = group.rank(), group.size()
         self.stream = torch.cuda.Stream(device, priority=-1)
         self._signals = torch.cuda.Stream(device, priority=-1)
+        self._keeping = torch.cuda.Stream(device, priority=-1)
         self._made, self._copied = torch.cuda.Event(), torch.cuda.Event()
         self._has_signalled = False
         self._used_on = torch.cuda.current_stream(device)
@@ -172,6 +173,17 @@ class PeerMemory:
         finally:
             torch.cuda.set_stream(main)
 
+    def keep(self, own: Tensor, place: Tensor, kept: torch.cuda.Event) -> None:
+        """Behind ``copying``: copy this rank's rows beside what it sends; ``kept`` is the end of that."""
+        main = torch.cuda.current_stream(self.device)
+        self._keeping.wait_event(self._made)
+        torch.cuda.set_stream(self._keeping)
+        try:
+            place.copy_(own)
+            kept.record(self._keeping)
+        finally:
+            torch.cuda.set_stream(main)
+
     def signal(self, slot: _Slot, rank: int) -> None:
         """Inside ``copying``: tell ``rank``, behind what was copied; the next copy does not wait until it is told."""
         self._copied.record(self.stream)
@@ -213,8 +225,7 @@ class _Operation:
         with memory.copying(self.stream, self._sent):
             for rank in ranks:
                 slot.of(rank, shape, rows.dtype, memory.rank * rows.numel()).copy_(rows)
-                if rank != memory.rank:
-                    memory.signal(slot, rank)
+                memory.signal(slot, rank)
 
     def _receive(self) -> None:
         """Let the current stream wait for what has not arrived."""
@@ -241,10 +252,10 @@ def _let_wait(stream: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
 
 
 class PeerGathering(_Operation):
-    """See ``pieces.Gathering``. The others' rows come into this rank's slot; its own are copied there last.
+    """See ``pieces.Gathering``. The others' rows come into this rank's slot.
 
     Args:
-        whole: as for ``Backend.start_gather``; its own rows stay where they are otherwise.
+        whole: as for ``Backend.start_gather``; this rank's own rows are copied there only then.
     """
 
     def __init__(self, memory: PeerMemory, shard: Tensor, *, whole: bool = True) -> None:
@@ -256,7 +267,16 @@ class PeerGathering(_Operation):
         self._slot = slot
         self._whole = slot.of(memory.rank, (self.length, *shard.shape[1:]), shard.dtype)
         self._missing = list(memory.others(-1))
-        self._send(self._shard, (*memory.others(1), *([memory.rank] if whole else [])), slot)
+        self._send(self._shard, memory.others(1), slot)
+        self._kept = torch.cuda.Event()
+        if whole:
+            own = shard.size(0)
+            memory.keep(self._shard, self._whole[memory.rank * own :][:own], self._kept)
+
+    def finish(self) -> None:
+        if self._is_whole and not self._is_finished:
+            self._kept.wait(self.stream)
+        super().finish()
 
     def _receive(self, count: int | None = None) -> None:
         self._slot.wait_for(self._missing[:count])

@@ -253,7 +253,7 @@ def forward_and_backward(function: Function, inputs: Sequence[Tensor], *, apart:
     found = function(*inputs)
     outputs: Sequence[Tensor] = found if isinstance(found, tuple | list) else (found,)
     joins = len(outputs) > 1 and not apart
-    empties = Layout.of(*outputs).empty(outputs[0]) if joins else [torch.empty_like(x) for x in outputs]
+    empties = Layout.of(*outputs).empty(inputs[0]) if joins else [torch.empty_like(x) for x in outputs]
     upstream = [x.normal_() for x in empties]
 
     def run() -> object:

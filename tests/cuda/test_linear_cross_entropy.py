@@ -30,10 +30,10 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
 @pytest.mark.parametrize("logits_bytes", [0, 300_000, 10**8])
 @pytest.mark.parametrize("terms", VARIANTS, ids=lambda terms: "-".join(terms) or "plain")
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 5e-6), (torch.bfloat16, 1.5e-2), (torch.float16, 2e-3)])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 1.5e-2), (torch.float16, 2e-3)])
 @pytest.mark.parametrize("shape", [(47, 6144, 123), (1100, 96, 123), (300, 96, 50257)], ids=str)
 def test_equals_float64(shape, dtype, bound, reduction, terms, logits_bytes):
-    """fp32 to its sums' order; the others to what rounding logits and their gradient costs eager PyTorch too."""
+    """fp32 to the order of its sums, of which cuBLAS has another without a workspace; the others to what rounding logits and their gradient costs eager PyTorch too."""
     tokens, hidden, vocab = shape
     x, weight, target = inputs(tokens, hidden, vocab)
     weight = weight.detach() * (96 / hidden) ** 0.5

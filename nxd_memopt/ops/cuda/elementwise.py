@@ -26,7 +26,7 @@ KINDS = {
 """By Hugging Face's ``hidden_act``: what the kernels call it."""
 _BLOCK = 1024
 _NORM_PROGRAMS = 264  # two for each of an H200's processors
-_AFFINE_PROGRAMS, _AFFINE_ROWS, _AFFINE_COLUMNS = 640, 4, 256  # programs that an H200 runs at a time, by registers
+_AFFINE_RANGES, _AFFINE_ROWS, _AFFINE_COLUMNS = 64, 4, 512
 _SUM_PROGRAMS, _SUM_ROWS, _SUM_COLUMNS = 528, 8, 512
 
 
@@ -206,10 +206,9 @@ def affine_branches_gradient(
     """As ``ops.norm.affine_branches_gradient``, for two."""
     flat, *flat_grads = (x.contiguous().view(-1, x.size(-1)) for x in (normalised, *grads))
     rows, hidden = flat.shape
-    blocks = -(-hidden // _AFFINE_COLUMNS)
-    ranges, rows_each = _ranges(rows, _AFFINE_ROWS, _AFFINE_PROGRAMS // blocks)
+    ranges, rows_each = _ranges(rows, _AFFINE_ROWS, _AFFINE_RANGES)
     result, parts = torch.empty_like(flat), torch.empty(ranges, 4, hidden, dtype=torch.float32, device=flat.device)
-    _kernels().affine_backward[(ranges, blocks)](
+    _kernels().affine_backward[(ranges, -(-hidden // _AFFINE_COLUMNS))](
         flat,
         *flat_grads,
         *gains,

@@ -124,7 +124,7 @@ def affine_backward(
     by_gain_2 = tl.zeros([ROWS, COLUMNS], tl.float32)
     by_shift_1 = tl.zeros([ROWS, COLUMNS], tl.float32)
     by_shift_2 = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for start in tl.range(0, rows_each, ROWS, num_stages=3):  # loads run ahead of the stores
+    for start in range(0, rows_each, ROWS):
         row = first + start + tl.arange(0, ROWS)
         mask = (row < last)[:, None] & is_column[None, :]
         place = row[:, None] * hidden + column[None, :]
@@ -160,7 +160,7 @@ def column_sums(
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     is_column = column < columns
     sums = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for start in tl.range(0, rows_each, ROWS, num_stages=3):
+    for start in tl.range(0, rows_each, ROWS, num_stages=3):  # loads run ahead
         row = first + start + tl.arange(0, ROWS)
         mask = (row < last)[:, None] & is_column[None, :]
         sums += tl.load(x + row[:, None] * row_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
