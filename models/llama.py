@@ -74,7 +74,8 @@ class LlamaAttention(JoinsWeights):
     def forward(self, hidden: Tensor, rope: RopeTables, mask: AttentionMask) -> Tensor:
         projected = column_parallel_linears(hidden, (self.q_proj, self.k_proj, self.v_proj))
         query, key, value = (split_heads(x, self.head_dim, sequence_first=self.sequence_first) for x in projected)
-        query, key, value = apply_rope_qkv(query, key, value, *rope)
+        in_place = runs_as(self.core_attn, CoreAttention)  # nobody else sees what is projected, nor its gradients
+        query, key, value = apply_rope_qkv(query, key, value, *rope, in_place=in_place)
         context = self.core_attn(query, key, value, mask)  # [B, h/T, S, d]
         return self.o_proj(merge_heads(context, sequence_first=self.sequence_first))
 

@@ -9,7 +9,7 @@ _TRITON = {
     "RMSNorm, residual + RMSNorm": "one pass over memory each way; the residual's gradient is added in the norm's pass",
     "SwiGLU, GeGLU": "one pass; backward makes the activation anew and puts gradients in gate's and up's places",
     "GeLU": "one pass each way; a polynomial in erf's place",
-    "RoPE (full, partial)": "one pass; one projection's parts get their gradients as one; GPT-NeoX's turn in place",
+    "RoPE (full, partial)": "one pass; one projection's parts turn in place, and get their gradients as one",
     "residual + bias": "one pass, where PyTorch makes two",
     "two affine parts of one LayerNorm": "GPT-NeoX's parallel branches: one pass each way for both",
     "biases' gradients": "ranges of rows first; loads run ahead of the sums, where PyTorch's reduction waits for them",

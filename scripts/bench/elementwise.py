@@ -23,7 +23,7 @@ from torch import Tensor
 
 from nxd_memopt.backends import backend
 from nxd_memopt.ops.activation import activation, gated_activation
-from nxd_memopt.ops.joined import Layout, split_last
+from nxd_memopt.ops.joined import Layout, joined, split_last
 from nxd_memopt.ops.norm import (
     add_rms_norm,
     affine_branches,
@@ -204,6 +204,20 @@ def _competitors(
     return functions if liger is None else {**functions, "liger": liger}
 
 
+class Parts(torch.autograd.Function):
+    """``split`` as the models' joined layers do it: gradients that lie side by side are one tensor already."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, *sizes: int) -> tuple[Tensor, ...]:
+        ctx.count = len(sizes)
+        return whole.split(sizes, dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        whole = joined(grads, -1)
+        return torch.cat(grads, dim=-1) if whole is None else whole, *[None] * ctx.count
+
+
 @dataclass(frozen=True)
 class Projection:
     """Query, key and value of one projection: GPT-NeoX's have a head's three beside each other, LLaMA's do not."""
@@ -214,14 +228,16 @@ class Projection:
     rotary_dim: int
     by_head: bool
 
-    def split(self, whole: Tensor) -> Sequence[Tensor]:
+    def split(self, whole: Tensor, *, as_models_do: bool) -> Sequence[Tensor]:
         if self.by_head:
-            return split_last(whole.unflatten(-1, (self.heads, -1)).transpose(1, 2), 3)
+            heads = whole.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            return split_last(heads, 3) if as_models_do else heads.chunk(3, dim=-1)
         sizes = [count * self.head_dim for count in (self.heads, self.groups, self.groups)]
-        return [part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in whole.split(sizes, dim=-1)]
+        parts = Parts.apply(whole, *sizes) if as_models_do else whole.split(sizes, dim=-1)
+        return [part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in parts]
 
     def case(self, tokens: int) -> Case:
-        """RoPE, and the gradients back as one tensor; where GPT-NeoX's model rotates in place, so does ``ours``.
+        """RoPE, and the gradients back as one tensor; ``ours`` rotates in place, as the models do, or copies.
 
         In backward only of attention that writes its gradients side by side, as flash4 does; not ``gradients apart``.
         """
@@ -229,19 +245,18 @@ class Projection:
         frequencies = rope_frequencies(self.rotary_dim, {"rope_theta": 5e5})
         tables = rope_tables(frequencies, positions, torch.bfloat16)
 
-        def ours(whole: Tensor, *, in_place: bool = False) -> tuple[Tensor, ...]:
-            query, key, value = self.split(whole)
+        def ours(whole: Tensor, *, in_place: bool) -> tuple[Tensor, ...]:
+            query, key, value = self.split(whole, as_models_do=True)
             return apply_rope_qkv(query, key, value, *tables, in_place=in_place)
 
         def plain(whole: Tensor) -> tuple[Tensor, ...]:
-            query, key, value = self.split(whole)
+            query, key, value = self.split(whole, as_models_do=False)
             rotated = plain_rope(query[..., : self.rotary_dim], key[..., : self.rotary_dim], *tables)
             passed = (query[..., self.rotary_dim :], key[..., self.rotary_dim :])
             return *(torch.cat(parts, dim=-1) for parts in zip(rotated, passed, strict=True)), value
 
-        functions = _competitors(partial(ours, in_place=self.by_head), plain)
-        if self.by_head:
-            functions |= {"ours, gradients apart": functions["ours"], "ours, copied": lambda: ours}
+        functions = _competitors(partial(ours, in_place=True), plain)
+        functions |= {"ours, gradients apart": functions["ours"], "ours, copied": lambda: partial(ours, in_place=False)}
         turned = (self.heads + self.groups) * self.rotary_dim
         width = (self.heads + 2 * self.groups) * self.head_dim
         return Case((random(1, tokens, width),), functions, 4 * (turned / width if self.by_head else 1))

@@ -33,7 +33,7 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 1.5e-2), (torch.float16, 2e-3)])
 @pytest.mark.parametrize("shape", [(47, 6144, 123), (1100, 96, 123), (300, 96, 50257)], ids=str)
 def test_equals_float64(shape, dtype, bound, reduction, terms, logits_bytes):
-    """fp32 to the order of its sums, of which cuBLAS has another without a workspace; the others to what rounding logits and their gradient costs eager PyTorch too."""
+    """fp32 to its sums' order, which cuBLAS's workspace changes; the others to what rounding costs eager PyTorch."""
     tokens, hidden, vocab = shape
     x, weight, target = inputs(tokens, hidden, vocab)
     weight = weight.detach() * (96 / hidden) ** 0.5

@@ -13,7 +13,7 @@ from nxd_memopt.ops.cuda import rope
 from nxd_memopt.ops.joined import joined, split_last
 from nxd_memopt.ops.rope import apply_rope, apply_rope_qkv, rope_frequencies, rope_tables
 from tests.cuda.against_float64 import DTYPES, compare, random
-from tests.reference_models import gpt_neox_config, parallel_model
+from tests.reference_models import gpt_neox_config, llama_config, parallel_model
 
 pytestmark = [
     pytest.mark.cuda,
@@ -94,6 +94,41 @@ def test_rope_in_place(heads, head_dim, rotary_dim, joined_gradients, dtype, bou
         _ = parts[0].grad_fn
 
 
+@pytest.mark.parametrize(("dtype", "bound"), DTYPES)
+@pytest.mark.parametrize(("heads", "groups"), [(8, 2), (3, 3)])
+@pytest.mark.parametrize("joined_gradients", [True, False])
+def test_rope_in_place_of_grouped_heads(joined_gradients, heads, groups, dtype, bound, monkeypatch):
+    """Heads of query and of key lie in a row, as LLaMA's do: one kernel turns both."""
+    head_dim, calls, turned_apart = 32, [], rope._turned
+
+    def turned(*tensors, **options):
+        calls.append(options.get("in_place", False))
+        return turned_apart(*tensors, **options)
+
+    def split(x):
+        sizes = [heads * head_dim, groups * head_dim, groups * head_dim]
+        return [part.unflatten(-1, (-1, head_dim)).permute(1, 2, 0, 3) for part in x.split(sizes, -1)]
+
+    monkeypatch.setattr(rope, "_turned", turned)
+    tables = rope_tables(
+        rope_frequencies(head_dim, {"rope_theta": 10000.0}), torch.arange(33, device=backend.device)[None], dtype
+    )
+    whole, upstream = (random(33, 2, (heads + 2 * groups) * head_dim, dtype=dtype) for _ in range(2))
+    exact = [part.double().requires_grad_() for part in split(whole)]
+    parts = [part.detach().requires_grad_() for part in split(whole)]
+    found = apply_rope_qkv(*parts, *tables, in_place=True)
+    expected = apply_rope_qkv(*exact, *(table.double() for table in tables))
+    assert calls == [True] and [x.data_ptr() for x in found] == [x.data_ptr() for x in parts]
+    given = split(upstream.clone())
+    given = given if joined_gradients else [x.clone() for x in given]
+    wanted = torch.autograd.grad(expected, exact, [x.double() for x in given])
+    grads = torch.autograd.grad(found, parts, given)
+    assert (grads[0].data_ptr() == given[0].data_ptr()) == joined_gradients
+    assert joined(grads[:2], 1) is not None
+    for a, b in zip((*found, *grads), (*expected, *wanted), strict=True):
+        assert (a.double() - b).norm() / b.norm() < bound
+
+
 class KeepMatmuls(TorchDispatchMode):
     """What selective checkpointing does first."""
 
@@ -101,10 +136,20 @@ class KeepMatmuls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+NEOX = {"hidden_size": 256, "num_attention_heads": 4}
+
+
 @pytest.mark.parametrize("watch", ["output", "attention", "all modules", "dispatch"])
-@pytest.mark.parametrize("use_parallel_residual", [True, False])
-def test_rope_is_in_place_where_nobody_looks(watch, use_parallel_residual, monkeypatch):
-    settings = gpt_neox_config(hidden_size=256, num_attention_heads=4, use_parallel_residual=use_parallel_residual)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        gpt_neox_config(**NEOX),
+        gpt_neox_config(**NEOX, use_parallel_residual=False),
+        llama_config(hidden_size=256),
+    ],
+    ids=["parallel residual", "serial residual", "llama"],
+)
+def test_rope_is_in_place_where_nobody_looks(watch, settings, monkeypatch):
     model = parallel_model(settings).to(backend.device)
     ids = torch.randint(0, 32, (1, 16), device=backend.device)
     calls, turn = [], rope._turn_all
@@ -115,19 +160,22 @@ def test_rope_is_in_place_where_nobody_looks(watch, use_parallel_residual, monke
 
     monkeypatch.setattr(rope, "_turn_all", turn_all)
     model(ids, labels=ids).loss.backward()
-    assert all(calls[: len(calls) // 2]), "forward, unwatched"
+    assert calls and all(calls[: len(calls) // 2]), "forward, unwatched"
     calls.clear()
-    kept, attention = [], model.decoder_layers()[0].attention
+    kept, layer = [], model.decoder_layers()[0]
+    is_llama = hasattr(layer, "self_attn")
+    attention = layer.self_attn if is_llama else layer.attention
+    seen = attention.core_attn if is_llama else attention.query_key_value  # LLaMA's projections are not called
     hook = lambda module, args, output: kept.append((output, output.clone()))  # noqa: E731
     mode = KeepMatmuls() if watch == "dispatch" else contextlib.nullcontext()
     handle = None
     if watch == "output":
-        handle = attention.query_key_value.register_forward_hook(hook)
+        handle = seen.register_forward_hook(hook)
     elif watch == "attention":
         handle = attention.core_attn.register_forward_hook(hook)
     elif watch == "all modules":
         handle = torch.nn.modules.module.register_module_forward_hook(
-            lambda module, args, output: hook(module, args, output) if module is attention.query_key_value else None
+            lambda module, args, output: hook(module, args, output) if module is seen else None
         )
     try:
         with mode:
