@@ -52,6 +52,9 @@ class Region:
         self._world.queue(lambda: self.fill(source.values()))
         return self
 
+    def clone(self) -> Region:
+        return Region(self._world, [None] * self.nbytes, 0, self.nbytes).copy_(self)
+
 
 class Stream:
     def __init__(self, world: World) -> None:

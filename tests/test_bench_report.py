@@ -39,7 +39,7 @@ def test_the_last_race_and_its_best_peer(monkeypatch):
     assert report.step_lines()[2:] == [
         "| m | 4 | 512 | none | 10 | 0.5 | 1.0 | fast: 20 | 1.0 | 0.50 | c |",
         "| m | 4 | 8,192 | full, attention kept | 80 | 0.5 | 1.0 | fast: 40 | 1.0 | 2.00 | c |",
-        "| m | 4 | 8,192 | none, offloaded | 90 | 0.5 | 1.0 | fast: 45 | 1.0 | 2.00 | c |",
+        "| m | 4 | 8,192 | none, offloaded | 90 | 0.5 | 1.0 | fast, recompute full: 45 | 1.0 | 2.00 | c |",
         "| m | 4 | 8,192 | none, CUDA graph | 350 | 0.5 | 1.0 | fast: 200 | 1.0 | 1.75 | c |",
     ]
 
@@ -54,6 +54,7 @@ def test_scaling_shows_the_fastest_of_the_last_day(monkeypatch):
         ours("1", 200, date="2026-01-02"),
         ours("10", 100, date="2026-01-01", variant="ours, CUDA graph"),
         ours("2", 200, date="2026-01-01"),
+        ours("2", 700, date="2026-01-01") | {"commit": "d-dirty"},
         ours("2", None, date="2026-01-03"),
         ours("2", 800, date="2026-01-03", variant="peer"),
         row("ours", 50, command="", tokens=512),

@@ -75,7 +75,7 @@ def step_lines() -> list[str]:
         cells += [
             ours["mfu"],
             ours["peak_gib"],
-            f"{best[1]}: {other:,.0f}",
+            f"{best[1]}{_if_other_recompute(peer, ours)}: {other:,.0f}",
             peer["peak_gib"],
             f"{speed / other:.2f}",
             ours["commit"],
@@ -84,11 +84,23 @@ def step_lines() -> list[str]:
     return lines
 
 
+def _if_other_recompute(peer: Row, ours: Row) -> str:
+    first = [row["recompute"].partition(",")[0] for row in (peer, ours)]
+    return "" if first[0] == first[1] else f", recompute {peer['recompute']}"
+
+
 def scaling_lines() -> list[str]:
-    """Ours by the number of GPUs: the fastest setting of the last day on which each was measured."""
+    """Ours by the number of GPUs: the fastest setting of the last day on which each was measured.
+
+    Commits with changes beside them (``-dirty``) count where there are no others of that day.
+    """
     fastest: dict[tuple[str, str], dict[str, Row]] = {}
     rows = [row for row in rows_of("train_step") if _is_ours(row["variant"]) and row["tokens_per_s_per_device"]]
-    for row in sorted(rows, key=lambda row: (row["date"], float(row["tokens_per_s_per_device"]))):
+
+    def rank(row: Row) -> tuple[str, bool, float]:
+        return row["date"], not row["commit"].endswith("-dirty"), float(row["tokens_per_s_per_device"])
+
+    for row in sorted(rows, key=rank):
         fastest.setdefault((row["model"], row["tokens"]), {})[row["tensor_parallel"]] = row
     sizes = sorted({size for by_size in fastest.values() for size in by_size}, key=int)
     lines = [f"| model | tokens | {' | '.join(f'T={size}' for size in sizes)} |", "|---" * (len(sizes) + 2) + "|"]
