@@ -13,6 +13,7 @@ def test_only_time_without_computation_is_exposed():
             ("gemm", 16, 20),  # 1 idle before it
             ("wait_signal_kernel", 18, 19),  # hidden
             ("wait_for_signals", 20, 22),  # 2 more
+            ("Memcpy DtoD (Device -> Device)", 10, 22),  # own rows beside those sent
             ("Memcpy DtoH (Device -> Pinned)", 0, 30),  # offloading
         ]
     )

@@ -161,7 +161,25 @@ def replays_beside_another_stream(world, rank, size, memory) -> None:
                 read(world, gathering(world, memory, rank, eager), eager, size, in_pieces=turn % 3 > 0)
 
 
+def after_captures_that_fail(world, rank, size, memory) -> None:
+    """At their very end: what they queued never runs."""
+    for turn in range(TURNS):
+        read(world, gathering(world, memory, rank, turn), turn, size, in_pieces=turn % 2 > 0)
+        memory.settle()
+        queued, meetings = {stream: len(stream.work) for stream in world.streams[rank]}, world.meetings[rank]
+        with pytest.raises(MemoryError), memory.restored_on_failure():
+            with world.on(world.new_stream()), memory.captured():
+                gathering(world, memory, rank, -turn).wait()
+                gathering(world, memory, rank, -turn)  # nobody reads it
+            raise MemoryError("the graph")
+        for stream in world.streams[rank]:
+            while len(stream.work) > queued.get(stream, 0):
+                stream.work.pop()
+        world.meetings[rank] = meetings
+
+
 PROGRAMS = (
+    after_captures_that_fail,
     as_layers_do,
     as_the_head_does,
     with_failures,
@@ -177,6 +195,24 @@ PROGRAMS = (
 def test_no_order_of_streams_is_wrong(monkeypatch, program, size):
     for seed in range(SCHEDULES):
         assert played(monkeypatch, program, size, seed) == (0, 0, 0), f"schedule {seed}"
+
+
+def test_a_slot_that_could_not_be_had_leaves_no_trace(monkeypatch):
+    def no_room(*args):
+        raise RuntimeError("no room")
+
+    def program(world, rank, size, memory) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(peer_memory, "_Slot", no_room)
+            for start in (gathering, reduction):
+                arguments = (size,) if start is reduction else ()
+                with pytest.raises(RuntimeError, match="no room"):
+                    start(world, memory, rank, 0, *arguments)
+        as_layers_do(world, rank, size, memory)
+        memory.meet()
+
+    for seed in range(SCHEDULES):
+        assert played(monkeypatch, program, 2, seed) == (0, 0, 0), f"schedule {seed}"
 
 
 @pytest.mark.parametrize("size", [2, 4])

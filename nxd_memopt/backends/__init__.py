@@ -10,7 +10,7 @@ from nxd_memopt.backends.cpu import CpuBackend
 from nxd_memopt.backends.cuda import CudaBackend
 from nxd_memopt.backends.host_transfers import HostTransfers, Transfer
 from nxd_memopt.backends.neuron import NeuronBackend
-from nxd_memopt.backends.pieces import Completed, Gathering, Pending, Reduction
+from nxd_memopt.backends.pieces import Completed, Gathering, Reduction
 from nxd_memopt.backends.xla import XlaBackend
 
 BACKENDS: dict[str, type[Backend]] = {
@@ -70,7 +70,6 @@ __all__ = [
     "Completed",
     "Gathering",
     "HostTransfers",
-    "Pending",
     "Reduction",
     "Transfer",
     "backend",

@@ -143,7 +143,7 @@ class Backend(ABC):
         Args:
             tensor: this rank's chunk.
             group: of the ranks.
-            whole: all rows are wanted in one tensor, by ``wait()``, which is not called otherwise.
+            whole: all rows are wanted in one tensor, by ``wait()`` or ``take()``, which are not called otherwise.
             host_is_ahead: the device has long work; the host's time to start pieces does not count.
         """
         del whole, host_is_ahead

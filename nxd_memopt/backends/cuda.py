@@ -121,6 +121,8 @@ class CudaBackend(C10dBackend):
         self._keep_peak(self._unseen_bytes())
         pool = torch.cuda.graph_pool_handle() if beside is None else beside.graph.pool()
         with ExitStack() as stack:
+            for memory in memories:
+                stack.enter_context(memory.restored_on_failure())
             stack.enter_context(self._recording())
             stack.enter_context(self._captured_into(graph, pool))
             for memory in memories:

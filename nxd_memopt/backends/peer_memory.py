@@ -33,8 +33,9 @@ class _Slot:
 
         self.size_bytes = size_bytes
         self._rank = group.rank()
-        self._memory = symmetric.empty(size_bytes, dtype=torch.uint8, device=device)
+        torch.cuda.empty_cache()  # what the allocator keeps free is out of the mapping's reach
         try:
+            self._memory = symmetric.empty(size_bytes, dtype=torch.uint8, device=device)
             self._handle: Any = symmetric.rendezvous(self._memory, group)
         except RuntimeError as error:
             raise RuntimeError(
@@ -74,14 +75,12 @@ class _Slot:
 
 
 class PeerMemory:
-    """Some ranks' slots and the stream of their copies. All ranks start the same operations in one order."""
+    """Some ranks' slots, and streams of their copies. All ranks start the same operations in one order."""
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         self._group, self.device = group, device
         self.rank, self.size = group.rank(), group.size()
-        self.stream = torch.cuda.Stream(device, priority=-1)
-        self._signals = torch.cuda.Stream(device, priority=-1)
-        self._keeping = torch.cuda.Stream(device, priority=-1)
+        self.sending, self.keeping, self._signals = (torch.cuda.Stream(device, priority=-1) for _ in range(3))
         self._made, self._copied = torch.cuda.Event(), torch.cuda.Event()
         self._has_signalled = False
         self._used_on = torch.cuda.current_stream(device)
@@ -102,21 +101,24 @@ class PeerMemory:
         if kind in self._unfinished:
             self._finish(self._unfinished[kind], stream)
         self._use_on(stream)
-        self._unfinished[kind] = operation
-        index = self._started[kind] = (self._started[kind] + 1) % _SLOTS
+        index = (self._started[kind] + 1) % _SLOTS
         slot = self._slots.get((kind, index))
         if slot is None or slot.size_bytes < size_bytes:
             torch.cuda.synchronize(self.device)  # the rendezvous waits for all ranks: nobody uses the old one
-            if slot is not None and self._is_captured:
-                self._outgrown.append(slot)
+            outgrown = [] if slot is None or not self._is_captured else [slot]
             rounded = -(-size_bytes // _GRANULARITY_BYTES) * _GRANULARITY_BYTES
             with torch.inference_mode(False):
                 slot = self._slots[kind, index] = _Slot(rounded, self._group, self.device)
+            self._outgrown += outgrown
+        self._started[kind], self._unfinished[kind] = index, operation
         return slot
 
     def _finish(self, operation: _Operation, stream: torch.cuda.Stream) -> None:
-        with torch.cuda.stream(operation.stream):
-            operation.finish()
+        try:
+            with torch.cuda.stream(operation.stream):
+                operation.finish()
+        finally:
+            self.forget(operation)
         if operation.stream != stream:
             _let_wait(stream, operation.stream)
 
@@ -149,48 +151,43 @@ class PeerMemory:
     @contextmanager
     def captured(self) -> Iterator[None]:
         """Around what a graph records: its slots do not take turns with those of what runs before and behind it."""
-        started, self._is_captured = self._started, True
+        self._is_captured = True
+        self.meet()
+        yield
+        self.meet()
+
+    @contextmanager
+    def restored_on_failure(self) -> Iterator[None]:
+        """Around a capture: where it fails, up to its end, nothing that it began was given to the device."""
+        before = dict(self._started), self._used_on
         try:
-            self.meet()
             yield
-            self.meet()
-        except BaseException:  # what began was not given to the device
+        except BaseException:
             for operation in self._unfinished.values():
                 operation.drop()
             self._unfinished.clear()
-            self._started, self._has_signalled = started, False
+            (self._started, self._used_on), self._has_signalled = before, False
             raise
 
     @contextmanager
-    def copying(self, main: torch.cuda.Stream, sent: torch.cuda.Event) -> Iterator[None]:
-        """Inside, on the stream of copies, behind all that ``main`` has been given; ``sent`` is its end."""
+    def copying(self, stream: torch.cuda.Stream, main: torch.cuda.Stream, done: torch.cuda.Event) -> Iterator[None]:
+        """Inside, on ``stream``, behind all that ``main`` has been given; ``done`` is its end."""
         self._made.record(main)
-        self.stream.wait_event(self._made)
-        torch.cuda.set_stream(self.stream)
+        stream.wait_event(self._made)
+        torch.cuda.set_stream(stream)
         try:
             yield
-            sent.record(self.stream)
-        finally:
-            torch.cuda.set_stream(main)
-
-    def keep(self, own: Tensor, place: Tensor, kept: torch.cuda.Event) -> None:
-        """Behind ``copying``: copy this rank's rows beside what it sends; ``kept`` is the end of that."""
-        main = torch.cuda.current_stream(self.device)
-        self._keeping.wait_event(self._made)
-        torch.cuda.set_stream(self._keeping)
-        try:
-            place.copy_(own)
-            kept.record(self._keeping)
+            done.record(stream)
         finally:
             torch.cuda.set_stream(main)
 
     def signal(self, slot: _Slot, rank: int) -> None:
-        """Inside ``copying``: tell ``rank``, behind what was copied; the next copy does not wait until it is told."""
-        self._copied.record(self.stream)
+        """On the sending stream: tell ``rank``, behind what was copied; the next copy does not wait for it."""
+        self._copied.record(self.sending)
         self._signals.wait_event(self._copied)
         torch.cuda.set_stream(self._signals)
         slot.signal(rank)
-        torch.cuda.set_stream(self.stream)
+        torch.cuda.set_stream(self.sending)
         self._has_signalled = True
 
     def forget(self, operation: _Operation) -> None:
@@ -222,7 +219,7 @@ class _Operation:
         """Push ``rows`` to its place in the memory of each of ``ranks``: that of this rank's number."""
         memory, shape = self._memory, tuple(rows.shape)
         self._sending.append(rows)
-        with memory.copying(self.stream, self._sent):
+        with memory.copying(memory.sending, self.stream, self._sent):
             for rank in ranks:
                 slot.of(rank, shape, rows.dtype, memory.rank * rows.numel()).copy_(rows)
                 memory.signal(slot, rank)
@@ -261,6 +258,7 @@ class PeerGathering(_Operation):
     def __init__(self, memory: PeerMemory, shard: Tensor, *, whole: bool = True) -> None:
         super().__init__(memory)
         self._is_whole = whole
+        self._kept = torch.cuda.Event()
         self._shard = shard.contiguous()
         self.length = shard.size(0) * memory.size
         slot = memory.next_slot(self, self._shard.nbytes * memory.size)
@@ -268,19 +266,15 @@ class PeerGathering(_Operation):
         self._whole = slot.of(memory.rank, (self.length, *shard.shape[1:]), shard.dtype)
         self._missing = list(memory.others(-1))
         self._send(self._shard, memory.others(1), slot)
-        self._kept = torch.cuda.Event()
         if whole:
-            own = shard.size(0)
-            memory.keep(self._shard, self._whole[memory.rank * own :][:own], self._kept)
-
-    def finish(self) -> None:
-        if self._is_whole and not self._is_finished:
-            self._kept.wait(self.stream)
-        super().finish()
+            with memory.copying(memory.keeping, self.stream, self._kept):
+                self._whole[memory.rank * shard.size(0) :][: shard.size(0)].copy_(self._shard)
 
     def _receive(self, count: int | None = None) -> None:
         self._slot.wait_for(self._missing[:count])
         del self._missing[:count]
+        if self._is_whole and not self._missing:
+            self._kept.wait(self.stream)
 
     def pieces(self, operations_per_element: float = 0) -> Iterator[tuple[int, Tensor]]:
         """Own rows, then those that should have arrived."""
@@ -347,8 +341,10 @@ class PeerReduction(_Operation):
 
     def abandon(self) -> None:
         """The others still get their signals, without which they would wait, now or in a later operation."""
-        if self._slot is not None:
-            with self._memory.copying(self.stream, self._sent):
+        if self._slot is None:
+            self.drop()
+        else:
+            with self._memory.copying(self._memory.sending, self.stream, self._sent):
                 for rank in self._missing:
                     if rank != self._memory.rank:
                         self._memory.signal(self._slot, rank)

@@ -50,7 +50,10 @@ class Gathering(Protocol):
         ...
 
     def take(self) -> Tensor:
-        """``wait()`` in memory that is the caller's."""
+        """The rows of ``wait()`` where later gathers leave them alone; asked for before the group's next gather starts.
+
+        Not to be written to: of one rank they are its shard.
+        """
         ...
 
 

@@ -12,7 +12,7 @@ _TRITON = {
     "RoPE (full, partial)": "one pass; one projection's parts turn in place, and get their gradients as one",
     "residual + bias": "one pass, where PyTorch makes two",
     "two affine parts of one LayerNorm": "GPT-NeoX's parallel branches: one pass each way for both",
-    "biases' gradients": "ranges of rows first; loads run ahead of the sums, where PyTorch's reduction waits for them",
+    "gradients of biases of column-parallel layers and residuals": "sums of ranges of rows first, then of those",
     "cross entropy": "two passes over the logits, the second one in place",
     "AdamW": "one pass over parameters, gradients and moments",
 }

@@ -120,9 +120,9 @@ def _dense(like: Tensor, shape: torch.Size, strides: tuple[int, ...]) -> Tensor:
 
 class _Split(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, parts: int) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
         del ctx
-        return x.chunk(parts, dim=-1)
+        return x.split(sizes, dim=-1)
 
     @staticmethod
     @first_derivative_only
@@ -132,6 +132,10 @@ class _Split(torch.autograd.Function):
         return torch.cat(grads, dim=-1) if whole is None else whole, None
 
 
-def split_last(x: Tensor, parts: int) -> tuple[Tensor, ...]:
-    """``parts`` equal views of the last dimension; gradients that are joined already are not copied together."""
-    return cast("tuple[Tensor, ...]", _Split.apply(x, parts))
+def split_last(x: Tensor, parts: int | Sequence[int]) -> tuple[Tensor, ...]:
+    """Views of so many equal parts of the last dimension, or of parts of these sizes.
+
+    Gradients that are joined already are not copied together.
+    """
+    sizes = (x.size(-1) // parts,) * parts if isinstance(parts, int) else tuple(parts)
+    return cast("tuple[Tensor, ...]", _Split.apply(x, sizes))

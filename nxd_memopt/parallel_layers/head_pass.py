@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from nxd_memopt.backends import Gathering, Reduction, backend
 from nxd_memopt.ops.cross_entropy import LossTerms, combined_sums, local_sums, logits_gradient, token_losses
 from nxd_memopt.ops.logits_storage import Chunk, StoragePlan, matmul_into, overwriting_ranges
+from nxd_memopt.parallel_layers.communication import Communication
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,8 @@ class HeadPass:
         self.valid_rows = options.terms.vocab_size - self.first_row if padded else None
         self.needs_input, self.needs_weight = needs
         self.in_place = backend.views_share_memory
+        sequence = 0 if options.sequence_parallel else None
+        self.comm = Communication(options.group, sequence, options.reduce_dtype, host_is_ahead=True)
         self.plan = self._plan()
         self.weight_grad = self._new_weight_grad() if self.needs_weight and self.in_place else None
         self.tail = x.new_empty(self.plan.tail if self.in_place else 0)
@@ -134,16 +137,11 @@ class HeadPass:
 
     def _gathered(self) -> Iterator[tuple[Chunk, Tensor]]:
         """Each chunk with its input ``[tokens, H]``; the next one's gather is under way meanwhile."""
-        group = self.options.group if self.options.sequence_parallel else None
         upcoming: Gathering | None = None
         chunks = self.plan.chunks
-
-        def start(chunk: Chunk) -> Gathering:
-            return backend.start_gather(self.x[chunk.start : chunk.stop], group, host_is_ahead=True)
-
         for chunk, following in zip(chunks, (*chunks[1:], None), strict=False):
-            x = (upcoming or start(chunk)).take()
-            upcoming = following and start(following)
+            x = (upcoming or self.comm.gather(self.x[chunk.start : chunk.stop])).take()
+            upcoming = following and self.comm.gather(self.x[following.start : following.stop])
             yield chunk, F.pad(x, (0, 0, 0, chunk.tokens - x.size(0))) if chunk.tokens > x.size(0) else x
 
     def _chunk(self, chunk: Chunk, x: Tensor) -> Iterator[Tensor]:
@@ -221,7 +219,7 @@ class HeadPass:
 
     def _add_input_grad(self, chunk: Chunk, grads: Sequence[tuple[int, Tensor]]) -> None:
         """The parts' products, smaller parts first: what is rounded between two of them is the smaller."""
-        self._end_reduction()
+        self._end_reduction()  # its rows are free before the next are made
         rows, hidden = chunk.stop - chunk.start, self.x.size(1)
         in_tail = self.plan.input_grad and chunk.tokens == rows
         out = self.tail[: self.x.numel()].view(-1, hidden)[chunk.start : chunk.stop] if in_tail else None
@@ -234,16 +232,8 @@ class HeadPass:
         if backend.group_size(self.options.group) == 1:
             self.input_grads.append(total)
         else:
-            self.reduction = self._start_reduction(total.to(self.options.reduce_dtype or total.dtype))
-
-    def _start_reduction(self, total: Tensor) -> Reduction:
-        options = self.options
-        reduction = backend.start_reduction(
-            total.shape, total.dtype, options.group, scattered=options.sequence_parallel, host_is_ahead=True
-        )
-        for start, stop in reduction.pieces:
-            reduction.put(start, total[start:stop])
-        return reduction
+            made = total
+            self.reduction = self.comm.reduce(lambda start, stop: made[start:stop], made.shape, made.dtype)
 
     def _end_reduction(self) -> None:
         if self.reduction is not None:

@@ -20,52 +20,7 @@ from nxd_memopt.ops.autograd import as_dtype, first_derivative_only
 from nxd_memopt.ops.held import Held, bind, saved
 from nxd_memopt.ops.joined import joined
 from nxd_memopt.ops.sums import column_sums
-
-
-@dataclass(frozen=True)
-class Communication:
-    """How a linear layer's activations meet those of the other ranks.
-
-    Args:
-        group: of the ranks.
-        sequence_dimension: which dimension of a shard is the sequence; ``None``: activations are replicated.
-        reduce_dtype: of reductions; ``None``: the tensors' own.
-    """
-
-    group: ProcessGroup | None
-    sequence_dimension: int | None
-    reduce_dtype: torch.dtype | None
-
-    def sequence_first(self, x: Tensor) -> Tensor:
-        return x.movedim(self.sequence_dimension, 0) if self.sequence_dimension else x
-
-    def as_given(self, x: Tensor) -> Tensor:
-        """The inverse of ``sequence_first``."""
-        return x.movedim(0, self.sequence_dimension) if self.sequence_dimension else x
-
-    def gather(self, shard: Tensor, *, whole: bool = True) -> Gathering:
-        """``[s, ...] -> [S, ...]``; replicated activations are whole already. ``whole``: not in pieces alone."""
-        return backend.start_gather(shard, None if self.sequence_dimension is None else self.group, whole=whole)
-
-    def reduce(self, rows: Callable[[int, int], Tensor], shape: Sequence[int], dtype: torch.dtype) -> Reduction:
-        """Sum ``rows(start, stop)``, this rank's part of ``[S, ...]``, over the ranks; a shard of it, or all.
-
-        Matmuls behind it run while the last rows are under way.
-
-        Args:
-            rows: computes a range of them.
-            shape: of all of them.
-            dtype: of what ``rows`` returns.
-        """
-        wide = self.reduce_dtype or dtype
-        reduction = backend.start_reduction(shape, wide, self.group, scattered=self.sequence_dimension is not None)
-        try:
-            for start, stop in reduction.pieces:
-                reduction.put(start, as_dtype(rows(start, stop), wide))
-        except BaseException:  # out of memory, say, after which a script may go on with the next batch
-            reduction.abandon()
-            raise
-        return reduction
+from nxd_memopt.parallel_layers.communication import Communication
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from nxd_memopt.backends import backend
 from nxd_memopt.ops.activation import activation, gated_activation
-from nxd_memopt.ops.joined import Layout, joined, split_last
+from nxd_memopt.ops.joined import Layout, split_last
 from nxd_memopt.ops.norm import (
     add_rms_norm,
     affine_branches,
@@ -204,20 +204,6 @@ def _competitors(
     return functions if liger is None else {**functions, "liger": liger}
 
 
-class Parts(torch.autograd.Function):
-    """``split`` as the models' joined layers do it: gradients that lie side by side are one tensor already."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, *sizes: int) -> tuple[Tensor, ...]:
-        ctx.count = len(sizes)
-        return whole.split(sizes, dim=-1)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        whole = joined(grads, -1)
-        return torch.cat(grads, dim=-1) if whole is None else whole, *[None] * ctx.count
-
-
 @dataclass(frozen=True)
 class Projection:
     """Query, key and value of one projection: GPT-NeoX's have a head's three beside each other, LLaMA's do not."""
@@ -233,7 +219,7 @@ class Projection:
             heads = whole.unflatten(-1, (self.heads, -1)).transpose(1, 2)
             return split_last(heads, 3) if as_models_do else heads.chunk(3, dim=-1)
         sizes = [count * self.head_dim for count in (self.heads, self.groups, self.groups)]
-        parts = Parts.apply(whole, *sizes) if as_models_do else whole.split(sizes, dim=-1)
+        parts = split_last(whole, sizes) if as_models_do else whole.split(sizes, dim=-1)
         return [part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in parts]
 
     def case(self, tokens: int) -> Case:
@@ -259,7 +245,7 @@ class Projection:
         functions |= {"ours, gradients apart": functions["ours"], "ours, copied": lambda: partial(ours, in_place=False)}
         turned = (self.heads + self.groups) * self.rotary_dim
         width = (self.heads + 2 * self.groups) * self.head_dim
-        return Case((random(1, tokens, width),), functions, 4 * (turned / width if self.by_head else 1))
+        return Case((random(1, tokens, width),), functions, 4 * turned / width)
 
 
 def forward_and_backward(function: Function, inputs: Sequence[Tensor], *, apart: bool) -> Callable[[], object]:

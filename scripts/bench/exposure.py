@@ -19,6 +19,7 @@ _COMMUNICATION = (
     "multimem",
 )
 _WITH_HOST = ("memcpy htod", "memcpy dtoh")  # copy engines; they are neither computation nor communication of ranks
+_COPIES = ("memcpy dtod", "memcpy128")  # within the device, as those of own rows beside what is sent: they hide nothing
 Interval = tuple[float, float]
 
 
@@ -27,16 +28,17 @@ def _is(name: str, kinds: tuple[str, ...]) -> bool:
 
 
 def exposure(events: Iterable[tuple[str, float, float]]) -> dict[str, float]:
-    """Of ``(name, start, end)`` of the device's work, in one unit: the time with computation, with nothing but
-    communication between ranks, and with neither."""
+    """Of ``(name, start, end)`` of the device's work, in one unit: the time with computation, with communication
+    between ranks and no computation, and with neither (copies within the device are neither)."""
     named = [event for event in events if not _is(event[0], _WITH_HOST)]
-    compute = _union((start, end) for name, start, end in named if not _is(name, _COMMUNICATION))
+    compute = _union((start, end) for name, start, end in named if not _is(name, _COMMUNICATION + _COPIES))
+    busy = _union((start, end) for name, start, end in named if not _is(name, _COPIES))
     every = _union((start, end) for _, start, end in named)
     length = every[-1][1] - every[0][0] if every else 0.0
     return {
         "compute": _total(compute),
-        "exposed_communication": _total(every) - _total(compute),
-        "idle": length - _total(every),
+        "exposed_communication": _total(busy) - _total(compute),
+        "idle": length - _total(busy),
     }
 
 

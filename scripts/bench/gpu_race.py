@@ -1,6 +1,6 @@
 """Owns how competitors are timed on one GPU: they take turns in one process, each turn a few calls without a pause.
 
-Before a turn the device is kept busy for about 50 ms, in which the host hands over the calls: what is timed is the
+Before a turn the device is kept busy for longer than the host takes to hand over the calls: what is timed is the
 device's work, and not how long Python takes to start it.
 """
 
@@ -10,6 +10,7 @@ import argparse
 import gc
 import itertools
 import statistics
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -18,7 +19,8 @@ import torch
 from nxd_memopt.backends import backend
 
 CALLS_A_TURN = 3
-_HEAD_START_CYCLES = 100_000_000  # about 50 ms
+_HEAD_START_S = 0.05  # at least
+_CYCLES_PER_S = 2_000_000_000
 Call = Callable[[], object]
 
 
@@ -46,14 +48,17 @@ def race(calls: Mapping[str, Call], turns: int) -> dict[str, float]:
         for name, call in calls.items():
             gc.collect()
             torch.cuda.empty_cache()
+            start = time.perf_counter()
             call()
-            times[name] += _milliseconds(call)
+            times[name] += _milliseconds(call, time.perf_counter() - start)
     return {name: statistics.median(found) for name, found in times.items()}
 
 
-def _milliseconds(call: Call) -> list[float]:
+def _milliseconds(call: Call, host_s: float) -> list[float]:
+    """Args: host_s: what the host takes to hand over one call, at most."""
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(CALLS_A_TURN + 1)]
-    torch.cuda._sleep(_HEAD_START_CYCLES)
+    head_start_s = max(_HEAD_START_S, 1.5 * CALLS_A_TURN * host_s)
+    torch.cuda._sleep(int(head_start_s * _CYCLES_PER_S))
     marks[0].record()
     for mark in marks[1:]:
         call()

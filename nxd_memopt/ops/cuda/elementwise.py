@@ -27,7 +27,7 @@ KINDS = {
 _BLOCK = 1024
 _NORM_PROGRAMS = 264  # two for each of an H200's processors
 _AFFINE_RANGES, _AFFINE_ROWS, _AFFINE_COLUMNS = 64, 4, 512
-_SUM_PROGRAMS, _SUM_ROWS, _SUM_COLUMNS = 528, 8, 512
+_SUM_PROGRAMS, _SUM_ROWS, _SUM_COLUMNS = 528, 8, 512  # four programs for each processor
 
 
 def _kernels() -> Any:
@@ -62,8 +62,7 @@ class _AddRMSNorm(torch.autograd.Function):
         flat, grad = x.contiguous(), grad.contiguous()
         dtotal = grad if total_grad is None else total_grad.contiguous()
         rows, hidden = rstd.numel(), x.size(-1)
-        rows_each = -(-rows // _NORM_PROGRAMS)
-        programs = -(-rows // rows_each)
+        programs, rows_each = _ranges(rows, 1, _NORM_PROGRAMS)
         dx, parts = torch.empty_like(flat), torch.empty(programs, hidden, dtype=torch.float32, device=x.device)
         options = {"ADDS": total_grad is not None, "BLOCK": power_of_2(hidden), "num_warps": 8}
         _kernels().rms_norm_backward[(programs,)](
