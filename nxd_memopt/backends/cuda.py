@@ -24,7 +24,7 @@ from nxd_memopt.backends.peer_memory import PeerGathering, PeerMemory, PeerReduc
 from nxd_memopt.backends.pieces import Gathering, Reduction
 
 PEER_MEMORY_SWITCH = "NXD_MEMOPT_PEER_MEMORY"
-_PEER_MEMORY_BYTES = 10 << 20  # a smaller chunk moves in less time than the host takes to start its pieces
+_PEER_MEMORY_BYTES = 20 << 20  # a smaller chunk moves in less time than the host takes to start its pieces
 _PEER_MEMORY_BYTES_AHEAD = 1 << 20  # where the host is not waited for, as in a graph
 
 

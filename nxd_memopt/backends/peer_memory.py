@@ -42,10 +42,10 @@ class _Slot:
                 f"the {group.size()} ranks of a group cannot map {size_bytes} bytes of each other's GPU memory: set "
                 "NXD_MEMOPT_PEER_MEMORY=0 on all of them"
             ) from error
-        self._write = torch.ops.symm_mem.stream_write_value32_.default
         self._views: dict[tuple[int, tuple[int, ...], torch.dtype, int], Tensor] = {}  # a new one takes microseconds
-        self._pads = [self._handle.get_signal_pad(rank, (group.size(),), torch.uint32) for rank in range(group.size())]
-        self._own_pad = self._handle.get_signal_pad(self._rank, (group.size(),), torch.int32)
+        pads = [self._handle.get_signal_pad(rank, (group.size(),), torch.int32) for rank in range(group.size())]
+        self._own_pad, self._words = pads[self._rank], [pad[self._rank] for pad in pads]
+        self._one = torch.ones((), dtype=torch.int32, device=device)
 
     def of(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> Tensor:
         """The memory of ``rank`` as a tensor, from its ``offset``-th element on."""
@@ -58,8 +58,12 @@ class _Slot:
         return self._views[key]
 
     def signal(self, rank: int) -> None:
-        """When the current stream comes here, tell ``rank`` that this rank's rows are there."""
-        self._write(self._pads[rank], self._rank, 1)
+        """When the current stream comes here, tell ``rank`` that this rank's rows are there.
+
+        By one more copy, as NCCL's copy-engine collectives do. ``cuStreamWriteValue32`` holds the next copy up for 13
+        us; from a stream beside, a graph runs it behind the last copy of all that follow each other.
+        """
+        self._words[rank].copy_(self._one)
 
     def meet(self) -> None:
         """Let the current stream wait until those of all ranks come here."""
@@ -80,9 +84,8 @@ class PeerMemory:
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         self._group, self.device = group, device
         self.rank, self.size = group.rank(), group.size()
-        self.sending, self.keeping, self._signals = (torch.cuda.Stream(device, priority=-1) for _ in range(3))
-        self._made, self._copied = torch.cuda.Event(), torch.cuda.Event()
-        self._has_signalled = False
+        self.sending, self.keeping = (torch.cuda.Stream(device, priority=-1) for _ in range(2))
+        self._made = torch.cuda.Event()
         self._used_on = torch.cuda.current_stream(device)
         self._slots: dict[tuple[type, int], _Slot] = {}
         self._outgrown: list[_Slot] = []  # captured graphs may use them still
@@ -134,9 +137,6 @@ class PeerMemory:
         for operation in list(self._unfinished.values()):
             self._finish(operation, stream)
         self._use_on(stream)
-        if self._has_signalled:  # a capture ends with all its streams in one
-            stream.wait_stream(self._signals)
-            self._has_signalled = False
 
     def meet(self) -> None:
         """Let the current stream wait until those of all ranks come here: every slot is free then.
@@ -166,7 +166,7 @@ class PeerMemory:
             for operation in self._unfinished.values():
                 operation.drop()
             self._unfinished.clear()
-            (self._started, self._used_on), self._has_signalled = before, False
+            self._started, self._used_on = before
             raise
 
     @contextmanager
@@ -180,15 +180,6 @@ class PeerMemory:
             done.record(stream)
         finally:
             torch.cuda.set_stream(main)
-
-    def signal(self, slot: _Slot, rank: int) -> None:
-        """On the sending stream: tell ``rank``, behind what was copied; the next copy does not wait for it."""
-        self._copied.record(self.sending)
-        self._signals.wait_event(self._copied)
-        torch.cuda.set_stream(self._signals)
-        slot.signal(rank)
-        torch.cuda.set_stream(self.sending)
-        self._has_signalled = True
 
     def forget(self, operation: _Operation) -> None:
         """It is finished, and its tensors are not kept alive."""
@@ -222,7 +213,7 @@ class _Operation:
         with memory.copying(memory.sending, self.stream, self._sent):
             for rank in ranks:
                 slot.of(rank, shape, rows.dtype, memory.rank * rows.numel()).copy_(rows)
-                memory.signal(slot, rank)
+                slot.signal(rank)
 
     def _receive(self) -> None:
         """Let the current stream wait for what has not arrived."""
@@ -347,7 +338,7 @@ class PeerReduction(_Operation):
             with self._memory.copying(self._memory.sending, self.stream, self._sent):
                 for rank in self._missing:
                     if rank != self._memory.rank:
-                        self._memory.signal(self._slot, rank)
+                        self._slot.signal(rank)
             self._missing.clear()
             self.finish()
 

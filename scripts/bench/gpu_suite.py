@@ -142,7 +142,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", help="races by name")
     parser.add_argument("--list", action="store_true", help="print the races' commands and end")
     parser.add_argument("--append", action="store_true", help="append the rows to docs/benchmarks")
-    parser.add_argument("--traces", type=Path, help="write a Chrome trace of one step of each variant there")
+    parser.add_argument("--traces", type=Path, help="write Chrome traces of one step of each variant there, one a rank")
     parser.add_argument("--logs", type=Path, default=ROOT / "build" / "bench")
     parser.add_argument("--timeout-s", type=float, default=1800)
     args = parser.parse_args()

@@ -212,11 +212,12 @@ def recompute(args: argparse.Namespace) -> tuple[MemoryConfig, str]:
 
 
 def trace_file(folder: Path | None, row: dict[str, Any]) -> Path | None:
-    """One a row, from the first rank."""
-    if folder is None or not parallel_state.is_global_rank_zero():
+    """One a row and rank: who waits, and who is waited for."""
+    if folder is None:
         return None
     folder.mkdir(parents=True, exist_ok=True)
-    names = (row["model"], row["variant"], f"T{row['tensor_parallel']}", row["tokens"], row["recompute"])
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    names = (row["model"], row["variant"], f"T{row['tensor_parallel']}", row["tokens"], row["recompute"], f"rank{rank}")
     return folder / f"{'_'.join(map(str, names)).replace(', ', '_').replace(' ', '-')}.json.gz"
 
 
@@ -263,7 +264,7 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("--in-backward", action="store_true", help="ours: run the optimizer inside backward")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--peak-tflops", type=float, default=989.0 if backend.name == "cuda" else 0.0)
-    parser.add_argument("--traces", type=Path, help="write a Chrome trace of one step of each variant there")
+    parser.add_argument("--traces", type=Path, help="write Chrome traces of one step of each variant there, one a rank")
     parser.add_argument("--csv", type=Path, default=CSV)
     parser.add_argument("--append", action="store_true", help="append the rows to --csv")
     return parser

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 _BLOCK = 1024
-_CHUNK = 64 * _BLOCK  # of one program
+_CHUNK = 4 * _BLOCK  # of one program
 _ALIGNMENT_BYTES = 16
 
 

@@ -26,8 +26,9 @@ KINDS = {
 """By Hugging Face's ``hidden_act``: what the kernels call it."""
 _BLOCK = 1024
 _NORM_PROGRAMS = 264  # two for each of an H200's processors
-_AFFINE_RANGES, _AFFINE_ROWS, _AFFINE_COLUMNS = 64, 4, 512
+_AFFINE_RANGES, _AFFINE_ROWS, _AFFINE_COLUMNS = 16, 8, 128
 _SUM_PROGRAMS, _SUM_ROWS, _SUM_COLUMNS = 528, 8, 512  # four programs for each processor
+_PART_ROWS, _PART_COLUMNS = 32, 32
 
 
 def _kernels() -> Any:
@@ -68,7 +69,7 @@ class _AddRMSNorm(torch.autograd.Function):
         _kernels().rms_norm_backward[(programs,)](
             flat, weight, rstd, grad, dtotal, dx, parts, rows, hidden, rows_each, **options
         )
-        return dx, dx if ctx.adds else None, parts.sum(0).to(weight.dtype), None
+        return dx, dx if ctx.adds else None, _sum_of(parts, weight.dtype), None
 
 
 class _AddResidual(torch.autograd.Function):
@@ -185,9 +186,20 @@ def column_sums(x: Tensor) -> Tensor:
     blocks = -(-columns // _SUM_COLUMNS)
     ranges, rows_each = _ranges(rows, _SUM_ROWS, _SUM_PROGRAMS // blocks)
     parts = torch.empty(ranges, columns, dtype=torch.float32, device=x.device)
-    options = {"ROWS": _SUM_ROWS, "COLUMNS": _SUM_COLUMNS, "num_warps": 4}
+    options = {"ROWS": _SUM_ROWS, "COLUMNS": _SUM_COLUMNS, "num_warps": 2}
     _kernels().column_sums[(ranges, blocks)](flat, parts, rows, columns, flat.stride(0), rows_each, **options)
-    return parts.sum(0).to(x.dtype)
+    return _sum_of(parts, x.dtype)
+
+
+def _sum_of(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """``parts``, ``[ranges, columns]``, over the ranges."""
+    ranges, columns = parts.shape
+    rows_each = -(-ranges // _PART_ROWS) * _PART_ROWS
+    total = torch.empty(columns, dtype=dtype, device=parts.device)
+    options = {"ROWS": _PART_ROWS, "COLUMNS": _PART_COLUMNS, "num_warps": 4}
+    grid = (1, -(-columns // _PART_COLUMNS))
+    _kernels().column_sums[grid](parts, total, ranges, columns, columns, rows_each, **options)
+    return total
 
 
 def affine_branches(normalised: Tensor, gains: Sequence[Tensor], shifts: Sequence[Tensor]) -> list[Tensor]:
@@ -206,7 +218,7 @@ def affine_branches_gradient(
     flat, *flat_grads = (x.contiguous().view(-1, x.size(-1)) for x in (normalised, *grads))
     rows, hidden = flat.shape
     ranges, rows_each = _ranges(rows, _AFFINE_ROWS, _AFFINE_RANGES)
-    result, parts = torch.empty_like(flat), torch.empty(ranges, 4, hidden, dtype=torch.float32, device=flat.device)
+    result, parts = torch.empty_like(flat), torch.empty(ranges, 4 * hidden, dtype=torch.float32, device=flat.device)
     _kernels().affine_backward[(ranges, -(-hidden // _AFFINE_COLUMNS))](
         flat,
         *flat_grads,
@@ -218,6 +230,6 @@ def affine_branches_gradient(
         rows_each,
         ROWS=_AFFINE_ROWS,
         COLUMNS=_AFFINE_COLUMNS,
-        num_warps=4,
+        num_warps=1,
     )
-    return result.view(normalised.shape), parts.sum(0).view(2, 2, hidden)
+    return result.view(normalised.shape), _sum_of(parts, parts.dtype).view(2, 2, hidden)

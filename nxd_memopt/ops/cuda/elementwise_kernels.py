@@ -57,7 +57,7 @@ def rms_norm_backward(
     mask = column < hidden
     scale_of = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
     sums = tl.zeros([BLOCK], tl.float32)
-    for row in range(first, tl.minimum(first + rows_each, rows)):
+    for row in tl.range(first, tl.minimum(first + rows_each, rows), num_stages=3):  # loads run ahead
         place = row * hidden + column
         scale = tl.load(rstd + row)
         normalised = tl.load(x + place, mask=mask, other=0.0).to(tl.float32) * scale
