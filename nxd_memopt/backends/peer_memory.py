@@ -42,10 +42,10 @@ class _Slot:
                 f"the {group.size()} ranks of a group cannot map {size_bytes} bytes of each other's GPU memory: set "
                 "NXD_MEMOPT_PEER_MEMORY=0 on all of them"
             ) from error
+        self._write = torch.ops.symm_mem.stream_write_value32_.default
         self._views: dict[tuple[int, tuple[int, ...], torch.dtype, int], Tensor] = {}  # a new one takes microseconds
-        pads = [self._handle.get_signal_pad(rank, (group.size(),), torch.int32) for rank in range(group.size())]
-        self._own_pad, self._words = pads[self._rank], [pad[self._rank] for pad in pads]
-        self._one = torch.ones((), dtype=torch.int32, device=device)
+        self._pads = [self._handle.get_signal_pad(rank, (group.size(),), torch.uint32) for rank in range(group.size())]
+        self._own_pad = self._handle.get_signal_pad(self._rank, (group.size(),), torch.int32)
 
     def of(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> Tensor:
         """The memory of ``rank`` as a tensor, from its ``offset``-th element on."""
@@ -60,10 +60,9 @@ class _Slot:
     def signal(self, rank: int) -> None:
         """When the current stream comes here, tell ``rank`` that this rank's rows are there.
 
-        By one more copy, as NCCL's copy-engine collectives do. ``cuStreamWriteValue32`` holds the next copy up for 13
-        us; from a stream beside, a graph runs it behind the last copy of all that follow each other.
+        In line with the copies: from a stream beside, a graph runs it behind the last copy of all in a row.
         """
-        self._words[rank].copy_(self._one)
+        self._write(self._pads[rank], self._rank, 1)
 
     def meet(self) -> None:
         """Let the current stream wait until those of all ranks come here."""
