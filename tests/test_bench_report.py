@@ -21,12 +21,14 @@ def row(variant: str, speed: float | None, *, command: str, recompute: str = "no
 def test_the_last_race_and_its_best_peer(monkeypatch):
     rows = [
         row("ours", 100, command="old"),
-        row("peer", 400, command="old"),
+        row("fast", 400, command="old"),
         row("ours", 300, command="new"),
         row("ours, CUDA graph", 350, command="new"),
         row("slow", 100, command="new"),
         row("fast", 200, command="new"),
         row("failed", None, command="new"),
+        row("ours", 900, command="without the best peer"),
+        row("slow", 199, command="without the best peer"),
         row("ours", 50, command="ours alone, no race"),
         row("ours", 80, command="full", recompute="full, attention kept"),
         row("fast", 40, command="full", recompute="full"),

@@ -36,7 +36,8 @@ def rows_of(name: str) -> list[Row]:
 def latest_races(rows: Sequence[Row], keys: Sequence[str]) -> list[list[Row]]:
     """For each setting the last run that has figures of ours and of a peer: a race is within one run.
 
-    Ours and the peers' ``recompute`` belong to the setting: there are several ways to one memory.
+    Ours and the peers' ``recompute`` belong to the setting: there are several ways to one memory. A run without the
+    peer that was the fastest, and without a faster one, replaces none.
     """
     runs: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
@@ -49,9 +50,19 @@ def latest_races(rows: Sequence[Row], keys: Sequence[str]) -> list[list[Row]]:
         peers = [row for row in race if not _is_ours(row["variant"])]
         ours = [row for row in race if _is_ours(row["variant"])]
         if ours and peers:
-            ways = (each[0].get("recompute", "") for each in (peers, ours))
-            latest[(*run[: len(keys)], *ways)] = race
+            setting = (*run[: len(keys)], *(each[0].get("recompute", "") for each in (peers, ours)))
+            if setting not in latest or _has_strongest_peer(peers, latest[setting]):
+                latest[setting] = race
     return [latest[setting] for setting in sorted(latest, key=_with_numbers)]
+
+
+def _has_strongest_peer(peers: Sequence[Row], earlier: Sequence[Row]) -> bool:
+    best = max((row for row in earlier if not _is_ours(row["variant"])), key=_speed)
+    return any(row["variant"] == best["variant"] or _speed(row) > _speed(best) for row in peers)
+
+
+def _speed(row: Row) -> float:
+    return float(row.get("tokens_per_s_per_device") or 1 / float(row["ms"]))
 
 
 def _with_numbers(setting: tuple[str, ...]) -> tuple[tuple[int, str], ...]:
