@@ -1,4 +1,4 @@
-"""README's performance table: the last run of a setting counts, and its best peer."""
+"""README's performance table: the last run of a setting with its strongest peer counts."""
 
 from __future__ import annotations
 
@@ -29,6 +29,10 @@ def test_the_last_race_and_its_best_peer(monkeypatch):
         row("failed", None, command="new"),
         row("ours", 900, command="without the best peer"),
         row("slow", 199, command="without the best peer"),
+        row("ours", 70, command="earlier", tokens=64),
+        row("fast", 50, command="earlier", tokens=64),
+        row("ours", 75, command="a stronger peer", tokens=64),
+        row("other", 60, command="a stronger peer", tokens=64),
         row("ours", 50, command="ours alone, no race"),
         row("ours", 80, command="full", recompute="full, attention kept"),
         row("fast", 40, command="full", recompute="full"),
@@ -39,6 +43,7 @@ def test_the_last_race_and_its_best_peer(monkeypatch):
     ]
     monkeypatch.setattr(report, "rows_of", lambda _: rows)
     assert report.step_lines()[2:] == [
+        "| m | 4 | 64 | none | 75 | 0.5 | 1.0 | other: 60 | 1.0 | 1.25 | c |",
         "| m | 4 | 512 | none | 10 | 0.5 | 1.0 | fast: 20 | 1.0 | 0.50 | c |",
         "| m | 4 | 8,192 | full, attention kept | 80 | 0.5 | 1.0 | fast: 40 | 1.0 | 2.00 | c |",
         "| m | 4 | 8,192 | none, offloaded | 90 | 0.5 | 1.0 | fast, recompute full: 45 | 1.0 | 2.00 | c |",
@@ -77,6 +82,7 @@ def test_heads_are_columns(monkeypatch):
 
     rows = [head("ours", 8192, "39.81"), head("peer", 8192, "40"), head("ours", 512, "2"), head("peer", 512, "")]
     rows += [head("other", 512, "3"), head("ours", 64, "1"), head("peer", 64, "")]
+    rows += [head(name, 512, ms) | {"command": "slower peer"} for name, ms in (("ours", "1"), ("peer", "4"))]
     monkeypatch.setattr(report, "rows_of", lambda _: rows)
     assert report.head_lines() == [
         "| ms, x floor, GiB | m, T=1, 512 tokens | m, T=1, 8,192 tokens |",

@@ -197,6 +197,21 @@ def test_no_order_of_streams_is_wrong(monkeypatch, program, size):
         assert played(monkeypatch, program, size, seed) == (0, 0, 0), f"schedule {seed}"
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_signals_are_in_line_with_the_rows(monkeypatch, size):
+    """In any other stream's place they would be right too, and late."""
+    signalling = []
+    monkeypatch.setattr(Slot, "signal", lambda slot, rank: signalling.append(slot._world.stream))
+
+    def program(world, rank, size, memory) -> None:
+        gathering(world, memory, rank, 0)
+        reduction(world, memory, rank, 0, size, pieces=1).abandon()
+        assert signalling == [memory.sending] * (2 * (size - 1))
+        signalling.clear()
+
+    played(monkeypatch, program, size, 0)
+
+
 def test_a_slot_that_could_not_be_had_leaves_no_trace(monkeypatch):
     def no_room(*args):
         raise RuntimeError("no room")

@@ -24,8 +24,8 @@ from nxd_memopt.backends.peer_memory import PeerGathering, PeerMemory, PeerReduc
 from nxd_memopt.backends.pieces import Gathering, Reduction
 
 PEER_MEMORY_SWITCH = "NXD_MEMOPT_PEER_MEMORY"
-# A smaller chunk moves in less time than the host takes to start its pieces. On four H200 a step with 16 MiB each
-# (LLaMA-3-8B) took 437 ms, over NCCL 276; with 24 MiB (GPT-NeoX-20B) both took 547.
+# A smaller chunk moves in less time than the host takes to start its pieces. Between two measurements of eager steps on
+# four H200: with chunks of 16 MiB (LLaMA-3-8B) 437 ms, over NCCL 276; of 24 MiB (GPT-NeoX-20B) 546, over NCCL 548.
 _PEER_MEMORY_BYTES = 20 << 20
 _PEER_MEMORY_BYTES_AHEAD = 1 << 20  # where the host is not waited for, as in a graph
 

@@ -60,7 +60,8 @@ class _Slot:
     def signal(self, rank: int) -> None:
         """When the current stream comes here, tell ``rank`` that this rank's rows are there.
 
-        In line with the copies: from a stream beside, a graph runs it behind the last copy of all in a row.
+        ``cuStreamWriteValue32`` is ordered behind the rows of its stream. A graph runs signals of another stream only
+        behind the last of the copies that follow each other.
         """
         self._write(self._pads[rank], self._rank, 1)
 

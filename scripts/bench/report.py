@@ -34,10 +34,10 @@ def rows_of(name: str) -> list[Row]:
 
 
 def latest_races(rows: Sequence[Row], keys: Sequence[str]) -> list[list[Row]]:
-    """For each setting the last run that has figures of ours and of a peer: a race is within one run.
+    """For each setting the last run of ours and the strongest peer so far: a race is within one run.
 
-    Ours and the peers' ``recompute`` belong to the setting: there are several ways to one memory. A run without the
-    peer that was the fastest, and without a faster one, replaces none.
+    Ours and the peers' ``recompute`` belong to the setting: there are several ways to one memory. A later run without
+    that peer, or a faster one, would flatter ours.
     """
     runs: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
@@ -51,12 +51,13 @@ def latest_races(rows: Sequence[Row], keys: Sequence[str]) -> list[list[Row]]:
         ours = [row for row in race if _is_ours(row["variant"])]
         if ours and peers:
             setting = (*run[: len(keys)], *(each[0].get("recompute", "") for each in (peers, ours)))
-            if setting not in latest or _has_strongest_peer(peers, latest[setting]):
+            if setting not in latest or _is_as_strong(peers, latest[setting]):
                 latest[setting] = race
     return [latest[setting] for setting in sorted(latest, key=_with_numbers)]
 
 
-def _has_strongest_peer(peers: Sequence[Row], earlier: Sequence[Row]) -> bool:
+def _is_as_strong(peers: Sequence[Row], earlier: Sequence[Row]) -> bool:
+    """Whether ``peers`` have the fastest of ``earlier``'s, or one that is faster."""
     best = max((row for row in earlier if not _is_ours(row["variant"])), key=_speed)
     return any(row["variant"] == best["variant"] or _speed(row) > _speed(best) for row in peers)
 
@@ -77,10 +78,10 @@ def step_lines() -> list[str]:
     ]
     for race in latest_races(rows_of("train_step"), ("model", "tensor_parallel", "tokens")):
         done = {row["variant"]: row for row in race}
-        names = sorted(done, key=lambda name: float(done[name]["tokens_per_s_per_device"]))
+        names = sorted(done, key=lambda name: _speed(done[name]))
         best = [name for name in names if _is_ours(name)][-1:] + [name for name in names if not _is_ours(name)][-1:]
         ours, peer = (done[name] for name in best)
-        speed, other = (float(row["tokens_per_s_per_device"]) for row in (ours, peer))
+        speed, other = _speed(ours), _speed(peer)
         setting = ours["recompute"] + best[0].removeprefix("ours")
         cells = [ours["model"], ours["tensor_parallel"], f"{int(ours['tokens']):,}", setting, f"{speed:,.0f}"]
         cells += [
@@ -109,7 +110,7 @@ def scaling_lines() -> list[str]:
     rows = [row for row in rows_of("train_step") if _is_ours(row["variant"]) and row["tokens_per_s_per_device"]]
 
     def rank(row: Row) -> tuple[str, bool, float]:
-        return row["date"], not row["commit"].endswith("-dirty"), float(row["tokens_per_s_per_device"])
+        return row["date"], not row["commit"].endswith("-dirty"), _speed(row)
 
     for row in sorted(rows, key=rank):
         fastest.setdefault((row["model"], row["tokens"]), {})[row["tensor_parallel"]] = row
@@ -160,7 +161,8 @@ def section() -> str:
     first, last = min(row["date"] for row in steps), max(row["date"] for row in steps)
     dates = first if first == last else f"{first} to {last}"
     parts = [
-        f"Whole training steps on {DEVICE}, {dates}, bf16, batch 1; each line's peer ran in the same run. Eager "
+        f"Whole training steps on {DEVICE}, {dates}, bf16, batch 1; each line's peer ran in the same run, "
+        "the last in which the setting's fastest peer ran, or a faster one. Eager "
         "steps of 2,048 tokens wait for the host, whose speed differs from run to run. Ours takes FlashAttention-4 "
         "where the rows' `peers` name it as installed, a peer where its own name does. "
         "Versions and commands are in [docs/benchmarks/train_step.csv](docs/benchmarks/train_step.csv).",

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 import transformers
 from exposure import profiled
 from gpu_race import first_line
@@ -177,15 +176,11 @@ def measure(
     result = {"step_ms": round(step_s * 1e3, 2), "first_loss": losses[0], "loss": losses[-1]}
     peak_bytes = backend.max_memory_allocated()
     result["peak_gib"] = None if peak_bytes is None else round(peak_bytes / 2**30, 2)
-    result["tokens_per_s_per_device"] = round(tokens / step_s / world_size(), 1)
+    result["tokens_per_s_per_device"] = round(tokens / step_s / parallel_state.get_world_size(), 1)
     if backend.name == "cuda":
         found = profiled(step, trace)
         result["exposed_ms"] = round(found["exposed_communication"], 1)
     return result
-
-
-def world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def model_flops(config: Any, tokens: int) -> float:
@@ -216,20 +211,20 @@ def trace_file(folder: Path | None, row: dict[str, Any]) -> Path | None:
     if folder is None:
         return None
     folder.mkdir(parents=True, exist_ok=True)
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    rank = parallel_state.get_global_rank()
     names = (row["model"], row["variant"], f"T{row['tensor_parallel']}", row["tokens"], row["recompute"], f"rank{rank}")
     return folder / f"{'_'.join(map(str, names)).replace(', ', '_').replace(' ', '-')}.json.gz"
 
 
 def run(args: argparse.Namespace) -> list[str]:
     """Measure, print and append row by row: what was measured before a failure is kept. Ours that failed."""
-    failed = []
+    failed, size = [], parallel_state.get_world_size()
     about = environment("scripts/bench/train_step.py")
     peers_memory = MemoryConfig(recompute_granularity="full" if args.recompute == "full" else None)
     for tokens in args.tokens:
         for variant in args.variants:
             memory, description = recompute(args) if variant.startswith("ours") else (peers_memory, args.recompute)
-            row: dict[str, Any] = {"model": args.model, "variant": variant, "tensor_parallel": world_size()}
+            row: dict[str, Any] = {"model": args.model, "variant": variant, "tensor_parallel": size}
             row |= {"tokens": tokens, "recompute": description}
             try:
                 options = {"in_backward": args.in_backward, "trace": trace_file(args.traces, row)}
@@ -281,7 +276,7 @@ def main() -> None:
     if args.traces and backend.name != "cuda":
         parser.error(f"--traces needs an NVIDIA GPU, the backend is {backend.name}")
     backend.init_process_group()
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size())
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=parallel_state.get_world_size())
     failed = run(args)
     leave_process_groups()
     if failed:

@@ -21,7 +21,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(("dtype", "bound"), DTYPES)
-@pytest.mark.parametrize("shape", [(47, 6144), (4, 31, 123), (1, 1, 8), (3000, 4096)], ids=str)
+@pytest.mark.parametrize("shape", [(47, 6144), (4, 31, 123), (1, 1, 8), (3000, 4096), (3, 32768)], ids=str)
 def test_rms_norm(shape, dtype, bound):
     weight = (1 + 0.1 * random(shape[-1], dtype=dtype)).requires_grad_()
     compare(lambda x, w: rms_norm(x, w, 1e-5), (random(*shape, dtype=dtype).requires_grad_(), weight), bound)
@@ -30,7 +30,7 @@ def test_rms_norm(shape, dtype, bound):
 
 
 @pytest.mark.parametrize(("dtype", "bound"), DTYPES)
-@pytest.mark.parametrize("shape", [(47, 6144), (4, 31, 123)], ids=str)
+@pytest.mark.parametrize("shape", [(47, 6144), (4, 31, 123), (3, 32768)], ids=str)
 def test_add_rms_norm(shape, dtype, bound):
     weight = (1 + 0.1 * random(shape[-1], dtype=dtype)).requires_grad_()
     x, added = (random(*shape, dtype=dtype).requires_grad_() for _ in range(2))

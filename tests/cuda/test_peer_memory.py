@@ -28,6 +28,9 @@ def group_of_all():
     return parallel_state.get_tensor_model_parallel_group()
 
 
+SMALL = {"host_is_ahead": True}  # chunks from 1 MiB on
+
+
 def delay(turn: int) -> None:
     """Let the ranks take turns in being late."""
     if turn % dist.get_world_size() == dist.get_rank():
@@ -85,7 +88,7 @@ def test_gathers():
         shard = torch.randn(rows, 30, 800, device=backend.device, dtype=dtype, generator=generator)
         expected = backend.all_gather(shard, group)
         delay(turn)
-        gathering = backend.start_gather(shard, group, host_is_ahead=True)
+        gathering = backend.start_gather(shard, group, **SMALL)
         assert isinstance(gathering, PeerGathering) and gathering.length == expected.size(0)
         if turn % 3:  # otherwise the whole is asked for at once
             found = torch.full_like(expected, torch.nan)
@@ -106,7 +109,7 @@ def test_reductions_sum_in_fp32_and_the_order_of_ranks():
         parts = backend.all_gather(whole.unsqueeze(0), group)
         expected = backend.shard(sum(part.float() for part in parts).bfloat16(), 0, group)
         delay(turn)
-        reduction = backend.start_reduction(whole.shape, whole.dtype, group, scattered=True, host_is_ahead=True)
+        reduction = backend.start_reduction(whole.shape, whole.dtype, group, scattered=True, **SMALL)
         assert isinstance(reduction, PeerReduction)
         for start, stop in reduction.pieces:
             reduction.put(start, whole[start:stop] * 1)  # memory that is free again at once
@@ -120,10 +123,10 @@ def test_abandoned_and_interleaved_operations():
     x = torch.full((256, 16384), float(dist.get_rank()), device=backend.device)
     for turn in range(9):
         delay(turn)
-        backend.start_gather(x, group, host_is_ahead=True)  # nobody reads it
-        gathering = backend.start_gather(x + turn, group, host_is_ahead=True)
+        backend.start_gather(x, group, **SMALL)  # nobody reads it
+        gathering = backend.start_gather(x + turn, group, **SMALL)
         shape = (256 * dist.get_world_size(), 16384)
-        reduction = backend.start_reduction(shape, torch.float32, group, scattered=True, host_is_ahead=True)
+        reduction = backend.start_reduction(shape, torch.float32, group, scattered=True, **SMALL)
         for start, stop in reduction.pieces:
             reduction.put(start, torch.ones(stop - start, 16384, device=backend.device))
         whole = gathering.wait()

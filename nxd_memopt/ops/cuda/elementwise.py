@@ -26,9 +26,10 @@ KINDS = {
 """By Hugging Face's ``hidden_act``: what the kernels call it."""
 _BLOCK = 1024
 _NORM_PROGRAMS = 264  # two for each of an H200's processors
-_AFFINE_RANGES, _AFFINE_ROWS, _AFFINE_COLUMNS = 16, 8, 128
+_STAGED_BYTES = 96 * 2**10  # of rows on their way to a program; no GPU since Ampere has less shared memory
+_AFFINE_RANGES, _AFFINE_ROWS, _AFFINE_COLUMNS = 16, 8, 128  # 36 us for 2,048 x 6,144; with 64, 4, 512 50 (H200)
 _SUM_PROGRAMS, _SUM_ROWS, _SUM_COLUMNS = 528, 8, 512  # four programs for each processor
-_PART_ROWS, _PART_COLUMNS = 32, 32
+_PART_ROWS, _PART_COLUMNS = 32, 32  # narrow: few rows are to keep all processors busy
 
 
 def _kernels() -> Any:
@@ -65,11 +66,14 @@ class _AddRMSNorm(torch.autograd.Function):
         rows, hidden = rstd.numel(), x.size(-1)
         programs, rows_each = _ranges(rows, 1, _NORM_PROGRAMS)
         dx, parts = torch.empty_like(flat), torch.empty(programs, hidden, dtype=torch.float32, device=x.device)
-        options = {"ADDS": total_grad is not None, "BLOCK": power_of_2(hidden), "num_warps": 8}
+        adds, block = total_grad is not None, power_of_2(hidden)
+        staged_bytes = 2 * (3 if adds else 2) * block * flat.element_size()
+        stages = 3 if staged_bytes <= _STAGED_BYTES else 1
+        options = {"ADDS": adds, "BLOCK": block, "STAGES": stages, "num_warps": 8}
         _kernels().rms_norm_backward[(programs,)](
             flat, weight, rstd, grad, dtotal, dx, parts, rows, hidden, rows_each, **options
         )
-        return dx, dx if ctx.adds else None, _sum_of(parts, weight.dtype), None
+        return dx, dx if ctx.adds else None, _sum_of_parts(parts, weight.dtype), None
 
 
 class _AddResidual(torch.autograd.Function):
@@ -188,13 +192,13 @@ def column_sums(x: Tensor) -> Tensor:
     parts = torch.empty(ranges, columns, dtype=torch.float32, device=x.device)
     options = {"ROWS": _SUM_ROWS, "COLUMNS": _SUM_COLUMNS, "num_warps": 2}
     _kernels().column_sums[(ranges, blocks)](flat, parts, rows, columns, flat.stride(0), rows_each, **options)
-    return _sum_of(parts, x.dtype)
+    return _sum_of_parts(parts, x.dtype)
 
 
-def _sum_of(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """``parts``, ``[ranges, columns]``, over the ranges."""
+def _sum_of_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """Of ``[ranges, columns]`` over the ranges, rounded once: 2.7 us for 264 x 4,096 (H200), PyTorch takes 6.9."""
     ranges, columns = parts.shape
-    rows_each = -(-ranges // _PART_ROWS) * _PART_ROWS
+    _, rows_each = _ranges(ranges, _PART_ROWS, 1)
     total = torch.empty(columns, dtype=dtype, device=parts.device)
     options = {"ROWS": _PART_ROWS, "COLUMNS": _PART_COLUMNS, "num_warps": 4}
     grid = (1, -(-columns // _PART_COLUMNS))
@@ -232,4 +236,4 @@ def affine_branches_gradient(
         COLUMNS=_AFFINE_COLUMNS,
         num_warps=1,
     )
-    return result.view(normalised.shape), _sum_of(parts, parts.dtype).view(2, 2, hidden)
+    return result.view(normalised.shape), _sum_of_parts(parts, parts.dtype).view(2, 2, hidden)

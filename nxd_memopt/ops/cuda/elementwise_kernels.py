@@ -50,14 +50,18 @@ def rms_norm_backward(
     rows_each,
     ADDS: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
+    STAGES: tl.constexpr,  # noqa: N803
 ):
-    """A range of rows a program, which writes its part of the weight's gradient in fp32; with ``ADDS`` plus dtotal."""
+    """A range of rows a program, which writes its part of the weight's gradient in fp32; with ``ADDS`` plus dtotal.
+
+    ``STAGES``: rows whose loads are under way at once.
+    """
     first = tl.program_id(0).to(tl.int64) * rows_each
     column = tl.arange(0, BLOCK)
     mask = column < hidden
     scale_of = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
     sums = tl.zeros([BLOCK], tl.float32)
-    for row in tl.range(first, tl.minimum(first + rows_each, rows), num_stages=3):  # loads run ahead
+    for row in tl.range(first, tl.minimum(first + rows_each, rows), num_stages=STAGES):
         place = row * hidden + column
         scale = tl.load(rstd + row)
         normalised = tl.load(x + place, mask=mask, other=0.0).to(tl.float32) * scale
@@ -146,7 +150,7 @@ def affine_backward(
 @triton.jit
 def column_sums(
     x,
-    parts,
+    sums,
     rows,
     columns,
     row_stride,
@@ -154,17 +158,18 @@ def column_sums(
     ROWS: tl.constexpr,  # noqa: N803
     COLUMNS: tl.constexpr,  # noqa: N803
 ):
-    """A range of rows and of columns a program, in fp32."""
+    """A range of rows and a block of columns a program: each range's sums, in fp32 until they are stored."""
     first = tl.program_id(0).to(tl.int64) * rows_each
     last = tl.minimum(first + rows_each, rows)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     is_column = column < columns
-    sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in tl.range(0, rows_each, ROWS, num_stages=3):  # loads run ahead
         row = first + start + tl.arange(0, ROWS)
         mask = (row < last)[:, None] & is_column[None, :]
-        sums += tl.load(x + row[:, None] * row_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
-    tl.store(parts + tl.program_id(0).to(tl.int64) * columns + column, tl.sum(sums, 0), mask=is_column)
+        total += tl.load(x + row[:, None] * row_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    target = sums + tl.program_id(0).to(tl.int64) * columns + column
+    tl.store(target, tl.sum(total, 0).to(sums.dtype.element_ty), mask=is_column)
 
 
 @triton.jit
