@@ -18,9 +18,12 @@ setup-xla: ## build .venv-xla: torch_xla, which simulates trn1 on a CPU (7 GB)
 train: setup ## continue pretraining SmolLM2-135M on Python's standard library, with tensor and sequence parallelism
 	$(PYTHON) scripts/launch/smollm2.py
 
+# Tests compute with one thread.
+SPREAD := --numprocesses 2 --dist worksteal
+
 test: check setup-xla ## static checks, then every test of both tracks
-	$(PYTHON) -m pytest
-	$(PYTHON_XLA) -m pytest tests/xla tests/dist/test_backends.py
+	$(PYTHON) -m pytest $(SPREAD)
+	$(PYTHON_XLA) -m pytest $(SPREAD) tests/xla tests/dist/test_backends.py
 
 check: setup ## lint, format, types, import levels, size limits
 	.venv/bin/ruff check $(SOURCES) setup.py

@@ -21,7 +21,7 @@ setup(
         "flash4": ["flash-attn-4==4.0.0b36"],
         "flash4-cu13": ["flash-attn-4[cu13]==4.0.0b36"],
         "gguf": ["gguf", "accelerate"],
-        "dev": ["pytest", "pytest-timeout", "ruff", "basedpyright", "import-linter"],
+        "dev": ["pytest", "pytest-timeout", "pytest-xdist", "ruff", "basedpyright", "import-linter"],
     },
     entry_points={"console_scripts": ["nxd-memopt = nxd_memopt.cli:main"]},
 )
