@@ -18,7 +18,7 @@ setup-xla: ## build .venv-xla: torch_xla, which simulates trn1 on a CPU (7 GB)
 train: setup ## continue pretraining SmolLM2-135M on Python's standard library, with tensor and sequence parallelism
 	$(PYTHON) scripts/launch/smollm2.py
 
-# Tests compute with one thread.
+# A test computes with one thread: two at a time keep two cores busy.
 SPREAD := --numprocesses 2 --dist worksteal
 
 test: check setup-xla ## static checks, then every test of both tracks

@@ -25,7 +25,8 @@ from nxd_memopt.backends.pieces import Gathering, Reduction
 
 PEER_MEMORY_SWITCH = "NXD_MEMOPT_PEER_MEMORY"
 # A smaller chunk moves in less time than the host takes to start its pieces. Between two measurements of eager steps on
-# four H200: with chunks of 16 MiB (LLaMA-3-8B) 437 ms, over NCCL 276; of 24 MiB (GPT-NeoX-20B) 546, over NCCL 548.
+# four H200 (7e6e26a, whose signals cost the host more): with chunks of 16 MiB (LLaMA-3-8B) 437 ms, over NCCL 276; of
+# 24 MiB (GPT-NeoX-20B) 546, over NCCL 548.
 _PEER_MEMORY_BYTES = 20 << 20
 _PEER_MEMORY_BYTES_AHEAD = 1 << 20  # where the host is not waited for, as in a graph
 

@@ -14,8 +14,8 @@ from nxd_memopt.ops.activation import gated_activation, gated_activation_gradien
 from nxd_memopt.ops.autograd import as_dtype, first_derivative_only
 from nxd_memopt.ops.cuda.support import serves
 from nxd_memopt.ops.held import Held, bind, hold, saved
+from nxd_memopt.parallel_layers.communication import Communication
 from nxd_memopt.parallel_layers.layers import RowParallelLinear
-from nxd_memopt.parallel_layers.linear_functions import Communication
 from nxd_memopt.parallel_layers.utils import cast_if_autocast_enabled, runs_as
 
 _TILE_BYTES = 256 * 2**20  # of the activation's gradient; a further tile costs one more pass over dW

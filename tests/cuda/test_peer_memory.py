@@ -21,14 +21,12 @@ pytestmark = [
 ]
 two_gpus = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 SIZES = [size for size in (2, 4) if size <= GPUS] or [2]
+SMALL_CHUNKS = {"host_is_ahead": True}  # go through peer memory from 1 MiB on
 
 
 def group_of_all():
     parallel_state.initialize_model_parallel(dist.get_world_size())
     return parallel_state.get_tensor_model_parallel_group()
-
-
-SMALL = {"host_is_ahead": True}  # chunks from 1 MiB on
 
 
 def delay(turn: int) -> None:
@@ -88,7 +86,7 @@ def test_gathers():
         shard = torch.randn(rows, 30, 800, device=backend.device, dtype=dtype, generator=generator)
         expected = backend.all_gather(shard, group)
         delay(turn)
-        gathering = backend.start_gather(shard, group, **SMALL)
+        gathering = backend.start_gather(shard, group, **SMALL_CHUNKS)
         assert isinstance(gathering, PeerGathering) and gathering.length == expected.size(0)
         if turn % 3:  # otherwise the whole is asked for at once
             found = torch.full_like(expected, torch.nan)
@@ -109,7 +107,7 @@ def test_reductions_sum_in_fp32_and_the_order_of_ranks():
         parts = backend.all_gather(whole.unsqueeze(0), group)
         expected = backend.shard(sum(part.float() for part in parts).bfloat16(), 0, group)
         delay(turn)
-        reduction = backend.start_reduction(whole.shape, whole.dtype, group, scattered=True, **SMALL)
+        reduction = backend.start_reduction(whole.shape, whole.dtype, group, scattered=True, **SMALL_CHUNKS)
         assert isinstance(reduction, PeerReduction)
         for start, stop in reduction.pieces:
             reduction.put(start, whole[start:stop] * 1)  # memory that is free again at once
@@ -123,10 +121,10 @@ def test_abandoned_and_interleaved_operations():
     x = torch.full((256, 16384), float(dist.get_rank()), device=backend.device)
     for turn in range(9):
         delay(turn)
-        backend.start_gather(x, group, **SMALL)  # nobody reads it
-        gathering = backend.start_gather(x + turn, group, **SMALL)
+        backend.start_gather(x, group, **SMALL_CHUNKS)  # nobody reads it
+        gathering = backend.start_gather(x + turn, group, **SMALL_CHUNKS)
         shape = (256 * dist.get_world_size(), 16384)
-        reduction = backend.start_reduction(shape, torch.float32, group, scattered=True, **SMALL)
+        reduction = backend.start_reduction(shape, torch.float32, group, scattered=True, **SMALL_CHUNKS)
         for start, stop in reduction.pieces:
             reduction.put(start, torch.ones(stop - start, 16384, device=backend.device))
         whole = gathering.wait()
