@@ -12,20 +12,50 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
+from dataclasses import dataclass
 from pathlib import Path
 
-from mutant_table import MUTANTS, Mutant
-
 ROOT = Path(__file__).resolve().parent.parent
+TABLES = ROOT / "tests" / "mutants"
 COPIED = ("nxd_memopt", "models", "scripts", "tests", "pyproject.toml")
 TIMEOUT_S = 600
 ENVIRONMENT_CHECK = "import nxd_memopt.models.llama as m, nxd_memopt as n; print(n.__file__); print(m.__file__)"
 
 
+@dataclass(frozen=True)
+class Mutant:
+    """One fault: ``old``, which ``file`` must hold exactly once, becomes ``new``, and ``tests`` must notice.
+
+    Args:
+        name: what is wrong, unique.
+        file: path in the repository.
+        old: the text to replace; a TOML string of several lines opens with a newline that TOML drops.
+        new: the text with the fault.
+        tests: files under ``tests/`` that are likely to notice.
+        keyword: pytest's ``-k`` expression, which selects tests of these files.
+        venv: the track whose Python runs the tests.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: list[str]
+    keyword: str = "ranks2"
+    venv: str = ".venv"
+
+
+def load_mutants() -> list[Mutant]:
+    """Return the mutants of every ``tests/mutants/<package>.toml``, in the order of the files' names."""
+    tables = [tomllib.loads(path.read_text(encoding="utf-8")) for path in sorted(TABLES.glob("*.toml"))]
+    return [Mutant(**row) for table in tables for row in table["mutant"]]
+
+
 def main() -> int:
     """Print one line per mutant; return the exit code."""
     part = " ".join(sys.argv[1:])
-    chosen = [mutant for mutant in MUTANTS if part in mutant.name]
+    chosen = [mutant for mutant in load_mutants() if part in mutant.name]
     if not chosen:
         print(f"no mutant has {part!r} in its name")
         return 2
