@@ -31,6 +31,7 @@ check: setup ## lint, format, types, import levels, size limits
 	.venv/bin/basedpyright
 	.venv/bin/lint-imports
 	$(PYTHON) scripts/check_sizes.py
+	$(PYTHON) scripts/check_splits.py
 	$(PYTHON) scripts/file_tree.py
 	$(PYTHON) scripts/bench/report.py
 

@@ -15,7 +15,7 @@ from nxd_memopt.modules.causal_lm import ParallelCausalLM, RopeTables, resolve_m
 from nxd_memopt.modules.dropout import ParallelDropout
 from nxd_memopt.modules.factory import LayerFactory, resolve_parallel
 from nxd_memopt.modules.mlp import Activation
-from nxd_memopt.ops.joined import split_last
+from nxd_memopt.ops.parts import split_sizes
 from nxd_memopt.ops.rope import apply_rope_qkv
 from nxd_memopt.parallel_layers.branches import normalised_column_parallel_linears, row_parallel_linears
 from nxd_memopt.parallel_layers.layer_norm import LayerNorm
@@ -71,7 +71,7 @@ class GPTNeoXAttention(nn.Module):
         ``in_place``: nobody else reads ``qkv``, which may be overwritten.
         """
         heads = split_heads(qkv, 3 * self.head_dim, sequence_first=self.sequence_first)
-        query, key, value = split_last(heads, 3)  # [B, h/T, S, d] each
+        query, key, value = split_sizes(heads, [self.head_dim] * 3, dim=-1)  # [B, h/T, S, d] each
         in_place = in_place and runs_as(self.core_attn, CoreAttention)  # its gradients are overwritten too
         query, key, value = apply_rope_qkv(query, key, value, *rope, in_place=in_place)
         return merge_heads(self.core_attn(query, key, value, mask), sequence_first=self.sequence_first)

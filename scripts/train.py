@@ -23,7 +23,7 @@ with user_errors():  # the backend is chosen at import, and may refuse
     from nxd_memopt.checkpoint import require_writable
     from nxd_memopt.memory import GraphedLoss
     from nxd_memopt.parallel_layers import parallel_state
-    from nxd_memopt.parallel_layers.checkpointing import raise_together, share_texts
+    from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
     from train_args import parse_config
     from train_config import TrainConfig
     from train_data import open_documents

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends import backend
 from nxd_memopt.parallel_layers import parallel_state, random
-from nxd_memopt.parallel_layers.checkpointing import share_texts
+from nxd_memopt.parallel_layers.coordination import share_texts
 from nxd_memopt.parallel_layers.utils import leave_process_groups
 from train_config import TrainConfig
 from train_errors import world_size

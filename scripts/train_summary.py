@@ -13,7 +13,7 @@ from torch import nn
 from nxd_memopt.backends import backend
 from nxd_memopt.checkpoint import save_pretrained
 from nxd_memopt.parallel_layers import parallel_state
-from nxd_memopt.parallel_layers.checkpointing import raise_together
+from nxd_memopt.parallel_layers.coordination import raise_together
 from train_config import TrainConfig
 from train_report import gib
 

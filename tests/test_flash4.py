@@ -16,8 +16,9 @@ from nxd_memopt.ops.attention import attention_implementation, core_attention, d
 from nxd_memopt.ops.cuda import attention as flash4_module
 from nxd_memopt.ops.cuda.attention import flash4, unavailable_reason
 from nxd_memopt.ops.foreign import why_missing
-from nxd_memopt.ops.joined import joined, split_last
+from nxd_memopt.ops.joined import joined
 from nxd_memopt.ops.packed import PackedDocuments
+from nxd_memopt.ops.parts import split_sizes
 from tests import flash4_kernels
 from tests.reference import assert_float64_close, assert_says, error_message, gradients, tensors
 from tests.reference_models import batch, gpt_neox_config, llama_config, parallel_model
@@ -201,7 +202,7 @@ def test_second_derivatives_are_refused(kernels):
 
 def test_gradients_of_one_projection_lie_in_one_memory(kernels):
     whole = tensors(13, 2, 4 * 3 * WIDTH).requires_grad_()
-    parts = split_last(split_heads(whole, 3 * WIDTH, sequence_first=True), 3)
+    parts = split_sizes(split_heads(whole, 3 * WIDTH, sequence_first=True), [WIDTH] * 3, -1)
     found = core_attention(*parts, implementation="flash4")
     grads = torch.autograd.grad(found, parts, tensors(*found.shape, seed=3))
     assert joined(grads, -1) is not None

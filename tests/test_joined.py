@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from nxd_memopt.models.llama import LlamaForCausalLM
-from nxd_memopt.ops.joined import Layout, joined, split_last
+from nxd_memopt.ops.joined import Layout, joined
+from nxd_memopt.ops.parts import split_sizes
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, column_parallel_linears
 from tests.reference_models import llama_config
 
@@ -108,9 +109,9 @@ def test_split_gives_the_gradient_of_chunk():
     x = torch.randn(3, 4, 6, requires_grad=True)
     upstream = [torch.randn(3, 4, 2) for _ in range(3)]
     (expected,) = torch.autograd.grad(x.chunk(3, -1), x, upstream)
-    (copied,) = torch.autograd.grad(split_last(x, 3), x, upstream)
+    (copied,) = torch.autograd.grad(split_sizes(x, [2, 2, 2], -1), x, upstream)
     whole = torch.cat(upstream, -1)
-    (viewed,) = torch.autograd.grad(split_last(x, 3), x, whole.chunk(3, -1))
+    (viewed,) = torch.autograd.grad(split_sizes(x, [2, 2, 2], -1), x, whole.chunk(3, -1))
     assert torch.equal(copied, expected) and torch.equal(viewed, expected) and viewed.data_ptr() == whole.data_ptr()
 
 

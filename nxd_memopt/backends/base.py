@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -84,6 +84,10 @@ class Backend(ABC):
     def new_group(self, rank_groups: Sequence[Sequence[int]]) -> ProcessGroup | None:
         """Create all of ``rank_groups`` (every rank passes the same partition of the world) and return this rank's."""
 
+    def initialize_collectives(self) -> None:
+        """Run a first collective over the world, where the device's runtime sets its links up that way."""
+        return
+
     def release_groups(self) -> None:
         """Free what is kept for groups: they are about to be destroyed."""
         return
@@ -125,6 +129,31 @@ class Backend(ABC):
     @abstractmethod
     def all_to_all(self, tensor: Tensor, group: ProcessGroup | None) -> Tensor:
         """Send equal chunk ``i`` of dim 0 to rank ``i``; receive in rank order. Same shape."""
+
+    def reduce_scatter_mean_list(self, tensors: Sequence[Tensor], group: ProcessGroup | None) -> list[Tensor]:
+        """Return this rank's chunk of each tensor's mean over ``group``, ``[D * n_i] -> [n_i]``, by one collective.
+
+        The tensors, of one dtype, become the matrix ``[D, sum of n_i]``, whose row i goes to rank i: one copy of all
+        tensors.
+        """
+        size = self.group_size(group)
+        rows = torch.cat([tensor.view(size, -1) for tensor in tensors], dim=1)
+        chunk = self.reduce_scatter(rows.div_(size).view(-1), group)
+        chunks = []
+        start = 0
+        for tensor in tensors:
+            chunks.append(chunk.narrow(0, start, tensor.numel() // size))
+            start += tensor.numel() // size
+        return chunks
+
+    def all_gather_list(self, tensors: Sequence[Tensor], group: ProcessGroup | None) -> Iterator[Tensor]:
+        """Yield each tensor's chunks of all ranks, ``[n_i] -> [D * n_i]``, gathered by one collective; one dtype."""
+        size = self.group_size(group)
+        rows = self.all_gather(torch.cat(list(tensors)), group).view(size, -1)  # [D, sum of n_i]
+        start = 0
+        for tensor in tensors:
+            yield rows.narrow(1, start, tensor.numel()).reshape(-1)
+            start += tensor.numel()
 
     def all_reduce_async(self, tensor: Tensor, group: ProcessGroup | None) -> Pending:
         return Completed(self.all_reduce(tensor, group))
@@ -188,6 +217,17 @@ class Backend(ABC):
         """Why ``implementation`` fails on this device, or materialises S x S there; ``None``: it serves ``call``."""
         del implementation, call
         return None
+
+    @contextmanager
+    def outside_step(self) -> Iterator[None]:
+        """Keep collectives that are not part of a training step out of its graph, on devices that record graphs.
+
+        Such a device chains the collectives of one graph. Without this fence a collective that runs between two steps
+        is chained to those of the next step, whose graph then is another one and is compiled again.
+        """
+        self.mark_step()
+        yield
+        self.mark_step()
 
     def mark_step(self) -> None:
         """End the step: a device that records graphs lazily runs what it recorded."""

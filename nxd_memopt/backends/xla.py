@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from nxd_memopt.backends.cpu import reset_resident_peak, resident_bytes
 from nxd_memopt.backends.topology import neuron_order
 
 _SEED_BITS = 64
+_FUNCTIONALIZATION = "XLA_DISABLE_FUNCTIONALIZATION"
 
 
 class XlaBackend(C10dBackend):
@@ -38,6 +40,7 @@ class XlaBackend(C10dBackend):
 
     def __init__(self) -> None:
         _prefer_neuron_cores()
+        self.functionalization_note = _enable_functionalization()
         import torch_xla
         import torch_xla.core.xla_model as xm
         import torch_xla.runtime as xr
@@ -70,9 +73,10 @@ class XlaBackend(C10dBackend):
         return missing
 
     def description(self) -> str:
-        if not self.is_simulated:
-            return "torch_xla on NeuronCores"
-        return "simulated on a CPU: torch_xla compiles for the CPU, gloo carries collectives through the host"
+        device = "torch_xla on NeuronCores"
+        if self.is_simulated:
+            device = "simulated on a CPU: torch_xla compiles for the CPU, gloo carries collectives through the host"
+        return f"{device}; {self.functionalization_note}"
 
     # Processes and groups
 
@@ -94,6 +98,13 @@ class XlaBackend(C10dBackend):
         if group is not None:
             self._rank_groups[group.group_name] = groups
         return group
+
+    def initialize_collectives(self) -> None:
+        """Sum one number over the world: Neuron's runtime sets up collectives with all workers, not with one group."""
+        if not dist.is_initialized() or self._through_host or dist.get_world_size() == 1:
+            return
+        with self.outside_step():  # the result must live until the block's graph runs: dead tensors are left out
+            _total = self.all_reduce(torch.zeros(1).to(self.device), dist.group.WORLD)
 
     def device_order(self, world_size: int, tensor_model_parallel_size: int) -> list[int]:
         return neuron_order(os.environ, world_size, tensor_model_parallel_size)
@@ -164,6 +175,20 @@ class XlaBackend(C10dBackend):
             return super().reduce_scatter_async(tensor.cpu(), group).wait().to(self.device)
         groups = self._groups(group)
         return self._xm.reduce_scatter("sum", tensor, 1.0, 0, size, groups=groups, pin_layout=False)
+
+    def reduce_scatter_mean_list(self, tensors: Sequence[Tensor], group: ProcessGroup | None) -> list[Tensor]:
+        """As ``Backend.reduce_scatter_mean_list``; torch_xla's list collectives take the tensors without a copy."""
+        size = self.group_size(group)
+        if size == 1 or self._through_host:
+            return super().reduce_scatter_mean_list(tensors, group)
+        parts = [tensor / size for tensor in tensors]
+        return self._xm.reduce_scatter("sum", parts, 1.0, 0, size, groups=self._groups(group), pin_layout=False)
+
+    def all_gather_list(self, tensors: Sequence[Tensor], group: ProcessGroup | None) -> Iterator[Tensor]:
+        if self.group_size(group) == 1 or self._through_host:
+            yield from super().all_gather_list(tensors, group)
+        else:
+            yield from self._xm.all_gather(list(tensors), dim=0, groups=self._groups(group), pin_layout=False)
 
     def all_to_all(self, tensor: Tensor, group: ProcessGroup | None) -> Tensor:
         size = self.group_size(group)
@@ -252,6 +277,28 @@ class XlaBackend(C10dBackend):
 
 def _neuron_devices() -> list[Path]:
     return list(Path("/dev").glob("neuron*"))
+
+
+def _enable_functionalization() -> str:
+    """Turn torch_xla's functionalization on unless the user has chosen; return what holds, for people.
+
+    AWS's torch-neuronx leaves it off when nothing is set. Without it, torch_xla 2.9 returns wrong data for
+    ``Tensor.split`` with a list of sizes along any dimension but the first (pytorch/xla#8640). This library avoids such
+    splits and is correct in both modes; other model code may not. torch_xla reads the variable whenever it makes a
+    tensor, so that a program which sets it too late has tensors of both modes.
+    """
+    if _FUNCTIONALIZATION not in os.environ:
+        os.environ[_FUNCTIONALIZATION] = "0"
+        if "torch_xla" in sys.modules:
+            warnings.warn(
+                f"torch_xla was imported before nxd_memopt and {_FUNCTIONALIZATION} was not set: it is 0 from here on, "
+                "but on AWS's torch-neuronx tensors made until now lack functionalization, and Tensor.split with a "
+                f"list of sizes returns wrong data for them (pytorch/xla#8640); set {_FUNCTIONALIZATION}=0 in the "
+                "environment, or import nxd_memopt first",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+    return f"{_FUNCTIONALIZATION}={os.environ[_FUNCTIONALIZATION]}"
 
 
 def _prefer_neuron_cores() -> None:

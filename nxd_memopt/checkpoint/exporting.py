@@ -18,12 +18,8 @@ from nxd_memopt.checkpoint.directories import incomplete_path, replace_directory
 from nxd_memopt.checkpoint.files import WEIGHTS, WEIGHTS_INDEX, write_safetensors
 from nxd_memopt.checkpoint.names import named_tensors
 from nxd_memopt.parallel_layers import parallel_state
-from nxd_memopt.parallel_layers.checkpointing import (
-    full_shape,
-    gather_full_tensor,
-    is_model_replica_zero,
-    raise_together,
-)
+from nxd_memopt.parallel_layers.checkpointing import full_shape, gather_full_tensor, is_model_replica_zero
+from nxd_memopt.parallel_layers.coordination import raise_together
 from nxd_memopt.parallel_layers.utils import is_sharded
 
 MAX_SHARD_SIZE_BYTES = 5 * 2**30

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from nxd_memopt.checkpoint.files import WEIGHTS, find_gguf, require_directory, write_safetensors
 from nxd_memopt.parallel_layers import parallel_state
-from nxd_memopt.parallel_layers.checkpointing import raise_together, share_texts
+from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
 
 
 @contextmanager

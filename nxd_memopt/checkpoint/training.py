@@ -22,13 +22,8 @@ from nxd_memopt.checkpoint.directories import (
 )
 from nxd_memopt.checkpoint.files import read_json
 from nxd_memopt.parallel_layers import parallel_state
-from nxd_memopt.parallel_layers.checkpointing import (
-    raise_together,
-    read_tensors,
-    share_texts,
-    to_host,
-    write_tensors,
-)
+from nxd_memopt.parallel_layers.checkpointing import read_tensors, to_host, write_tensors
+from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
 
 MANIFEST = "manifest.json"
 _STEP = re.compile(r"step_(\d{8,})")

@@ -210,7 +210,9 @@ def create_local_weight(
         out_weight: filled and returned; default a new tensor.
     """
     size, rank = parallel_state.get_tensor_model_parallel_size(), parallel_state.get_tensor_model_parallel_rank()
-    pieces = full_weight.split(divide(per_partition_size, stride), dim=partition_dim)[rank::size]
+    length = divide(per_partition_size, stride)
+    starts = range(rank * length, full_weight.size(partition_dim), size * length)
+    pieces = [full_weight.narrow(partition_dim, start, length) for start in starts]
     with torch.no_grad():
         return torch.cat(pieces, dim=partition_dim, out=out_weight)
 

@@ -30,13 +30,12 @@ def initialize_model_parallel(
     """``parallel_state.initialize_model_parallel``.
 
     Args:
-        skip_collective_init: no collective runs here in either case.
+        skip_collective_init: leave out the first collective over the world.
         lnc_size: physical cores per logical one; 1, or what the environment says (``topology.logical_nc_config``).
 
     Raises:
         ValueError: an ``lnc_size`` that contradicts the environment.
     """
-    del skip_collective_init
     configured = logical_nc_config(os.environ)
     if lnc_size not in (1, configured):
         raise ValueError(f"lnc_size {lnc_size} is not the environment's {configured}: set NEURON_LOGICAL_NC_CONFIG")
@@ -45,6 +44,7 @@ def initialize_model_parallel(
         pipeline_model_parallel_size,
         context_parallel_size,
         expert_model_parallel_size,
+        skip_collective_init=skip_collective_init,
         mesh_only=mesh_only,
     )
 

@@ -106,7 +106,8 @@ def get_padding_length(numerator: int, denominator: int) -> int:
 def split_tensor_along_dim(
     tensor: Tensor, dim: int, num_partitions: int, contiguous_split_chunks: bool = False
 ) -> Sequence[Tensor]:
-    chunks = tensor.split(divide(tensor.size(dim), num_partitions), dim=dim)
+    divide(tensor.size(dim), num_partitions)  # raises ValueError unless the chunks are equal
+    chunks = tensor.chunk(num_partitions, dim=dim)
     return tuple(chunk.contiguous() for chunk in chunks) if contiguous_split_chunks else chunks
 
 

@@ -78,7 +78,9 @@ class LayerFactory:
             self._init_weight(layer.weight)
         replica_group = getattr(layer, "replica_group", None)
         if replica_group is not None:  # ranks that hold the same KV heads start alike
-            layer.weight.data = backend.all_gather(layer.weight.data, replica_group)[: layer.weight.size(0)].clone()
+            with backend.outside_step():
+                gathered = backend.all_gather(layer.weight.data, replica_group)
+                layer.weight.data = gathered[: layer.weight.size(0)].clone()
         description: Any = layer.weight
         if description.partition_dim == 0:
             _zero_rows(layer.weight, description.full_shape[0], layer.weight.size(0) * description.num_partitions)

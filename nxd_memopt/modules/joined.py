@@ -13,6 +13,7 @@ from torch import nn
 
 from nxd_memopt.ops.cuda.support import has_triton
 from nxd_memopt.ops.joined import joined
+from nxd_memopt.ops.parts import split_sizes
 
 
 class JoinsWeights(nn.Module):
@@ -32,7 +33,7 @@ class JoinsWeights(nn.Module):
         if not (first.is_cuda and alike and has_triton()) or joined(weights, 0) is not None:
             return
         sizes = [weight.size(0) for weight in weights]
-        for weight, part in zip(weights, torch.cat([w.detach() for w in weights]).split(sizes), strict=True):
+        for weight, part in zip(weights, split_sizes(torch.cat([w.detach() for w in weights]), sizes), strict=True):
             weight.data = part
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:

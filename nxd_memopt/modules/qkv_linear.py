@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from nxd_memopt.config import require_divisible
+from nxd_memopt.ops.parts import split_sizes
 from nxd_memopt.parallel_layers import mappings, parallel_state
 from nxd_memopt.parallel_layers.initialization import (
     InitMethod,
@@ -132,7 +133,7 @@ class GQAQKVColumnParallelLinear(ShardedModule):
         """Views of query's, key's and value's own rows, each described as the shard that it is."""
         for name, blocks in self.blocks.items():
             rows = [block.rows for block in blocks]
-            split = [param.detach().split(rows) for param in self._parameters_of(name)]
+            split = [split_sizes(param.detach(), rows) for param in self._parameters_of(name)]
             for block, *views in zip(blocks, *split, strict=True):
                 for view in views:
                     _describe(view, (block,))
@@ -159,9 +160,9 @@ class GQAQKVColumnParallelLinear(ShardedModule):
         if self.replica_group is None:
             communication = replace(self.communication, replica_groups=(None,))
             (output,) = column_parallel(input, [(weight, bias)], communication)
-            return output.split(rows, dim=-1)
-        biases: Sequence[Tensor | None] = [None] * 3 if bias is None else bias.split(rows)
-        parts: list[tuple[Tensor, Tensor | None]] = list(zip(weight.split(rows), biases, strict=True))
+            return split_sizes(output, rows, dim=-1)
+        biases: Sequence[Tensor | None] = [None] * 3 if bias is None else split_sizes(bias, rows)
+        parts: list[tuple[Tensor, Tensor | None]] = list(zip(split_sizes(weight, rows), biases, strict=True))
         return column_parallel(input, parts, self.communication)
 
     def _gather(self, output: Tensor, replicas: int = 1) -> Tensor:

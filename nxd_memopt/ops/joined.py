@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from nxd_memopt.backends import backend
-from nxd_memopt.ops.autograd import first_derivative_only
 
 
 def joined(tensors: Sequence[Tensor], dim: int) -> Tensor | None:
@@ -116,26 +114,3 @@ def _dense(like: Tensor, shape: torch.Size, strides: tuple[int, ...]) -> Tensor:
     """As ``empty_like`` makes it, which puts repeated (expanded) dimensions apart."""
     model = torch.empty_strided(shape, strides, device="meta")
     return torch.empty_like(model, dtype=like.dtype, device=like.device)
-
-
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
-        del ctx
-        return x.split(sizes, dim=-1)
-
-    @staticmethod
-    @first_derivative_only
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        del ctx
-        whole = joined(grads, -1)
-        return torch.cat(grads, dim=-1) if whole is None else whole, None
-
-
-def split_last(x: Tensor, parts: int | Sequence[int]) -> tuple[Tensor, ...]:
-    """Views of so many equal parts of the last dimension, or of parts of these sizes.
-
-    Gradients that are joined already are not copied together.
-    """
-    sizes = (x.size(-1) // parts,) * parts if isinstance(parts, int) else tuple(parts)
-    return cast("tuple[Tensor, ...]", _Split.apply(x, sizes))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -54,10 +53,9 @@ def reduce_scatter_mean(tensors: Sequence[Tensor], group: ProcessGroup | None, *
         return list(tensors)
     shards = list(tensors)
     for bucket in bucket_indices(tensors, bucket_bytes):
-        rows = torch.cat([_padded(tensors[i], size).view(size, -1) for i in bucket], dim=1)
-        mine = backend.reduce_scatter(rows.div_(size).view(-1), group)
-        for i, shard in zip(bucket, mine.split([_length(tensors[i], size) for i in bucket]), strict=True):
-            shards[i] = shard
+        chunks = backend.reduce_scatter_mean_list([_padded(tensors[i], size) for i in bucket], group)
+        for i, chunk in zip(bucket, chunks, strict=True):
+            shards[i] = chunk
     return shards
 
 
@@ -71,10 +69,9 @@ def all_gather_into(
             for i in bucket:
                 tensors[i].copy_(shards[i])
             continue
-        mine = torch.cat([shards[i].to(tensors[i].dtype) for i in bucket])
-        rows = backend.all_gather(mine, group).view(size, -1)
-        for i, columns in zip(bucket, rows.split([shards[i].numel() for i in bucket], dim=1), strict=True):
-            tensors[i].copy_(columns.reshape(-1)[: tensors[i].numel()].view_as(tensors[i]))
+        gathered = backend.all_gather_list([shards[i].to(tensors[i].dtype) for i in bucket], group)
+        for i, padded in zip(bucket, gathered, strict=True):
+            tensors[i].copy_(padded[: tensors[i].numel()].view_as(tensors[i]))
 
 
 def _length(tensor: Tensor, size: int) -> int:

@@ -19,7 +19,7 @@ from nxd_memopt.optimizer.groups import (
 )
 from nxd_memopt.optimizer.main_grad import accumulate_in, clear_main_grad
 from nxd_memopt.optimizer.sharding import all_gather_into, cut_blocks, cut_shard, reduce_scatter_mean
-from nxd_memopt.parallel_layers import checkpointing, grads, parallel_state
+from nxd_memopt.parallel_layers import checkpointing, coordination, grads, parallel_state
 from nxd_memopt.parallel_layers.utils import is_sharded
 
 _DEFAULT_BUCKET_MB = 128  # large enough for full bandwidth, small beside a model's gradients
@@ -279,7 +279,7 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
             ValueError: on every rank, when it was made by another rank, for another number of ranks or other shapes.
         """
         self._require_shards()
-        with checkpointing.raise_together("loading the optimizer"):
+        with coordination.raise_together("loading the optimizer"):
             self._require_fit(state_dict)
         for each in self._sharded:
             if each.shard is not each.param:
@@ -310,16 +310,16 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
             output_dir: created if needed.
             num_workers_per_step: ranks of one host that copy their state to it at the same time.
         """
-        for is_my_turn in checkpointing.turns(num_workers_per_step):
-            with checkpointing.raise_together(f"saving {output_dir}"):
+        for is_my_turn in coordination.turns(num_workers_per_step):
+            with coordination.raise_together(f"saving {output_dir}"):
                 if is_my_turn:
                     checkpointing.write_tensors(self._rank_file(output_dir), checkpointing.to_host(self.state_dict()))
 
     def load_sharded_state_dict(self, output_dir: str | Path, num_workers_per_step: int = 8) -> None:
         """Continue from what ``save_sharded_state_dict`` wrote; every rank calls, after loading the model."""
         state: dict[str, Any] = {}
-        for is_my_turn in checkpointing.turns(num_workers_per_step):
-            with checkpointing.raise_together(f"loading {output_dir}"):
+        for is_my_turn in coordination.turns(num_workers_per_step):
+            with coordination.raise_together(f"loading {output_dir}"):
                 if is_my_turn:
                     state = checkpointing.read_tensors(self._rank_file(output_dir))
         self.load_state_dict(state)

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Protocol, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from nxd_memopt.backends import backend
 from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.parallel_layers.coordination import raise_together
 from nxd_memopt.parallel_layers.mappings import resolve_group
 from nxd_memopt.parallel_layers.utils import is_sharded, map_tensors, shard_ranges
-
-MESSAGE_BYTES = 2048
-"""Room for one rank's text in ``share_texts``: 2 MiB in all at 1024 ranks."""
 
 
 class LazySlice(Protocol):
@@ -28,51 +24,6 @@ class LazySlice(Protocol):
     def get_shape(self) -> list[int]: ...
 
     def __getitem__(self, index: Any) -> Tensor: ...
-
-
-# Ranks that act together
-
-
-def share_texts(text: str) -> list[str]:
-    """Return every rank's ``text``, by global rank, cut at ``MESSAGE_BYTES``. Every rank of the world calls."""
-    if not dist.is_initialized():
-        return [text]
-    payload = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
-    encoded = list(text.encode()[:MESSAGE_BYTES])
-    payload[: len(encoded)] = torch.tensor(encoded, dtype=torch.uint8)
-    gathered = backend.all_gather(payload.to(backend.device), dist.group.WORLD).cpu()
-    return [bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore") for row in gathered.view(-1, MESSAGE_BYTES)]
-
-
-@contextmanager
-def raise_together(task: str) -> Iterator[None]:
-    """Run a block that has no collectives on every rank; when it raises on one, raise on all. Also a barrier.
-
-    Raises:
-        ValueError: on ranks whose own block succeeded; names ``task``, the failing rank and its message. A failing rank
-            raises its own exception.
-    """
-    failure: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        failure = error
-    reports = share_texts("" if failure is None else str(failure) or type(failure).__name__)
-    if failure is not None:
-        raise failure
-    for rank, report in enumerate(reports):
-        if report:
-            raise ValueError(f"{task} failed on rank {rank}: {report}")
-
-
-def turns(ranks_at_once: int) -> Iterator[bool]:
-    """Yield, in each round of a host's ranks, whether this rank acts: ``ranks_at_once`` do. Every rank calls."""
-    if ranks_at_once < 1:
-        raise ValueError(f"ranks that act at the same time must be at least 1, got {ranks_at_once}")
-    local_rank = dist.get_node_local_rank(fallback_rank=0) if dist.is_initialized() else 0  # pyright: ignore[reportPrivateImportUsage]
-    last_local_rank = max(int(text) for text in share_texts(str(local_rank)))
-    for turn in range(last_local_rank // ranks_at_once + 1):
-        yield turn == local_rank // ranks_at_once
 
 
 # Slices of one tensor
@@ -134,12 +85,15 @@ def gather_full_tensor(param: Tensor, *, dtype: torch.dtype | None = None) -> Te
         param: this rank's shard.
         dtype: dtype of the result, cast before the gather; default: the parameter's own.
     """
-    local = param.detach().to(dtype or param.dtype)
-    if is_sharded(param):
-        local = backend.all_gather(local.contiguous(), resolve_group(None))  # [T * n, ...]
+    if not is_sharded(param):
+        is_first = parallel_state.get_tensor_model_parallel_rank() == 0
+        return param.detach().to(dtype or param.dtype).cpu().contiguous() if is_first else None
+    with backend.outside_step():
+        local = param.detach().to(dtype or param.dtype).contiguous()
+        stacked = backend.all_gather(local, resolve_group(None))  # [T * n, ...]
     if parallel_state.get_tensor_model_parallel_rank() != 0:
         return None
-    return _join_shards(local.cpu(), param) if is_sharded(param) else local.cpu().contiguous()
+    return _join_shards(stacked.cpu(), param)
 
 
 def _join_shards(stacked: Tensor, param: Tensor) -> Tensor:
@@ -149,7 +103,7 @@ def _join_shards(stacked: Tensor, param: Tensor) -> Tensor:
     blocks = getattr(param, "blocks", None)
     shape[dim] = sum(b.full_rows for b in blocks) if blocks else shape[dim] * description.num_partitions
     full = stacked.new_empty(shape)
-    shards = stacked.split(param.shape[0])
+    shards = stacked.unflatten(0, (-1, param.shape[0]))  # [T, n, ...]
     for partition in range(description.num_partitions):
         rank = partition * description.replicas
         offset = 0

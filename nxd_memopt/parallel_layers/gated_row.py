@@ -68,8 +68,8 @@ def _tiles(gathering: Gathering, gate: Tensor, operations_per_element: int) -> I
     """The pieces as they arrive, cut so that the activation of one fits ``_TILE_BYTES``."""
     most = max(1, _TILE_BYTES // (gate.size(-1) * gate.element_size()))
     for first, rows in gathering.pieces(operations_per_element):
-        for i, tile in enumerate(rows.split(most)):
-            yield first + i * most, tile
+        for start in range(0, rows.size(0), most):
+            yield first + start, rows[start : start + most]
 
 
 def gated_row_parallel(gate: Tensor, up: Tensor, layer: RowParallelLinear, hidden_act: str) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends import backend
+from nxd_memopt.ops.parts import split_sizes
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.utils import is_sharded
 
@@ -104,7 +105,7 @@ def _all_reduce_in_buckets(
         bucket = [grads[i] for i in indices]
         flat = torch.cat([grad.detach().reshape(-1) for grad in bucket])
         flat = backend.all_reduce(flat.div_(size) if average else flat, group)
-        for grad, reduced in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):
+        for grad, reduced in zip(bucket, split_sizes(flat, [grad.numel() for grad in bucket]), strict=True):
             grad.detach().copy_(reduced.view_as(grad))
 
 
@@ -174,7 +175,7 @@ def _replica_pieces(param: Tensor) -> list[tuple[Tensor, int]]:
     blocks = getattr(param, "blocks", None)
     if not blocks:
         return [(grad, getattr(param, "replicas", 1))]
-    pieces = zip(grad.split([b.rows for b in blocks]), blocks, strict=True)
+    pieces = zip(split_sizes(grad, [b.rows for b in blocks]), blocks, strict=True)
     return [(piece, block.replicas) for piece, block in pieces if piece.numel()]
 
 

@@ -19,6 +19,7 @@ from nxd_memopt.backends import Gathering, Reduction, backend
 from nxd_memopt.ops.autograd import as_dtype, first_derivative_only
 from nxd_memopt.ops.held import Held, bind, saved
 from nxd_memopt.ops.joined import joined
+from nxd_memopt.ops.parts import split_sizes
 from nxd_memopt.ops.sums import column_sums
 from nxd_memopt.parallel_layers.communication import Communication
 
@@ -111,7 +112,7 @@ def _joint_products(
         return products(gathering, weights, biases)
     bias = torch.cat(given) if len(given) > 1 else biases[0]
     (output,) = products(gathering, [whole], [bias])
-    return output.split([weight.size(0) for weight in weights], dim=-1)
+    return split_sizes(output, [weight.size(0) for weight in weights], dim=-1)
 
 
 def input_grad_reduction(comm: Communication, grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Reduction:
@@ -152,7 +153,7 @@ def parameter_grads(
 def _weight_grads(x: Tensor, grads: Sequence[Tensor], needed: Sequence[bool]) -> Sequence[Tensor | None]:
     whole = joined(grads, -1) if all(needed) else None
     if whole is not None:
-        return (_flat(whole).t() @ x).split([grad.size(-1) for grad in grads])
+        return split_sizes(_flat(whole).t() @ x, [grad.size(-1) for grad in grads])
     return [_flat(grad).t() @ x if needs else None for grad, needs in zip(grads, needed, strict=True)]
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends import backend
+from nxd_memopt.ops.parts import split_sizes
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.grads import (
     ParameterSource,
@@ -150,7 +151,7 @@ class _Flight:
     def finish(self) -> None:
         """Wait, and put the results in the gradients' places."""
         self.go_on()
-        reduced = self._pending.wait().split([grad.numel() for grad in self._grads])
+        reduced = split_sizes(self._pending.wait(), [grad.numel() for grad in self._grads])
         for grad, result in zip(self._grads, reduced, strict=True):
             grad.detach().copy_(result.view_as(grad))
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends import backend
+from nxd_memopt.parallel_layers.rank_grid import RankGroups, rank_grid, remaining_ranks
 
-RankGroups = list[list[int]]
 Group = Any
 """``ProcessGroup | None``; with ``as_list=True`` the ``RankGroups`` that it belongs to."""
 
@@ -55,27 +55,13 @@ def get_world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def rank_grid(sizes: dict[str, int], device_order: list[int]) -> dict[str, RankGroups]:
-    """Partition ``device_order`` along each dimension of a grid, the last dimension fastest.
-
-    ``rank_grid({"data": 2, "tensor": 2}, [0, 1, 2, 3])`` is
-    ``{"data": [[0, 2], [1, 3]], "tensor": [[0, 1], [2, 3]]}``.
-    """
-    groups: dict[str, RankGroups] = {}
-    stride = len(device_order)
-    for name, size in sizes.items():
-        stride //= size
-        starts = [i for i in range(len(device_order)) if (i // stride) % size == 0]
-        groups[name] = [[device_order[start + j * stride] for j in range(size)] for start in starts]
-    return groups
-
-
 def initialize_model_parallel(
     tensor_model_parallel_size: int = 1,
     pipeline_model_parallel_size: int = 1,
     context_parallel_size: int = 1,
     expert_model_parallel_size: int = 1,
     *,
+    skip_collective_init: bool = False,
     mesh_only: bool = False,
 ) -> dict[str, RankGroups]:
     """Create the process groups; every rank of the world calls it, with the same sizes.
@@ -89,6 +75,7 @@ def initialize_model_parallel(
         pipeline_model_parallel_size: ranks that share one stack of layers.
         context_parallel_size: ranks that share one sequence.
         expert_model_parallel_size: ranks that share one set of experts.
+        skip_collective_init: leave out the first collective over the world, which sets up Neuron's runtime on trn1.
         mesh_only: only return the rank groups; create nothing.
 
     Returns:
@@ -104,29 +91,16 @@ def initialize_model_parallel(
     tensor, pipeline = tensor_model_parallel_size, pipeline_model_parallel_size
     context, expert = context_parallel_size, expert_model_parallel_size
     order = backend.device_order(world_size, tensor)
-    data = _remaining_ranks(world_size, tensor=tensor, pipeline=pipeline, context=context)
-    expert_data = _remaining_ranks(world_size, tensor=tensor, pipeline=pipeline, expert=expert)
+    data = remaining_ranks(world_size, tensor=tensor, pipeline=pipeline, context=context)
+    expert_data = remaining_ranks(world_size, tensor=tensor, pipeline=pipeline, expert=expert)
     dense = rank_grid({"pipeline": pipeline, "data": data, "context": context, "tensor": tensor}, order)
     sparse = rank_grid({"pipeline": pipeline, "expert_data": expert_data, "expert": expert, "tensor": tensor}, order)
     grid = {**sparse, **dense, "world": [list(range(world_size))]}
     if not mesh_only:
+        if not skip_collective_init:
+            backend.initialize_collectives()
         _STATE.axes = {name: _create_axis(rank_groups) for name, rank_groups in grid.items()}
     return grid
-
-
-def _remaining_ranks(world_size: int, **sizes: int) -> int:
-    product = 1
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name} parallel size must be at least 1, got {size}")
-        product *= size
-    if world_size % product:
-        spelled = " x ".join(f"{name} parallel size {size}" for name, size in sizes.items())
-        raise ValueError(
-            f"world size {world_size} is not divisible by {product} ({spelled}): "
-            f"start a multiple of {product} processes (--nproc_per_node x --nnodes) or lower a size"
-        )
-    return world_size // product
 
 
 def _create_axis(rank_groups: RankGroups) -> _Axis:

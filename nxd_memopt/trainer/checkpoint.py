@@ -24,14 +24,8 @@ from nxd_memopt.checkpoint.files import read_json
 from nxd_memopt.checkpoint.training import MANIFEST, require_plain, write_into, write_manifest
 from nxd_memopt.optimizer import NeuronZero1Optimizer
 from nxd_memopt.parallel_layers import parallel_state
-from nxd_memopt.parallel_layers.checkpointing import (
-    is_model_replica_zero,
-    load_into,
-    raise_together,
-    read_tensors,
-    share_texts,
-    turns,
-)
+from nxd_memopt.parallel_layers.checkpointing import is_model_replica_zero, load_into, read_tensors
+from nxd_memopt.parallel_layers.coordination import raise_together, share_texts, turns
 from nxd_memopt.trainer.optimizer import NxDOptimizer
 
 _REPLACED = re.compile(r"\.(.+)\.replaced")

@@ -11,7 +11,7 @@ from torch import nn
 
 from nxd_memopt.backends import backend
 from nxd_memopt.parallel_layers import parallel_state
-from nxd_memopt.parallel_layers.checkpointing import raise_together, turns
+from nxd_memopt.parallel_layers.coordination import raise_together, turns
 from nxd_memopt.parallel_layers.pad import pad_model
 from nxd_memopt.parallel_layers.utils import move_model_to_device
 from nxd_memopt.trainer.activation_checkpoint import apply_activation_checkpointing, classes_to_recompute

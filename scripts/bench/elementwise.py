@@ -23,7 +23,7 @@ from torch import Tensor
 
 from nxd_memopt.backends import backend
 from nxd_memopt.ops.activation import activation, gated_activation
-from nxd_memopt.ops.joined import Layout, split_last
+from nxd_memopt.ops.joined import Layout
 from nxd_memopt.ops.norm import (
     add_rms_norm,
     affine_branches,
@@ -32,6 +32,7 @@ from nxd_memopt.ops.norm import (
     normalise_gradient,
     rms_norm,
 )
+from nxd_memopt.ops.parts import split_sizes
 from nxd_memopt.ops.residual import add_residual
 from nxd_memopt.ops.rope import apply_rope, apply_rope_qkv, rope_frequencies, rope_tables
 from nxd_memopt.optimizer import AdamW
@@ -217,9 +218,9 @@ class Projection:
     def split(self, whole: Tensor, *, as_models_do: bool) -> Sequence[Tensor]:
         if self.by_head:
             heads = whole.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            return split_last(heads, 3) if as_models_do else heads.chunk(3, dim=-1)
+            return split_sizes(heads, [heads.size(-1) // 3] * 3, -1) if as_models_do else heads.chunk(3, dim=-1)
         sizes = [count * self.head_dim for count in (self.heads, self.groups, self.groups)]
-        parts = split_last(whole, sizes) if as_models_do else whole.split(sizes, dim=-1)
+        parts = split_sizes(whole, sizes, -1) if as_models_do else whole.split(sizes, dim=-1)
         return [part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in parts]
 
     def case(self, tokens: int) -> Case:

@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxd_memopt.backends import backend
 from nxd_memopt.ops.cuda import rope
-from nxd_memopt.ops.joined import joined, split_last
+from nxd_memopt.ops.joined import joined
+from nxd_memopt.ops.parts import split_sizes
 from nxd_memopt.ops.rope import apply_rope, apply_rope_qkv, rope_frequencies, rope_tables
 from tests.cuda.against_float64 import DTYPES, compare, random
 from tests.reference_models import gpt_neox_config, llama_config, parallel_model
@@ -19,6 +20,10 @@ pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(backend.name != "cuda", reason="needs NXD_MEMOPT_BACKEND=cuda and a GPU"),
 ]
+
+
+def split_thirds(x):
+    return split_sizes(x, [x.size(-1) // 3] * 3, -1)
 
 
 @pytest.mark.parametrize(("dtype", "bound"), DTYPES)
@@ -49,7 +54,7 @@ def test_rope_of_a_projection(layout, heads, groups, dtype, bound):
     )
     if layout == "interleaved":
         whole = random(length, batch, 3 * heads * head_dim, dtype=dtype).requires_grad_()
-        split = lambda x: split_last(x.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3), 3)  # noqa: E731
+        split = lambda x: split_thirds(x.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3))  # noqa: E731
     else:
         whole = random(length, batch, sum(sizes), dtype=dtype).requires_grad_()
         apart = (lambda x: x.clone()) if layout == "apart" else (lambda x: x)
@@ -71,7 +76,7 @@ def test_rope_of_a_projection(layout, heads, groups, dtype, bound):
 @pytest.mark.parametrize("joined_gradients", [True, False])
 def test_rope_in_place(heads, head_dim, rotary_dim, joined_gradients, dtype, bound):
     def split(x):
-        return split_last(x.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3), 3)
+        return split_thirds(x.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3))
 
     tables = rope_tables(
         rope_frequencies(rotary_dim, {"rope_theta": 10000.0}), torch.arange(33, device=backend.device)[None], dtype

@@ -29,7 +29,7 @@ from nxd_memopt.checkpoint import (
 from nxd_memopt.config import ParallelConfig
 from nxd_memopt.models.gpt_neox import GPTNeoXForCausalLM
 from nxd_memopt.models.llama import LlamaForCausalLM
-from nxd_memopt.parallel_layers import checkpointing, parallel_state
+from nxd_memopt.parallel_layers import checkpointing, coordination, parallel_state
 from nxd_memopt.parallel_layers.utils import padded_size, set_tensor_model_parallel_attributes
 from tests.checkpoint_models import assert_same, build, llama_config, neox_config
 from tests.dist.pool import distributed
@@ -78,7 +78,7 @@ def full_tensors():
 
 def write_weights(directory):
     """Rank 0 writes; returns when the file is complete."""
-    with checkpointing.raise_together("writing the test's weights"):
+    with coordination.raise_together("writing the test's weights"):
         if not dist.is_initialized() or dist.get_rank() == 0:
             save_file(full_tensors(), Path(directory) / "model.safetensors")
     return full_tensors()
@@ -200,7 +200,7 @@ def test_nxd_save_and_load(save_serially, tmp_path):
 def test_nxd_load_of_a_full_state_dict(tmp_path):
     initialize(2)
     full, path = full_tensors(), tmp_path / "full.pt"
-    with checkpointing.raise_together("writing"):
+    with coordination.raise_together("writing"):
         if dist.get_rank() == 0:
             torch.save({"model": {**full, "lm_head.weight": full["embed.weight"]}}, path)
     model = Sharded()
@@ -277,7 +277,7 @@ def test_model_has_transformers_loss_and_is_exported_unchanged(world_size, archi
     model_class, make_config = MODELS[architecture]
     initialize(world_size)
     reference = build(make_config(tie_word_embeddings=tied)).double()
-    with checkpointing.raise_together("writing the reference"):
+    with coordination.raise_together("writing the reference"):
         if dist.get_rank() == 0:
             reference.save_pretrained(tmp_path / "in")
     parallel = ParallelConfig(tensor_model_parallel_size=world_size, sequence_parallel_enabled=True)
