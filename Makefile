@@ -4,7 +4,7 @@ PYTHON_XLA := .venv-xla/bin/python
 SOURCES := nxd_memopt models scripts tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-xla train test test-compat test-cuda check golden bench bench-gpu mutants parity clean
+.PHONY: help setup setup-xla train test test-slow test-compat test-cuda check golden bench bench-gpu mutants parity clean
 
 help:
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -21,9 +21,14 @@ train: setup ## continue pretraining SmolLM2-135M on Python's standard library, 
 # A test computes with one thread: two at a time keep two cores busy.
 SPREAD := --numprocesses 2 --dist worksteal
 
-test: check setup-xla ## static checks, then every test of both tracks
-	$(PYTHON) -m pytest $(SPREAD)
-	$(PYTHON_XLA) -m pytest $(SPREAD) tests/xla tests/dist/test_backends.py
+test: check setup-xla ## static checks, then the tests of both tracks, without the slow ones
+	$(PYTHON) -m pytest $(SPREAD) -m "not slow"
+	$(PYTHON_XLA) -m pytest $(SPREAD) -m "not slow" tests/xla tests/dist/test_backends.py
+
+test-slow: setup setup-xla ## the slow proofs of both tracks, and every XLA test without functionalization
+	$(PYTHON) -m pytest $(SPREAD) -m slow
+	$(PYTHON_XLA) -m pytest $(SPREAD) -m slow tests/xla tests/dist/test_backends.py
+	XLA_DISABLE_FUNCTIONALIZATION=1 $(PYTHON_XLA) -m pytest $(SPREAD) tests/xla tests/dist/test_backends.py
 
 check: setup ## lint, format, types, import levels, size limits
 	.venv/bin/ruff check $(SOURCES) setup.py

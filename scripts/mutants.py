@@ -41,7 +41,7 @@ class Mutant:
     file: str
     old: str
     new: str
-    tests: list[str]
+    tests: tuple[str, ...]
     keyword: str = "ranks2"
     venv: str = ".venv"
 
@@ -49,7 +49,8 @@ class Mutant:
 def load_mutants() -> list[Mutant]:
     """Return the mutants of every ``tests/mutants/<package>.toml``, in the order of the files' names."""
     tables = [tomllib.loads(path.read_text(encoding="utf-8")) for path in sorted(TABLES.glob("*.toml"))]
-    return [Mutant(**row) for table in tables for row in table["mutant"]]
+    rows = [row for table in tables for row in table["mutant"]]
+    return [Mutant(**{**row, "tests": tuple(row["tests"])}) for row in rows]
 
 
 def main() -> int:

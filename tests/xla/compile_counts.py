@@ -1,0 +1,100 @@
+"""Runs scripts/train.py on torch_xla's own process group, and prints what each phase of the run compiled, as JSON.
+
+``python -m tests.xla.compile_counts OUTPUT --config FILE ...`` is one process in a world of one, set up as on
+NeuronCores: the process group is torch_xla's, and collectives are part of the graphs, in groups of one rank, which
+XLA:CPU can execute. The simulation with several ranks carries collectives through the host, outside the graphs, and so
+cannot show that a collective between two steps makes the next step another graph.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch_xla.debug.metrics as metrics
+
+import train as script
+from nxd_memopt.backends import backend, xla_inspect
+from nxd_memopt.checkpoint import gather_full_tensor
+from nxd_memopt.memory.certify import hlo
+from nxd_memopt.parallel_layers import coordination
+from nxd_memopt.parallel_layers.utils import is_sharded
+from train_args import parse_config
+
+PHASES = ("evaluate", "train_step", "save", "resume", "finish")
+records: list[tuple[str, int]] = []
+
+
+def compilations() -> int:
+    """Graphs that this process has compiled so far."""
+    data = metrics.metric_data("CompileTime")
+    return data[0] if data else 0
+
+
+def counted(name: str, function: Any) -> Any:
+    """Return ``function`` with a record of what each call compiled, up to the execution of what it left pending."""
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        before = compilations()
+        result = function(*arguments, **options)
+        records.append((name, compilations() - before))
+        return result
+
+    return call
+
+
+def act_as_on_neuron_cores() -> None:
+    """Put collectives into the graphs, also those of groups of one rank, where the backend leaves them out."""
+    xm = backend._xm
+    backend.is_simulated, backend.distributed_backend = False, "xla"
+    own = [[0]]
+    backend.all_reduce = lambda x, group, op="sum": xm.all_reduce(op, x, groups=own, pin_layout=False)
+    backend.all_gather = lambda x, group: xm.all_gather(x, dim=0, groups=own, pin_layout=False)
+    backend.reduce_scatter = lambda x, group: xm.reduce_scatter("sum", x, 1.0, 0, 1, groups=own, pin_layout=False)
+
+
+def with_work_between_steps(step: Any) -> Any:
+    """Return ``step`` followed by what may happen between two steps: an exchange of texts, the gather of a tensor."""
+
+    def call(training: Any, *arguments: Any) -> Any:
+        result = step(training, *arguments)
+        counted("share_texts", coordination.share_texts)("a text")
+        weight = next(param for param in training.model.parameters() if is_sharded(param))
+        counted("gather_full_tensor", gather_full_tensor)(weight)
+        return result
+
+    return call
+
+
+def fingerprints() -> list[str]:
+    """Hashes of all graphs that were compiled, from XLA's dumps."""
+    files = xla_inspect.dump_directory().glob("*.before_optimizations.txt")
+    return sorted({hlo.fingerprint(file.read_text(encoding="utf-8")) for file in files})
+
+
+def main(output: Path, arguments: list[str]) -> None:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = str(probe.getsockname()[1])
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_PORT=port)
+    os.environ.update(MASTER_ADDR="localhost", XLA_ALWAYS_ALLREDUCE="1")
+    act_as_on_neuron_cores()
+    for name in PHASES:
+        setattr(script, name, counted(name, getattr(script, name)))
+    script.train_step = with_work_between_steps(script.train_step)
+    config = parse_config(arguments)
+    script.join_ranks(config)
+    script.run(config)
+    result = {"process_group": dist.get_backend(), "phases": records, "graphs": fingerprints()}
+    output.write_text(json.dumps(result), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
+    sys.stdout.flush()
+    os._exit(0)

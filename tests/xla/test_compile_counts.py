@@ -1,0 +1,77 @@
+"""What a training run compiles, with collectives inside the graphs: four graphs of steps, one set of an evaluation."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nxd_memopt.backends import xla_inspect
+from tests.training import SCRIPT, write_config
+
+Phases = list[tuple[str, int]]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """A run of four steps, and its resumption to eight in another process."""
+    directory = tmp_path_factory.mktemp("compile_counts")
+    config = write_config(
+        directory,
+        data={"micro_batch_size": 1},  # four micro-batches a step
+        optimizer={"zero1": True, "decay_steps": 8},
+        trainer={"save_interval": 2, "val_check_interval": 2, "log_every_n_steps": 1},
+    )
+    return {name: run(directory, config, name, steps) for name, steps in (("fresh", 4), ("resumed", 8))}
+
+
+def run(directory: Path, config: Path, name: str, max_steps: int) -> dict[str, Any]:
+    output, dump = directory / f"{name}.json", directory / f"{name}_hlo"
+    options = ["--memory.recompute-granularity", "full", "--trainer.max-steps", str(max_steps)]
+    command = [sys.executable, "-m", "tests.xla.compile_counts", str(output), "--config", str(config), *options]
+    path = os.pathsep.join([str(SCRIPT.parents[1]), str(SCRIPT.parent)])
+    env = {**os.environ, "PYTHONPATH": path, "XLA_FLAGS": f"{xla_inspect.dump_flags(dump)} {os.environ['XLA_FLAGS']}"}
+    result = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return json.loads(output.read_text(encoding="utf-8"))
+
+
+def counts(run: dict[str, Any], phase: str) -> list[int]:
+    return [count for name, count in run["phases"] if name == phase]
+
+
+def test_the_process_group_is_torch_xlas(runs):
+    assert {run["process_group"] for run in runs.values()} == {"xla"}
+
+
+def test_training_has_four_graphs_and_compiles_none_again(runs):
+    # first micro-batch, later ones, the update that makes AdamW's states; then the update of existing states
+    assert counts(runs["fresh"], "train_step") == [3, 1, 0, 0]
+    # between these steps: exchanges of texts, gathers of a tensor, an evaluation and two checkpoints
+    assert counts(runs["resumed"], "train_step") == [3, 0, 0, 0]
+
+
+@pytest.mark.parametrize("name", ["fresh", "resumed"])
+def test_an_evaluation_compiles_once(name, runs):
+    first, *later = counts(runs[name], "evaluate")
+    assert first > 0 and later and set(later) == {0}
+
+
+@pytest.mark.parametrize("name", ["fresh", "resumed"])
+@pytest.mark.parametrize("phase", ["save", "share_texts", "resume"])
+def test_no_graph_is_compiled_by(phase, name, runs):
+    assert counts(runs[name], phase) and set(counts(runs[name], phase)) == {0}
+
+
+@pytest.mark.parametrize("name", ["fresh", "resumed"])
+def test_the_gather_of_a_tensor_is_a_graph_of_its_own(name, runs):
+    assert counts(runs[name], "gather_full_tensor") == [1, 0, 0, 0]
+
+
+def test_a_resumed_process_compiles_no_graph_that_a_fresh_one_does_not(runs):
+    assert set(runs["resumed"]["graphs"]) <= set(runs["fresh"]["graphs"])

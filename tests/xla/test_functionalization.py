@@ -1,0 +1,144 @@
+"""The library is right with torch_xla's functionalization on and off: losses, gradients, ZeRO-1, fused projections."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nxd_memopt.backends import BACKEND_REASON, backend
+from nxd_memopt.modules.qkv_linear import GQAQKVColumnParallelLinear
+from nxd_memopt.ops.parts import split_sizes
+from nxd_memopt.optimizer import NeuronZero1Optimizer
+from nxd_memopt.parallel_layers import grads, parallel_state
+from tests.dist.pool import SEED, distributed
+from tests.golden.runs import MODELS, recorded_losses, train
+from tests.reference import tensors
+from tests.reference_models import batch, gpt_neox_config, llama_config, parallel_model
+from tests.xla.functionalization import VARIABLE, functionalization
+
+MODES = pytest.mark.parametrize("enabled", [True, False], ids=["on", "off"])
+CONFIGS = {"llama": llama_config, "gpt_neox": gpt_neox_config}
+BOUND = 1e-5  # fp32 sums in another order
+
+IMPORT_LATE = """
+import warnings, torch_xla
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import nxd_memopt.backends
+    import os
+print([str(w.message) for w in caught if "functionalization" in str(w.message)], os.environ[{variable!r}])
+"""
+
+
+def python(code: str, **environment: str | None) -> str:
+    env = {**os.environ, **environment}
+    env = {name: value for name, value in env.items() if value is not None}
+    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-2000:]
+    return result.stdout.strip().splitlines()[-1]
+
+
+def test_it_is_on_unless_the_user_chose():
+    assert f"{VARIABLE}={os.environ[VARIABLE]}" in BACKEND_REASON
+    code = f"from nxd_memopt.backends import BACKEND_REASON as r; import os; print(r, os.environ[{VARIABLE!r}])"
+    assert python(code, **{VARIABLE: None}).endswith(f"{VARIABLE}=0) 0")
+
+
+def test_a_late_import_is_warned_about_once():
+    warnings, _, value = python(IMPORT_LATE.format(variable=VARIABLE), **{VARIABLE: None}).rpartition(" ")
+    assert warnings.count("torch_xla was imported before nxd_memopt") == 1 and value == "0"
+    assert python(IMPORT_LATE.format(variable=VARIABLE), **{VARIABLE: "1"}) == "[] 1"
+
+
+@distributed(1)
+@MODES
+def test_parts_of_any_dimension(enabled):
+    x = torch.randn(4, 6, 8)
+    with functionalization(enabled=enabled):
+        for dim in (0, 1, 2, -1):
+            sizes = [1, x.size(dim) - 3, 2]
+            leaf = x.to(backend.device).requires_grad_()
+            parts = split_sizes(leaf, sizes, dim)
+            torch.autograd.backward([part.square() for part in parts], [torch.ones_like(part) for part in parts])
+            assert all(torch.equal(a.cpu(), b) for a, b in zip(parts, x.split(sizes, dim), strict=True))
+            assert torch.equal(leaf.grad.cpu(), 2 * x)
+
+
+@distributed([1, 2], timeout_s=400)
+@pytest.mark.parametrize("name", MODELS)
+def test_golden_losses_without_it(name):
+    with functionalization(enabled=False):
+        parallel_state.initialize_model_parallel(dist.get_world_size())
+        losses = train(name, sequence_parallel=dist.get_world_size() > 1)
+    assert losses == pytest.approx(recorded_losses(name), abs=BOUND)
+
+
+def loss_and_norm(name: str) -> tuple[float, float]:
+    """Loss and gradient norm of a small model whose weights are drawn from the seed, on this process's backend."""
+    torch.manual_seed(SEED)
+    model = parallel_model(CONFIGS[name](), sequence_parallel=dist.is_initialized()).to(backend.device)
+    loss = model(**{key: tensor.to(backend.device) for key, tensor in batch().items()}).loss
+    loss.backward()
+    grads.allreduce_sequence_parallel_gradients(model)
+    return loss.item(), grads.get_grad_norm(model.parameters()).item()
+
+
+@pytest.fixture(scope="module")
+def on_cpu() -> dict[str, tuple[float, float]]:
+    """``loss_and_norm`` of each model by the CPU backend, in a process of its own, with T=1."""
+    code = "from tests.xla.test_functionalization import *; print(json.dumps({n: loss_and_norm(n) for n in CONFIGS}))"
+    return json.loads(python(code, NXD_MEMOPT_BACKEND="cpu", **{VARIABLE: "0"}))
+
+
+@distributed([1, 2], timeout_s=400)
+@MODES
+@pytest.mark.parametrize("name", CONFIGS)
+def test_loss_and_gradient_norm_equal_the_cpus(name, enabled, on_cpu):
+    with functionalization(enabled=enabled):
+        parallel_state.initialize_model_parallel(dist.get_world_size())
+        assert loss_and_norm(name) == pytest.approx(on_cpu[name], abs=BOUND)
+
+
+@distributed(2, timeout_s=400)
+@MODES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_zero1_step_without_learning_rate_changes_no_parameter(dtype, enabled):
+    with functionalization(enabled=enabled):
+        parallel_state.initialize_model_parallel(1)
+        torch.manual_seed(SEED)
+        model = parallel_model(gpt_neox_config()).to(dtype).to(backend.device)
+        before = [param.detach().cpu().clone() for param in model.parameters()]
+        optimizer = NeuronZero1Optimizer(model.parameters(), torch.optim.AdamW, lr=0.0, weight_decay=0.0)
+        for _ in range(2):
+            model(**{key: tensor.to(backend.device) for key, tensor in batch().items()}).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            backend.mark_step()
+        after = [param.detach().cpu() for param in model.parameters()]
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+@distributed(2)
+@MODES
+@pytest.mark.parametrize("multiplier", [1, 2])
+def test_fused_projection_equals_separate_ones(multiplier, enabled):
+    def run(*, fuse_qkv: bool) -> list[torch.Tensor]:
+        torch.manual_seed(SEED)
+        layer = GQAQKVColumnParallelLinear(
+            5, [24, 8], gather_output=False, kv_size_multiplier=multiplier, fuse_qkv=fuse_qkv
+        ).to(backend.device)
+        x = tensors(4, 3, 5, seed=1).float().to(backend.device).requires_grad_()
+        outputs = layer(x)
+        sum(output.square().sum() for output in outputs).backward()
+        return [tensor.detach().cpu() for tensor in (*outputs, x.grad)]
+
+    with functionalization(enabled=enabled):
+        parallel_state.initialize_model_parallel(2)
+        for fused, separate in zip(run(fuse_qkv=True), run(fuse_qkv=False), strict=True):
+            torch.testing.assert_close(fused, separate, rtol=1e-5, atol=1e-6)  # fp32 sums in another order
