@@ -101,7 +101,7 @@ class XlaBackend(C10dBackend):
 
     def initialize_collectives(self) -> None:
         """Sum one number over the world: Neuron's runtime sets up collectives with all workers, not with one group."""
-        if not dist.is_initialized() or self._through_host or dist.get_world_size() == 1:
+        if not dist.is_initialized() or self._through_host:
             return
         with self.outside_step():  # the result must live until the block's graph runs: dead tensors are left out
             _total = self.all_reduce(torch.zeros(1).to(self.device), dist.group.WORLD)

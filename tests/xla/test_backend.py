@@ -129,3 +129,55 @@ def test_switch_turns_the_refusal_into_a_warning():
     result = run_python(REFUSED, NEURON_CC_FLAGS="-O2", NXD_MEMOPT_RECOMPUTE_CHECK="warn")
     assert result.stdout.strip() == "built", result.stderr
     assert_says(result.stderr, "RuntimeWarning", "NEURON_CC_FLAGS=-O1")
+
+
+TRACE_LISTS = """
+import os, sys, torch
+from nxd_memopt.backends import backend, xla_inspect
+from nxd_memopt.parallel_layers import parallel_state
+from tests.reference import fake_world
+with fake_world(4), xla_inspect.pretended_rank(4, 0):
+    parallel_state.initialize_model_parallel(2)
+    group = parallel_state.get_data_parallel_group()
+    tensors = [torch.ones(size).to(backend.device) for size in (4, 6)]
+    chunks = backend.reduce_scatter_mean_list(tensors, group)
+    print(xla_inspect.traced_hlo(list(backend.all_gather_list(chunks, group))))
+sys.stdout.flush()
+os._exit(0)  # the pretended world's collectives must never run
+"""
+
+
+def test_a_list_of_tensors_is_one_collective_without_a_copy():
+    result = run_python(TRACE_LISTS, PYTHONPATH=os.pathsep.join(sys.path))
+    lines = result.stdout.splitlines()
+    for opcode, sizes in (("reduce-scatter", (2, 3)), ("all-gather", (4, 6))):
+        (line,) = [line for line in lines if f" {opcode}(" in line]
+        assert "(f32[{}]{{0}}, f32[{}]{{0}})".format(*sizes) in line and "replica_groups={{0,2},{1,3}}" in line
+    assert not any(" concatenate(" in line for line in lines), result.stderr[-2000:]
+
+
+FIRST_COLLECTIVE = """
+import os, sys, torch, torch.distributed as dist
+from nxd_memopt.backends import backend
+from nxd_memopt.parallel_layers import parallel_state
+backend.is_simulated, backend.distributed_backend = False, "xla"
+backend.init_process_group()
+events, new_group = [], backend.new_group
+backend.all_reduce = lambda x, group, op="sum": events.append(f"world {group is dist.group.WORLD}") or x + 1
+backend.new_group = lambda groups: events.append("group") or new_group(groups)
+parallel_state.initialize_model_parallel(1, skip_collective_init=bool(sys.argv[1:]))
+print(events[:2])
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_the_first_collective_is_over_the_world_and_before_any_group(skip, tmp_path):
+    program = tmp_path / "first_collective.py"
+    program.write_text(FIRST_COLLECTIVE, encoding="utf-8")
+    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29655"}
+    environment = {**os.environ, **world, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, str(program), *(["skip"] if skip else [])]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.stdout.strip() == str(["group", "group"] if skip else ["world True", "group"]), result.stderr[-2000:]
