@@ -4,6 +4,15 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
+# The library itself needs no transformers: it installs next to neuronx-distributed's examples, which pin 4.26 and 4.48.
+# safetensors writes by way of numpy and does not require it.
+CORE = ["torch>=2.9", "safetensors>=0.5", "numpy", "packaging"]
+MODELS = ["transformers>=5.0"]  # as nxd_memopt/_optional.py checks
+CLI = ["tyro", "rich"]
+GGUF = [*MODELS, "gguf", "accelerate"]
+TRAIN = [*MODELS, *CLI, "datasets", "pyyaml", "tensorboard", "matplotlib"]
+TOOLS = ["pytest", "pytest-timeout", "pytest-xdist", "ruff", "basedpyright", "import-linter"]
+
 setup(
     name="nxd_memopt",
     version="0.1.0",
@@ -11,17 +20,29 @@ setup(
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
     python_requires=">=3.11",
     packages=[*find_packages(include=["nxd_memopt", "nxd_memopt.*"]), "nxd_memopt.models"],
     package_dir={"nxd_memopt.models": "models"},
     package_data={"nxd_memopt": ["py.typed"]},
-    install_requires=["torch>=2.9", "transformers>=5.0", "safetensors>=0.5", "numpy", "packaging", "tyro", "rich"],
+    install_requires=CORE,
     extras_require={
-        "train": ["datasets", "pyyaml", "tensorboard", "matplotlib"],
+        "models": MODELS,
+        "cli": CLI,
+        "train": TRAIN,
+        "gguf": GGUF,
         "flash4": ["flash-attn-4==4.0.0b36"],
         "flash4-cu13": ["flash-attn-4[cu13]==4.0.0b36"],
-        "gguf": ["gguf", "accelerate"],
-        "dev": ["pytest", "pytest-timeout", "pytest-xdist", "ruff", "basedpyright", "import-linter"],
+        "dev": [*TRAIN, *GGUF, *TOOLS],
     },
     entry_points={"console_scripts": ["nxd-memopt = nxd_memopt.cli:main"]},
 )

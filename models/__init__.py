@@ -5,7 +5,12 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from nxd_memopt._optional import require_transformers
 from nxd_memopt.config import require_one_of
+
+# Every modeling file takes transformers' configs. Python imports this package before any of them, so this one check
+# answers `import nxd_memopt.models` and `from nxd_memopt.models.llama import ...` alike.
+require_transformers("nxd_memopt.models")
 
 MODELS = {"gpt_neox": ("gpt_neox", "GPTNeoXForCausalLM"), "llama": ("llama", "LlamaForCausalLM")}
 """Hugging Face's ``model_type`` to module and class."""

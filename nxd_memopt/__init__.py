@@ -8,9 +8,10 @@ from typing import Any
 __version__ = "0.1.0"
 
 _SUBMODULES = (
-    *("backends", "checkpoint", "config", "memory", "models", "modules", "ops", "optimizer", "parallel_layers"),
+    *("backends", "checkpoint", "config", "memory", "modules", "ops", "optimizer", "parallel_layers"),
     "trainer",
 )
+_MODELS = "models"  # needs transformers: left out of __all__, so that ``from nxd_memopt import *`` does not
 _TRAINER = (  # offered here too, as neuronx_distributed does
     *("neuronx_distributed_config", "initialize_parallel_model", "initialize_parallel_optimizer"),
     *("save_checkpoint", "load_checkpoint", "has_checkpoint", "finalize_checkpoint"),
@@ -22,6 +23,6 @@ __all__ = ["__version__", *_SUBMODULES, *_TRAINER]  # pyright: ignore[reportUnsu
 def __getattr__(name: str) -> Any:
     if name in _TRAINER:
         return getattr(importlib.import_module(f"{__name__}.trainer"), name)
-    if name in _SUBMODULES:
+    if name in (*_SUBMODULES, _MODELS):
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

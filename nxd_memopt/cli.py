@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
-
+from nxd_memopt._optional import MissingDependencyError, installed, require_installed, require_transformers
 from nxd_memopt.cli_certify.command import Certify
 
 _OPTIONAL = ("triton", "flash-attn-4")
+Command = Callable[[], int | None]
 
 
 @dataclass(frozen=True)
@@ -20,16 +20,15 @@ class Doctor:
 
     def __call__(self) -> None:
         import torch
-        import transformers
 
         from nxd_memopt import __version__
         from nxd_memopt.backends import BACKEND_REASON, BACKENDS, backend
         from nxd_memopt.ops.attention import describe_attention
-        from nxd_memopt.ops.foreign import installed
         from nxd_memopt.ops.fused import describe_fused
 
-        packages = {"nxd_memopt": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+        packages = {"nxd_memopt": __version__, "torch": torch.__version__}
         print(", ".join([*(f"{name} {version}" for name, version in packages.items()), *installed(*_OPTIONAL)]))
+        print(f"models: {_describe_models()}")
         print(f"backend {backend.name}: {BACKEND_REASON}")
         for name, backend_class in BACKENDS.items():
             print(f"  {name}: {backend_class.unavailable_reason() or 'available'}")
@@ -61,16 +60,33 @@ class Convert:
         print(f"wrote {self.target}")
 
 
-def main() -> int:
-    """Run the command line; what a user caused is one line on standard error and exit status 2."""
+def _describe_models() -> str:
+    try:
+        return f"available (transformers {require_transformers('nxd_memopt.models').__version__})"
+    except MissingDependencyError as error:
+        return f"not available: {error}"
+
+
+def _parse(arguments: Sequence[str]) -> Command:
+    if list(arguments) == ["doctor"]:  # says what is missing, so it runs without the command line's own packages
+        return Doctor()
+    require_installed("nxd-memopt, but for nxd-memopt doctor,", "tyro", "rich", extra="cli")
+    import tyro
+
     commands: dict[str, Callable[..., Doctor | Convert | Certify]] = {
         "doctor": Doctor,
         "convert": Convert,
         "certify": Certify,
     }
-    command = tyro.extras.subcommand_cli_from_dict(commands, prog="nxd-memopt", description="Memory-lean LLM training.")
+    return tyro.extras.subcommand_cli_from_dict(
+        commands, prog="nxd-memopt", description="Memory-lean LLM training.", args=arguments
+    )
+
+
+def main() -> int:
+    """Run the command line; what a user caused is one line on standard error and exit status 2."""
     try:
-        return command() or 0
-    except (ValueError, OSError) as error:
+        return _parse(sys.argv[1:])() or 0
+    except (ValueError, OSError, MissingDependencyError) as error:
         print(f"nxd-memopt: error: {error}", file=sys.stderr)
         return 2

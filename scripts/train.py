@@ -13,9 +13,13 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
+from nxd_memopt._optional import require_installed, require_transformers
 from train_errors import is_rank_zero, user_errors, world_size
 
 with user_errors():  # the backend is chosen at import, and may refuse
+    require_installed("scripts/train.py", "tyro", "yaml", "rich", "tensorboard", extra="train")
+    require_transformers("scripts/train.py", extra="train")
+
     import torch
     from torch import Tensor, nn
 

@@ -8,6 +8,8 @@ import sys
 import time
 from collections.abc import Iterator
 
+from nxd_memopt._optional import MissingDependencyError
+
 USAGE_ERROR = 2
 JOINED_RANK_DELAY_S = 5.0
 ALONE_RANK_DELAY_S = 60.0  # ranks may start as far apart on a busy machine
@@ -23,13 +25,13 @@ def world_size() -> int:
 
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
-    """Show a ``ValueError``, which a user can cause, as one line on standard error, and exit with code 2.
+    """Show what a user can cause, a ``ValueError`` or a missing package, as one line, and exit with code 2.
 
     Any other exception keeps its traceback, and so does every one under ``NXD_MEMOPT_TRACEBACK=1``.
     """
     try:
         yield
-    except ValueError as error:
+    except (ValueError, MissingDependencyError) as error:
         if os.environ.get("NXD_MEMOPT_TRACEBACK") == "1":
             raise
         if is_rank_zero() or _is_of_this_rank_alone():

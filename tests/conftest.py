@@ -10,7 +10,7 @@ os.environ.setdefault("NXD_MEMOPT_BACKEND", "cpu")  # the backend is chosen at i
 import pytest
 import torch
 
-from nxd_memopt.ops.foreign import why_missing
+from nxd_memopt._optional import why_missing
 from tests.dist import pool
 
 torch.set_num_threads(1)  # as in the ranks: bit-equal comparisons need the same summation order

@@ -8,12 +8,12 @@ import math
 import re
 import shutil
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
 
+from nxd_memopt._optional import require_transformers
 from nxd_memopt.checkpoint.directories import incomplete_path, replace_directory, restore_interrupted
 from nxd_memopt.checkpoint.files import WEIGHTS, WEIGHTS_INDEX, write_safetensors
 from nxd_memopt.checkpoint.names import named_tensors
@@ -21,6 +21,9 @@ from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.checkpointing import full_shape, gather_full_tensor, is_model_replica_zero
 from nxd_memopt.parallel_layers.coordination import raise_together
 from nxd_memopt.parallel_layers.utils import is_sharded
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 MAX_SHARD_SIZE_BYTES = 5 * 2**30
 _WEIGHT_FILE = re.compile(r"(pytorch_)?model(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
@@ -51,6 +54,8 @@ def save_pretrained(
 
     Raises:
         ValueError, OSError: on every rank, when that rank cannot write; an earlier export is left as it was.
+        ImportError: on the writing rank, when transformers, which writes the config, is not installed or too old;
+            on the others a ``ValueError``.
     """
     target = Path(directory).resolve()
     task = f"exporting to {target}"
@@ -58,6 +63,7 @@ def save_pretrained(
     with raise_together(task):
         shards = plan_shards(model, max_shard_size_bytes, dtype)
         if writes:
+            require_transformers("nxd_memopt.checkpoint.save_pretrained")  # before anything is gathered or written
             _prepare(target, _total_bytes(shards, dtype))
     try:
         for file_name, params in shards.items():
@@ -180,7 +186,7 @@ def _finish(model: torch.nn.Module, target: Path, shards: Shards, dtype: torch.d
 
 
 def _write_config(model: torch.nn.Module, directory: Path, dtype: torch.dtype) -> None:
-    config = copy.deepcopy(cast(PretrainedConfig, model.config))
+    config = copy.deepcopy(cast("PretrainedConfig", model.config))
     config.dtype = dtype
     config.architectures = config.architectures or [type(model).__name__]
     config.save_pretrained(directory)

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from transformers import AutoModelForCausalLM
-
+from nxd_memopt._optional import require_transformers
 from nxd_memopt.checkpoint.files import WEIGHTS, find_gguf, require_directory, write_safetensors
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
@@ -33,8 +32,9 @@ def weights_directory(directory: Path) -> Iterator[Path]:
 
 
 def _convert(gguf: Path, target: Path) -> None:
+    auto_model = require_transformers(f"reading {gguf}", extra="gguf").AutoModelForCausalLM
     try:
-        model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
+        model = auto_model.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
     except ImportError as error:
         raise ValueError(f"{gguf} needs more packages: {error}: pip install 'nxd_memopt[gguf]'") from error
     except Exception as error:  # the reader of a damaged file fails in many ways

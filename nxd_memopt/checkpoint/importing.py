@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
+from nxd_memopt._optional import require_transformers
 from nxd_memopt.backends import backend
 from nxd_memopt.checkpoint.files import Sources, find_gguf, open_weights, read_json, require_directory
 from nxd_memopt.checkpoint.gguf import weights_directory
@@ -17,30 +18,36 @@ from nxd_memopt.modules.joined import join_weights
 from nxd_memopt.parallel_layers.checkpointing import local_slice, require_full_shape
 from nxd_memopt.parallel_layers.coordination import raise_together
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 
 def load_config(directory: str | Path) -> PretrainedConfig:
     """Read the Hugging Face config of a local directory, from ``config.json`` or from its GGUF file.
 
     Raises:
         ValueError: when there is none, or its model type is unknown.
+        ImportError: transformers is not installed, or too old.
     """
+    transformers = require_transformers("nxd_memopt.checkpoint.load_config")
     path = require_directory(directory)
     if not (path / "config.json").is_file():
-        return _load_gguf_config(path)
+        return _load_gguf_config(transformers.AutoConfig, path)
     model_type = read_json(path / "config.json").get("model_type")
-    if model_type not in CONFIG_MAPPING:
-        close = difflib.get_close_matches(str(model_type), list(CONFIG_MAPPING.keys()), n=1)
+    known = transformers.CONFIG_MAPPING
+    if model_type not in known:
+        close = difflib.get_close_matches(str(model_type), list(known.keys()), n=1)
         hint = f"did you mean {close[0]!r}?" if close else "set model_type to one that transformers knows"
         raise ValueError(f"{path / 'config.json'} has the unknown model_type {model_type!r}: {hint}")
-    return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    return transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
 
 
-def _load_gguf_config(path: Path) -> PretrainedConfig:
+def _load_gguf_config(auto_config: Any, path: Path) -> PretrainedConfig:
     gguf = find_gguf(path)
     if gguf is None:
         raise ValueError(f"{path} has no config.json: copy it from where the weights came from")
     try:
-        return AutoConfig.from_pretrained(path, gguf_file=gguf.name, local_files_only=True)
+        return auto_config.from_pretrained(path, gguf_file=gguf.name, local_files_only=True)
     except Exception as error:  # the reader of a damaged file fails in many ways
         raise ValueError(
             f"{gguf} has no readable config: {type(error).__name__}: {error}: download it again"
@@ -57,6 +64,7 @@ def load_pretrained(model: torch.nn.Module, directory: str | Path) -> None:
     Raises:
         ValueError: on every rank, before any parameter changes, when files are missing or damaged, or when names or
             shapes are not the model's.
+        ImportError: a GGUF file needs transformers, which is not installed, or too old; other formats need none.
     """
     with (
         weights_directory(Path(directory)) as location,

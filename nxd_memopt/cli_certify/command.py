@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from nxd_memopt._optional import require_transformers
 from nxd_memopt.cli_certify.configs import NAMED_CONFIGS, load_model_config
 from nxd_memopt.config import MemoryConfig, ParallelConfig, require_one_of
 
@@ -67,6 +68,7 @@ class Certify:
     """Write all figures there."""
 
     def __call__(self) -> int:
+        require_transformers("nxd-memopt certify")  # here, not after minutes of measuring in another process
         from nxd_memopt.cli_certify.render import show
 
         request = self.request()

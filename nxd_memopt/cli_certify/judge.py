@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 
+from nxd_memopt._optional import require_transformers
 from nxd_memopt.backends.compiler_flags import recompute_error
 from nxd_memopt.cli_certify.request import Answer, Request
 from nxd_memopt.memory.certify.fit import MemoryTerms, OptimizerState, extrapolate, memory_terms
@@ -89,7 +89,9 @@ def judge(
 
 
 def _shape(request: Request, layers: int) -> StepShape:
-    config: Any = AutoConfig.for_model(**{**request.config, "num_hidden_layers": layers})
+    config: Any = require_transformers("nxd-memopt certify").AutoConfig.for_model(
+        **{**request.config, "num_hidden_layers": layers}
+    )
     return step_shape(
         config,
         request.parallel_config(),

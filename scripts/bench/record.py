@@ -20,8 +20,8 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
+from nxd_memopt._optional import installed
 from nxd_memopt.backends import backend
-from nxd_memopt.ops.foreign import installed
 
 _WRITTEN = ("docs/benchmarks", "docs/numerics.md", "README.md")
 _VARIABLES = (  # that change what is measured

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nxd_memopt._optional import why_missing
 from nxd_memopt.backends.attention_call import AttentionCall
 from nxd_memopt.ops.autograd import first_derivative_only
-from nxd_memopt.ops.foreign import why_missing
 from nxd_memopt.ops.joined import Layout
 from nxd_memopt.ops.packed import PackedDocuments
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nxd_memopt._optional import why_missing
 from nxd_memopt.backends import backend
 from nxd_memopt.backends.attention_call import AttentionCall
 from nxd_memopt.ops.autograd import first_derivative_only
-from nxd_memopt.ops.foreign import why_missing
 
 _KERNELS = "neuronxcc.nki.kernels.attention"
 _DTYPES = (torch.bfloat16, torch.float32)

@@ -1,0 +1,134 @@
+"""Checks that optional packages are installed, in the versions and with the signatures that this library calls."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from importlib import metadata
+from importlib.util import find_spec
+from types import ModuleType
+
+from packaging.version import InvalidVersion, Version
+
+TRANSFORMERS_VERSION = "5.0"
+"""Earliest version of transformers whose configs the models and the Hugging Face checkpoint functions read."""
+
+
+class MissingDependencyError(ImportError):
+    """An optional package is not installed, too old or cannot be imported; the message has the remedy."""
+
+
+def require_transformers(feature: str, *, extra: str = "models") -> ModuleType:
+    """Import transformers for ``feature`` and return it.
+
+    The version is the imported module's, not the installed distribution's: the two differ when another copy stands
+    earlier on ``sys.path``.
+
+    Args:
+        feature: what needs transformers, as a user knows it; begins the message.
+        extra: of this distribution, which installs it.
+
+    Raises:
+        MissingDependencyError: transformers is not installed, is older than ``TRANSFORMERS_VERSION``, or cannot be
+            imported; names the version that is needed, what was found, and the command that installs it.
+    """
+    needed = f"{feature} needs transformers {TRANSFORMERS_VERSION} or newer"
+    command = f"pip install 'nxd_memopt[{extra}]'"
+    try:
+        transformers = importlib.import_module("transformers")
+    except ImportError as error:
+        is_absent = isinstance(error, ModuleNotFoundError) and error.name == "transformers"
+        found = "it is not installed" if is_absent else f"the installed one cannot be imported ({error})"
+        raise MissingDependencyError(f"{needed}, and {found}: {command}", name="transformers") from error
+    version = getattr(transformers, "__version__", None)
+    if not isinstance(version, str):
+        # A directory called "transformers" without __init__.py, on sys.path, is imported as a namespace package.
+        location = ", ".join(getattr(transformers, "__path__", ["an unknown place"]))
+        raise MissingDependencyError(
+            f"{needed}, and what is imported from {location} is not transformers (it has no __version__): "
+            f"remove it from sys.path; {command}",
+            name="transformers",
+        )
+    if _is_older(version, TRANSFORMERS_VERSION):
+        raise MissingDependencyError(
+            f"{needed}, and {version} is installed: {command}, into another environment if this one must keep "
+            f"{version}; parallel layers, optimizers, trainer and the alias of neuronx-distributed work with either",
+            name="transformers",
+        )
+    return transformers
+
+
+def require_installed(feature: str, *modules: str, extra: str) -> None:
+    """Check, without importing them, that ``modules`` are installed.
+
+    Raises:
+        MissingDependencyError: names those that are not, and the ``extra`` of this distribution that installs them.
+    """
+    missing = [module for module in modules if not _is_importable(module)]
+    if missing:
+        raise MissingDependencyError(
+            f"{feature} needs {', '.join(missing)}, not installed here: pip install 'nxd_memopt[{extra}]'",
+            name=missing[0],
+        )
+
+
+@functools.cache
+def why_missing(module: str, *, at_least: tuple[str, str] | None = None, **functions: tuple[str, ...]) -> str | None:
+    """Why ``module`` cannot be called; ``None``: it can. Imports it, once.
+
+    Args:
+        module: dotted name.
+        at_least: the distribution that it is of, and the earliest version that will do.
+        functions: its names that are used, each with the parameters that it must have; of an empty tuple only the name
+            is looked for.
+    """
+    reason = _outdated(*at_least) if at_least else None
+    if reason is not None:
+        return reason
+    try:
+        found = importlib.import_module(module)
+    except Exception as error:  # packages raise errors of their own where kernels were, or where a device is missing
+        return f"{module} cannot be imported: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    absent = [name for name in functions if not hasattr(found, name)]
+    if absent:
+        return f"{module} has no {', '.join(absent)}"
+    for name, parameters in functions.items():
+        if not parameters:
+            continue
+        try:
+            known = inspect.signature(getattr(found, name)).parameters
+        except (TypeError, ValueError) as error:
+            return f"{module}.{name} cannot be asked for its parameters: {error}"
+        lacking = [parameter for parameter in parameters if parameter not in known]
+        if lacking:
+            return f"{module}.{name} takes no {', '.join(lacking)}"
+    return None
+
+
+def installed(*distributions: str) -> list[str]:
+    """Return ``name version`` of the distributions that are installed."""
+    return [f"{name} {metadata.version(name)}" for name in distributions if any(metadata.distributions(name=name))]
+
+
+def _outdated(distribution: str, earliest: str) -> str | None:
+    try:
+        version = metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return f"{distribution} is not installed"
+    try:
+        is_older = _is_older(version, earliest)
+    except (InvalidVersion, TypeError):  # a broken installation's is None
+        return f"{distribution} has version {version!r}, not one that can be compared with {earliest}"
+    return f"{distribution} {version} is older than {earliest}" if is_older else None
+
+
+def _is_importable(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ImportError:  # of an import hook that refuses the module
+        return False
+
+
+def _is_older(version: str, earliest: str) -> bool:
+    return Version(version) < Version(earliest)
