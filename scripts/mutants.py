@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLES = ROOT / "tests" / "mutants"
-COPIED = ("nxd_memopt", "models", "scripts", "tests", "pyproject.toml")
+COPIED = ("nxd_memopt", "models", "scripts", "tests", "requirements", "pyproject.toml", "setup.py", "README.md")
 TIMEOUT_S = 600
 ENVIRONMENT_CHECK = "import nxd_memopt.models.llama as m, nxd_memopt as n; print(n.__file__); print(m.__file__)"
 
