@@ -110,7 +110,7 @@ def run_tests(copy: Path, venv: str, *arguments: str) -> subprocess.CompletedPro
 
 def check_baseline(copy: Path, venv: str, mutants: list[Mutant]) -> None:
     """Fail unless every test that is to notice a mutant passes without it."""
-    chosen = {(mutant.tests, mutant.keyword) for mutant in mutants}
+    chosen = {(tuple(mutant.tests), mutant.keyword) for mutant in mutants}
     files = sorted({f"tests/{test}" for tests, _ in chosen for test in tests})
     keyword = " or ".join(sorted({f"({keyword})" for _, keyword in chosen}))
     result = run_tests(copy, venv, *files, "-k", keyword)

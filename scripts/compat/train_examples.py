@@ -1,8 +1,9 @@
 """Owns the comparison of neuronx-distributed's example models: its package, ours through the alias, our own files.
 
 ``python scripts/compat/train_examples.py --source NXD_CHECKOUT`` trains each case for five steps on CPU ranks and
-writes docs/benchmarks/nxd_examples.csv. Our side runs in .venv, neuronx-distributed in .venv-xla; both put the
-transformers version that the example pins before their own, from .venv-compat, which is filled on demand.
+writes docs/benchmarks/nxd_examples.csv. The example on our library runs in an environment with the transformers version
+that it pins, into which our wheel is installed (.venv-compat, made on demand); neuronx-distributed runs in .venv-xla,
+with the example's pins first on its path; our own modeling files run in .venv.
 """
 
 from __future__ import annotations
@@ -17,13 +18,11 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from installed import PINS, environment_with_wheel
+
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "docs" / "benchmarks" / "nxd_examples.csv"
 OVERLAYS = ROOT / ".venv-compat"
-PINS = {
-    "llama": ("transformers==4.48.0", "tokenizers==0.21.4", "huggingface_hub==0.36.0"),
-    "gpt_neox": ("transformers==4.26.0", "tokenizers==0.13.3", "huggingface_hub==0.36.0"),
-}
 TOLERANCE = 1e-5  # fp32 losses of order 5 have 5e-7; five steps of AdamW in another order of sums stay below 20 of them
 TIMEOUT_S = 600
 
@@ -107,12 +106,12 @@ def run(case: Case, library: str, source: Path) -> list[float]:
         ]
         rank = str(Path(__file__).with_name("example_rank.py"))
         program = [rank] if library == "nxd" else ["-m", "nxd_memopt.compat", rank]
-        python = ROOT / (".venv-xla" if library == "nxd" else ".venv") / "bin" / "python"
-        launcher = [str(python), "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(case.world)]
+        python = str(folder_of(case, library) / "bin" / "python")
+        ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(case.world)]
         finished = subprocess.run(
-            [*launcher, *program, *arguments],
+            [python, *ranks, *program, *arguments],
             env=environment(case, library),
-            cwd=ROOT,
+            cwd=directory,  # not the checkout, from which -m would import the library
             capture_output=True,
             text=True,
             timeout=TIMEOUT_S,
@@ -122,16 +121,23 @@ def run(case: Case, library: str, source: Path) -> list[float]:
         return json.loads(output.read_text(encoding="utf-8"))
 
 
+def folder_of(case: Case, library: str) -> Path:
+    """Return the environment in which a library runs."""
+    if library == "ours":
+        return environment_with_wheel(case.example)
+    return ROOT / (".venv-xla" if library == "nxd" else ".venv")
+
+
 def environment(case: Case, library: str) -> dict[str, str]:
     added = {"nxd": {"NXD_CPU_MODE": "1", "PJRT_DEVICE": "CPU"}}.get(library, {"NXD_MEMOPT_BACKEND": "cpu"})
-    overlay = {} if library == "models" else {"PYTHONPATH": str(require_overlay(case.example))}
+    overlay = {"PYTHONPATH": str(require_overlay(case.example))} if library == "nxd" else {}
     return {**os.environ, "OMP_NUM_THREADS": "1", **added, **overlay}
 
 
 def require_overlay(example: str) -> Path:
-    """A folder with the example's transformers and what is pinned with it, to stand before an environment's own."""
+    """Return a folder with the packages that the example pins, alone, to stand before those of .venv-xla."""
     pins = PINS[example]
-    folder = OVERLAYS / pins[0].replace("==", "-")
+    folder = OVERLAYS / f"overlay-{pins[0].replace('==', '-')}"
     if not (folder / "transformers").is_dir():
         pip = [str(ROOT / ".venv" / "bin" / "python"), "-m", "pip", "install", "--quiet", "--no-deps"]
         subprocess.run([*pip, "--target", str(folder), *pins], check=True)

@@ -1,0 +1,109 @@
+"""Installs this library's wheel into environments that already have an example's pinned transformers.
+
+Each environment is made on demand under .venv-compat, as a user of the example has it: PyTorch and the packages that
+the example pins, nothing of ours. The wheel adds itself, and safetensors where there is none; it changes nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENTS = ROOT / ".venv-compat"
+PACKAGED = ("nxd_memopt", "models", "setup.py", "pyproject.toml", "README.md", "LICENSE")
+PINS = {
+    "llama": ("transformers==4.48.0", "tokenizers==0.21.4", "huggingface_hub==0.36.0"),
+    "gpt_neox": ("transformers==4.26.0", "tokenizers==0.13.3", "huggingface_hub==0.36.0"),
+}
+
+
+@functools.cache
+def environment_with_wheel(example: str) -> Path:
+    """Return an environment with the pins of ``example`` and this checkout's library; takes minutes the first time.
+
+    Raises:
+        RuntimeError: installing the library changed or removed another package, or left requirements unmet; or the
+            models, which need transformers 5, do not say so.
+    """
+    folder = require_environment(PINS[example])
+    python = folder / "bin" / "python"
+    _run([python, "-m", "pip", "uninstall", "--quiet", "--yes", "nxd_memopt"])
+    before = installed_packages(python)
+    with tempfile.TemporaryDirectory() as build:
+        _run([python, "-m", "pip", "install", "--quiet", build_wheel(Path(build))])
+    after = installed_packages(python)
+    if before - after:
+        raise RuntimeError(f"installing nxd_memopt into {folder} changed {sorted(before - after)}")
+    added = {package.split("==")[0].split(" @ ")[0] for package in after - before}
+    if not {"nxd_memopt"} <= added <= {"nxd_memopt", "safetensors"}:  # transformers 4.26 came without safetensors
+        raise RuntimeError(f"installing nxd_memopt into {folder} added {sorted(added)}")
+    _run([python, "-m", "pip", "check"])
+    location = _run([python, "-c", "import nxd_memopt; print(nxd_memopt.__file__)"]).strip()
+    if not Path(location).is_relative_to(folder):
+        raise RuntimeError(f"{python} imports nxd_memopt from {location}, not from its own environment")
+    require_refusal(python)
+    return folder
+
+
+def require_refusal(python: Path) -> None:
+    """Check that the models name the transformers version that they need and the one that is installed."""
+    program = (
+        "import transformers\n"
+        "try:\n"
+        "    import nxd_memopt.models.llama\n"
+        "except ImportError as error:\n"
+        "    told = f'needs transformers 5.0 or newer, and {transformers.__version__} is installed'\n"
+        "    assert told in str(error), error\n"
+        "else:\n"
+        "    raise AssertionError('the models were imported')\n"
+    )
+    _run([python, "-c", program])
+
+
+def require_environment(pins: tuple[str, ...]) -> Path:
+    """Make the environment of ``pins``, with the PyTorch of the main track, unless an earlier call has completed it."""
+    folder = ENVIRONMENTS / pins[0].replace("==", "-")
+    done = folder / "complete.txt"
+    pytorch = next(
+        line for line in (ROOT / "requirements" / "cpu.txt").read_text().split() if line.startswith("torch==")
+    )
+    content = "\n".join([pytorch, *pins])
+    if not done.is_file() or done.read_text() != content:
+        shutil.rmtree(folder, ignore_errors=True)
+        _run([sys.executable, "-m", "venv", folder])
+        _run([folder / "bin" / "python", "-m", "pip", "install", "--quiet", pytorch, *pins])
+        done.write_text(content)
+    return folder
+
+
+def build_wheel(folder: Path) -> Path:
+    """Build the checkout's wheel in ``folder``, from a copy: setuptools would reuse what is left in ./build."""
+    copy = folder / "source"
+    copy.mkdir()
+    for name in PACKAGED:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy2(ROOT / name, copy / name)
+    wheel = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    _run([*wheel, "--wheel-dir", folder, copy])
+    return next(folder.glob("nxd_memopt-*.whl"))
+
+
+def installed_packages(python: Path) -> set[str]:
+    """``name==version`` of every package in an environment."""
+    return set(_run([python, "-m", "pip", "freeze"]).splitlines())
+
+
+def _run(command: list[str | Path]) -> str:
+    # Away from the checkout: Python puts the working directory of ``-m`` and ``-c`` on its path.
+    with tempfile.TemporaryDirectory() as elsewhere:
+        finished = subprocess.run([str(each) for each in command], cwd=elsewhere, capture_output=True, text=True)
+    if finished.returncode:
+        raise RuntimeError(f"{command} failed:\n{finished.stdout[-2000:]}\n{finished.stderr[-4000:]}")
+    return finished.stdout
