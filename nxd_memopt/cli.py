@@ -70,7 +70,7 @@ def _describe_models() -> str:
 def _parse(arguments: Sequence[str]) -> Command:
     if list(arguments) == ["doctor"]:  # says what is missing, so it runs without the command line's own packages
         return Doctor()
-    require_installed("nxd-memopt, but for nxd-memopt doctor,", "tyro", "rich", extra="cli")
+    require_installed("nxd-memopt (every command but doctor)", "tyro", "rich", extra="cli")
     import tyro
 
     commands: dict[str, Callable[..., Doctor | Convert | Certify]] = {

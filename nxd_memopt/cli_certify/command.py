@@ -68,10 +68,10 @@ class Certify:
     """Write all figures there."""
 
     def __call__(self) -> int:
-        require_transformers("nxd-memopt certify")  # here, not after minutes of measuring in another process
         from nxd_memopt.cli_certify.render import show
 
         request = self.request()
+        require_transformers("nxd-memopt certify")  # here, not after minutes of measuring in another process
         certificate = self.certificate(request, run_worker(request))
         show(certificate, self._title(request))
         if self.json is not None:
