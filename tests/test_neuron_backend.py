@@ -19,15 +19,27 @@ from tests.reference import assert_says, error_message
 
 ROOT = Path(__file__).parent.parent
 FALLBACK = "TORCH_NEURONX_FALLBACK_ONLY_FOR_UNIMPLEMENTED_OPS"
+LATE = f"{FALLBACK} was not set when torch imported torch_neuronx"
 needs_stand_in = pytest.mark.skipif(
     not hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"),
     reason="this torch cannot register a device from Python; TorchNeuron needs torch 2.13 anyway",
 )
 
 
+def world(**environment: str) -> dict[str, str]:
+    """torchrun's variables for a world of one process."""
+    return {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    } | environment
+
+
 def on_neuron(*arguments: str, **environment: str) -> str:
     """Output of a process that has the stand-in; one device, unless ``environment`` says otherwise."""
-    unset = {"NXD_MEMOPT_BACKEND", "LOCAL_RANK", "RANK", "WORLD_SIZE", FALLBACK}
+    unset = {"NXD_MEMOPT_BACKEND", "LOCAL_RANK", "RANK", "WORLD_SIZE", "NEURON_RT_VISIBLE_CORES", FALLBACK}
     clean = {name: value for name, value in os.environ.items() if name not in unset}
     paths = {"PYTHONPATH": f"{ROOT / 'tests/neuron/stand_in'}:{ROOT}", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     command = [sys.executable, *arguments]
@@ -107,9 +119,10 @@ LIFE = """
 import json, os, torch
 from nxd_memopt.backends import backend, BACKEND_REASON
 import torch_neuronx
-facts = {"reason": BACKEND_REASON, "device": str(backend.device), "fallback": torch_neuronx.FALLBACK_AT_IMPORT}
+facts = {"reason": BACKEND_REASON, "before": str(backend.device), "fallback": torch_neuronx.FALLBACK_AT_IMPORT}
 backend.init_process_group()
-facts["calls"] = torch_neuronx.CALLS
+facts["calls"] = list(torch_neuronx.CALLS)
+facts["device"] = str(backend.device)
 torch.neuron.allocated, torch.neuron.peak = 5, 9
 facts["memory"] = [backend.memory_allocated(), backend.max_memory_allocated()]
 backend.reset_peak_memory_stats()
@@ -133,12 +146,11 @@ print(json.dumps(facts))
 
 @needs_stand_in
 def test_the_life_of_a_process():
-    world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    facts = json.loads(on_neuron("-c", LIFE, **world).splitlines()[-1])
+    facts = json.loads(on_neuron("-c", LIFE, **world()).splitlines()[-1])
     assert_says(facts["reason"], "neuron is the best available", "torch_neuronx 2.13.3.0, native")
-    assert facts["device"] == "neuron:0"
+    assert (facts["before"], facts["device"]) == ("neuron", "neuron:0")
     assert facts["fallback"] == "1"  # set before the package was imported
-    assert facts["calls"] == [["process_group", 0, 1], ["set_device", 0, True]]  # the group comes first
+    assert facts["calls"] == [["process_group", 0, 1]]  # the group comes before any use of the device
     assert facts["memory"] == [5, 9, 5]  # the stand-in fails unless synchronize() comes before each
     assert facts["seed"] == 3
     assert facts["compiled"] == [12.0, 30.0, 42.0]
@@ -153,9 +165,9 @@ SAID = "from nxd_memopt.backends import backend, BACKEND_REASON; print(backend.d
 @pytest.mark.parametrize(
     ("code", "environment", "facts"),
     [
-        (SAID, {FALLBACK: "0"}, ["neuron:0", "without a word", f"{FALLBACK} is not 1"]),
-        (f"import torch_neuronx; {SAID}", {}, ["came after the import of torch_neuronx", "export it"]),
-        (SAID, {"STAND_IN_DEVICES": "8", "LOCAL_RANK": "3"}, ["neuron:3", "only operations that it does not have"]),
+        (SAID, {FALLBACK: "0"}, ["neuron:0", "silently", f"{FALLBACK} is not 1"]),
+        (f"import torch_neuronx; {SAID}", {}, [LATE, f"export {FALLBACK}=1"]),
+        (SAID, {"STAND_IN_DEVICES": "8", "LOCAL_RANK": "3"}, ["neuron:0", "only operations that it does not have"]),
         (SAID, {"NXD_MEMOPT_BACKEND": "neuron"}, ["neuron:0", "NXD_MEMOPT_BACKEND=neuron"]),
         (SAID, {"STAND_IN_DEVICES": "0"}, ["cpu", "no neuron: torch_neuronx 2.13.3.0 is native, but no Neuron device"]),
     ],
@@ -164,15 +176,93 @@ def test_what_the_reason_says(code, environment, facts):
     assert_says(on_neuron("-c", code, **environment), *facts)
 
 
-@pytest.mark.parametrize(("local_rank", "devices", "index"), [("0", 1, 0), ("5", 1, 0), ("5", 64, 5)])
-def test_this_processs_device(monkeypatch, local_rank, devices, index):
-    monkeypatch.setenv("LOCAL_RANK", local_rank)
-    assert neuron._local_device(devices) == index
+WARNED = """
+import warnings
+{}
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import nxd_memopt.backends
+    nxd_memopt.backends.select_backend("cpu")
+print(*[each.message for each in caught if "FALLBACK" in str(each.message)], sep="\\n")
+"""
 
 
-def test_more_processes_than_devices(monkeypatch):
-    monkeypatch.setenv("LOCAL_RANK", "5")
-    assert_says(error_message(lambda: neuron._local_device(4)), "LOCAL_RANK 5", "6 Neuron devices", "4 visible")
+@needs_stand_in
+@pytest.mark.parametrize(
+    ("imported_first", "environment", "count"),
+    [
+        ("import torch_neuronx", {}, 1),  # as torch's device autoload does
+        ("import torch_neuronx", {"RANK": "0"}, 1),
+        ("import torch_neuronx", {"RANK": "3"}, 0),  # one process of the world says it
+        ("import torch_neuronx", {FALLBACK: "1"}, 0),
+        ("import torch_neuronx", {FALLBACK: "0"}, 0),  # the user's choice
+        ("", {}, 0),  # in time
+    ],
+)
+def test_a_late_fallback_variable_is_warned_about_once(imported_first, environment, count):
+    lines = on_neuron("-c", WARNED.format(imported_first), **environment).splitlines()
+    assert [line.startswith(LATE) for line in lines if line] == [True] * count
+
+
+BY_THE_GROUP = """
+import torch, torch_neuronx
+import torch.distributed as dist
+from nxd_memopt.backends import backend
+kept = backend.device
+{}
+print(kept, backend.device, backend.device, torch.neuron.current_device())
+"""
+
+
+@needs_stand_in
+@pytest.mark.parametrize("joined", ["backend.init_process_group()", "dist.init_process_group('neuron')"])
+@pytest.mark.parametrize(
+    "cores",
+    [
+        {"STAND_IN_DEVICES": "64"},  # torchrun: all cores are visible, and the group takes that of LOCAL_RANK
+        {"STAND_IN_DEVICES": "64", "NEURON_RT_VISIBLE_CORES": "5"},  # Kubernetes, srun: one core, whose index is 5 too
+        {"STAND_IN_DEVICES": "64", "NEURON_RT_VISIBLE_CORES": "37"},
+    ],
+)
+def test_the_process_group_assigns_the_device(cores, joined):
+    environment = world(LOCAL_RANK="5", LOCAL_WORLD_SIZE="6", **cores)
+    assert on_neuron("-c", BY_THE_GROUP.format(joined), **environment).split() == [
+        "neuron",
+        "neuron:5",
+        "neuron:5",
+        "5",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("environment", "devices", "facts"),
+    [
+        ({"LOCAL_RANK": "5"}, 4, ["LOCAL_RANK 5", "6 Neuron devices", "4 visible", "NEURON_LOGICAL_NC_CONFIG"]),
+        ({"LOCAL_RANK": "5"}, 6, None),
+        ({"LOCAL_RANK": "5", "NEURON_RT_VISIBLE_CORES": "37"}, 1, None),
+        (
+            {"LOCAL_RANK": "5", "NEURON_RT_VISIBLE_CORES": "0-63"},
+            64,
+            ["0-63", "64 cores", "one per process", "unset it"],
+        ),
+    ],
+)
+def test_each_process_needs_one_core(monkeypatch, environment, devices, facts):
+    monkeypatch.delenv("NEURON_RT_VISIBLE_CORES", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    if facts is None:
+        neuron._require_a_core(devices)
+    else:
+        assert_says(error_message(lambda: neuron._require_a_core(devices)), *facts)
+
+
+def test_the_description_names_the_ranks_of_a_chip(monkeypatch):
+    backend = object.__new__(NeuronBackend)
+    monkeypatch.delenv("NEURON_LOGICAL_NC_CONFIG", raising=False)
+    assert_says(backend.describe_overlap(), "groups of up to 4 ranks stay within one chip")
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "1")
+    assert_says(backend.describe_overlap(), "groups of up to 8 ranks stay within one chip")
 
 
 # ---- the machine -----------------------------------------------------------------------------------------------------

@@ -55,6 +55,9 @@ class Backend(ABC):
     """Those that want a KV head for each query head: K and V are repeated for them."""
     views_share_memory: bool = True
     """A view and its base are one memory, so that writing into a part of a tensor saves another tensor."""
+    scalars_are_compiled: bool = False
+    """A Python number in an operation may become a constant of a compiled kernel, so that every new value, such as each
+    step's learning rate, is another compilation: numbers that change are passed as 0-dim tensors."""
 
     @classmethod
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Owns the native Neuron backend: TorchNeuron's eager device on trn2 and trn3, and how to tell it from torch-xla's."""
+"""The native Neuron backend: TorchNeuron's eager device on trn2 and trn3, and how to tell it from torch-xla's."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import importlib.util
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable
 from importlib.machinery import PathFinder
 from typing import Any
@@ -20,21 +21,29 @@ from torch.distributed import ProcessGroup
 from nxd_memopt.backends.attention_call import AttentionCall
 from nxd_memopt.backends.c10d import C10dBackend
 from nxd_memopt.backends.pieces import Completed, Pending
-from nxd_memopt.backends.topology import neuron_order
+from nxd_memopt.backends.topology import PHYSICAL_CORES_PER_CHIP, logical_nc_config, neuron_order
 
 _PACKAGE = "torch_neuronx"
 _FIRST_NATIVE_VERSION = (2, 10)
 _NO_SILENT_FALLBACK = "TORCH_NEURONX_FALLBACK_ONLY_FOR_UNIMPLEMENTED_OPS"
+_VISIBLE_CORES = "NEURON_RT_VISIBLE_CORES"
 _SDPA_SEQUENCE_MULTIPLE = 512
 _SDPA_MAX_HEAD_DIM = 128
+_LATE_FALLBACK = (
+    f"{_NO_SILENT_FALLBACK} was not set when torch imported {_PACKAGE}, so operations that fail may still run on the "
+    f"CPU silently and slowly: export {_NO_SILENT_FALLBACK}=1 before Python starts (scripts/launch/launch.py does)"
+)
 _FALLBACK_SET_LATE = _PACKAGE in sys.modules and _NO_SILENT_FALLBACK not in os.environ
-"""The package, which torch may load by itself, came before this module and may have read its settings."""
+"""``import torch`` loads the package (torch's device autoload), so its settings may have been read before this line."""
 
 
 class NeuronBackend(C10dBackend):
-    """Trainium2 and 3 through TorchNeuron, one logical core per process: the one that torchrun's LOCAL_RANK names.
+    """Trainium2 and 3 through TorchNeuron, one logical core per process.
 
-    Operations that fail on the device would run on the CPU without a word; unless the environment says otherwise, the
+    TorchNeuron's process group assigns the device: its index is the process's rank on this host, whatever
+    NEURON_RT_VISIBLE_CORES was before, and it must be made before the first tensor on the device.
+
+    Operations that fail on the device would silently run on the CPU; unless the environment says otherwise, the
     backend has them raise.
     """
 
@@ -43,10 +52,28 @@ class NeuronBackend(C10dBackend):
     attention_implementations = ("sdpa", "tiled", "math")
     views_share_memory = False  # not known to hold on the beta
     equal_heads_implementations = ("sdpa",)
+    scalars_are_compiled = True  # by torch.compile, and by eager operations as far as AWS documents them
 
     def __init__(self) -> None:
         self._device_module = _import_device_module()
-        self.device = torch.device("neuron", _local_device(self._device_module.device_count()))
+        self._assigned_device: torch.device | None = None
+        if _FALLBACK_SET_LATE and os.environ.get("RANK", "0") == "0":  # one warning, not one per process
+            warnings.warn(_LATE_FALLBACK, RuntimeWarning, stacklevel=2)
+
+    @property
+    def device(self) -> torch.device:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """This process's device.
+
+        Until the process group exists it has no index: ``neuron`` alone means the current device whenever a tensor is
+        made, so code that kept it is right afterwards too. ``neuron:0`` would be another process's core.
+        """
+        if self._assigned_device is None and dist.is_initialized():
+            self._assigned_device = torch.device("neuron", self._device_module.current_device())
+        if self._assigned_device is not None:
+            return self._assigned_device
+        if "RANK" in os.environ:
+            return torch.device("neuron")
+        return torch.device("neuron", self._device_module.current_device())
 
     @classmethod
     def unavailable_reason(cls) -> str | None:
@@ -64,18 +91,26 @@ class NeuronBackend(C10dBackend):
 
     def _fallback_state(self) -> str:
         if os.environ.get(_NO_SILENT_FALLBACK) != "1":
-            return f"operations that fail run on the CPU without a word, as {_NO_SILENT_FALLBACK} is not 1"
+            return f"operations that fail silently run on the CPU, as {_NO_SILENT_FALLBACK} is not 1"
         if _FALLBACK_SET_LATE:
-            return f"{_NO_SILENT_FALLBACK}=1 came after the import of {_PACKAGE}: export it, or it may have no effect"
+            return _LATE_FALLBACK
         return "only operations that it does not have run on the CPU"
+
+    def describe_overlap(self) -> str:
+        size = PHYSICAL_CORES_PER_CHIP // logical_nc_config(os.environ)
+        return f"{super().describe_overlap()}; groups of up to {size} ranks stay within one chip"
 
     # Processes and groups
 
     def init_process_group(self, **kwargs: Any) -> None:
-        """As ``Backend.init_process_group``; comes before the first tensor on the device, or the runtime refuses."""
+        """As ``Backend.init_process_group``; call it before the first tensor on the device, or the runtime refuses.
+
+        Raises:
+            ValueError: this process would not get one core of its own.
+        """
+        if "RANK" in os.environ and not dist.is_initialized():
+            _require_a_core(self._device_module.device_count())
         super().init_process_group(**kwargs)
-        if dist.is_initialized():
-            self._device_module.set_device(self.device.index)
 
     def device_order(self, world_size: int, tensor_model_parallel_size: int) -> list[int]:
         return neuron_order(os.environ, world_size, tensor_model_parallel_size)
@@ -106,10 +141,10 @@ class NeuronBackend(C10dBackend):
         self._device_module.manual_seed(seed)
 
     def get_rng_state(self) -> Tensor:
-        return self._device_module.get_rng_state(self.device.index)
+        return self._device_module.get_rng_state(self._device_module.current_device())
 
     def set_rng_state(self, state: Tensor) -> None:
-        self._device_module.set_rng_state(state, self.device.index)
+        self._device_module.set_rng_state(state, self._device_module.current_device())
 
     # Execution and memory
 
@@ -127,15 +162,15 @@ class NeuronBackend(C10dBackend):
     def memory_allocated(self) -> int:
         """Bytes of tensors; what compiled graphs use inside themselves is not among them."""
         self.synchronize()
-        return self._device_module.memory_allocated(self.device.index)
+        return self._device_module.memory_allocated(self._device_module.current_device())
 
     def max_memory_allocated(self) -> int:
         self.synchronize()
-        return self._device_module.max_memory_allocated(self.device.index)
+        return self._device_module.max_memory_allocated(self._device_module.current_device())
 
     def reset_peak_memory_stats(self) -> None:
         self.synchronize()
-        self._device_module.reset_peak_memory_stats(self.device.index)
+        self._device_module.reset_peak_memory_stats(self._device_module.current_device())
 
     def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """TorchNeuron compiles static shapes alone: another shape is another compilation, never a dynamic one."""
@@ -146,21 +181,35 @@ def _is_integer(tensor: Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex())
 
 
-def _local_device(device_count: int) -> int:
-    """Index of this process's device: LOCAL_RANK, or 0 where the process sees its own device alone."""
+def _require_a_core(device_count: int) -> None:
+    """Check what TorchNeuron's process group asserts later, without a reason: each process has one core.
+
+    With NEURON_RT_VISIBLE_CORES unset, a process sees all cores of the host and the group takes that of its local rank.
+
+    Args:
+        device_count: logical cores that this process sees before the group exists.
+
+    Raises:
+        ValueError: more than one core was given to the process, or its local rank is not among the host's cores.
+    """
+    visible = os.environ.get(_VISIBLE_CORES)
+    if visible:
+        if device_count != 1:
+            raise ValueError(
+                f"{_VISIBLE_CORES}={visible} gives this process {device_count} cores, but TorchNeuron takes one per "
+                "process: unset it, so that each takes the core of its LOCAL_RANK, or set one core for each process"
+            )
+        return
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if device_count == 1:
-        return 0
     if local_rank >= device_count:
         raise ValueError(
             f"LOCAL_RANK {local_rank} needs {local_rank + 1} Neuron devices, {device_count} visible: lower "
-            "--nproc_per_node or check NEURON_RT_VISIBLE_CORES"
+            f"--nproc_per_node, or check NEURON_LOGICAL_NC_CONFIG (1 gives twice the cores of 2)"
         )
-    return local_rank
 
 
 def _import_device_module() -> Any:
-    """``torch.neuron``, which importing the package registers; before that the fallback to the CPU is restrained."""
+    """Return ``torch.neuron``, which importing the package registers; first restrain the fallback to the CPU."""
     os.environ.setdefault(_NO_SILENT_FALLBACK, "1")
     importlib.import_module(_PACKAGE)
     return getattr(torch, "neuron")  # noqa: B009 (type checkers know torch without it)

@@ -1,4 +1,4 @@
-"""Owns the order in which tensor-parallel groups take the workers of Trainium nodes, so that neighbours share links."""
+"""The order in which tensor-parallel groups take the workers of Trainium nodes, so that neighbours share links."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 
 _TRN1_STRIDED_SIZE = 4
 _TRN2_CORES = 128
+PHYSICAL_CORES_PER_CHIP = 8
+"""Of Trainium2 and Trainium3; LNC of them make one worker."""
 TRN2_ROWS_AROUND_TORUS = (0, 3, 1, 2)
 """A trn2 node's rows of chips in an order in which neighbours are linked."""
 

@@ -1,6 +1,9 @@
-"""Owns a stand-in for TorchNeuron: the device ``neuron`` of stock torch, without kernels: FakeTensorMode gives shapes.
+"""A stand-in for TorchNeuron: the device ``neuron`` of stock torch, without kernels: FakeTensorMode gives shapes.
 
-It records what it is asked in ``CALLS``, and refuses a process group that comes after the first use of the device.
+It records what it is asked in ``CALLS``. As in TorchNeuron's source (2.10 to 2.12), a process sees the cores that
+NEURON_RT_VISIBLE_CORES names, or all ``STAND_IN_DEVICES``, until the process group exists. The group gives the process
+one core, whose index is the local rank even where NEURON_RT_VISIBLE_CORES named the core before, and asserts that the
+process did not see several cores of its own choice.
 """
 
 from __future__ import annotations
@@ -21,15 +24,27 @@ class _Device(_DummyBackendModule):
 
     seeds = dict.fromkeys(range(8), 0)
     allocated, peak, synchronized = 0, 0, False
+    assigned: int | None = None  # by the process group
 
     def device_count(self) -> int:
+        if self.assigned is not None:
+            return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        visible = os.environ.get("NEURON_RT_VISIBLE_CORES")
+        if visible:
+            first, _, last = visible.partition("-")
+            return int(last or first) - int(first) + 1
         return int(os.environ.get("STAND_IN_DEVICES", "1"))
+
+    def current_device(self) -> int:
+        CALLS.append(("current_device", dist.is_initialized()))
+        return self.assigned or 0
+
+    def assign(self, local_rank: int) -> None:
+        assert not os.environ.get("NEURON_RT_VISIBLE_CORES") or self.device_count() == 1
+        self.assigned = local_rank
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float32]
-
-    def set_device(self, index) -> None:
-        CALLS.append(("set_device", index, dist.is_initialized()))
 
     def synchronize(self) -> None:
         self.synchronized = True
@@ -40,6 +55,7 @@ class _Device(_DummyBackendModule):
         return figure
 
     def memory_allocated(self, device=None) -> int:
+        assert device == (self.assigned or 0)
         return self._after_synchronize(self.allocated)
 
     def max_memory_allocated(self, device=None) -> int:
@@ -58,11 +74,13 @@ class _Device(_DummyBackendModule):
         self.seeds[device] = int(state)
 
 
-_setup_privateuseone_for_python_backend(rename="neuron", backend_module=_Device())
+_DEVICE = _Device()
+_setup_privateuseone_for_python_backend(rename="neuron", backend_module=_DEVICE)
 
 
 def _process_group(store, rank, size, timeout):
     CALLS.append(("process_group", rank, size))
+    _DEVICE.assign(int(os.environ.get("LOCAL_RANK", rank)))
     return dist.ProcessGroupGloo(store, rank, size, timeout)
 
 
