@@ -1,4 +1,4 @@
-"""Owns AdamW with fp32 moments for parameters of any dtype."""
+"""AdamW with fp32 moments for parameters of any dtype."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from nxd_memopt.backends import backend
+
+Numbers = dict[tuple[Any, ...], tuple[float | Tensor, float | Tensor]]
+"""Step size and decay, by update, device and dtype."""
 
 
 class AdamW_FP32OptimParams(torch.optim.Optimizer):  # noqa: N801 (neuronx-distributed's name)
@@ -67,9 +72,10 @@ class AdamW_FP32OptimParams(torch.optim.Optimizer):  # noqa: N801 (neuronx-distr
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
+            numbers: Numbers = {}
             for param in group["params"]:
                 if param.grad is not None:
-                    _update(param, param.grad, self.state[param], group)
+                    _update(param, param.grad, self.state[param], group, numbers)
         return loss
 
     @torch.no_grad()
@@ -84,7 +90,7 @@ class AdamW_FP32OptimParams(torch.optim.Optimizer):  # noqa: N801 (neuronx-distr
                     self.state[param][name] = state_dict["state"][index][name].to(param.device, copy=True)
 
 
-def _update(param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+def _update(param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any], numbers: Numbers) -> None:
     if not state:
         wide = torch.promote_types(grad.dtype, torch.float32)
         state.update(step=0, exp_avg=torch.zeros_like(grad, dtype=wide), exp_avg_sq=torch.zeros_like(grad, dtype=wide))
@@ -94,9 +100,25 @@ def _update(param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str,
     wide_grad = grad.to(mean.dtype)
     mean.mul_(beta1).add_(wide_grad, alpha=1 - beta1)
     mean_of_squares.mul_(beta2).addcmul_(wide_grad, wide_grad, value=1 - beta2)
-    step_size = group["lr"]
-    if group["correct_bias"]:
-        step_size *= math.sqrt(1 - beta2 ** state["step"]) / (1 - beta1 ** state["step"])
+    key = (state["step"], mean.device, mean.dtype)
+    if key not in numbers:
+        numbers[key] = _step_size(state["step"], group, mean), _operand(1 - group["lr"] * group["weight_decay"], mean)
+    step_size, decay = numbers[key]
     updated = param.to(mean.dtype)
     updated = updated - step_size * mean / mean_of_squares.sqrt().add_(group["eps"])
-    param.copy_(updated.mul_(1 - group["lr"] * group["weight_decay"]))
+    param.copy_(updated.mul_(decay))
+
+
+def _step_size(step: int, group: dict[str, Any], mean: Tensor) -> float | Tensor:
+    size = group["lr"]
+    if group["correct_bias"]:
+        beta1, beta2 = group["betas"]
+        size *= math.sqrt(1 - beta2**step) / (1 - beta1**step)
+    return _operand(size, mean)
+
+
+def _operand(number: float, tensor: Tensor) -> float | Tensor:
+    """Return ``number`` for an operation with ``tensor``: 0-dim where a number would be compiled into the kernel."""
+    if not backend.scalars_are_compiled:
+        return number
+    return torch.tensor(number, dtype=tensor.dtype).to(tensor.device)

@@ -1,4 +1,4 @@
-"""Owns AdamW whose step reads and writes each tensor once on GPUs."""
+"""AdamW whose step reads and writes each tensor once on GPUs, and compiles one set of kernels on Neuron."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nxd_memopt.backends import backend
+from nxd_memopt.ops.adamw import StepNumbers, adamw_update, arithmetic_dtype, step_numbers
 from nxd_memopt.ops.cuda import adamw as cuda
 from nxd_memopt.ops.cuda.support import serves
 
@@ -21,6 +23,10 @@ class AdamW(torch.optim.AdamW):
     (torch's ``fused=True`` reaches about two thirds of it). Elsewhere, and for ``amsgrad``, ``maximize``,
     ``capturable``, ``differentiable``, ``fused``, learning rates and betas that are tensors, and parameters, gradients
     and moments that are not plain contiguous tensors, torch's own step runs.
+
+    Where ``backend.scalars_are_compiled`` (TorchNeuron), the learning rate and the bias corrections are 0-dim tensors,
+    so that no step compiles kernels of its own. The results equal those of torch's step to the last bit in fp32;
+    narrower parameters are updated in fp32. The same arguments as above are left to torch's own step.
     """
 
     @torch.no_grad()
@@ -33,6 +39,9 @@ class AdamW(torch.optim.AdamW):
         if not _is_capturing() and all(self._is_served(group) for group in self.param_groups):
             for group in self.param_groups:
                 self._update(group)
+        elif backend.scalars_are_compiled and all(_takes_tensors(group) for group in self.param_groups):
+            for group in self.param_groups:
+                self._update_by_tensors(group)
         else:
             _torchs_step(self)
         return loss
@@ -61,11 +70,43 @@ class AdamW(torch.optim.AdamW):
         cuda.adamw(updates, beta1=beta1, beta2=beta2, **options)
         torch.autograd.graph.increment_version([*params, *means, *squares])  # kernels write behind autograd's back
 
+    def _update_by_tensors(self, group: dict[str, Any]) -> None:
+        tensors: list[list[Tensor]] = [[] for _ in range(6)]
+        params, grads, means, squares, _, steps = tensors
+        self._init_group(group, *tensors)
+        betas, eps = group["betas"], group["eps"]
+        # parameters of one dtype have the same numbers, unless one of them had no gradient in some step
+        numbers: dict[tuple[Any, ...], StepNumbers] = {}
+        for param, grad, mean, square, step in zip(params, grads, means, squares, steps, strict=True):
+            step.add_(1)
+            key = (int(step), param.device, arithmetic_dtype(param))
+            if key not in numbers:
+                options = {"lr": group["lr"], "weight_decay": group["weight_decay"]}
+                numbers[key] = step_numbers(key[0], param, betas=betas, **options)
+            adamw_update(param, grad, mean, square, numbers[key], betas=betas, eps=eps)
+
     def _is_served(self, group: dict[str, Any]) -> bool:
-        numbers = (group["lr"], *group["betas"])
-        if any(group[name] for name in _OTHER_FORMS) or any(isinstance(number, Tensor) for number in numbers):
+        if _is_other_form(group):
             return False
         return all(_fits(param, self.state.get(param, {})) for param in group["params"] if param.grad is not None)
+
+
+def for_this_device(optimizer_class: Callable[..., torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
+    """Return this file's ``AdamW`` for ``torch.optim.AdamW`` where ``backend.scalars_are_compiled``.
+
+    It has the same arguments, states and results; torch's own would be free to compile kernels for each step's numbers.
+    Every other class is returned as it is.
+    """
+    return AdamW if optimizer_class is torch.optim.AdamW and backend.scalars_are_compiled else optimizer_class
+
+
+def _is_other_form(group: dict[str, Any]) -> bool:
+    numbers = (group["lr"], *group["betas"])
+    return any(group[name] for name in _OTHER_FORMS) or any(isinstance(number, Tensor) for number in numbers)
+
+
+def _takes_tensors(group: dict[str, Any]) -> bool:
+    return not (_is_other_form(group) or any(param.is_complex() for param in group["params"]))
 
 
 def _is_capturing() -> bool:

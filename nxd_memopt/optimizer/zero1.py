@@ -18,6 +18,7 @@ from nxd_memopt.optimizer.groups import (
     require_tensor_parallel_groups,
 )
 from nxd_memopt.optimizer.main_grad import accumulate_in, clear_main_grad
+from nxd_memopt.optimizer.one_pass_adamw import for_this_device
 from nxd_memopt.optimizer.sharding import all_gather_into, cut_blocks, cut_shard, reduce_scatter_mean
 from nxd_memopt.parallel_layers import checkpointing, coordination, grads, parallel_state
 from nxd_memopt.parallel_layers.utils import is_sharded
@@ -56,7 +57,7 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
     Args:
         params: parameters or parameter groups; those with ``requires_grad=False`` are left out.
         optimizer_class: of torch.optim or alike; gets groups of 1-D shards, or of the parameters' own shapes where the
-            sharding group has one rank.
+            sharding group has one rank. On TorchNeuron ``nxd_memopt.optimizer.AdamW`` stands for ``torch.optim.AdamW``.
         optimizer_dtype: dtype of masters and states; default float32.
         grad_clipping: clip by ``max_norm``. ``grad_norm`` is found either way.
         max_norm: default 1.0.
@@ -126,7 +127,7 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
             hook.remove()
         self._sharded: list[_Sharded] = []
         self._hooks = []
-        self.base_optimizer = self.optimizer_class(
+        self.base_optimizer = for_this_device(self.optimizer_class)(
             [self._shard_group(group) for group in self.param_groups], **self.defaults
         )
         self.inited = True

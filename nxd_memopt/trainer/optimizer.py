@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nxd_memopt.optimizer import NeuronZero1Optimizer
+from nxd_memopt.optimizer.one_pass_adamw import for_this_device
 from nxd_memopt.parallel_layers import grads, parallel_state
 
 
@@ -102,7 +103,7 @@ def initialize_parallel_optimizer(
     """
     options, precision = nxd_config["optimizer_config"], nxd_config["mixed_precision_config"]
     if not options["zero_one_enabled"] and not precision["use_master_weights"] and not precision["use_fp32_grad_acc"]:
-        return NxDOptimizer(optimizer_class(parameters, **defaults), nxd_config)
+        return NxDOptimizer(for_this_device(optimizer_class)(parameters, **defaults), nxd_config)
     optimizer = NeuronZero1Optimizer(
         parameters,
         optimizer_class,
