@@ -102,7 +102,7 @@ class OptimizerConfig:
         clip_grad: bound on the global gradient norm; 0 leaves gradients as they are.
         master_weights: keep fp32 weights, states and gradient sums of bf16 parameters, 18 bytes a parameter in all;
             False keeps everything in bf16, 8 bytes, and loses updates below a weight's rounding step, where the device
-            does not round stochastically (on trn1 the launcher turns that on).
+            does not round stochastically (on Trainium the launcher turns that on).
         zero1: shard states and master weights over the D data-parallel ranks (ZeRO stage 1, arXiv:1910.02054): with
             master weights 6 + 12/D bytes a parameter. The results are the same.
         overlap_grad_reduce: reduce gradients over the ranks while backward computes others, instead of after it.
@@ -190,9 +190,17 @@ class LaunchConfig:
     Args:
         neuron_cc_flags: options of trn1's compiler. The launcher adds ``-O1`` where recompute is on and no level is
             named, and refuses another level: the compiler may then undo the recompute.
+        compile_cache_dir: where Trainium's compilers keep what they compiled; ``None`` leaves it to them, which is a
+            directory of each host (trn1: ``/var/tmp/neuron-compile-cache``). ``{node_rank}`` stands for the host's
+            number: on a file system that hosts of trn1 share, each needs its own. trn1 takes an ``s3://`` URL too.
     """
 
     neuron_cc_flags: tuple[str, ...] = ("--model-type=transformer",)
+    compile_cache_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.compile_cache_dir is not None and not self.compile_cache_dir.strip():
+            raise ValueError("launch.compile_cache_dir is empty: name a directory, or leave it out")
 
 
 @dataclass(frozen=True)

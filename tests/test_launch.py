@@ -1,4 +1,4 @@
-"""Tests the launcher: the environment and command of each recipe, SLURM's variables, and what it refuses."""
+"""The launcher: the environment and command of each recipe, SLURM's variables, and what it refuses."""
 
 from __future__ import annotations
 
@@ -6,46 +6,24 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from launch import launch
 from launch.certificate import certify_command
 from launch.hosts import Hosts, find_hosts
-from launch.launch import Launch, plan
 from launch.platforms import PLATFORMS
+from tests.launching import CONFIGS, EFA, FOUR_HOSTS, RECIPES, ROOT, TOKENIZER, TRN1, planned
 from tests.training import LLAMA, rows, write_config
 
-ROOT = Path(__file__).resolve().parents[1]
-CONFIGS = ROOT / "scripts" / "configs"
-RECIPES = ("gpt_neox_20b", "llama3_8b", "llama2_7b")
-TOKENIZER = ("--model.tokenizer", "some/tokenizer")
-CORES = ("NEURON_RT_NUM_CORES", "NUM_NEURONCORES", "TPU_NUM_DEVICES", "TPU_CHIPS_PER_HOST_BOUNDS")
-TRN1 = {
-    "NXD_MEMOPT_BACKEND": "xla",
-    "PJRT_DEVICE": "NEURON",
-    "NEURON_CC_FLAGS": "--model-type=transformer -O1",
-    "NEURON_FUSE_SOFTMAX": "1",
-    "NEURON_RT_STOCHASTIC_ROUNDING_EN": "0",
-    "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS": "3",
-    **dict.fromkeys(CORES, "32"),
-    "MALLOC_ARENA_MAX": "64",
-}
-EFA = {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1", "FI_EFA_FORK_SAFE": "1", "CCOM_SOCKET_IFNAME": "eth0"}
+FRONT_ENDS = (*RECIPES, "llama3_8b_trn2")
 GPT_NEOX = TRN1 | {"NEURON_CC_FLAGS": "--model-type=transformer --enable-saturate-infinity -O1"}
-FOUR_HOSTS = {"SLURM_NNODES": "4", "SLURM_NODEID": "2", "SLURM_LOCALID": "0", "MASTER_ADDR": "host0"}
+BACKENDS = {"trn1": "xla", "trn2": "neuron", "trn3": "neuron", "cuda": "cuda", "cpu": "cpu", "xla_cpu": "xla"}
 SCALED_DOWN = (  # docs/trainium.md, "On a laptop"
     "--model.config-overrides.num-hidden-layers 4 --model.config-overrides.hidden-size 256 "
     "--model.config-overrides.intermediate-size 512 --model.config-overrides.num-attention-heads 8 "
     "--parallel.tensor-model-parallel-size 2 --data.seq-length 256 --data.global-batch-size 4 --trainer.max-steps 5"
 )
-
-
-def planned(recipe: str, *arguments: str, environ: Mapping[str, str] | None = None) -> Launch:
-    options, others = launch.parser().parse_known_args(["--config", str(CONFIGS / f"{recipe}.yaml"), *arguments])
-    return plan(options, [*TOKENIZER, *others], environ or {})
 
 
 @pytest.mark.parametrize(("recipe", "expected"), [("gpt_neox_20b", GPT_NEOX), ("llama3_8b", TRN1), ("llama2_7b", TRN1)])
@@ -55,6 +33,7 @@ def test_environment_and_command_on_one_trn1(recipe: str, expected: dict[str, st
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "32"]
     config = str(CONFIGS / f"{recipe}.yaml")
     assert found.command == [*torchrun, str(ROOT / "scripts" / "train.py"), "--config", config, *TOKENIZER]
+    assert found.notes == ()
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -147,10 +126,10 @@ def test_hosts_from_options_win_over_slurms() -> None:
 @pytest.mark.parametrize("platform", sorted(PLATFORMS))
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_one_recipe_runs_on_every_platform(recipe: str, platform: str) -> None:
-    fits = ("--processes-per-node", "32") if recipe == "gpt_neox_20b" else ()
-    found = planned(recipe, "--platform", platform, *fits)
-    backends = {"trn1": "xla", "trn2": "neuron", "cuda": "cuda", "cpu": "cpu", "xla_cpu": "xla"}
-    assert found.environment["NXD_MEMOPT_BACKEND"] == backends[platform]
+    processes = min(32, PLATFORMS[platform].processes or 32)
+    size = ("--parallel.tensor-model-parallel-size", "4") if processes == 4 else ()
+    found = planned(recipe, "--platform", platform, "--processes-per-node", str(processes), *size)
+    assert found.environment["NXD_MEMOPT_BACKEND"] == BACKENDS[platform.split("-")[0]]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -176,7 +155,7 @@ def test_the_shown_text_is_shell_that_sets_the_environment() -> None:
     assert found.environment.items() <= variables.items()
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", FRONT_ENDS)
 def test_front_ends_pass_their_options_on(recipe: str) -> None:
     front_end = str(ROOT / "scripts" / "launch" / f"{recipe}.sh")
     done = run([front_end, "--nodes", "2", *TOKENIZER], PYTHON=sys.executable)

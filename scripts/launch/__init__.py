@@ -1,1 +1,1 @@
-"""Owns how training is started: environments and torchrun commands for Trainium, GPUs and CPUs."""
+"""Starts training: environments and torchrun commands for Trainium, GPUs and CPUs."""

@@ -1,4 +1,4 @@
-"""Owns how a training configuration is put to ``nxd-memopt certify``, which needs no hardware."""
+"""Puts a training configuration to ``nxd-memopt certify``, which needs no hardware."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ from pathlib import Path
 
 from train_config import TrainConfig
 
-DEVICES = {"trn1": ("xla", "trn1"), "xla_cpu": ("xla", "trn1"), "trn2": ("cpu", "trn2")}
+DEVICES = {
+    "trn1": ("xla", "trn1"),
+    "xla_cpu": ("xla", "trn1"),
+    "trn2": ("cpu", "trn2"),
+    "trn2-lnc1": ("cpu", "trn2-lnc1"),
+    "trn2-3xlarge": ("cpu", "trn2"),
+    "trn3": ("cpu", "trn3"),
+}
 """By platform: the backend whose step is measured, and the device whose memory it must fit."""
 
 

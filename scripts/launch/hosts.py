@@ -1,4 +1,4 @@
-"""Owns which hosts a run spans and which of them this is, from options or SLURM's variables, as torchrun spells it."""
+"""The hosts of a run and which of them this is, from options or SLURM's variables, as torchrun spells it."""
 
 from __future__ import annotations
 

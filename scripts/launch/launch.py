@@ -1,4 +1,4 @@
-"""Owns the launcher: a configuration, a platform and a set of hosts become an environment and a torchrun command.
+"""The launcher: a configuration, a platform and a set of hosts become an environment and a torchrun command.
 
     python scripts/launch/launch.py --config scripts/configs/gpt_neox_20b.yaml --platform trn1 --dry-run \
         --model.tokenizer DIRECTORY
@@ -24,8 +24,10 @@ SCRIPTS = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(SCRIPTS))  # for train_*.py and this package, when started as a file
 
 from launch.certificate import certify_command  # noqa: E402
-from launch.hosts import find_hosts  # noqa: E402
-from launch.platforms import PLATFORMS, Variable, merged  # noqa: E402
+from launch.hosts import Hosts, find_hosts  # noqa: E402
+from launch.machine import OPEN_FILES, Machine, set_open_files  # noqa: E402
+from launch.platforms import PLATFORMS, Platform  # noqa: E402
+from launch.variables import Run, Variable, merged  # noqa: E402
 from train_args import parse_config  # noqa: E402
 from train_config import TrainConfig  # noqa: E402
 from train_errors import user_errors  # noqa: E402
@@ -37,8 +39,10 @@ class Launch:
 
     Args:
         variables: with their reasons.
-        environment: what the ranks get beside the present environment.
+        environment: what the ranks get in addition to the present environment.
         command: program and arguments.
+        open_files: the soft limit to set before, ``None`` to leave it.
+        notes: advice, which stops nothing.
     """
 
     config: TrainConfig
@@ -47,12 +51,16 @@ class Launch:
     variables: list[Variable]
     environment: dict[str, str]
     command: list[str]
+    open_files: int | None = None
+    notes: tuple[str, ...] = ()
 
     def text(self) -> str:
-        """Shell commands that do the same by hand."""
-        reasons = {variable.name: variable.reason for variable in self.variables}
+        """Return shell commands that do the same by hand."""
+        reasons = {variable.name: variable.comment() for variable in self.variables}
         values = {variable.name: variable.value for variable in self.variables}
         lines = []
+        if self.open_files is not None:
+            lines.append(f"ulimit -S -n {self.open_files}  # sockets and files of a rank; the default is often 1024")
         for name, value in self.environment.items():
             reason = reasons[name] if value == values[name] else f"as the environment has it; default {values[name]}"
             lines.append(f"export {name}={shlex.quote(value)}  # {reason}")
@@ -64,11 +72,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, train_options = parser().parse_known_args(arguments)
     with user_errors():
         launch = plan(options, train_options, os.environ)
+        for note in launch.notes:
+            print(f"note: {note}", file=sys.stderr, flush=True)
         if options.dry_run:
             print(launch.text(), flush=True)
             return dry_run(launch, options.device_memory_gib)
         if shutil.which(launch.command[0]) is None:
             raise ValueError(f"{launch.command[0]} is not on PATH: activate the environment that torch-neuronx is in")
+        if launch.open_files is not None:
+            set_open_files(launch.open_files)
         os.execvpe(launch.command[0], launch.command, os.environ | launch.environment)
 
 
@@ -76,23 +88,42 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="launch.py", description=__doc__, allow_abbrev=False)
     parser.add_argument("--config", required=True, help="YAML file of scripts/train.py")
     parser.add_argument("--platform", choices=sorted(PLATFORMS), default="trn1", help="default: trn1")
-    parser.add_argument("--processes-per-node", type=int, help="default: every core of trn1.32xlarge, else T")
+    parser.add_argument(
+        "--processes-per-node", type=int, help="default: every logical core of Trainium's host, elsewhere T"
+    )
     parser.add_argument("--nodes", type=int, help="hosts; default: SLURM's, else 1")
     parser.add_argument("--node-rank", type=int, help="this host's number; default: SLURM's, else 0")
     parser.add_argument("--master-addr", help="host 0; default: MASTER_ADDR")
     parser.add_argument("--master-port", type=int, help="on host 0; default: MASTER_PORT, else 29500")
+    parser.add_argument(
+        "--root-comm-port",
+        type=int,
+        help="on host 0, for the Neuron runtime; default: 62182 on trn1, a free one elsewhere",
+    )
     parser.add_argument("--compile", action="store_true", help="compile every graph with neuron_parallel_compile")
     parser.add_argument("--dry-run", action="store_true", help="show environment and command, and certify the step")
     parser.add_argument("--device-memory-gib", type=float, help="with --dry-run: one rank's; default: the platform's")
     return parser
 
 
-def plan(options: argparse.Namespace, train_options: Sequence[str], environ: Mapping[str, str]) -> Launch:
+def plan(
+    options: argparse.Namespace,
+    train_options: Sequence[str],
+    environ: Mapping[str, str],
+    machine: Machine | None = None,
+) -> Launch:
     """Check the configuration against the platform and the hosts, and work out what to start.
+
+    Args:
+        options: the launcher's.
+        train_options: the training script's.
+        environ: the present environment.
+        machine: this host, unless a test pretends another.
 
     Raises:
         ValueError: for what does not fit; nothing has been started then.
     """
+    machine = machine or Machine.here()
     config = parse_config(["--config", options.config, *train_options])
     hosts = find_hosts(
         environ,
@@ -102,24 +133,50 @@ def plan(options: argparse.Namespace, train_options: Sequence[str], environ: Map
         master_port=options.master_port,
     )
     platform = PLATFORMS[options.platform]
+    _require_support(options, config, platform, hosts)
+    size = config.parallel.tensor_model_parallel_size
+    processes = platform.processes_per_host(options.processes_per_node, size, machine)
+    config.accumulation_steps(processes * hosts.count)  # refuses a world that the configuration does not fit
+    run = Run(config, processes, hosts, environ, machine, options.root_comm_port)
+    variables = platform.variables(run)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *hosts.torchrun_options(processes)]
+    command = [*torchrun, str(SCRIPTS / "train.py"), "--config", options.config, *train_options]
+    return Launch(
+        config,
+        platform.name,
+        processes * hosts.count,
+        variables,
+        merged(variables, environ),
+        ["neuron_parallel_compile", *command] if options.compile else command,
+        machine.raised_open_files() if platform.is_trainium else None,
+        (*platform.notes(run), *_limit_note(platform, machine)),
+    )
+
+
+def _require_support(options: argparse.Namespace, config: TrainConfig, platform: Platform, hosts: Hosts) -> None:
+    """Raise ``ValueError`` for options that mean nothing on ``platform``, or ports that collide."""
     if options.compile and not platform.compiles:
         raise ValueError(f"--compile is for trn1's ahead-of-time compiler, not for --platform {platform.name}: omit it")
     if config.trainer.enable_cuda_graph and platform.name != "cuda":
         raise ValueError(
             f"trainer.enable_cuda_graph is true, and --platform {platform.name} has no CUDA graphs: set it to false"
         )
-    processes = platform.processes or config.parallel.tensor_model_parallel_size
-    if options.processes_per_node is not None:
-        processes = options.processes_per_node
-    if processes < 1:
-        raise ValueError(f"--processes-per-node must be at least 1, got {processes}")
-    config.accumulation_steps(processes * hosts.count)  # refuses a world that the configuration does not fit
-    variables = platform.variables(config, processes, hosts.count, environ)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", *hosts.torchrun_options(processes)]
-    command = [*torchrun, str(SCRIPTS / "train.py"), "--config", options.config, *train_options]
-    command = ["neuron_parallel_compile", *command] if options.compile else command
-    values = merged(variables, environ)
-    return Launch(config, platform.name, processes * hosts.count, variables, values, command)
+    port = options.root_comm_port
+    if port is None:
+        return
+    if not platform.is_trainium:
+        raise ValueError(f"--root-comm-port is the Neuron runtime's, not --platform {platform.name}'s: omit it")
+    if not 0 < port < 1 << 16 or port == hosts.port:
+        raise ValueError(f"--root-comm-port {port} must be in [1, 65535] and differ from the master port {hosts.port}")
+
+
+def _limit_note(platform: Platform, machine: Machine) -> list[str]:
+    if not platform.is_trainium or not 0 <= machine.hard_limit < OPEN_FILES:
+        return []
+    return [
+        f"a process may open {machine.hard_limit} files at most (ulimit -H -n), and AWS's launchers set {OPEN_FILES}: "
+        "raise the hard limit in /etc/security/limits.conf if ranks fail with 'Too many open files'"
+    ]
 
 
 def dry_run(launch: Launch, device_memory_gib: float | None) -> int:

@@ -1,33 +1,14 @@
-"""Owns what each platform's ranks need in their environment, every variable with its reason, and what they refuse."""
+"""The platforms that training can be launched on: ranks per host, their environment, and what is refused."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
-from train_config import TrainConfig
-
-TRN1_GROUP_SIZES = (1, 2, 4, 8, 32)  # for which trn1 has collectives: AWS's list, and 4 as strided groups
-DOWNCASTS = ("XLA_DOWNCAST_BF16", "XLA_USE_BF16")
-
-
-@dataclass(frozen=True)
-class Variable:
-    """One variable of the ranks' environment.
-
-    Args:
-        origin: ``default`` gives way to a value in the environment; ``fixed`` follows from the configuration or the
-            platform, and another value in the environment is an error; ``combined`` contains the environment's already.
-    """
-
-    name: str
-    value: str
-    reason: str
-    origin: Literal["default", "fixed", "combined"] = "default"
+from launch.machine import Machine
+from launch.trainium import cache_note, functionalization, neuron_cc_flags, refuse_downcasts, torch_neuron, trn1
+from launch.variables import Run, Variable
 
 
 @dataclass(frozen=True)
@@ -35,145 +16,92 @@ class Platform:
     """Where ranks run.
 
     Args:
-        processes: ranks per host; ``None`` starts one tensor-parallel group.
-        variables: given the configuration, ranks per host, hosts and the environment.
+        variables: of the ranks' environment.
+        processes: ranks of a whole host: one per logical NeuronCore. ``None``: ``chip_processes`` for each chip that
+            the host has, or without such chips one tensor-parallel group.
+        chip_processes: ranks of one Trainium chip, and the largest tensor-parallel group that AWS advises.
+        is_trainium: many ranks share a host and the Neuron runtime.
         compiles: ``neuron_parallel_compile`` can compile the graphs beforehand.
     """
 
     name: str
-    processes: int | None
-    variables: Callable[[TrainConfig, int, int, Mapping[str, str]], list[Variable]]
+    variables: Callable[[Run], list[Variable]]
+    processes: int | None = None
+    chip_processes: int | None = None
+    is_trainium: bool = False
     compiles: bool = False
 
+    def processes_per_host(self, asked: int | None, tensor_model_parallel_size: int, machine: Machine) -> int:
+        """Return how many ranks a host gets.
 
-def merged(variables: list[Variable], environ: Mapping[str, str]) -> dict[str, str]:
-    """Values by name: the environment's own where it has one and the variable is not fixed.
+        Args:
+            asked: ``--processes-per-node``.
 
-    Raises:
-        ValueError: the environment contradicts a fixed variable.
-    """
-    values = {}
-    for variable in variables:
-        given = variable.value if variable.origin == "combined" else environ.get(variable.name, variable.value)
-        if variable.origin == "fixed" and given != variable.value:
+        Raises:
+            ValueError: the number is not positive, exceeds the host's logical cores, or cannot be known.
+        """
+        if asked is not None:
+            return self._checked(asked)
+        if self.processes is not None:
+            return self.processes
+        if self.chip_processes is None:
+            return tensor_model_parallel_size
+        if machine.chips() == 0:
             raise ValueError(
-                f"{variable.name} is {given!r} in the environment, but this run needs {variable.value!r} "
-                f"({variable.reason}): unset it, or change the configuration"
+                f"--platform {self.name} has hosts of several sizes, and this one has no /dev/neuron*: pass "
+                f"--processes-per-node, {self.chip_processes} for each chip of a host"
             )
-        values[variable.name] = given
-    return values
+        return machine.chips() * self.chip_processes
+
+    def _checked(self, asked: int) -> int:
+        if asked < 1:
+            raise ValueError(f"--processes-per-node must be at least 1, got {asked}")
+        if self.processes is not None and asked > self.processes:
+            raise ValueError(
+                f"--processes-per-node {asked} exceeds the {self.processes} logical NeuronCores that a host of "
+                f"--platform {self.name} has, one for each process: lower it, or name this instance's platform"
+            )
+        return asked
+
+    def notes(self, run: Run) -> list[str]:
+        """Return advice on a configuration that runs, but not well."""
+        notes = []
+        size = run.config.parallel.tensor_model_parallel_size
+        if self.chip_processes is not None and size > self.chip_processes:
+            notes.append(
+                f"parallel.tensor_model_parallel_size {size} spans chips: a chip has {self.chip_processes} ranks on "
+                f"--platform {self.name}, and AWS advises to keep a tensor-parallel group within a chip "
+                "(scripts/configs/llama3_8b_trn2.yaml)"
+            )
+        if self.compiles and (note := cache_note(run)) is not None:
+            notes.append(note)
+        return notes
 
 
-def stochastic_rounding(config: TrainConfig) -> bool:
-    """bf16 weights without fp32 masters: rounding up or down at random keeps updates below a weight's rounding step."""
-    return config.model.dtype == "bfloat16" and not config.optimizer.master_weights
-
-
-def neuron_cc_flags(config: TrainConfig, given: str) -> str:
-    """The configuration's flags, then those of the environment; with recompute ``-O1`` where neither names a level.
-
-    Raises:
-        ValueError: recompute is on and the last level is another one, or the flags cannot be read.
-    """
-    with _library_on_cpu():
-        from nxd_memopt.backends.compiler_flags import optimization_level, recompute_error, with_optimization_level
-    flags = f"{shlex.join(config.launch.neuron_cc_flags)} {given}".strip()
-    if config.memory.recompute_granularity is None:
-        return flags
-    flags = f"-O1 {flags}"  # the last level wins
-    error = recompute_error(flags)
-    if error is not None:
-        raise ValueError(f"{error} (launch.neuron_cc_flags, then the environment's NEURON_CC_FLAGS, and the last wins)")
-    return with_optimization_level(flags, optimization_level(flags))
-
-
-@contextlib.contextmanager
-def _library_on_cpu() -> Iterator[None]:
-    """Import the library's backends without opening a device, which on trn1 would keep it from the ranks."""
-    before = os.environ.get("NXD_MEMOPT_BACKEND")
-    os.environ["NXD_MEMOPT_BACKEND"] = "cpu"
-    try:
-        yield
-    finally:
-        del os.environ["NXD_MEMOPT_BACKEND"]
-        if before is not None:
-            os.environ["NXD_MEMOPT_BACKEND"] = before
-
-
-def _trn1(config: TrainConfig, processes: int, nodes: int, environ: Mapping[str, str]) -> list[Variable]:
-    _require_trn1_groups(config.parallel.tensor_model_parallel_size)
-    _refuse_downcasts(environ)
-    flags = neuron_cc_flags(config, environ.get("NEURON_CC_FLAGS", ""))
-    rounding, cores = str(int(stochastic_rounding(config))), str(processes)
-    return [
-        Variable("NXD_MEMOPT_BACKEND", "xla", "fail rather than train on another device", "fixed"),
-        Variable("PJRT_DEVICE", "NEURON", "torch-xla runs on NeuronCores, not on its CPU simulation", "fixed"),
-        Variable("NEURON_CC_FLAGS", flags, "the compiler's options; recompute needs -O1", "combined"),
-        Variable("NEURON_FUSE_SOFTMAX", "1", "softmax reaches the compiler as one operation"),
-        Variable(
-            "NEURON_RT_STOCHASTIC_ROUNDING_EN",
-            rounding,
-            "1 for bf16 weights without fp32 masters, 0 otherwise (model.dtype, optimizer.master_weights)",
-            "fixed",
-        ),
-        Variable("NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS", "3", "the host runs ahead by up to three graphs"),
-        Variable("NEURON_RT_NUM_CORES", cores, "NeuronCores on this host, one per process", "fixed"),
-        Variable("NUM_NEURONCORES", cores, "the same, as AWS's launchers name it", "fixed"),
-        Variable("TPU_NUM_DEVICES", cores, "the same, for torch-xla's PJRT client", "fixed"),
-        Variable("TPU_CHIPS_PER_HOST_BOUNDS", cores, "the same, for torch-xla's view of the topology", "fixed"),
-        Variable("MALLOC_ARENA_MAX", "64", "bounds what glibc's malloc keeps per thread: many ranks share a host"),
-        *(_efa() if nodes > 1 else []),
-    ]
-
-
-def _trn2(config: TrainConfig, processes: int, nodes: int, environ: Mapping[str, str]) -> list[Variable]:
-    del config, processes, environ
-    return [
-        Variable("NXD_MEMOPT_BACKEND", "neuron", "fail rather than train on another device", "fixed"),
-        Variable(
-            "TORCH_NEURONX_FALLBACK_ONLY_FOR_UNIMPLEMENTED_OPS",
-            "1",
-            "an operation that fails on the device is an error, not a silent detour through the CPU",
-        ),
-        Variable("MALLOC_ARENA_MAX", "64", "bounds what glibc's malloc keeps per thread: many ranks share a host"),
-        *(_efa() if nodes > 1 else []),
-    ]
-
-
-def _efa() -> list[Variable]:
-    return [
-        Variable("FI_PROVIDER", "efa", "collectives between hosts go through EFA, not TCP"),
-        Variable("FI_EFA_USE_DEVICE_RDMA", "1", "the network card reads device memory without a copy through the host"),
-        Variable("FI_EFA_FORK_SAFE", "1", "libfabric stays usable where Python forks, on older kernels"),
-        Variable("CCOM_SOCKET_IFNAME", "eth0", "the network interface over which the ranks set up their collectives"),
-    ]
-
-
-def _cuda(config: TrainConfig, processes: int, nodes: int, environ: Mapping[str, str]) -> list[Variable]:
-    del config, processes, nodes, environ
+def _cuda(run: Run) -> list[Variable]:
+    del run
     return [
         Variable("NXD_MEMOPT_BACKEND", "cuda", "fail rather than train on another device", "fixed"),
         Variable("CUBLAS_WORKSPACE_CONFIG", ":0:0", "matmuls without a counter to be reset before each, a launch less"),
     ]
 
 
-def _cpu(config: TrainConfig, processes: int, nodes: int, environ: Mapping[str, str]) -> list[Variable]:
-    del config, nodes, environ
+def _cpu(run: Run) -> list[Variable]:
     return [
         Variable("NXD_MEMOPT_BACKEND", "cpu", "train on the CPU, whatever else there is", "fixed"),
-        _threads(processes),
+        _threads(run.processes),
     ]
 
 
-def _xla_cpu(config: TrainConfig, processes: int, nodes: int, environ: Mapping[str, str]) -> list[Variable]:
-    flags = neuron_cc_flags(config, environ.get("NEURON_CC_FLAGS", ""))
-    _refuse_downcasts(environ)
-    del nodes
+def _xla_cpu(run: Run) -> list[Variable]:
+    flags = neuron_cc_flags(run.config, run.environ.get("NEURON_CC_FLAGS", ""))
+    refuse_downcasts(run.environ)
     return [
         Variable("NXD_MEMOPT_BACKEND", "xla", "the code path of trn1", "fixed"),
         Variable("PJRT_DEVICE", "CPU", "torch-xla compiles for the CPU, gloo carries the collectives", "fixed"),
+        functionalization(),
         Variable("NEURON_CC_FLAGS", flags, "no compiler reads it here, but recompute checks it", "combined"),
-        _threads(processes),
+        _threads(run.processes),
     ]
 
 
@@ -181,30 +109,27 @@ def _threads(processes: int) -> Variable:
     return Variable("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)), "the host's cores, shared")
 
 
-def _require_trn1_groups(size: int) -> None:
-    if size not in TRN1_GROUP_SIZES:
-        raise ValueError(
-            f"parallel.tensor_model_parallel_size {size} is not one of {list(TRN1_GROUP_SIZES)}, the group sizes for "
-            "which trn1 has collectives: choose one of them"
-        )
+def _lnc1(run: Run) -> list[Variable]:
+    return torch_neuron(run, logical_nc_config=1)
 
 
-def _refuse_downcasts(environ: Mapping[str, str]) -> None:
-    for name in DOWNCASTS:
-        if environ.get(name, "0") != "0":
-            raise ValueError(
-                f"{name}={environ[name]} makes every fp32 tensor bf16, fp32 master weights too: unset it and set "
-                "model.dtype to bfloat16"
-            )
+def _lnc2(run: Run) -> list[Variable]:
+    return torch_neuron(run, logical_nc_config=2)
 
 
 PLATFORMS = {
     platform.name: platform
     for platform in (
-        Platform("trn1", 32, _trn1, compiles=True),
-        Platform("trn2", 64, _trn2),
-        Platform("cuda", None, _cuda),
-        Platform("cpu", None, _cpu),
-        Platform("xla_cpu", None, _xla_cpu),
+        # trn1.32xlarge: 16 chips of 2 cores; its tensor-parallel groups of 8 and 32 are meant to span chips
+        Platform("trn1", trn1, processes=32, is_trainium=True, compiles=True),
+        # a Trainium2 chip has 8 physical cores; trn2.48xlarge has 16 chips, trn2.3xlarge one
+        Platform("trn2", _lnc2, processes=64, chip_processes=4, is_trainium=True),
+        Platform("trn2-lnc1", _lnc1, processes=128, chip_processes=8, is_trainium=True),
+        Platform("trn2-3xlarge", _lnc2, processes=4, chip_processes=4, is_trainium=True),
+        # servers of an UltraServer have 4 or 16 Trainium3 chips, of 8 physical cores each
+        Platform("trn3", _lnc2, chip_processes=4, is_trainium=True),
+        Platform("cuda", _cuda),
+        Platform("cpu", _cpu),
+        Platform("xla_cpu", _xla_cpu),
     )
 }

@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# LLaMA-3-8B on trn2, T=4, S=8192: one trn2.48xlarge, or several, started by slurm.sbatch. Other instances: --platform.
+#   scripts/launch/llama3_8b_trn2.sh --dry-run --model.tokenizer DIRECTORY   # shows what would run, and certifies its memory
+#   scripts/launch/llama3_8b_trn2.sh --model.tokenizer DIRECTORY             # trains, or resumes
+set -euo pipefail
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+exec "${PYTHON:-python3}" "$here/launch.py" --platform trn2 --config "$here/../configs/llama3_8b_trn2.yaml" "$@"
