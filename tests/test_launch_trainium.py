@@ -118,6 +118,17 @@ def default_route(interface: str, metric: int = 0, flags: str = "0003") -> str:
         (["lo", "eth0"], "", None),
         (["lo", "eth0"], None, None),  # no such table: not Linux, or no IPv4
     ],
+    ids=[
+        "container",
+        "ubuntu",
+        "other_net",
+        "higher_metric",
+        "lower_metric",
+        "down",
+        "no_eth0",
+        "no_route",
+        "no_table",
+    ],
 )
 def test_the_collectives_interface_is_set_where_the_default_route_uses_eth0(
     tmp_path: Path, interfaces: list[str], routes: str | None, expected: str | None
