@@ -42,7 +42,7 @@ def describe_output_projections(model: nn.Module, *, strict: bool = True) -> Non
             elif strict:
                 raise ValueError(
                     f"{name or type(parent).__name__} has query heads on ranks {stride} apart and {len(rows)} row-"
-                    f"parallel layers with {query_size} inputs, of which one must be the output projection: build it with "
+                    f"parallel layers with {query_size} inputs: build the output projection, one of them, by "
                     f"RowParallelLinear(..., rank_stride={stride}), in the module that has the QKV projection"
                 )
 

@@ -50,7 +50,7 @@ def replica_ranks(size: int, replicas: int, rank_stride: int) -> list[list[int]]
     ``[[0, 1, 2, 3], [4, 5, 6, 7], ...]``.
     """
     return [
-        [rank_at_position(position, size, rank_stride) for position in range(first, first + replicas)]
+        sorted(rank_at_position(position, size, rank_stride) for position in range(first, first + replicas))
         for first in range(0, size, replicas)
     ]
 
