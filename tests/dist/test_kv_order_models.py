@@ -16,6 +16,7 @@ from nxd_memopt.config import ParallelConfig
 from nxd_memopt.models.llama import LlamaForCausalLM
 from nxd_memopt.modules import qkv_linear
 from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
 from nxd_memopt.parallel_layers.utils import shard_ranges
 from tests.dist.pool import SEED, distributed
 from tests.dist.test_models import check_against_hugging_face
@@ -63,6 +64,7 @@ def test_initial_full_weights_are_those_of_one_process(order):
     def build_model(size: int, **options: object) -> LlamaForCausalLM:
         initialize(size)
         torch.manual_seed(SEED)
+        model_parallel_manual_seed(SEED)
         return LlamaForCausalLM(llama_config(), parallel=ParallelConfig(size, **options))
 
     with laid_out_as(order):
@@ -128,7 +130,7 @@ def test_llama_3_8b_on_32_ranks(rank, monkeypatch):
     monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", "trn1")
     with fake_world(32, rank=rank):
         initialize(32)
-        config = llama_config(num_attention_heads=32, num_key_value_heads=8, hidden_size=64, num_hidden_layers=1)
+        config = llama_config(num_attention_heads=32, num_key_value_heads=8, hidden_size=64, intermediate_size=32)
         attention = LlamaForCausalLM(config, device="meta").model.layers[0].self_attn
         query, kv = {0: (0, 0), 9: (5, 1), 31: (31, 7)}[rank]  # rank 9: the second query head of KV head 1
         heads = {"q_proj": query, "k_proj": kv, "v_proj": kv, "o_proj": query}
