@@ -185,7 +185,6 @@ def initialize_kv_group(kv_shared_group_size: int = 1, sequential_ranks_in_group
         stride = 1
     if kv_shared_group_size not in _STATE.kv_groups:
         rank_groups = replica_groups(_axis("tensor").rank_groups, kv_shared_group_size, stride)
-        rank_groups = replica_groups(_axis("tensor").rank_groups, kv_shared_group_size, stride)
         _STATE.kv_groups[kv_shared_group_size] = _create_axis(rank_groups)
         _STATE.kv_rank_strides[kv_shared_group_size] = stride
     return _STATE.kv_groups[kv_shared_group_size].group
