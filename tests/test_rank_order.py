@@ -7,11 +7,11 @@ import itertools
 import pytest
 
 from nxd_memopt.backends.topology import neuron_kv_rank_stride, trn1_order
+from nxd_memopt.parallel_layers.rank_grid import rank_grid
 from nxd_memopt.parallel_layers.rank_order import (
     kv_shard_of_rank,
     position_of_rank,
     rank_at_position,
-    rank_grid,
     replica_groups,
     replica_ranks,
 )

@@ -1,4 +1,4 @@
-"""Computes which ranks hold replicas of a KV shard, and which shard of a full parameter each tensor-parallel rank holds.
+"""Computes which ranks hold replicas of a KV shard, and which shard of a full parameter each rank holds.
 
 Pure functions of integers. T ranks share a layer; each KV shard has m replicas (``replicas``, neuronx-distributed's
 ``kv_size_multiplier``). The shards of a full parameter, in its own order, have positions 0 to T-1; ``rank_stride`` says

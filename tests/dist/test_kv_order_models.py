@@ -42,16 +42,25 @@ def initialize(size: int) -> None:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
 
 
-@distributed(world_size=[4, 8])
-@pytest.mark.parametrize("biases", [False, True])
-def test_llama_equals_transformers_on_trn1(biases, world_size):
+def check_llama(size: int, *, biases: bool) -> None:
     """Loss, logits and every gradient; with 2 KV heads, and with 1, whose replicas fill the group."""
     with laid_out_as("trn1"):
-        initialize(world_size)
+        initialize(size)
         for kv_heads, sequence_parallel in ((2, False), (2, True), (1, True)):
             config = llama_config(num_key_value_heads=kv_heads, attention_bias=biases, intermediate_size=48)
-            inputs = batch(length=16)
-            check_against_hugging_face(config, inputs, sequence_parallel=sequence_parallel)
+            check_against_hugging_face(config, batch(length=16), sequence_parallel=sequence_parallel)
+
+
+@distributed(world_size=4)
+@pytest.mark.parametrize("biases", [False, True])
+def test_llama_equals_transformers_on_trn1(biases):
+    check_llama(4, biases=biases)
+
+
+@pytest.mark.slow
+@distributed(world_size=8)
+def test_llama_equals_transformers_on_eight_ranks_of_trn1():
+    check_llama(8, biases=True)
 
 
 def all_parameters(model: nn.Module) -> dict[str, Tensor]:
