@@ -22,10 +22,10 @@ from nxd_memopt.parallel_layers.utils import runs_as
 
 SHARDING = {
     "embed_tokens": "vocab",
-    "q_proj": "column",
+    "q_proj": "query_column",
     "k_proj": "kv_column",
     "v_proj": "kv_column",
-    "o_proj": "row",
+    "o_proj": "query_row",
     "gate_proj": "column",
     "up_proj": "column",
     "down_proj": "row",

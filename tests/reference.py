@@ -5,6 +5,7 @@ Nothing here calls the library, so that a fault of the library cannot hide in it
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -122,6 +123,16 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
 
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+
+
+@contextmanager
+def laid_out_as(platform: str) -> Iterator[None]:
+    """Lay ranks out as on this platform."""
+    os.environ["NEURON_PLATFORM_TARGET_OVERRIDE"] = platform
+    try:
+        yield
+    finally:
+        del os.environ["NEURON_PLATFORM_TARGET_OVERRIDE"]
 
 
 def error_message(function: Callable[[], object], kind: type[Exception] = ValueError) -> str:

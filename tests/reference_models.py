@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig
 
@@ -12,6 +14,8 @@ from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.models.gpt_neox import GPTNeoXForCausalLM
 from nxd_memopt.models.llama import LlamaForCausalLM
 from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.parallel_layers.checkpointing import gather_full_tensor
+from nxd_memopt.parallel_layers.utils import copy_tensor_model_parallel_attributes
 from tests.reference import pad, shard
 
 BATCH, LENGTH, VOCAB = 3, 12, 61  # 61 is prime: padded at every T; 12 is a multiple of every T tested
@@ -133,11 +137,26 @@ def local_part(name: str, full: Tensor, config: Any) -> Tensor:
     if module in _TABLES:
         return shard(pad(full, 0, size), 0, size=size, rank=rank)
     if module in _COLUMNS:
-        return full if kind == "bias" else shard(full, 1, size=size, rank=rank)
+        return full if kind == "bias" else _local_heads(module, full, 1, config)
     if module not in _ROWS:
         return full
-    replicas = max(1, size // config.num_key_value_heads) if module in ("k_proj", "v_proj") else 1
-    return shard(full, 0, size=size // replicas, rank=rank // replicas)
+    return _local_heads(module, full, 0, config)
+
+
+def _local_heads(module: str, full: Tensor, dim: int, config: Any) -> Tensor:
+    """This rank's heads along ``dim``, by neuronx-distributed's rules: on trn1 all KV heads are repeated as one."""
+    size, rank = parallel_state.get_tensor_model_parallel_size(), parallel_state.get_tensor_model_parallel_rank()
+    kv_heads = getattr(config, "num_key_value_heads", size)
+    replicas = max(1, size // kv_heads)
+    on_trn1 = os.environ.get("NEURON_PLATFORM_TARGET_OVERRIDE") == "trn1"
+    if module in ("k_proj", "v_proj") and replicas > 1:
+        heads = full.unflatten(0, (kv_heads, -1))
+        repeated = torch.cat([heads] * replicas) if on_trn1 else heads.repeat_interleave(replicas, dim=0)
+        full = repeated.flatten(0, 1)
+    elif module in ("q_proj", "o_proj") and replicas > 1 and on_trn1:
+        # [KV head, its part of m, rows] to [part, KV head, rows]
+        full = full.unflatten(dim, (kv_heads, replicas, -1)).transpose(dim, dim + 1).flatten(dim, dim + 2)
+    return full.chunk(size, dim)[rank]
 
 
 def parallel_model(
@@ -153,3 +172,13 @@ def parallel_model(
             for name, param in model.named_parameters():
                 param.copy_(local_part(name, full[name], config))
     return model
+
+
+def gathered(tensor: Tensor, param: Tensor) -> Tensor:
+    """The full tensor, on every rank, of which each rank's ``tensor`` is the shard that ``param`` is."""
+    tensor = tensor.detach().clone()
+    copy_tensor_model_parallel_attributes(tensor, param)
+    shared = [gather_full_tensor(tensor)]
+    dist.broadcast_object_list(shared, src=0)
+    assert shared[0] is not None
+    return shared[0]

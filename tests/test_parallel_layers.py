@@ -118,6 +118,14 @@ def test_padding_mask_by_hand():
     assert masks == [[True, True], [True, False]] * 2
 
 
+def test_padding_mask_follows_the_order_of_kv_replicas(monkeypatch):
+    """3 query heads to each of 2 KV heads, padded to 4, on 4 ranks: on trn1 ranks 2 and 3 hold the second halves."""
+    want = [[True, True], [True, True], [True, False], [True, False]]
+    assert [pad.generate_padding_mask(6, 8, 2, 4, rank, rank_stride=2).tolist() for rank in range(4)] == want
+    monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", "trn1")
+    assert [pad.generate_padding_mask(6, 8, 2, 4, rank).tolist() for rank in range(4)] == want
+
+
 def test_divide():
     assert utils.divide(12, 4) == 3
     assert_says(error_message(lambda: utils.divide(13, 4)), "13", "4", "not divisible")

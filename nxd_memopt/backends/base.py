@@ -100,6 +100,14 @@ class Backend(ABC):
         del tensor_model_parallel_size
         return list(range(world_size))
 
+    def kv_rank_stride(self, tensor_model_parallel_size: int, replicas: int) -> int:
+        """How far apart in a tensor-parallel group the ``replicas`` ranks are that hold one KV head: 1 for neighbours.
+
+        Called where groups are made; layers and parameters record the value (``parallel_layers.rank_order``).
+        """
+        del tensor_model_parallel_size, replicas
+        return 1
+
     @abstractmethod
     def group_size(self, group: ProcessGroup | None) -> int: ...
 

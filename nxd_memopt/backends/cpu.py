@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from pathlib import Path
 
@@ -9,10 +10,14 @@ import torch
 from torch import Tensor
 
 from nxd_memopt.backends.c10d import C10dBackend
+from nxd_memopt.backends.topology import PLATFORM_OVERRIDE, neuron_kv_rank_stride, neuron_order
 
 
 class CpuBackend(C10dBackend):
-    """Any CPU. Memory figures are the whole process's resident bytes, from Linux's /proc where it exists."""
+    """Any CPU. Memory figures are the whole process's resident bytes, from Linux's /proc where it exists.
+
+    Where ``NEURON_PLATFORM_TARGET_OVERRIDE`` names a platform, ranks have that platform's order.
+    """
 
     name = "cpu"
     distributed_backend = "gloo"
@@ -24,6 +29,16 @@ class CpuBackend(C10dBackend):
     @classmethod
     def unavailable_reason(cls) -> str | None:
         return None
+
+    def device_order(self, world_size: int, tensor_model_parallel_size: int) -> list[int]:
+        if PLATFORM_OVERRIDE not in os.environ:  # the machine itself may be Trainium: its links carry none of this
+            return super().device_order(world_size, tensor_model_parallel_size)
+        return neuron_order(os.environ, world_size, tensor_model_parallel_size)
+
+    def kv_rank_stride(self, tensor_model_parallel_size: int, replicas: int) -> int:
+        if PLATFORM_OVERRIDE not in os.environ:
+            return super().kv_rank_stride(tensor_model_parallel_size, replicas)
+        return neuron_kv_rank_stride(os.environ, tensor_model_parallel_size, replicas)
 
     def manual_seed(self, seed: int) -> None:
         torch.default_generator.manual_seed(seed)

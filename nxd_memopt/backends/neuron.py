@@ -21,7 +21,12 @@ from torch.distributed import ProcessGroup
 from nxd_memopt.backends.attention_call import AttentionCall
 from nxd_memopt.backends.c10d import C10dBackend
 from nxd_memopt.backends.pieces import Completed, Pending
-from nxd_memopt.backends.topology import PHYSICAL_CORES_PER_CHIP, logical_nc_config, neuron_order
+from nxd_memopt.backends.topology import (
+    PHYSICAL_CORES_PER_CHIP,
+    logical_nc_config,
+    neuron_kv_rank_stride,
+    neuron_order,
+)
 
 _PACKAGE = "torch_neuronx"
 _FIRST_NATIVE_VERSION = (2, 10)
@@ -114,6 +119,9 @@ class NeuronBackend(C10dBackend):
 
     def device_order(self, world_size: int, tensor_model_parallel_size: int) -> list[int]:
         return neuron_order(os.environ, world_size, tensor_model_parallel_size)
+
+    def kv_rank_stride(self, tensor_model_parallel_size: int, replicas: int) -> int:
+        return neuron_kv_rank_stride(os.environ, tensor_model_parallel_size, replicas)
 
     # Collectives: the device reduces integers in fp32, which is exact to 2^24 only. Integers are gathered, which moves
     # them as they are, and reduced on the host.

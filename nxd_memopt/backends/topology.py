@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+PLATFORM_OVERRIDE = "NEURON_PLATFORM_TARGET_OVERRIDE"
+"""Environment variable that names the platform instead of the machine."""
 _TRN1_STRIDED_SIZE = 4
 _TRN2_CORES = 128
 PHYSICAL_CORES_PER_CHIP = 8
@@ -28,9 +30,19 @@ def neuron_order(environment: Mapping[str, str], world_size: int, tensor_model_p
     return list(range(world_size))
 
 
+def neuron_kv_rank_stride(environment: Mapping[str, str], tensor_model_parallel_size: int, replicas: int) -> int:
+    """How far apart in a tensor-parallel group the ``replicas`` ranks are that hold the same KV head.
+
+    On trn1, and on inf2, which has its chips, T/replicas: at T = 32 with 4 replicas the groups are
+    ``[0, 8, 16, 24], [1, 9, 17, 25], ...``, the groups of 4 that a node links. Elsewhere neighbours.
+    """
+    strided = replicas > 1 and platform_target(environment) in ("trn1", "inf2")
+    return tensor_model_parallel_size // replicas if strided else 1
+
+
 def platform_target(environment: Mapping[str, str]) -> str:
     """``"trn2"``, ``"trn3"``, ...: what ``NEURON_PLATFORM_TARGET_OVERRIDE`` names, or else the machine; or ``""``."""
-    override = environment.get("NEURON_PLATFORM_TARGET_OVERRIDE")
+    override = environment.get(PLATFORM_OVERRIDE)
     product = Path("/sys/devices/virtual/dmi/id/product_name")  # on EC2 the instance type
     named = override or (product.read_text(encoding="ascii", errors="replace") if product.exists() else "")
     found = re.match(r"(trn|inf)\d", named.strip().lower())

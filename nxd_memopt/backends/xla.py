@@ -20,7 +20,7 @@ from nxd_memopt.backends.base import Backend, ContextPair
 from nxd_memopt.backends.c10d import C10dBackend
 from nxd_memopt.backends.compiler_flags import recompute_error
 from nxd_memopt.backends.cpu import reset_resident_peak, resident_bytes
-from nxd_memopt.backends.topology import neuron_order
+from nxd_memopt.backends.topology import neuron_kv_rank_stride, neuron_order
 
 _SEED_BITS = 64
 _FUNCTIONALIZATION = "XLA_DISABLE_FUNCTIONALIZATION"
@@ -108,6 +108,9 @@ class XlaBackend(C10dBackend):
 
     def device_order(self, world_size: int, tensor_model_parallel_size: int) -> list[int]:
         return neuron_order(os.environ, world_size, tensor_model_parallel_size)
+
+    def kv_rank_stride(self, tensor_model_parallel_size: int, replicas: int) -> int:
+        return neuron_kv_rank_stride(os.environ, tensor_model_parallel_size, replicas)
 
     def _groups(self, group: ProcessGroup | None) -> list[list[int]]:
         """The partition of the world that ``group`` belongs to: a graph's collective names all of it."""

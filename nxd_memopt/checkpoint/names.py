@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nxd_memopt.parallel_layers.output_projection import describe_output_projections
+
 OUTPUT_HEADS = ("lm_head.weight", "embed_out.weight")
 """The output head is called ``embed_out`` in GPT-NeoX files and before transformers 5, ``lm_head`` otherwise."""
 
@@ -27,6 +29,7 @@ class NamedTensor:
 
 def named_tensors(model: torch.nn.Module) -> list[NamedTensor]:
     """Return what a checkpoint of ``model`` holds, each tensor once."""
+    describe_output_projections(model)
     names: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():

@@ -167,12 +167,32 @@ def write_into(checkpoint: Path, name: str, state: Any) -> None:
 
 
 def write_manifest(checkpoint: Path, content: Mapping[str, Any]) -> None:
-    """Declare ``checkpoint`` complete; with ``content`` go the versions that wrote it."""
-    manifest = {**content, "versions": {"nxd_memopt": __version__, "torch": torch.__version__}}
+    """Declare ``checkpoint`` complete; with ``content`` go the versions that wrote it and the order of KV replicas."""
+    strides = {str(size): stride for size, stride in parallel_state.kv_rank_strides().items() if stride > 1}
+    versions = {"nxd_memopt": __version__, "torch": torch.__version__}
+    manifest = {**content, "kv_rank_strides": strides, "versions": versions}
     path = checkpoint / MANIFEST
     path.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     flush_to_disk(path)
     flush_to_disk(checkpoint)
+
+
+def require_kv_order(checkpoint: Path) -> None:
+    """Raise ``ValueError`` where the rank files' KV heads and query heads belong to other ranks than the model's.
+
+    A checkpoint without a manifest of ours is taken to be of this platform, as neuronx-distributed takes it.
+    """
+    path = checkpoint / MANIFEST
+    saved = read_json(path).get("kv_rank_strides", {}) if path.is_file() else None
+    for size, stride in parallel_state.kv_rank_strides().items():
+        stored = stride if saved is None else saved.get(str(size), 1)
+        if stored != stride:
+            raise ValueError(
+                f"{checkpoint} holds replicas of KV heads on ranks {stored} apart, this run has them {stride} apart "
+                f"({size} replicas): continue on the platform that wrote it, or there write a Hugging Face directory "
+                "with save_pretrained, which loads everywhere; consecutive ranks on any platform: call "
+                f"parallel_state.initialize_kv_group({size}, sequential_ranks_in_group=True) before building the model"
+            )
 
 
 def _prune(parent: Path, keep: int) -> None:
@@ -219,6 +239,7 @@ def load_training_state(directory: str | Path, *, config: Mapping[str, Any]) -> 
         with _remedy_for_damage(latest):
             manifest = _read_manifest(latest)
         _require_same_config(latest, manifest["config"], _fingerprint(config))
+        require_kv_order(latest)
         with _remedy_for_damage(latest):
             return manifest["step"], read_tensors(_rank_file(latest), mmap=False)
 

@@ -157,7 +157,7 @@ class ColumnParallelLinear(BaseParallelLinear, layers.ColumnParallelLinear):
         )
         if self.gather_output:
             output = gather_from_tensor_model_parallel_region(output, process_group=self.tensor_parallel_group)
-            output = layers.swap_blocks(output, self._group_size(), self.stride)
+            output = self._in_full_order(output)
         bias = self.bias
         if self.gather_output and not self.keep_padded_output:
             output, bias = output[..., : self.output_size], None if bias is None else bias[: self.output_size]

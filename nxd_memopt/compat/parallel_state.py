@@ -64,9 +64,8 @@ def _place_in(groups: RankGroups) -> int:
 
 
 def initialize_kv_group(kv_shared_group_size: int = 1, sequential_ranks_in_group: bool = False) -> None:
-    """Groups of neighbouring ranks: what ``sequential_ranks_in_group=True`` asks for, and ours on every device."""
-    del sequential_ranks_in_group
-    parallel_state.initialize_kv_group(kv_shared_group_size)
+    """``parallel_state.initialize_kv_group``, which returns nothing here."""
+    parallel_state.initialize_kv_group(kv_shared_group_size, sequential_ranks_in_group)
 
 
 def get_kv_shared_group(as_list: bool = False) -> ProcessGroup | RankGroups | None:
@@ -79,7 +78,7 @@ def get_kv_shared_replica_groups() -> RankGroups:
 
 def get_kv_shared_group_size() -> int:
     """neuronx-distributed knows one size; ``RuntimeError`` where layers of several exist, or none."""
-    sizes = parallel_state.kv_shared_group_sizes()
+    sizes = list(parallel_state.kv_rank_strides())
     if len(sizes) != 1:
         raise RuntimeError(f"KV groups of sizes {sizes} exist: ask nxd_memopt's get_kv_shared_group for one of them")
     return sizes[0]

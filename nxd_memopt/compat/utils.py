@@ -188,12 +188,16 @@ def generate_padding_mask(
     """Which of this rank's query heads are real: boolean ``[num_heads_with_pad / tp_degree]``.
 
     Args:
-        hardware_type: TRN1 lays KV replicas T/r apart, TRN2 beside each other; default: as the layers here, beside.
+        hardware_type: TRN1 puts the replicas of a KV head ``num_kv_heads`` ranks apart, TRN2 on consecutive ranks;
+            default: as the layers have them on this platform.
     """
     if hardware_type not in (None, hardware.TRN1, hardware.TRN2):
         raise RuntimeError(f"Unexpected hardware_type {hardware_type!r}: must be hardware.TRN1 or hardware.TRN2")
     if hardware_type != hardware.TRN1:
-        return pad.generate_padding_mask(num_heads, num_heads_with_pad, num_kv_heads, tp_degree, tp_rank)
+        rank_stride = None if hardware_type is None else 1
+        return pad.generate_padding_mask(
+            num_heads, num_heads_with_pad, num_kv_heads, tp_degree, tp_rank, rank_stride=rank_stride
+        )
     per_rank = num_heads_with_pad // tp_degree
     first = per_rank * (tp_rank // num_kv_heads)
     return torch.arange(first, first + per_rank) < num_heads // num_kv_heads

@@ -18,9 +18,11 @@ from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, ParallelEmbe
 from nxd_memopt.parallel_layers.random import fork_if
 from nxd_memopt.parallel_layers.utils import move_model_to_device, shard_ranges
 
-SHARDINGS = ("vocab", "column", "kv_column", "row", "replicated")
-"""Values of a sharding table: rows of a vocabulary table or head (padded to T), output rows, output rows of KV heads
-(replicated when T exceeds them), input columns, not sharded."""
+SHARDINGS = ("vocab", "column", "query_column", "kv_column", "row", "query_row", "replicated")
+"""Values of a sharding table: rows of a vocabulary table or head (padded to T), output rows, output rows of query
+heads, output rows of KV heads (replicated when T exceeds them), input columns, input columns that come from query
+heads, no sharding. A rank's query heads are those of its KV heads: see ``parallel_layers.rank_order``."""
+_HEADS = ("query_column", "kv_column", "query_row")
 
 
 @dataclass(frozen=True)
@@ -45,14 +47,15 @@ class LayerFactory:
 
     def column(self, name: str, input_size: int, output_size: int, *, bias: bool) -> ColumnParallelLinear:
         kind = self.sharding[name]
-        assert kind in ("column", "kv_column", "vocab"), f"the sharding table calls {name} {kind}"
+        assert kind.endswith("column") or kind == "vocab", f"the sharding table calls {name} {kind}"
         layer = self._column(input_size, output_size, bias=bias, kind=kind)
         self._draw(layer)
         return layer
 
     def row(self, name: str, input_size: int, output_size: int, *, bias: bool) -> RowParallelLinear:
-        assert self.sharding[name] == "row", f"the sharding table calls {name} {self.sharding[name]}"
-        layer = self._row(input_size, output_size, bias=bias)
+        kind = self.sharding[name]
+        assert kind in ("row", "query_row"), f"the sharding table calls {name} {kind}"
+        layer = self._row(input_size, output_size, bias=bias, kind=kind)
         self._draw(layer)
         return layer
 
@@ -102,9 +105,13 @@ class LayerFactory:
             pad=kind == "vocab",
             reduce_dtype=self._reduce_dtype,
             replicas=self.kv_replicas if kind == "kv_column" else 1,
+            rank_stride=self._rank_stride(kind),
         )
 
-    def _row(self, input_size: int, output_size: int, *, bias: bool) -> RowParallelLinear:
+    def _rank_stride(self, kind: str) -> int:
+        return parallel_state.kv_rank_stride(self.kv_replicas) if kind in _HEADS else 1
+
+    def _row(self, input_size: int, output_size: int, *, bias: bool, kind: str) -> RowParallelLinear:
         return RowParallelLinear(
             input_size,
             output_size,
@@ -115,6 +122,7 @@ class LayerFactory:
             init_method=self._init_weight,
             sequence_parallel_enabled=self.parallel.sequence_parallel_enabled,
             reduce_dtype=self._reduce_dtype,
+            rank_stride=self._rank_stride(kind),
         )
 
     def embedding(

@@ -17,7 +17,7 @@ from nxd_memopt.parallel_layers.initialization import (
     default_weight_init,
     initialize_sharded_,
 )
-from nxd_memopt.parallel_layers.layers import column_parallel
+from nxd_memopt.parallel_layers.layers import column_parallel, columns_in_full_order
 from nxd_memopt.parallel_layers.linear_functions import ColumnCommunication
 from nxd_memopt.parallel_layers.utils import (
     ShardBlock,
@@ -46,8 +46,12 @@ class GQAQKVColumnParallelLinear(ShardedModule):
     """Query, key and value projections of one input with one gather, and one reduction of its gradient.
 
     Weights ``weight_q``, ``weight_k``, ``weight_v`` (and ``bias_*``), each sharded along its outputs; with ``fuse_qkv``
-    one ``weight_qkv`` whose rows on each rank are that rank's query, key and value rows. With ``kv_size_multiplier`` m
-    above 1, m adjacent ranks hold the same KV shard, and its gradients are summed over them.
+    one ``weight_qkv`` whose rows on each rank are that rank's query, key and value rows.
+
+    With ``kv_size_multiplier`` m above 1, m ranks hold the same KV shard, and its gradients are summed over them: m
+    consecutive ranks, or on trn1 ranks T/m apart, ``rank_stride`` (``parallel_layers.rank_order``). A rank's query rows
+    are those of the heads that attend to its KV shard, so a row-parallel output projection of the local heads has its
+    columns in the same order: build it with the same ``rank_stride`` (``output_projection`` finds it otherwise).
 
     Args:
         input_size: H.
@@ -93,6 +97,7 @@ class GQAQKVColumnParallelLinear(ShardedModule):
         self.init_method, self.keep_master_weight, self.fuse_qkv = init_method, keep_master_weight, fuse_qkv
         size = parallel_state.get_tensor_model_parallel_size()
         require_divisible("tensor_model_parallel_size", size, "kv_size_multiplier", kv_size_multiplier)
+        self.query_size, self.rank_stride = output_sizes[0], parallel_state.kv_rank_stride(kv_size_multiplier)
         query, kv = _block(output_sizes[0], size, 1), _block(output_sizes[1], size, kv_size_multiplier)
         self.blocks = {"qkv": (query, kv, kv)} if fuse_qkv else {"q": (query,), "k": (kv,), "v": (kv,)}
         for name, blocks in self.blocks.items():
@@ -103,8 +108,8 @@ class GQAQKVColumnParallelLinear(ShardedModule):
                 f"bias_{name}", nn.Parameter(torch.empty(rows, dtype=dtype, device=device)) if bias else None
             )
             for param in self._parameters_of(name):
-                _describe(param, blocks)
-        self.replica_group = parallel_state.initialize_kv_group(kv_size_multiplier) if kv_size_multiplier > 1 else None
+                _describe(param, blocks, self.rank_stride)
+        self.replica_group = parallel_state.replica_group(kv_size_multiplier, self.rank_stride)
         self.communication = ColumnCommunication(
             mappings.resolve_group(None),
             0 if sequence_parallel_enabled else None,
@@ -136,7 +141,7 @@ class GQAQKVColumnParallelLinear(ShardedModule):
             split = [split_sizes(param.detach(), rows) for param in self._parameters_of(name)]
             for block, *views in zip(blocks, *split, strict=True):
                 for view in views:
-                    _describe(view, (block,))
+                    _describe(view, (block,), self.rank_stride)
                 yield name, views[0], views[1] if len(views) > 1 else None
 
     def forward(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -166,9 +171,10 @@ class GQAQKVColumnParallelLinear(ShardedModule):
         return column_parallel(input, parts, self.communication)
 
     def _gather(self, output: Tensor, replicas: int = 1) -> Tensor:
-        """All ranks' columns; of each group of replicas the first."""
+        """All ranks' columns in the full weight's order; of each group of replicas the first."""
         gathered = mappings.gather_from_tensor_model_parallel_region(output, self.communication.group)
-        return gathered.unflatten(-1, (-1, replicas, output.size(-1)))[..., 0, :].flatten(-2)
+        size = parallel_state.get_tensor_model_parallel_size()
+        return columns_in_full_order(gathered, size, replicas=replicas, rank_stride=self.rank_stride)
 
 
 def _block(output_size: int, size: int, replicas: int) -> ShardBlock:
@@ -178,9 +184,11 @@ def _block(output_size: int, size: int, replicas: int) -> ShardBlock:
     return ShardBlock(output_size, rows, replicas)
 
 
-def _describe(param: Tensor, blocks: tuple[ShardBlock, ...]) -> None:
+def _describe(param: Tensor, blocks: tuple[ShardBlock, ...], rank_stride: int) -> None:
     full_shape = (sum(block.full_rows for block in blocks), *param.shape[1:])
     replicas = blocks[0].replicas if len(blocks) == 1 else 1
-    set_tensor_model_parallel_attributes(param, True, 0, full_shape=full_shape, replicas=replicas)
+    set_tensor_model_parallel_attributes(
+        param, True, 0, full_shape=full_shape, replicas=replicas, rank_stride=rank_stride
+    )
     if len(blocks) > 1:
         param.blocks = blocks  # pyright: ignore[reportAttributeAccessIssue]

@@ -35,6 +35,7 @@ class BaseParallelLinear(ShardedModule):
     init_method: InitMethod | None
     tensor_parallel_group: ProcessGroup | None
     replicas: int = 1
+    rank_stride: int = 1
     keep_master_weight: bool = False
     master_weight: Tensor | None = None
     weight_shape: tuple[int, int]
@@ -64,7 +65,15 @@ class BaseParallelLinear(ShardedModule):
             return
         partitions, rank = self._group_size() // self.replicas, self._group_rank()
         set_tensor_model_parallel_attributes(
-            param, True, dim, self.stride, partitions, full_shape=full_shape, replicas=self.replicas, rank=rank
+            param,
+            True,
+            dim,
+            self.stride,
+            partitions,
+            full_shape=full_shape,
+            replicas=self.replicas,
+            rank_stride=self.rank_stride,
+            rank=rank,
         )
 
     def initialize_weight_biases(self) -> None:

@@ -15,6 +15,8 @@ from nxd_memopt.backends import backend
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.coordination import raise_together
 from nxd_memopt.parallel_layers.mappings import resolve_group
+from nxd_memopt.parallel_layers.output_projection import describe_output_projections
+from nxd_memopt.parallel_layers.rank_order import rank_at_position
 from nxd_memopt.parallel_layers.utils import is_sharded, map_tensors, shard_ranges
 
 
@@ -105,7 +107,7 @@ def _join_shards(stacked: Tensor, param: Tensor) -> Tensor:
     full = stacked.new_empty(shape)
     shards = stacked.unflatten(0, (-1, param.shape[0]))  # [T, n, ...]
     for partition in range(description.num_partitions):
-        rank = partition * description.replicas
+        rank = rank_at_position(partition * description.replicas, len(shards), description.rank_stride)
         offset = 0
         for start, stop in shard_ranges(param, rank=rank):
             full.narrow(dim, start, stop - start).copy_(shards[rank].narrow(dim, offset, stop - start))
@@ -121,6 +123,7 @@ def get_sharded_model_dict(model: torch.nn.Module, model_state_dict: Mapping[str
     Raises:
         ValueError: when an entry's shape is not the parameter's full shape.
     """
+    describe_output_projections(model)
     params = dict(model.named_parameters(remove_duplicate=False))
     sharded = {}
     for name, full in model_state_dict.items():

@@ -53,6 +53,14 @@ def swap_blocks(tensor: Tensor, outer: int, inner: int) -> Tensor:
     return tensor.unflatten(-1, (outer, inner, -1)).transpose(-3, -2).flatten(-3)
 
 
+def columns_in_full_order(gathered: Tensor, size: int, *, replicas: int = 1, rank_stride: int = 1) -> Tensor:
+    """Turn the columns of ``size`` ranks, in rank order, into the full parameter's order, each shard once."""
+    columns = swap_blocks(gathered, size // rank_stride, rank_stride)
+    if replicas == 1:
+        return columns
+    return columns.unflatten(-1, (size // replicas, replicas, -1))[..., 0, :].flatten(-2)
+
+
 class ColumnParallelLinear(BaseParallelLinear):
     """``Y = X A^t + b`` with ``A = [A_1; ...; A_T]`` split along its output rows; rank i computes ``Y_i``.
 
@@ -77,7 +85,9 @@ class ColumnParallelLinear(BaseParallelLinear):
         keep_padded_output: with ``gather_output``, return the padding too.
         tensor_model_parallel_group: default the tensor-parallel group.
         reduce_dtype: of the gradient's reduction; default the gradient's own.
-        replicas: each shard is held by this many consecutive ranks, and its gradient is summed over them.
+        replicas: each shard is held by this many ranks, and its gradient is summed over them.
+        rank_stride: how far apart the ranks are that hold replicas of one shard, or neighbouring shards: see
+            ``rank_order``. Query, key, value and output projection must agree: ``parallel_state.kv_rank_stride``.
 
     Raises:
         ValueError: T does not divide ``output_size`` without ``pad``, or ``gather_output`` with sequence parallelism.
@@ -104,6 +114,7 @@ class ColumnParallelLinear(BaseParallelLinear):
         reduce_dtype: torch.dtype | None = None,
         *,
         replicas: int = 1,
+        rank_stride: int = 1,
     ) -> None:
         super().__init__()
         if gather_output and sequence_parallel_enabled:
@@ -120,7 +131,8 @@ class ColumnParallelLinear(BaseParallelLinear):
         self.keep_padded_output, self.keep_master_weight = keep_padded_output, keep_master_weight
         self.reduce_dtype, self.init_method = reduce_dtype, init_method
         self.tensor_parallel_group = mappings.resolve_group(tensor_model_parallel_group)
-        self.replica_group = parallel_state.initialize_kv_group(replicas) if replicas > 1 else None
+        require_divisible("tensor_model_parallel_size", self._group_size(), "rank_stride", rank_stride)
+        self.rank_stride, self.replica_group = rank_stride, parallel_state.replica_group(replicas, rank_stride)
         partitions = self._group_size() // replicas
         padded = padded_size(output_size, partitions * stride * pad_alignment_size_per_rank) if pad else output_size
         remedy = f"pass pad=True or use {padded_size(output_size, partitions * stride)}"
@@ -145,9 +157,15 @@ class ColumnParallelLinear(BaseParallelLinear):
         (output,) = column_parallel(input, [(self.weight, bias)], self.communication(self.replica_group))
         if self.gather_output:
             output = mappings.gather_from_tensor_model_parallel_region(output, self.tensor_parallel_group)
-            output = swap_blocks(output, self._group_size(), self.stride)
+            output = self._in_full_order(output)
             output = output if self.keep_padded_output else output[..., : self.output_size]
         return (output, self.bias) if self.skip_bias_add else output
+
+    def _in_full_order(self, gathered: Tensor) -> Tensor:
+        """All ranks' columns as the full weight has its rows."""
+        size = self._group_size()
+        columns = columns_in_full_order(gathered, size, replicas=self.replicas, rank_stride=self.rank_stride)
+        return swap_blocks(columns, size // self.replicas, self.stride)
 
 
 def column_parallel_linears(input: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[Tensor, ...]:
@@ -196,6 +214,7 @@ class RowParallelLinear(BaseParallelLinear):
         pad: allow an ``input_size`` that T does not divide.
         reduce_output: False returns this rank's partial sum; needs ``bias=False``.
         reduce_dtype: of the reduction; default the output's own.
+        rank_stride: as of ``ColumnParallelLinear``; that of the query projection whose heads the input comes from.
 
     The remaining arguments are those of ``ColumnParallelLinear``.
 
@@ -221,6 +240,8 @@ class RowParallelLinear(BaseParallelLinear):
         reduce_output: bool = True,
         tensor_model_parallel_group: ProcessGroup | None = None,
         reduce_dtype: torch.dtype | None = None,
+        *,
+        rank_stride: int = 1,
     ) -> None:
         super().__init__()
         _check_padding(pad, stride)
@@ -236,7 +257,8 @@ class RowParallelLinear(BaseParallelLinear):
         self.sequence_dimension = check_sequence_dimension(sequence_dimension)
         self.reduce_dtype, self.init_method = reduce_dtype, init_method
         self.tensor_parallel_group = mappings.resolve_group(tensor_model_parallel_group)
-        size = self._group_size()
+        size, self.rank_stride = self._group_size(), rank_stride
+        require_divisible("tensor_model_parallel_size", size, "rank_stride", rank_stride)
         self.input_size = padded_size(input_size, size * stride) if pad else input_size
         remedy = f"pass pad=True or use {padded_size(input_size, size * stride)}"
         local = stride * require_divisible(
@@ -265,6 +287,7 @@ class RowParallelLinear(BaseParallelLinear):
             padding = self.input_size - self.full_input_size
             input = F.pad(input, (0, padding)) if padding else input
             input = swap_blocks(input, self.stride, self._group_size())
+            input = swap_blocks(input, self.rank_stride, self._group_size() // self.rank_stride)
             input = mappings.scatter_to_tensor_model_parallel_region(input, self.tensor_parallel_group)
         if input.size(-1) != self.input_size_per_partition:
             raise ValueError(

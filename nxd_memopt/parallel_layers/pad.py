@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from nxd_memopt.backends import backend
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
+from nxd_memopt.parallel_layers.rank_order import position_of_rank
 from nxd_memopt.parallel_layers.utils import copy_tensor_model_parallel_attributes, padded_size
 
 
@@ -72,15 +74,30 @@ def _grown(param: nn.Parameter, dim: int, ratio: float) -> nn.Parameter:
 
 
 def generate_padding_mask(
-    num_heads: int, num_heads_with_pad: int, num_kv_heads: int, tp_degree: int, tp_rank: int
+    num_heads: int,
+    num_heads_with_pad: int,
+    num_kv_heads: int,
+    tp_degree: int,
+    tp_rank: int,
+    *,
+    rank_stride: int | None = None,
 ) -> Tensor:
     """Which of this rank's query heads are real: boolean ``[num_heads_with_pad / tp_degree]``.
 
-    Replicas of a KV head are on adjacent ranks, as ``GQAQKVColumnParallelLinear`` has them; each KV head's padding
-    is on the last of them.
+    Each KV head's padding is on the last of the ranks that hold a replica of it.
+
+    Args:
+        num_heads: query heads of the model.
+        num_heads_with_pad: query heads with padding; ``tp_degree`` divides it.
+        num_kv_heads: KV heads.
+        tp_degree: tensor-parallel size.
+        tp_rank: tensor-parallel rank.
+        rank_stride: how far apart replicas of a KV head are; default as the layers have them.
     """
     per_rank = num_heads_with_pad // tp_degree
     replicas = max(tp_degree // num_kv_heads, 1)
+    if rank_stride is None:
+        rank_stride = backend.kv_rank_stride(tp_degree, replicas)
     kv_heads_per_rank = num_kv_heads * replicas // tp_degree
-    first = per_rank * (tp_rank % replicas)
+    first = per_rank * (position_of_rank(tp_rank, tp_degree, rank_stride) % replicas)
     return torch.arange(first, first + per_rank) < num_heads // num_kv_heads * kv_heads_per_rank

@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends import backend
+from nxd_memopt.config import require_divisible
 from nxd_memopt.parallel_layers.rank_grid import RankGroups, rank_grid, remaining_ranks
+from nxd_memopt.parallel_layers.rank_order import replica_groups
 
 Group = Any
 """``ProcessGroup | None``; with ``as_list=True`` the ``RankGroups`` that it belongs to."""
@@ -37,6 +39,7 @@ class _Axis:
 class _State:
     axes: dict[str, _Axis] = field(default_factory=dict)
     kv_groups: dict[int, _Axis] = field(default_factory=dict)
+    kv_rank_strides: dict[int, int] = field(default_factory=dict)
     other_groups: list[_Axis] = field(default_factory=list)
     rng_states: dict[str, Tensor] = field(default_factory=dict)
 
@@ -115,7 +118,8 @@ def destroy_model_parallel() -> None:
     for axis in _all_axes():
         if axis.group is not None and dist.is_initialized():
             dist.destroy_process_group(axis.group)
-    _STATE.axes, _STATE.kv_groups, _STATE.other_groups, _STATE.rng_states = {}, {}, [], {}
+    _STATE.axes, _STATE.other_groups, _STATE.rng_states = {}, [], {}
+    _STATE.kv_groups, _STATE.kv_rank_strides = {}, {}
 
 
 def _all_axes() -> list[_Axis]:
@@ -161,25 +165,55 @@ def rng_states() -> dict[str, Tensor]:
     return _STATE.rng_states
 
 
-def initialize_kv_group(kv_shared_group_size: int = 1) -> ProcessGroup | None:
-    """Create, once per size, the groups of consecutive tensor-parallel ranks that hold the same KV heads.
+def initialize_kv_group(kv_shared_group_size: int = 1, sequential_ranks_in_group: bool = False) -> ProcessGroup | None:
+    """Create, once per size, the groups of tensor-parallel ranks that hold the same KV heads. Every rank calls.
+
+    Args:
+        kv_shared_group_size: ranks that share a KV head.
+        sequential_ranks_in_group: neighbours on every platform; default: the platform's order, see ``kv_rank_stride``.
 
     Raises:
-        ValueError: when the size does not divide the tensor-parallel size.
+        ValueError: the size does not divide the tensor-parallel size, or its groups exist in another order.
     """
-    if kv_shared_group_size not in _STATE.kv_groups:
-        size = get_tensor_model_parallel_size()
-        if size % kv_shared_group_size:
+    stride = kv_rank_stride(kv_shared_group_size)
+    if sequential_ranks_in_group and stride > 1:
+        if kv_shared_group_size in _STATE.kv_groups:
             raise ValueError(
-                f"kv_shared_group_size {kv_shared_group_size} does not divide tensor_model_parallel_size {size}"
+                f"KV groups of size {kv_shared_group_size} exist with ranks {stride} apart: call initialize_kv_group "
+                "with sequential_ranks_in_group=True before layers are built, or destroy_kv_group() first"
             )
-        rank_groups = [
-            ranks[start : start + kv_shared_group_size]
-            for ranks in get_tensor_model_parallel_replica_groups()
-            for start in range(0, size, kv_shared_group_size)
-        ]
+        stride = 1
+    if kv_shared_group_size not in _STATE.kv_groups:
+        rank_groups = replica_groups(_axis("tensor").rank_groups, kv_shared_group_size, stride)
         _STATE.kv_groups[kv_shared_group_size] = _create_axis(rank_groups)
+        _STATE.kv_rank_strides[kv_shared_group_size] = stride
     return _STATE.kv_groups[kv_shared_group_size].group
+
+
+def kv_rank_stride(kv_shared_group_size: int) -> int:
+    """Return how far apart the ranks are that hold the same KV heads (``rank_order``); creates no group.
+
+    That of the groups where they exist, else the one that the backend asks for: 1 for neighbours, T/m on trn1.
+    """
+    size = get_tensor_model_parallel_size()
+    require_divisible("tensor_model_parallel_size", size, "kv_shared_group_size", kv_shared_group_size)
+    if kv_shared_group_size in _STATE.kv_rank_strides:
+        return _STATE.kv_rank_strides[kv_shared_group_size]
+    return backend.kv_rank_stride(size, kv_shared_group_size)
+
+
+def kv_rank_strides() -> dict[int, int]:
+    """``kv_rank_stride`` of each size that ``initialize_kv_group`` was called with."""
+    return dict(_STATE.kv_rank_strides)
+
+
+def replica_group(replicas: int, rank_stride: int) -> ProcessGroup | None:
+    """This rank's group of those that hold the same of ``T / replicas`` shards; ``None`` for one. Every rank calls."""
+    if replicas == 1:
+        return None
+    if rank_stride == kv_rank_stride(replicas):
+        return initialize_kv_group(replicas)
+    return group_of(replica_groups(_axis("tensor").rank_groups, replicas, rank_stride))
 
 
 def get_kv_shared_group(kv_shared_group_size: int, as_list: bool = False) -> Group:
@@ -190,17 +224,12 @@ def get_kv_shared_group(kv_shared_group_size: int, as_list: bool = False) -> Gro
     return axis.rank_groups if as_list else axis.group
 
 
-def kv_shared_group_sizes() -> list[int]:
-    """The sizes that ``initialize_kv_group`` was called with."""
-    return list(_STATE.kv_groups)
-
-
 def destroy_kv_group() -> None:
     """Forget the groups of ``initialize_kv_group``."""
     for axis in _STATE.kv_groups.values():
         if axis.group is not None and dist.is_initialized():
             dist.destroy_process_group(axis.group)
-    _STATE.kv_groups = {}
+    _STATE.kv_groups, _STATE.kv_rank_strides = {}, {}
 
 
 def initialize_token_shuffle_group(token_shuffle_group_size: int = 1) -> None:

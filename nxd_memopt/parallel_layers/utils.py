@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from nxd_memopt.backends import backend
 from nxd_memopt.config import require_divisible
 from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.parallel_layers.rank_order import kv_shard_of_rank
 
 SHARD_ATTRIBUTES = (
     "tensor_model_parallel",
@@ -23,6 +24,7 @@ SHARD_ATTRIBUTES = (
     "num_partitions",
     "full_shape",
     "replicas",
+    "rank_stride",
     "partition_index",
     "sequence_parallel_enabled",
     "blocks",
@@ -37,7 +39,7 @@ class ShardBlock:
     Attributes:
         full_rows: rows of the whole block over all ranks.
         rows: rows of it that each rank holds.
-        replicas: how many consecutive ranks hold the same rows.
+        replicas: how many ranks hold the same rows.
     """
 
     full_rows: int
@@ -71,6 +73,7 @@ def set_tensor_model_parallel_attributes(
     *,
     full_shape: tuple[int, ...] | None = None,
     replicas: int = 1,
+    rank_stride: int = 1,
     rank: int | None = None,
 ) -> None:
     """Describe ``tensor`` as one of ``num_partitions`` shards of a full parameter.
@@ -81,13 +84,15 @@ def set_tensor_model_parallel_attributes(
         stride: how many separately sharded blocks the full parameter is made of along ``dim`` (3 for ``[q, k, v]``).
         num_partitions: distinct shards; -1 stands for the tensor-parallel size over ``replicas``.
         full_shape: shape of the full parameter without padding.
-        replicas: how many consecutive ranks hold each shard (KV heads when T exceeds them).
+        replicas: how many ranks hold each shard (KV heads when T exceeds them).
+        rank_stride: how far apart ranks are that hold neighbouring shards, or replicas of one; see ``rank_order``.
         rank: this rank in the group that shares the parameter; default its tensor-parallel rank.
     """
     if num_partitions < 0:
         num_partitions = parallel_state.get_tensor_model_parallel_size() // replicas
     rank = parallel_state.get_tensor_model_parallel_rank() if rank is None else rank
-    values = (is_parallel, dim, stride, num_partitions, full_shape, replicas, rank // replicas)
+    partition = kv_shard_of_rank(rank, num_partitions * replicas, replicas, rank_stride)
+    values = (is_parallel, dim, stride, num_partitions, full_shape, replicas, rank_stride, partition)
     for name, value in zip(SHARD_ATTRIBUTES, values, strict=False):
         setattr(tensor, name, value)
 
@@ -116,7 +121,10 @@ def shard_ranges(param: Tensor, *, rank: int | None = None) -> list[tuple[int, i
         rank: rank in the group that shares the parameter; default this one.
     """
     description: Any = param
-    partition = description.partition_index if rank is None else rank // description.replicas
+    partition = description.partition_index
+    if rank is not None:
+        size = description.num_partitions * description.replicas
+        partition = kv_shard_of_rank(rank, size, description.replicas, description.rank_stride)
     if getattr(param, "blocks", None):
         return _block_ranges(description.blocks, partition)
     length = param.size(description.partition_dim) // description.partition_stride
@@ -125,10 +133,10 @@ def shard_ranges(param: Tensor, *, rank: int | None = None) -> list[tuple[int, i
     return [(start, start + length) for start in starts]
 
 
-def _block_ranges(blocks: tuple[ShardBlock, ...], rank: int) -> list[tuple[int, int]]:
+def _block_ranges(blocks: tuple[ShardBlock, ...], position: int) -> list[tuple[int, int]]:
     ranges, first = [], 0
     for block in blocks:
-        start = first + rank // block.replicas * block.rows
+        start = first + position // block.replicas * block.rows
         ranges.append((start, start + block.rows))
         first += block.full_rows
     return ranges

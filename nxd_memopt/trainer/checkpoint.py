@@ -21,7 +21,7 @@ from nxd_memopt.checkpoint.directories import (
     restore_interrupted,
 )
 from nxd_memopt.checkpoint.files import read_json
-from nxd_memopt.checkpoint.training import MANIFEST, require_plain, write_into, write_manifest
+from nxd_memopt.checkpoint.training import MANIFEST, require_kv_order, require_plain, write_into, write_manifest
 from nxd_memopt.optimizer import NeuronZero1Optimizer
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.checkpointing import is_model_replica_zero, load_into, read_tensors
@@ -113,6 +113,8 @@ def load_checkpoint(
     """
     _refuse(use_zero1_dcp=use_zero1_dcp)
     source = _find(Path(path), tag)
+    with raise_together(f"loading {source}"):
+        require_kv_order(source)
     for is_my_turn in turns(num_workers):
         with raise_together(f"loading {source}"):
             if is_my_turn and model is not None:

@@ -12,6 +12,7 @@ from torch import nn
 from nxd_memopt.backends import backend
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.coordination import raise_together, turns
+from nxd_memopt.parallel_layers.output_projection import describe_output_projections
 from nxd_memopt.parallel_layers.pad import pad_model
 from nxd_memopt.parallel_layers.utils import move_model_to_device
 from nxd_memopt.trainer.activation_checkpoint import apply_activation_checkpointing, classes_to_recompute
@@ -88,6 +89,7 @@ def initialize_parallel_model(
     init_config = nxd_config["model_init_config"]
     with _on_meta(include_buffers) if init_config["meta_device_init"] else nullcontext():
         model = model_fn(*model_args, **model_kwargs)
+    describe_output_projections(model, strict=False)  # what slices or gathers full tensors is strict
     for is_my_turn in turns(init_config["sequential_move_factor"]):
         with raise_together("moving the model to the device"):
             if is_my_turn:

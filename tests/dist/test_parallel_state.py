@@ -202,9 +202,9 @@ def test_token_shuffle_and_kv_groups():
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=4)
     parallel_state.initialize_kv_group(2)
-    assert parallel_state.kv_shared_group_sizes() == [2]
+    assert parallel_state.kv_rank_strides() == {2: 1}
     parallel_state.destroy_kv_group()
-    assert parallel_state.kv_shared_group_sizes() == []
+    assert parallel_state.kv_rank_strides() == {}
     assert "no KV groups of size 2" in error_message(lambda: parallel_state.get_kv_shared_group(2), RuntimeError)
 
 

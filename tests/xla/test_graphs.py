@@ -50,10 +50,19 @@ def expected(name: str) -> Counter[str]:
 @pytest.fixture(scope="module")
 def graphs(tmp_path_factory) -> dict[tuple[str, int], dict]:
     """What each rank of each model traced, and rank 0 compiled; two processes at a time."""
-    directory = tmp_path_factory.mktemp("graphs")
-    cases = [(name, rank) for name in MODELS for rank in range(WORLD_SIZE)]
+    return traced(tmp_path_factory.mktemp("graphs"), MODELS)
+
+
+@pytest.fixture(scope="module")
+def trn1_graphs(tmp_path_factory) -> dict[tuple[str, int], dict]:
+    """``graphs`` of LLaMA with trn1's order of KV replicas."""
+    return traced(tmp_path_factory.mktemp("trn1"), ["llama"], NEURON_PLATFORM_TARGET_OVERRIDE="trn1")
+
+
+def traced(directory, names, **environment: str) -> dict[tuple[str, int], dict]:
+    cases = [(name, rank) for name in names for rank in range(WORLD_SIZE)]
     for first in range(0, len(cases), 2):
-        started = [(case, start(directory, *case)) for case in cases[first : first + 2]]
+        started = [(case, start(directory, *case, environment)) for case in cases[first : first + 2]]
         for case, process in started:
             _, errors = process.communicate(timeout=300)
             assert process.returncode == 0, f"{case}: {errors[-2000:]}"
@@ -62,9 +71,9 @@ def graphs(tmp_path_factory) -> dict[tuple[str, int], dict]:
     }
 
 
-def start(directory, name: str, rank: int) -> subprocess.Popen[str]:
+def start(directory, name: str, rank: int, environment: dict[str, str]) -> subprocess.Popen[str]:
     dump = xla_inspect.dump_flags(directory / f"{name}{rank}")
-    env = {**os.environ, "XLA_FLAGS": f"{dump} {os.environ['XLA_FLAGS']}"}
+    env = {**os.environ, **environment, "XLA_FLAGS": f"{dump} {os.environ['XLA_FLAGS']}"}
     command = [sys.executable, "-m", "tests.xla.graphs", name, str(rank), str(directory / f"{name}{rank}.json")]
     return subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
@@ -82,3 +91,10 @@ def test_optimized_graph_holds_the_theorys_collectives(name, graphs):
 @pytest.mark.parametrize("name", MODELS)
 def test_optimization_removes_no_matmul(name, graphs):
     assert graphs[name, 0]["optimized"]["matmuls"] == graphs[name, 0]["traced"]["matmuls"] > 0
+
+
+def test_trn1s_order_of_kv_replicas_has_the_same_theory(trn1_graphs, graphs):
+    """One graph for all ranks, the same collectives; only their groups are others, so the graph is another."""
+    (fingerprint,) = {trn1_graphs["llama", rank]["traced"]["hash"] for rank in range(WORLD_SIZE)}
+    assert fingerprint != graphs["llama", 0]["traced"]["hash"]
+    assert Counter(trn1_graphs["llama", 0]["optimized"]["collectives"]) == expected("llama")

@@ -1,0 +1,67 @@
+"""Finds the output projections whose input columns follow the ranks of a query projection's heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from nxd_memopt.backends import backend
+from nxd_memopt.parallel_layers.base_linear import BaseParallelLinear
+from nxd_memopt.parallel_layers.utils import set_tensor_model_parallel_attributes
+
+
+def describe_output_projections(model: nn.Module, *, strict: bool = True) -> None:
+    """Describe each output projection's columns in the order of its query projection's heads.
+
+    Where replicas of KV heads are not on consecutive ranks (``rank_order``), a rank's query heads are not consecutive
+    either, and the output projection's columns on this rank are those of these heads. A ``RowParallelLinear`` that was
+    built without ``rank_stride`` cannot know: neuronx-distributed's models pass nothing. It is found here, as the one
+    row-parallel layer with h * d inputs in the module that also has the ``GQAQKVColumnParallelLinear``.
+
+    Changes descriptions only, not values: what the layer computes is the same, and full tensors that are gathered from
+    it, or sliced for it, have Hugging Face's order of heads. Call it before either; a second call changes nothing.
+
+    Args:
+        model: whose modules are searched.
+        strict: False leaves the layers as they are where the output projection is not found.
+
+    Raises:
+        ValueError: no such layer, or several, and none was built with ``rank_stride``.
+    """
+    for name, parent in model.named_modules():
+        for projection in parent.children():
+            stride, query_size = getattr(projection, "rank_stride", 1), getattr(projection, "query_size", None)
+            if query_size is None or stride == 1 or getattr(projection, "gather_output", False):
+                continue  # gathered outputs have the full order
+            rows = [layer for layer in parent.children() if _reads(layer, query_size)]
+            if any(layer.rank_stride == stride for layer in rows):
+                continue
+            if len(rows) == 1:
+                _describe(rows[0], stride)
+            elif strict:
+                raise ValueError(
+                    f"{name or type(parent).__name__} has query heads on ranks {stride} apart and {len(rows)} row-"
+                    f"parallel layers with {query_size} inputs: build the output projection, one of them, by "
+                    f"RowParallelLinear(..., rank_stride={stride}), in the module that has the QKV projection"
+                )
+
+
+def _reads(layer: nn.Module, query_size: int) -> Any:
+    """Whether ``layer`` is row-parallel over the ranks' own query heads; one that splits a full input is not."""
+    is_row_parallel = isinstance(layer, BaseParallelLinear) and layer.weight_partition_dim == 1
+    return is_row_parallel and getattr(layer, "input_is_parallel", False) and layer.full_input_size == query_size
+
+
+def _describe(layer: Any, rank_stride: int) -> None:
+    layer.rank_stride, weight = rank_stride, layer.weight
+    set_tensor_model_parallel_attributes(
+        weight,
+        True,
+        weight.partition_dim,
+        weight.partition_stride,
+        weight.num_partitions,
+        full_shape=weight.full_shape,
+        rank_stride=rank_stride,
+        rank=backend.group_rank(layer.tensor_parallel_group),
+    )
