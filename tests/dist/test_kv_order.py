@@ -12,13 +12,12 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from nxd_memopt.backends import backend
-from nxd_memopt.compat import layers as compat_layers
-from nxd_memopt.compat import modules as compat_modules
 from nxd_memopt.modules import qkv_linear
 from nxd_memopt.optimizer import AdamW_FP32OptimParams, NeuronZero1Optimizer
 from nxd_memopt.parallel_layers import checkpointing, grads, layers, parallel_state
 from nxd_memopt.parallel_layers.output_projection import describe_output_projections
 from nxd_memopt.parallel_layers.utils import shard_ranges
+from tests.alias_modules import import_without_alias
 from tests.dist.pool import SEED, distributed
 from tests.reference import (
     assert_float64_close,
@@ -33,6 +32,9 @@ from tests.reference_models import (
     gathered,
     local_part,
 )
+
+compat_layers = import_without_alias("layers")
+compat_modules = import_without_alias("modules")
 
 HEAD, HIDDEN, HEADS, KV_HEADS = 3, 10, 8, 2
 
