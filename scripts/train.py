@@ -42,7 +42,7 @@ with user_errors():  # the backend is chosen at import, and may refuse
         sum_over_replicas,
     )
     from train_report import Reporter
-    from train_state import Training, resume, save
+    from train_state import Saver, Training, resume
     from train_steps import PendingSteps, Step
     from train_summary import Summary, export, start_summary
     from train_tokens import (
@@ -82,8 +82,8 @@ def run(config: TrainConfig) -> None:
     if is_extracting_graphs():
         extract_graphs(training, config)
         return
-    resume(training, config)
-    with open_reporter(config, training.step) as reporter:
+    notes = resume(training, config)
+    with open_reporter(config, training.step, notes) as reporter:
         summary.held_out_loss_before = evaluate_before(training, config, reporter)
         backend.reset_peak_memory_stats()
         train(training, config, reporter)
@@ -109,12 +109,14 @@ def prepare_data(config: TrainConfig, vocabulary: Vocabulary) -> str:
         return read_fingerprint(directory)
 
 
-def open_reporter(config: TrainConfig, first_step: int) -> Reporter:
+def open_reporter(config: TrainConfig, first_step: int, notes: list[str]) -> Reporter:
     reporter = Reporter(config.trainer, enabled=is_rank_zero(), first_step=first_step)
     tensor, data = parallel_state.get_tensor_model_parallel_size(), parallel_state.get_data_parallel_size()
     reporter.say(f"backend {backend.name} ({BACKEND_REASON}); tensor-parallel {tensor} x data-parallel {data}")
     if first_step:
         reporter.say(f"resuming after step {first_step}")
+    for note in notes:
+        reporter.say(note)
     return reporter
 
 
@@ -140,18 +142,20 @@ def train(training: Training, config: TrainConfig, reporter: Reporter) -> None:
     tokens = open_tokens(config)
     tokens_per_step = config.data.global_batch_size * config.data.seq_length
     pending = PendingSteps(reporter, every=trainer.log_every_n_steps, tokens_per_step=tokens_per_step)
-    while training.step < trainer.max_steps:
-        pending.start()
-        pending.add(train_step(training, config, micro_batches(config, tokens, training.step)))
-        is_last = training.step == trainer.max_steps
-        evaluates = not is_last and is_due(training.step, trainer.val_check_interval)
-        saves = trainer.save_checkpoints and (is_last or is_due(training.step, trainer.save_interval))
-        if is_last or evaluates or saves:
-            pending.read()  # raises at a value that is not finite, before anything is saved
-        if evaluates:
-            evaluate(training, config, reporter)
-        if saves:
-            save(training, config)
+    with Saver(training, config) as saver:
+        while training.step < trainer.max_steps:
+            pending.start()
+            pending.add(train_step(training, config, micro_batches(config, tokens, training.step)))
+            saver.after_step()
+            is_last = training.step == trainer.max_steps
+            evaluates = not is_last and is_due(training.step, trainer.val_check_interval)
+            saves = trainer.save_checkpoints and (is_last or is_due(training.step, trainer.save_interval))
+            if is_last or evaluates or saves:
+                pending.read()  # raises at a value that is not finite, before anything is saved
+            if evaluates:
+                evaluate(training, config, reporter)
+            if saves:
+                saver.save()
 
 
 def extract_graphs(training: Training, config: TrainConfig) -> None:

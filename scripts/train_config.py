@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from nxd_memopt.config import MemoryConfig, ParallelConfig, require_divisible, require_one_of
 
@@ -148,6 +148,8 @@ class TrainerConfig:
         val_check_interval: steps between held-out evaluations; 0 evaluates before and after only.
         save_interval: steps between checkpoints; 0 saves at the end only.
         save_checkpoints: ``False`` writes no checkpoint at all, so the run cannot be resumed.
+        async_save: write checkpoints in the background while training goes on, one at a time; an error is reported at
+            the next step. Takes host memory for what a rank writes (parameters, masters, states), on GPUs page-locked.
         keep_checkpoints: newest checkpoints that stay on disk.
         log_every_n_steps: steps whose loss and gradient norm are read from the device together, written to
             metrics.jsonl and checked to be finite; also the steps between progress lines. Each reading makes the host
@@ -166,6 +168,7 @@ class TrainerConfig:
     val_check_interval: int = 0
     save_interval: int = 0
     save_checkpoints: bool = True
+    async_save: bool = False
     keep_checkpoints: int = 2
     log_every_n_steps: int = 1
     export: bool = True
@@ -236,6 +239,15 @@ class TrainConfig:
         if self.trainer.verify_export and not self.data.eval_sequences:
             raise ValueError("trainer.verify_export compares held-out losses: set data.eval_sequences above 0")
 
+    MAY_CHANGE: ClassVar[tuple[str, ...]] = (
+        "world_size",
+        "parallel.tensor_model_parallel_size",
+        "parallel.sequence_parallel_enabled",
+        "data.micro_batch_size",
+        "optimizer.zero1",
+    )
+    """Fields of ``resume_identity`` that a resumed run may have otherwise: how the same step is spread over ranks."""
+
     @property
     def decay_steps(self) -> int:
         return self.trainer.max_steps if self.optimizer.decay_steps is None else self.optimizer.decay_steps
@@ -258,7 +270,10 @@ class TrainConfig:
         return require_divisible("data.global_batch_size", self.data.global_batch_size, by, sequences_per_pass)
 
     def resume_identity(self, world_size: int) -> dict[str, Any]:
-        """Everything that a resumed run must share with the run it continues; memory and overlap may change."""
+        """Everything that a resumed run must share with the run it continues, but for ``MAY_CHANGE``.
+
+        Memory techniques and overlap are left out: they change no result.
+        """
         optimizer = dataclasses.asdict(self.optimizer) | {"decay_steps": self.decay_steps}
         del optimizer["overlap_grad_reduce"]
         return {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -66,13 +65,10 @@ class AdamW:
     def zero_grad(self) -> None:
         self._adamw.zero_grad()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Running means and masters; parameters that are their own masters belong to the model's state."""
-        return self._adamw.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state_dict()`` of the same rank, after the model's parameters have been loaded."""
-        self._adamw.load_state_dict(state)
+    @property
+    def inner(self) -> NeuronZero1Optimizer:
+        """The optimizer that holds masters and states, for checkpoints."""
+        return self._adamw
 
 
 def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:

@@ -5,14 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from nxd_memopt.backends import backend
-from nxd_memopt.checkpoint import find_latest, load_training_state, save_training_state
-from nxd_memopt.parallel_layers.random import get_rng_tracker
+from nxd_memopt.checkpoint import (
+    BackgroundSaver,
+    TrainingState,
+    find_latest,
+    load_training_state,
+    save_training_state,
+)
+from nxd_memopt.parallel_layers.random import get_rng_tracker, model_parallel_manual_seed
 from train_config import TrainConfig
 from train_errors import world_size
 from train_optimizer import AdamW
@@ -34,57 +41,110 @@ class Training:
     data_fingerprint: str
     step: int = 0
 
-    def state(self) -> dict[str, Any]:
-        return {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "random": random_state(),
-            "data_fingerprint": self.data_fingerprint,
-        }
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        if state["data_fingerprint"] != self.data_fingerprint:
-            raise ValueError(
-                "the dataset or the tokenizer has changed since the checkpoint was written: restore it, or start a new "
-                "run in another trainer.output_dir"
-            )
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        set_random_state(state["random"])
+    def state(self) -> TrainingState:
+        return TrainingState(
+            self.model,
+            self.optimizer.inner,
+            shared={"data_fingerprint": self.data_fingerprint},
+            per_rank={"random": random_state()},
+        )
 
 
 def checkpoint_directory(config: TrainConfig) -> Path:
     return Path(config.trainer.output_dir) / "checkpoints"
 
 
-def save(training: Training, config: TrainConfig) -> None:
-    """Write a checkpoint of the step that has been done. Every rank calls."""
-    save_training_state(
-        checkpoint_directory(config),
-        training.step,
-        state=training.state(),
-        config=config.resume_identity(world_size()),
-        keep=config.trainer.keep_checkpoints,
-    )
+class Saver:
+    """Writes a run's checkpoints: in the background where ``trainer.async_save`` says so. A context manager.
+
+    Every rank makes the same calls. With ``trainer.save_checkpoints`` off it does nothing.
+    """
+
+    def __init__(self, training: Training, config: TrainConfig) -> None:
+        self._training, self._config = training, config
+        self._background: BackgroundSaver | None = None
+        self._is_reserved = False
+
+    def __enter__(self) -> Saver:
+        trainer = self._config.trainer
+        if trainer.async_save and trainer.save_checkpoints:
+            self._background = BackgroundSaver(checkpoint_directory(self._config), keep=trainer.keep_checkpoints)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._background is not None:
+            self._background.__exit__(kind, error, traceback)
+
+    def after_step(self) -> None:
+        """Raise on every rank when a save in the background failed. Call it after each optimizer step.
+
+        The first step has made the optimizer's states: then host memory is claimed, not in the step that saves first.
+        """
+        if self._background is None:
+            return
+        if not self._is_reserved:
+            self._background.reserve(self._training.state())
+            self._is_reserved = True
+        self._background.poll()
+
+    def save(self) -> None:
+        """Save the step that has been done."""
+        config = self._config.resume_identity(world_size())
+        if self._background is not None:
+            self._background.save(self._training.step, self._training.state(), config)
+            return
+        save_training_state(
+            checkpoint_directory(self._config),
+            self._training.step,
+            state=self._training.state(),
+            config=config,
+            keep=self._config.trainer.keep_checkpoints,
+        )
 
 
-def resume(training: Training, config: TrainConfig) -> None:
+def resume(training: Training, config: TrainConfig) -> list[str]:
     """Continue from the newest checkpoint of the output directory, if there is one. Every rank calls.
+
+    T, D and ZeRO-1 may have changed: parameters, masters and optimizer states are the same. Random states are restored
+    where T and D are the same; otherwise every stream is seeded with ``trainer.seed`` plus the step.
+
+    Returns:
+        What is not exact, for people; empty for an exact resume.
 
     Raises:
         ValueError: when it comes from another configuration or other data, or is past ``trainer.max_steps``.
     """
     directory = checkpoint_directory(config)
     if find_latest(directory) is None:
-        return
-    step, state = load_training_state(directory, config=config.resume_identity(world_size()))
-    if step > config.trainer.max_steps:
+        return []
+    restored = load_training_state(
+        directory,
+        state=training.state(),
+        config=config.resume_identity(world_size()),
+        not_compared=config.MAY_CHANGE,
+    )
+    if restored.shared["data_fingerprint"] != training.data_fingerprint:
         raise ValueError(
-            f"{directory} holds step {step}, past trainer.max_steps {config.trainer.max_steps}: raise it or "
+            "the dataset or the tokenizer has changed since the checkpoint was written: restore it, or start a new "
+            "run in another trainer.output_dir"
+        )
+    if restored.step > config.trainer.max_steps:
+        raise ValueError(
+            f"{directory} holds step {restored.step}, past trainer.max_steps {config.trainer.max_steps}: raise it or "
             "choose another trainer.output_dir"
         )
-    training.load_state(state)
-    training.step = step
+    training.step = restored.step
+    if restored.per_rank is not None:
+        set_random_state(restored.per_rank["random"])
+        return restored.notes
+    model_parallel_manual_seed(config.trainer.seed + restored.step)
+    return [
+        *restored.notes,
+        "the tensor-parallel or data-parallel size has changed: random streams are seeded with trainer.seed + "
+        f"{restored.step}, so dropout draws other numbers than an uninterrupted run",
+    ]
 
 
 def random_state() -> dict[str, Any]:

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import struct
+import zlib
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
-from nxd_memopt.checkpoint import find_latest, load_training_state, require_writable, save_training_state
+from nxd_memopt.checkpoint import (
+    TrainingState,
+    find_latest,
+    load_training_state,
+    require_writable,
+    save_training_state,
+)
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.parallel_layers import checkpointing
 from tests.checkpoint_models import run_killed_at
@@ -34,23 +44,31 @@ class Run:
         return loss.item()
 
     def state(self):
-        return {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "rng": torch.get_rng_state(),
-            "position": self.position,
-        }
+        shared, per_rank = {"position": self.position}, {"rng": torch.get_rng_state()}
+        return TrainingState(self.model, self.optimizer, shared, per_rank)
 
-    def restore(self, state):
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        torch.set_rng_state(state["rng"])
-        self.position = state["position"]
+    def resume(self, directory):
+        restored = load_training_state(directory, state=self.state(), config=CONFIG)
+        torch.set_rng_state(restored.per_rank["rng"])
+        self.position = restored.shared["position"]
+        return restored
+
+
+class Number(nn.Module):
+    def __init__(self, value=0.0):
+        super().__init__()
+        self.x = nn.Parameter(torch.full((3,), float(value)))
 
 
 def save(directory, step, value=0.0, **options):
-    state = {"x": torch.full((3,), float(value or step))}
-    return save_training_state(directory, step, state=state, config=CONFIG, **options)
+    return save_training_state(directory, step, state=TrainingState(Number(value or step)), config=CONFIG, **options)
+
+
+def load(directory, **options):
+    """Step and value of the newest checkpoint."""
+    model = Number()
+    restored = load_training_state(directory, state=TrainingState(model), **{"config": CONFIG, **options})
+    return restored.step, model.x[0].item()
 
 
 def steps(directory):
@@ -64,20 +82,23 @@ def test_resumed_run_repeats_the_losses_bit_for_bit(tmp_path):
     save_training_state(tmp_path, 3, state=run.state(), config=CONFIG)
     expected = [run.step() for _ in range(4)]
     resumed = Run()
-    step, state = load_training_state(tmp_path, config=CONFIG)
-    resumed.restore(state)
-    assert step == 3
+    restored = resumed.resume(tmp_path)
+    assert (restored.step, restored.notes) == (3, [])
     assert [resumed.step() for _ in range(4)] == expected
 
 
-def test_layout_and_manifest(tmp_path):
-    path = save(tmp_path, 20)
+def test_layout_and_index(tmp_path):
+    path = save(tmp_path, 20, 4.0)
     assert path == tmp_path / "step_00000020" == find_latest(tmp_path)
-    assert sorted(file.name for file in path.iterdir()) == ["manifest.json", "rank_00000.pt"]
-    manifest = json.loads((path / "manifest.json").read_text())
-    assert manifest["step"] == 20 and manifest["versions"]["torch"] == torch.__version__
-    assert manifest["config"]["world_size"] == manifest["config"]["tensor_model_parallel_size"] == 1
-    assert manifest["config"]["model.hidden_size"] == 8
+    assert sorted(file.name for file in path.iterdir()) == ["index.json", "rank_00000.safetensors"]
+    index = json.loads((path / "index.json").read_text())
+    assert index["step"] == 20 and index["versions"]["torch"] == torch.__version__
+    assert index["sizes"] == {"world_size": 1, "tensor_model_parallel_size": 1, "data_parallel_size": 1}
+    assert index["config"]["model.hidden_size"] == 8
+    (box,) = index["tensors"]["model.x"]["boxes"]
+    assert index["tensors"]["model.x"]["shape"] == [3] and index["tensors"]["model.x"]["dtype"] == "float32"
+    assert (box["offset"], box["size"], box["crc32"]) == ([0], [3], zlib.crc32(struct.pack("<3f", 4, 4, 4)))
+    assert torch.equal(load_file(path / box["file"])[box["key"]], torch.full((3,), 4.0))  # safetensors' own reader
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
@@ -90,7 +111,7 @@ def test_the_newest_are_kept(keep, tmp_path):
 def test_the_same_step_can_be_saved_again(tmp_path):
     save(tmp_path, 5, 1.0, keep=1)
     save(tmp_path, 5, 2.0, keep=1)
-    assert load_training_state(tmp_path, config=CONFIG)[1]["x"][0] == 2.0
+    assert load(tmp_path) == (5, 2.0)
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000005"]
 
 
@@ -102,12 +123,12 @@ def test_kill_at_any_moment_leaves_a_complete_checkpoint(before, step, tmp_path)
         for earlier in before:
             save(directory, earlier)
         finished = run_killed_at(kills, directory, lambda at=directory: save(at, step, 9.0))
-        found, state = load_training_state(directory, config=CONFIG)
-        assert found in (before[-1], step) and state["x"][0] in (before[-1], 9.0)
-        latest.append(float(state["x"][0]))
+        found, value = load(directory)
+        assert found in (before[-1], step) and value in (before[-1], 9.0)
+        latest.append(value)
         save(directory, step + 1)
         assert steps(directory)[-1] == step + 1
-        assert all((path / "manifest.json").is_file() for path in directory.iterdir()), "leftovers are removed"
+        assert all((path / "index.json").is_file() for path in directory.iterdir()), "leftovers are removed"
         kills += 1
     assert kills > 10 and sorted(latest) == latest and set(latest) == {before[-1], 9.0}
 
@@ -120,32 +141,58 @@ def test_unfinished_checkpoints_are_not_found(tmp_path):
     (tmp_path / "other").mkdir()
     assert find_latest(tmp_path) == tmp_path / "step_00000001"
     with pytest.raises(ValueError, match="has no complete checkpoint"):
-        load_training_state(tmp_path / "absent", config=CONFIG)
+        load(tmp_path / "absent")
 
 
 def test_another_configuration_names_every_field_with_both_values(tmp_path):
     save(tmp_path, 1)
     other = {**CONFIG, "model": {"hidden_size": 16}, "batch_size": 2, "seed": 1}
     with pytest.raises(ValueError, match="new run in another directory") as caught:
-        load_training_state(tmp_path, config=other)
+        load(tmp_path, config=other)
     for text in ("model.hidden_size was 8 and is 16", "batch_size was 4 and is 2", "seed was absent and is 1"):
         assert text in str(caught.value)
     assert "dtype" not in str(caught.value)
+    assert load(tmp_path, config=other, not_compared=("model.hidden_size", "batch_size", "seed")) == (1, 1.0)
 
 
-@pytest.mark.parametrize("file_name", ["rank_00000.pt", "manifest.json"])
+@pytest.mark.parametrize("file_name", ["rank_00000.safetensors", "index.json"])
 def test_truncated_file_names_the_remedy(file_name, tmp_path):
     save(tmp_path, 1)
     path = save(tmp_path, 2) / file_name
     path.write_bytes(path.read_bytes()[:50])
     with pytest.raises(ValueError, match=rf"{file_name} .*delete .*step_00000002 to resume from the step before"):
-        load_training_state(tmp_path, config=CONFIG)
+        load(tmp_path)
 
 
 def test_missing_rank_file_is_an_error(tmp_path):
-    (save(tmp_path, 1) / "rank_00000.pt").unlink()
-    with pytest.raises(ValueError, match=r"rank_00000.pt does not exist"):
-        load_training_state(tmp_path, config=CONFIG)
+    (save(tmp_path, 1) / "rank_00000.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"rank_00000.safetensors does not exist"):
+        load(tmp_path)
+
+
+def test_one_changed_bit_anywhere_is_found(tmp_path):
+    path = save(tmp_path, 1)
+    for name in ("rank_00000.safetensors", "index.json"):
+        content = (path / name).read_bytes()
+        for position in range(0, len(content), 3):
+            changed = bytearray(content)
+            changed[position] ^= 1
+            (path / name).write_bytes(changed)
+            with contextlib.suppress(ValueError):
+                assert load(tmp_path) == (1, 1.0), f"byte {position} of {name}"
+        (path / name).write_bytes(content)
+    assert load(tmp_path) == (1, 1.0)
+
+
+def test_altered_values_name_both_checksums(tmp_path):
+    path = save(tmp_path, 1) / "rank_00000.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(
+        ValueError, match=r"'model.x' have checksum \w{8} and the index says \w{8}: the file was altered"
+    ):
+        load(tmp_path)
 
 
 def test_misuse_is_refused(tmp_path):
@@ -154,8 +201,9 @@ def test_misuse_is_refused(tmp_path):
         save(tmp_path, 4)
     with pytest.raises(ValueError, match="keep at least 1, got step 6 and keep 0"):
         save(tmp_path, 6, keep=0)
-    with pytest.raises(ValueError, match=r"state\['a'\]\[1\] has the type Linear"):
-        save_training_state(tmp_path, 6, state={"a": [1, nn.Linear(1, 1)]}, config=CONFIG)
+    state = TrainingState(Number(), shared={"a": [1, nn.Linear(1, 1)]})
+    with pytest.raises(ValueError, match=r"shared\['a'\]\[1\] has the type Linear"):
+        save_training_state(tmp_path, 6, state=state, config=CONFIG)
     assert steps(tmp_path) == [5]
 
 

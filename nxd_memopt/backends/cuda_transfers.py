@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -21,6 +22,9 @@ class _Recorded:
     def is_done(self) -> bool:
         return self._event.query()
 
+    def synchronize(self) -> None:
+        self._event.synchronize()
+
 
 class CudaTransfers:
     """A stream each way, since copy engines work in both directions at once.
@@ -32,21 +36,28 @@ class CudaTransfers:
     _AHEAD = 2
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._reached: deque[torch.cuda.Event] = deque()
 
     def to_host(self, source: Tensor) -> tuple[Tensor, Transfer]:
         host = torch.empty(source.numel(), dtype=torch.uint8, pin_memory=True)
-        self._out.wait_stream(torch.cuda.current_stream(self._device))
+        self._out.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._out):
             host.copy_(source, non_blocking=True)
         return host, _Recorded(self._out)
 
+    def copy_out(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Transfer:
+        self._out.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._out):
+            for host, source in pairs:
+                host.copy_(source, non_blocking=True)
+        return _Recorded(self._out)
+
     def to_device(self, host: Tensor, after: Transfer) -> tuple[Tensor, Transfer]:
-        target = torch.empty(host.numel(), dtype=torch.uint8, device=self._device)
+        target = torch.empty(host.numel(), dtype=torch.uint8, device=self.device)
         target.record_stream(self._back)
-        self._back.wait_stream(torch.cuda.current_stream(self._device))  # whoever had that memory may still use it
+        self._back.wait_stream(torch.cuda.current_stream(self.device))  # whoever had that memory may still use it
         with torch.cuda.stream(self._back):
             after.wait()
             target.copy_(host, non_blocking=True)
@@ -54,11 +65,11 @@ class CudaTransfers:
 
     def keep_pace(self) -> None:
         event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
+        event.record(torch.cuda.current_stream(self.device))
         self._reached.append(event)
         if len(self._reached) > self._AHEAD:
             self._reached.popleft().synchronize()
 
     def free_bytes(self) -> int:
-        unused = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-        return torch.cuda.mem_get_info(self._device)[0] + unused
+        unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return torch.cuda.mem_get_info(self.device)[0] + unused

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -16,12 +18,26 @@ class Transfer(Protocol):
 
     def is_done(self) -> bool: ...
 
+    def synchronize(self) -> None:
+        """Let the host wait for it."""
+        ...
+
 
 class HostTransfers(Protocol):
     """Copies of one device; all tensors are 1-D of bytes."""
 
+    device: torch.device
+
     def to_host(self, source: Tensor) -> tuple[Tensor, Transfer]:
         """A copy of ``source`` in host memory, made when the work that makes ``source`` is done."""
+        ...
+
+    def copy_out(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Transfer:
+        """Copy to each pinned host tensor the device's tensor next to it, when the work that makes that one is done.
+
+        The caller keeps both alive until the transfer is done. ``pairs`` may be a generator that runs device work: it
+        belongs to the copies, next to the device's other work.
+        """
         ...
 
     def to_device(self, host: Tensor, after: Transfer) -> tuple[Tensor, Transfer]:

@@ -1,11 +1,17 @@
 """Sharded training checkpoints and import from and export to Hugging Face directories."""
 
+from nxd_memopt.checkpoint.background import BackgroundSaver
 from nxd_memopt.checkpoint.exporting import save_pretrained
 from nxd_memopt.checkpoint.importing import load_config, load_pretrained
-from nxd_memopt.checkpoint.training import find_latest, load_training_state, require_writable, save_training_state
+from nxd_memopt.checkpoint.logical import TrainingState
+from nxd_memopt.checkpoint.steps import find_latest, require_writable
+from nxd_memopt.checkpoint.training import Restored, load_training_state, save_training_state
 from nxd_memopt.parallel_layers.checkpointing import gather_full_tensor, local_slice
 
 __all__ = [
+    "BackgroundSaver",
+    "Restored",
+    "TrainingState",
     "find_latest",
     "gather_full_tensor",
     "load_config",

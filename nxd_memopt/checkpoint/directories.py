@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -52,3 +54,12 @@ def flush_to_disk(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def remedy_for_damage(checkpoint: Path) -> Iterator[None]:
+    """Add to a ``ValueError`` about a damaged file how to go on without ``checkpoint``."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{error}; or delete {checkpoint} to resume from the step before") from error

@@ -42,6 +42,24 @@ class _Sharded:
         return self.shard is not self.param and self.param._version != self.version
 
 
+@dataclass(frozen=True)
+class StoredParameter:
+    """A trained parameter and the tensor that the optimizer updates for it.
+
+    Attributes:
+        param: the model's.
+        stored: the parameter itself, its master in full, or 1-D: part ``rank`` of ``size`` of the flattened, padded
+            parameter.
+        holders: data-parallel ranks that store the same elements.
+    """
+
+    param: nn.Parameter
+    stored: nn.Parameter
+    rank: int
+    size: int
+    holders: tuple[int, ...]
+
+
 class NeuronZero1Optimizer(torch.optim.Optimizer):
     """Shards optimizer states and fp32 master weights over the data-parallel ranks (ZeRO stage 1, arXiv:1910.02054).
 
@@ -265,6 +283,34 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
             "sharding": self._sharding(),
         }
 
+    def stored_parameters(self) -> list[StoredParameter]:
+        """Return what is stored for each trained parameter, in order; masters agree with the parameters then."""
+        self._require_shards()
+        self._take_over_weights()
+        index, size = self._sharding()
+        index_of = {rank: i for ranks in self.sharding_groups for i, rank in enumerate(ranks)}
+        me = parallel_state.get_global_rank()
+        replicas = next(ranks for ranks in parallel_state.get_data_parallel_replica_groups() if me in ranks)
+        holders = tuple(i for i, rank in enumerate(replicas) if index_of[rank] == index)
+        return [StoredParameter(each.param, each.shard, index, size, holders) for each in self._sharded]
+
+    def accept_stored_parameters(self) -> None:
+        """Take parameters and masters as they are now for equal: both were read from one checkpoint."""
+        for each in self._sharded:
+            each.mark_equal()
+
+    def copy_options(self) -> None:
+        """Let the updates use the options of ``param_groups`` as they are now."""
+        self._copy_options(self.param_groups, self.base_optimizer.param_groups)
+
+    @torch.no_grad()
+    def cut_masters(self) -> None:
+        """Start the masters from the parameters as they are now."""
+        for each in self._sharded:
+            if each.shard is not each.param:
+                each.shard.copy_(cut_shard(each.param.detach(), self.sharding_group))
+                each.mark_equal()
+
     def _sharding(self) -> list[int]:
         rank = parallel_state.get_global_rank()
         ranks = next(ranks for ranks in self.sharding_groups if rank in ranks)
@@ -282,9 +328,7 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         self._require_shards()
         with coordination.raise_together("loading the optimizer"):
             self._require_fit(state_dict)
-        for each in self._sharded:
-            if each.shard is not each.param:
-                each.shard.copy_(cut_shard(each.param.detach(), self.sharding_group))
+        self.cut_masters()
         self.base_optimizer.load_state_dict({name: state_dict[name] for name in ("state", "param_groups")})
         self._copy_options(self.base_optimizer.param_groups, self.param_groups)
         for i, master in state_dict["sharded_master_weights"].items():

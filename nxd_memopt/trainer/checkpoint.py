@@ -21,7 +21,8 @@ from nxd_memopt.checkpoint.directories import (
     restore_interrupted,
 )
 from nxd_memopt.checkpoint.files import read_json
-from nxd_memopt.checkpoint.training import MANIFEST, require_kv_order, require_plain, write_into, write_manifest
+from nxd_memopt.checkpoint.pickled import MANIFEST, require_kv_order, write_into, write_manifest
+from nxd_memopt.checkpoint.plain import require_plain
 from nxd_memopt.optimizer import NeuronZero1Optimizer
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.checkpointing import is_model_replica_zero, load_into, read_tensors

@@ -1,0 +1,59 @@
+"""Compares the configuration of a resumed run with that of the run that wrote the checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from nxd_memopt.parallel_layers import parallel_state
+
+
+def parallel_sizes() -> dict[str, int]:
+    """Return the sizes that a checkpoint records: world, T and D."""
+    return {
+        "world_size": parallel_state.get_world_size(),
+        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_size(),
+        "data_parallel_size": parallel_state.get_data_parallel_size(),
+    }
+
+
+def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Flatten ``config`` to dotted names and JSON values."""
+    return _flatten(json.loads(json.dumps(config, default=_to_plain)))
+
+
+def _to_plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    return str(value)
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat.update(_flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
+    return flat
+
+
+def require_same_config(
+    checkpoint: Path, saved: Mapping[str, Any], current: Mapping[str, Any], not_compared: Collection[str] = ()
+) -> None:
+    """Raise ``ValueError`` naming every field that differs, with both values; ``not_compared`` may differ."""
+    differences = [
+        f"{name} was {_spell(saved, name)} and is {_spell(current, name)}"
+        for name in dict.fromkeys([*saved, *current])
+        if name not in not_compared
+        if name not in saved or name not in current or saved[name] != current[name]
+    ]
+    if differences:
+        raise ValueError(
+            f"{checkpoint} was written by another configuration: {'; '.join(differences)}: "
+            "resume with the saved values, or start a new run in another directory"
+        )
+
+
+def _spell(values: Mapping[str, Any], name: str) -> str:
+    return repr(values[name]) if name in values else "absent"

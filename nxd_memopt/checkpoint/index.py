@@ -1,0 +1,218 @@
+"""The JSON index of a training checkpoint: what it holds, in which file and at which place of the full tensor.
+
+Version 2 of the format. ``tensors`` has, for each full tensor, its shape, dtype and boxes: offset and size in the full
+tensor, file, key in that file, and the CRC-32 of its bytes. The index has a checksum of itself. It is written last.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nxd_memopt import __version__
+from nxd_memopt.checkpoint.directories import flush_to_disk, remedy_for_damage
+from nxd_memopt.checkpoint.files import read_json
+from nxd_memopt.checkpoint.layout import Part, Shape, overlap, within
+from nxd_memopt.checkpoint.stream import DTYPES, Entry, TensorFile
+
+INDEX = "index.json"
+FORMAT = "nxd_memopt training checkpoint"
+VERSION = 2
+_ROWS = 512  # boxes that are compared with all others at a time
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that a checkpoint records."""
+    return {"nxd_memopt": __version__, "torch": torch.__version__}
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write ``content`` with its checksum; the file is complete or absent, also after a crash of the host."""
+    incomplete = path.with_name(f"{path.name}.incomplete")
+    incomplete.write_text(json.dumps({**content, "checksum": _checksum(content)}) + "\n", encoding="utf-8")
+    flush_to_disk(incomplete)
+    incomplete.replace(path)
+    flush_to_disk(path.parent)
+
+
+def read_checked_json(path: Path) -> dict[str, Any]:
+    """Read what ``write_json`` wrote.
+
+    Raises:
+        ValueError: the file is damaged or was altered.
+    """
+    content = read_json(path)
+    recorded = content.pop("checksum", None)
+    found = _checksum(content)
+    if recorded != found:
+        raise ValueError(f"{path} has the checksum {recorded} and its content {found}: it was altered: copy it again")
+    return content
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"
+
+
+def merge_tensors(fragments: list[dict[str, Any]]) -> dict[str, Any]:
+    """Put the boxes of all ranks together.
+
+    Raises:
+        ValueError: ranks disagree on a full tensor, or its boxes do not cover it exactly once.
+    """
+    merged: dict[str, Any] = {}
+    for rank, fragment in enumerate(fragments):
+        for name, tensor in fragment["tensors"].items():
+            known = merged.setdefault(name, {"shape": tensor["shape"], "dtype": tensor["dtype"], "boxes": []})
+            if (known["shape"], known["dtype"]) != (tensor["shape"], tensor["dtype"]):
+                raise ValueError(
+                    f"{name} is {tensor['dtype']} {tensor['shape']} on rank {rank} and {known['dtype']} "
+                    f"{known['shape']} on a rank before it: build the same model on all ranks"
+                )
+            known["boxes"] += tensor["boxes"]
+    for name, tensor in merged.items():
+        _require_exact_cover(name, tensor)
+    return merged
+
+
+def _require_exact_cover(name: str, tensor: Mapping[str, Any]) -> None:
+    """Boxes within the tensor that do not overlap and have as many elements as it has cover it exactly."""
+    shape, boxes = tensor["shape"], tensor["boxes"]
+    covered = sum(math.prod(box["size"]) for box in boxes)
+    expected = math.prod(shape)
+    inside = all(
+        start >= 0 and start + count <= length
+        for box in boxes
+        for start, count, length in zip(box["offset"], box["size"], shape, strict=True)
+    )
+    if covered != expected or not inside or _overlap(boxes):
+        raise ValueError(
+            f"the ranks hold {covered} of {expected} elements of {name} {shape}, in boxes that overlap or lie outside: "
+            "every element must be held once per copy of the model; check the parameter's description (shard_ranges)"
+        )
+
+
+def _overlap(boxes: list[Any]) -> bool:
+    if len(boxes) < 2:
+        return False
+    low = np.array([box["offset"] for box in boxes])  # [n, dimensions]
+    high = low + np.array([box["size"] for box in boxes])
+    pairs = 0
+    for first in range(0, len(boxes), _ROWS):
+        rows = slice(first, first + _ROWS)
+        shared = np.minimum(high[rows, None], high[None]) > np.maximum(low[rows, None], low[None])
+        pairs += int(shared.all(axis=2).sum())
+    return pairs > len(boxes)  # each overlaps itself
+
+
+@dataclass(frozen=True)
+class Box:
+    """A stored box of a full tensor."""
+
+    offset: Shape
+    size: Shape
+    file: str
+    key: str
+    checksum: int
+
+
+@dataclass
+class Index:
+    """A checkpoint's index, with what reads its tensors.
+
+    Raises:
+        ValueError: (constructor) the index is damaged, altered, or of a version that is not known here.
+    """
+
+    directory: Path
+
+    def __post_init__(self) -> None:
+        path = self.directory / INDEX
+        with remedy_for_damage(self.directory):
+            self.content = read_checked_json(path)
+        if self.content.get("format") != FORMAT or self.content.get("version") != VERSION:
+            raise ValueError(
+                f"{path} has format {self.content.get('format')!r}, version {self.content.get('version')!r}; "
+                f"{FORMAT!r}, version {VERSION} is read here: install the version of nxd_memopt that wrote it"
+            )
+        self._files: dict[str, TensorFile] = {}
+        self._last: tuple[tuple[str, str], Tensor] | None = None
+
+    @property
+    def step(self) -> int:
+        return self.content["step"]
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """World, tensor- and data-parallel size of the run that wrote it."""
+        return self.content["sizes"]
+
+    def names(self, prefix: str) -> Iterator[str]:
+        """Yield the full tensors whose names begin with ``prefix``, without it."""
+        for name in self.content["tensors"]:
+            if name.startswith(prefix):
+                yield name.removeprefix(prefix)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.content["tensors"]
+
+    def shape(self, name: str) -> Shape:
+        return tuple(self.content["tensors"][name]["shape"])
+
+    def dtype(self, name: str) -> torch.dtype:
+        return DTYPES[self.content["tensors"][name]["dtype"]]
+
+    def assemble(self, name: str, parts: list[Part], shape: Shape) -> Tensor:
+        """Return a tensor of ``shape`` on the host with ``parts`` of the full tensor ``name``; padding is zero.
+
+        Raises:
+            ValueError: a file is missing, damaged or altered, or the boxes do not cover the parts.
+        """
+        local = torch.zeros(shape, dtype=self.dtype(name))
+        boxes = [_box(box) for box in self.content["tensors"][name]["boxes"]]
+        for part in parts:
+            target, filled = part.of(local), 0
+            wanted = (part.offset, part.size)
+            for box in boxes:
+                shared = overlap(wanted, (box.offset, box.size))
+                if shared is not None:
+                    stored = self._read(box, self.dtype(name))
+                    target[within(shared, wanted)] = stored[within(shared, (box.offset, box.size))]
+                    filled += math.prod(shared[1])
+            if filled != part.elements:
+                raise ValueError(
+                    f"{self.directory / INDEX} covers {filled} of the {part.elements} elements of {name} at offset "
+                    f"{list(part.offset)}: copy the checkpoint again"
+                )
+        return local
+
+    def plain_tensor(self, key: str) -> Tensor:
+        """Return a tensor of the nested plain values."""
+        stored = self.content["plain_tensors"][key]
+        box = Box((), tuple(stored["shape"]), stored["file"], key, stored["crc32"])
+        return self._read(box, DTYPES[stored["dtype"]])
+
+    def _read(self, box: Box, dtype: torch.dtype) -> Tensor:
+        """Return a box's bytes, verified; parts of one parameter often need the same box in turn."""
+        place = (box.file, box.key)
+        if self._last is None or self._last[0] != place:
+            self._last = None  # frees it before the next one is read
+            with remedy_for_damage(self.directory):
+                if box.file not in self._files:
+                    self._files[box.file] = TensorFile(self.directory / box.file, self.content["files"][box.file])
+                tensor = self._files[box.file].read(Entry(box.key, dtype, box.size), box.checksum)
+            self._last = (place, tensor)
+        return self._last[1]
+
+
+def _box(stored: Mapping[str, Any]) -> Box:
+    return Box(tuple(stored["offset"]), tuple(stored["size"]), stored["file"], stored["key"], stored["crc32"])

@@ -1,0 +1,171 @@
+"""Puts a training checkpoint into a model and an optimizer, whatever T, D and ZeRO-1 it was written with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nxd_memopt.checkpoint.index import Index
+from nxd_memopt.checkpoint.layout import parts_of
+from nxd_memopt.checkpoint.logical import (
+    MASTER,
+    base_optimizer,
+    has_master,
+    name_of,
+    parameter_names,
+    stored_parameters,
+)
+from nxd_memopt.checkpoint.names import match_names
+from nxd_memopt.checkpoint.plain import decode
+from nxd_memopt.modules.joined import join_weights
+from nxd_memopt.optimizer import NeuronZero1Optimizer
+from nxd_memopt.optimizer.zero1 import StoredParameter
+from nxd_memopt.parallel_layers.checkpointing import full_shape
+
+_SHOWN = 5
+
+
+@torch.no_grad()
+def load_model(index: Index, model: nn.Module) -> None:
+    """Fill the model's parameters and persistent buffers, one at a time.
+
+    Raises:
+        ValueError: names, shapes or dtypes differ, or a file is damaged.
+    """
+    targets = match_names(model, list(index.names("model.")))
+    for name, target in targets.items():
+        _require_alike(index, f"model.{name}", full_shape(target), target.dtype)
+    for name, target in targets.items():
+        target.copy_(index.assemble(f"model.{name}", parts_of(target), tuple(target.shape)))
+    join_weights(model)
+
+
+def _require_alike(index: Index, name: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> None:
+    stored = index.dtype(name)
+    if index.shape(name) != shape or (dtype is not None and stored != dtype):
+        raise ValueError(
+            f"{name} has shape {list(index.shape(name))} and dtype {stored} in {index.directory}, here {list(shape)} "
+            f"and {dtype or stored}: build the model and the optimizer of the run that wrote it"
+        )
+
+
+@torch.no_grad()
+def load_optimizer(index: Index, optimizer: torch.optim.Optimizer, model: nn.Module) -> list[str]:
+    """Fill masters, states and options of ``optimizer``, after ``load_model``; return what is not exact.
+
+    Raises:
+        ValueError: the checkpoint has none, the parameter groups differ, or the checkpoint has more than fits.
+    """
+    names, content = parameter_names(model), index.content["optimizer"]
+    if content is None:
+        raise ValueError(f"{index.directory} holds no optimizer: resume without one, or from another checkpoint")
+    content = decode(content, index.plain_tensor)
+    _load_groups(content["groups"], optimizer, names)
+    states = _states_by_parameter(index)
+    base, notes = base_optimizer(optimizer), []
+    if isinstance(optimizer, NeuronZero1Optimizer):
+        optimizer.cut_masters()
+    base.state.clear()
+    groups = {id(param): group for group in base.param_groups for param in group["params"]}
+    stored = stored_parameters(optimizer)
+    without_master = [each for each in stored if not _load_master(index, optimizer, each, names)]
+    if without_master:
+        notes.append(
+            f"{index.directory} holds no master weights of {len(without_master)} parameters: they start from the "
+            f"parameters, rounded to {without_master[0].param.dtype}"
+        )
+    for each in stored:
+        name = name_of(each.param, names)
+        state: dict[Any, Any] = dict(content["numbers"].get(name, {}))
+        for key in states.get(name, ()):
+            state[key] = _state_tensor(index, key, name, each, groups[id(each.stored)])
+        if state:
+            base.state[each.stored] = state
+    if isinstance(optimizer, NeuronZero1Optimizer):
+        optimizer.accept_stored_parameters()
+    _require_all_used(index, {name_of(each.param, names) for each in stored})
+    return notes
+
+
+def _load_groups(saved: list[dict[str, Any]], optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
+    """Restore the options of each parameter group.
+
+    Raises:
+        ValueError: the parameters are grouped in another way.
+    """
+    groups = optimizer.param_groups
+    current = [[name_of(p, names) for p in group["params"] if p.requires_grad] for group in groups]
+    stored = [group["parameters"] for group in saved]
+    if [set(group) for group in current] != [set(group) for group in stored]:
+        differing = sorted({name for group in stored for name in group} ^ {name for group in current for name in group})
+        raise ValueError(
+            f"the checkpoint's optimizer has parameter groups of {[len(group) for group in stored]} parameters, this "
+            f"one of {[len(group) for group in current]}; in one of the two only: {differing[:_SHOWN]}: build the "
+            "parameter groups of the run that wrote it"
+        )
+    for group, entry in zip(groups, saved, strict=True):
+        for option, value in entry["options"].items():
+            present = group.get(option)
+            group[option] = value.to(present.device) if isinstance(present, Tensor) else value
+    if isinstance(optimizer, NeuronZero1Optimizer):
+        optimizer.copy_options()
+
+
+def _states_by_parameter(index: Index) -> dict[str, list[str]]:
+    """Return which states the checkpoint has of each parameter; neither parameter nor state names are known before."""
+    found: dict[str, list[str]] = {}
+    parameters = set(index.names("model."))
+    for full_name in index.names("optimizer."):
+        key, _, name = full_name.partition(".")
+        if name not in parameters:
+            raise ValueError(f"{index.directory} has the optimizer state {full_name}, and no parameter {name}")
+        if key != MASTER:
+            found.setdefault(name, []).append(key)
+    return found
+
+
+def _load_master(
+    index: Index, optimizer: torch.optim.Optimizer, each: StoredParameter, names: Mapping[int, str]
+) -> bool:
+    """Fill the master of one parameter; return False where it needs one that the checkpoint lacks.
+
+    Raises:
+        ValueError: the checkpoint has a master and the optimizer keeps none.
+    """
+    name = f"optimizer.{MASTER}.{name_of(each.param, names)}"
+    if name not in index:
+        return not has_master(optimizer, each)
+    if each.stored is each.param or each.stored.dtype == each.param.dtype:
+        raise ValueError(
+            f"{index.directory} has {name}, and this optimizer keeps no master weights of {each.param.dtype} "
+            "parameters: resume with the optimizer that wrote it"
+        )
+    _require_alike(index, name, full_shape(each.param), each.stored.dtype)
+    parts = parts_of(each.param, rank=each.rank, size=each.size)
+    each.stored.copy_(index.assemble(name, parts, tuple(each.stored.shape)))
+    return True
+
+
+def _state_tensor(index: Index, key: str, name: str, each: StoredParameter, group: Mapping[str, Any]) -> Tensor:
+    full_name = f"optimizer.{key}.{name}"
+    shape = index.shape(full_name)
+    if shape == full_shape(each.param):
+        parts = parts_of(each.param, rank=each.rank, size=each.size)
+        return index.assemble(full_name, parts, tuple(each.stored.shape)).to(each.stored.device)
+    value = index.assemble(full_name, parts_of(torch.empty(shape, device="meta")), shape)
+    # torch's optimizers count steps on the host, unless the step is a part of a kernel or of a graph.
+    on_device = bool(value.dim()) or group.get("fused") or group.get("capturable")
+    return value.to(each.stored.device) if on_device else value
+
+
+def _require_all_used(index: Index, names: Iterable[str]) -> None:
+    known = set(names)
+    unused = [name for name in index.names("optimizer.") if name.partition(".")[2] not in known]
+    if unused:
+        raise ValueError(
+            f"{index.directory} has {len(unused)} optimizer states of parameters that this optimizer does not train: "
+            f"{unused[:_SHOWN]}: train the parameters of the run that wrote it"
+        )

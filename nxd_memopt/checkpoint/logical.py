@@ -1,0 +1,200 @@
+"""Names the full tensors that a model and its optimizer consist of, and says which boxes of them this rank stores.
+
+``model.<parameter>`` under the model's (Hugging Face's) parameter names, ``optimizer.master.<parameter>`` for master
+weights that are wider than their parameter, ``optimizer.<state>.<parameter>`` for states such as ``exp_avg``, ``step``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nxd_memopt.checkpoint.layout import Part, Shape, choose_data_rank, parts_of, split_part
+from nxd_memopt.checkpoint.names import named_tensors
+from nxd_memopt.checkpoint.stream import dtype_name
+from nxd_memopt.optimizer import NeuronZero1Optimizer
+from nxd_memopt.optimizer.zero1 import StoredParameter
+from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.parallel_layers.checkpointing import full_shape
+
+MAX_BOX_BYTES = 256 << 20
+"""A reader needs a box as a whole to verify its checksum."""
+MASTER = "master"
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """What a training checkpoint holds.
+
+    Args:
+        model: its parameters and persistent buffers.
+        optimizer: a ``NeuronZero1Optimizer`` or a torch optimizer of the model's parameters, if there is one. States
+            are 0-dim, numbers, or of their parameter's shape.
+        shared: nested plain values and tensors that are equal on all ranks, such as the position in the data.
+        per_rank: nested plain values and tensors of this rank, such as random states; given back only where T and D are
+            those of the run that wrote them.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None = None
+    shared: Mapping[str, Any] = field(default_factory=dict)
+    per_rank: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Logical:
+    """A full tensor and what this rank stores of it.
+
+    Attributes:
+        name: in the checkpoint.
+        shape: of the full tensor.
+        stored: this rank's tensor.
+        parts: the boxes that ``stored`` consists of.
+        holders: data-parallel ranks that store the same elements.
+        is_updated_by_optimizer: ``stored`` changes in ``optimizer.step()`` alone.
+    """
+
+    name: str
+    shape: Shape
+    stored: Tensor
+    parts: list[Part]
+    holders: tuple[int, ...]
+    is_updated_by_optimizer: bool = True
+
+    @property
+    def dtype(self) -> str:
+        return dtype_name(self.stored.dtype, self.name)
+
+
+def model_tensors(model: nn.Module) -> Iterator[Logical]:
+    """Yield the model's parameters and persistent buffers, tied ones once under their first name."""
+    for entry in named_tensors(model):
+        if entry.tensor.is_meta:
+            raise ValueError(f"{entry.names[0]} is on the meta device: load or initialize the model before saving it")
+        yield Logical(
+            f"model.{entry.names[0]}",
+            full_shape(entry.tensor),
+            entry.tensor.detach(),
+            parts_of(entry.tensor),
+            _all_data_ranks(),
+            isinstance(entry.tensor, nn.Parameter),
+        )
+
+
+def parameter_names(model: nn.Module) -> dict[int, str]:
+    """Return the name of each tensor of the model, by ``id``."""
+    return {id(entry.tensor): entry.names[0] for entry in named_tensors(model)}
+
+
+def stored_parameters(optimizer: torch.optim.Optimizer) -> list[StoredParameter]:
+    """Return what ``optimizer`` updates for each parameter."""
+    if isinstance(optimizer, NeuronZero1Optimizer):
+        return optimizer.stored_parameters()
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return [StoredParameter(param, param, 0, 1, _all_data_ranks()) for param in params]
+
+
+def base_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer whose ``state`` holds the states of ``stored_parameters``."""
+    return optimizer.base_optimizer if isinstance(optimizer, NeuronZero1Optimizer) else optimizer
+
+
+def has_master(optimizer: torch.optim.Optimizer, each: StoredParameter) -> bool:
+    """Whether the stored parameter holds more than the parameter, and is to be saved."""
+    saves = optimizer.save_master_weights if isinstance(optimizer, NeuronZero1Optimizer) else True
+    return saves and each.stored is not each.param and each.stored.dtype != each.param.dtype
+
+
+def name_of(param: Tensor, names: Mapping[int, str]) -> str:
+    """Return the name of an optimizer's parameter in the model."""
+    if id(param) not in names:
+        raise ValueError(
+            f"the optimizer holds a parameter of shape {list(param.shape)} that is not the model's: build the "
+            "optimizer from the parameters of the model that is saved with it"
+        )
+    return names[id(param)]
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Iterator[Logical]:
+    """Yield master weights and states that are tensors.
+
+    Raises:
+        ValueError: a state of a sharded parameter has neither the parameter's shape nor dimension 0.
+    """
+    state = base_optimizer(optimizer).state
+    for each in stored_parameters(optimizer):
+        name = name_of(each.param, names)
+        if has_master(optimizer, each):
+            yield _like_parameter(MASTER, name, each, each.stored.detach())
+        for key, value in state.get(each.stored, {}).items():
+            if isinstance(value, Tensor):
+                yield _state_tensor(str(key), name, each, value.detach())
+
+
+def _state_tensor(key: str, name: str, each: StoredParameter, value: Tensor) -> Logical:
+    if value.shape == each.stored.shape:
+        return _like_parameter(key, name, each, value)
+    whole = each.size == 1 and full_shape(each.param) == tuple(each.param.shape)
+    if value.dim() and not whole:
+        raise ValueError(
+            f"optimizer state {key!r} of {name} has shape {list(value.shape)}, its parameter {list(each.stored.shape)} "
+            "on this rank: only states of the parameter's shape or with one element and no dimension can be stored "
+            "independently of the number of ranks"
+        )
+    return Logical(f"optimizer.{key}.{name}", tuple(value.shape), value, parts_of(value), _all_data_ranks())
+
+
+def _like_parameter(key: str, name: str, each: StoredParameter, value: Tensor) -> Logical:
+    parts = parts_of(each.param, rank=each.rank, size=each.size)
+    return Logical(f"optimizer.{key}.{name}", full_shape(each.param), value, parts, each.holders)
+
+
+def optimizer_numbers(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+    """Return the states that are no tensors, by parameter name and state."""
+    state = base_optimizer(optimizer).state
+    numbers = {}
+    for each in stored_parameters(optimizer):
+        plain = {key: value for key, value in state.get(each.stored, {}).items() if not isinstance(value, Tensor)}
+        if plain:
+            numbers[name_of(each.param, names)] = plain
+    return numbers
+
+
+def optimizer_groups(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[dict[str, Any]]:
+    """Return the parameter groups: names of the trained parameters, and options such as the learning rate."""
+    return [
+        {
+            "parameters": [name_of(param, names) for param in group["params"] if param.requires_grad],
+            "options": {name: value for name, value in group.items() if name != "params"},
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def owned_parts(logicals: list[Logical]) -> list[tuple[Logical, list[Part]]]:
+    """Return which boxes this rank writes: each box of a full tensor is written by one rank.
+
+    Of tensor-parallel ranks that store the same box one writes, by turns; of data-parallel ranks the one that has least
+    to write so far. Every rank comes to the same answers, since all of them list the same tensors in the same order.
+    """
+    tensor_rank, data_rank = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_data_parallel_rank()
+    load_bytes = [0] * parallel_state.get_data_parallel_size()
+    owned = []
+    for turn, logical in enumerate(logicals):
+        mine = []
+        for part in logical.parts:
+            if part.holders[turn % len(part.holders)] != tensor_rank:
+                continue
+            size_bytes = part.elements * logical.stored.element_size()
+            if choose_data_rank(load_bytes, logical.holders, size_bytes, turn) == data_rank:
+                mine += split_part(part, max(1, MAX_BOX_BYTES // logical.stored.element_size()))
+        owned.append((logical, mine))
+    return owned
+
+
+def _all_data_ranks() -> tuple[int, ...]:
+    return tuple(range(parallel_state.get_data_parallel_size()))

@@ -1,0 +1,203 @@
+"""Writes one rank's part of a training checkpoint, and on rank 0 the index that makes the checkpoint complete.
+
+Each rank writes ``rank_XXXXX.safetensors`` and then ``rank_XXXXX.json``, which says that the first is complete and what
+is in it. Rank 0 merges these into ``index.json`` and renames the directory. A failed rank leaves ``rank_XXXXX.failed``.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from nxd_memopt.checkpoint.directories import replace_directory
+from nxd_memopt.checkpoint.fingerprint import flat_config, parallel_sizes
+from nxd_memopt.checkpoint.index import FORMAT, INDEX, VERSION, merge_tensors, read_checked_json, versions, write_json
+from nxd_memopt.checkpoint.layout import Part
+from nxd_memopt.checkpoint.logical import (
+    Logical,
+    TrainingState,
+    model_tensors,
+    optimizer_groups,
+    optimizer_numbers,
+    optimizer_tensors,
+    owned_parts,
+    parameter_names,
+)
+from nxd_memopt.checkpoint.pickled import require_visible
+from nxd_memopt.checkpoint.plain import encode, require_plain
+from nxd_memopt.checkpoint.snapshot import Source
+from nxd_memopt.checkpoint.steps import incomplete_directory, prune, step_directory
+from nxd_memopt.checkpoint.stream import DTYPES, Entry, dtype_name, encode_header, in_file_order, write_file
+from nxd_memopt.parallel_layers import parallel_state
+
+POLL_S = 0.1
+Heartbeat = Callable[[], None]
+"""Called between pieces and while waiting; raises to abandon the save."""
+
+
+def rank_name(rank: int) -> str:
+    """Return the stem of a rank's files."""
+    return f"rank_{rank:05d}"
+
+
+class RankSave:
+    """What one rank writes of a checkpoint.
+
+    Args:
+        directory: of the run.
+        step: optimizer steps done.
+        state: what is saved. Plain values are taken over now, tensors when they are read.
+        config: recorded, and compared by a resumed run.
+        keep: complete checkpoints to leave.
+
+    Raises:
+        ValueError: the state holds what cannot be stored.
+    """
+
+    def __init__(
+        self, directory: str | Path, step: int, state: TrainingState, config: Mapping[str, Any], keep: int
+    ) -> None:
+        self.parent, self.keep = Path(directory), keep
+        self.target, self.incomplete = step_directory(directory, step), incomplete_directory(directory, step)
+        self._rank = parallel_state.get_global_rank()
+        self.file = f"{rank_name(self._rank)}.safetensors"
+        self._fragment: dict[str, Any] = {"rank": self._rank, "tensors": {}, "plain_tensors": {}}
+        self._places: dict[str, dict[str, Any]] = {}  # key in the file -> where its checksum belongs
+        sources = [*self._tensor_sources(state), *self._plain_sources(state)]
+        by_key = {source.entry.key: source for source in sources}
+        self.sources = [by_key[entry.key] for entry in in_file_order(source.entry for source in sources)]
+        self._head = {
+            "format": FORMAT,
+            "version": VERSION,
+            "step": step,
+            "config": flat_config(config),
+            "sizes": parallel_sizes(),
+            "versions": versions(),
+        }
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the rank's tensors."""
+        return sum(source.entry.size_bytes for source in self.sources)
+
+    def _tensor_sources(self, state: TrainingState) -> list[Source]:
+        logicals = list(model_tensors(state.model))
+        if state.optimizer is not None:
+            logicals += optimizer_tensors(state.optimizer, parameter_names(state.model))
+        sources = []
+        for logical, parts in owned_parts(logicals):
+            boxes: list[dict[str, Any]] = []
+            for part in parts:
+                key = _key(logical.name, part.offset, part.size, logical.shape)
+                box = {"offset": list(part.offset), "size": list(part.size), "file": self.file, "key": key}
+                boxes.append(box)
+                self._places[key] = box
+                entry = Entry(key, DTYPES[logical.dtype], part.size)
+                sources.append(Source(entry, logical.stored, part, logical.is_updated_by_optimizer))
+            self._fragment["tensors"][logical.name] = _tensor(logical, boxes)
+        return sources
+
+    def _plain_sources(self, state: TrainingState) -> list[Source]:
+        """Encode the nested plain values; their tensors become sources that are copied when the save begins."""
+        sources: list[Source] = []
+
+        def put(tensor: Tensor) -> str:
+            key = f"plain.{rank_name(self._rank)}.{len(sources)}"
+            tensor = tensor.detach()
+            dtype = dtype_name(tensor.dtype, key)
+            place = {"shape": list(tensor.shape), "dtype": dtype, "file": self.file}
+            self._fragment["plain_tensors"][key] = self._places[key] = place
+            shape = tuple(tensor.shape)
+            part = Part((0,) * len(shape), shape, 0, shape, 0, 0, (0,))
+            entry = Entry(key, DTYPES[dtype], shape)
+            sources.append(Source(entry, tensor, part, is_updated_by_optimizer=False))
+            return key
+
+        plain: dict[str, Any] = {"per_rank": dict(state.per_rank)}
+        if parallel_state.is_global_rank_zero():
+            plain["shared"] = dict(state.shared)
+            if state.optimizer is not None:
+                names = parameter_names(state.model)
+                groups, numbers = optimizer_groups(state.optimizer, names), optimizer_numbers(state.optimizer, names)
+                plain["optimizer"] = {"groups": groups, "numbers": numbers}
+        for name, values in plain.items():
+            require_plain(values, name)
+            self._fragment[name] = encode(values, put)
+        return sources
+
+    def write(self, pieces_of: Callable[[int], Iterable[Tensor]]) -> None:
+        """Write this rank's files, flushed; ``pieces_of`` gives the bytes of ``sources[i]`` in pieces.
+
+        Raises:
+            OSError: the disk is full, or the directory is gone.
+            ValueError: the directory is not visible here.
+        """
+        require_visible(self.incomplete)
+        entries = [source.entry for source in self.sources]
+        checksums = write_file(self.incomplete / self.file, entries, pieces_of)
+        for entry, checksum in zip(entries, checksums, strict=True):
+            self._places[entry.key]["crc32"] = checksum
+        self._fragment["bytes"] = len(encode_header(entries)) + self.size_bytes
+        write_json(self.incomplete / f"{rank_name(self._rank)}.json", self._fragment)
+
+    def report_failure(self, message: str) -> None:
+        """Let rank 0 know, which may be waiting for this rank's files."""
+        if self.incomplete.is_dir():
+            (self.incomplete / f"{rank_name(self._rank)}.failed").write_text(message, encoding="utf-8")
+
+    def wait_for_ranks(self, heartbeat: Heartbeat) -> None:
+        """Wait until every rank's files are complete. Rank 0 calls; the directory is looked at, no rank is asked.
+
+        Raises:
+            ValueError: a rank has failed.
+        """
+        missing = list(range(self._head["sizes"]["world_size"]))
+        while missing:
+            for rank in missing:
+                failed = self.incomplete / f"{rank_name(rank)}.failed"
+                if failed.is_file():
+                    raise ValueError(f"saving {self.target} failed on rank {rank}: {failed.read_text()}")
+            missing = [rank for rank in missing if not (self.incomplete / f"{rank_name(rank)}.json").is_file()]
+            if missing:
+                heartbeat()
+                time.sleep(POLL_S)
+
+    def complete(self) -> None:
+        """Write the index, put the checkpoint in its place, and remove old ones. Rank 0 calls, after all ``write``.
+
+        Raises:
+            ValueError: the ranks' boxes do not make up every full tensor.
+        """
+        ranks = range(self._head["sizes"]["world_size"])
+        stems = [self.incomplete / rank_name(rank) for rank in ranks]
+        fragments = [read_checked_json(stem.with_suffix(".json")) for stem in stems]
+        content = {
+            **self._head,
+            "files": {f"{rank_name(rank)}.safetensors": fragments[rank]["bytes"] for rank in ranks},
+            "tensors": merge_tensors(fragments),
+            "plain_tensors": {key: place for each in fragments for key, place in each["plain_tensors"].items()},
+            "optimizer": fragments[0].get("optimizer"),
+            "shared": fragments[0]["shared"],
+            "per_rank": [fragment["per_rank"] for fragment in fragments],
+        }
+        write_json(self.incomplete / INDEX, content)
+        for stem in stems:
+            stem.with_suffix(".json").unlink()
+        replace_directory(self.incomplete, self.target)
+        prune(self.parent, self.keep)
+
+
+def _tensor(logical: Logical, boxes: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"shape": list(logical.shape), "dtype": logical.dtype, "boxes": boxes}
+
+
+def _key(name: str, offset: tuple[int, ...], size: tuple[int, ...], shape: tuple[int, ...]) -> str:
+    """The full tensor's name, with the box where it is not all of it: ``model.norm.weight[0:8]``."""
+    if math.prod(size) == math.prod(shape):
+        return name
+    return f"{name}[{','.join(f'{start}:{start + count}' for start, count in zip(offset, size, strict=True))}]"

@@ -1,0 +1,271 @@
+"""Keeps the bytes of a training state as they were when a save began, while training goes on.
+
+Parameters, masters and optimizer states change in ``optimizer.step()`` alone. A snapshot therefore need not be complete
+when the save begins, only when the next update does:
+
+- tensors on the host are read by the writer where they are; what it has not read when ``before_update`` is called is
+  copied then. The copy costs nothing where forward and backward give the writer time enough;
+- tensors on a GPU are copied to pinned memory on a stream of their own, next to forward and backward. ``before_update``
+  lets the device's update wait for the copies, the host does not wait;
+- tensors of other devices (XLA) are copied one at a time when the save begins.
+
+A tensor that was written to before it was copied is an error: its version counter tells.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nxd_memopt.backends import HostTransfers, Transfer
+from nxd_memopt.checkpoint.layout import Part
+from nxd_memopt.checkpoint.stream import PIECE_BYTES, Entry, bytes_of
+from nxd_memopt.memory.host_pool import HostPool
+
+OWNER = "checkpoint snapshot"
+
+
+@dataclass(frozen=True)
+class Source:
+    """What an entry of a file is made of: a part of a tensor that may be on a device.
+
+    Attributes:
+        is_updated_by_optimizer: the tensor changes in ``optimizer.step()`` alone, not in forward.
+    """
+
+    entry: Entry
+    stored: Tensor
+    part: Part
+    is_updated_by_optimizer: bool = True
+
+    def flat(self, stored: Tensor | None = None) -> Tensor:
+        """Return the part's bytes, 1-D uint8, where ``stored`` is; a view of it where the part is contiguous."""
+        stored = self.stored if stored is None else stored
+        return bytes_of(self.part.of(stored.contiguous()).contiguous())
+
+
+def host_copies(sources: Sequence[Source]) -> Iterator[tuple[Source, Tensor]]:
+    """Yield each source with its bytes on the host, one tensor at a time; devices that compile graphs compile none."""
+    last: tuple[Tensor, Tensor] | None = None
+    for source in sources:
+        if source.stored.device.type in ("cpu", "cuda"):
+            yield source, source.flat()
+            continue
+        # A part of a tensor would be a graph of its own: the tensor is copied whole. Parts of one tensor follow each
+        # other, mostly.
+        if last is None or last[0] is not source.stored:
+            last = None
+            last = (source.stored, source.stored.cpu())
+        yield source, source.flat(last[1])
+
+
+def direct_pieces(source: Source) -> Iterator[Tensor]:
+    """Yield the bytes of ``source`` as they are now, on the host, in pieces of bounded size."""
+    ((_, flat),) = host_copies([source])
+    for begin in range(0, flat.numel(), PIECE_BYTES):
+        yield flat[begin : begin + PIECE_BYTES].cpu()
+
+
+@dataclass
+class _Piece:
+    """Consecutive bytes of a source, of one block at most."""
+
+    source: Source
+    begin: int
+    end: int
+    block: int
+    at: int
+    is_copied: bool = False
+
+    def place(self, block: Tensor) -> Tensor:
+        return block[self.at : self.at + self.end - self.begin]
+
+
+@dataclass
+class _Block:
+    """A block of the snapshot: pieces that have yet to be written, and its memory once something was copied to it."""
+
+    waiting: int = 0
+    memory: Tensor | None = None
+    copied: Transfer | None = None
+
+
+@dataclass
+class Snapshot:
+    """The bytes of ``sources``, in order, as they are when it is made.
+
+    Args:
+        sources: what is written, in the order of the file.
+        pool: where copies go.
+        transfers: of the device that most of the tensors are on, if it can copy next to its work.
+    """
+
+    sources: Sequence[Source]
+    pool: HostPool
+    transfers: HostTransfers | None
+    _blocks: list[_Block] = field(default_factory=list)
+    _pieces: list[list[_Piece]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._lock = threading.Lock()
+        self._versions = [source.stored._version for source in self.sources]
+        self._staging = np.empty(self.pool.block_bytes, dtype=np.uint8)
+        self._started: list[Transfer] = []
+        self._failure: Exception | None = None
+        self._is_complete = False
+        self._cut()
+        try:
+            self._begin()
+        except BaseException:
+            self.close()
+            raise
+
+    def _cut(self) -> None:
+        """Lay the sources' bytes out over blocks, one after the other."""
+        position, block_bytes = 0, self.pool.block_bytes
+        for source in self.sources:
+            pieces, begin, size_bytes = [], 0, source.entry.size_bytes
+            while begin < size_bytes:
+                block, at = divmod(position, block_bytes)
+                count = min(size_bytes - begin, block_bytes - at)
+                pieces.append(_Piece(source, begin, begin + count, block, at))
+                if block == len(self._blocks):
+                    self._blocks.append(_Block())
+                self._blocks[block].waiting += 1
+                begin, position = begin + count, position + count
+            self._pieces.append(pieces)
+
+    def _begin(self) -> None:
+        """Copy what cannot wait for ``before_update``, and start the copies of a device that makes them on its own."""
+        by_device, now, later = [], [], []
+        for source, pieces in zip(self.sources, self._pieces, strict=True):
+            if self._copies_on_its_own(source):
+                (by_device if source.is_updated_by_optimizer else now).append((source, pieces))
+            elif source.stored.device.type == "cpu" and source.is_updated_by_optimizer:
+                later.append((source, pieces))
+            else:
+                ((_, flat),) = host_copies([source])
+                for piece in pieces:
+                    self._copy(piece, flat)
+        if now:
+            self._copy_on_device(now).wait()  # what forward changes: the device's next work waits
+        if by_device:
+            self._copy_on_device(by_device)
+        self._is_complete = not (later or by_device)
+
+    def _copies_on_its_own(self, source: Source) -> bool:
+        return self.transfers is not None and source.stored.device.type == self.transfers.device.type
+
+    def _copy_on_device(self, chosen: Iterable[tuple[Source, list[_Piece]]]) -> Transfer:
+        assert self.transfers is not None
+
+        def pairs() -> Iterator[tuple[Tensor, Tensor]]:
+            for source, pieces in chosen:
+                flat = source.flat()
+                for piece in pieces:
+                    piece.is_copied = True
+                    yield piece.place(self._memory(piece)), flat[piece.begin : piece.end]
+
+        transfer = self.transfers.copy_out(pairs())
+        self._started.append(transfer)
+        for _, pieces in chosen:
+            for piece in pieces:
+                self._blocks[piece.block].copied = transfer
+        return transfer
+
+    def _memory(self, piece: _Piece) -> Tensor:
+        block = self._blocks[piece.block]
+        if block.memory is None:
+            block.memory = self.pool.take(OWNER)
+        return block.memory
+
+    def _copy(self, piece: _Piece, flat: Tensor) -> None:
+        piece.place(self._memory(piece)).copy_(flat[piece.begin : piece.end])
+        piece.is_copied = True
+
+    def before_update(self) -> None:
+        """Complete the snapshot. Call it before anything writes to the tensors; later calls do nothing.
+
+        What goes wrong is raised where the snapshot is read: ranks that train together must not stop one by one.
+        """
+        if self._is_complete:
+            return
+        for transfer in self._started:
+            transfer.wait()
+        with self._lock:
+            try:
+                self._copy_remaining()
+            except ValueError as error:
+                self._failure = error
+            self._is_complete = True
+
+    def _copy_remaining(self) -> None:
+        for i, pieces in enumerate(self._pieces):
+            remaining = [piece for piece in pieces if not piece.is_copied]
+            if remaining:
+                self._require_unchanged(i)
+                flat = self.sources[i].flat()
+                for piece in remaining:
+                    self._copy(piece, flat)
+
+    def _require_unchanged(self, index: int) -> None:
+        source = self.sources[index]
+        if source.stored._version != self._versions[index]:
+            raise ValueError(
+                f"{source.entry.key} was written to (version {source.stored._version}, {self._versions[index]} when "
+                "the save began) before it was copied: update parameters through the optimizer that is saved, or call "
+                "before_update() first"
+            )
+
+    def pieces_of(self, index: int) -> Iterator[Tensor]:
+        """Yield the bytes of source ``index``; for one other thread, which asks for the sources in order.
+
+        Raises:
+            ValueError: something wrote to a tensor before it was copied, or host memory was exhausted.
+        """
+        for piece in self._pieces[index]:
+            yield self._read(piece, index)
+            self._release(piece)
+
+    def _read(self, piece: _Piece, index: int) -> Tensor:
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+            block = self._blocks[piece.block]
+            if not piece.is_copied:
+                self._require_unchanged(index)
+                # numpy copies in this thread alone; torch would start threads, which would compete with training's
+                live = piece.source.flat()[piece.begin : piece.end].numpy()
+                np.copyto(self._staging[: len(live)], live)
+                piece.is_copied = True
+                return torch.from_numpy(self._staging[: len(live)])
+        if block.copied is not None:
+            block.copied.synchronize()
+        assert block.memory is not None
+        return piece.place(block.memory)
+
+    def _release(self, piece: _Piece) -> None:
+        with self._lock:
+            block = self._blocks[piece.block]
+            block.waiting -= 1
+            if not block.waiting:
+                self._give_back(block)
+
+    def _give_back(self, block: _Block) -> None:
+        if block.memory is not None:
+            memory, block.memory = block.memory, None
+            self.pool.give_back(memory, OWNER)
+
+    def close(self) -> None:
+        """Give all memory back; nothing may be read any more."""
+        for transfer in self._started:
+            transfer.synchronize()  # a copy under way still writes to the memory
+        with self._lock:
+            for block in self._blocks:
+                self._give_back(block)
+            self._is_complete = True

@@ -1,0 +1,104 @@
+"""Finds, replaces and removes the checkpoints of a run: one directory per step, complete or absent."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from nxd_memopt.checkpoint.directories import remove_directory, restore_interrupted
+from nxd_memopt.checkpoint.index import INDEX
+from nxd_memopt.checkpoint.pickled import MANIFEST
+from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.parallel_layers.checkpointing import raise_together, share_texts
+
+_STEP = re.compile(r"step_(\d{8,})")
+_REPLACED_STEP = re.compile(r"\.step_(\d{8,})\.replaced")
+
+
+def step_directory(directory: str | Path, step: int) -> Path:
+    """Return where the checkpoint of ``step`` is, once complete."""
+    return Path(directory) / f"step_{step:08d}"
+
+
+def incomplete_directory(directory: str | Path, step: int) -> Path:
+    """Return where the checkpoint of ``step`` is written."""
+    return Path(directory) / f"step_{step:08d}.tmp"
+
+
+def require_writable(directory: str | Path) -> None:
+    """Create ``directory`` and write into it from every rank; call it before training starts. Every rank calls.
+
+    Raises:
+        ValueError: on every rank, when one cannot.
+    """
+    probe = Path(directory) / f".writable_{parallel_state.get_global_rank()}"
+    with raise_together(f"writing to {directory}"):
+        try:
+            probe.parent.mkdir(parents=True, exist_ok=True)
+            probe.write_bytes(b"\0")
+            probe.unlink()
+        except OSError as error:
+            raise ValueError(
+                f"output directory {directory} is not writable: {error}: choose another or change its permissions"
+            ) from error
+
+
+def complete_steps(directory: Path) -> dict[int, Path]:
+    """Complete checkpoints by step, including one that a killed replacement of the same step left behind."""
+    found: dict[int, Path] = {}
+    for path in directory.iterdir() if directory.is_dir() else ():
+        moved, renamed = _REPLACED_STEP.fullmatch(path.name), _STEP.fullmatch(path.name)
+        match = renamed or moved
+        if match and _is_complete(path) and (renamed or int(match[1]) not in found):
+            found[int(match[1])] = path
+    return dict(sorted(found.items()))
+
+
+def _is_complete(path: Path) -> bool:
+    return (path / INDEX).is_file() or (path / MANIFEST).is_file()
+
+
+def find_latest(directory: str | Path) -> Path | None:
+    """Return the last complete checkpoint as rank 0 sees it, or ``None``. Every rank calls."""
+    latest = ""
+    with raise_together(f"searching {directory}"):
+        if parallel_state.is_global_rank_zero():
+            latest = next((path.name for path in reversed(complete_steps(Path(directory)).values())), "")
+    latest = share_texts(latest)[0]
+    return Path(directory) / latest if latest else None
+
+
+def prepare_step(parent: Path, step: int, keep: int) -> None:
+    """Remove what killed saves left behind and create the directory to write into. Rank 0 calls.
+
+    Raises:
+        ValueError: for a step or a ``keep`` out of range, or when ``parent`` has a later step.
+    """
+    if step < 0 or keep < 1:
+        raise ValueError(f"step must be at least 0 and keep at least 1, got step {step} and keep {keep}")
+    later = [other for other in complete_steps(parent) if other > step]
+    if later:
+        raise ValueError(
+            f"{parent} holds step {later[-1]}, later than step {step}: "
+            "resume from it, delete it, or choose another directory"
+        )
+    _clean(parent)
+    incomplete_directory(parent, step).mkdir(parents=True)
+
+
+def _clean(parent: Path) -> None:
+    parent.mkdir(parents=True, exist_ok=True)
+    for path in parent.glob("step_*.tmp"):
+        remove_directory(path)
+    for path in parent.iterdir():
+        match = _REPLACED_STEP.fullmatch(path.name)
+        if match:
+            restore_interrupted(step_directory(parent, int(match[1])))
+
+
+def prune(parent: Path, keep: int) -> None:
+    """Remove all but the newest ``keep`` complete checkpoints."""
+    for path in list(complete_steps(parent).values())[:-keep]:
+        incomplete = path.with_name(f"{path.name}.tmp")  # no longer complete from the first removed file on
+        path.rename(incomplete)
+        remove_directory(incomplete)

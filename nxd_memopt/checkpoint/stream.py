@@ -1,0 +1,206 @@
+"""Writes and reads safetensors files tensor by tensor, in bounded host memory, with a checksum of each tensor.
+
+The format (https://huggingface.co/docs/safetensors): 8 bytes with the header's length, a JSON header with dtype, shape
+and byte range of each tensor, then the tensors' bytes without gaps. All sizes are known before the first byte is
+written, so no tensor has to wait in host memory for another one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nxd_memopt.checkpoint.layout import Shape
+
+PIECE_BYTES = 32 << 20
+"""Bytes that are copied to the host, added to the checksum and written at a time."""
+_CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _CODES}
+"""Dtypes that can be stored, by the name that an index gives them."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a file."""
+
+    key: str
+    dtype: torch.dtype
+    shape: Shape
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def dtype_name(dtype: torch.dtype, tensor: str) -> str:
+    """Return the name of ``dtype`` in an index, or raise ``ValueError`` naming ``tensor``."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ValueError(f"{tensor} has dtype {dtype}, which safetensors does not store: use one of {sorted(DTYPES)}")
+    return name
+
+
+def in_file_order(entries: Iterable[Entry]) -> list[Entry]:
+    """Sort by falling size of an element, so that every tensor is aligned where a reader maps the file."""
+    return sorted(entries, key=lambda entry: -entry.dtype.itemsize)
+
+
+def encode_header(entries: Sequence[Entry]) -> bytes:
+    """Return length and header of a file with ``entries`` in this order."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    begin = 0
+    for entry in entries:
+        end = begin + entry.size_bytes
+        header[entry.key] = {
+            "dtype": _CODES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [begin, end],
+        }
+        begin = end
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    return len(encoded).to_bytes(8, "little") + encoded
+
+
+def write_file(path: Path, entries: Sequence[Entry], pieces_of: Callable[[int], Iterable[Tensor]]) -> list[int]:
+    """Write ``entries`` to ``path``, flush it to the disk, and return the CRC-32 of each.
+
+    Args:
+        path: a new file.
+        entries: in the order of the file.
+        pieces_of: gives the bytes of the i-th entry in order, as 1-D uint8 tensors on the host, which are not used
+            any more when the next one is asked for.
+
+    Raises:
+        OSError: the file cannot be written, for instance because the disk is full.
+    """
+    checksums = []
+    try:
+        with path.open("xb", buffering=0) as file:
+            _write_all(file, memoryview(encode_header(entries)))
+            for i, entry in enumerate(entries):
+                checksum = written = 0
+                for piece in pieces_of(i):
+                    content = _view(piece)
+                    checksum = zlib.crc32(content, checksum)
+                    _write_all(file, content)
+                    written += len(content)
+                assert written == entry.size_bytes, f"{entry.key}: {written} of {entry.size_bytes} bytes"
+                checksums.append(checksum)
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise OSError(f"could not write {path}: {error}: free disk space or choose another directory") from error
+    return checksums
+
+
+def _write_all(file: Any, content: memoryview) -> None:
+    while content:
+        content = content[file.write(content) :]
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor's memory as 1-D uint8; shares the storage."""
+    flat = tensor.view(-1)
+    return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
+
+
+def _view(content: Tensor) -> memoryview:
+    return memoryview(content.numpy())  # pyright: ignore[reportArgumentType]
+
+
+class TensorFile:
+    """A file of a checkpoint, read tensor by tensor; every tensor is compared with what the index says of it.
+
+    Args:
+        path: of the file.
+        size_bytes: of the file, as the index has it.
+
+    Raises:
+        ValueError: the file is missing, has another size, or has no readable header.
+    """
+
+    def __init__(self, path: Path, size_bytes: int) -> None:
+        self._path = path
+        if not path.is_file():
+            raise ValueError(f"{path} does not exist: copy all files of the checkpoint")
+        found = path.stat().st_size
+        if found != size_bytes:
+            raise ValueError(
+                f"{path} has {found} bytes and its index says {size_bytes}: it is cut short or altered: copy it again"
+            )
+        self._header, self._data = self._read_header()
+
+    def _read_header(self) -> tuple[dict[str, Any], int]:
+        try:
+            with self._path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                if length > self._path.stat().st_size - 8:
+                    raise ValueError(f"a header of {length} bytes does not fit")
+                header = json.loads(file.read(length))
+                if not isinstance(header, dict):
+                    raise ValueError(f"the header is a {type(header).__name__}")
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{self._path} has no readable safetensors header: {error}: copy it again") from error
+        return header, 8 + length
+
+    @staticmethod
+    def _begin(stored: Any) -> int:
+        """First byte of an entry of the header, which may be damaged: 0 then."""
+        offsets = stored.get("data_offsets") if isinstance(stored, dict) else None
+        return offsets[0] if isinstance(offsets, list) and offsets and isinstance(offsets[0], int) else 0
+
+    def read(self, entry: Entry, checksum: int) -> Tensor:
+        """Return the tensor ``entry`` on the host.
+
+        Raises:
+            ValueError: the header or the bytes differ from what the index says.
+        """
+        stored = self._header.get(entry.key)
+        expected = {"dtype": _CODES[entry.dtype], "shape": list(entry.shape)}
+        begin = self._begin(stored)
+        if stored != {**expected, "data_offsets": [begin, begin + entry.size_bytes]}:
+            raise ValueError(
+                f"{self._path} has {stored} as {entry.key!r} and its index says {expected}: one of the two was "
+                "altered: copy both again"
+            )
+        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        with self._path.open("rb", buffering=0) as file:
+            file.seek(self._data + begin)
+            _read_into(file, _view(bytes_of(tensor)))
+        found = zlib.crc32(_view(bytes_of(tensor)))
+        if found != checksum:
+            raise ValueError(
+                f"{self._path}: the bytes of {entry.key!r} have checksum {found:08x} and the index says "
+                f"{checksum:08x}: the file was altered: copy it again"
+            )
+        return tensor
+
+
+def _read_into(file: Any, content: memoryview) -> None:
+    while content:
+        count = file.readinto(content)
+        if not count:
+            return  # cut short since it was opened: the checksum differs
+        content = content[count:]

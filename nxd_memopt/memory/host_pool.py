@@ -1,0 +1,125 @@
+"""Host memory in blocks of one size, with a bound and a ledger of who uses how many bytes of it."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+BLOCK_BYTES = 32 << 20
+"""A power of two: PyTorch rounds pinned allocations up to the next one."""
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+class HostPool:
+    """Hands out blocks of host memory, and keeps those that come back for the next taker.
+
+    Blocks are allocated when they are needed for the first time or by ``reserve``: pinning or first touching 1 GiB
+    takes up to a second, which should not fall into a training step. Threads may share a pool.
+
+    Args:
+        limit_bytes: bound on what the pool allocates; ``None``: the host's available memory alone bounds it.
+        pinned: page-locked memory, which a GPU copies to and from while the host does other work.
+        block_bytes: of each block.
+
+    Raises:
+        ValueError: ``limit_bytes`` holds no block.
+    """
+
+    def __init__(self, limit_bytes: int | None = None, *, pinned: bool = False, block_bytes: int = BLOCK_BYTES) -> None:
+        if limit_bytes is not None and limit_bytes < block_bytes:
+            raise ValueError(f"limit_bytes {limit_bytes} is less than one block of {block_bytes} bytes: raise it")
+        self.block_bytes = block_bytes
+        self._limit_bytes, self._pinned = limit_bytes, pinned
+        self._free: list[Tensor] = []
+        self._taken: dict[str, int] = {}
+        self._allocated = 0
+        self._lock = threading.Lock()
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of all blocks, in use or not."""
+        return self._allocated * self.block_bytes
+
+    def ledger(self) -> dict[str, int]:
+        """Return the bytes in use by owner."""
+        with self._lock:
+            return {owner: count * self.block_bytes for owner, count in self._taken.items() if count}
+
+    def reserve(self, size_bytes: int, owner: str) -> None:
+        """Allocate so many blocks that ``owner`` can take ``size_bytes`` without an allocation.
+
+        Raises:
+            ValueError: as of ``take``.
+        """
+        with self._lock:
+            missing = -(-size_bytes // self.block_bytes) - len(self._free)
+            if missing > 0:
+                self._require(missing, owner)
+                self._free += [self._allocate() for _ in range(missing)]
+
+    def take(self, owner: str) -> Tensor:
+        """Return a block, 1-D uint8.
+
+        Raises:
+            ValueError: the limit or the host's memory is exhausted; names the required and the available bytes.
+        """
+        with self._lock:
+            if not self._free:
+                self._require(1, owner)
+                self._free.append(self._allocate())
+            self._taken[owner] = self._taken.get(owner, 0) + 1
+            return self._free.pop()
+
+    def give_back(self, block: Tensor, owner: str) -> None:
+        """Return a block that ``owner`` took; its content may be overwritten from now on."""
+        with self._lock:
+            assert self._taken.get(owner, 0) > 0, f"{owner} holds no block"
+            self._taken[owner] -= 1
+            self._free.append(block)
+
+    def _require(self, blocks: int, owner: str) -> None:
+        required = blocks * self.block_bytes
+        if self._limit_bytes is not None and self.allocated_bytes + required > self._limit_bytes:
+            used = {name: count * self.block_bytes for name, count in self._taken.items() if count}
+            left = self._limit_bytes - self.allocated_bytes
+            raise ValueError(
+                f"{owner} requires {required} more bytes of host memory, and {left} of the pool's {self._limit_bytes} "
+                f"are left (in use: {used}): raise the limit"
+            )
+        available = available_host_bytes()
+        if available is not None and required > available:
+            raise ValueError(
+                f"{owner} requires {required} bytes of host memory, and {available} are available: "
+                "use a host with more memory, or turn off what requires it"
+            )
+
+    def _allocate(self) -> Tensor:
+        self._allocated += 1
+        block = torch.empty(self.block_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+        return block if self._pinned else block.zero_()  # first touched here, not in a training step
+
+
+def available_host_bytes() -> int | None:
+    """Return what processes here can still allocate; ``None`` where the system does not tell (Linux does)."""
+    if not _MEMINFO.is_file():
+        return None
+    fields = dict(line.split(":", 1) for line in _MEMINFO.read_text(encoding="utf-8").splitlines())
+    available = int(fields["MemAvailable"].split()[0]) << 10
+    limit = _read_number(_CGROUP / "memory.max")
+    used = _read_number(_CGROUP / "memory.current")
+    if limit is None or used is None:
+        return available
+    # The page cache counts as used but is given up on demand.
+    statistics = (_CGROUP / "memory.stat").read_text(encoding="utf-8").splitlines()
+    inactive = next((int(line.split()[1]) for line in statistics if line.startswith("inactive_file ")), 0)
+    return min(available, limit - used + inactive)
+
+
+def _read_number(path: Path) -> int | None:
+    """Return the number in a cgroup's file; ``None`` for ``max``, and where there is no such file."""
+    text = path.read_text(encoding="utf-8").strip() if path.is_file() else "max"
+    return None if text == "max" else int(text)
