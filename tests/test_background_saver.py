@@ -94,7 +94,7 @@ class Gate:
 @pytest.mark.parametrize("pieces", [0, 1, 7, 10**9], ids=["none", "one", "some", "all"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16_masters"])
 def test_what_is_saved_is_the_state_of_the_saves_moment(tmp_path, monkeypatch, pieces, dtype):
-    """However much the writer has read when the next update comes: parameters, masters, states, buffers, plain values."""
+    """However much the writer has read when the next update comes; buffers, which forward changes, included."""
     gate = Gate(monkeypatch, pieces)
     run = Run(dtype=dtype)
     with BackgroundSaver(tmp_path, pool=small_pool()) as saver:
@@ -174,11 +174,11 @@ def test_a_full_disk_is_reported_at_the_next_step_and_keeps_the_last_checkpoint(
 
 
 def test_too_little_host_memory_names_required_and_available_bytes(tmp_path, monkeypatch):
-    run = Run()
+    run = Run(width=400)  # 40 blocks
     run.step()
-    with BackgroundSaver(tmp_path, pool=small_pool(limit_bytes=2 * BLOCK)) as saver:
+    with BackgroundSaver(tmp_path, pool=small_pool(limit_bytes=8 * BLOCK)) as saver:
         message = error_message(lambda: saver.reserve(run.state()))
-        assert "more bytes of host memory, and 8192 of the pool's 8192 are left" in message
+        assert "more bytes of host memory, and 32768 of the pool's 32768 are left" in message
         gate = Gate(monkeypatch)
         saver.save(1, run.state(), CONFIG)  # begins: nothing has to be copied yet but buffers
         run.step()  # goes on: one rank alone must not stop here

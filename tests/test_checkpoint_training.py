@@ -189,9 +189,7 @@ def test_altered_values_name_both_checksums(tmp_path):
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    with pytest.raises(
-        ValueError, match=r"'model.x' have checksum \w{8} and the index says \w{8}: the file was altered"
-    ):
+    with pytest.raises(ValueError, match=r"'model.x' have checksum \w{8} and the index says \w{8}: the file was"):
         load(tmp_path)
 
 

@@ -186,6 +186,11 @@ class BackgroundSaver:
         if self._writer is not None:
             self._writer.snapshot.before_update()
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is under way; ``poll`` and ``finish`` find it done, on all ranks at the same call."""
+        return self._writer is not None
+
     def poll(self) -> None:
         """Look whether the save under way is done. Every rank calls, once a step; costs nothing when there is none.
 

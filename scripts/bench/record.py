@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 import transformers
-from rich.console import Console
-from rich.table import Table
 
 from nxd_memopt._optional import installed
 from nxd_memopt.backends import backend
@@ -114,6 +112,9 @@ def publish(
 
 def print_table(rows: list[dict[str, Any]], title: str) -> None:
     """All rows, at least one, a line each; columns by their names."""
+    from rich.console import Console  # machines that only measure need not have it
+    from rich.table import Table
+
     table = Table(*rows[0], title=title)
     for row in rows:
         table.add_row(*(str(value) for value in row.values()))

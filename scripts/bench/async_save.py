@@ -1,0 +1,265 @@
+"""Measures what a checkpoint written in the background adds to the training steps next to it.
+
+    scripts/bench/async_save.py --model smollm2 --saves 10 --sync-saves 3 --append
+    NXD_MEMOPT_BACKEND=cuda scripts/bench/async_save.py --model llama3.2-3b --tokens 8192 --accumulation 4 --append
+
+Random weights; AdamW whose states have the parameters' dtype (bf16 on GPUs, fp32 on CPUs). A step is timed from its
+begin to the device's end, with the call that begins a save if one is due. Each save is followed by steps until it is
+complete, then by ``--between`` steps without one. ``slowest_ratio`` and ``median_ratio`` compare the steps during saves
+with the median of the others; ``added_s`` is the time that the steps of one save took longer, and is compared with
+``sync_save_s``, the time of a save that training waits for. The last checkpoint is read back and compared, bit by bit,
+with copies that were made when it began.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from record import append, environment
+from torch import Tensor, nn
+from transformers import LlamaConfig
+
+from nxd_memopt.backends import backend
+from nxd_memopt.checkpoint import BackgroundSaver, TrainingState, save_training_state
+from nxd_memopt.checkpoint.index import Index
+from nxd_memopt.checkpoint.layout import parts_of
+from nxd_memopt.checkpoint.logical import model_tensors, optimizer_tensors, parameter_names
+from nxd_memopt.config import ParallelConfig
+from nxd_memopt.memory import GraphedLoss
+from nxd_memopt.models.llama import LlamaForCausalLM
+from nxd_memopt.optimizer import AdamW
+from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
+
+CSV = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "async_save.csv"
+WARM_UP_STEPS = 2
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+    "smollm2": {
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "tie_word_embeddings": True,
+    },
+    "llama3.2-3b": {
+        "vocab_size": 128256,
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+    },
+}
+
+
+class Training:
+    """A model that is trained on random tokens, and the times of its steps."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        model_parallel_manual_seed(7)
+        dtype = torch.bfloat16 if backend.name == "cuda" else torch.float32
+        config = LlamaConfig(**SHAPES[args.model], max_position_embeddings=args.tokens)
+        parallel = ParallelConfig(use_cpu_initialization=False)
+        self.model = LlamaForCausalLM(config, parallel=parallel, dtype=dtype, device=backend.device)
+        self.model.train()
+        self.optimizer = AdamW(self.model.parameters(), lr=1e-5, fused=True if backend.name == "cpu" else None)
+        generator = torch.Generator().manual_seed(3)
+        ids = torch.randint(config.vocab_size, (args.batch, args.tokens), generator=generator)
+        self._ids, self._accumulation = ids.to(backend.device), args.accumulation
+        self._forward_backward = self._choose(args.cuda_graph)
+        self.state = TrainingState(self.model, self.optimizer)
+
+    def _loss(self, ids: Tensor) -> Tensor:
+        return self.model(ids, labels=ids).loss / self._accumulation
+
+    def _choose(self, cuda_graph: bool) -> Callable[[Tensor], Tensor]:
+        def forward_backward(ids: Tensor) -> Tensor:
+            loss = self._loss(ids)
+            loss.backward()
+            return loss.detach()
+
+        return GraphedLoss(list(self.model.parameters()), self._loss) if cuda_graph else forward_backward
+
+    def step(self) -> None:
+        for _ in range(self._accumulation):
+            self._forward_backward(self._ids)
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def timed(self, begin: Callable[[], None] = lambda: None, end: Callable[[], None] = lambda: None) -> float:
+        """Seconds of a step, with ``begin`` before it and ``end`` after it."""
+        backend.synchronize()
+        start = time.perf_counter()
+        begin()
+        self.step()
+        end()
+        backend.synchronize()
+        return time.perf_counter() - start
+
+    def tensors(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """By name: the parameter that describes a tensor, and the tensor."""
+        names = parameter_names(self.model)
+        logicals = [*model_tensors(self.model), *optimizer_tensors(self.optimizer, names)]
+        parameters = {f"model.{name}": param for name, param in self.model.named_parameters()}
+        return {
+            each.name: (parameters.get(f"model.{each.name.split('.', 2)[2]}", each.stored), each.stored)
+            for each in logicals
+        }
+
+
+class Measurement:
+    """Steps during saves and other steps, in turn."""
+
+    def __init__(self, training: Training, args: argparse.Namespace, directory: Path) -> None:
+        self._training, self._args, self._directory = training, args, directory
+        self._number = 0
+        self.others: list[float] = []
+        self.during: list[list[float]] = []
+        self.save_s: list[float] = []
+        self.sync_s: list[float] = []
+        self.expected: dict[str, Tensor] = {}
+
+    def run(self) -> dict[str, Any]:
+        training, args = self._training, self._args
+        deadline = time.monotonic() + args.max_seconds
+        for _ in range(WARM_UP_STEPS):
+            training.step()
+        with BackgroundSaver(self._directory, keep=1) as saver:
+            started = time.perf_counter()
+            saver.reserve(training.state)
+            print(f"reserved {saver.pool.allocated_bytes} bytes in {time.perf_counter() - started:.1f} s", flush=True)
+            training.timed()  # the first step after many allocations
+            self._steps_between()
+            for i in range(args.saves):
+                if time.monotonic() > deadline:
+                    print(f"stopped after {i} saves: --max-seconds {args.max_seconds}", flush=True)
+                    break
+                if i == args.saves - 1:
+                    self.expected = {name: tensor.clone() for name, (_, tensor) in training.tensors().items()}
+                self._save_in_background(saver)
+                self._steps_between()
+        self._require_exact()
+        for _ in range(args.sync_saves):
+            self._save_at_once()
+            self._steps_between()
+        return self._result(saver.pool.allocated_bytes)
+
+    def _steps_between(self) -> None:
+        self.others += [self._training.timed() for _ in range(self._args.between)]
+
+    def _save_in_background(self, saver: BackgroundSaver) -> None:
+        self._number += 1
+        started = time.perf_counter()
+        steps = [self._training.timed(lambda: saver.save(self._number, self._training.state, {}), saver.poll)]
+        while saver.is_busy:
+            steps.append(self._training.timed(end=saver.poll))
+        self.save_s.append(time.perf_counter() - started)
+        self.during.append(steps)
+        print(f"save {self._number}: {self.save_s[-1]:.1f} s, steps {[round(step, 3) for step in steps]}", flush=True)
+
+    def _save_at_once(self) -> None:
+        self._number += 1
+        backend.synchronize()
+        started = time.perf_counter()
+        save_training_state(self._directory, self._number, state=self._training.state, config={}, keep=1)
+        self.sync_s.append(time.perf_counter() - started)
+        print(f"save {self._number}, waited for: {self.sync_s[-1]:.1f} s", flush=True)
+
+    def _require_exact(self) -> None:
+        """Compare the last checkpoint of the background saver with the copies that were made when it began.
+
+        Raises:
+            SystemExit: a tensor differs.
+        """
+        if not self.expected:
+            return
+        index = Index(next(self._directory.glob("step_*")))
+        for name, (param, tensor) in self._training.tensors().items():
+            parts = parts_of(param if tensor.shape == param.shape else tensor)
+            found = index.assemble(name, parts, tuple(tensor.shape)).to(tensor.device)
+            if not torch.equal(found, self.expected[name]):
+                raise SystemExit(f"error: {name} in {index.directory} is not what it was when the save began")
+        print(f"{len(self.expected)} tensors of {index.directory.name} are what they were when the save began")
+
+    def _result(self, pool_bytes: int) -> dict[str, Any]:
+        typical = statistics.median(self.others)
+        during = [step for steps in self.during for step in steps]
+        added = statistics.mean(sum(steps) - len(steps) * typical for steps in self.during)
+        sync_s = round(statistics.mean(self.sync_s), 3) if self.sync_s else ""
+        return {
+            "saves": len(self.during),
+            "steps_during": len(during),
+            "steps_others": len(self.others),
+            "median_others_ms": round(typical * 1e3, 1),
+            "median_during_ms": round(statistics.median(during) * 1e3, 1),
+            "slowest_during_ms": round(max(during) * 1e3, 1),
+            "slowest_others_ms": round(max(self.others) * 1e3, 1),
+            "median_ratio": round(statistics.median(during) / typical, 3),
+            "slowest_ratio": round(max(during) / typical, 3),
+            "save_s": round(statistics.mean(self.save_s), 2),
+            "added_s": round(added, 3),
+            "sync_save_s": sync_s,
+            "state_gb": round(self._state_bytes() / 1e9, 2),
+            "host_pool_gb": round(pool_bytes / 1e9, 2),
+        }
+
+    def _state_bytes(self) -> int:
+        return sum(tensor.nbytes for _, tensor in self._training.tensors().values())
+
+
+def argument_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=SHAPES, default="smollm2")
+    parser.add_argument("--tokens", type=int, default=126, help="S")
+    parser.add_argument("--batch", type=int, default=1, help="B")
+    parser.add_argument("--accumulation", type=int, default=1, help="micro-batches per step")
+    parser.add_argument("--saves", type=int, default=5)
+    parser.add_argument("--sync-saves", type=int, default=0, help="saves that training waits for, for comparison")
+    parser.add_argument("--between", type=int, default=4, help="steps without a save after each save")
+    parser.add_argument("--max-seconds", type=float, default=3600, help="begin no further save after this time")
+    parser.add_argument("--cuda-graph", action="store_true", help="forward and backward as one CUDA graph")
+    parser.add_argument("--directory", type=Path, help="for the checkpoints; default a temporary one")
+    parser.add_argument("--note", default="", help="recorded with the row, such as other load on the machine")
+    parser.add_argument("--csv", type=Path, default=CSV)
+    parser.add_argument("--append", action="store_true", help="append the row to --csv")
+    return parser
+
+
+def main() -> None:
+    parser = argument_parser()
+    args = parser.parse_args()
+    for name in ("saves", "between", "tokens", "batch", "accumulation"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
+    with tempfile.TemporaryDirectory(dir=args.directory) as directory:
+        measurement = Measurement(Training(args), args, Path(directory))
+        result = measurement.run()
+    row: dict[str, Any] = {"model": args.model, "backend": backend.name, "cuda_graph": args.cuda_graph}
+    row |= {"tokens": args.tokens, "batch": args.batch, "accumulation": args.accumulation, **result, "note": args.note}
+    print(row)
+    if args.append:
+        append([row | environment("scripts/bench/async_save.py")], args.csv)
+
+
+if __name__ == "__main__":
+    main()
