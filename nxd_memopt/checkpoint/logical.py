@@ -128,16 +128,17 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, names: Mapping[int, str]
     state = base_optimizer(optimizer).state
     for each in stored_parameters(optimizer):
         name = name_of(each.param, names)
+        parts = parts_of(each.param, rank=each.rank, size=each.size)
         if has_master(optimizer, each):
-            yield _like_parameter(MASTER, name, each, each.stored.detach())
+            yield _like_parameter(MASTER, name, each, each.stored.detach(), parts)
         for key, value in state.get(each.stored, {}).items():
             if isinstance(value, Tensor):
-                yield _state_tensor(str(key), name, each, value.detach())
+                yield _state_tensor(str(key), name, each, value.detach(), parts)
 
 
-def _state_tensor(key: str, name: str, each: StoredParameter, value: Tensor) -> Logical:
+def _state_tensor(key: str, name: str, each: StoredParameter, value: Tensor, parts: list[Part]) -> Logical:
     if value.shape == each.stored.shape:
-        return _like_parameter(key, name, each, value)
+        return _like_parameter(key, name, each, value, parts)
     whole = each.size == 1 and full_shape(each.param) == tuple(each.param.shape)
     if value.dim() and not whole:
         raise ValueError(
@@ -148,8 +149,7 @@ def _state_tensor(key: str, name: str, each: StoredParameter, value: Tensor) -> 
     return Logical(f"optimizer.{key}.{name}", tuple(value.shape), value, parts_of(value), _all_data_ranks())
 
 
-def _like_parameter(key: str, name: str, each: StoredParameter, value: Tensor) -> Logical:
-    parts = parts_of(each.param, rank=each.rank, size=each.size)
+def _like_parameter(key: str, name: str, each: StoredParameter, value: Tensor, parts: list[Part]) -> Logical:
     return Logical(f"optimizer.{key}.{name}", full_shape(each.param), value, parts, each.holders)
 
 
