@@ -7,7 +7,6 @@ is in it. Rank 0 merges these into ``index.json`` and renames the directory. A f
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from nxd_memopt.checkpoint.logical import (
     owned_parts,
     parameter_names,
 )
+from nxd_memopt.checkpoint.markers import Heartbeat, rank_file, report_failure, wait_for_ranks
 from nxd_memopt.checkpoint.pickled import require_visible
 from nxd_memopt.checkpoint.plain import encode, require_plain
 from nxd_memopt.checkpoint.snapshot import Source
@@ -35,14 +35,7 @@ from nxd_memopt.checkpoint.steps import incomplete_directory, prune, step_direct
 from nxd_memopt.checkpoint.stream import DTYPES, Entry, dtype_name, encode_header, in_file_order, write_file
 from nxd_memopt.parallel_layers import parallel_state
 
-POLL_S = 0.1
-Heartbeat = Callable[[], None]
-"""Called between pieces and while waiting; raises to abandon the save."""
-
-
-def rank_name(rank: int) -> str:
-    """Return the stem of a rank's files."""
-    return f"rank_{rank:05d}"
+_COMPLETE = ".json"
 
 
 class RankSave:
@@ -65,8 +58,8 @@ class RankSave:
         self.parent, self.keep = Path(directory), keep
         self.target, self.incomplete = step_directory(directory, step), incomplete_directory(directory, step)
         self._rank = parallel_state.get_global_rank()
-        self.file = f"{rank_name(self._rank)}.safetensors"
-        self._fragment: dict[str, Any] = {"rank": self._rank, "tensors": {}, "plain_tensors": {}}
+        self.file = rank_file(self.incomplete, self._rank, ".safetensors").name
+        self._fragment: dict[str, Any] = {"file": self.file, "tensors": {}, "plain_tensors": {}}
         self._places: dict[str, dict[str, Any]] = {}  # key in the file -> where its checksum belongs
         sources = [*self._tensor_sources(state), *self._plain_sources(state)]
         by_key = {source.entry.key: source for source in sources}
@@ -79,6 +72,10 @@ class RankSave:
             "sizes": parallel_sizes(),
             "versions": versions(),
         }
+
+    @property
+    def is_rank_zero(self) -> bool:
+        return self._rank == 0
 
     @property
     def size_bytes(self) -> int:
@@ -107,7 +104,7 @@ class RankSave:
         sources: list[Source] = []
 
         def put(tensor: Tensor) -> str:
-            key = f"plain.{rank_name(self._rank)}.{len(sources)}"
+            key = f"plain.{self._rank}.{len(sources)}"
             tensor = tensor.detach()
             dtype = dtype_name(tensor.dtype, key)
             place = {"shape": list(tensor.shape), "dtype": dtype, "file": self.file}
@@ -143,12 +140,11 @@ class RankSave:
         for entry, checksum in zip(entries, checksums, strict=True):
             self._places[entry.key]["crc32"] = checksum
         self._fragment["bytes"] = len(encode_header(entries)) + self.size_bytes
-        write_json(self.incomplete / f"{rank_name(self._rank)}.json", self._fragment)
+        write_json(rank_file(self.incomplete, self._rank, _COMPLETE), self._fragment)
 
     def report_failure(self, message: str) -> None:
         """Let rank 0 know, which may be waiting for this rank's files."""
-        if self.incomplete.is_dir():
-            (self.incomplete / f"{rank_name(self._rank)}.failed").write_text(message, encoding="utf-8")
+        report_failure(self.incomplete, self._rank, message)
 
     def wait_for_ranks(self, heartbeat: Heartbeat) -> None:
         """Wait until every rank's files are complete. Rank 0 calls; the directory is looked at, no rank is asked.
@@ -156,16 +152,7 @@ class RankSave:
         Raises:
             ValueError: a rank has failed.
         """
-        missing = list(range(self._head["sizes"]["world_size"]))
-        while missing:
-            for rank in missing:
-                failed = self.incomplete / f"{rank_name(rank)}.failed"
-                if failed.is_file():
-                    raise ValueError(f"saving {self.target} failed on rank {rank}: {failed.read_text()}")
-            missing = [rank for rank in missing if not (self.incomplete / f"{rank_name(rank)}.json").is_file()]
-            if missing:
-                heartbeat()
-                time.sleep(POLL_S)
+        wait_for_ranks(self.incomplete, self._head["sizes"]["world_size"], _COMPLETE, heartbeat)
 
     def complete(self) -> None:
         """Write the index, put the checkpoint in its place, and remove old ones. Rank 0 calls, after all ``write``.
@@ -173,12 +160,11 @@ class RankSave:
         Raises:
             ValueError: the ranks' boxes do not make up every full tensor.
         """
-        ranks = range(self._head["sizes"]["world_size"])
-        stems = [self.incomplete / rank_name(rank) for rank in ranks]
-        fragments = [read_checked_json(stem.with_suffix(".json")) for stem in stems]
+        paths = [rank_file(self.incomplete, rank, _COMPLETE) for rank in range(self._head["sizes"]["world_size"])]
+        fragments = [read_checked_json(path) for path in paths]
         content = {
             **self._head,
-            "files": {f"{rank_name(rank)}.safetensors": fragments[rank]["bytes"] for rank in ranks},
+            "files": {fragment["file"]: fragment["bytes"] for fragment in fragments},
             "tensors": merge_tensors(fragments),
             "plain_tensors": {key: place for each in fragments for key, place in each["plain_tensors"].items()},
             "optimizer": fragments[0].get("optimizer"),
@@ -186,8 +172,8 @@ class RankSave:
             "per_rank": [fragment["per_rank"] for fragment in fragments],
         }
         write_json(self.incomplete / INDEX, content)
-        for stem in stems:
-            stem.with_suffix(".json").unlink()
+        for path in paths:
+            path.unlink()
         replace_directory(self.incomplete, self.target)
         prune(self.parent, self.keep)
 

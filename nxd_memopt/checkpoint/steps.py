@@ -9,7 +9,7 @@ from nxd_memopt.checkpoint.directories import remove_directory, restore_interrup
 from nxd_memopt.checkpoint.index import INDEX
 from nxd_memopt.checkpoint.pickled import MANIFEST
 from nxd_memopt.parallel_layers import parallel_state
-from nxd_memopt.parallel_layers.checkpointing import raise_together, share_texts
+from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
 
 _STEP = re.compile(r"step_(\d{8,})")
 _REPLACED_STEP = re.compile(r"\.step_(\d{8,})\.replaced")

@@ -36,6 +36,7 @@ class HostPool:
         self._limit_bytes, self._pinned = limit_bytes, pinned
         self._free: list[Tensor] = []
         self._taken: dict[str, int] = {}
+        self._claimed: dict[str, int] = {}
         self._allocated = 0
         self._lock = threading.Lock()
 
@@ -47,7 +48,7 @@ class HostPool:
     def ledger(self) -> dict[str, int]:
         """Return the bytes in use by owner."""
         with self._lock:
-            return {owner: count * self.block_bytes for owner, count in self._taken.items() if count}
+            return self._used()
 
     def reserve(self, size_bytes: int, owner: str) -> None:
         """Allocate so many blocks that ``owner`` can take ``size_bytes`` without an allocation.
@@ -58,7 +59,7 @@ class HostPool:
         with self._lock:
             missing = -(-size_bytes // self.block_bytes) - len(self._free)
             if missing > 0:
-                self._require(missing, owner)
+                self._require(missing * self.block_bytes, owner)
                 self._free += [self._allocate() for _ in range(missing)]
 
     def take(self, owner: str) -> Tensor:
@@ -69,7 +70,7 @@ class HostPool:
         """
         with self._lock:
             if not self._free:
-                self._require(1, owner)
+                self._require(self.block_bytes, owner)
                 self._free.append(self._allocate())
             self._taken[owner] = self._taken.get(owner, 0) + 1
             return self._free.pop()
@@ -81,11 +82,32 @@ class HostPool:
             self._taken[owner] -= 1
             self._free.append(block)
 
-    def _require(self, blocks: int, owner: str) -> None:
-        required = blocks * self.block_bytes
-        if self._limit_bytes is not None and self.allocated_bytes + required > self._limit_bytes:
-            used = {name: count * self.block_bytes for name, count in self._taken.items() if count}
-            left = self._limit_bytes - self.allocated_bytes
+    def claim(self, size_bytes: int, owner: str) -> None:
+        """Enter memory into the ledger that ``owner`` allocates itself, outside of the pool's blocks.
+
+        Raises:
+            ValueError: as of ``take``.
+        """
+        with self._lock:
+            self._require(size_bytes, owner)
+            self._claimed[owner] = self._claimed.get(owner, 0) + size_bytes
+
+    def release(self, size_bytes: int, owner: str) -> None:
+        """Take out of the ledger what ``owner`` claimed and has freed."""
+        with self._lock:
+            assert self._claimed.get(owner, 0) >= size_bytes, f"{owner} claims fewer bytes"
+            self._claimed[owner] -= size_bytes
+
+    def _used(self) -> dict[str, int]:
+        used = {owner: count * self.block_bytes for owner, count in self._taken.items()}
+        for owner, size_bytes in self._claimed.items():
+            used[owner] = used.get(owner, 0) + size_bytes
+        return {owner: size_bytes for owner, size_bytes in used.items() if size_bytes}
+
+    def _require(self, required: int, owner: str) -> None:
+        held = self.allocated_bytes + sum(self._claimed.values())
+        if self._limit_bytes is not None and held + required > self._limit_bytes:
+            used, left = self._used(), self._limit_bytes - held
             raise ValueError(
                 f"{owner} requires {required} more bytes of host memory, and {left} of the pool's {self._limit_bytes} "
                 f"are left (in use: {used}): raise the limit"

@@ -42,6 +42,7 @@ class _State:
     kv_rank_strides: dict[int, int] = field(default_factory=dict)
     other_groups: list[_Axis] = field(default_factory=list)
     rng_states: dict[str, Tensor] = field(default_factory=dict)
+    saves: list[Any] = field(default_factory=list)
 
 
 _STATE = _State()
@@ -163,6 +164,11 @@ def group_of(rank_groups: RankGroups) -> ProcessGroup | None:
 def rng_states() -> dict[str, Tensor]:
     """The named random streams' device generator states, by name; see ``parallel_layers.random``."""
     return _STATE.rng_states
+
+
+def saves_under_way() -> list[Any]:
+    """The tagged checkpoint that is written in the background, if there is one; see ``trainer.background``."""
+    return _STATE.saves
 
 
 def initialize_kv_group(kv_shared_group_size: int = 1, sequential_ranks_in_group: bool = False) -> ProcessGroup | None:

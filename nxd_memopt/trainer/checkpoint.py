@@ -27,6 +27,7 @@ from nxd_memopt.optimizer import NeuronZero1Optimizer
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.checkpointing import is_model_replica_zero, load_into, read_tensors
 from nxd_memopt.parallel_layers.coordination import raise_together, share_texts, turns
+from nxd_memopt.trainer.background import TagSave, finish_saves
 from nxd_memopt.trainer.optimizer import NxDOptimizer
 
 _REPLACED = re.compile(r"\.(.+)\.replaced")
@@ -61,7 +62,10 @@ def save_checkpoint(
         num_workers: ranks of one host that copy their state to it at the same time.
         use_xser: all ranks at the same time, whatever ``num_workers`` says.
         num_kept_ckpts: newest complete checkpoints to leave; ``None`` or -1 leaves all.
-        async_save: only False: the checkpoint is complete on return.
+        async_save: return when the state is copied to the host's memory; a thread then writes it while training goes
+            on. One save at a time: the next one waits. An error of the save is raised by the next ``optimizer.step()``
+            of an ``NxDOptimizer``, ``save_checkpoint`` or ``finalize_checkpoint``, on every rank. Call
+            ``finalize_checkpoint`` before the program ends.
         zero1_optimizer: a state dict passed as ``optimizer`` is sharded over data-parallel ranks.
         use_zero1_dcp: only False.
         avoid_saving_lower_precision_weights: only False.
@@ -69,25 +73,40 @@ def save_checkpoint(
     Raises:
         ValueError, OSError: on every rank, when one cannot write.
     """
-    _refuse(async_save=async_save, use_zero1_dcp=use_zero1_dcp)
+    _refuse(use_zero1_dcp=use_zero1_dcp)
     _refuse(avoid_saving_lower_precision_weights=avoid_saving_lower_precision_weights)
     directory, target = Path(checkpoint_dir_str), _tag_directory(checkpoint_dir_str, tag)
     incomplete = incomplete_path(target)
+    finish_saves()
     with raise_together(f"saving {target}"):
         _require_valid(num_kept_ckpts)
         if parallel_state.is_global_rank_zero():
             restore_interrupted(target)
             incomplete.mkdir(parents=True)
+    if async_save:
+        with raise_together(f"saving {target}"):
+            states = _own_states(model, optimizer, zero1_optimizer)
+            if parallel_state.is_global_rank_zero():
+                states |= _shared_states(scheduler, user_content)
+            for name, state in states.items():
+                require_plain(state, Path(name).stem)
+        save = TagSave(
+            target,
+            incomplete,
+            states,
+            lambda name, state: write_into(incomplete, name, state),
+            lambda: _complete_save(directory, target, num_kept_ckpts),
+        )
+        parallel_state.saves_under_way().append(save)
+        return
     for is_my_turn in turns(parallel_state.get_world_size() if use_xser else num_workers):
         with raise_together(f"saving {target}"):
             if is_my_turn:
-                _write_own(incomplete, model, optimizer, zero1_optimizer)
+                _write(incomplete, _own_states(model, optimizer, zero1_optimizer))
     with raise_together(f"saving {target}"):
         if parallel_state.is_global_rank_zero():
-            _write_shared(incomplete, scheduler, user_content)
-            write_manifest(incomplete, {"number": 1 + max(_numbers(directory).values(), default=0)})
-            replace_directory(incomplete, target)
-            _prune(directory, num_kept_ckpts)
+            _write(incomplete, _shared_states(scheduler, user_content))
+            _complete_save(directory, target, num_kept_ckpts)
 
 
 def load_checkpoint(
@@ -113,6 +132,7 @@ def load_checkpoint(
         ValueError: on every rank, when there is none, or a file is missing, damaged or does not fit.
     """
     _refuse(use_zero1_dcp=use_zero1_dcp)
+    finish_saves()
     source = _find(Path(path), tag)
     with raise_together(f"loading {source}"):
         require_kv_order(source)
@@ -135,7 +155,12 @@ def has_checkpoint(checkpoint_dir_str: str | Path) -> bool:
 
 
 def finalize_checkpoint() -> None:
-    """Wait until every rank has finished its saves. Every rank calls."""
+    """Wait until every rank has finished its saves. Every rank calls.
+
+    Raises:
+        ValueError, OSError: on every rank, when a save with ``async_save`` failed on one.
+    """
+    finish_saves()
     share_texts("")
 
 
@@ -162,25 +187,36 @@ def _file_name(*, data_rank: int) -> str:
 # Writing
 
 
-def _write_own(directory: Path, model: Any, optimizer: Any, zero1_optimizer: bool) -> None:
+def _own_states(model: Any, optimizer: Any, zero1_optimizer: bool) -> dict[str, Any]:
+    """Return what this rank writes, by file name."""
+    states = {}
     if model is not None and is_model_replica_zero():
-        _write(directory, f"model/{_file_name(data_rank=0)}", _state(model))
+        states[f"model/{_file_name(data_rank=0)}"] = _state(model)
     sharded = zero1_optimizer or _is_sharded(optimizer)
     if optimizer is not None and (sharded or is_model_replica_zero()):
         data_rank = parallel_state.get_data_parallel_rank() if sharded else 0
-        _write(directory, f"optim/{_file_name(data_rank=data_rank)}", _state(optimizer))
+        states[f"optim/{_file_name(data_rank=data_rank)}"] = _state(optimizer)
+    return states
 
 
-def _write_shared(directory: Path, scheduler: Any, user_content: Any) -> None:
-    if scheduler is not None:
-        _write(directory, "scheduler.pt", _state(scheduler))
-    if user_content is not None:
-        _write(directory, "user_content.pt", {"user_content": user_content})
+def _shared_states(scheduler: Any, user_content: Any) -> dict[str, Any]:
+    """Return what rank 0 writes for all, by file name."""
+    states = {} if scheduler is None else {"scheduler.pt": _state(scheduler)}
+    return states if user_content is None else states | {"user_content.pt": {"user_content": user_content}}
 
 
-def _write(directory: Path, name: str, state: Any) -> None:
-    require_plain(state, Path(name).stem)
-    write_into(directory, name, state)
+def _write(directory: Path, states: Mapping[str, Any]) -> None:
+    for name, state in states.items():
+        require_plain(state, Path(name).stem)
+        write_into(directory, name, state)
+
+
+def _complete_save(directory: Path, target: Path, num_kept_ckpts: int | None) -> None:
+    """Declare the checkpoint complete, put it in its place, and remove old ones. Rank 0 calls."""
+    number = 1 + max(_numbers(directory).values(), default=0)
+    write_manifest(incomplete_path(target), {"number": number})
+    replace_directory(incomplete_path(target), target)
+    _prune(directory, num_kept_ckpts)
 
 
 def _state(source: Any) -> Any:

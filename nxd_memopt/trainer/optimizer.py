@@ -11,6 +11,7 @@ from torch import Tensor
 from nxd_memopt.optimizer import NeuronZero1Optimizer
 from nxd_memopt.optimizer.one_pass_adamw import for_this_device
 from nxd_memopt.parallel_layers import grads, parallel_state
+from nxd_memopt.trainer.background import poll_saves
 
 
 class NxDOptimizer(torch.optim.Optimizer):
@@ -69,7 +70,12 @@ class NxDOptimizer(torch.optim.Optimizer):
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Reduce, clip, update; return what ``closure`` returns."""
+        """Reduce, clip, update; return what ``closure`` returns.
+
+        Raises:
+            ValueError, OSError: on every rank, when ``save_checkpoint(async_save=True)`` failed on one.
+        """
+        poll_saves()
         loss = None
         if closure is not None:
             with torch.enable_grad():

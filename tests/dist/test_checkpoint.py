@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from nxd_memopt.checkpoint import (
+    TrainingState,
     find_latest,
     gather_full_tensor,
     load_config,
@@ -220,48 +222,57 @@ def test_shard_described_without_full_shape_is_unpadded(tmp_path):
     assert torch.equal(local_slice(full, param), full.chunk(2)[dist.get_rank()])
 
 
+class Weights(nn.Module):
+    """A parameter that is not sharded, so that all ranks hold the same."""
+
+    def __init__(self, value=0.0):
+        super().__init__()
+        self.x = nn.Parameter(torch.full((3,), float(value)))
+
+
 @distributed(world_size=2)
 def test_training_state_of_each_rank_comes_back(tmp_path):
     initialize(2)
     rank = dist.get_rank()
     for step in (1, 2, 3):
-        state = {"weights": torch.full((2,), float(10 * rank + step)), "position": {"epoch": 0, "offset": step * rank}}
+        own = {
+            "stream": torch.full((2,), float(10 * rank + step)),
+            "position": (step * rank, math.inf, b"x", {3: None}),
+        }
+        state = TrainingState(Weights(step), shared={"epoch": step}, per_rank=own)
         save_training_state(tmp_path, step, state=state, config={"seed": 5})
     assert find_latest(tmp_path) == tmp_path / "step_00000003"
-    step, state = load_training_state(tmp_path, config={"seed": 5})
-    assert step == 3 and state["position"] == {"epoch": 0, "offset": 3 * rank}
-    assert torch.equal(state["weights"], torch.full((2,), 10.0 * rank + 3))
+    model = Weights()
+    restored = load_training_state(tmp_path, state=TrainingState(model), config={"seed": 5})
+    assert restored.step == 3 and restored.shared == {"epoch": 3} and model.x[0] == 3
+    assert restored.per_rank["position"] == (3 * rank, math.inf, b"x", {3: None})
+    assert torch.equal(restored.per_rank["stream"], torch.full((2,), 10.0 * rank + 3))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000002", "step_00000003"]
 
 
 @distributed(world_size=2)
 def test_training_failures_reach_every_rank(tmp_path):
     initialize(2)
-    save_training_state(tmp_path, 1, state={"x": torch.zeros(3)}, config={"seed": 5})
+    state = TrainingState(Sharded())
+    nn.init.zeros_(state.model.qkv.weight)
+    save_training_state(tmp_path, 1, state=state, config={"seed": 5})
     with pytest.raises(ValueError, match="seed was 5 and is 6"):
-        load_training_state(tmp_path, config={"seed": 6})
-    path = tmp_path / "step_00000001" / "rank_00001.pt"
+        load_training_state(tmp_path, state=state, config={"seed": 6})
+    path = tmp_path / "step_00000001" / "rank_00001.safetensors"
+    dist.barrier()
+    size_bytes = path.stat().st_size
     dist.barrier()
     if dist.get_rank() == 0:
         path.write_bytes(path.read_bytes()[:100])
     dist.barrier()
-    with pytest.raises(ValueError, match=r"rank_00001.pt \(100 bytes\) cannot be read.*delete .*step_00000001"):
-        load_training_state(tmp_path, config={"seed": 5})
-    state = {"x": torch.zeros(3) if dist.get_rank() == 0 else object()}
-    with pytest.raises(ValueError, match=r"state\['x'\] has the type object"):
-        save_training_state(tmp_path, 2, state=state, config={"seed": 5})
+    expected = rf"rank_00001.safetensors has 100 bytes and its index says {size_bytes}: .*delete .*step_00000001"
+    with pytest.raises(ValueError, match=expected):
+        load_training_state(tmp_path, state=state, config={"seed": 5})
+    bad = TrainingState(state.model, per_rank={"x": torch.zeros(3) if dist.get_rank() == 0 else object()})
+    with pytest.raises(ValueError, match=r"per_rank\['x'\] has the type object"):
+        save_training_state(tmp_path, 2, state=bad, config={"seed": 5})
     with pytest.raises(ValueError, match="not writable"):
         require_writable(path)
-
-
-@distributed(world_size=2)
-def test_resume_on_another_tensor_parallel_size_names_it(tmp_path):
-    initialize(2)
-    save_training_state(tmp_path, 1, state={}, config={})
-    parallel_state.destroy_model_parallel()
-    initialize(1)
-    with pytest.raises(ValueError, match="tensor_model_parallel_size was 2 and is 1"):
-        load_training_state(tmp_path, config={})
 
 
 MODELS = {

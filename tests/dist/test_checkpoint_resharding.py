@@ -1,4 +1,4 @@
-"""Training checkpoints over real ranks: the same bits at any T, D and with or without ZeRO-1, and one agreed outcome."""
+"""Training checkpoints over real ranks: the same bits at any T, D, with or without ZeRO-1, and one agreed outcome."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def test_a_wrapper_that_returns_another_module_takes_its_place():
 
 
 def test_saves_that_are_not_offered_are_refused(tmp_path):
-    for option in ("async_save", "use_zero1_dcp", "avoid_saving_lower_precision_weights"):
+    for option in ("use_zero1_dcp", "avoid_saving_lower_precision_weights"):
         save = {option: True}
         assert_says(error_message(lambda save=save: trainer.save_checkpoint(tmp_path, "tag", {}, **save)), option)
     for tag in ("a/b", "../x", ".hidden", ""):

@@ -1,0 +1,41 @@
+"""Files by which ranks that write into one directory tell rank 0 that they are done or have failed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+POLL_S = 0.1
+FAILED = ".failed"
+Heartbeat = Callable[[], None]
+"""Called while something is waited for or written; raises to abandon it."""
+
+
+def rank_file(directory: Path, rank: int, suffix: str) -> Path:
+    """Return a rank's file in ``directory``."""
+    return directory / f"rank_{rank:05d}{suffix}"
+
+
+def report_failure(directory: Path, rank: int, message: str) -> None:
+    """Let rank 0 know, which may be waiting for this rank's files."""
+    if directory.is_dir():
+        rank_file(directory, rank, FAILED).write_text(message, encoding="utf-8")
+
+
+def wait_for_ranks(directory: Path, world_size: int, suffix: str, heartbeat: Heartbeat) -> None:
+    """Wait until every rank's file with ``suffix`` is there. Rank 0 calls; no rank is asked.
+
+    Raises:
+        ValueError: a rank has failed.
+    """
+    missing = list(range(world_size))
+    while missing:
+        for rank in missing:
+            failed = rank_file(directory, rank, FAILED)
+            if failed.is_file():
+                raise ValueError(f"saving {directory} failed on rank {rank}: {failed.read_text(encoding='utf-8')}")
+        missing = [rank for rank in missing if not rank_file(directory, rank, suffix).is_file()]
+        if missing:
+            heartbeat()
+            time.sleep(POLL_S)

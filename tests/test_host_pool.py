@@ -1,0 +1,64 @@
+"""Host memory with a bound and a ledger."""
+
+from __future__ import annotations
+
+import pytest
+
+from nxd_memopt.memory import host_pool
+from nxd_memopt.memory.host_pool import HostPool, available_host_bytes
+from tests.reference import error_message
+
+
+def test_blocks_are_used_again_and_owners_are_named():
+    pool = HostPool(4 * 64, block_bytes=64)
+    first, second = pool.take("snapshot"), pool.take("snapshot")
+    third = pool.take("offload")
+    assert pool.ledger() == {"snapshot": 128, "offload": 64} and pool.allocated_bytes == 192
+    assert len({block.data_ptr() for block in (first, second, third)}) == 3
+    pool.give_back(second, "snapshot")
+    assert pool.take("offload").data_ptr() == second.data_ptr()
+    assert pool.ledger() == {"snapshot": 64, "offload": 128} and pool.allocated_bytes == 192
+
+
+def test_the_limit_holds_for_blocks_and_claims():
+    pool = HostPool(4 * 64, block_bytes=64)
+    pool.claim(100, "copies")
+    pool.reserve(128, "snapshot")
+    pool.reserve(128, "snapshot")  # they are there
+    assert "offload requires 64 more bytes of host memory, and 28 of the pool's 256 are left" in error_message(
+        lambda: [pool.take("offload") for _ in range(3)]
+    )
+    assert pool.ledger() == {"copies": 100, "offload": 128}
+    pool.release(100, "copies")
+    pool.take("offload")
+    assert pool.ledger() == {"offload": 192}
+    assert "less than one block of 64 bytes" in error_message(lambda: HostPool(10, block_bytes=64))
+
+
+def test_the_hosts_memory_bounds_a_pool_without_a_limit(monkeypatch):
+    monkeypatch.setattr(host_pool, "available_host_bytes", lambda: 100)
+    pool = HostPool(block_bytes=64)
+    pool.take("snapshot")
+    message = error_message(lambda: pool.reserve(130, "snapshot"))
+    assert "snapshot requires 192 bytes of host memory, and 100 are available" in message
+
+
+def test_available_memory_is_that_of_the_host_or_of_the_container(tmp_path, monkeypatch):
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:  2048 kB\nMemAvailable:  1024 kB\n")
+    monkeypatch.setattr(host_pool, "_MEMINFO", meminfo)
+    monkeypatch.setattr(host_pool, "_CGROUP", tmp_path)
+    assert available_host_bytes() == 1 << 20
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("5000\n")
+    assert available_host_bytes() == 1 << 20
+    (tmp_path / "memory.max").write_text("9000\n")
+    (tmp_path / "memory.stat").write_text("active_file 7\ninactive_file 300\n")
+    assert available_host_bytes() == 9000 - 5000 + 300  # the page cache is given up on demand
+    monkeypatch.setattr(host_pool, "_MEMINFO", tmp_path / "absent")
+    assert available_host_bytes() is None
+
+
+@pytest.mark.skipif(available_host_bytes() is None, reason="needs Linux")
+def test_this_hosts_memory_is_plausible():
+    assert 1 << 20 < available_host_bytes() < 1 << 50
