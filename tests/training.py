@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -90,8 +91,20 @@ def command(config: Path, *options: str, ranks: int = 1) -> list[str]:
     return [sys.executable, *launcher, str(SCRIPT), "--config", str(config), *options]
 
 
-def train(config: Path, *options: str, ranks: int = 1, env: Mapping[str, str] | None = None) -> Outcome:
-    """Run the script to its end: alone, or under torchrun."""
+def train(
+    config: Path,
+    *options: str,
+    ranks: int = 1,
+    env: Mapping[str, str] | None = None,
+    file_size_limit: int | None = None,
+) -> Outcome:
+    """Run the script to its end: alone, or under torchrun; with a limit, larger files fail as on a full disk."""
+
+    def limit_files() -> None:
+        if file_size_limit is not None:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (file_size_limit, file_size_limit))
+
     done = subprocess.run(
         command(config, *options, ranks=ranks),
         env=environment(**(env or {})),
@@ -99,6 +112,7 @@ def train(config: Path, *options: str, ranks: int = 1, env: Mapping[str, str] | 
         text=True,
         timeout=300,
         check=False,
+        preexec_fn=limit_files,
     )
     return Outcome(done.returncode, done.stdout, done.stderr)
 

@@ -67,7 +67,7 @@ def load_optimizer(index: Index, optimizer: torch.optim.Optimizer, model: nn.Mod
     states = _states_by_parameter(index)
     base, notes = base_optimizer(optimizer), []
     if isinstance(optimizer, NeuronZero1Optimizer):
-        optimizer.cut_masters()
+        optimizer.accept_stored_parameters()  # masters are read below, not cut from the parameters on the device
     base.state.clear()
     groups = {id(param): group for group in base.param_groups for param in group["params"]}
     stored = stored_parameters(optimizer)
@@ -130,13 +130,16 @@ def _states_by_parameter(index: Index) -> dict[str, list[str]]:
 def _load_master(
     index: Index, optimizer: torch.optim.Optimizer, each: StoredParameter, names: Mapping[int, str]
 ) -> bool:
-    """Fill the master of one parameter; return False where it needs one that the checkpoint lacks.
+    """Fill what the optimizer keeps of one parameter; return False where it needs a master that the checkpoint lacks.
 
     Raises:
         ValueError: the checkpoint has a master and the optimizer keeps none.
     """
     name = f"optimizer.{MASTER}.{name_of(each.param, names)}"
+    parts, shape = parts_of(each.param, rank=each.rank, size=each.size), tuple(each.stored.shape)
     if name not in index:
+        if each.stored is not each.param:
+            each.stored.copy_(index.assemble(f"model.{name_of(each.param, names)}", parts, shape))
         return not has_master(optimizer, each)
     if each.stored is each.param or each.stored.dtype == each.param.dtype:
         raise ValueError(
@@ -144,8 +147,7 @@ def _load_master(
             "parameters: resume with the optimizer that wrote it"
         )
     _require_alike(index, name, full_shape(each.param), each.stored.dtype)
-    parts = parts_of(each.param, rank=each.rank, size=each.size)
-    each.stored.copy_(index.assemble(name, parts, tuple(each.stored.shape)))
+    each.stored.copy_(index.assemble(name, parts, shape))
     return True
 
 

@@ -303,14 +303,6 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         """Let the updates use the options of ``param_groups`` as they are now."""
         self._copy_options(self.param_groups, self.base_optimizer.param_groups)
 
-    @torch.no_grad()
-    def cut_masters(self) -> None:
-        """Start the masters from the parameters as they are now."""
-        for each in self._sharded:
-            if each.shard is not each.param:
-                each.shard.copy_(cut_shard(each.param.detach(), self.sharding_group))
-                each.mark_equal()
-
     def _sharding(self) -> list[int]:
         rank = parallel_state.get_global_rank()
         ranks = next(ranks for ranks in self.sharding_groups if rank in ranks)
@@ -328,7 +320,9 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         self._require_shards()
         with coordination.raise_together("loading the optimizer"):
             self._require_fit(state_dict)
-        self.cut_masters()
+        for each in self._sharded:
+            if each.shard is not each.param:
+                each.shard.copy_(cut_shard(each.param.detach(), self.sharding_group))
         self.base_optimizer.load_state_dict({name: state_dict[name] for name in ("state", "param_groups")})
         self._copy_options(self.base_optimizer.param_groups, self.param_groups)
         for i, master in state_dict["sharded_master_weights"].items():

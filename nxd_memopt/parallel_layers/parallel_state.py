@@ -42,11 +42,12 @@ class _State:
     kv_rank_strides: dict[int, int] = field(default_factory=dict)
     other_groups: list[_Axis] = field(default_factory=list)
     rng_states: dict[str, Tensor] = field(default_factory=dict)
-    saves: list[Any] = field(default_factory=list)
 
 
 _STATE = _State()
 _SINGLE_PROCESS = _Axis(rank_groups=[[0]], ranks=[0], group=None)
+SAVES_UNDER_WAY: list[Any] = []
+"""The tagged checkpoint that is being written in the background, if there is one; see ``trainer.background``."""
 
 
 def get_global_rank() -> int:
@@ -166,11 +167,6 @@ def rng_states() -> dict[str, Tensor]:
     return _STATE.rng_states
 
 
-def saves_under_way() -> list[Any]:
-    """The tagged checkpoint that is written in the background, if there is one; see ``trainer.background``."""
-    return _STATE.saves
-
-
 def initialize_kv_group(kv_shared_group_size: int = 1, sequential_ranks_in_group: bool = False) -> ProcessGroup | None:
     """Create, once per size, the groups of tensor-parallel ranks that hold the same KV heads. Every rank calls.
 
@@ -245,12 +241,8 @@ def initialize_token_shuffle_group(token_shuffle_group_size: int = 1) -> None:
         ValueError: when the size does not divide the data-parallel size.
     """
     size = token_shuffle_group_size
-    if get_data_parallel_size() % size:
-        raise ValueError(
-            f"token_shuffle_group_size {size} does not divide data-parallel size {get_data_parallel_size()}"
-        )
-    data_groups = get_data_parallel_replica_groups()
-    runs = [ranks[i : i + size] for ranks in data_groups for i in range(0, len(ranks), size)]
+    require_divisible("data-parallel size", get_data_parallel_size(), "token_shuffle_group_size", size)
+    runs = [ranks[i : i + size] for ranks in get_data_parallel_replica_groups() for i in range(0, len(ranks), size)]
     _STATE.axes["token_shuffle"] = _create_axis(runs)
 
 

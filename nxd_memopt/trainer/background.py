@@ -77,7 +77,7 @@ class TagSave:
         self._end()
 
     def _end(self) -> None:
-        parallel_state.saves_under_way().remove(self)
+        parallel_state.SAVES_UNDER_WAY.remove(self)
         self._worker.raise_failure()
 
 
@@ -101,11 +101,11 @@ def _size_bytes(value: Any) -> int:
 
 def poll_saves() -> None:
     """Report what became of a save under way; every rank calls, once a step. Costs nothing when there is none."""
-    for save in list(parallel_state.saves_under_way()):
+    for save in list(parallel_state.SAVES_UNDER_WAY):
         save.poll()
 
 
 def finish_saves() -> None:
     """Wait for a save under way. Every rank calls; raises on every rank when it failed on one."""
-    for save in list(parallel_state.saves_under_way()):
+    for save in list(parallel_state.SAVES_UNDER_WAY):
         save.finish()

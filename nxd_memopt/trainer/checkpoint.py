@@ -97,7 +97,7 @@ def save_checkpoint(
             lambda name, state: write_into(incomplete, name, state),
             lambda: _complete_save(directory, target, num_kept_ckpts),
         )
-        parallel_state.saves_under_way().append(save)
+        parallel_state.SAVES_UNDER_WAY.append(save)
         return
     for is_my_turn in turns(parallel_state.get_world_size() if use_xser else num_workers):
         with raise_together(f"saving {target}"):

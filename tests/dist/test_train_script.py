@@ -83,12 +83,14 @@ def test_every_layout_has_the_losses_of_one_process(
     assert len(result["peak_memory_bytes"]) == ranks
 
 
-def test_a_killed_run_resumes_exactly(tmp_path: Path) -> None:
+@pytest.mark.parametrize("async_save", [False, True], ids=["waits", "background"])
+def test_a_killed_run_resumes_exactly(tmp_path: Path, async_save: bool) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     for directory in (whole, killed):
         directory.mkdir()
     dropout = {"config_overrides": LLAMA | {"attention_dropout": 0.1}}  # resumption needs every random state
-    configs = [write_config(directory, parallel=TENSOR_AND_SEQUENCE, model=dropout) for directory in (whole, killed)]
+    options = {"parallel": TENSOR_AND_SEQUENCE, "model": dropout, "trainer": {"async_save": async_save}}
+    configs = [write_config(directory, **options) for directory in (whole, killed)]
     succeed(train(configs[0], ranks=2))
     train_and_kill(configs[1], killed / "run" / "metrics.jsonl", after_rows=5, ranks=2)
     resumed = train(configs[1], ranks=2)
@@ -100,6 +102,39 @@ def test_a_killed_run_resumes_exactly(tmp_path: Path) -> None:
     ]
     assert rows(killed / "run", "evaluation.jsonl") == rows(whole / "run", "evaluation.jsonl")
     assert summary(killed / "run")["held_out_loss_before"] == summary(whole / "run")["held_out_loss_before"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parallel", "optimizer"),
+    [(1, {}, {}), (2, {}, {"zero1": True}), (2, TENSOR_AND_SEQUENCE, {})],
+    ids=["one", "data2_zero1", "tensor2"],
+)
+def test_a_run_resumes_with_other_sizes(
+    reference: Path, tmp_path: Path, ranks: int, parallel: dict[str, object], optimizer: dict[str, object]
+) -> None:
+    """The first half with T=2, D=2 and ZeRO-1, saved in the background; then the losses of one process go on."""
+    directory = tmp_path / "run"
+    schedule = {"decay_steps": 8}
+    trainer = {"max_steps": 4, "async_save": True, "export": False}
+    first = write_config(tmp_path, parallel=TENSOR_AND_SEQUENCE, optimizer=schedule | {"zero1": True}, trainer=trainer)
+    succeed(train(first, ranks=4))
+    assert sorted(path.name for path in (directory / "checkpoints").iterdir()) == ["step_00000002", "step_00000004"]
+    trainer = {"max_steps": 8, "async_save": True, "verify_export": True, "export": True}
+    options = {"parallel": parallel, "optimizer": schedule | optimizer, "trainer": trainer}
+    resumed = train(write_config(tmp_path, data={"micro_batch_size": 1}, **options), ranks=ranks)
+    succeed(resumed)
+    assert "resuming after step 4" in resumed.stdout
+    assert "random streams are seeded with trainer.seed + 4" in " ".join(resumed.stdout.split())
+    assert losses(directory) == pytest.approx(losses(reference), rel=2e-5)  # fp32, other summation orders
+    assert summary(directory)["transformers_difference"] < 1e-5
+
+
+def test_a_full_disk_in_the_background_is_an_error_of_one_line(tmp_path: Path) -> None:
+    config = write_config(tmp_path, trainer={"async_save": True, "export": False})
+    outcome = train(config, file_size_limit=60_000)  # the packed tokens have 25,000 bytes, a checkpoint more
+    assert outcome.returncode != 0
+    assert "could not write" in outcome.stderr and "free disk space" in outcome.stderr, outcome.stderr[-3000:]
+    assert not list((tmp_path / "run" / "checkpoints").glob("step_*[0-9]"))
 
 
 def test_a_prolonged_run_goes_on_and_another_configuration_is_refused(tmp_path: Path) -> None:
