@@ -119,9 +119,16 @@ def test_a_run_resumes_with_other_sizes(
     first = write_config(tmp_path, parallel=TENSOR_AND_SEQUENCE, optimizer=schedule | {"zero1": True}, trainer=trainer)
     succeed(train(first, ranks=4))
     assert sorted(path.name for path in (directory / "checkpoints").iterdir()) == ["step_00000002", "step_00000004"]
-    trainer = {"max_steps": 8, "async_save": True, "verify_export": True, "export": True}
-    options = {"parallel": parallel, "optimizer": schedule | optimizer, "trainer": trainer}
-    resumed = train(write_config(tmp_path, data={"micro_batch_size": 1}, **options), ranks=ranks)
+    (tmp_path / "second").mkdir()
+    second = write_config(
+        tmp_path / "second",
+        model={"tokenizer": str(tmp_path / "tokenizer")},
+        parallel=parallel,
+        data={"micro_batch_size": 1, "dataset": str(tmp_path / "lines.jsonl")},
+        optimizer=schedule | optimizer,
+        trainer={"async_save": True, "verify_export": True, "output_dir": str(directory)},
+    )
+    resumed = train(second, ranks=ranks)
     succeed(resumed)
     assert "resuming after step 4" in resumed.stdout
     assert "random streams are seeded with trainer.seed + 4" in " ".join(resumed.stdout.split())

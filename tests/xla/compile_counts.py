@@ -26,7 +26,7 @@ from nxd_memopt.parallel_layers import coordination
 from nxd_memopt.parallel_layers.utils import is_sharded
 from train_args import parse_config
 
-PHASES = ("evaluate", "train_step", "save", "resume", "finish")
+PHASES = ("evaluate", "train_step", "resume", "finish")
 records: list[tuple[str, int]] = []
 
 
@@ -86,6 +86,8 @@ def main(output: Path, arguments: list[str]) -> None:
     act_as_on_neuron_cores()
     for name in PHASES:
         setattr(script, name, counted(name, getattr(script, name)))
+    for name in ("save", "after_step"):
+        setattr(script.Saver, name, counted(name, getattr(script.Saver, name)))
     script.train_step = with_work_between_steps(script.train_step)
     config = parse_config(arguments)
     script.join_ranks(config)

@@ -19,7 +19,7 @@ Phases = list[tuple[str, int]]
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """A run of four steps, and its resumption to eight in another process."""
+    """A run of four steps, and its resumption to eight in another process, which saves in the background."""
     directory = tmp_path_factory.mktemp("compile_counts")
     config = write_config(
         directory,
@@ -33,6 +33,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
 def run(directory: Path, config: Path, name: str, max_steps: int) -> dict[str, Any]:
     output, dump = directory / f"{name}.json", directory / f"{name}_hlo"
     options = ["--memory.recompute-granularity", "full", "--trainer.max-steps", str(max_steps)]
+    options += ["--trainer.async-save"] if name == "resumed" else []
     command = [sys.executable, "-m", "tests.xla.compile_counts", str(output), "--config", str(config), *options]
     path = os.pathsep.join([str(SCRIPT.parents[1]), str(SCRIPT.parent)])
     env = {**os.environ, "PYTHONPATH": path, "XLA_FLAGS": f"{xla_inspect.dump_flags(dump)} {os.environ['XLA_FLAGS']}"}
@@ -63,7 +64,7 @@ def test_an_evaluation_compiles_once(name, runs):
 
 
 @pytest.mark.parametrize("name", ["fresh", "resumed"])
-@pytest.mark.parametrize("phase", ["save", "share_texts", "resume"])
+@pytest.mark.parametrize("phase", ["save", "after_step", "share_texts", "resume"])
 def test_no_graph_is_compiled_by(phase, name, runs):
     assert counts(runs[name], phase) and set(counts(runs[name], phase)) == {0}
 
