@@ -195,7 +195,11 @@ class SlowDevice:
 
     device = torch.device("cpu")
 
-    def copy_out(self, pairs):
+    def mark(self):
+        return self.copy_out([], None)
+
+    def copy_out(self, pairs, after):
+        del after
         pending = [(host, source) for host, source in pairs]
 
         class Transfer:
@@ -213,7 +217,10 @@ class SlowDevice:
 
 
 def test_copies_of_a_device_land_before_its_next_update(tmp_path, monkeypatch):
+    """The writer starts the copies late: the update waits until they are started, and until they have landed."""
     gate = Gate(monkeypatch)
+    started = snapshot.Snapshot.start_copies
+    monkeypatch.setattr(snapshot.Snapshot, "start_copies", lambda this: (time.sleep(0.2), started(this)))
     run = Run(dtype=torch.bfloat16)
     with BackgroundSaver(tmp_path, pool=small_pool()) as saver:
         saver._transfers = SlowDevice()

@@ -47,9 +47,12 @@ class CudaTransfers:
             host.copy_(source, non_blocking=True)
         return host, _Recorded(self._out)
 
-    def copy_out(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Transfer:
-        self._out.wait_stream(torch.cuda.current_stream(self.device))
+    def mark(self) -> Transfer:
+        return _Recorded(torch.cuda.current_stream(self.device))
+
+    def copy_out(self, pairs: Iterable[tuple[Tensor, Tensor]], after: Transfer) -> Transfer:
         with torch.cuda.stream(self._out):
+            after.wait()
             for host, source in pairs:
                 host.copy_(source, non_blocking=True)
         return _Recorded(self._out)

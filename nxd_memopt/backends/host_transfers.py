@@ -32,8 +32,12 @@ class HostTransfers(Protocol):
         """A copy of ``source`` in host memory, made when the work that makes ``source`` is done."""
         ...
 
-    def copy_out(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Transfer:
-        """Copy to each pinned host tensor the device's tensor next to it, when the work that makes that one is done.
+    def mark(self) -> Transfer:
+        """The point that the device's work has reached when it has done what the calling thread has queued so far."""
+        ...
+
+    def copy_out(self, pairs: Iterable[tuple[Tensor, Tensor]], after: Transfer) -> Transfer:
+        """Copy to each pinned host tensor the device's tensor next to it, when ``after`` is done; any thread may call.
 
         The caller keeps both alive until the transfer is done. ``pairs`` may be a generator that runs device work: it
         belongs to the copies, next to the device's other work.

@@ -21,7 +21,7 @@ from nxd_memopt.checkpoint.logical import TrainingState, base_optimizer
 from nxd_memopt.checkpoint.saving import RankSave
 from nxd_memopt.checkpoint.snapshot import OWNER, Snapshot
 from nxd_memopt.checkpoint.training import begin_save
-from nxd_memopt.checkpoint.worker import STALL_S, Worker
+from nxd_memopt.checkpoint.worker import STALL_S, Worker, lower_priority, paused_garbage_collection
 from nxd_memopt.memory.host_pool import HostPool
 from nxd_memopt.parallel_layers.coordination import raise_together
 
@@ -89,7 +89,8 @@ class BackgroundSaver:
             ValueError, OSError: on every rank, when the earlier save failed or this one cannot begin.
         """
         self.finish()
-        save = begin_save(self._directory, step, state, config, self._keep)
+        with paused_garbage_collection():
+            save = begin_save(self._directory, step, state, config, self._keep)
         with raise_together(f"saving {save.target}"):
             self._snapshot = snapshot = Snapshot(save.sources, self.pool, self._transfers)
             self._hook(state.optimizer)
@@ -154,9 +155,12 @@ def _write(save: RankSave, snapshot: Snapshot, worker: Worker) -> None:
             yield piece
 
     try:
+        snapshot.start_copies()
+        lower_priority()  # only now: the next update waits for the copies to have been started
         save.write(pieces_of)
     finally:
         snapshot.close()
     if save.is_rank_zero:
         save.wait_for_ranks(worker.require_wanted)
-        save.complete()
+        with paused_garbage_collection():
+            save.complete()

@@ -5,8 +5,8 @@ when the save begins, only when the next update does:
 
 - tensors on the host are read by the writer where they are; what it has not read when ``before_update`` is called is
   copied then. The copy costs nothing where forward and backward give the writer time enough;
-- tensors on a GPU are copied to pinned memory on a stream of their own, next to forward and backward. ``before_update``
-  lets the device's update wait for the copies, the host does not wait;
+- tensors on a GPU are copied to pinned memory on a stream of their own, next to forward and backward; the writer's
+  thread queues the copies. ``before_update`` lets the device's update wait for them;
 - tensors of other devices (XLA) are copied one at a time when the save begins.
 
 A tensor that was written to before it was copied is an error: its version counter tells.
@@ -28,6 +28,7 @@ from nxd_memopt.checkpoint.stream import PIECE_BYTES, Entry, bytes_of
 from nxd_memopt.memory.host_pool import HostPool
 
 OWNER = "checkpoint snapshot"
+_WINDOW_PIECES, _WINDOWS = 32, 2
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class _Block:
 
     waiting: int = 0
     memory: Tensor | None = None
-    copied: Transfer | None = None
+    copied: list[Transfer] = field(default_factory=list)
 
 
 @dataclass
@@ -115,7 +116,10 @@ class Snapshot:
         self._lock = threading.Lock()
         self._versions = [source.stored._version for source in self.sources]
         self._staging = np.empty(self.pool.block_bytes, dtype=np.uint8)
+        self._by_device: list[tuple[Source, list[_Piece]]] = []
+        self._begun: Transfer | None = None
         self._started: list[Transfer] = []
+        self._are_started = threading.Event()
         self._failure: Exception | None = None
         self._is_complete = False
         self._cut()
@@ -141,42 +145,57 @@ class Snapshot:
             self._pieces.append(pieces)
 
     def _begin(self) -> None:
-        """Copy what cannot wait for ``before_update``, and start the copies of a device that makes them on its own."""
-        by_device, now, later = [], [], []
+        """Copy what cannot wait for ``before_update``."""
+        now, later = [], []
         for source, pieces in zip(self.sources, self._pieces, strict=True):
             if self._copies_on_its_own(source):
-                (by_device if source.is_updated_by_optimizer else now).append((source, pieces))
+                (self._by_device if source.is_updated_by_optimizer else now).append((source, pieces))
             elif source.stored.device.type == "cpu" and source.is_updated_by_optimizer:
                 later.append((source, pieces))
             else:
                 ((_, flat),) = host_copies([source])
                 for piece in pieces:
                     self._copy(piece, flat)
-        if now:
-            self._copy_on_device(now).wait()  # what forward changes: the device's next work waits
-        if by_device:
-            self._copy_on_device(by_device)
-        self._is_complete = not (later or by_device)
+        if self.transfers is not None:
+            self._begun = self.transfers.mark()
+        for transfer in self._copy_on_device(now):
+            transfer.wait()  # what forward changes: the device's next work waits
+        self._is_complete = not (later or self._by_device)
+
+    def start_copies(self) -> None:
+        """Start the copies that a device makes next to its other work; the thread that reads the snapshot calls it.
+
+        To queue a thousand copies takes a tenth of a second, and a thread that fills the device's queue waits in it:
+        neither should be the training's. At most two windows of copies are queued at a time.
+        """
+        try:
+            for _ in self._copy_on_device(self._by_device):
+                if len(self._started) > _WINDOWS:
+                    self._started[-_WINDOWS - 1].synchronize()
+        finally:
+            self._are_started.set()
 
     def _copies_on_its_own(self, source: Source) -> bool:
         return self.transfers is not None and source.stored.device.type == self.transfers.device.type
 
-    def _copy_on_device(self, chosen: Iterable[tuple[Source, list[_Piece]]]) -> Transfer:
-        assert self.transfers is not None
+    def _copy_on_device(self, chosen: Iterable[tuple[Source, list[_Piece]]]) -> Iterator[Transfer]:
+        """Start the copies of ``chosen`` window by window, and yield each window's transfer."""
+        pieces = [(source, piece) for source, pieces in chosen for piece in pieces]
+        for first in range(0, len(pieces), _WINDOW_PIECES):
+            window = pieces[first : first + _WINDOW_PIECES]
+            assert self.transfers is not None and self._begun is not None
+            transfer = self.transfers.copy_out(self._pairs(window), self._begun)
+            self._started.append(transfer)
+            for _, piece in window:
+                self._blocks[piece.block].copied.append(transfer)
+            yield transfer
 
-        def pairs() -> Iterator[tuple[Tensor, Tensor]]:
-            for source, pieces in chosen:
-                flat = source.flat()
-                for piece in pieces:
-                    piece.is_copied = True
-                    yield piece.place(self._memory(piece)), flat[piece.begin : piece.end]
-
-        transfer = self.transfers.copy_out(pairs())
-        self._started.append(transfer)
-        for _, pieces in chosen:
-            for piece in pieces:
-                self._blocks[piece.block].copied = transfer
-        return transfer
+    def _pairs(self, window: Iterable[tuple[Source, _Piece]]) -> Iterator[tuple[Tensor, Tensor]]:
+        for source, piece in window:
+            with self._lock:
+                target = piece.place(self._memory(piece))
+                piece.is_copied = True
+            yield target, source.flat()[piece.begin : piece.end]
 
     def _memory(self, piece: _Piece) -> Tensor:
         block = self._blocks[piece.block]
@@ -195,6 +214,8 @@ class Snapshot:
         """
         if self._is_complete:
             return
+        if self._by_device:
+            self._are_started.wait()
         for transfer in self._started:
             transfer.wait()
         with self._lock:
@@ -244,8 +265,8 @@ class Snapshot:
                 np.copyto(self._staging[: len(live)], live)
                 piece.is_copied = True
                 return torch.from_numpy(self._staging[: len(live)])
-        if block.copied is not None:
-            block.copied.synchronize()
+        for transfer in block.copied:
+            transfer.synchronize()
         assert block.memory is not None
         return piece.place(block.memory)
 
@@ -263,6 +284,7 @@ class Snapshot:
 
     def close(self) -> None:
         """Give all memory back; nothing may be read any more."""
+        self._are_started.set()
         for transfer in self._started:
             transfer.synchronize()  # a copy under way still writes to the memory
         with self._lock:

@@ -1,12 +1,14 @@
-"""A thread of low priority that writes one rank's part of a checkpoint, and the ranks' agreement on its outcome."""
+"""A thread that writes one rank's part of a checkpoint, and the ranks' agreement on its outcome."""
 
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from nxd_memopt.parallel_layers.coordination import share_texts
@@ -44,7 +46,6 @@ class Worker:
         atexit.register(self._at_exit)
 
     def _run(self) -> None:
-        _lower_priority()
         try:
             self._work(self)
         except Exception as error:
@@ -122,7 +123,23 @@ class Worker:
         self.end(STALL_S)
 
 
-def _lower_priority() -> None:
+@contextmanager
+def paused_garbage_collection() -> Iterator[None]:
+    """Collect no cyclic garbage meanwhile: what describes a checkpoint has thousands of small objects.
+
+    Making them would set off a collection of all objects of the program, which stops every thread for tenths of a
+    second.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def lower_priority() -> None:
     """Let the calling thread run where others leave a core idle; Linux has priorities of threads."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from nxd_memopt.checkpoint.markers import rank_file, report_failure, wait_for_ranks
-from nxd_memopt.checkpoint.worker import Worker
+from nxd_memopt.checkpoint.worker import Worker, lower_priority
 from nxd_memopt.memory.host_pool import HostPool
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.coordination import raise_together
@@ -52,6 +52,7 @@ class TagSave:
         self._worker = Worker(target, self._work, lambda text: report_failure(incomplete, self._rank, text))
 
     def _work(self, worker: Worker) -> None:
+        lower_priority()
         for name in list(self._states):
             worker.heartbeat()
             self._write(name, self._states.pop(name))  # each is freed when it has been written

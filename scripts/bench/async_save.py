@@ -132,6 +132,7 @@ class Measurement:
         self.others: list[float] = []
         self.during: list[list[float]] = []
         self.save_s: list[float] = []
+        self.begin_s: list[float] = []
         self.sync_s: list[float] = []
         self.expected: dict[str, Tensor] = {}
 
@@ -166,12 +167,20 @@ class Measurement:
     def _save_in_background(self, saver: BackgroundSaver) -> None:
         self._number += 1
         started = time.perf_counter()
-        steps = [self._training.timed(lambda: saver.save(self._number, self._training.state, {}), saver.poll)]
+
+        def begin() -> None:
+            saver.save(self._number, self._training.state, {})
+            self.begin_s.append(time.perf_counter() - started)
+
+        steps = [self._training.timed(begin, saver.poll)]
         while saver.is_busy:
             steps.append(self._training.timed(end=saver.poll))
         self.save_s.append(time.perf_counter() - started)
         self.during.append(steps)
-        print(f"save {self._number}: {self.save_s[-1]:.1f} s, steps {[round(step, 3) for step in steps]}", flush=True)
+        print(
+            f"save {self._number}: {self.save_s[-1]:.1f} s, begin {self.begin_s[-1]:.3f} s, steps {[round(step, 3) for step in steps]}",
+            flush=True,
+        )
 
     def _save_at_once(self) -> None:
         self._number += 1
@@ -211,6 +220,7 @@ class Measurement:
             "slowest_others_ms": round(max(self.others) * 1e3, 1),
             "median_ratio": round(statistics.median(during) / typical, 3),
             "slowest_ratio": round(max(during) / typical, 3),
+            "slowest_begin_ms": round(max(self.begin_s) * 1e3, 1),
             "save_s": round(statistics.mean(self.save_s), 2),
             "added_s": round(added, 3),
             "sync_save_s": sync_s,
