@@ -177,9 +177,9 @@ class Measurement:
             steps.append(self._training.timed(end=saver.poll))
         self.save_s.append(time.perf_counter() - started)
         self.during.append(steps)
+        times = [round(step, 3) for step in steps]
         print(
-            f"save {self._number}: {self.save_s[-1]:.1f} s, begin {self.begin_s[-1]:.3f} s, steps {[round(step, 3) for step in steps]}",
-            flush=True,
+            f"save {self._number}: {self.save_s[-1]:.1f} s, begin {self.begin_s[-1]:.3f} s, steps {times}", flush=True
         )
 
     def _save_at_once(self) -> None:
