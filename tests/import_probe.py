@@ -90,8 +90,12 @@ def use_the_core(folder: Path) -> dict[str, Any]:
     before = model.weight.detach().clone()
     model(torch.ones(2, 4)).square().sum().backward()
     AdamW(model.parameters(), lr=0.1).step()
-    checkpoint.save_training_state(folder / "state", 1, state={"model": model.state_dict()}, config={})
-    step, state = checkpoint.load_training_state(folder / "state", config={})
+    state = checkpoint.TrainingState(model)
+    checkpoint.save_training_state(folder / "state", 1, state=state, config={})
+    trained = model.weight.detach().clone()
+    torch.nn.init.zeros_(model.weight)
+    step = checkpoint.load_training_state(folder / "state", state=state, config={}).step
+    resumed = model.weight.detach().clone()
 
     hf, gguf = folder / "hf", folder / "gguf"
     hf.mkdir()
@@ -99,12 +103,11 @@ def use_the_core(folder: Path) -> dict[str, Any]:
     (gguf / "a.gguf").write_bytes(b"GGUF")
     (hf / "config.json").write_text('{"model_type": "llama"}')
     save_file({"weight": before}, hf / "model.safetensors")
-    trained = model.weight.detach().clone()
     checkpoint.load_pretrained(model, hf)
     export = folder / "export"
     return {
         "trained": not torch.equal(trained, before) and bool(trained.isfinite().all()),
-        "resumed": step == 1 and torch.equal(state["model"]["weight"], trained),
+        "resumed": step == 1 and torch.equal(resumed, trained),
         "loaded safetensors": torch.equal(model.weight, before),
         "load_config": error_of(lambda: checkpoint.load_config(hf)),
         "save_pretrained": error_of(lambda: checkpoint.save_pretrained(model, export)),

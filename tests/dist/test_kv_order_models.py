@@ -10,14 +10,21 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from nxd_memopt.checkpoint import load_pretrained, save_pretrained
-from nxd_memopt.checkpoint.training import load_training_state, save_training_state
+from nxd_memopt.checkpoint import (
+    TrainingState,
+    load_pretrained,
+    load_training_state,
+    save_pretrained,
+    save_training_state,
+)
 from nxd_memopt.config import ParallelConfig
 from nxd_memopt.models.llama import LlamaForCausalLM
 from nxd_memopt.modules import qkv_linear
+from nxd_memopt.optimizer import NeuronZero1Optimizer
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
 from nxd_memopt.parallel_layers.utils import shard_ranges
+from nxd_memopt.trainer import load_checkpoint, save_checkpoint
 from tests.dist.pool import SEED, distributed
 from tests.dist.test_models import TOLERANCE, check_against_hugging_face
 from tests.reference import (
@@ -120,19 +127,54 @@ def test_rank_files_of_another_order_are_refused(tmp_path):
         directory = tmp_path / f"{wrote} {resumes}"
         with laid_out_as(wrote):
             initialize(4)
-            model = parallel_model(llama_config())
-            save_training_state(directory, 3, state=model.state_dict(), config={})
+            save_checkpoint(directory, "tag", parallel_model(llama_config()).state_dict())
             parallel_state.destroy_model_parallel()
         with laid_out_as(resumes):
             initialize(4)
-            parallel_model(llama_config())
+            model = parallel_model(llama_config())
             if wrote == resumes:
-                assert load_training_state(directory, config={})[0] == 3
+                load_checkpoint(directory, "tag", model)
             else:
-                message = error_message(lambda at=directory: load_training_state(at, config={}))
+                message = error_message(lambda at=directory, model=model: load_checkpoint(at, "tag", model))
                 apart = (2, 1) if wrote == "trn1" else (1, 2)
                 assert_says(message, f"ranks {apart[0]} apart", f"{apart[1]} apart", "save_pretrained")
             parallel_state.destroy_model_parallel()
+
+
+@distributed(world_size=4)
+@pytest.mark.parametrize(("wrote", "resumes"), [("trn1", "trn2"), ("trn2", "trn1")])
+def test_training_checkpoints_do_not_depend_on_the_order(wrote, resumes, tmp_path):
+    """Parameters and, by a step after the resumption, optimizer states."""
+    exports = []
+
+    def train_and_export(model, optimizer, name):
+        model(**batch()).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        save_pretrained(model, tmp_path / name)
+        exports.append(load_file(tmp_path / name / "model.safetensors"))
+
+    def build(seed):
+        initialize(4)
+        torch.manual_seed(seed)
+        model = parallel_model(llama_config())
+        return model, NeuronZero1Optimizer(model.parameters(), torch.optim.AdamW, lr=0.01)
+
+    with laid_out_as(wrote):
+        model, optimizer = build(1)
+        train_and_export(model, optimizer, "first")
+        save_training_state(tmp_path / "run", 1, state=TrainingState(model, optimizer), config={})
+        train_and_export(model, optimizer, "straight")
+        parallel_state.destroy_model_parallel()
+    with laid_out_as(resumes):
+        model, optimizer = build(2)
+        load_training_state(tmp_path / "run", state=TrainingState(model, optimizer), config={})
+        save_pretrained(model, tmp_path / "loaded")
+        first, loaded = exports[0], load_file(tmp_path / "loaded" / "model.safetensors")
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in first.items())
+        train_and_export(model, optimizer, "resumed")
+    for name, tensor in exports[1].items():
+        assert relative_error(exports[2][name], tensor) < TOLERANCE, name
 
 
 @pytest.mark.parametrize("rank", [0, 9, 31])
