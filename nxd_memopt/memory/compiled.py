@@ -126,7 +126,9 @@ def _arrived(spans: dict[int, tuple[int, int]], index: int, grad: Tensor) -> Ten
     if index in spans:  # the first gradient of another backward pass
         spans.clear()
     first = grad.data_ptr()
-    last = first + grad.element_size() * (1 + sum((n - 1) * stride for n, stride in zip(grad.shape, grad.stride())))
+    last = first + grad.element_size() * (
+        1 + sum((n - 1) * stride for n, stride in zip(grad.shape, grad.stride(), strict=True))
+    )
     is_shared = any(first < other_last and other_first < last for other_first, other_last in spans.values())
     spans[index] = (first, last)
     return grad.clone() if is_shared else None
