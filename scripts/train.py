@@ -32,7 +32,7 @@ with user_errors():  # the backend is chosen at import, and may refuse
     from train_config import TrainConfig
     from train_data import open_documents
     from train_evaluate import held_out_loss, held_out_loss_by_transformers
-    from train_model import build_model, load_hf_config, load_vocabulary, require_recordable
+    from train_model import build_model, load_hf_config, load_vocabulary, require_executable
     from train_optimizer import AdamW, learning_rate, trainable_parameters
     from train_ranks import (
         is_extracting_graphs,
@@ -55,6 +55,7 @@ with user_errors():  # the backend is chosen at import, and may refuse
     )
 
 
+COMPILED_LAYERS = "kernels are the compiler's, collectives run between them; a new batch shape compiles again"
 EXTRACTED = 2  # steps, and micro-batches in each: the first is a graph of its own, the second is like all others
 
 
@@ -72,8 +73,7 @@ def run(config: TrainConfig) -> None:
     require_writable(config.trainer.output_dir)
     summary = start_summary(config)
     hf_config = load_hf_config(config.model)
-    if config.trainer.enable_cuda_graph:
-        require_recordable(hf_config)
+    require_executable(config, hf_config)
     vocabulary = load_vocabulary(config.model, hf_config)
     fingerprint = prepare_data(config, vocabulary)
     model = build_model(config, hf_config)
@@ -113,6 +113,8 @@ def open_reporter(config: TrainConfig, first_step: int, notes: list[str]) -> Rep
     reporter = Reporter(config.trainer, enabled=is_rank_zero(), first_step=first_step)
     tensor, data = parallel_state.get_tensor_model_parallel_size(), parallel_state.get_data_parallel_size()
     reporter.say(f"backend {backend.name} ({BACKEND_REASON}); tensor-parallel {tensor} x data-parallel {data}")
+    if config.trainer.compile:
+        reporter.say(f"compile {config.trainer.compile}: {COMPILED_LAYERS}")
     if first_step:
         reporter.say(f"resuming after step {first_step}")
     for note in notes:

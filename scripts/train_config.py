@@ -10,6 +10,7 @@ from nxd_memopt.config import MemoryConfig, ParallelConfig, require_divisible, r
 
 DTYPES = ("float32", "bfloat16")
 LR_SCHEDULES = ("cosine", "linear")
+COMPILE = (None, "layer")
 
 
 def _require_at_least(name: str, value: float, minimum: float) -> None:
@@ -159,6 +160,10 @@ class TrainerConfig:
         single_process_summary: ``summary.json`` of a run on one process, whose peak memory is shown for comparison.
         enable_cuda_graph: run forward and backward of a micro-batch as one CUDA graph, on NVIDIA GPUs: the host then
             keeps up where a rank's share of the work is small. Needs dropout 0.
+        compile: ``layer`` compiles each decoder layer with torch.compile, as one graph of static shapes: the first step
+            takes longer, later ones have fewer kernels. Inside a layer the compiler's kernels and collectives take the
+            place of this library's (docs/gpus.md). Refused on backend xla, which compiles whole steps already, and with
+            dropout of which each tensor-parallel rank draws its own.
         distributed_timeout_minutes: how long a rank waits for the others in a collective.
     """
 
@@ -175,6 +180,7 @@ class TrainerConfig:
     verify_export: bool = False
     single_process_summary: str | None = None
     enable_cuda_graph: bool = False
+    compile: Literal["layer"] | None = None
     distributed_timeout_minutes: int = 30
 
     def __post_init__(self) -> None:
@@ -182,6 +188,7 @@ class TrainerConfig:
             _require_at_least(f"trainer.{name}", getattr(self, name), 0)
         for name in ("keep_checkpoints", "log_every_n_steps", "distributed_timeout_minutes"):
             _require_at_least(f"trainer.{name}", getattr(self, name), 1)
+        require_one_of("trainer.compile", self.compile, COMPILE)
         if self.verify_export and not self.export:
             raise ValueError("trainer.verify_export needs trainer.export: turn export on or verify_export off")
 
@@ -235,6 +242,11 @@ class TrainConfig:
                 f"trainer.enable_cuda_graph is true and memory.cpu_offloading_num_layers is "
                 f"{self.memory.cpu_offloading_num_layers}: the host steers offloading between kernels, and a graph has "
                 "no host in it: set the first to false or the second to 0"
+            )
+        if self.trainer.enable_cuda_graph and self.trainer.compile:
+            raise ValueError(
+                f"trainer.enable_cuda_graph is true and trainer.compile is {self.trainer.compile!r}: compiled layers "
+                "have not been recorded as a CUDA graph; set the first to false or the second to null"
             )
         if self.trainer.verify_export and not self.data.eval_sequences:
             raise ValueError("trainer.verify_export compares held-out losses: set data.eval_sequences above 0")

@@ -12,7 +12,9 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 from nxd_memopt.backends import backend
 from nxd_memopt.checkpoint import load_config, load_pretrained
 from nxd_memopt.checkpoint.files import find_gguf
+from nxd_memopt.memory import apply_memory
 from nxd_memopt.models import model_class, require_supported
+from nxd_memopt.modules.causal_lm import ParallelCausalLM
 from nxd_memopt.parallel_layers.utils import move_model_to_device
 from train_config import ModelConfig, TrainConfig
 from train_tokens import Vocabulary
@@ -35,6 +37,15 @@ def load_hf_config(config: ModelConfig) -> PretrainedConfig:
     require_supported(hf_config.model_type)
     hf_config.update({name: value for name, value in overrides.items() if name != "model_type"})
     return hf_config
+
+
+def require_executable(config: TrainConfig, hf_config: PretrainedConfig) -> None:
+    """Raise ``ValueError`` where the backend cannot run a step as ``trainer`` says, before the model is built."""
+    if config.trainer.enable_cuda_graph:
+        require_recordable(hf_config)
+    refusal = backend.compile_refusal() if config.trainer.compile else None
+    if refusal is not None:
+        raise ValueError(f"trainer.compile {config.trainer.compile!r} {refusal}; or set it to null")
 
 
 def require_recordable(hf_config: PretrainedConfig) -> None:
@@ -83,7 +94,7 @@ def build_model(config: TrainConfig, hf_config: PretrainedConfig) -> nn.Module:
     On XLA it is built on the host first: drawn or loaded there, slice by slice, it would become a graph of its own.
     """
     on_host = backend.name == "xla" and config.parallel.use_cpu_initialization
-    model = model_class(hf_config.model_type)(
+    model: ParallelCausalLM = model_class(hf_config.model_type)(
         hf_config,
         parallel=config.parallel,
         memory=config.memory,
@@ -94,5 +105,9 @@ def build_model(config: TrainConfig, hf_config: PretrainedConfig) -> nn.Module:
         load_pretrained(model, config.model.pretrained)
     if on_host:
         move_model_to_device(model, backend.device)
+    if config.trainer.compile:
+        # The model's constructor has applied the memory techniques. They are applied again together with compilation,
+        # which has its place between them (memory.apply).
+        apply_memory(model, config.memory, compile=config.trainer.compile)
     backend.mark_step()
     return model

@@ -53,6 +53,7 @@ def write_config(directory: Path, **sections: Mapping[str, Any]) -> Path:
     byte_tokenizer().save_pretrained(directory / "tokenizer")
     base: dict[str, dict[str, Any]] = {
         "model": {"tokenizer": str(directory / "tokenizer"), "config_overrides": LLAMA},
+        "memory": {},
         "parallel": {},
         "data": {
             "dataset": write_jsonl(directory / "lines.jsonl", LINES),

@@ -301,5 +301,14 @@ class Backend(ABC):
         ``context_fn`` returns one context manager for the forward pass and one for the recomputation.
         """
 
+    def compile_refusal(self) -> str | None:
+        """Why ``compile`` would not compile anything here; ``None``: it does."""
+        return None
+
     @abstractmethod
-    def compile(self, function: Callable[..., Any]) -> Callable[..., Any]: ...
+    def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function`` as one graph of static shapes.
+
+        Each combination of input shapes, and of gradients being recorded or not, is compiled at its first call. What
+        one graph cannot hold is an error of torch's at that call; nothing runs eagerly in its place.
+        """

@@ -147,5 +147,14 @@ class C10dBackend(Backend):
             kwargs["context_fn"] = context_fn  # left out otherwise: dynamo would refuse to follow it
         return checkpoint(function, *args, use_reentrant=False, **kwargs)
 
+    def compile_refusal(self) -> str | None:
+        import torch._dynamo  # takes a second: only where something is compiled
+
+        # torch.compile would return the function itself, without a word
+        if torch._dynamo.config.disable or os.environ.get("TORCHDYNAMO_DISABLE") == "1":
+            return "needs torch.compile, which TORCH_COMPILE_DISABLE or TORCHDYNAMO_DISABLE turns off: unset it"
+        return None
+
     def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return torch.compile(function)
+        """By torch's default compiler, Inductor."""
+        return torch.compile(function, fullgraph=True, dynamic=False)

@@ -182,7 +182,7 @@ class NeuronBackend(C10dBackend):
 
     def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """TorchNeuron compiles static shapes alone: another shape is another compilation, never a dynamic one."""
-        return torch.compile(function, backend="neuron", dynamic=False)
+        return torch.compile(function, backend="neuron", fullgraph=True, dynamic=False)
 
 
 def _is_integer(tensor: Tensor) -> bool:

@@ -273,6 +273,9 @@ class XlaBackend(C10dBackend):
         self.check_recompute()
         return barrier_checkpoint(self, function, *args, context_fn=context_fn, **kwargs)
 
+    def compile_refusal(self) -> str | None:
+        return "is not for the backend xla, which records and compiles each step already"
+
     def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """``function`` itself: the whole step is recorded and compiled already."""
         return function

@@ -1,7 +1,8 @@
 """Owns techniques that are applied from outside: to a model, or to its pass."""
 
 from nxd_memopt.memory.apply import apply_memory
+from nxd_memopt.memory.compiled import is_compiled
 from nxd_memopt.memory.graphed import GraphedLoss
 from nxd_memopt.memory.recompute import apply_recompute, is_recomputed
 
-__all__ = ["GraphedLoss", "apply_memory", "apply_recompute", "is_recomputed"]
+__all__ = ["GraphedLoss", "apply_memory", "apply_recompute", "is_compiled", "is_recomputed"]

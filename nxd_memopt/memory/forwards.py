@@ -10,9 +10,13 @@ from torch import nn
 
 Forward = Callable[..., Any]
 Wrapper = Callable[[Forward], Forward]
-Technique = Literal["recompute", "offload"]
+Technique = Literal["recompute", "compile", "offload"]
 
-_INNER_FIRST: tuple[Technique, ...] = ("recompute", "offload")  # what is offloaded is what a recomputed layer keeps
+# Recompute is inside the compiled graph: the compiler then fuses the recomputation into backward, and leaves out what
+# backward does not need, such as a layer's last matmul and its reduction. (A checkpoint around a compiled forward would
+# run all of it again.) Offloading is outside: its hooks are Python code, which no graph can hold, and they receive what
+# the compiled layer keeps for backward.
+_INNER_FIRST: tuple[Technique, ...] = ("recompute", "compile", "offload")
 _STATE = "_wrapped_forward"
 
 
@@ -25,7 +29,7 @@ def wrap_forward(module: nn.Module, technique: Technique, wrapper: Wrapper) -> N
 
 
 def unwrap_forward(module: nn.Module, technique: Technique) -> None:
-    """Undo ``wrap_forward``, if it was done; the other technique stays."""
+    """Undo ``wrap_forward``, if it was done; the other techniques stay."""
     wrappers = dict(_wrappers(module))
     if wrappers.pop(technique, None) is not None:
         _set(module, wrappers)

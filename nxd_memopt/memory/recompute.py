@@ -47,7 +47,23 @@ def checkpoint(function: Callable[..., Any], *args: Any, keep_core_attn: bool = 
     return backend.checkpoint(_under_function_modes(function), *args, context_fn=contexts, **kwargs)
 
 
-_CHECKPOINTED = functools.partial(functools.partial, checkpoint)
+class _Checkpointed:
+    """A module's forward, to be run under ``checkpoint``."""
+
+    def __init__(self, forward: Forward) -> None:
+        self.forward = forward
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(self.forward, *args, **kwargs)
+
+
+def _checkpointed(forward: Forward) -> Forward:
+    """Return ``forward`` under ``checkpoint``, as a bound method.
+
+    torch.compile guards on a replaced forward by identity, on a bound method by the identity of its function. With
+    partials each layer would be a graph of its own, and the ninth an error (``torch._dynamo.config.recompile_limit``).
+    """
+    return _Checkpointed(forward).run
 
 
 def _under_function_modes(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -85,19 +101,24 @@ def apply_recompute(model: Recomputable, memory: MemoryConfig) -> None:
         _warn_if_useless(named, memory)
         for name in memory.recompute_modules or ():
             for module in named[name]:
-                wrap_forward(module, "recompute", _CHECKPOINTED)
+                wrap_forward(module, "recompute", _checkpointed)
 
 
 def recompute_module(module: nn.Module) -> None:
     """Let one module run under ``checkpoint``; calling it again changes nothing."""
     backend.check_recompute()
     if not is_recomputed(module):
-        wrap_forward(module, "recompute", _CHECKPOINTED)
+        wrap_forward(module, "recompute", _checkpointed)
 
 
 def is_recomputed(module: nn.Module) -> bool:
     """Whether ``module`` by itself runs under ``checkpoint``."""
     return is_wrapped(module, "recompute")
+
+
+def is_passed_over(layer: nn.Module) -> bool:
+    """Whether ``layer`` returns its input, because the first layer of its recomputed chunk runs it."""
+    return layer.__dict__.get("forward") is _pass_on
 
 
 def remove_recompute(model: Recomputable) -> None:

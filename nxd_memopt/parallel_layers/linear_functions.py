@@ -79,7 +79,13 @@ class ColumnParallel(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: ColumnCommunication, *parameters: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, x: Tensor, comm: ColumnCommunication, weight: Tensor, *others: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        # The first tensor has a name of its own. Without gradients, dynamo (torch 2.9 to 2.13,
+        # AutogradFunctionVariable.call_apply) leaves ctx out where the arguments are as many as the parameters: with
+        # ``*parameters`` alone that was the case for one weight and its bias. Pairs after a named one never are.
+        parameters = (weight, *others)
         weights, biases = cast("tuple[Tensor, ...]", parameters[0::2]), parameters[1::2]
         ctx.comm = comm
         ctx.save_for_backward(x, *weights)
@@ -168,7 +174,8 @@ class RowParallel(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, comm: Communication, handle: Held | None, *factors: Tensor) -> Tensor:
+    def forward(ctx: Any, comm: Communication, handle: Held | None, x: Tensor, *others: Tensor) -> Tensor:
+        factors = (x, *others)  # x has a name of its own for the reason given in ColumnParallel.forward
         inputs, weights = factors[0::2], factors[1::2]
         ctx.comm = comm
         bind(ctx, handle, *factors)

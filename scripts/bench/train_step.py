@@ -46,7 +46,7 @@ from transformers import GPTNeoXConfig, LlamaConfig
 
 from nxd_memopt.backends import backend
 from nxd_memopt.config import MemoryConfig, ParallelConfig
-from nxd_memopt.memory import GraphedLoss
+from nxd_memopt.memory import GraphedLoss, apply_memory
 from nxd_memopt.models import model_class
 from nxd_memopt.modules.causal_lm import ParallelCausalLM
 from nxd_memopt.optimizer import AdamW, OptimizerInBackward
@@ -97,10 +97,9 @@ def build_ours(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFuncti
 
 
 def build_ours_compiled(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction]:
-    """The same with each layer compiled."""
+    """The same with each layer compiled, as ``trainer.compile: layer`` does."""
     model, loss_of = build_ours(config, memory)
-    for layer in cast(ParallelCausalLM, model).decoder_layers():
-        layer.compile()
+    apply_memory(cast(ParallelCausalLM, model), memory, compile="layer")
     return model, loss_of
 
 

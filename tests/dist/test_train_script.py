@@ -166,6 +166,61 @@ def test_gpt_neox_in_bfloat16_with_recompute(tmp_path: Path) -> None:
     assert result["transformers_difference"] < 0.02  # bf16 keeps 8 bits
 
 
+RECOMPUTE = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["norm", "mlp"]},
+    "full": {"recompute_granularity": "full"},
+}
+NEOX = {name: value for name, value in LLAMA.items() if name != "num_key_value_heads"} | {"model_type": "gpt_neox"}
+SHORT = {"max_steps": 4, "export": False}
+
+
+@pytest.fixture(scope="module", params=[LLAMA, NEOX], ids=["llama", "gpt_neox"])
+def eager(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, object], Path]:
+    """Configuration values, and the output directory of a run on two ranks with eager layers."""
+    directory = tmp_path_factory.mktemp("eager")
+    model = {"config_overrides": request.param}
+    succeed(train(write_config(directory, model=model, parallel=TENSOR_AND_SEQUENCE, trainer=SHORT), ranks=2))
+    return model, directory / "run"
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+def test_compiled_layers_have_the_losses_of_eager_ones(
+    eager: tuple[dict[str, object], Path], tmp_path: Path, recompute: str
+) -> None:
+    """With accumulation, clipping, evaluation; resumed, after the third step, by a run with eager layers."""
+    model, expected = eager
+    sections = {"model": model, "parallel": TENSOR_AND_SEQUENCE, "memory": RECOMPUTE[recompute]}
+    trainer = SHORT | {"compile": "layer", "max_steps": 3}
+    config = write_config(tmp_path, **sections, trainer=trainer, optimizer={"decay_steps": 4})
+    compiled = train(config, ranks=2)
+    succeed(compiled)
+    assert "compile layer: kernels are the compiler's" in compiled.stdout
+    if recompute == "full":
+        config = write_config(tmp_path, **sections, trainer=SHORT, optimizer={"decay_steps": 4})
+        succeed(train(config, ranks=2))
+    found = rows(tmp_path / "run")
+    assert len(found) == (4 if recompute == "full" else 3)
+    for row, other in zip(found, rows(expected), strict=False):
+        assert row["loss"] == pytest.approx(other["loss"], rel=1e-5)  # fp32, other orders of sums
+        assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "model", "message"),
+    [
+        ({"compile": "layers"}, {}, "did you mean 'layer'"),
+        ({"compile": "layer", "enable_cuda_graph": True}, {}, "set the first to false or the second to null"),
+        ({"compile": "layer"}, {"config_overrides": LLAMA | {"attention_dropout": 0.1}}, "or compile to null"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused(
+    tmp_path: Path, trainer: dict[str, object], model: dict[str, object], message: str
+) -> None:
+    config = write_config(tmp_path, trainer=trainer, model=model, parallel=TENSOR_AND_SEQUENCE)
+    require_user_error(train(config, ranks=2), message)
+
+
 def test_pretrained_directory_is_loaded(reference: Path, tmp_path: Path) -> None:
     model = {"pretrained": str(reference / "export"), "tokenizer": None, "config_overrides": {}}
     config = write_config(tmp_path, model=model, trainer={"max_steps": 0})
