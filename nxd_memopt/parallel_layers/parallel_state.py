@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends import backend
+from nxd_memopt.parallel_layers.gradient_ledger import GradientLedger
 
 RankGroups = list[list[int]]
 Group = Any
@@ -42,6 +43,7 @@ class _State:
 
 
 _STATE = _State()
+gradient_ledger = GradientLedger()
 _SINGLE_PROCESS = _Axis(rank_groups=[[0]], ranks=[0], group=None)
 
 
