@@ -2,6 +2,6 @@
 
 from nxd_memopt.memory.apply import apply_memory
 from nxd_memopt.memory.graphed import GraphedLoss
-from nxd_memopt.memory.recompute import apply_recompute, is_recomputed
+from nxd_memopt.memory.recompute import apply_recompute, checkpoint, is_recomputed
 
-__all__ = ["GraphedLoss", "apply_memory", "apply_recompute", "is_recomputed"]
+__all__ = ["GraphedLoss", "apply_memory", "apply_recompute", "checkpoint", "is_recomputed"]

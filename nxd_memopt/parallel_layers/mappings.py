@@ -8,6 +8,8 @@ T ranks, ``s = S/T``.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -18,8 +20,9 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends import backend
+from nxd_memopt.backends.base import ContextPair
 from nxd_memopt.config import require_divisible
-from nxd_memopt.ops.autograd import as_contiguous, as_dtype
+from nxd_memopt.ops.autograd import ReusableContext, as_contiguous, as_dtype
 from nxd_memopt.parallel_layers import parallel_state
 
 
@@ -68,6 +71,25 @@ def _split_along_first_dim(tensor: Tensor, process_group: ProcessGroup | None = 
 def _gather_along_first_dim(tensor: Tensor, process_group: ProcessGroup | None = None) -> Tensor:
     """NxD's name, which its GPT-NeoX example imports, for ``gather_along_dim`` of dimension 0."""
     return gather_along_dim(tensor, 0, resolve_group(process_group))
+
+
+@contextmanager
+def _functional_mappings() -> Iterator[None]:
+    ledger = parallel_state.gradient_ledger
+    before, ledger.functional_mappings = ledger.functional_mappings, True
+    try:
+        yield
+    finally:
+        ledger.functional_mappings = before
+
+
+def functional_contexts() -> ContextPair:
+    """Contexts for a region's forward pass and its recomputation, in which mappings write to no input.
+
+    The second pass would sum again what the first one wrote to. And where the forward pass of a region runs without
+    gradients, on XLA, all of its activations would be written to, but none of them in the recomputation.
+    """
+    return ReusableContext(_functional_mappings), ReusableContext(_functional_mappings)
 
 
 # Autograd functions
