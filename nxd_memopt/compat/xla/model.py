@@ -106,8 +106,8 @@ def reduce_gradients(
 ) -> None:
     """Sum, in place, the gradients of ``optimizer`` over ``groups`` (default the world), divided by the world's size.
 
-    torch_xla divides by the size of the world also where ``groups`` are smaller: with T tensor-parallel ranks the result
-    over data-parallel groups is the mean divided by T. A script that runs on both gives the same numbers.
+    torch_xla divides by the size of the world also where ``groups`` are smaller: over data-parallel groups, with T
+    tensor-parallel ranks, the result is the mean divided by T. A script gives the same numbers on both.
     """
     size = world_size()
     params = [param for group in optimizer.param_groups for param in group["params"]]
