@@ -244,14 +244,13 @@ class Backend(ABC):
         *args: Any,
         context_fn: Callable[[], ContextPair] | None = None,
         determinism_check: str = "default",
-        debug: bool = False,
         early_stop: bool = True,
         **kwargs: Any,
     ) -> Any:
         """Run ``function``, keep only its inputs, and run it again in backward with the same random numbers.
 
         ``context_fn`` returns one context manager for the forward pass and one for the recomputation. The other options
-        are those of ``torch.utils.checkpoint.checkpoint``; one that the device has no equal of is a ``ValueError``.
+        are those of ``torch.utils.checkpoint.checkpoint``.
         """
 
     @abstractmethod

@@ -142,7 +142,6 @@ class C10dBackend(Backend):
         *args: Any,
         context_fn: Callable[[], ContextPair] | None = None,
         determinism_check: str = "default",
-        debug: bool = False,
         early_stop: bool = True,
         **kwargs: Any,
     ) -> Any:
@@ -151,8 +150,6 @@ class C10dBackend(Backend):
             kwargs["context_fn"] = context_fn
         if determinism_check != "default":
             kwargs["determinism_check"] = determinism_check
-        if debug:
-            kwargs["debug"] = debug
         if not early_stop:
             kwargs["early_stop"] = early_stop
         return checkpoint(function, *args, use_reentrant=False, **kwargs)

@@ -241,14 +241,11 @@ class XlaBackend(C10dBackend):
         *args: Any,
         context_fn: Callable[[], ContextPair] | None = None,
         determinism_check: str = "default",
-        debug: bool = False,
         early_stop: bool = True,
         **kwargs: Any,
     ) -> Any:
-        """As ``Backend.checkpoint``, without ``debug``; the determinism check is of the results' shapes alone."""
+        """As ``Backend.checkpoint``; the determinism check is of the results' shapes alone."""
         del determinism_check, early_stop  # the whole function runs again
-        if debug:
-            raise ValueError("checkpoint(debug=True) lists operators as they run, and XLA runs a graph: leave it out")
         self.check_recompute()
         return barrier_checkpoint(self, function, *args, context_fn=context_fn, **kwargs)
 

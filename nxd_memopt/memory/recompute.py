@@ -62,16 +62,18 @@ def checkpoint(
         context_fn: returns a context manager for the forward pass and one for the recomputation.
         determinism_check: ``"default"`` or ``"none"``: compare the recomputed tensors' shapes and dtypes with the
             first ones'. On XLA, those of the results.
-        debug: name the operators of both passes in errors; not on XLA.
+        debug: False. torch's own function names the operators of both passes in errors, on CPU and CUDA.
         early_stop: stop the recomputation when all saved tensors are there; on XLA it runs to its end.
 
     Raises:
-        ValueError: an option has another value, or the device has no equal of it. On XLA also when the compiler's flags
-            would undo the recomputation (they must say ``-O1``).
+        ValueError: an option has another value; on XLA also when the compiler's flags would undo the recomputation:
+            they must say ``-O1``.
     """
     del use_reentrant, preserve_rng_state
     if determinism_check not in _DETERMINISM_CHECKS:
         raise ValueError(f"determinism_check must be one of {list(_DETERMINISM_CHECKS)}, got {determinism_check!r}")
+    if debug:
+        raise ValueError("debug=True is not offered here: leave it out, or use torch.utils.checkpoint on CPU and CUDA")
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     return backend.checkpoint(
@@ -79,7 +81,6 @@ def checkpoint(
         *args,
         context_fn=_contexts(context_fn, keep_core_attn=keep_core_attn),
         determinism_check=determinism_check,
-        debug=debug,
         early_stop=early_stop,
         **kwargs,
     )
