@@ -90,7 +90,7 @@ def require_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> No
     ],
 )
 def test_twelve_layers_are_one_graph(name, setting, calls):
-    """Replaced forwards that torch.compile guards on by identity would make one graph a layer, and an error at the 9th."""
+    """Replaced forwards that are guarded on by identity would make one graph a layer, and an error at the ninth."""
     memory, graphs = GRAPHS[setting]
     model = parallel_model(CONFIGS[name](num_hidden_layers=LAYERS), **memory)
     expected = gradients(model)
@@ -185,7 +185,7 @@ def test_recompute_is_inside_the_graph(name, calls):
     ids=["llama", "gpt_neox", "gpt_neox full"],
 )
 def test_no_two_gradients_share_memory(name, recompute):
-    """Inductor itself: it returns one buffer for GPT-NeoX's two equal bias gradients; the second pass added to it twice."""
+    """Inductor returns one buffer for GPT-NeoX's two equal bias gradients; the second pass would add to it twice."""
     torch._dynamo.reset()
     config = CONFIGS[name]()
     full = full_parameters(hugging_face(config))

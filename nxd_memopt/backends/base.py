@@ -294,11 +294,14 @@ class Backend(ABC):
         function: Callable[..., Any],
         *args: Any,
         context_fn: Callable[[], ContextPair] | None = None,
+        determinism_check: str = "default",
+        early_stop: bool = True,
         **kwargs: Any,
     ) -> Any:
         """Run ``function``, keep only its inputs, and run it again in backward with the same random numbers.
 
-        ``context_fn`` returns one context manager for the forward pass and one for the recomputation.
+        ``context_fn`` returns one context manager for the forward pass and one for the recomputation. The other options
+        are those of ``torch.utils.checkpoint.checkpoint``.
         """
 
     def compile_refusal(self) -> str | None:

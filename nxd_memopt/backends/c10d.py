@@ -141,10 +141,17 @@ class C10dBackend(Backend):
         function: Callable[..., Any],
         *args: Any,
         context_fn: Callable[[], ContextPair] | None = None,
+        determinism_check: str = "default",
+        early_stop: bool = True,
         **kwargs: Any,
     ) -> Any:
+        # options at their defaults are left out: dynamo would refuse to follow them
         if context_fn is not None:
-            kwargs["context_fn"] = context_fn  # left out otherwise: dynamo would refuse to follow it
+            kwargs["context_fn"] = context_fn
+        if determinism_check != "default":
+            kwargs["determinism_check"] = determinism_check
+        if not early_stop:
+            kwargs["early_stop"] = early_stop
         return checkpoint(function, *args, use_reentrant=False, **kwargs)
 
     def compile_refusal(self) -> str | None:

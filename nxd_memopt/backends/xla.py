@@ -268,8 +268,12 @@ class XlaBackend(C10dBackend):
         function: Callable[..., Any],
         *args: Any,
         context_fn: Callable[[], ContextPair] | None = None,
+        determinism_check: str = "default",
+        early_stop: bool = True,
         **kwargs: Any,
     ) -> Any:
+        """As ``Backend.checkpoint``; the determinism check is of the results' shapes alone."""
+        del determinism_check, early_stop  # the whole function runs again
         self.check_recompute()
         return barrier_checkpoint(self, function, *args, context_fn=context_fn, **kwargs)
 

@@ -1,7 +1,8 @@
 """Owns running neuronx-distributed's scripts unchanged: importing this package aliases ``neuronx_distributed``.
 
 ``python -m nxd_memopt.compat script.py ...`` does so before it runs the script. Where torch_xla is not installed, the
-part of it that such scripts use is stood in for: see ``xla``.
+part of it that such scripts use is stood in for: see ``xla``. Where torch_xla is used, ``torch.utils.checkpoint`` is
+``nxd_memopt.memory.checkpoint``: see ``torch_checkpoint``.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import sys
 from importlib.machinery import PathFinder
 
 from nxd_memopt.backends import backend
-from nxd_memopt.compat import xla
+from nxd_memopt.compat import torch_checkpoint, xla
 from nxd_memopt.compat.alias import Table, install_alias
 from nxd_memopt.compat.names import NAMES
 
@@ -20,7 +21,8 @@ __all__ = ["install"]
 def install() -> None:
     """Alias ``neuronx_distributed``, and ``torch_xla`` unless it carries the backend; a second call does nothing.
 
-    Installed packages of these names are left aside, with one line of notice each.
+    Installed packages of these names are left aside, with one line of notice each. On XLA
+    ``torch.utils.checkpoint.checkpoint`` is replaced.
 
     Raises:
         RuntimeError: when one of the real packages was imported before.
@@ -29,6 +31,8 @@ def install() -> None:
     if backend.name != "xla" and _alias("torch_xla", xla.NAMES):
         xla.device.install()
         xla.process_group.install()
+    if backend.name == "xla":
+        torch_checkpoint.install()
 
 
 def _alias(root: str, names: Table) -> bool:

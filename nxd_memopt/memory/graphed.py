@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nxd_memopt.backends import Capture, backend
+from nxd_memopt.parallel_layers.gradient_ledger import forget_sum, move_sum
 from nxd_memopt.parallel_layers.random import get_rng_tracker
 
 WARM_UP_CALLS = 2  # run as they are: kernels are compiled and chosen, and memory between ranks is mapped
@@ -220,6 +221,8 @@ class GraphedLoss:
         reached = [(parameter, grad) for parameter, grad, is_reached in places if is_reached and grad is not None]
         torch.autograd.graph.increment_version([grad for _, grad in reached])  # a replay writes behind autograd's back
         for parameter, grad in reached:
+            if parameter.grad is None:
+                forget_sum(grad)  # the replay overwrote what an earlier step summed
             parameter.grad = grad
         for parameter, _ in reached:
             for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
@@ -238,6 +241,7 @@ class GraphedLoss:
                 grad.zero_()
             else:
                 grad.copy_(parameter.grad)
+                move_sum(parameter.grad, grad)
             parameter.grad = grad
 
 

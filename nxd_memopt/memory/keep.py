@@ -15,6 +15,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from nxd_memopt.backends.base import ContextPair
+from nxd_memopt.ops.autograd import ReusableContext
 from nxd_memopt.ops.cuda.attention import FLASH4_OPERATOR
 
 KEEPABLE_ATTENTION = ("sdpa", "flash4", "cudnn", "flash", "efficient")
@@ -43,7 +44,9 @@ keeping_contexts: Callable[[], ContextPair] = functools.partial(create_selective
 def both_contexts(first: Callable[[], ContextPair], second: Callable[[], ContextPair]) -> ContextPair:
     """The contexts of ``first``, with those of ``second`` inside them."""
     (first_forward, first_again), (second_forward, second_again) = first(), second()
-    return _nested(first_forward, second_forward), _nested(first_again, second_again)
+    forward = functools.partial(_nested, first_forward, second_forward)
+    again = functools.partial(_nested, first_again, second_again)
+    return ReusableContext(forward), ReusableContext(again)
 
 
 @contextmanager

@@ -12,10 +12,12 @@ import torch
 from torch import nn, overrides
 
 from nxd_memopt.backends import backend
+from nxd_memopt.backends.base import ContextPair
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.memory.forwards import Forward, is_wrapped, unwrap_forward, wrap_forward
 from nxd_memopt.memory.keep import KEEPABLE_ATTENTION, both_contexts, keeping_contexts
 from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.parallel_layers.mappings import functional_contexts
 from nxd_memopt.parallel_layers.random import replay_contexts
 
 
@@ -31,20 +33,77 @@ class Recomputable(Protocol):
         ...
 
 
-def checkpoint(function: Callable[..., Any], *args: Any, keep_core_attn: bool = False, **kwargs: Any) -> Any:
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    keep_core_attn: bool = False,
+    use_reentrant: bool | None = None,
+    preserve_rng_state: bool = True,
+    context_fn: Callable[[], ContextPair] | None = None,
+    determinism_check: str = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    **kwargs: Any,
+) -> Any:
     """Run ``function`` keeping only its inputs; backward runs it again with the same random numbers, in all streams.
 
-    The result and its gradients equal those without recomputation bit for bit on a deterministic device.
+    It takes the arguments of ``torch.utils.checkpoint.checkpoint``, on every backend. On XLA, where torch's function
+    fails, optimization barriers separate the recomputation from the forward pass, which the compiler would otherwise
+    merge it with. The result and its gradients equal those without recomputation bit for bit on a deterministic
+    device.
 
     Args:
+        function: called with ``args`` and ``kwargs``; on XLA it returns tensors in lists, tuples and dicts, and tensors
+            with a history that it computes with are among its arguments.
         keep_core_attn: keep what fused attention kernels return, so that they do not run again.
+        use_reentrant: accepted for compatibility: one implementation serves both, with keyword arguments, nested
+            results and inputs that require no gradient.
+        preserve_rng_state: accepted for compatibility: random numbers are always the same.
+        context_fn: returns a context manager for the forward pass and one for the recomputation.
+        determinism_check: ``"default"`` or ``"none"``: compare the recomputed tensors' shapes and dtypes with the
+            first ones'. On XLA, those of the results.
+        debug: False. torch's own function names the operators of both passes in errors, on CPU and CUDA.
+        early_stop: stop the recomputation when all saved tensors are there; on XLA it runs to its end.
+
+    Raises:
+        ValueError: an option has another value; on XLA also when the compiler's flags would undo the recomputation:
+            they must say ``-O1``.
     """
+    del use_reentrant, preserve_rng_state
+    if determinism_check not in _DETERMINISM_CHECKS:
+        raise ValueError(f"determinism_check must be one of {list(_DETERMINISM_CHECKS)}, got {determinism_check!r}")
+    if debug:
+        raise ValueError("debug=True is not offered here: leave it out, or use torch.utils.checkpoint on CPU and CUDA")
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    contexts = keeping_contexts if keep_core_attn else None
-    if parallel_state.rng_states() and not torch.compiler.is_compiling():  # dynamo follows no contexts of our own
-        contexts = functools.partial(both_contexts, replay_contexts, contexts) if contexts else replay_contexts
-    return backend.checkpoint(_under_function_modes(function), *args, context_fn=contexts, **kwargs)
+    return backend.checkpoint(
+        _under_function_modes(function),
+        *args,
+        context_fn=_contexts(context_fn, keep_core_attn=keep_core_attn),
+        determinism_check=determinism_check,
+        early_stop=early_stop,
+        **kwargs,
+    )
+
+
+def _contexts(given: Callable[[], ContextPair] | None, *, keep_core_attn: bool) -> Callable[[], ContextPair] | None:
+    contexts = [given] if given is not None else []
+    if keep_core_attn:
+        contexts.append(keeping_contexts)
+    if not torch.compiler.is_compiling():  # dynamo follows no contexts of our own
+        contexts.insert(0, functional_contexts)
+        if parallel_state.rng_states():
+            contexts.insert(0, replay_contexts)
+    if len(contexts) < 2:
+        return contexts[0] if contexts else None
+    return functools.reduce(_both, contexts)
+
+
+def _both(first: Callable[[], ContextPair], second: Callable[[], ContextPair]) -> Callable[[], ContextPair]:
+    return functools.partial(both_contexts, first, second)
+
+
+_DETERMINISM_CHECKS = ("default", "none")
 
 
 class _Checkpointed:

@@ -1,13 +1,30 @@
-"""Owns what all Functions with a backward pass written by hand need: no second derivatives, no copies that are none."""
+"""Helpers for hand-written backward passes: no second derivatives, no copies that are none, contexts that repeat."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+class ReusableContext:
+    """Enters a new context of ``factory`` each time: a graph that is retained recomputes its regions again."""
+
+    def __init__(self, factory: Callable[[], AbstractContextManager[None]]) -> None:
+        self._factory = factory
+        self._active: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        context = self._factory()
+        context.__enter__()
+        self._active.append(context)
+
+    def __exit__(self, *exception: Any) -> bool | None:
+        return self._active.pop().__exit__(*exception)
 
 
 def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:

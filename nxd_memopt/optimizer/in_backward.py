@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nxd_memopt.parallel_layers import grads
+from nxd_memopt.parallel_layers.parallel_state import gradient_ledger
 
 
 class OptimizerInBackward:
@@ -41,6 +42,7 @@ class OptimizerInBackward:
         self.optimizer = optimizer
         self._params = [list(group["params"]) for group in optimizer.param_groups]
         self._updated: set[Tensor] = set()
+        gradient_ledger.track(param for params in self._params for param in params)
         self._hooks = []
         for i, params in enumerate(self._params):
             for param in params:

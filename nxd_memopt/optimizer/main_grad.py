@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from nxd_memopt.parallel_layers.gradient_ledger import note_accumulation
+
 
 def accumulate_in(dtype: torch.dtype, parameters: Iterable[Tensor]) -> list[RemovableHandle]:
     """Let each backward add to ``parameter.main_grad`` in ``dtype``, and free ``grad``.
@@ -30,6 +32,7 @@ def _add_to_main_grad(dtype: torch.dtype, parameter: Any) -> None:
         parameter.main_grad = parameter.grad.to(dtype)
     else:
         accumulated.add_(parameter.grad)
+        note_accumulation(parameter)
     parameter.grad = None
 
 

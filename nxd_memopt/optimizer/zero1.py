@@ -120,6 +120,7 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         require_no_context_parallelism()
         require_tensor_parallel_groups(grad_norm_groups)
         super().__init__(params, defaults)
+        parallel_state.gradient_ledger.track(grads.parameters_of(self))
         self.optimizer_class = optimizer_class
         self.optimizer_dtype = optimizer_dtype or torch.float32
         self.max_norm = (1.0 if max_norm is None else max_norm) if grad_clipping else math.inf

@@ -135,5 +135,5 @@ class InputChannelParallelConv2d(BaseParallelConv):
             missing = self.channels_per_partition * size - input.size(1)
             input = F.pad(input, (0, 0, 0, 0, 0, missing)) if missing else input
             input = mappings.scatter_input_channels_to_tensor_model_parallel_region(input)
-        output = mappings.reduce_from_tensor_model_parallel_region(self._convolve(input, None))
+        output = mappings.functional_reduce_from_tensor_model_parallel_region(self._convolve(input, None))
         return output if self.bias is None else output + self.bias[:, None, None]

@@ -112,7 +112,7 @@ class ParallelEmbedding(ShardedModule):
             return mappings.reduce_scatter_to_sequence_parallel_region(
                 rows, self.sequence_dimension, self.tensor_parallel_group
             )
-        return mappings.reduce_from_tensor_model_parallel_region(rows, self.tensor_parallel_group)
+        return mappings.functional_reduce_from_tensor_model_parallel_region(rows, self.tensor_parallel_group)
 
     def _check_range(self, ids: Tensor) -> None:
         if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= self.num_embeddings):

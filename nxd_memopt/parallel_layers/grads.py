@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import cast
 
 import torch
@@ -13,6 +12,8 @@ from torch.distributed import ProcessGroup
 from nxd_memopt.backends import backend
 from nxd_memopt.ops.parts import split_sizes
 from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.parallel_layers.gradient_ledger import gradient_of, is_sequence_parallel, keep_sums
+from nxd_memopt.parallel_layers.parallel_state import gradient_ledger
 from nxd_memopt.parallel_layers.utils import is_sharded
 
 ParameterSource = nn.Module | torch.optim.Optimizer | Tensor | Iterable[Tensor]
@@ -31,50 +32,48 @@ def parameters_of(source: ParameterSource) -> list[Tensor]:
     return list(source)
 
 
-def gradient_of(param: Tensor) -> Tensor | None:
-    """The gradient that the optimizer will use: ``main_grad`` where gradients accumulate in fp32."""
-    main_grad = getattr(param, "main_grad", None)
-    return param.grad if main_grad is None else main_grad
-
-
 def allreduce_sequence_parallel_gradients(source: ParameterSource) -> None:
     """Sum, in place, the gradients of parameters that saw only their rank's sequence shard.
 
     Those are the ones tagged ``sequence_parallel_enabled``: norms and row-parallel biases. Call it after the last
-    backward of a step and before clipping; a gradient that it summed is left alone until something else writes to it,
-    so a script and its optimizer may both call it. One flat collective per dtype.
+    backward of a step and before clipping. A gradient that is a sum already is left alone, whether this function, an
+    optimizer or ``mappings.reduce_from_tensor_model_parallel_region`` summed it, so a script and its optimizer may both
+    sum. One flat collective per dtype.
+
+    A sum made by other means (``torch.distributed.all_reduce``, a flat copy) is not seen: call
+    ``mark_sequence_parallel_gradients_summed`` after it. A write that autograd does not count (the replay of a CUDA
+    graph of your own) is not seen either: call ``torch.autograd.graph.increment_version`` after it.
+
+    Args:
+        source: a module, an optimizer or parameters.
+
+    Raises:
+        ValueError: a gradient was summed and then written to, so that neither this rank's part nor the sum is known to
+            be in it: backward added to it without ``zero_grad()``, or a function of another library scaled it.
+    """
+    group = parallel_state.get_tensor_model_parallel_group()
+    if backend.group_size(group) == 1:
+        return
+    pending = [param for param in _sequence_parallel(source) if gradient_ledger.needs_sum(param)]
+    _all_reduce_in_buckets([cast(Tensor, gradient_of(param)) for param in pending], group)
+    gradient_ledger.mark_summed(pending)
+
+
+def mark_sequence_parallel_gradients_summed(source: ParameterSource) -> None:
+    """State that the script has summed the sequence-parallel gradients itself; optimizers then do not.
+
+    Needed only where the sum was not made by this module or by ``mappings.reduce_from_tensor_model_parallel_region``.
+    It holds until the next backward pass.
 
     Args:
         source: a module, an optimizer or parameters.
     """
-    grads = [
-        grad
-        for param in parameters_of(source)
-        if getattr(param, "sequence_parallel_enabled", False) and (grad := gradient_of(param)) is not None
-    ]
-    pending = [grad for grad in grads if not is_sequence_reduced(grad)]
-    _all_reduce_in_buckets(pending, parallel_state.get_tensor_model_parallel_group())
-    for grad in pending:
-        mark_sequence_reduced(grad)
+    gradient_ledger.mark_summed(_sequence_parallel(source))
 
 
-def is_sequence_reduced(grad: Tensor) -> bool:
-    """Whether nothing has written to ``grad`` since the hook summed it; every in-place write raises ``_version``."""
-    return getattr(grad, "sequence_reduced_version", None) == grad._version
-
-
-def mark_sequence_reduced(grad: Tensor) -> None:
-    """``allreduce_sequence_parallel_gradients`` leaves it alone until something writes to it."""
-    grad.sequence_reduced_version = grad._version  # pyright: ignore[reportAttributeAccessIssue]
-
-
-@contextmanager
-def _keep_sequence_marks(grads: list[Tensor]) -> Iterator[None]:
-    """Scaling or averaging inside leaves gradients summed over the sequence shards as they were: summed."""
-    reduced = [grad for grad in grads if is_sequence_reduced(grad)]
-    yield
-    for grad in reduced:
-        mark_sequence_reduced(grad)
+def _sequence_parallel(source: ParameterSource) -> list[Tensor]:
+    """The tagged parameters that have a gradient."""
+    return [p for p in parameters_of(source) if is_sequence_parallel(p) and gradient_of(p) is not None]
 
 
 def bucket_allreduce_gradients(source: ParameterSource, *, bucket_bytes: int = _DEFAULT_BUCKET_BYTES) -> None:
@@ -87,7 +86,7 @@ def bucket_allreduce_gradients(source: ParameterSource, *, bucket_bytes: int = _
     tensors = parameters_of(source)
     grads = [grad for t in tensors if (grad := gradient_of(t) if isinstance(t, nn.Parameter) else t) is not None]
     group = parallel_state.get_data_parallel_group()
-    with _keep_sequence_marks(grads):
+    with keep_sums(grads):
         _all_reduce_in_buckets(grads, group, average=True, bucket_bytes=bucket_bytes)
 
 
@@ -204,6 +203,6 @@ def clip_grad_norm(
     factor = (max_norm / (total_norm + 1e-6)).clamp(max=1.0)  # 1e-6: torch.nn.utils.clip_grad_norm_'s
     grads = [grad for param in params if (grad := gradient_of(param)) is not None]
     if grads:
-        with _keep_sequence_marks(grads):
+        with keep_sums(grads):
             torch._foreach_mul_([grad.detach() for grad in grads], factor)  # pyright: ignore[reportPrivateImportUsage]
     return total_norm

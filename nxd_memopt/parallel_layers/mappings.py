@@ -1,22 +1,28 @@
-"""Owns the conjugate pairs of communication: each function's forward and backward collective are adjoint.
+"""Conjugate pairs of communication: each function's forward and backward collective are adjoint.
 
 Tensor region: Megatron-LM (arXiv:1909.08053), figure 3. Sequence region: Korthikanti et al. (arXiv:2205.05198), fig. 5.
 The group defaults to the tensor-parallel group; a group of size 1 makes every mapping the identity. Inputs are never
-written to. Shapes: T ranks, ``s = S/T``.
+written to, except by ``reduce_from_tensor_model_parallel_region`` outside autograd, as in neuronx-distributed. Shapes:
+T ranks, ``s = S/T``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends import backend
+from nxd_memopt.backends.base import ContextPair
 from nxd_memopt.config import require_divisible
-from nxd_memopt.ops.autograd import as_contiguous, as_dtype
+from nxd_memopt.ops.autograd import ReusableContext, as_contiguous, as_dtype
 from nxd_memopt.parallel_layers import parallel_state
 
 
@@ -65,6 +71,25 @@ def _split_along_first_dim(tensor: Tensor, process_group: ProcessGroup | None = 
 def _gather_along_first_dim(tensor: Tensor, process_group: ProcessGroup | None = None) -> Tensor:
     """NxD's name, which its GPT-NeoX example imports, for ``gather_along_dim`` of dimension 0."""
     return gather_along_dim(tensor, 0, resolve_group(process_group))
+
+
+@contextmanager
+def _functional_mappings() -> Iterator[None]:
+    ledger = parallel_state.gradient_ledger
+    before, ledger.functional_mappings = ledger.functional_mappings, True
+    try:
+        yield
+    finally:
+        ledger.functional_mappings = before
+
+
+def functional_contexts() -> ContextPair:
+    """Contexts for a region's forward pass and its recomputation, in which mappings write to no input.
+
+    The second pass would sum again what the first one wrote to. And where the forward pass of a region runs without
+    gradients, on XLA, all of its activations would be written to, but none of them in the recomputation.
+    """
+    return ReusableContext(_functional_mappings), ReusableContext(_functional_mappings)
 
 
 # Autograd functions
@@ -158,8 +183,59 @@ def copy_to_tensor_model_parallel_region(tensor: Tensor, process_group: ProcessG
 
 
 def reduce_from_tensor_model_parallel_region(tensor: Tensor, process_group: ProcessGroup | None = None) -> Tensor:
-    """All-reduce / identity. Partial sums in, their sum out."""
+    """All-reduce / identity. Partial sums in, their sum out; outside autograd ``tensor`` itself becomes the sum.
+
+    A tensor takes part in autograd if it requires a gradient while gradients are enabled. Otherwise it is written to,
+    so that ``reduce_from_tensor_model_parallel_region(param.grad.data)`` sums a gradient whatever is done with the
+    result; optimizers then do not sum it again. That includes activations under ``torch.no_grad()`` and those computed
+    from frozen parameters: a module that reads its input after this call uses
+    ``functional_reduce_from_tensor_model_parallel_region``, as the layers here do. Regions under
+    ``nxd_memopt.memory.checkpoint`` run twice and keep their inputs in any case.
+
+    Raises:
+        ValueError: ``tensor`` would be written to and has several elements in one place (``expand``), is a gradient
+            that was summed already, or a part of one.
+    """
+    group = resolve_group(process_group)
+    is_recorded = torch.is_grad_enabled() and tensor.requires_grad
+    if is_recorded or parallel_state.gradient_ledger.functional_mappings or backend.group_size(group) == 1:
+        return _apply(_Reduce, tensor, group)
+    return _reduce_in_place(tensor, group)
+
+
+def functional_reduce_from_tensor_model_parallel_region(
+    tensor: Tensor, process_group: ProcessGroup | None = None
+) -> Tensor:
+    """``reduce_from_tensor_model_parallel_region`` that never writes to ``tensor``."""
     return _apply(_Reduce, tensor, resolve_group(process_group))
+
+
+def reduce_from_context_model_parallel_region(tensor: Tensor, process_group: ProcessGroup | None = None) -> Tensor:
+    """``reduce_from_tensor_model_parallel_region`` over the context-parallel group by default."""
+    group = process_group or parallel_state.get_context_model_parallel_group()
+    return tensor if group is None else reduce_from_tensor_model_parallel_region(tensor, group)
+
+
+# torch.compile leaves its graph here: what a traced write sums could not be recorded, and would be summed twice
+@_disable_dynamo
+@torch.no_grad()
+def _reduce_in_place(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
+    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        raise ValueError(
+            f"a tensor of shape {list(tensor.shape)} and strides {list(tensor.stride())} has several elements in one "
+            "place and cannot become the sum: pass tensor.contiguous()"
+        )
+    over_tensor_ranks = group is not None and _is_tensor_parallel(group)
+    with parallel_state.gradient_ledger.writing_sum(tensor, over_tensor_ranks=over_tensor_ranks):
+        tensor.copy_(backend.all_reduce(tensor.detach(), group))
+    return tensor
+
+
+def _is_tensor_parallel(group: ProcessGroup) -> bool:
+    tensor_parallel = parallel_state.get_tensor_model_parallel_group()
+    if group is tensor_parallel or tensor_parallel is None:
+        return group is tensor_parallel
+    return dist.get_process_group_ranks(group) == dist.get_process_group_ranks(tensor_parallel)
 
 
 def scatter_to_tensor_model_parallel_region(tensor: Tensor, process_group: ProcessGroup | None = None) -> Tensor:

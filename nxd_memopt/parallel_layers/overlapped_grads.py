@@ -15,14 +15,14 @@ from torch.distributed import ProcessGroup
 from nxd_memopt.backends import backend
 from nxd_memopt.ops.parts import split_sizes
 from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.parallel_layers.gradient_ledger import is_sequence_parallel
 from nxd_memopt.parallel_layers.grads import (
     ParameterSource,
     bucket_indices,
     gradient_of,
-    is_sequence_reduced,
-    mark_sequence_reduced,
     parameters_of,
 )
+from nxd_memopt.parallel_layers.parallel_state import gradient_ledger
 
 _BUCKET_BYTES = 25 << 20  # torch DistributedDataParallel's: the last bucket, which nothing hides, stays small
 _MOST_UNDER_WAY = 4  # a bucket under way takes twice its gradients' memory: flat, and reduced
@@ -50,8 +50,9 @@ class OverlappedGradientReduction:
 
     def __init__(self, source: ParameterSource, *, bucket_bytes: int = _BUCKET_BYTES) -> None:
         params = [param for param in reversed(parameters_of(source)) if param.requires_grad]
-        shards = [param for param in params if _saw_a_shard(param)]
-        others = [param for param in params if not _saw_a_shard(param)]
+        gradient_ledger.track(params)
+        shards = [param for param in params if is_sequence_parallel(param)]
+        others = [param for param in params if not is_sequence_parallel(param)]
         if parallel_state.get_data_parallel_size() == 1:
             others = []
         places = {id(param): place for place, param in enumerate(params)}
@@ -129,10 +130,6 @@ def _hook(owner: weakref.ref[OverlappedGradientReduction], place: int) -> Callab
     return arrived
 
 
-def _saw_a_shard(param: Tensor) -> bool:
-    return getattr(param, "sequence_parallel_enabled", False)
-
-
 class _Flight:
     """Gradients that are reduced as one tensor, over one group after another."""
 
@@ -171,16 +168,19 @@ class _Bucket:
     def start(self) -> None:
         """Reduce the gradients that are there; those that an earlier backward's sum left alone are averaged only."""
         self.is_started = True
-        grads = [grad for param in self.params if (grad := gradient_of(param)) is not None]
+        over_tensor = parallel_state.get_tensor_model_parallel_group()
         over_data = parallel_state.get_data_parallel_group()
-        whole = grads
-        if _saw_a_shard(self.params[0]):
-            shards = [grad for grad in grads if not is_sequence_reduced(grad)]
-            whole = [grad for grad in grads if is_sequence_reduced(grad)]
-            if shards:
-                self._flights.append(_Flight(shards, [parallel_state.get_tensor_model_parallel_group(), over_data]))
-        if whole and parallel_state.get_data_parallel_size() > 1:
-            self._flights.append(_Flight(whole, [over_data]))
+        parts: list[Tensor] = []
+        sums: list[Tensor] = []
+        for param in self.params:
+            grad = gradient_of(param)
+            if grad is not None:
+                is_part = self._is_summed_over_tensor_ranks and gradient_ledger.needs_sum(param)
+                (parts if is_part else sums).append(grad)
+        if parts:
+            self._flights.append(_Flight(parts, [over_tensor, over_data]))
+        if sums and parallel_state.get_data_parallel_size() > 1:
+            self._flights.append(_Flight(sums, [over_data]))
 
     def go_on(self) -> None:
         for flight in self._flights:
@@ -193,8 +193,9 @@ class _Bucket:
 
     def mark(self) -> None:
         """For the plain functions, which then leave the sums over sequence shards alone."""
-        if _saw_a_shard(self.params[0]):
-            for param in self.params:
-                grad = gradient_of(param)
-                if grad is not None:
-                    mark_sequence_reduced(grad)
+        if self._is_summed_over_tensor_ranks:
+            gradient_ledger.mark_summed(self.params)
+
+    @property
+    def _is_summed_over_tensor_ranks(self) -> bool:
+        return is_sequence_parallel(self.params[0]) and parallel_state.get_tensor_model_parallel_size() > 1

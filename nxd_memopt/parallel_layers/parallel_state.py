@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends import backend
 from nxd_memopt.config import require_divisible
+from nxd_memopt.parallel_layers.gradient_ledger import GradientLedger
 from nxd_memopt.parallel_layers.rank_grid import RankGroups, rank_grid, remaining_ranks
 from nxd_memopt.parallel_layers.rank_order import replica_groups
 
@@ -45,6 +46,7 @@ class _State:
 
 
 _STATE = _State()
+gradient_ledger = GradientLedger()
 _SINGLE_PROCESS = _Axis(rank_groups=[[0]], ranks=[0], group=None)
 SAVES_UNDER_WAY: list[Any] = []
 """The tagged checkpoint that is being written in the background, if there is one; see ``trainer.background``."""

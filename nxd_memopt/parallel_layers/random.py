@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nxd_memopt.backends import backend
 from nxd_memopt.backends.base import ContextPair
+from nxd_memopt.ops.autograd import ReusableContext
 from nxd_memopt.parallel_layers import parallel_state
 
 MODEL_PARALLEL_STREAM = "model-parallel-rng"
@@ -105,4 +106,4 @@ def replay_contexts() -> ContextPair:
         finally:
             tracker.set_states(now)
 
-    return record(), replay()
+    return ReusableContext(record), ReusableContext(replay)

@@ -27,6 +27,7 @@ class NxDOptimizer(torch.optim.Optimizer):
         self.optimizer = optimizer
         self.nxd_config = nxd_config
         self._grad_norm: Tensor | None = None
+        parallel_state.gradient_ledger.track(self.params)
 
     def __repr__(self) -> str:
         return f"NxDOptimizer({self.optimizer!r})"

@@ -191,6 +191,12 @@ def test_checkpoint_recomputes():
     assert (x.grad.item(), len(calls)) == (6.0, 2)
 
 
+def test_torchs_own_checkpoint_stays_where_it_works():
+    import torch.utils.checkpoint
+
+    assert torch.utils.checkpoint.checkpoint.__module__ == "torch.utils.checkpoint"
+
+
 def test_process_group_of_one_without_torchrun():
     with pytest.raises(ValueError, match="init_method 'file://x'"):
         dist.init_process_group("xla", init_method="file://x")

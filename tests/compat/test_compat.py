@@ -50,6 +50,13 @@ TRAINING_STEP = """
     assert xm.all_reduce(xm.REDUCE_MAX, alone, groups=[[0], [1]]) is alone and alone[0] == xr.global_ordinal()
     xm.all_reduce(xm.REDUCE_MAX, alone)
     assert alone[0] == 1 and xm.mesh_reduce("sum", xr.global_ordinal() + 1, sum) == 3
+    weights = [torch.nn.Parameter(torch.zeros(3, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16)]
+    for weight in weights:
+        weight.grad = torch.full_like(weight, 2.0 * xr.global_ordinal())
+    xm.reduce_gradients(torch.optim.SGD([*weights, torch.nn.Parameter(torch.zeros(1))], lr=1.0))
+    assert all(weight.grad.eq(1).all() for weight in weights)
+    xm.reduce_gradients(torch.optim.SGD(weights, lr=1.0), groups=[[0], [1]])
+    assert all(weight.grad.eq(0.5).all() for weight in weights)  # torch_xla divides by the world's size also then
     assert xm.rendezvous("end", bytes([xr.global_ordinal()])) == [b"\\0", b"\\1"]
     closed = []
     xm.add_step_closure(closed.append, args=(total.item(),))
@@ -71,6 +78,12 @@ def test_aliased_process():
     assert finished.returncode == 0, finished.stdout + finished.stderr
     passed = re.search(r"^(\d+) passed", finished.stdout, re.MULTILINE)
     assert passed and int(passed[1]) >= 25, finished.stdout
+
+
+def test_names_of_the_training_examples():
+    names = str(Path(__file__).with_name("example_names.py"))
+    finished = run("-m", "nxd_memopt.compat", "-m", "pytest", "-q", names)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
 
 
 def test_script_on_two_ranks(tmp_path):

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends import backend
-from nxd_memopt.compat.xla.runtime import global_ordinal, local_ordinal
+from nxd_memopt.compat.xla.runtime import global_ordinal, local_ordinal, world_size
 from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.parallel_layers.gradient_ledger import keep_sums
 from nxd_memopt.parallel_layers.utils import map_tensors
 
 RankGroups = Sequence[Sequence[int]]
@@ -98,6 +99,22 @@ def all_reduce(
     for tensor in inputs:
         tensor.detach().copy_(_scaled(backend.all_reduce(tensor.detach(), group, reduce_type), scale))
     return inputs
+
+
+def reduce_gradients(
+    optimizer: torch.optim.Optimizer, groups: RankGroups | None = None, pin_layout: bool = True
+) -> None:
+    """Sum, in place, the gradients of ``optimizer`` over ``groups`` (default the world), divided by the world's size.
+
+    torch_xla divides by the size of the world also where ``groups`` are smaller: over data-parallel groups, with T
+    tensor-parallel ranks, the result is the mean divided by T. A script gives the same numbers on both.
+    """
+    size = world_size()
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    gradients = [param.grad for param in params if param.grad is not None]
+    if size > 1 and gradients:
+        with keep_sums(gradients):
+            all_reduce(REDUCE_SUM, gradients, 1.0 / size, groups, pin_layout=pin_layout)
 
 
 def _scaled(tensor: Tensor, scale: float) -> Tensor:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from nxd_memopt.backends import backend
-from nxd_memopt.memory.recompute import checkpoint as _checkpoint
 
 
 def spawn(
@@ -34,13 +33,6 @@ def spawn(
 
 def launch(fn: Callable[..., object], args: tuple[Any, ...] = (), start_method: str = "spawn") -> None:
     spawn(fn, args, start_method=start_method)
-
-
-def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``nxd_memopt.memory.checkpoint``; torch_xla's own options have no meaning here and are taken out."""
-    for option in ("use_reentrant", "preserve_rng_state"):
-        kwargs.pop(option, None)
-    return _checkpoint(function, *args, **kwargs)
 
 
 class MpDeviceLoader:

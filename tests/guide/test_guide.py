@@ -1,0 +1,59 @@
+"""AWS's developer guide for activation memory reduction: its blocks as a program, with our names and through the alias.
+
+``tests/xla/test_guide.py`` runs the same tests on simulated NeuronCores.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+ALIASED = {  # what a script of neuronx-distributed's would say
+    "from nxd_memopt import memory\n": "import torch.utils.checkpoint\n",
+    "memory.checkpoint(": "torch.utils.checkpoint.checkpoint(",
+    "from nxd_memopt.parallel_layers": "from neuronx_distributed.parallel_layers",
+    "from nxd_memopt.optimizer": "from neuronx_distributed.optimizer",
+}
+
+
+def neuronx_names(source: str) -> str:
+    for ours, theirs in ALIASED.items():
+        source = source.replace(ours, theirs)
+    return source
+
+
+def run_on_two_ranks(directory: Path, *, alias: bool) -> subprocess.CompletedProcess[str]:
+    for name in ("modeling.py", "program.py"):
+        source = (HERE / name).read_text(encoding="utf-8")
+        (directory / name).write_text(neuronx_names(source) if alias else source, encoding="utf-8")
+    environment = {name: value for name, value in os.environ.items() if name not in TORCHRUN}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    program = [*(["-m", "nxd_memopt.compat"] if alias else []), str(directory / "program.py")]
+    return subprocess.run([*torchrun, *program], capture_output=True, text=True, env=environment, timeout=500)
+
+
+@pytest.mark.parametrize("alias", [False, True], ids=["own-names", "alias"])
+def test_blocks_equal_one_rank(alias: bool, tmp_path: Path) -> None:
+    finished = run_on_two_ranks(tmp_path, alias=alias)
+    assert finished.returncode == 0, finished.stderr[-6000:]
+    package = "neuronx_distributed" if alias else "nxd_memopt"
+    backend = os.environ["NXD_MEMOPT_BACKEND"]
+    said = f"agrees on {backend} by {package}.parallel_layers.layer_norm"
+    for rank in range(2):
+        assert finished.stdout.count(f"guide: rank {rank} {said}") == 1, finished.stdout
+
+
+def test_every_name_is_replaced() -> None:
+    """The aliased program takes nothing of the guide's from this library's own names."""
+    source = neuronx_names((HERE / "modeling.py").read_text(encoding="utf-8"))
+    assert "import nxd_memopt" not in source and "from nxd_memopt" not in source
+    assert source.count("torch.utils.checkpoint.checkpoint(self._attn, query, key, value, attention_mask") == 1
+    assert source.count("from neuronx_distributed.parallel_layers") == 4
