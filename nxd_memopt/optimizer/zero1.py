@@ -1,4 +1,4 @@
-"""Owns the ZeRO-1 optimizer: any torch optimizer on this rank's shard of fp32 master weights."""
+"""The ZeRO-1 optimizer: any torch optimizer on this rank's shard of fp32 master weights."""
 
 from __future__ import annotations
 
@@ -18,9 +18,13 @@ from nxd_memopt.optimizer.groups import (
     require_tensor_parallel_groups,
 )
 from nxd_memopt.optimizer.main_grad import accumulate_in, clear_main_grad
+from nxd_memopt.optimizer.nxd_layout import to_nxd_layout
+from nxd_memopt.optimizer.nxd_reading import OptimizerFiles, Target, read_state
 from nxd_memopt.optimizer.one_pass_adamw import for_this_device
 from nxd_memopt.optimizer.sharding import all_gather_into, cut_blocks, cut_shard, reduce_scatter_mean
 from nxd_memopt.parallel_layers import checkpointing, coordination, grads, parallel_state
+from nxd_memopt.parallel_layers.rank_files import find_rank_files
+from nxd_memopt.parallel_layers.tensor_files import write_tensors
 from nxd_memopt.parallel_layers.utils import is_sharded
 
 _DEFAULT_BUCKET_MB = 128  # large enough for full bandwidth, small beside a model's gradients
@@ -265,6 +269,16 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
             "sharding": self._sharding(),
         }
 
+    def nxd_state_dict(self) -> dict[str, Any]:
+        """Return ``state_dict()`` in the layout of NxD's checkpoints, which its own optimizer loads. Every rank calls.
+
+        Masters of all parameters are in it, or, where ``state_dict()`` has none, of no parameter.
+        """
+        state = self.state_dict()
+        stored = state["sharded_master_weights"]
+        masters = {i: each.shard.detach() for i, each in enumerate(self._sharded)} if stored else {}
+        return to_nxd_layout(state, self.param_groups, masters, self.sharding_group)
+
     def _sharding(self) -> list[int]:
         rank = parallel_state.get_global_rank()
         ranks = next(ranks for ranks in self.sharding_groups if rank in ranks)
@@ -311,18 +325,48 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
             output_dir: created if needed.
             num_workers_per_step: ranks of one host that copy their state to it at the same time.
         """
+        state = self.nxd_state_dict()
         for is_my_turn in coordination.turns(num_workers_per_step):
             with coordination.raise_together(f"saving {output_dir}"):
                 if is_my_turn:
-                    checkpointing.write_tensors(self._rank_file(output_dir), checkpointing.to_host(self.state_dict()))
+                    write_tensors(self._rank_file(output_dir), checkpointing.to_host(state))
 
     def load_sharded_state_dict(self, output_dir: str | Path, num_workers_per_step: int = 8) -> None:
-        """Continue from what ``save_sharded_state_dict`` wrote; every rank calls, after loading the model."""
+        """Continue from what ``save_sharded_state_dict`` wrote, here or in neuronx-distributed, for any T and D.
+
+        Every rank calls, after loading the model.
+
+        Raises:
+            ValueError: on every rank, when files are missing or damaged, or do not fit.
+        """
+        self.load_rank_files(output_dir, num_workers_per_step)
+
+    def load_rank_files(
+        self,
+        directory: str | Path,
+        num_workers: int = 8,
+        *,
+        names: Sequence[str] = (),
+        stage_names: Sequence[frozenset[str]] = (),
+    ) -> None:
+        """Continue from the rank files of ``directory``; every rank calls, after loading the model.
+
+        Args:
+            directory: that holds the files.
+            num_workers: ranks of one host that read at the same time.
+            names: of all parameters, in the order of the groups; needed where the files are of pipeline stages.
+            stage_names: of each stage's parameters; likewise.
+
+        Raises:
+            ValueError: on every rank, when files are missing or damaged, or do not fit.
+        """
         state: dict[str, Any] = {}
-        for is_my_turn in coordination.turns(num_workers_per_step):
-            with coordination.raise_together(f"loading {output_dir}"):
+        options = [{k: v for k, v in group.items() if k != "params"} for group in self.base_optimizer.param_groups]
+        target = Target(self.param_groups, options, self._sharding(), names)
+        for is_my_turn in coordination.turns(num_workers):
+            with coordination.raise_together(f"loading {directory}"):
                 if is_my_turn:
-                    state = checkpointing.read_tensors(self._rank_file(output_dir))
+                    state = read_state(OptimizerFiles(find_rank_files(directory, "optim"), stage_names), target)
         self.load_state_dict(state)
 
 
