@@ -8,6 +8,7 @@ for itself; the collectives that its ZeRO-1 needs go through gloo.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,9 @@ def import_nxd(source: Path) -> None:
     xm.rendezvous = lambda *_, **__: dist.barrier()
     xm.all_reduce = all_reduce
     xm.all_gather = all_gather
-    xenv.HOST_WORLD_SIZE = "LOCAL_WORLD_SIZE"  # its name before torch_xla 2.9
+    # The name and the meaning before torch_xla 2.9: NxD divides the world by the number of hosts.
+    xenv.HOST_WORLD_SIZE, os.environ["HOST_WORLD_SIZE"] = "HOST_WORLD_SIZE", "1"
+    xr.world_size = dist.get_world_size
     xr.global_ordinal = dist.get_rank
     xr.global_device_count = dist.get_world_size
 

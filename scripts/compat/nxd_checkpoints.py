@@ -127,7 +127,7 @@ def run_weights(source: Path, folder: Path):
         case = folder / f"weights_{form}"
         sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
         heads = {"num_attention_heads": 4, "num_key_value_heads": 2 if replicas > 1 else 4}
-        config = transformers.LlamaConfig(**sizes, **heads, tie_word_embeddings=False)
+        config = transformers.LlamaConfig(**sizes, **heads, tie_word_embeddings=False)  # pyright: ignore[reportArgumentType]
         torch.manual_seed(1)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         model.save_pretrained(case / "hf")

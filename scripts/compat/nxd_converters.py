@@ -36,12 +36,14 @@ class Case:
         options: of the example.
         kv_heads: of the model's 8 query heads.
         nxd_fails: why neuronx-distributed itself cannot convert back, where it cannot.
+        fault: of the files that neuronx-distributed writes, where they differ from these.
     """
 
     example: str
     options: str
     kv_heads: int = 2
     nxd_fails: str = ""
+    fault: str = ""
 
 
 CASES = (
@@ -53,7 +55,7 @@ CASES = (
     Case("llama", "--hw_backend trn1 --tp_size 4 --coalesce_qkv 1", kv_heads=8),
     Case("llama", "--hw_backend trn2 --tp_size 2 --qkv_linear 1"),
     Case("mixtral", "--hw_backend trn1 --tp_size 4 --kv_size_multiplier 2 --qkv_linear 1 --pp_size 2"),
-    Case("mixtral", "--hw_backend trn1 --tp_size 2 --qkv_linear 1 --ep_size 2"),
+    Case("mixtral", "--hw_backend trn1 --tp_size 2 --qkv_linear 1 --ep_size 2", fault="each rank gets every expert"),
     Case("dbrx", "--hw_backend trn1 --tp_size 4 --kv_size_multiplier 2 --qkv_linear 1 --i_tp_round_factor 5"),
 )
 
@@ -71,6 +73,8 @@ def compare_converters(source: Path, folder: Path) -> Iterator[tuple[str, str]]:
             for library in ("nxd", "ours")
         ]
         result = next(filter(None, errors), "") or differences(directory / "nxd", directory / "ours")
+        if case.fault and not any(errors):
+            result = f"equal not expected: {case.fault}" if "gate_up_proj" in result else f"FAILED: no fault: {result}"
         yield f"converter, {case.example} {case.options}: files", result
         for library in ("nxd", "ours"):
             back = directory / f"{library}_back"
