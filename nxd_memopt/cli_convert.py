@@ -44,6 +44,9 @@ class Convert:
     query_key_value_stride: Literal[1, 3] = 1
     """GPT-NeoX: 1 takes query_key_value's rows as the sample's attention reads them. 3: the files were cut from full
     weights by the layer's stride=3 (checkpointing.load(sharded=False)) at T above 1."""
+    accept_drift: bool = False
+    """From nxd: take norms and row-parallel biases from rank 0 where ranks differ, as after GPT-NeoX's sample, which
+    never sums their gradients; without it a difference is an error."""
     xser: bool = False
     """To nxd: one file per tensor, which neuronx-distributed loads faster. From nxd it is found."""
 
@@ -67,7 +70,7 @@ class Convert:
         if self.target_format != "nxd":
             unused |= {**to_nxd, "kv_size_multiplier": 1}
         if self.source_format != "nxd":
-            unused |= {"config": None}
+            unused |= {"config": None, "accept_drift": False}
         if "nxd" not in (self.source_format, self.target_format):
             unused |= either
         given = [f"--{name.replace('_', '-')}" for name, default in unused.items() if getattr(self, name) != default]
@@ -95,6 +98,7 @@ class Convert:
             config=self.config,
             kv_order=self.kv_order,
             query_key_value_stride=self.query_key_value_stride,
+            accept_drift=self.accept_drift,
             tensor_model_parallel_size=self.tensor_model_parallel_size,
             max_shard_size_bytes=self._max_shard_size_bytes,
         )

@@ -216,6 +216,26 @@ class _ParameterReader:
         return flat
 
 
+def read_tensor_parallel_shard(
+    source: OptimizerFiles, place: tuple[int, int], tensor_rank: int, name: str, shape: tuple[int, ...]
+) -> Tensor:
+    """Return one tensor-parallel rank's state or master ``name``, joined over the data-parallel ranks' files.
+
+    Args:
+        source: the files.
+        place: pipeline stage and number of the parameter.
+        tensor_rank: whose shard.
+        name: of the state, or ``master``.
+        shape: of the shard.
+
+    Raises:
+        ValueError: when a file is missing or damaged, or holds another number of elements.
+    """
+    stage, number = place
+    reader = _ParameterReader(source, torch.empty(shape, device="meta"), number, stage, [tensor_rank], False)
+    return reader._elements(name, tensor_rank, shape, (0, math.prod(shape))).view(shape)
+
+
 def _require_shape(source: OptimizerFiles, param: Tensor, number: int, stage: int, tensor_rank: int) -> None:
     content = source.content(tensor_rank, stage)
     stored = content.get("shape_info", {}).get(number)

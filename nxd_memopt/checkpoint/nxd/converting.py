@@ -41,6 +41,7 @@ def load_nxd(
     *,
     kv_order: KVOrder | None = None,
     query_key_value_stride: int = 1,
+    accept_drift: bool = False,
 ) -> list[str]:
     """Load ``model`` from neuronx-distributed's rank files of any T and any number of stages. Every rank calls.
 
@@ -51,6 +52,8 @@ def load_nxd(
         directory: a tag of ``nxd.save_checkpoint``, or the directory with the rank files.
         kv_order: of KV replicas; None finds it by comparing the replicas.
         query_key_value_stride: GPT-NeoX: 3 if ``query_key_value`` was cut with the sample's ``stride=3``.
+        accept_drift: take norms and row-parallel biases from rank 0 where ranks differ, as GPT-NeoX's sample leaves
+            them, which never sums their gradients, with a warning for each; otherwise a difference is an error.
 
     Returns:
         A line for each entry of the files that is no weight of the model.
@@ -58,15 +61,22 @@ def load_nxd(
     Raises:
         ValueError: on every rank, before any parameter changes, when files are missing or damaged, or do not fit.
     """
-    config = _plain_config(model)
+    config = plain_config(model)
     with raise_together(f"loading {directory}"):
-        weights = open_weights(directory, config, kv_order=kv_order, query_key_value_stride=query_key_value_stride)
+        weights = open_weights(
+            directory,
+            config,
+            kv_order=kv_order,
+            query_key_value_stride=query_key_value_stride,
+            accept_drift=accept_drift,
+        )
         joined, report = as_hugging_face(weights, config)
         load_sources(model, dict(joined), Path(directory))
     return report
 
 
-def _plain_config(model: torch.nn.Module) -> dict[str, Any]:
+def plain_config(model: torch.nn.Module) -> dict[str, Any]:
+    """Return the content of the model's ``config.json``, Megatron's ``num_query_groups`` as ``num_key_value_heads``."""
     config: Any = model.config
     plain = config.to_dict()
     groups = getattr(config, "num_query_groups", None)
@@ -80,6 +90,7 @@ def from_nxd(
     config: str | Path,
     kv_order: KVOrder | None = None,
     query_key_value_stride: int = 1,
+    accept_drift: bool = False,
     tensor_model_parallel_size: int | None = None,
     max_shard_size_bytes: int = MAX_SHARD_SIZE_BYTES,
     progress: Callable[[str], None] = print,
@@ -92,6 +103,8 @@ def from_nxd(
         config: the model's Hugging Face ``config.json``, which the rank files do not hold.
         kv_order: of KV replicas; None finds it by comparing the replicas.
         query_key_value_stride: GPT-NeoX: 3 if ``query_key_value`` was cut with the sample's ``stride=3``.
+        accept_drift: take norms and row-parallel biases from rank 0 where ranks differ, as GPT-NeoX's sample leaves
+            them, which never sums their gradients, with a warning for each; otherwise a difference is an error.
         tensor_model_parallel_size: what the files must have; None takes what they have.
         max_shard_size_bytes: upper bound of a file, unless one parameter alone is larger.
         progress: gets a line for each file, and for each entry of the source that is no weight.
@@ -105,6 +118,7 @@ def from_nxd(
         content,
         kv_order=kv_order,
         query_key_value_stride=query_key_value_stride,
+        accept_drift=accept_drift,
         tensor_model_parallel_size=tensor_model_parallel_size,
     )
     joined, report = as_hugging_face(weights, content)

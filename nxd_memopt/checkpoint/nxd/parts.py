@@ -14,6 +14,7 @@ the attention's output projection follow the query heads.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -35,13 +36,15 @@ class Layout:
         size: T.
         kv_replicas: m, ranks that hold the same KV shard.
         kv_order: which ranks those are; of no effect where m is 1 or T.
-        query_key_value_stride: of GPT-NeoX's fused projection, 1 or 3; see ``gpt_neox``.
+        query_key_value_stride: of GPT-NeoX's fused projection, 1 or 3; see docs/migrating_from_nxd.md.
+        accept_drift: take a replicated parameter from rank 0 where ranks differ, with a warning.
     """
 
     size: int
     kv_replicas: int = 1
     kv_order: KVOrder = "consecutive"
     query_key_value_stride: int = 1
+    accept_drift: bool = False
 
     def __post_init__(self) -> None:
         remedy = "use a tensor_model_parallel_size that the number of replicas divides"
@@ -154,10 +157,14 @@ class Rule:
             earlier = first.setdefault(index, rank)
             mine, theirs = (x.narrow(self.dim, offset, part.local_length(layout)) for x in (shard, shards[earlier]))
             if earlier != rank and not _same(mine, theirs):
+                if part.kind == "replicated" and layout.accept_drift:
+                    warnings.warn(f"{self.name} differs between tensor-parallel ranks: rank 0's is taken", stacklevel=2)
+                    return
                 what = f"in {layout.kv_order} order of KV replicas" if part.kind == "kv" else "as a replicated tensor"
+                remedy = "pass the other order" if part.kind == "kv" else "pass accept_drift (B2)"
                 raise ValueError(
                     f"{self.name} differs between tensor-parallel ranks {earlier} and {rank}, which hold the same "
-                    f"slice of {part.name} {what}: pass the other order, or check that the files are of one save"
+                    f"slice of {part.name} {what}: {remedy}, or check that the files are of one save"
                 )
 
 

@@ -89,6 +89,7 @@ def open_weights(
     *,
     kv_order: KVOrder | None = None,
     query_key_value_stride: int = 1,
+    accept_drift: bool = False,
     tensor_model_parallel_size: int | None = None,
     model_key: str = "model",
 ) -> NxDWeights:
@@ -98,7 +99,8 @@ def open_weights(
         directory: of the checkpoint.
         config: content of the model's Hugging Face ``config.json``.
         kv_order: of KV replicas; None finds it by comparing the replicas.
-        query_key_value_stride: see ``gpt_neox`` in docs/migrating_from_nxd.md.
+        query_key_value_stride: of GPT-NeoX, 1 or 3; see docs/migrating_from_nxd.md.
+        accept_drift: take replicated parameters from rank 0 where ranks differ, with a warning.
         tensor_model_parallel_size: what the files must have; None takes what they have.
         model_key: the state dict's entry, where a file holds more than the state dict.
 
@@ -112,7 +114,7 @@ def open_weights(
         raise ValueError(f"{files.directory} was written with {files.sizes()}, not {size}: pass the files' size")
     shards, extras = read_state_dicts(files, model_key)
     form = find_form(shards)
-    layout = Layout(size, query_key_value_stride=query_key_value_stride)
+    layout = Layout(size, query_key_value_stride=query_key_value_stride, accept_drift=accept_drift)
     layout = replace(layout, kv_replicas=_count_replicas(files, shards, config, size))
     if layout.kv_replicas > 1:
         order = _find_order(files, build_rules(config, layout, form), shards, layout, kv_order)
