@@ -47,9 +47,10 @@ build/neuronx-distributed:
 	git clone https://github.com/aws-neuron/neuronx-distributed $@
 	git -C $@ checkout --detach $(NXD_REVISION)
 
-test-compat: setup setup-xla $(NXD_SOURCE) ## neuronx-distributed's own tests and example models, unchanged, on CPU ranks (NXD_SOURCE=its checkout)
+test-compat: setup setup-xla $(NXD_SOURCE) ## neuronx-distributed's own tests, example models and checkpoints, unchanged, on CPU ranks (NXD_SOURCE=its checkout)
 	$(PYTHON) scripts/compat/run_nxd_tests.py --source $(NXD_SOURCE)
 	$(PYTHON) scripts/compat/train_examples.py --source $(NXD_SOURCE)
+	$(PYTHON) scripts/compat/nxd_checkpoints.py --source $(NXD_SOURCE)
 
 golden: setup ## record the golden losses anew
 	$(PYTHON) scripts/golden.py

@@ -1,11 +1,10 @@
-"""Owns the command line: ``nxd-memopt doctor``, ``nxd-memopt convert`` and ``nxd-memopt certify``."""
+"""The command line: ``nxd-memopt doctor``, ``nxd-memopt convert`` and ``nxd-memopt certify``."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from nxd_memopt._optional import MissingDependencyError, installed, require_installed, require_transformers
 from nxd_memopt.cli_certify.command import Certify
@@ -38,28 +37,6 @@ class Doctor:
             print(f"  {line}")
 
 
-@dataclass(frozen=True)
-class Convert:
-    """Write the weights of SOURCE as a Hugging Face directory of safetensors."""
-
-    source: Path
-    """Directory with config.json and safetensors or .bin files, or with one GGUF file."""
-    target: Path
-    """Directory to write; an earlier export there is replaced."""
-    max_shard_size_gib: float = 5.0
-    """Upper size of one file, in units of 2^30 bytes."""
-
-    def __call__(self) -> None:
-        from nxd_memopt.checkpoint import load_config, load_pretrained, save_pretrained
-        from nxd_memopt.models import model_class
-
-        config = load_config(self.source)
-        model = model_class(config.model_type)(config, dtype=config.dtype, device="meta")
-        load_pretrained(model, self.source)
-        save_pretrained(model, self.target, max_shard_size_bytes=int(self.max_shard_size_gib * 2**30))
-        print(f"wrote {self.target}")
-
-
 def _describe_models() -> str:
     try:
         return f"available (transformers {require_transformers('nxd_memopt.models').__version__})"
@@ -72,6 +49,8 @@ def _parse(arguments: Sequence[str]) -> Command:
         return Doctor()
     require_installed("nxd-memopt (every command but doctor)", "tyro", "rich", extra="cli")
     import tyro
+
+    from nxd_memopt.cli_convert import Convert
 
     commands: dict[str, Callable[..., Doctor | Convert | Certify]] = {
         "doctor": Doctor,

@@ -49,3 +49,42 @@ def test_usage_errors_exit_with_2(monkeypatch, arguments):
     with pytest.raises(SystemExit) as stopped:
         run(monkeypatch, *arguments)
     assert stopped.value.code == 2
+
+
+def test_convert_to_neuronx_distributed_and_back(monkeypatch, capsys, tmp_path):
+    """Grouped KV heads on several ranks, pipeline stages, fused projections, one file per tensor: bit-equal."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "hf")
+    there = ["convert", "--source", tmp_path / "hf", "--target", tmp_path / "nxd", "--to", "nxd"]
+    there += ["--tensor-model-parallel-size", 4, "--pipeline-model-parallel-size", 2, "--kv-size-multiplier", 2]
+    assert run(monkeypatch, *there) == 2
+    assert "--kv-order: strided for trn1, consecutive for trn2" in capsys.readouterr().err
+    assert run(monkeypatch, *there, "--kv-order", "strided", "--fused-qkv", "--xser") == 0
+    assert "8 of 8: dp_rank_00_tp_rank_03_pp_rank_01.pt" in capsys.readouterr().out
+    assert (tmp_path / "nxd" / "model" / "dp_rank_00_tp_rank_03_pp_rank_01.pt.tensors").is_dir()
+    back = ["convert", "--source", tmp_path / "nxd", "--target", tmp_path / "back", "--from", "nxd"]
+    assert run(monkeypatch, *back) == 2
+    assert "--config" in capsys.readouterr().err
+    assert run(monkeypatch, *back, "--config", tmp_path / "hf" / "config.json") == 0
+    assert "kv_replicas=2, kv_order='strided'" in capsys.readouterr().out
+    converted = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    for (name, expected), actual in zip(model.named_parameters(), converted.parameters(), strict=True):
+        assert actual.dtype == torch.bfloat16 and torch.equal(actual, expected), name
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--xser", "--kv-order", "strided"], "--from hf --to hf takes no --xser, --kv-order"),
+        (["--from", "nxd", "--fused-qkv"], "--from nxd --to hf takes no --fused-qkv"),
+        (["--to", "nxd", "--config", "x"], "--from hf --to nxd takes no --config"),
+        (["--from", "nxd", "--to", "nxd"], "convert to hf, and from there"),
+        (["--to", "nxd"], "needs --tensor-model-parallel-size"),
+    ],
+)
+def test_options_of_other_formats_are_refused(options, message, monkeypatch, capsys, tmp_path):
+    assert run(monkeypatch, "convert", "--source", tmp_path, "--target", tmp_path / "out", *options) == 2
+    assert message in capsys.readouterr().err

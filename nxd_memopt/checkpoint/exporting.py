@@ -144,7 +144,7 @@ def _gather(params: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, T
 def _prepare(target: Path, total_bytes: int) -> None:
     """Make sure of the place, and create the directory to write into."""
     restore_interrupted(target)
-    _require_replaceable(target)
+    require_replaceable(target)
     try:
         incomplete_path(target).mkdir(parents=True)
     except OSError as error:
@@ -158,7 +158,8 @@ def _prepare(target: Path, total_bytes: int) -> None:
         )
 
 
-def _require_replaceable(target: Path) -> None:
+def require_replaceable(target: Path) -> None:
+    """Raise ``ValueError`` unless ``target`` is absent, empty, or an export without subdirectories."""
     if not target.exists():
         return
     if not target.is_dir():
@@ -181,7 +182,7 @@ def _finish(model: torch.nn.Module, target: Path, shards: Shards, dtype: torch.d
         index = {"metadata": {"total_size": _total_bytes(shards, dtype)}, "weight_map": weight_map}
         (incomplete / WEIGHTS_INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     _write_config(model, incomplete, dtype or next(iter(named_tensors(model))).tensor.dtype)
-    _keep_other_files(target, incomplete)
+    keep_other_files(target, incomplete)
     replace_directory(incomplete, target)
 
 
@@ -195,7 +196,7 @@ def _write_config(model: torch.nn.Module, directory: Path, dtype: torch.dtype) -
         generation_config.save_pretrained(directory)
 
 
-def _keep_other_files(source: Path, directory: Path) -> None:
+def keep_other_files(source: Path, directory: Path) -> None:
     """Copy what an export does not write, such as the tokenizer."""
     for path in source.iterdir() if source.exists() else ():
         if not _WEIGHT_FILE.fullmatch(path.name) and not (directory / path.name).exists():

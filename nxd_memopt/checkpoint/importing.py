@@ -71,10 +71,18 @@ def load_pretrained(model: torch.nn.Module, directory: str | Path) -> None:
         raise_together(f"loading {directory}"),
         open_weights(location) as sources,
     ):
-        _load(model, sources, Path(directory))
+        load_sources(model, sources, Path(directory))
 
 
-def _load(model: torch.nn.Module, sources: Sources, directory: Path) -> None:
+def load_sources(model: torch.nn.Module, sources: Sources, directory: Path) -> None:
+    """Load ``model`` from full tensors by name; each rank reads its own slices.
+
+    Args:
+        directory: named in errors.
+
+    Raises:
+        ValueError: before any parameter changes, when names or shapes are not the model's.
+    """
     try:
         targets = match_names(model, sources.keys())
         for name, param in targets.items():

@@ -1,54 +1,16 @@
-"""Owns neuronx-distributed's calling conventions of checkpoints, gradients and mappings, where not ours."""
+"""neuronx-distributed's calling conventions of gradients and mappings, where they differ from ours."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable, Sequence
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from nxd_memopt.compat.layers import refuse
-from nxd_memopt.parallel_layers import checkpointing, grads, mappings, parallel_state
+from nxd_memopt.parallel_layers import grads, mappings, parallel_state
 
 Parameters = Tensor | Iterable[Tensor]
-
-
-def save(
-    checkpoint: Mapping[str, Any],
-    output_dir: str | Path,
-    save_serially: bool = True,
-    save_xser: bool = False,
-    down_cast_bf16: bool = False,
-    master_dp_only: bool = True,
-) -> None:
-    """``checkpointing.save``; ``save_xser``, a file per tensor, changes nothing in what ``load`` returns."""
-    del save_xser
-    checkpointing.save(checkpoint, output_dir, save_serially, down_cast_bf16, master_dp_only)
-
-
-def load(
-    chkpt_path: str | Path,
-    model: torch.nn.Module | None = None,
-    model_or_optimizer: torch.nn.Module | torch.optim.Optimizer | None = None,
-    model_key: str | None = "model",
-    load_xser: bool = False,
-    sharded: bool = True,
-    strict: bool = True,
-    master_dp_only: bool = True,
-    weights_only: bool = False,
-) -> Any:
-    """``checkpointing.load`` of what ``save`` wrote, which never unpickles code, with or without ``weights_only``.
-
-    Raises:
-        ValueError: ``master_dp_only=False``: files of each data-parallel rank are not told apart.
-    """
-    del load_xser, weights_only
-    refuse(load_of_every_data_parallel_rank=not master_dp_only)
-    target = model if model is not None else model_or_optimizer
-    return checkpointing.load(chkpt_path, target, model_key, sharded, strict)
 
 
 def get_grad_norm(

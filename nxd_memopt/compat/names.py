@@ -59,7 +59,8 @@ _TABLE: dict[str, Sources] = {
     "overrides": [],
     "overrides.transformer_overrides": [(f"{_COMPAT}.modules", "apply_rotary_pos_emb")],
     "parallel_layers": [
-        (f"{_COMPAT}.functions", "save load clip_grad_norm"),
+        (f"{_OURS}.checkpointing", "save load"),
+        (f"{_COMPAT}.functions", "clip_grad_norm"),
         (f"{_COMPAT}.layers", _LAYERS),
         (f"{_COMPAT}.parallel_state", "initialize_model_parallel"),
         (
@@ -71,10 +72,7 @@ _TABLE: dict[str, Sources] = {
         (f"{_OURS}.random", "get_xla_rng_tracker model_parallel_xla_manual_seed"),
         (f"{_OURS}.utils", f"{_SHARD_ATTRIBUTES} move_model_to_device"),
     ],
-    "parallel_layers.checkpointing": [
-        (f"{_COMPAT}.functions", "save load"),
-        (f"{_OURS}.checkpointing", "get_sharded_model_dict"),
-    ],
+    "parallel_layers.checkpointing": [(f"{_OURS}.checkpointing", "save load get_sharded_model_dict")],
     "parallel_layers.grads": [
         (f"{_COMPAT}.functions", f"{_GRAD_NORMS} bucket_allreduce_gradients"),
         (f"{_OURS}.grads", "allreduce_sequence_parallel_gradients"),
@@ -113,6 +111,8 @@ _TABLE: dict[str, Sources] = {
     ],
     "pipeline": [],
     "pipeline.model": [_STATE_MODULE],
+    "scripts": [],
+    "scripts.checkpoint_converter": [(f"{_COMPAT}.checkpoint_converter", "CheckpointConverterBase")],
     "trainer": [("nxd_memopt.trainer", f"{_TRAINER} save_checkpoint load_checkpoint"), _CONFIG],
     "trainer.checkpoint": [("nxd_memopt.trainer", _CHECKPOINT)],
     "trainer.model": [("nxd_memopt.trainer", "NxDModel")],

@@ -1,11 +1,10 @@
-"""Owns the ZeRO-1 optimizer: any torch optimizer on this rank's shard of fp32 master weights."""
+"""The ZeRO-1 optimizer: any torch optimizer on this rank's shard of fp32 master weights."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +17,11 @@ from nxd_memopt.optimizer.groups import (
     require_tensor_parallel_groups,
 )
 from nxd_memopt.optimizer.main_grad import accumulate_in, clear_main_grad
+from nxd_memopt.optimizer.nxd_layout import to_nxd_layout
 from nxd_memopt.optimizer.one_pass_adamw import for_this_device
+from nxd_memopt.optimizer.rank_states import StatesInRankFiles
 from nxd_memopt.optimizer.sharding import all_gather_into, cut_blocks, cut_shard, reduce_scatter_mean
-from nxd_memopt.parallel_layers import checkpointing, coordination, grads, parallel_state
+from nxd_memopt.parallel_layers import coordination, grads, parallel_state
 from nxd_memopt.parallel_layers.utils import is_sharded
 
 _DEFAULT_BUCKET_MB = 128  # large enough for full bandwidth, small beside a model's gradients
@@ -60,7 +61,7 @@ class StoredParameter:
     holders: tuple[int, ...]
 
 
-class NeuronZero1Optimizer(torch.optim.Optimizer):
+class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
     """Shards optimizer states and fp32 master weights over the data-parallel ranks (ZeRO stage 1, arXiv:1910.02054).
 
     ``step()`` sums the sequence-parallel gradients, reduce-scatters all gradients to their mean, clips by the whole
@@ -304,6 +305,16 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
         """Let the updates use the options of ``param_groups`` as they are now."""
         self._copy_options(self.param_groups, self.base_optimizer.param_groups)
 
+    def nxd_state_dict(self) -> dict[str, Any]:
+        """Return ``state_dict()`` in the layout of NxD's checkpoints, which its own optimizer loads. Every rank calls.
+
+        Masters of all parameters are in it, or, where ``state_dict()`` has none, of no parameter.
+        """
+        state = self.state_dict()
+        stored = state["sharded_master_weights"]
+        masters = {i: each.shard.detach() for i, each in enumerate(self._sharded)} if stored else {}
+        return to_nxd_layout(state, self.param_groups, masters, self.sharding_group)
+
     def _sharding(self) -> list[int]:
         rank = parallel_state.get_global_rank()
         ranks = next(ranks for ranks in self.sharding_groups if rank in ranks)
@@ -338,31 +349,6 @@ class NeuronZero1Optimizer(torch.optim.Optimizer):
                     f"the saved optimizer has {name} {state_dict.get(name)}, this one {expected}: build the same model "
                     "with the same parameter groups and parallel sizes, and load this rank's own file"
                 )
-
-    def _rank_file(self, output_dir: str | Path) -> Path:
-        data, tensor = parallel_state.get_data_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()
-        return Path(output_dir) / f"optim.dp_rank_{data:02d}.tp_rank_{tensor:02d}"
-
-    def save_sharded_state_dict(self, output_dir: str | Path, num_workers_per_step: int = 8) -> None:
-        """Write ``output_dir/optim.dp_rank_XX.tp_rank_XX`` of every rank; every rank calls.
-
-        Args:
-            output_dir: created if needed.
-            num_workers_per_step: ranks of one host that copy their state to it at the same time.
-        """
-        for is_my_turn in coordination.turns(num_workers_per_step):
-            with coordination.raise_together(f"saving {output_dir}"):
-                if is_my_turn:
-                    checkpointing.write_tensors(self._rank_file(output_dir), checkpointing.to_host(self.state_dict()))
-
-    def load_sharded_state_dict(self, output_dir: str | Path, num_workers_per_step: int = 8) -> None:
-        """Continue from what ``save_sharded_state_dict`` wrote; every rank calls, after loading the model."""
-        state: dict[str, Any] = {}
-        for is_my_turn in coordination.turns(num_workers_per_step):
-            with coordination.raise_together(f"loading {output_dir}"):
-                if is_my_turn:
-                    state = checkpointing.read_tensors(self._rank_file(output_dir))
-        self.load_state_dict(state)
 
 
 def _to_bytes(mebibytes: float) -> int:

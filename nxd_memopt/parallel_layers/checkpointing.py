@@ -1,11 +1,9 @@
-"""Owns the way between a full tensor and its shards, and neuronx-distributed's sharded save and load."""
+"""Cuts full tensors into shards and joins shards, and offers neuronx-distributed's sharded save and load."""
 
 from __future__ import annotations
 
-import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, Protocol, cast
 
 import torch
@@ -16,7 +14,9 @@ from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.coordination import raise_together
 from nxd_memopt.parallel_layers.mappings import resolve_group
 from nxd_memopt.parallel_layers.output_projection import describe_output_projections
+from nxd_memopt.parallel_layers.rank_files import find_rank_files
 from nxd_memopt.parallel_layers.rank_order import rank_at_position
+from nxd_memopt.parallel_layers.tensor_files import read_tensors, write_tensors, write_xser
 from nxd_memopt.parallel_layers.utils import is_sharded, map_tensors, shard_ranges
 
 
@@ -58,16 +58,22 @@ def require_full_shape(name: str, source: Tensor | LazySlice, param: Tensor) -> 
         )
 
 
-def local_slice(source: Tensor | LazySlice, param: Tensor) -> Tensor:
-    """Cut this rank's shard of ``param`` out of the full tensor ``source``, on the host, in ``param``'s dtype.
+def local_slice(source: Tensor | LazySlice, param: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+    """Cut this rank's shard of ``param`` out of the full tensor ``source``, on the host.
 
-    Reads nothing else of ``source``. Padding behind the full tensor's end becomes zeros.
+    Reads nothing else of ``source``. Padding after the full tensor's end becomes zeros.
+
+    Args:
+        source: the full tensor.
+        param: says which slices this rank holds.
+        dtype: of the result; default ``param``'s.
     """
+    dtype = dtype or param.dtype
     if not is_sharded(param):
-        return source[...].to(device="cpu", dtype=param.dtype, copy=True)
+        return source[...].to(device="cpu", dtype=dtype, copy=True)
     dim = _partition_dim(param)
     length = full_shape(param)[dim]
-    local = torch.zeros(param.shape, dtype=param.dtype, device="cpu")
+    local = torch.zeros(param.shape, dtype=dtype, device="cpu")
     offset = 0
     for start, stop in shard_ranges(param):
         end = min(stop, length)
@@ -115,6 +121,40 @@ def _join_shards(stacked: Tensor, param: Tensor) -> Tensor:
     return full.narrow(dim, 0, full_shape(param)[dim]).contiguous()
 
 
+def join_shards(shards: Sequence[Tensor], param: Tensor) -> Tensor:
+    """Return the full tensor, without padding, from the shards of another number of tensor-parallel ranks.
+
+    Args:
+        shards: of ranks 0 to T'-1.
+        param: this run's shard, whose description says how the full tensor is divided.
+
+    Raises:
+        ValueError: the tensor is replicated over some ranks, at either T.
+    """
+    shape, size = full_shape(param), len(shards)
+    dim = cast(Any, param).partition_dim % param.dim()
+    local, length = shards[0].size(dim), shape[dim]
+    blocks = getattr(param, "blocks", None) or ()
+    if getattr(param, "replicas", 1) > 1 or any(b.replicas > 1 for b in blocks) or local * size >= length + local:
+        raise ValueError(
+            f"a parameter of {list(shape)} is {list(shards[0].shape)} on each of {size} tensor-parallel ranks and "
+            f"{list(param.shape)} here, so that ranks hold the same KV heads: use the checkpoint's "
+            "tensor_model_parallel_size, or convert the weights with nxd-memopt convert"
+        )
+    # Blocks along dim, each divided over the ranks by itself: those of a fused parameter, or of a stride.
+    stride = cast(Any, param).partition_stride
+    lengths = [block.full_rows // size for block in blocks] or [local // stride] * stride
+    full = shards[0].new_zeros(shape)
+    for rank, shard in enumerate(shards):
+        first = offset = 0
+        for each in lengths:
+            start, stop = first + rank * each, min(first + (rank + 1) * each, length)
+            if start < stop:
+                full.narrow(dim, start, stop - start).copy_(shard.narrow(dim, offset, stop - start))
+            first, offset = first + each * size, offset + each
+    return full
+
+
 def get_sharded_model_dict(model: torch.nn.Module, model_state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Slice a full state dict into this rank's, by the attributes of ``model``'s parameters.
 
@@ -149,35 +189,12 @@ def to_host(value: Any, *, down_cast_bf16: bool = False) -> Any:
     return map_tensors(value, copied)
 
 
-def read_tensors(path: Path, *, mmap: bool = True) -> Any:
-    """Read a file written by ``torch.save``: tensors, containers and plain values only.
-
-    Args:
-        path: of the file.
-        mmap: map the tensors, so that only what is used is read; the file must then outlive them.
-
-    Raises:
-        ValueError: when the file is missing, cut short, or holds other Python objects.
-    """
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist: check the directory and the tensor-parallel size it was saved with")
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and zipfile.is_zipfile(path))
-    except (RuntimeError, EOFError, UnpicklingError, OSError, KeyError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ValueError(
-            f"{path} ({path.stat().st_size} bytes) cannot be read: {reason} "
-            "It is cut short, or holds other objects than tensors and plain values: copy or save it again"
-        ) from error
-
-
-def rank_directory(output_dir: str | Path) -> Path:
-    """``output_dir/tp_rank_XX_pp_rank_XX`` of this rank."""
-    tensor, pipeline = (
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_pipeline_model_parallel_rank(),
-    )
-    return Path(output_dir) / f"tp_rank_{tensor:02d}_pp_rank_{pipeline:02d}"
+def rank_name(*, with_data_rank: bool = False) -> str:
+    """Return ``tp_rank_XX_pp_rank_XX`` of this rank, with ``_dp_rank_XX`` if asked for."""
+    tensor = parallel_state.get_tensor_model_parallel_rank()
+    pipeline = parallel_state.get_pipeline_model_parallel_rank()
+    name = f"tp_rank_{tensor:02d}_pp_rank_{pipeline:02d}"
+    return f"{name}_dp_rank_{parallel_state.get_data_parallel_rank():02d}" if with_data_rank else name
 
 
 def is_model_replica_zero() -> bool:
@@ -185,23 +202,11 @@ def is_model_replica_zero() -> bool:
     return parallel_state.get_data_parallel_rank() == parallel_state.get_context_model_parallel_rank() == 0
 
 
-def write_tensors(path: Path, checkpoint: Any) -> None:
-    """Write what ``read_tensors`` reads; an existing file is replaced once the new one is complete."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    incomplete = path.with_name(f"{path.name}.rank_{parallel_state.get_global_rank()}.incomplete")
-    try:
-        torch.save(checkpoint, incomplete)
-        incomplete.replace(path)
-    except (RuntimeError, OSError) as error:  # torch.save reports a full disk as RuntimeError
-        raise OSError(f"could not write {path}: {error}: free disk space or choose another directory") from error
-    finally:
-        incomplete.unlink(missing_ok=True)
-
-
 def save(
     checkpoint: Mapping[str, Any],
     output_dir: str | Path,
     save_serially: bool = True,
+    save_xser: bool = False,
     down_cast_bf16: bool = False,
     master_dp_only: bool = True,
 ) -> None:
@@ -211,46 +216,99 @@ def save(
         checkpoint: nested dict of tensors and plain values, usually ``{"model": model.state_dict(), ...}``.
         output_dir: created if needed; a file of an earlier save is replaced once the new one is complete.
         save_serially: one tensor-parallel rank at a time, so that a host copies one shard at a time. False is faster.
+        save_xser: write torch_xla's format, the file ``tp_rank_XX_pp_rank_XX`` and one file per tensor in
+            ``tp_rank_XX_pp_rank_XX.tensors``; all ranks at the same time, each copying one tensor at a time.
         down_cast_bf16: write fp32 tensors as bf16.
-        master_dp_only: write from data-parallel rank 0 only. False: from every rank, for disks that hosts do not share.
+        master_dp_only: write from data-parallel rank 0 only. False: every rank writes, ``_dp_rank_XX`` in its name.
 
     Raises:
         ValueError, OSError: on every rank, when one cannot write.
     """
     writes = is_model_replica_zero() or not master_dp_only
+    path = Path(output_dir) / rank_name(with_data_rank=not master_dp_only)
     rank = parallel_state.get_tensor_model_parallel_rank()
-    for turn in range(parallel_state.get_tensor_model_parallel_size() if save_serially else 1):
+    serially = save_serially and not save_xser
+    for turn in range(parallel_state.get_tensor_model_parallel_size() if serially else 1):
         with raise_together(f"saving {output_dir}"):
-            if writes and (turn == rank or not save_serially):
-                content = to_host(checkpoint, down_cast_bf16=down_cast_bf16)
-                write_tensors(rank_directory(output_dir) / "checkpoint.pt", content)
+            if not writes or (serially and turn != rank):
+                continue
+            if save_xser:
+                _require_other_kind(path, path.is_dir())
+                write_xser(path, _down_cast(checkpoint) if down_cast_bf16 else checkpoint)
+            else:
+                _require_other_kind(path, path.is_file())
+                write_tensors(path / "checkpoint.pt", to_host(checkpoint, down_cast_bf16=down_cast_bf16))
+
+
+def _down_cast(checkpoint: Mapping[str, Any]) -> Any:
+    return map_tensors(checkpoint, lambda x: x.detach().to(torch.bfloat16) if x.dtype == torch.float32 else x)
+
+
+def _require_other_kind(path: Path, exists: bool) -> None:
+    """The two formats use one name, for a file and for a directory."""
+    if exists:
+        raise ValueError(
+            f"{path} is from a save with the other value of save_xser: remove it, or choose another directory"
+        )
 
 
 def load(
     chkpt_path: str | Path,
+    model: torch.nn.Module | None = None,
     model_or_optimizer: torch.nn.Module | torch.optim.Optimizer | None = None,
     model_key: str | None = "model",
+    load_xser: bool = False,
     sharded: bool = True,
     strict: bool = True,
+    master_dp_only: bool = True,
+    weights_only: bool = True,
 ) -> Any:
     """Read a checkpoint, load ``model_or_optimizer`` from it if given, and return it. Every rank calls.
 
     Args:
         chkpt_path: the ``output_dir`` of ``save``, or, with ``sharded=False``, one file with a full state dict.
+        model: as ``model_or_optimizer``.
         model_or_optimizer: gets the entry ``model_key``.
         model_key: ``None`` when the file is the state dict itself.
+        load_xser: read what ``save_xser=True`` wrote.
         sharded: False slices a full state dict for this rank's parameters.
         strict: for modules: names must match exactly.
+        master_dp_only: False reads this rank's file of ``master_dp_only=False``.
+        weights_only: files are read without unpickling code, whatever is passed.
 
     Raises:
-        ValueError: on every rank, when a file is missing, damaged or does not fit.
+        ValueError: on every rank, when a file is missing, damaged, does not fit, is of the other format than
+            ``load_xser`` says, or was written for another tensor-parallel size.
     """
-    path = rank_directory(chkpt_path) / "checkpoint.pt" if sharded else Path(chkpt_path)
+    del weights_only
+    target = model if model is not None else model_or_optimizer
     with raise_together(f"loading {chkpt_path}"):
+        path = Path(chkpt_path)
+        if sharded:
+            path = _sharded_file(path, load_xser, master_dp_only)
         checkpoint = read_tensors(path)
-        if model_or_optimizer is not None:
-            load_into(model_or_optimizer, _entry(checkpoint, model_key, path), sharded=sharded, strict=strict)
+        if target is not None:
+            load_into(target, _entry(checkpoint, model_key, path), sharded=sharded, strict=strict)
     return checkpoint
+
+
+def _sharded_file(directory: Path, load_xser: bool, master_dp_only: bool) -> Path:
+    """Return this rank's file, of a checkpoint with this run's tensor- and pipeline-parallel sizes."""
+    path = directory / rank_name(with_data_rank=not master_dp_only)
+    if path.exists() and path.is_dir() == load_xser:
+        raise ValueError(
+            f"{path} is a {'directory' if load_xser else 'file'}, it was saved with save_xser={not load_xser}: "
+            f"pass load_xser={not load_xser}"
+        )
+    sizes = (parallel_state.get_tensor_model_parallel_size(), parallel_state.get_pipeline_model_parallel_size())
+    if master_dp_only and directory.is_dir() and any(directory.iterdir()):
+        found = find_rank_files(directory)
+        if (found.tensor_model_parallel_size, found.pipeline_model_parallel_size) != sizes:
+            raise ValueError(
+                f"{directory} was written with {found.sizes()}, this run has tensor_model_parallel_size {sizes[0]}: "
+                "use that size, or convert the checkpoint with nxd-memopt convert"
+            )
+    return path if load_xser else path / "checkpoint.pt"
 
 
 def _entry(checkpoint: Mapping[str, Any], key: str | None, path: Path) -> Any:

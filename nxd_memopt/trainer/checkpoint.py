@@ -1,13 +1,14 @@
-"""Owns training checkpoints under tags, in neuronx-distributed's layout: complete or absent, the newest found first.
+"""Saves and loads training checkpoints under tags, in neuronx-distributed's layout; complete or absent.
 
-``directory/tag/{model,optim}/dp_rank_XX_tp_rank_XX_pp_rank_XX.pt``, ``scheduler.pt``, ``user_content.pt``, and
-``manifest.json``, which is written last and counts the saves.
+``directory/tag/{model,optim}/dp_rank_XX_tp_rank_XX_pp_rank_XX.pt``, ``scheduler.pt``, ``user_content.pt``,
+neuronx-distributed's markers ``checkpoint`` and ``done``, and ``manifest.json``, which is written last and counts the
+saves. Either library loads the other's.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ import torch
 from torch import nn
 
 from nxd_memopt.checkpoint.directories import (
+    flush_to_disk,
     incomplete_path,
-    remove_directory,
     replace_directory,
     restore_interrupted,
 )
@@ -25,12 +26,29 @@ from nxd_memopt.checkpoint.pickled import MANIFEST, require_kv_order, write_into
 from nxd_memopt.checkpoint.plain import require_plain
 from nxd_memopt.optimizer import NeuronZero1Optimizer
 from nxd_memopt.parallel_layers import parallel_state
-from nxd_memopt.parallel_layers.checkpointing import is_model_replica_zero, load_into, read_tensors
+from nxd_memopt.parallel_layers.checkpointing import is_model_replica_zero
 from nxd_memopt.parallel_layers.coordination import raise_together, share_texts, turns
+from nxd_memopt.parallel_layers.tensor_files import read_tensors, tensors_directory, write_xser
 from nxd_memopt.trainer.background import TagSave, finish_saves
-from nxd_memopt.trainer.optimizer import NxDOptimizer
+from nxd_memopt.trainer.rank_states import (
+    is_sharded_optimizer,
+    load_model,
+    load_optimizer,
+    own_file_name,
+    unwrap,
+)
+from nxd_memopt.trainer.tags import (
+    BEGUN,
+    DONE,
+    complete_tags,
+    find_tag,
+    prune_tags,
+    saved_numbers,
+    tag_directory,
+)
 
-_REPLACED = re.compile(r"\.(.+)\.replaced")
+_LAYOUT = 2
+"""Of the files, in the manifest: since 2, ``user_content.pt`` and ZeRO-1 states are as neuronx-distributed has them."""
 
 
 def save_checkpoint(
@@ -60,7 +78,8 @@ def save_checkpoint(
         scheduler: has ``state_dict()``, equal on all ranks.
         user_content: nested plain values and tensors, equal on all ranks.
         num_workers: ranks of one host that copy their state to it at the same time.
-        use_xser: all ranks at the same time, whatever ``num_workers`` says.
+        use_xser: one file per tensor, in torch_xla's format; all ranks at the same time, whatever ``num_workers`` says,
+            each copying one tensor at a time to its host.
         num_kept_ckpts: newest complete checkpoints to leave; ``None`` or -1 leaves all.
         async_save: return when the state is copied to the host's memory; a thread then writes it while training goes
             on. One save at a time: the next one waits. An error of the save is raised by the next ``optimizer.step()``
@@ -75,7 +94,7 @@ def save_checkpoint(
     """
     _refuse(use_zero1_dcp=use_zero1_dcp)
     _refuse(avoid_saving_lower_precision_weights=avoid_saving_lower_precision_weights)
-    directory, target = Path(checkpoint_dir_str), _tag_directory(checkpoint_dir_str, tag)
+    directory, target = Path(checkpoint_dir_str), tag_directory(checkpoint_dir_str, tag)
     incomplete = incomplete_path(target)
     finish_saves()
     with raise_together(f"saving {target}"):
@@ -83,29 +102,20 @@ def save_checkpoint(
         if parallel_state.is_global_rank_zero():
             restore_interrupted(target)
             incomplete.mkdir(parents=True)
+            (incomplete / BEGUN).write_text("1")
+    own = _own_states(model, optimizer, zero1_optimizer=zero1_optimizer)
     if async_save:
-        with raise_together(f"saving {target}"):
-            states = _own_states(model, optimizer, zero1_optimizer)
-            if parallel_state.is_global_rank_zero():
-                states |= _shared_states(scheduler, user_content)
-            for name, state in states.items():
-                require_plain(state, Path(name).stem)
-        save = TagSave(
-            target,
-            incomplete,
-            states,
-            lambda name, state: write_into(incomplete, name, state),
-            lambda: _complete_save(directory, target, num_kept_ckpts),
-        )
-        parallel_state.SAVES_UNDER_WAY.append(save)
+        _begin_async_save(directory, target, own, scheduler, user_content, num_kept_ckpts, use_xser=use_xser)
         return
     for is_my_turn in turns(parallel_state.get_world_size() if use_xser else num_workers):
         with raise_together(f"saving {target}"):
             if is_my_turn:
-                _write(incomplete, _own_states(model, optimizer, zero1_optimizer))
+                for name, state_of in own.items():
+                    _write(incomplete, name, state_of(), use_xser=use_xser)
     with raise_together(f"saving {target}"):
         if parallel_state.is_global_rank_zero():
-            _write(incomplete, _shared_states(scheduler, user_content))
+            for name, state_of in _shared_states(scheduler, user_content).items():
+                _write(incomplete, name, state_of())
             _complete_save(directory, target, num_kept_ckpts)
 
 
@@ -121,7 +131,11 @@ def load_checkpoint(
 ) -> Any:
     """Load what is passed from ``path/tag``; return its ``user_content``, or ``None``. Every rank calls.
 
+    Reads what ``save_checkpoint`` of this library and of neuronx-distributed wrote, xser or not. A module and an
+    optimizer may have other tensor- and data-parallel sizes than the run that wrote it; pipeline stages are merged.
+
     Args:
+        path: the directory of all tags.
         tag: default the newest complete checkpoint.
         model: a module, or a dict to fill; likewise ``optimizer``.
         num_workers: ranks of one host that read at the same time.
@@ -133,25 +147,22 @@ def load_checkpoint(
     """
     _refuse(use_zero1_dcp=use_zero1_dcp)
     finish_saves()
-    source = _find(Path(path), tag)
+    source = find_tag(Path(path), tag)
     with raise_together(f"loading {source}"):
         require_kv_order(source)
-    for is_my_turn in turns(num_workers):
-        with raise_together(f"loading {source}"):
-            if is_my_turn and model is not None:
-                _put(model, read_tensors(source / "model" / _file_name(data_rank=0)), strict=strict)
+    if model is not None:
+        load_model(source, model, optimizer, num_workers=num_workers, strict=strict)
     if optimizer is not None:
-        _load_optimizer(source, optimizer, num_workers)
+        load_optimizer(source, optimizer, model, num_workers=num_workers)
     with raise_together(f"loading {source}"):
         if scheduler is not None:
-            scheduler.load_state_dict(read_tensors(source / "scheduler.pt"))
-        content = source / "user_content.pt"
-        return read_tensors(content, mmap=False)["user_content"] if content.is_file() else None
+            scheduler.load_state_dict(read_tensors(source / "scheduler.pt", mmap=False))
+        return _read_user_content(source)
 
 
 def has_checkpoint(checkpoint_dir_str: str | Path) -> bool:
     """Whether the directory holds a complete checkpoint."""
-    return bool(_complete(Path(checkpoint_dir_str)))
+    return bool(complete_tags(Path(checkpoint_dir_str)))
 
 
 def finalize_checkpoint() -> None:
@@ -172,60 +183,89 @@ def _refuse(**options: bool) -> None:
             )
 
 
-def _tag_directory(directory: str | Path, tag: str) -> Path:
-    if not str(tag) or Path(str(tag)).name != str(tag) or str(tag).startswith("."):
-        raise ValueError(f"tag {tag!r} must be a directory's name, without a separator or a leading dot")
-    return Path(directory) / str(tag)
-
-
-def _file_name(*, data_rank: int) -> str:
-    tensor = parallel_state.get_tensor_model_parallel_rank()
-    pipeline = parallel_state.get_pipeline_model_parallel_rank()
-    return f"dp_rank_{data_rank:02d}_tp_rank_{tensor:02d}_pp_rank_{pipeline:02d}.pt"
-
-
 # Writing
 
 
-def _own_states(model: Any, optimizer: Any, zero1_optimizer: bool) -> dict[str, Any]:
-    """Return what this rank writes, by file name."""
-    states = {}
+def _own_states(model: Any, optimizer: Any, *, zero1_optimizer: bool) -> dict[str, Callable[[], Any]]:
+    """Return what makes the state of each file that this rank writes, by the file's name. Every rank calls.
+
+    ZeRO-1 states have neuronx-distributed's layout, which the ranks make together, now.
+    """
+    states: dict[str, Callable[[], Any]] = {}
     if model is not None and is_model_replica_zero():
-        states[f"model/{_file_name(data_rank=0)}"] = _state(model)
-    sharded = zero1_optimizer or _is_sharded(optimizer)
-    if optimizer is not None and (sharded or is_model_replica_zero()):
-        data_rank = parallel_state.get_data_parallel_rank() if sharded else 0
-        states[f"optim/{_file_name(data_rank=data_rank)}"] = _state(optimizer)
+        states[f"model/{own_file_name(data_rank=0)}"] = functools.partial(_state, model)
+    inner = unwrap(optimizer)
+    sharded_state = inner.nxd_state_dict() if isinstance(inner, NeuronZero1Optimizer) else None
+    is_sharded = zero1_optimizer or is_sharded_optimizer(optimizer)
+    if optimizer is not None and (is_sharded or is_model_replica_zero()):
+        data_rank = parallel_state.get_data_parallel_rank() if is_sharded else 0
+        name = f"optim/{own_file_name(data_rank=data_rank)}"
+        states[name] = functools.partial(_state, optimizer if sharded_state is None else sharded_state)
     return states
 
 
-def _shared_states(scheduler: Any, user_content: Any) -> dict[str, Any]:
-    """Return what rank 0 writes for all, by file name."""
-    states = {} if scheduler is None else {"scheduler.pt": _state(scheduler)}
-    return states if user_content is None else states | {"user_content.pt": {"user_content": user_content}}
+def _shared_states(scheduler: Any, user_content: Any) -> dict[str, Callable[[], Any]]:
+    """As ``_own_states``, of the files that rank 0 writes for all."""
+    states: dict[str, Callable[[], Any]] = {}
+    if scheduler is not None:
+        states["scheduler.pt"] = functools.partial(_state, scheduler)
+    if user_content is not None:
+        states["user_content.pt"] = lambda: user_content
+    return states
 
 
-def _write(directory: Path, states: Mapping[str, Any]) -> None:
-    for name, state in states.items():
-        require_plain(state, Path(name).stem)
-        write_into(directory, name, state)
+def _begin_async_save(
+    directory: Path,
+    target: Path,
+    own: Mapping[str, Callable[[], Any]],
+    scheduler: Any,
+    user_content: Any,
+    num_kept_ckpts: int | None,
+    *,
+    use_xser: bool,
+) -> None:
+    """Copy the states to the host's memory, and let a thread write them. Every rank calls."""
+    incomplete = incomplete_path(target)
+    with raise_together(f"saving {target}"):
+        shared = _shared_states(scheduler, user_content) if parallel_state.is_global_rank_zero() else {}
+        states = {name: state_of() for name, state_of in {**own, **shared}.items()}
+        for name, state in states.items():
+            require_plain(state, Path(name).stem)
+    save = TagSave(
+        target,
+        incomplete,
+        states,
+        lambda name, state: _write(incomplete, name, state, use_xser=use_xser and name in own),
+        lambda: _complete_save(directory, target, num_kept_ckpts),
+    )
+    parallel_state.SAVES_UNDER_WAY.append(save)
 
 
 def _complete_save(directory: Path, target: Path, num_kept_ckpts: int | None) -> None:
     """Declare the checkpoint complete, put it in its place, and remove old ones. Rank 0 calls."""
-    number = 1 + max(_numbers(directory).values(), default=0)
-    write_manifest(incomplete_path(target), {"number": number})
-    replace_directory(incomplete_path(target), target)
-    _prune(directory, num_kept_ckpts)
+    incomplete = incomplete_path(target)
+    (incomplete / DONE).write_text("1")
+    flush_to_disk(incomplete / DONE)
+    number = 1 + max(saved_numbers(directory).values(), default=0)
+    write_manifest(incomplete, {"number": number, "layout": _LAYOUT})
+    replace_directory(incomplete, target)
+    prune_tags(directory, num_kept_ckpts)
+
+
+def _write(directory: Path, name: str, state: Any, *, use_xser: bool = False) -> None:
+    require_plain(state, Path(name).stem)
+    if not use_xser:
+        write_into(directory, name, state)
+        return
+    if not directory.is_dir():
+        raise ValueError(f"{directory}, created by rank 0, is not visible here: use a directory that all hosts share")
+    write_xser(directory / name, state, info=True)
+    for path in (directory / name, *tensors_directory(directory / name).iterdir()):
+        flush_to_disk(path)
 
 
 def _state(source: Any) -> Any:
     return source if isinstance(source, Mapping) else source.state_dict()
-
-
-def _is_sharded(optimizer: Any) -> bool:
-    inner = optimizer.optimizer if isinstance(optimizer, NxDOptimizer) else optimizer
-    return isinstance(inner, NeuronZero1Optimizer) and len(inner.sharding_groups[0]) > 1
 
 
 def _require_valid(num_kept_ckpts: int | None) -> None:
@@ -233,71 +273,17 @@ def _require_valid(num_kept_ckpts: int | None) -> None:
         raise ValueError(f"num_kept_ckpts must be at least 1, or None or -1 for all, got {num_kept_ckpts}")
 
 
-def _prune(directory: Path, num_kept_ckpts: int | None) -> None:
-    if num_kept_ckpts in (None, -1):
-        return
-    for path in list(_complete(directory).values())[:-num_kept_ckpts]:
-        (path / MANIFEST).unlink()  # no longer complete
-        remove_directory(path)
-
-
 # Reading
 
 
-def _complete(directory: Path) -> dict[str, Path]:
-    """Complete checkpoints by tag, in the order of their saves; of a killed replacement, the predecessor."""
-    numbers = _numbers(directory)
-    replaced = {match[1]: path for path in numbers if (match := _REPLACED.fullmatch(path.name))}
-    renamed = {path.name: path for path in numbers if not path.name.startswith(".")}
-    return dict(sorted((replaced | renamed).items(), key=lambda item: numbers[item[1]]))
-
-
-def _numbers(directory: Path) -> dict[Path, int]:
-    """The number of each directory's save; those without a manifest of ours are none."""
-    paths = directory.iterdir() if directory.is_dir() else ()
-    manifests = {path: read_json(path / MANIFEST) for path in paths if (path / MANIFEST).is_file()}
-    return {path: manifest["number"] for path, manifest in manifests.items() if "number" in manifest}
-
-
-def _find(directory: Path, tag: str | None) -> Path:
-    """The same checkpoint on every rank: the one that rank 0 sees."""
-    found = ""
-    with raise_together(f"searching {directory}"):
-        if parallel_state.is_global_rank_zero():
-            complete = _complete(directory)
-            wanted = str(tag) if tag is not None else next(reversed(complete), "")
-            if wanted not in complete:
-                missing = "no complete checkpoint" if tag is None else f"no complete checkpoint {tag!r}"
-                raise ValueError(f"{directory} has {missing}, only {list(complete)}: check the directory and the tag")
-            found = complete[wanted].name
-    return directory / share_texts(found)[0]
-
-
-def _load_optimizer(source: Path, optimizer: Any, num_workers: int) -> None:
-    own = source / "optim" / _file_name(data_rank=parallel_state.get_data_parallel_rank())
-    if not (_is_sharded(optimizer) or (isinstance(optimizer, dict) and own.is_file())):
-        own = own.with_name(_file_name(data_rank=0))
-    state: dict[str, Any] = {}
-    for is_my_turn in turns(num_workers):
-        with raise_together(f"loading {source}"):
-            if is_my_turn:
-                state = read_tensors(own, mmap=False)
-                _require_kind(optimizer, state, own)
-    _put(optimizer, state)
-
-
-def _require_kind(optimizer: Any, state: Mapping[str, Any], path: Path) -> None:
-    """``torch.optim`` would take a shard's state for a whole one; the sharded optimizer checks what it is given."""
-    inner = optimizer.optimizer if isinstance(optimizer, NxDOptimizer) else optimizer
-    if "sharding" in state and not isinstance(inner, NeuronZero1Optimizer | dict):
-        raise ValueError(
-            f"{path} comes from an optimizer with ZeRO-1 or master weights, and {type(inner).__name__} has neither: "
-            "resume with the optimizer_config and mixed_precision_config of the run that wrote it"
-        )
-
-
-def _put(target: Any, state: Any, *, strict: bool = True) -> None:
-    if isinstance(target, dict):
-        target.update(state)
-    else:
-        load_into(target, state, strict=strict)
+def _read_user_content(source: Path) -> Any:
+    path = source / "user_content.pt"
+    if not path.is_file():
+        return None
+    try:
+        content = read_tensors(path, mmap=False)
+    except ValueError as error:
+        raise ValueError(f"{error}; rename the file to load the checkpoint without it") from error
+    manifest = read_json(source / MANIFEST) if (source / MANIFEST).is_file() else {"layout": _LAYOUT}
+    # Before layout 2 this library wrapped the content; neuronx-distributed never does.
+    return content if manifest.get("layout", 1) >= _LAYOUT else content["user_content"]

@@ -113,7 +113,8 @@ def test_checkpoints_are_complete_or_absent(tmp_path):
     assert_says(error_message(lambda: trainer.save_checkpoint(own_disk, "tag", {}, {}, zero1_optimizer=True)), "share")
     assert not trainer.has_checkpoint(own_disk)
     if dist.get_rank() == 0:
-        (tmp_path / "run" / "best" / "manifest.json").unlink()
+        for marker in ("manifest.json", "done"):
+            (tmp_path / "run" / "best" / marker).unlink()
     trainer.finalize_checkpoint()
     trainer.load_checkpoint(tmp_path / "run", model=loaded)
     assert loaded["tag"] == "step_10"

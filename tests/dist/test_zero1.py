@@ -281,7 +281,7 @@ def test_refusals(tmp_path):
     assert_says(error_message(lambda: build(grad_norm_groups=[[0, 1]])), [[0, 1]], [[0], [1]], "tensor-parallel")
     whole, halves = build(sharding_groups=[[0], [1]]), build()
     assert_says(error_message(lambda: halves.load_state_dict(whole.state_dict())), "sharding", [0, 1])
-    assert_says(error_message(lambda: halves.load_sharded_state_dict(tmp_path)), "optim.dp_rank_0", "does not exist")
+    assert_says(error_message(lambda: halves.load_sharded_state_dict(tmp_path)), "no rank files", "optim.dp_rank_XX")
     assert_says(error_message(build(lazy_init=True).step, RuntimeError), "init_zero")
     param.requires_grad_(False)
     assert_says(error_message(halves.step), "0 parameters", "1 did", "init_zero")

@@ -1,0 +1,173 @@
+"""Lists the parameters of neuronx-distributed's LLaMA and GPT-NeoX samples, and the Hugging Face tensors in each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Literal
+
+from nxd_memopt.checkpoint.nxd.parts import Kind, Layout, Part, Rule
+
+QKVForm = Literal["separate", "stacked", "linear", "fused"]
+"""How the samples hold query, key and value: ``q_proj``, ``k_proj``, ``v_proj``; ``qkv_proj.weight`` (``fuse_qkv``
+without ``qkv_linear``, as many KV heads as query heads); ``qkv_proj.weight_q`` ... (``qkv_linear``);
+``qkv_proj.weight_qkv`` (both). GPT-NeoX has one form, for which ``separate`` stands."""
+
+_COMPUTED_BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attention\.bias|attention\.masked_bias)$")
+"""Buffers that the samples' files hold and the models compute: they have no counterpart."""
+
+
+def is_computed_buffer(name: str) -> bool:
+    """Whether ``name`` is a buffer that the model computes, which conversion leaves out."""
+    return bool(_COMPUTED_BUFFERS.search(name))
+
+
+def build_rules(config: Mapping[str, Any], layout: Layout, form: QKVForm) -> list[Rule]:
+    """Return the rules of all parameters, in the order of the sample's state dict.
+
+    Args:
+        config: content of a Hugging Face ``config.json``.
+        layout: of the shards.
+        form: of query, key and value.
+
+    Raises:
+        ValueError: for a model type other than ``llama`` and ``gpt_neox``, or sizes that do not fit the layout.
+    """
+    builders: dict[str, Callable[..., list[Rule]]] = {"llama": _llama, "gpt_neox": _gpt_neox}
+    model_type = config.get("model_type")
+    if model_type not in builders:
+        raise ValueError(f"config.json has model_type {model_type!r}: only {sorted(builders)} can be converted")
+    if model_type != "gpt_neox" and layout.query_key_value_stride != 1:
+        raise ValueError(
+            f"query_key_value_stride is GPT-NeoX's, config.json has model_type {model_type!r}: leave it out"
+        )
+    if model_type == "gpt_neox" and (layout.kv_replicas > 1 or form != "separate"):
+        raise ValueError("GPT-NeoX has one query_key_value and no KV replicas: leave the options of LLaMA's out")
+    rules = builders[model_type](config, layout, form)
+    for rule in rules:
+        for part in rule.parts:
+            part.local_length(layout)
+    return rules
+
+
+def find_form(names: Collection[str]) -> QKVForm:
+    """Return the form of query, key and value in a state dict with ``names``."""
+    suffixes: dict[str, QKVForm] = {
+        ".qkv_proj.weight_qkv": "fused",
+        ".qkv_proj.weight_q": "linear",
+        ".qkv_proj.weight": "stacked",
+    }
+    for suffix, form in suffixes.items():
+        if any(name.endswith(suffix) for name in names):
+            return form
+    return "separate"
+
+
+def layer_index(name: str) -> int | None:
+    """Return the number of the decoder layer to which ``name`` belongs, or None."""
+    match = re.search(r"\.layers\.(\d+)\.", name)
+    return int(match[1]) if match else None
+
+
+def is_first_stage(name: str) -> bool:
+    """Whether a parameter outside the layers belongs to the first pipeline stage; the others belong to the last."""
+    return "embed_tokens" in name or "embed_in" in name
+
+
+def kv_heads(config: Mapping[str, Any]) -> int:
+    """Return g, the number of KV heads."""
+    return config.get("num_key_value_heads") or config["num_attention_heads"]
+
+
+def _llama(config: Mapping[str, Any], layout: Layout, form: QKVForm) -> list[Rule]:
+    hidden, width, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    head_dim = config.get("head_dim") or hidden // config["num_attention_heads"]
+    if config.get("attention_bias") or config.get("mlp_bias"):
+        raise ValueError("attention_bias or mlp_bias is true: neuronx-distributed's LLaMA sample has no biases")
+    _require_kv_layout(config, layout, form)
+    query, kv = config["num_attention_heads"] * head_dim, kv_heads(config) * head_dim
+    rules = [_rule("model.embed_tokens.weight", "column", (vocab, hidden))]
+    for i in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{i}"
+        rules += _llama_attention(f"{layer}.self_attn", form, (query, kv, hidden))
+        gate, up = (Part(f"{layer}.mlp.{name}_proj.weight", "column", (width, hidden)) for name in ("gate", "up"))
+        rules += [
+            Rule(f"{layer}.mlp.gate_up_proj.weight", (gate, up)),
+            _rule(f"{layer}.mlp.down_proj.weight", "row", (hidden, width)),
+            _rule(f"{layer}.input_layernorm.weight", "replicated", (hidden,)),
+            _rule(f"{layer}.post_attention_layernorm.weight", "replicated", (hidden,)),
+        ]
+    return [
+        *rules,
+        _rule("model.norm.weight", "replicated", (hidden,)),
+        _rule("lm_head.weight", "column", (vocab, hidden)),
+    ]
+
+
+def _llama_attention(prefix: str, form: QKVForm, sizes: tuple[int, int, int]) -> list[Rule]:
+    query_size, kv_size, hidden = sizes
+    query = Part(f"{prefix}.q_proj.weight", "query", (query_size, hidden))
+    key, value = (Part(f"{prefix}.{name}_proj.weight", "kv", (kv_size, hidden)) for name in "kv")
+    output = _rule(f"{prefix}.o_proj.weight", "query_row", (hidden, query_size))
+    if form in ("stacked", "fused"):
+        name = f"{prefix}.qkv_proj.{'weight_qkv' if form == 'fused' else 'weight'}"
+        return [Rule(name, (query, key, value)), output]
+    projections = [
+        Rule(part.name if form == "separate" else f"{prefix}.qkv_proj.weight_{letter}", (part,))
+        for letter, part in zip("qkv", (query, key, value), strict=True)
+    ]
+    return [*projections, output]
+
+
+def _require_kv_layout(config: Mapping[str, Any], layout: Layout, form: QKVForm) -> None:
+    heads, groups, replicas = config["num_attention_heads"], kv_heads(config), layout.kv_replicas
+    if replicas > 1 and form not in ("linear", "fused"):
+        raise ValueError(
+            f"kv_size_multiplier {replicas} needs GQAQKVColumnParallelLinear (weights named qkv_proj.weight_k or "
+            f"weight_qkv): the {form} form has no KV replicas"
+        )
+    if form == "stacked" and groups != heads:
+        raise ValueError(
+            f"num_key_value_heads {groups} differs from num_attention_heads {heads}: qkv_proj.weight without "
+            "GQAQKVColumnParallelLinear holds as many KV heads as query heads"
+        )
+    # With several KV heads in a replicated shard, a rank's query heads would not be one contiguous slice.
+    if replicas > 1 and groups * replicas != layout.size:
+        raise ValueError(
+            f"kv_size_multiplier {replicas} times num_key_value_heads {groups} is not tensor_model_parallel_size "
+            f"{layout.size}: use kv_size_multiplier {max(layout.size // groups, 1)}"
+        )
+
+
+def _gpt_neox(config: Mapping[str, Any], layout: Layout, form: QKVForm) -> list[Rule]:
+    del form  # there is one
+    hidden, width, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    rules = [_rule("gpt_neox.embed_in.weight", "column", (vocab, hidden))]
+    for i in range(config["num_hidden_layers"]):
+        layer = f"gpt_neox.layers.{i}"
+        qkv, stride = f"{layer}.attention.query_key_value", layout.query_key_value_stride
+        rules += [
+            *_layer_norm(f"{layer}.input_layernorm", hidden),
+            *_layer_norm(f"{layer}.post_attention_layernorm", hidden),
+            Rule(f"{qkv}.weight", (Part(f"{qkv}.weight", "column", (3 * hidden, hidden)),), stride),
+            Rule(f"{qkv}.bias", (Part(f"{qkv}.bias", "column", (3 * hidden,)),), stride),
+            _rule(f"{layer}.attention.dense.weight", "row", (hidden, hidden)),
+            _rule(f"{layer}.attention.dense.bias", "replicated", (hidden,)),
+            _rule(f"{layer}.mlp.dense_h_to_4h.weight", "column", (width, hidden)),
+            _rule(f"{layer}.mlp.dense_h_to_4h.bias", "column", (width,)),
+            _rule(f"{layer}.mlp.dense_4h_to_h.weight", "row", (hidden, width)),
+            _rule(f"{layer}.mlp.dense_4h_to_h.bias", "replicated", (hidden,)),
+        ]
+    return [
+        *rules,
+        *_layer_norm("gpt_neox.final_layer_norm", hidden),
+        _rule("embed_out.weight", "column", (vocab, hidden)),
+    ]
+
+
+def _layer_norm(name: str, hidden: int) -> list[Rule]:
+    return [_rule(f"{name}.{part}", "replicated", (hidden,)) for part in ("weight", "bias")]
+
+
+def _rule(name: str, kind: Kind, shape: tuple[int, ...]) -> Rule:
+    return Rule(name, (Part(name, kind, shape),))

@@ -1,0 +1,181 @@
+"""Converts neuronx-distributed's checkpoints to Hugging Face directories and back, and loads them into models."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nxd_memopt.checkpoint.directories import (
+    incomplete_path,
+    remove_directory,
+    replace_directory,
+    restore_interrupted,
+)
+from nxd_memopt.checkpoint.exporting import keep_other_files, require_replaceable
+from nxd_memopt.checkpoint.files import (
+    WEIGHTS,
+    WEIGHTS_INDEX,
+    read_json,
+    require_directory,
+    write_safetensors,
+)
+from nxd_memopt.checkpoint.files import open_weights as open_hugging_face
+from nxd_memopt.checkpoint.importing import load_sources
+from nxd_memopt.checkpoint.nxd.parts import KVOrder
+from nxd_memopt.checkpoint.nxd.reading import JoinedTensor, as_hugging_face, open_weights
+from nxd_memopt.checkpoint.nxd.writing import Target, write_weights
+from nxd_memopt.parallel_layers.coordination import raise_together
+from nxd_memopt.parallel_layers.tensor_files import resolve
+
+MAX_SHARD_SIZE_BYTES = 5 * 2**30
+
+
+def load_nxd(
+    model: torch.nn.Module,
+    directory: str | Path,
+    *,
+    kv_order: KVOrder | None = None,
+    query_key_value_stride: int = 1,
+    accept_drift: bool = False,
+) -> list[str]:
+    """Load ``model`` from neuronx-distributed's rank files of any T and any number of stages. Every rank calls.
+
+    Each rank reads the shards that its own slices come from, one full parameter at a time on the host.
+
+    Args:
+        model: ``LlamaForCausalLM`` or ``GPTNeoXForCausalLM`` of this library, at any T.
+        directory: a tag of ``nxd.save_checkpoint``, or the directory with the rank files.
+        kv_order: of KV replicas; None finds it by comparing the replicas.
+        query_key_value_stride: GPT-NeoX: 3 if ``query_key_value`` was cut with the sample's ``stride=3``.
+        accept_drift: take norms and row-parallel biases from rank 0 where ranks differ, as GPT-NeoX's sample leaves
+            them, which never sums their gradients, with a warning for each; otherwise a difference is an error.
+
+    Returns:
+        A line for each entry of the files that is no weight of the model.
+
+    Raises:
+        ValueError: on every rank, before any parameter changes, when files are missing or damaged, or do not fit.
+    """
+    config = plain_config(model)
+    with raise_together(f"loading {directory}"):
+        weights = open_weights(
+            directory,
+            config,
+            kv_order=kv_order,
+            query_key_value_stride=query_key_value_stride,
+            accept_drift=accept_drift,
+        )
+        joined, report = as_hugging_face(weights, config)
+        load_sources(model, dict(joined), Path(directory))
+    return report
+
+
+def plain_config(model: torch.nn.Module) -> dict[str, Any]:
+    """Return the content of the model's ``config.json``, Megatron's ``num_query_groups`` as ``num_key_value_heads``."""
+    config: Any = model.config
+    plain = config.to_dict()
+    groups = getattr(config, "num_query_groups", None)
+    return {**plain, "num_key_value_heads": groups} if groups else plain
+
+
+def from_nxd(
+    source: str | Path,
+    target: str | Path,
+    *,
+    config: str | Path,
+    kv_order: KVOrder | None = None,
+    query_key_value_stride: int = 1,
+    accept_drift: bool = False,
+    tensor_model_parallel_size: int | None = None,
+    max_shard_size_bytes: int = MAX_SHARD_SIZE_BYTES,
+    progress: Callable[[str], None] = print,
+) -> None:
+    """Write the weights of neuronx-distributed's checkpoint ``source`` as the Hugging Face directory ``target``.
+
+    Args:
+        source: a tag of ``nxd.save_checkpoint``, its ``model``, or the ``output_dir`` of ``checkpointing.save``.
+        target: to write; an earlier export there is replaced when the new one is complete.
+        config: the model's Hugging Face ``config.json``, which the rank files do not hold.
+        kv_order: of KV replicas; None finds it by comparing the replicas.
+        query_key_value_stride: GPT-NeoX: 3 if ``query_key_value`` was cut with the sample's ``stride=3``.
+        accept_drift: take norms and row-parallel biases from rank 0 where ranks differ, as GPT-NeoX's sample leaves
+            them, which never sums their gradients, with a warning for each; otherwise a difference is an error.
+        tensor_model_parallel_size: what the files must have; None takes what they have.
+        max_shard_size_bytes: upper bound of a file, unless one parameter alone is larger.
+        progress: gets a line for each file, and for each entry of the source that is no weight.
+
+    Raises:
+        ValueError: when files are missing or damaged, or do not fit the config.
+    """
+    content, path = read_json(Path(config)), Path(target).resolve()
+    weights = open_weights(
+        source,
+        content,
+        kv_order=kv_order,
+        query_key_value_stride=query_key_value_stride,
+        accept_drift=accept_drift,
+        tensor_model_parallel_size=tensor_model_parallel_size,
+    )
+    joined, report = as_hugging_face(weights, content)
+    restore_interrupted(path)
+    require_replaceable(path)
+    incomplete = incomplete_path(path)
+    try:
+        incomplete.mkdir(parents=True)
+        for line in (f"{weights.directory}: {weights.layout}, {weights.form} query, key and value", *report):
+            progress(line)
+        _write_shards(joined, incomplete, max_shard_size_bytes, progress)
+        (incomplete / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        keep_other_files(path, incomplete)
+        replace_directory(incomplete, path)
+    finally:
+        remove_directory(incomplete)
+
+
+def _write_shards(
+    joined: Mapping[str, JoinedTensor], directory: Path, max_shard_size_bytes: int, progress: Callable[[str], None]
+) -> None:
+    sizes = {name: _size_bytes(tensor) for name, tensor in joined.items()}
+    groups: list[list[str]] = [[]]
+    for name, size_bytes in sizes.items():
+        if groups[-1] and sum(sizes[other] for other in groups[-1]) + size_bytes > max_shard_size_bytes:
+            groups.append([])
+        groups[-1].append(name)
+    weight_map: dict[str, str] = {}
+    for i, names in enumerate(groups, start=1):
+        file_name = WEIGHTS if len(groups) == 1 else f"model-{i:05d}-of-{len(groups):05d}.safetensors"
+        write_safetensors(directory / file_name, {name: joined[name].full() for name in names})
+        weight_map.update(dict.fromkeys(names, file_name))
+        progress(f"{i} of {len(groups)}: {file_name}")
+    if len(groups) > 1:
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        (directory / WEIGHTS_INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _size_bytes(tensor: JoinedTensor) -> int:
+    return math.prod(tensor.get_shape()) * resolve(tensor.shards[0]).element_size()
+
+
+def to_nxd(source: str | Path, target: str | Path, options: Target, progress: Callable[[str], None] = print) -> None:
+    """Write the Hugging Face directory ``source`` as neuronx-distributed's checkpoint ``target``.
+
+    ``config.json`` is not part of that checkpoint: neuronx-distributed's samples read it from a directory of its own.
+
+    Args:
+        source: with ``config.json`` and safetensors or ``.bin`` files.
+        target: the tag's directory; see ``writing.write_weights``.
+        options: what to write.
+        progress: gets a line for each file.
+
+    Raises:
+        ValueError: when the source is incomplete, or its sizes do not fit ``options``.
+    """
+    directory = require_directory(source)
+    config = read_json(directory / "config.json")
+    with open_hugging_face(directory) as sources:
+        write_weights(sources, config, target, options, progress)

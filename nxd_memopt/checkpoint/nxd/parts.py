@@ -1,0 +1,213 @@
+"""Joins and cuts tensor-parallel shards as neuronx-distributed's layers hold them, KV replicas included.
+
+The full tensors are in Hugging Face's order of heads. A shard of one layer is, along its sharded dimension, the
+concatenation of its parts' shards (``[gate, up]``, ``[q, k, v]``). With T ranks and m replicas of each KV shard there
+are n = T/m KV shards, and a rank r holds
+
+- in strided order (trn1): KV shard ``r mod n``; the ranks of KV shard j are ``j, j + n, j + 2n, ...``
+- in consecutive order (trn2): KV shard ``r // m``; the ranks of KV shard j are ``jm, ..., jm + m - 1``.
+
+The query heads of a KV shard are divided over its ranks in rising order, so that in consecutive order a rank's query
+heads are the contiguous slice r, and in strided order they are slice ``(r mod n) * m + r // n`` of T. The columns of
+the attention's output projection follow the query heads.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from nxd_memopt.config import require_divisible
+
+KVOrder = Literal["strided", "consecutive"]
+Kind = Literal["replicated", "column", "row", "query", "query_row", "kv"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How tensor-parallel ranks hold the shards.
+
+    Attributes:
+        size: T.
+        kv_replicas: m, ranks that hold the same KV shard.
+        kv_order: which ranks those are; of no effect where m is 1 or T.
+        query_key_value_stride: of GPT-NeoX's fused projection, 1 or 3; see docs/migrating_from_nxd.md.
+        accept_drift: take a replicated parameter from rank 0 where ranks differ, with a warning.
+    """
+
+    size: int
+    kv_replicas: int = 1
+    kv_order: KVOrder = "consecutive"
+    query_key_value_stride: int = 1
+    accept_drift: bool = False
+
+    def __post_init__(self) -> None:
+        remedy = "use a tensor_model_parallel_size that the number of replicas divides"
+        require_divisible("tensor_model_parallel_size", self.size, "kv_size_multiplier", self.kv_replicas, remedy)
+
+    def kv_shard(self, rank: int) -> int:
+        """Return which of the T/m KV shards ``rank`` holds."""
+        shards = self.size // self.kv_replicas
+        return rank % shards if self.kv_order == "strided" else rank // self.kv_replicas
+
+    def query_slice(self, rank: int) -> int:
+        """Return which of the T contiguous slices of the query heads ``rank`` holds."""
+        shards = self.size // self.kv_replicas
+        within = rank // shards if self.kv_order == "strided" else rank % self.kv_replicas
+        return self.kv_shard(rank) * self.kv_replicas + within
+
+    def slice_index(self, kind: Kind, rank: int) -> tuple[int, int]:
+        """Return which slice of a part ``rank`` holds, and of how many."""
+        if kind == "kv":
+            return self.kv_shard(rank), self.size // self.kv_replicas
+        if kind in ("query", "query_row"):
+            return self.query_slice(rank), self.size
+        return (0, 1) if kind == "replicated" else (rank, self.size)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One Hugging Face tensor inside a parameter of neuronx-distributed.
+
+    Attributes:
+        name: Hugging Face's.
+        kind: how it is sharded; ``query_row`` are the columns that belong to query heads.
+        shape: of the full tensor.
+    """
+
+    name: str
+    kind: Kind
+    shape: tuple[int, ...]
+
+    @property
+    def dim(self) -> int:
+        return 1 if self.kind in ("row", "query_row") else 0
+
+    def local_length(self, layout: Layout) -> int:
+        """Return the length of a shard along ``dim``.
+
+        Raises:
+            ValueError: the full length is not divisible.
+        """
+        _, shards = layout.slice_index(self.kind, 0)
+        label = f"{self.name}'s dimension {self.dim}"
+        return require_divisible(label, self.shape[self.dim], "its number of shards", shards, "use another size")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One parameter of neuronx-distributed: its name and the Hugging Face tensors it is made of, in order.
+
+    Attributes:
+        name: in neuronx-distributed's state dict.
+        parts: all sharded along the same dimension.
+        stride: 3 where one tensor's shard is taken from each third of it; 1 otherwise.
+    """
+
+    name: str
+    parts: tuple[Part, ...]
+    stride: int = 1
+
+    @property
+    def dim(self) -> int:
+        return self.parts[0].dim
+
+    def local_shape(self, layout: Layout) -> tuple[int, ...]:
+        """Return the shape of a rank's shard."""
+        shape = list(self.parts[0].shape)
+        shape[self.dim] = sum(part.local_length(layout) for part in self.parts)
+        return tuple(shape)
+
+    def cut(self, full: dict[str, Tensor], layout: Layout, rank: int) -> Tensor:
+        """Return ``rank``'s shard, from the full Hugging Face tensors."""
+        pieces = [_cut_part(full[part.name], part, layout, rank, self.stride) for part in self.parts]
+        return (pieces[0].clone() if len(pieces) == 1 else torch.cat(pieces, self.dim)).contiguous()
+
+    def join(self, part: Part, shards: Sequence[Tensor], layout: Layout) -> Tensor:
+        """Return one full Hugging Face tensor, from the shards of ranks 0 to T-1.
+
+        Raises:
+            ValueError: when replicas differ.
+        """
+        self._require_replicas(part, shards, layout)
+        offset = 0
+        for other in self.parts:
+            if other is part:
+                break
+            offset += other.local_length(layout)
+        length = part.local_length(layout)
+        full = torch.empty(part.shape, dtype=shards[0].dtype)
+        for rank, shard in enumerate(shards):
+            local = shard.narrow(self.dim, offset, length)
+            for piece, target in _pieces(local, full, part, layout, rank, self.stride):
+                target.copy_(piece)
+        return full
+
+    def _require_replicas(self, part: Part, shards: Sequence[Tensor], layout: Layout) -> None:
+        """Ranks that hold the same slice must hold the same values, or the layout is not the files'."""
+        first: dict[int, int] = {}
+        offset = sum(other.local_length(layout) for other in self.parts[: self.parts.index(part)])
+        for rank, shard in enumerate(shards):
+            index, _ = layout.slice_index(part.kind, rank)
+            earlier = first.setdefault(index, rank)
+            mine, theirs = (x.narrow(self.dim, offset, part.local_length(layout)) for x in (shard, shards[earlier]))
+            if earlier != rank and not _same(mine, theirs):
+                if part.kind == "replicated" and layout.accept_drift:
+                    warnings.warn(f"{self.name} differs between tensor-parallel ranks: rank 0's is taken", stacklevel=2)
+                    return
+                what = f"in {layout.kv_order} order of KV replicas" if part.kind == "kv" else "as a replicated tensor"
+                remedy = "pass the other order" if part.kind == "kv" else "pass accept_drift (B2)"
+                raise ValueError(
+                    f"{self.name} differs between tensor-parallel ranks {earlier} and {rank}, which hold the same "
+                    f"slice of {part.name} {what}: {remedy}, or check that the files are of one save"
+                )
+
+
+def _same(first: Tensor, second: Tensor) -> bool:
+    """Bit-equality: a NaN equals itself."""
+    return first.dtype == second.dtype and torch.equal(_bytes(first), _bytes(second))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _pieces(
+    local: Tensor, full: Tensor, part: Part, layout: Layout, rank: int, stride: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the views of ``local`` and of ``full`` that hold the same elements."""
+    index, shards = layout.slice_index(part.kind, rank)
+    if part.kind == "replicated":
+        yield local, full
+        return
+    length = local.size(part.dim) // stride
+    for block in range(stride):
+        start = block * length * shards + index * length
+        yield local.narrow(part.dim, block * length, length), full.narrow(part.dim, start, length)
+
+
+def _cut_part(full: Tensor, part: Part, layout: Layout, rank: int, stride: int) -> Tensor:
+    shape = list(part.shape)
+    shape[part.dim] = part.local_length(layout)
+    local = torch.empty(shape, dtype=full.dtype)
+    for target, piece in _pieces(local, full, part, layout, rank, stride):
+        target.copy_(piece)
+    return local
+
+
+def detect_kv_order(rule: Rule, part: Part, shards: Sequence[Tensor], replicas: int) -> set[KVOrder]:
+    """Return the orders of KV replicas in which ranks that should hold the same values do."""
+    fitting: set[KVOrder] = set()
+    orders: tuple[KVOrder, ...] = ("strided", "consecutive")
+    for order in orders:
+        try:
+            rule._require_replicas(part, shards, Layout(len(shards), replicas, order))
+        except ValueError:
+            continue
+        fitting.add(order)
+    return fitting

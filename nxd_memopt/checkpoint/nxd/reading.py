@@ -1,0 +1,278 @@
+"""Reads a model's weights from neuronx-distributed's rank files, as full Hugging Face tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from nxd_memopt.checkpoint.nxd.architectures import (
+    QKVForm,
+    build_rules,
+    find_form,
+    is_computed_buffer,
+    kv_heads,
+)
+from nxd_memopt.checkpoint.nxd.parts import KVOrder, Layout, Part, Rule, detect_kv_order
+from nxd_memopt.parallel_layers.rank_files import RankFiles, find_rank_files
+from nxd_memopt.parallel_layers.tensor_files import StoredTensor, read_stored, resolve
+
+Shards = list[Tensor | StoredTensor]
+"""One parameter's shards, by tensor-parallel rank; on disk until they are used."""
+
+
+@dataclass(frozen=True)
+class NxDWeights:
+    """A checkpoint's parameters by neuronx-distributed's names, all pipeline stages merged.
+
+    Attributes:
+        directory: of the rank files.
+        shards: shards by name.
+        extras: entries that are no parameters, such as a step counter, with a description of each.
+        layout: of the shards.
+        form: of query, key and value.
+    """
+
+    directory: Path
+    shards: dict[str, Shards]
+    extras: dict[str, str]
+    layout: Layout
+    form: QKVForm
+
+
+class JoinedTensor:
+    """One full Hugging Face tensor; its shards are read when it is indexed. See ``checkpointing.LazySlice``."""
+
+    def __init__(self, rule: Rule, part: Part, shards: Shards, layout: Layout, directory: Path) -> None:
+        self.rule, self.part, self.shards, self.layout, self.directory = rule, part, shards, layout, directory
+
+    def get_shape(self) -> list[int]:
+        return list(self.part.shape)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.full()[index]
+
+    def full(self) -> Tensor:
+        """Return the full tensor.
+
+        Raises:
+            ValueError: when a shard has another shape than the config says, dtypes differ, or replicas differ.
+        """
+        shards = [resolve(shard) for shard in self.shards]
+        expected = self.rule.local_shape(self.layout)
+        for rank, shard in enumerate(shards):
+            if tuple(shard.shape) != expected or shard.dtype != shards[0].dtype:
+                raise ValueError(
+                    f"{self.directory}: {self.rule.name} of tensor-parallel rank {rank} is {list(shard.shape)} "
+                    f"{shard.dtype}, expected {list(expected)} {shards[0].dtype} at tensor_model_parallel_size "
+                    f"{self.layout.size}: a rank file is missing or from another save, or config.json belongs to "
+                    "another model"
+                )
+        try:
+            return self.rule.join(self.part, shards, self.layout)
+        except ValueError as error:
+            raise ValueError(f"{self.directory}: {error}") from None
+
+
+def model_directory(directory: str | Path) -> Path:
+    """Return ``directory/model`` where the trainer's layout has it, else ``directory``."""
+    path = Path(directory)
+    return path / "model" if (path / "model").is_dir() else path
+
+
+def open_weights(
+    directory: str | Path,
+    config: Mapping[str, Any],
+    *,
+    kv_order: KVOrder | None = None,
+    query_key_value_stride: int = 1,
+    accept_drift: bool = False,
+    tensor_model_parallel_size: int | None = None,
+    model_key: str = "model",
+) -> NxDWeights:
+    """Open the rank files of ``directory`` (a tag, its ``model``, or ``checkpointing.save``'s ``output_dir``).
+
+    Args:
+        directory: of the checkpoint.
+        config: content of the model's Hugging Face ``config.json``.
+        kv_order: of KV replicas; None finds it by comparing the replicas.
+        query_key_value_stride: of GPT-NeoX, 1 or 3; see docs/migrating_from_nxd.md.
+        accept_drift: take replicated parameters from rank 0 where ranks differ, with a warning.
+        tensor_model_parallel_size: what the files must have; None takes what they have.
+        model_key: the state dict's entry, where a file holds more than the state dict.
+
+    Raises:
+        ValueError: when files are missing or damaged, or the order of KV replicas contradicts ``kv_order`` or cannot be
+            found.
+    """
+    files = find_rank_files(model_directory(directory))
+    size = tensor_model_parallel_size or files.tensor_model_parallel_size
+    if size != files.tensor_model_parallel_size:
+        raise ValueError(f"{files.directory} was written with {files.sizes()}, not {size}: pass the files' size")
+    shards, extras = read_state_dicts(files, model_key)
+    form = find_form(shards)
+    layout = Layout(size, query_key_value_stride=query_key_value_stride, accept_drift=accept_drift)
+    layout = replace(layout, kv_replicas=_count_replicas(files, shards, config, size))
+    if layout.kv_replicas > 1:
+        order = _find_order(files, build_rules(config, layout, form), shards, layout, kv_order)
+        layout = replace(layout, kv_order=order)
+    return NxDWeights(files.directory, shards, extras, layout, form)
+
+
+def read_state_dicts(files: RankFiles, model_key: str = "model") -> tuple[dict[str, Shards], dict[str, str]]:
+    """Return the parameters of all stages by name, and a description of each other entry.
+
+    Raises:
+        ValueError: when ranks of one stage have other names, or a name is in two stages with other values.
+    """
+    merged: dict[str, Shards] = {}
+    extras: dict[str, str] = {}
+    for stage in range(files.pipeline_model_parallel_size):
+        by_rank = [
+            _state_dict(files.file(rank, stage), model_key, extras) for rank in range(files.tensor_model_parallel_size)
+        ]
+        for rank, state in enumerate(by_rank):
+            if state.keys() != by_rank[0].keys():
+                different = sorted(state.keys() ^ by_rank[0].keys())
+                raise ValueError(
+                    f"{files.file(rank, stage)} and {files.file(0, stage)} differ in their entries, {different[:5]}: "
+                    "they are not of one save"
+                )
+        for name in by_rank[0]:
+            shards = [state[name] for state in by_rank]
+            if name in merged:
+                _require_equal(files, name, merged[name], shards)
+            merged[name] = shards
+    return merged, extras
+
+
+def _require_equal(files: RankFiles, name: str, first: Shards, second: Shards) -> None:
+    """A parameter shared by pipeline stages is in both stages' files."""
+    if any(not resolve(a).equal(resolve(b)) for a, b in zip(first, second, strict=True)):
+        raise ValueError(
+            f"{files.directory}: {name} is in the files of two pipeline stages with different values: "
+            "convert the stages' files one at a time, or save again"
+        )
+
+
+def _state_dict(path: Path, model_key: str, extras: dict[str, str]) -> dict[str, Tensor | StoredTensor]:
+    content = read_stored(path)
+    if not isinstance(content, Mapping):
+        raise ValueError(f"{path} holds a {type(content).__name__}, not a state dict: it is no checkpoint of a model")
+    if isinstance(content.get(model_key), Mapping):
+        extras.update({str(k): _describe(v) for k, v in content.items() if k != model_key})
+        content = content[model_key]
+    tensors = {name: value for name, value in content.items() if isinstance(value, Tensor | StoredTensor)}
+    extras.update({str(name): _describe(value) for name, value in content.items() if name not in tensors})
+    if not tensors:
+        raise ValueError(f"{path} holds no tensors under its entry {model_key!r} or at its top: pass model_key")
+    return tensors
+
+
+def _describe(value: Any) -> str:
+    return f"{type(value).__name__} {value}" if isinstance(value, bool | int | float | str) else type(value).__name__
+
+
+# KV replicas
+
+
+def _count_replicas(files: RankFiles, shards: dict[str, Shards], config: Mapping[str, Any], size: int) -> int:
+    """Return m: the rows of all ranks' KV shards over those of the KV heads."""
+    if config.get("model_type") != "llama":
+        return 1
+    query = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // query
+    kv_rows, query_rows = kv_heads(config) * head_dim, query * head_dim
+    for name, values in shards.items():
+        if name.endswith((".qkv_proj.weight_k", ".qkv_proj.weight_qkv")):
+            rows = _rows(values[0])
+            if name.endswith("weight_qkv"):
+                rows = (rows - query_rows // size) // 2
+            if rows <= 0 or rows * size % kv_rows:
+                raise ValueError(
+                    f"{files.directory}: {name} has {rows} KV rows on each of {size} ranks, config.json says {kv_rows} "
+                    "in all: a rank file is missing, or config.json belongs to another model"
+                )
+            return rows * size // kv_rows
+    return 1
+
+
+def _rows(value: Tensor | StoredTensor) -> int:
+    if isinstance(value, StoredTensor) and "shape" in value.info:
+        return value.info["shape"][0]
+    return resolve(value).size(0)
+
+
+def _find_order(
+    files: RankFiles, rules: list[Rule], shards: dict[str, Shards], layout: Layout, asked: KVOrder | None
+) -> KVOrder:
+    """Return the order in which replicas are equal, in the first layer that tells the two apart."""
+    orders: set[KVOrder] = {"strided", "consecutive"}
+    if layout.kv_replicas == layout.size:  # one KV shard: the orders are the same
+        return asked or "consecutive"
+    for rule, part in _kv_parts(rules):
+        if rule.name not in shards:
+            continue
+        orders &= detect_kv_order(rule, part, [resolve(shard) for shard in shards[rule.name]], layout.kv_replicas)
+        if len(orders) < 2:
+            break
+    found = " or ".join(sorted(orders)) or "neither order"
+    if not orders or (asked and asked not in orders):
+        raise ValueError(
+            f"{files.directory}: the replicas of KV heads are equal in {found}, not in {asked or 'any order'}: "
+            f"{'pass kv_order ' + found if orders else 'the rank files are not of one save'}"
+        )
+    if len(orders) == 2 and asked is None:
+        raise ValueError(
+            f"{files.directory}: all KV heads are equal, so that the order of their {layout.kv_replicas} replicas "
+            "cannot be found: pass kv_order strided (trn1) or consecutive (trn2)"
+        )
+    return asked or next(iter(orders))
+
+
+def _kv_parts(rules: Sequence[Rule]) -> Iterator[tuple[Rule, Part]]:
+    for rule in rules:
+        for part in rule.parts:
+            if part.kind == "kv":
+                yield rule, part
+
+
+# Hugging Face names
+
+
+def as_hugging_face(weights: NxDWeights, config: Mapping[str, Any]) -> tuple[dict[str, JoinedTensor], list[str]]:
+    """Return the full tensors by Hugging Face name, and a line for each entry that has no counterpart.
+
+    Raises:
+        ValueError: when a parameter of the model is not in the files, or the files hold unknown tensors.
+    """
+    rules = {rule.name: rule for rule in build_rules(config, weights.layout, weights.form)}
+    tied = bool(config.get("tie_word_embeddings"))
+    head = next(reversed(rules))
+    buffers = [name for name in weights.shards if name not in rules and is_computed_buffer(name)]
+    unknown = [name for name in weights.shards if name not in rules and name not in buffers]
+    missing = [name for name in rules if name not in weights.shards and not (tied and name == head)]
+    if missing or unknown:
+        raise ValueError(
+            f"{weights.directory}: the files lack {len(missing)} parameters of the model, {missing[:5]}, and hold "
+            f"{len(unknown)} unknown tensors, {unknown[:5]}: pass the config.json of the model that was trained"
+        )
+    joined = {
+        part.name: JoinedTensor(rule, part, weights.shards[name], weights.layout, weights.directory)
+        for name, rule in rules.items()
+        if name in weights.shards
+        for part in rule.parts
+    }
+    if tied and head in joined:
+        embedding = joined[next(iter(rules))]
+        if not embedding.full().equal(joined.pop(head).full()):
+            raise ValueError(
+                f"{weights.directory}: config.json ties the output head to the embedding, and {head} differs from it: "
+                "set tie_word_embeddings to false in config.json"
+            )
+    report = [f"left out: {name}: a buffer that the model computes" for name in buffers]
+    report += [f"left out: {name}: {kind}: no weight of the model" for name, kind in weights.extras.items()]
+    return joined, report

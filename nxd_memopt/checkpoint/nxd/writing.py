@@ -1,0 +1,165 @@
+"""Writes a model's weights as neuronx-distributed's rank files, from full Hugging Face tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from nxd_memopt.checkpoint.directories import (
+    flush_to_disk,
+    incomplete_path,
+    remove_directory,
+    replace_directory,
+    restore_interrupted,
+)
+from nxd_memopt.checkpoint.files import Sources
+from nxd_memopt.checkpoint.names import OUTPUT_HEADS
+from nxd_memopt.checkpoint.nxd.architectures import (
+    QKVForm,
+    build_rules,
+    is_computed_buffer,
+    is_first_stage,
+    layer_index,
+)
+from nxd_memopt.checkpoint.nxd.parts import Layout, Rule
+from nxd_memopt.parallel_layers.tensor_files import write_tensors, write_xser
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is to be written.
+
+    Attributes:
+        layout: of the shards.
+        form: of query, key and value.
+        pipeline_model_parallel_size: stages; the layers are divided evenly, the last stages take the remainder.
+        xser: one file per tensor.
+    """
+
+    layout: Layout
+    form: QKVForm = "separate"
+    pipeline_model_parallel_size: int = 1
+    xser: bool = False
+
+
+def write_weights(
+    sources: Sources, config: Mapping[str, Any], directory: str | Path, target: Target, progress: Progress = print
+) -> None:
+    """Write ``directory/model/dp_rank_00_tp_rank_XX_pp_rank_XX.pt``, which ``nxd.load_checkpoint`` reads by its tag.
+
+    The tag is the directory's name. The files are written next to ``directory``, which is replaced when all are
+    complete; an existing ``directory`` must be such a checkpoint. The host holds one rank's shards at a time.
+
+    Args:
+        sources: full tensors by Hugging Face name.
+        config: content of the model's Hugging Face ``config.json``.
+        directory: to write.
+        target: what to write.
+        progress: gets a line for each file.
+
+    Raises:
+        ValueError: when a tensor of the model is missing, unknown, or of another shape than ``config`` says, or the
+            directory holds something else.
+    """
+    path = Path(directory).resolve()
+    rules = build_rules(config, target.layout, target.form)
+    stages = assign_stages(rules, config["num_hidden_layers"], target.pipeline_model_parallel_size)
+    found = _match_sources(rules, sources, config)
+    _require_checkpoint(path)
+    restore_interrupted(path)
+    incomplete = incomplete_path(path)
+    try:
+        (incomplete / "model").mkdir(parents=True)
+        (incomplete / "checkpoint").write_text("1")  # what marks a checkpoint for neuronx-distributed
+        total = target.layout.size * target.pipeline_model_parallel_size
+        for stage in range(target.pipeline_model_parallel_size):
+            for rank in range(target.layout.size):
+                chosen = [rule for rule in rules if stages[rule.name] == stage]
+                state = {rule.name: _cut(rule, found, target.layout, rank) for rule in chosen}
+                file = incomplete / "model" / f"dp_rank_00_tp_rank_{rank:02d}_pp_rank_{stage:02d}.pt"
+                _write(file, state, xser=target.xser)
+                progress(f"{stage * target.layout.size + rank + 1} of {total}: {file.name}")
+        (incomplete / "done").write_text("1")
+        flush_to_disk(incomplete / "done")
+        replace_directory(incomplete, path)
+    finally:
+        remove_directory(incomplete)
+
+
+def assign_stages(rules: list[Rule], num_layers: int, num_stages: int) -> dict[str, int]:
+    """Return the pipeline stage of each parameter; the layers are divided as neuronx-distributed divides them.
+
+    Raises:
+        ValueError: when there are more stages than layers.
+    """
+    if not 1 <= num_stages <= num_layers:
+        raise ValueError(
+            f"pipeline_model_parallel_size {num_stages} must be at least 1 and at most the {num_layers} layers: "
+            "use fewer stages"
+        )
+    each, remainder = divmod(num_layers, num_stages)
+    lengths = [each + (stage >= num_stages - remainder) for stage in range(num_stages)]
+    stage_of_layer = [stage for stage, length in enumerate(lengths) for _ in range(length)]
+    stages = {}
+    for rule in rules:
+        layer = layer_index(rule.name)
+        outer = 0 if is_first_stage(rule.name) else num_stages - 1
+        stages[rule.name] = outer if layer is None else stage_of_layer[layer]
+    return stages
+
+
+def _match_sources(rules: list[Rule], sources: Sources, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sources by the rules' names for them."""
+    found: dict[str, Any] = {}
+    known: set[str] = set()
+    head = rules[-1].parts[0].name
+    for part in (part for rule in rules for part in rule.parts):
+        names = OUTPUT_HEADS if part.name == head else (part.name,)
+        stored = next((name for name in names if name in sources), None)
+        if stored is None and part.name == head and config.get("tie_word_embeddings"):
+            stored = rules[0].parts[0].name
+        if stored is None or stored not in sources:
+            raise ValueError(f"the checkpoint has no {part.name}: pass a complete one, with its own config.json")
+        source = sources[stored]
+        shape = tuple(source.shape if isinstance(source, Tensor) else source.get_shape())
+        if shape != part.shape:
+            raise ValueError(
+                f"{stored} has shape {list(shape)}, config.json says {list(part.shape)}: "
+                "pass the checkpoint's own config"
+            )
+        found[part.name] = source
+        known.add(stored)
+    unknown = [name for name in sources if name not in known and not is_computed_buffer(name)]
+    if unknown:
+        raise ValueError(
+            f"the checkpoint holds {len(unknown)} tensors that neuronx-distributed's sample has no place for, "
+            f"{unknown[:5]}: remove them, or pass another model"
+        )
+    return found
+
+
+def _cut(rule: Rule, sources: dict[str, Any], layout: Layout, rank: int) -> Tensor:
+    return rule.cut({part.name: sources[part.name][...] for part in rule.parts}, layout, rank)
+
+
+def _write(path: Path, state: dict[str, Tensor], *, xser: bool) -> None:
+    if xser:
+        write_xser(path, state, info=True)
+    else:
+        write_tensors(path, state)
+    flush_to_disk(path)
+
+
+def _require_checkpoint(path: Path) -> None:
+    content = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
+    if path.is_file() or content - {"model", "checkpoint", "done"}:
+        raise ValueError(
+            f"{path} exists and holds {sorted(content)[:5] or 'a file'}, not only a checkpoint of weights: "
+            "choose another directory"
+        )

@@ -1,0 +1,127 @@
+"""The command ``nxd-memopt convert``: weights from one checkpoint format to another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+Format = Literal["hf", "nxd"]
+
+
+@dataclass(frozen=True)
+class Convert:
+    """Convert LLaMA's or GPT-NeoX's weights between Hugging Face directories and neuronx-distributed's files."""
+
+    source: Path
+    """hf: directory with config.json and safetensors or .bin files, or with one GGUF file. nxd: a tag's directory of
+    nxd.save_checkpoint, or the directory with the rank files."""
+    target: Path
+    """Directory to write; an earlier export or checkpoint of weights there is replaced."""
+    source_format: Annotated[Format, tyro.conf.arg(name="from")] = "hf"
+    """Format of SOURCE: Hugging Face or neuronx-distributed."""
+    target_format: Annotated[Format, tyro.conf.arg(name="to")] = "hf"
+    """Format of TARGET."""
+    max_shard_size_gib: float = 5.0
+    """To hf: upper size of one file, in units of 2^30 bytes."""
+    config: Path | None = None
+    """From nxd: the model's config.json, which neuronx-distributed's files do not hold."""
+    tensor_model_parallel_size: int | None = None
+    """To nxd: T of the files. From nxd: what the files must have; default what they have."""
+    pipeline_model_parallel_size: int = 1
+    """To nxd: pipeline stages. From nxd all stages are merged."""
+    qkv_linear: bool = False
+    """To nxd, LLaMA: for GQAQKVColumnParallelLinear (the sample's --qkv_linear): weight_q, weight_k, weight_v."""
+    fused_qkv: bool = False
+    """To nxd, LLaMA: one parameter for query, key and value (the sample's --fuse_qkv): weight_qkv with --qkv-linear."""
+    kv_size_multiplier: int = 1
+    """To nxd, LLaMA: ranks that hold the same KV heads (the sample's --kv_replicator); above 1 implies --qkv-linear."""
+    kv_order: Literal["strided", "consecutive"] | None = None
+    """Which ranks those are: strided on trn1, consecutive on trn2. To nxd it is needed where ranks share KV heads; from
+    nxd the default finds it by comparing the files."""
+    query_key_value_stride: Literal[1, 3] = 1
+    """GPT-NeoX: 1 takes query_key_value's rows as the sample's attention reads them. 3: the files were cut from full
+    weights by the layer's stride=3 (checkpointing.load(sharded=False)) at T above 1."""
+    accept_drift: bool = False
+    """From nxd: take norms and row-parallel biases from rank 0 where ranks differ, as after GPT-NeoX's sample, which
+    never sums their gradients; without it a difference is an error."""
+    xser: bool = False
+    """To nxd: one file per tensor, which neuronx-distributed loads faster. From nxd it is found."""
+
+    def __call__(self) -> None:
+        self._require_options_of_formats()
+        if self.source_format == "nxd":
+            self._from_nxd()
+        elif self.target_format == "nxd":
+            self._to_nxd()
+        else:
+            self._to_hugging_face()
+        print(f"wrote {self.target}")
+
+    def _require_options_of_formats(self) -> None:
+        """An option that would change nothing is an error."""
+        if self.source_format == self.target_format == "nxd":
+            raise ValueError("--from nxd --to nxd is not offered: convert to hf, and from there to the other sizes")
+        to_nxd = {"pipeline_model_parallel_size": 1, "qkv_linear": False, "fused_qkv": False, "xser": False}
+        either = {"tensor_model_parallel_size": None, "kv_order": None, "query_key_value_stride": 1}
+        unused: dict[str, object] = {}
+        if self.target_format != "nxd":
+            unused |= {**to_nxd, "kv_size_multiplier": 1}
+        if self.source_format != "nxd":
+            unused |= {"config": None, "accept_drift": False}
+        if "nxd" not in (self.source_format, self.target_format):
+            unused |= either
+        given = [f"--{name.replace('_', '-')}" for name, default in unused.items() if getattr(self, name) != default]
+        if given:
+            formats = f"--from {self.source_format} --to {self.target_format}"
+            raise ValueError(f"{formats} takes no {', '.join(given)}: leave it out, or set --from or --to nxd")
+
+    def _to_hugging_face(self) -> None:
+        from nxd_memopt.checkpoint import load_config, load_pretrained, save_pretrained
+        from nxd_memopt.models import model_class
+
+        config = load_config(self.source)
+        model = model_class(config.model_type)(config, dtype=config.dtype, device="meta")
+        load_pretrained(model, self.source)
+        save_pretrained(model, self.target, max_shard_size_bytes=self._max_shard_size_bytes)
+
+    def _from_nxd(self) -> None:
+        from nxd_memopt.checkpoint.nxd import from_nxd
+
+        if self.config is None:
+            raise ValueError("--from nxd needs --config: the model's config.json, which the rank files do not hold")
+        from_nxd(
+            self.source,
+            self.target,
+            config=self.config,
+            kv_order=self.kv_order,
+            query_key_value_stride=self.query_key_value_stride,
+            accept_drift=self.accept_drift,
+            tensor_model_parallel_size=self.tensor_model_parallel_size,
+            max_shard_size_bytes=self._max_shard_size_bytes,
+        )
+
+    def _to_nxd(self) -> None:
+        from nxd_memopt.checkpoint.nxd import to_nxd
+        from nxd_memopt.checkpoint.nxd.parts import Layout
+        from nxd_memopt.checkpoint.nxd.writing import Target
+
+        size, replicas = self.tensor_model_parallel_size, self.kv_size_multiplier
+        if size is None:
+            raise ValueError("--to nxd needs --tensor-model-parallel-size: the files are written for one T")
+        if self.kv_order is None and 1 < replicas < size:
+            raise ValueError(
+                f"--kv-size-multiplier {replicas} needs --kv-order: strided for trn1, consecutive for trn2, "
+                "whose ranks hold the KV heads in other orders"
+            )
+        layout = Layout(size, replicas, self.kv_order or "consecutive", self.query_key_value_stride)
+        linear = self.qkv_linear or replicas > 1
+        form = ("fused" if self.fused_qkv else "linear") if linear else ("stacked" if self.fused_qkv else "separate")
+        options = Target(layout, form, self.pipeline_model_parallel_size, self.xser)
+        to_nxd(self.source, self.target, options)
+
+    @property
+    def _max_shard_size_bytes(self) -> int:
+        return int(self.max_shard_size_gib * 2**30)

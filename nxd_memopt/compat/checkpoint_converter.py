@@ -1,0 +1,392 @@
+"""neuronx-distributed's ``CheckpointConverterBase``: a full state dict to and from the files of all ranks.
+
+The class is for scripts written for neuronx-distributed (``examples/training/*/convert_checkpoints.py``), which extend
+it. Conversion of Hugging Face directories, with checks of names and shapes, is ``nxd-memopt convert``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nxd_memopt.checkpoint.nxd.parts import KVOrder, Layout
+from nxd_memopt.compat.converter_arguments import build_parser, require_supported
+from nxd_memopt.compat.converter_files import (
+    find_input,
+    load_full,
+    output_file,
+    read_partial,
+    write_partial,
+)
+from nxd_memopt.compat.converter_tensors import (
+    cut_slice,
+    join_gate_up,
+    order_slices,
+    pad_to_multiple,
+    unfuse_qkv,
+)
+from nxd_memopt.parallel_layers.tensor_files import write_tensors
+
+State = dict[str, Tensor]
+_SHARDED = ("embed_tokens", "lm_head", "wte", "gate_proj", "up_proj", "down_proj")
+
+
+class CheckpointConverterBase:
+    """Converts the state dict of a model with LLaMA's layer names; subclasses adapt names, dimensions and experts.
+
+    Class attributes:
+        attribute_map: config key of LLaMA to the model's own, dots for nested ones.
+        embedding_partition_dim, qkv_partition_dim, gate_up_proj_partition_dim, down_proj_partition_dim,
+            o_proj_partition_dim: the sharded dimension of these layers' weights.
+        layer_name: part of the names of a decoder layer's parameters.
+        layer_name_pattern: matches the layer's own name, with its number, in group 1.
+    """
+
+    attribute_map: dict[str, str] = {}  # noqa: RUF012 (as in neuronx-distributed, replaced and not changed)
+    embedding_partition_dim = 0
+    qkv_partition_dim = 0
+    gate_up_proj_partition_dim = 0
+    down_proj_partition_dim = 1
+    o_proj_partition_dim = 1
+    layer_name = "layers"
+    layer_name_pattern = r"^(model\.layers\.\d+)"
+
+    # What subclasses override
+
+    def pre_process_full_state_before_tp_conversion(self, full_state: State, args: Any) -> State:
+        """Return ``full_state`` with the names and shapes that neuronx-distributed's model has."""
+        del args
+        return full_state
+
+    def post_process_full_state_after_tp_conversion(self, full_state: State, args: Any) -> State:
+        """Return ``full_state`` with the original names and shapes."""
+        del args
+        return full_state
+
+    def get_arg_parser(self) -> argparse.ArgumentParser:
+        """Return the parser of the command line, to which subclasses add arguments."""
+        return build_parser()
+
+    # Names and dimensions
+
+    def _get_config_value(self, config: dict[str, Any], key: str) -> Any:
+        """Return ``config[key]``, or the value under the name that ``attribute_map`` gives; ``KeyError`` if absent."""
+        if key in config:
+            return config[key]
+        value: Any = config
+        for name in self.attribute_map.get(key, key).split("."):
+            if not isinstance(value, dict) or name not in value:
+                raise KeyError(f"the config has no {key}, nor what attribute_map says for it")
+            value = value[name]
+        return value
+
+    def is_qkv_weight(self, name: str) -> bool:
+        return any(part in name for part in ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value"))
+
+    def get_fused_qkv_key(self) -> str:
+        return "qkv_proj.weight_qkv"
+
+    def get_partition_dim(self, name: str) -> int:
+        """Return the sharded dimension of ``name``; ``ValueError`` for a parameter that is not sharded."""
+        if any(part in name for part in ("embed_tokens", "lm_head", "wte")):
+            return self.embedding_partition_dim
+        if self.is_qkv_weight(name):
+            return self.qkv_partition_dim
+        if any(part in name for part in ("gate_proj", "up_proj")):
+            return self.gate_up_proj_partition_dim
+        if "down_proj" in name:
+            return self.down_proj_partition_dim
+        if "o_proj" in name:
+            return self.o_proj_partition_dim
+        raise ValueError(f"{name} is not sharded: only embeddings, projections and the output head are")
+
+    def get_hf_to_nxd_model_keys(
+        self, qkv_linear: bool = True, is_gqa: bool = True
+    ) -> tuple[dict[str, str], dict[str, str]]:
+        """Return the last two parts of query's, key's and value's names: Hugging Face's to NxD's, and the inverse."""
+        ours = [f"{letter}_proj.weight" for letter in "qkv"]
+        if qkv_linear:
+            theirs = [f"qkv_proj.weight_{letter}" for letter in "qkv"]
+        else:
+            theirs = ours if is_gqa else ["qkv_proj.weight"] * 3
+        return dict(zip(ours, theirs, strict=True)), dict(zip(theirs, ours, strict=True))
+
+    def get_weight_key(
+        self, keys_hf_to_nxd: dict[str, str], keys_nxd_to_hf: dict[str, str], name: str, hf_to_nxd: bool
+    ) -> str:
+        if not self.is_qkv_weight(name):
+            return name
+        prefix, _, last = name.rpartition(".")
+        prefix, _, module = prefix.rpartition(".")
+        keys = keys_hf_to_nxd if hf_to_nxd else keys_nxd_to_hf
+        return f"{prefix}.{keys[f'{module}.{last}']}"
+
+    # Full state dict to shards
+
+    def coalesce_qkv(self, state_dict: State, config: dict[str, Any], tp_degree: int) -> State:
+        """Replace q_proj, k_proj and v_proj by one qkv_proj whose contiguous shards are ``[q, k, v]`` of each rank."""
+        for name in [name for name in state_dict if name.endswith("q_proj.weight")]:
+            parts = [state_dict.pop(name.replace("q_proj", f"{letter}_proj")) for letter in "qkv"]
+            chunks = [part.chunk(tp_degree, self.qkv_partition_dim) for part in parts]
+            joined = [shard for rank in zip(*chunks, strict=True) for shard in rank]
+            state_dict[name.replace("q_proj", "qkv_proj")] = torch.cat(joined, self.qkv_partition_dim)
+        return state_dict
+
+    def convert_full_state_to_tp(
+        self,
+        full_state: State,
+        args: Any,
+        tp_rank: int,
+        pp_rank: int,
+        ep_rank: int,
+        partitions: list[str],
+        config: dict[str, Any],
+    ) -> State:
+        """Return the state dict of one rank.
+
+        Args:
+            full_state: with neuronx-distributed's shapes, Hugging Face's names of query, key, value, gate and up.
+            args: of the command line.
+            tp_rank, pp_rank, ep_rank: of the rank.
+            partitions: name of the last layer of each stage but the last.
+            config: content of config.json.
+        """
+        heads = self._heads(config)
+        layout = self._layout(args, heads)
+        keys, inverse = self.get_hf_to_nxd_model_keys(args.qkv_linear, heads[0] != heads[1])
+        partial: State = {}
+        for name, full in full_state.items():
+            is_expert = "expert_mlps" in name
+            if self._stage(name, args, partitions) not in (None, pp_rank) or (ep_rank and not is_expert):
+                continue
+            if is_expert:
+                full = cut_slice(full, 0, ep_rank, args.ep_size, name)
+            if self.is_qkv_weight(name) or "o_proj" in name:
+                target = self.get_weight_key(keys, inverse, name, True) if args.qkv_linear else name
+                partial[target] = self._cut_heads(name, full, layout if args.qkv_linear else None, args, tp_rank)
+            elif any(part in name for part in _SHARDED):
+                partial[name] = self._pad(name, self._shard(name, full, args, tp_rank), args, config)
+            else:
+                partial[name] = full
+        partial = join_gate_up(partial, self.get_partition_dim)
+        if args.fuse_qkv and args.qkv_linear:
+            partial = self.convert_partial_state_to_fused_qkv(partial, inverse, args.n_layers)
+        return partial
+
+    def _heads(self, config: dict[str, Any]) -> tuple[int, int]:
+        return tuple(self._get_config_value(config, f"num_{kind}_heads") for kind in ("attention", "key_value"))  # pyright: ignore[reportReturnType]
+
+    def _layout(self, args: Any, heads: tuple[int, int]) -> Layout:
+        order: KVOrder = "consecutive" if args.hw_backend == "trn2" else "strided"
+        if args.qkv_linear and heads[1] * args.kv_size_multiplier != args.tp_size and args.kv_size_multiplier > 1:
+            raise ValueError(
+                f"kv_size_multiplier {args.kv_size_multiplier} times {heads[1]} KV heads is not tp_size "
+                f"{args.tp_size}: use kv_size_multiplier {max(args.tp_size // heads[1], 1)}"
+            )
+        return Layout(args.tp_size, args.kv_size_multiplier if args.qkv_linear else 1, order)
+
+    def _stage(self, name: str, args: Any, partitions: list[str]) -> int | None:
+        """Return the pipeline rank of a parameter, None for all; virtual stages are dealt to the ranks in turn."""
+        if "embed_tokens" in name or "wte" in name:
+            return 0
+        if any(part in name for part in ("lm_head", "model.norm.weight", "norm_f.weight")):
+            return args.pp_size - 1
+        if self.layer_name not in name.split("."):
+            return None
+        layer = int(name.split(".")[2])
+        ends = [int(cut.split(".")[2]) for cut in partitions]
+        stage = next((stage for stage, end in enumerate(ends) if layer <= end), len(ends))
+        return stage % args.pp_size
+
+    def _shard(self, name: str, full: Tensor, args: Any, tp_rank: int) -> Tensor:
+        return cut_slice(full, self.get_partition_dim(name), tp_rank, args.tp_size, name)
+
+    def _cut_heads(self, name: str, full: Tensor, layout: Layout | None, args: Any, tp_rank: int) -> Tensor:
+        """Return a rank's query heads, KV heads or columns of the output projection."""
+        if layout is None:
+            return self._shard(name, full, args, tp_rank)
+        is_kv = "k_proj" in name or "v_proj" in name
+        index, count = layout.slice_index("kv" if is_kv else "query", tp_rank)
+        return cut_slice(full, self.get_partition_dim(name), index, count, name)
+
+    def _pad(self, name: str, shard: Tensor, args: Any, config: dict[str, Any]) -> Tensor:
+        """Return an expert's shard with zeros up to a multiple of ``--i_tp_round_factor`` of its MLP width."""
+        factor = args.i_tp_round_factor
+        if not factor or not any(part in name for part in ("gate_proj", "up_proj", "down_proj")):
+            return shard
+        return pad_to_multiple(shard, self.get_partition_dim(name), self._expert_width(args, config), factor)
+
+    def _expert_width(self, args: Any, config: dict[str, Any]) -> int:
+        return self._get_config_value(config["ffn_config"], "ffn_hidden_size") // args.tp_size
+
+    def convert_partial_state_to_fused_qkv(
+        self, partial_state: State, keys_nxd_to_hf: dict[str, str], num_hidden_layers: int
+    ) -> State:
+        """Replace ``weight_q``, ``weight_k`` and ``weight_v`` of each layer by their concatenation."""
+        del keys_nxd_to_hf, num_hidden_layers
+        for name in [name for name in partial_state if name.endswith("qkv_proj.weight_q")]:
+            parts = [partial_state.pop(f"{name[:-1]}{letter}") for letter in "qkv"]
+            fused = name.replace("qkv_proj.weight_q", self.get_fused_qkv_key())
+            partial_state[fused] = torch.cat(parts, self.qkv_partition_dim)
+        return partial_state
+
+    # Shards to a full state dict
+
+    def merge_tp_checkpoints(self, args: Any) -> State:
+        """Return the full state dict, from the files of all ranks.
+
+        Raises:
+            ValueError: when a file is missing or damaged, or ranks that hold the same KV heads differ.
+        """
+        config = self._config(args)
+        heads = self._heads(config)
+        layout = self._layout(args, heads)
+        _, inverse = self.get_hf_to_nxd_model_keys(args.qkv_linear, heads[0] != heads[1])
+        shards: dict[str, list[list[Tensor]]] = {}
+        for tp_rank in range(args.tp_size):
+            for pp_rank in range(args.pp_size):
+                for ep_rank in range(args.ep_size):
+                    for name, value in self._read(args, config, heads, (tp_rank, pp_rank, ep_rank)).items():
+                        by_rank = shards.setdefault(name, [[] for _ in range(args.tp_size)])
+                        by_rank[tp_rank].append(value)
+        full = {}
+        for name, by_rank in shards.items():
+            target = self.get_weight_key({}, inverse, name, False) if args.qkv_linear else name
+            full[target] = self._merge(target, by_rank, layout if args.qkv_linear else None)
+        return self.post_process_full_state_after_tp_conversion(full, args)
+
+    def _read(self, args: Any, config: dict[str, Any], heads: tuple[int, int], ranks: tuple[int, int, int]) -> State:
+        """Return one rank's tensors, with fused parameters taken apart and padding removed."""
+        load = self.load_partial_xser if args.load_xser else self.load_partial_no_xser
+        partial = load(args, *ranks)
+        if isinstance(partial.get(args.model_key), dict):
+            partial = partial[args.model_key]
+        if args.fuse_qkv and args.qkv_linear:
+            counts = (heads[0], heads[1] * args.kv_size_multiplier)
+            partial = unfuse_qkv(partial, counts, self.get_fused_qkv_key())
+        state: State = {}
+        for name, value in partial.items():
+            if "gate_up_proj" in name:
+                dim = self.get_partition_dim(name)
+                for token, part in zip(("gate_proj", "up_proj"), value.chunk(2, dim), strict=True):
+                    state[name.replace("gate_up_proj", token)] = self._unpad(name, part, dim, args, config)
+            elif "down_proj" in name:
+                state[name] = self._unpad(name, value, self.get_partition_dim(name), args, config)
+            elif name.endswith("qkv_proj.weight") and heads[0] == heads[1] and not args.qkv_linear:
+                for letter, part in zip("qkv", value.chunk(3, self.qkv_partition_dim), strict=True):
+                    state[name.replace("qkv_proj", f"{letter}_proj")] = part
+            else:
+                state[name] = value
+        return state
+
+    def _unpad(self, name: str, value: Tensor, dim: int, args: Any, config: dict[str, Any]) -> Tensor:
+        padded = args.i_tp_round_factor > 0 and "expert_mlps" in name
+        return value.narrow(dim, 0, self._expert_width(args, config)) if padded else value
+
+    def _merge(self, name: str, by_rank: list[list[Tensor]], layout: Layout | None) -> Tensor:
+        if "expert_mlps" in name:  # each tensor-parallel rank has the experts of all expert-parallel ranks
+            by_rank = [[torch.cat(parts)] for parts in by_rank]
+        stored = [parts[0] for parts in by_rank if parts]
+        if not (self.is_qkv_weight(name) or "o_proj" in name or any(part in name for part in _SHARDED)):
+            return stored[0].clone()
+        dim = self.get_partition_dim(name)
+        if layout is None or not (self.is_qkv_weight(name) or "o_proj" in name):
+            return torch.cat(stored, dim)
+        kind = "kv" if "k_proj" in name or "v_proj" in name else "query"
+        return torch.cat(order_slices(name, stored, layout, kind), dim)
+
+    # Files
+
+    def _config(self, args: Any) -> dict[str, Any]:
+        if not args.config:
+            raise ValueError("--config is needed: the model's config.json says how many heads there are")
+        return json.loads(Path(args.config).read_text(encoding="utf-8"))
+
+    def load_full_state(self, args: Any) -> State:
+        return load_full(args)
+
+    def get_input_filename(self, args: Any, tp_rank: int, pp_rank: int, ep_rank: int, xser: bool) -> str:
+        """Return the first that exists of the names that neuronx-distributed's releases gave."""
+        return find_input(args.input_dir, tp_rank, pp_rank, ep_rank, xser=bool(xser))
+
+    def get_output_filename(self, args: Any, tp_rank: int, pp_rank: int, ep_rank: int, xser: bool) -> str:
+        del xser
+        return output_file(args, tp_rank, pp_rank, ep_rank)
+
+    def load_partial_xser(self, args: Any, tp_rank: int, pp_rank: int, ep_rank: int) -> Any:
+        return read_partial(Path(self.get_input_filename(args, tp_rank, pp_rank, ep_rank, True)))
+
+    def load_partial_no_xser(self, args: Any, tp_rank: int, pp_rank: int, ep_rank: int) -> Any:
+        return read_partial(Path(self.get_input_filename(args, tp_rank, pp_rank, ep_rank, False)))
+
+    def save_full(self, args: Any, full_state: State) -> None:
+        path = Path(args.output_dir) / "checkpoint.pt"
+        print(f"writing {path}")
+        write_tensors(path, full_state)
+
+    def save_partial_xser(self, args: Any, partial_state: State, tp_rank: int, pp_rank: int, ep_rank: int) -> None:
+        write_partial(Path(self.get_output_filename(args, tp_rank, pp_rank, ep_rank, True)), partial_state, xser=True)
+
+    def save_partial_no_xser(self, args: Any, partial_state: State, tp_rank: int, pp_rank: int, ep_rank: int) -> None:
+        write_partial(Path(self.get_output_filename(args, tp_rank, pp_rank, ep_rank, False)), partial_state, xser=False)
+
+    # Commands
+
+    def convert_from_full_state(self, args: Any) -> None:
+        """Write the files of all ranks from the full state dict ``args.input_dir``, a file of ``torch.save``."""
+        config = self._config(args)
+        full_state = self.load_full_state(args)
+        partitions = self._partitions(full_state, args.pp_size * args.virtual_pp_size)
+        if args.coalesce_qkv:
+            full_state = self.coalesce_qkv(full_state, config, args.tp_size)
+        full_state = self.pre_process_full_state_before_tp_conversion(full_state, args)
+        save = self.save_partial_xser if args.save_xser else self.save_partial_no_xser
+        for ranks in self._all_ranks(args):
+            save(args, self.convert_full_state_to_tp(full_state, args, *ranks, partitions, config), *ranks)
+
+    def _partitions(self, names: Iterable[str], stages: int) -> list[str]:
+        """Return the name of the last layer of each stage but the last; the last stages take the remainder."""
+        matches = (re.match(self.layer_name_pattern, name) for name in names)
+        layers = sorted({match[1] for match in matches if match}, key=lambda name: int(name.split(".")[-1]))
+        if not 1 <= stages <= len(layers):
+            raise ValueError(f"{stages} pipeline stages need as many layers, the state dict has {len(layers)}")
+        each, remainder = divmod(len(layers), stages)
+        lengths = [each + (stage >= stages - remainder) for stage in range(stages)]
+        return [layers[sum(lengths[: stage + 1]) - 1] for stage in range(stages - 1)]
+
+    def _all_ranks(self, args: Any) -> list[tuple[int, int, int]]:
+        return [(tp, pp, ep) for tp in range(args.tp_size) for pp in range(args.pp_size) for ep in range(args.ep_size)]
+
+    def convert_to_full_state(self, args: Any) -> None:
+        """Write ``args.output_dir/checkpoint.pt`` from the files of all ranks in ``args.input_dir``."""
+        self.save_full(args, self.merge_tp_checkpoints(args))
+
+    def convert_from_xser(self, args: Any) -> None:
+        """Write each rank's xser file as one file."""
+        for ranks in self._all_ranks(args):
+            self.save_partial_no_xser(args, self.load_partial_xser(args, *ranks), *ranks)
+
+    def convert_to_xser(self, args: Any) -> None:
+        """Write each rank's file in the xser format."""
+        for ranks in self._all_ranks(args):
+            self.save_partial_xser(args, self.load_partial_no_xser(args, *ranks), *ranks)
+
+    def run(self, args: Any) -> None:
+        """Do what the one ``--convert_*`` flag of ``args`` says.
+
+        Raises:
+            ValueError: for none or several flags, an option that is not offered, or files that do not fit.
+        """
+        require_supported(args)
+        flags = ("convert_from_full_state", "convert_to_full_state", "convert_from_xser", "convert_to_xser")
+        chosen = [flag for flag in flags if getattr(args, flag)]
+        if len(chosen) != 1:
+            raise ValueError(f"exactly one of {[f'--{flag}' for flag in flags]} must be given, got {chosen}")
+        getattr(self, chosen[0])(args)

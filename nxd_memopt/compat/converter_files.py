@@ -1,0 +1,73 @@
+"""The files of ``CheckpointConverterBase``: full state dicts and rank files under all names of NxD's releases."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from nxd_memopt.checkpoint.files import open_weights
+from nxd_memopt.parallel_layers.tensor_files import read_tensors, write_tensors, write_xser
+
+
+def load_full(args: Any) -> dict[str, Tensor]:
+    """Return the full state dict of ``args.input_dir``: a file of ``torch.save``, or a Hugging Face directory.
+
+    Raises:
+        ValueError: it is missing, damaged, or no state dict.
+    """
+    if not args.input_dir:
+        raise ValueError("--input_dir is needed: a file with the full state dict, or a Hugging Face directory")
+    path = Path(args.input_dir)
+    if path.is_dir():
+        with open_weights(path) as sources:
+            return {name: source[...] for name, source in sources.items()}
+    content = read_tensors(path)
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}, not a state dict: pass torch.save's file of one")
+    return content
+
+
+def find_input(directory: str, tp_rank: int, pp_rank: int, ep_rank: int, *, xser: bool) -> str:
+    """Return the rank's file, under the name of any release.
+
+    Raises:
+        ValueError: there is none.
+    """
+    short = f"tp_rank_{tp_rank:02d}_pp_rank_{pp_rank:02d}"
+    expert = f"ep_rank_{ep_rank:02d}"
+    candidates = [
+        Path(directory) / short if xser else Path(directory) / short / "checkpoint.pt",
+        Path(directory) / f"dp_rank_00_{short}.pt",
+        Path(directory) / f"dp_rank_00_{expert}_{short}.pt",
+    ]
+    found = next((path for path in candidates if path.is_file()), None)
+    if found is None:
+        names = [str(path) for path in candidates]
+        raise ValueError(f"none of {names} exists: check --input_dir, --tp_size, --pp_size and --load_xser")
+    return str(found)
+
+
+def output_file(args: Any, tp_rank: int, pp_rank: int, ep_rank: int) -> str:
+    """Return the name under which ``nxd.load_checkpoint`` looks for the rank's weights."""
+    expert = f"ep_rank_{ep_rank:02d}_" if args.ep_size > 1 else ""
+    name = f"dp_rank_00_{expert}tp_rank_{tp_rank:02d}_pp_rank_{pp_rank:02d}.pt"
+    return str(Path(args.output_dir) / "model" / name)
+
+
+def read_partial(path: Path) -> dict[str, Any]:
+    """Return the content of one rank's file, of either format."""
+    content = read_tensors(path)
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}, not a state dict: it is no rank's file")
+    return content
+
+
+def write_partial(path: Path, state: dict[str, Any], *, xser: bool) -> None:
+    """Write one rank's file."""
+    print(f"writing {path}")
+    if xser:
+        write_xser(path, state, info=True)
+    else:
+        write_tensors(path, state)

@@ -1,0 +1,88 @@
+"""Cuts and joins tensors for ``CheckpointConverterBase``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from nxd_memopt.checkpoint.nxd.parts import Kind, Layout
+
+
+def cut_slice(full: Tensor, dim: int, index: int, count: int, name: str) -> Tensor:
+    """Return slice ``index`` of ``count`` equal ones, in storage of its own; ``ValueError`` if they are not equal."""
+    if full.size(dim) % count:
+        raise ValueError(
+            f"dimension {dim} of {name}, {full.size(dim)}, is not divisible by {count} ranks: use another size"
+        )
+    length = full.size(dim) // count
+    return full.narrow(dim, index * length, length).clone(memory_format=torch.contiguous_format)
+
+
+def join_gate_up(state: Mapping[str, Tensor], dim_of: Callable[[str], int]) -> dict[str, Tensor]:
+    """Return ``state`` with each gate_proj and its up_proj joined to a gate_up_proj, gate first.
+
+    Raises:
+        ValueError: one of the two is missing.
+    """
+    joined: dict[str, Tensor] = {}
+    for name, value in state.items():
+        token = next((token for token in ("gate_proj", "up_proj") if token in name), None)
+        if token is None:
+            joined[name] = value
+            continue
+        names = [name.replace(token, other) for other in ("gate_proj", "up_proj")]
+        missing = [other for other in names if other not in state]
+        if missing:
+            raise ValueError(f"the state dict has {name} but not {missing[0]}: gate_up_proj is made of both")
+        joined[name.replace(token, "gate_up_proj")] = torch.cat([state[other] for other in names], dim_of(name))
+    return joined
+
+
+def pad_to_multiple(shard: Tensor, dim: int, width: int, factor: int) -> Tensor:
+    """Return ``shard``, which has ``width`` elements along ``dim``, with zeros up to a multiple of ``factor``."""
+    shape = list(shard.shape)
+    shape[dim] = -(-width // factor) * factor
+    padded = shard.new_zeros(shape)
+    padded.narrow(dim, 0, width).copy_(shard)
+    return padded
+
+
+def unfuse_qkv(state: Mapping[str, Tensor], heads: tuple[int, int], fused_key: str) -> dict[str, Tensor]:
+    """Return ``state`` with each fused parameter taken apart into ``weight_q``, ``weight_k`` and ``weight_v``.
+
+    Args:
+        state: of one rank.
+        heads: query heads, and KV heads with their replicas, of all ranks: their ratio is that of a rank's rows.
+        fused_key: the last two parts of the fused parameter's name.
+    """
+    separate: dict[str, Tensor] = {}
+    query, kv = heads
+    for name, value in state.items():
+        if not name.endswith(fused_key):
+            separate[name] = value
+            continue
+        offset = 0
+        for letter, count in zip("qkv", (query, kv, kv), strict=True):
+            rows = value.size(0) * count // (query + 2 * kv)
+            separate[f"{name.removesuffix(fused_key)}qkv_proj.weight_{letter}"] = value.narrow(0, offset, rows)
+            offset += rows
+    return separate
+
+
+def order_slices(name: str, shards: Sequence[Tensor], layout: Layout, kind: Kind) -> list[Tensor]:
+    """Return the distinct slices that the ranks hold, in the full tensor's order.
+
+    Raises:
+        ValueError: ranks that should hold the same slice do not.
+    """
+    slices: dict[int, Tensor] = {}
+    for rank, shard in enumerate(shards):
+        index, _ = layout.slice_index(kind, rank)
+        if not slices.setdefault(index, shard).equal(shard):
+            raise ValueError(
+                f"{name} of tensor-parallel rank {rank} differs from that of the rank with the same KV heads in "
+                f"{layout.kv_order} order: pass the other --hw_backend, or check that the files are of one save"
+            )
+    return [slices[index] for index in range(len(slices))]

@@ -1,0 +1,102 @@
+"""Writes ZeRO-1 states in neuronx-distributed's layout.
+
+With D data-parallel ranks, torch_xla pads dimension 0 of a parameter ``[n_0, ...]`` to a multiple of D and gives rank i
+the rows ``[i R, (i + 1) R)``, R = ceil(n_0 / D). This library's shards are elements: rank i has ``[i c, (i + 1) c)`` of
+the flat parameter, c = ceil(n / D). Where D divides n_0, the two are the same elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from nxd_memopt.backends import backend
+from nxd_memopt.parallel_layers.utils import padded_size
+
+
+def to_row_shards(flat: Tensor, shape: Sequence[int], sharding: Sequence[int], group: ProcessGroup | None) -> Tensor:
+    """Return the rows that torch_xla gives this rank, ``[R, ...]``, from this rank's flat shard.
+
+    Where D does not divide the rows, all ranks of the group call, and each gathers one parameter.
+
+    Args:
+        flat: this rank's shard, of ceil(n / D) elements.
+        shape: of the parameter on this tensor-parallel rank.
+        sharding: ``[rank, D]``.
+        group: the ranks that share the parameter.
+    """
+    rank, size = sharding
+    rows = padded_size(shape[0], size) // size
+    if shape[0] % size == 0:
+        return flat.view(rows, *shape[1:])
+    with backend.outside_step():
+        gathered = backend.all_gather(flat.contiguous(), group)
+        full = gathered[: math.prod(shape)].view(*shape)
+        return cut_rows(full, rank, size).clone()
+
+
+def cut_rows(full: Tensor, rank: int, size: int) -> Tensor:
+    """Return rows ``[rank R, (rank + 1) R)`` of ``full`` padded with zero rows to a multiple of ``size``."""
+    rows = padded_size(full.size(0), size) // size
+    padded = F.pad(full, [0, 0] * (full.dim() - 1) + [0, rows * size - full.size(0)])
+    return padded.narrow(0, rank * rows, rows)
+
+
+def to_nxd_layout(
+    state: Mapping[str, Any],
+    param_groups: Sequence[Mapping[str, Any]],
+    masters: Mapping[int, Tensor],
+    group: ProcessGroup | None,
+) -> dict[str, Any]:
+    """Return the state dict that torch_xla's ``ZeroRedundancyOptimizer.load_state_dict`` takes. All of group call.
+
+    Args:
+        state: of ``NeuronZero1Optimizer.state_dict()``, whose numbers count the trained parameters only.
+        param_groups: the optimizer's, frozen parameters included: torch_xla numbers those too.
+        masters: flat, by the numbers in ``state``; of all its parameters, or of none.
+        group: the sharding group.
+    """
+    sharding = state["sharding"]
+    params = [param for options in param_groups for param in options["params"]]
+    position = [i for i, param in enumerate(params) if param.requires_grad]
+
+    def rows(i: int, value: Any) -> Any:
+        shape = params[position[i]].shape
+        length = padded_size(math.prod(shape), sharding[1]) // sharding[1]
+        is_shard = isinstance(value, Tensor) and value.dim() > 0 and value.numel() == length
+        return to_row_shards(value, shape, sharding, group) if is_shard else value
+
+    nxd: dict[str, Any] = {
+        "state": {},
+        "param_groups": [
+            {**options, "params": numbers}
+            for options, numbers in zip(state["param_groups"], number_parameters(param_groups), strict=True)
+        ],
+        "base_state": {
+            position[i]: {name: rows(i, value) for name, value in values.items()}
+            for i, values in state["state"].items()
+        },
+        "shape_info": {i: torch.Size(param.shape) for i, param in enumerate(params)},
+        "sharding": list(sharding),
+    }
+    if masters:
+        stored = {position[i]: rows(i, master) for i, master in masters.items()}
+        frozen = {i: cut_rows(p.detach().float(), *sharding) for i, p in enumerate(params) if i not in stored}
+        nxd["sharded_master_weights"] = dict(sorted({**stored, **frozen}.items()))
+    return nxd
+
+
+def number_parameters(param_groups: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+    """Return the parameters' numbers by group, counted over all groups."""
+    numbers, start = [], 0
+    for options in param_groups:
+        stop = start + len(options["params"])
+        numbers.append(list(range(start, stop)))
+        start = stop
+    return numbers

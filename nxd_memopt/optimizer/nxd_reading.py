@@ -1,0 +1,308 @@
+"""Reads ZeRO-1 states from the rank files of any tensor-, pipeline- and data-parallel sizes.
+
+The flat shards of all data-parallel ranks, one after another, are the flat parameter followed by padding, both in
+torch_xla's layout (see ``nxd_layout``) and in this library's; the length of a shard is all that differs.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from nxd_memopt.optimizer.nxd_layout import number_parameters
+from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.parallel_layers.checkpointing import join_shards, local_slice
+from nxd_memopt.parallel_layers.rank_files import RankFiles
+from nxd_memopt.parallel_layers.tensor_files import StoredTensor, read_stored, resolve
+from nxd_memopt.parallel_layers.utils import is_sharded, padded_size
+
+_ENTRIES = {
+    *("state", "base_state", "param_groups", "shape_info", "sharded_master_weights", "sharding"),
+    *("dp_rank", "tp_rank"),
+}
+_OPTIONS_OF_THE_DEVICE = ("foreach", "fused", "capturable", "differentiable")
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the reader builds a state for.
+
+    Attributes:
+        param_groups: the optimizer's, frozen parameters included.
+        options: of each group, without ``params``: what the optimizer's class needs.
+        sharding: ``[rank, D]``.
+        names: of the parameters, by their order in the groups, as in the model's state dict; needed to merge pipeline
+            stages.
+    """
+
+    param_groups: Sequence[Mapping[str, Any]]
+    options: Sequence[Mapping[str, Any]]
+    sharding: Sequence[int]
+    names: Sequence[str] = ()
+
+    @property
+    def params(self) -> list[Tensor]:
+        return [param for options in self.param_groups for param in options["params"]]
+
+
+class OptimizerFiles:
+    """The optimizer states of all ranks of a run; each file is opened when it is first needed.
+
+    Args:
+        files: of the ranks.
+        stage_names: for each pipeline stage the names of its parameters; empty for one stage.
+    """
+
+    def __init__(self, files: RankFiles, stage_names: Sequence[frozenset[str]] = ()) -> None:
+        self.files, self.stage_names = files, stage_names
+        self._opened: dict[tuple[int, int, int], dict[str, Any]] = {}
+
+    def content(self, tensor_rank: int, stage: int = 0, data_rank: int = 0) -> dict[str, Any]:
+        """Return one rank's state dict, xser tensors unread.
+
+        Raises:
+            ValueError: when the file is damaged, or is no optimizer's state.
+        """
+        ranks = (data_rank, tensor_rank, stage)
+        if ranks not in self._opened:
+            path = self.files.file(tensor_rank, stage, data_rank)
+            content = read_stored(path)
+            if not isinstance(content, dict) or "param_groups" not in content:
+                raise ValueError(f"{path} has no param_groups: it is not the state of an optimizer")
+            if "ep_param_id_offset" in content:
+                raise ValueError(f"{path} is of NeuronEPZero1Optimizer: expert parallelism is not supported")
+            self._opened[ranks] = content
+        return self._opened[ranks]
+
+    def values(self, number: int, tensor_rank: int, stage: int, data_rank: int) -> dict[str, Any]:
+        """Return one parameter's states by name, and its master as ``master``; what a frozen one has is empty."""
+        content = self.content(tensor_rank, stage, data_rank)
+        values = dict(states_of(content).get(number, {}))
+        if number in content.get("sharded_master_weights", {}):
+            values["master"] = content["sharded_master_weights"][number]
+        return values
+
+
+def states_of(content: Mapping[str, Any]) -> Mapping[int, Mapping[str, Any]]:
+    """Return the states by parameter, of torch_xla's layout or of any other."""
+    return content["base_state"] if "base_state" in content else content["state"]
+
+
+def read_state(source: OptimizerFiles, target: Target) -> dict[str, Any]:
+    """Return what ``NeuronZero1Optimizer.load_state_dict`` takes, for ``target``'s rank, from files of any T and D.
+
+    At the files' own T and D every value is the file's bit for bit; otherwise the shards are joined and cut again.
+    Only the files that hold this rank's elements are read.
+
+    Raises:
+        ValueError: when files are damaged, are of another model, or hold replicated KV heads of another T.
+    """
+    files, places = source.files, _places(source, target)
+    own_size = parallel_state.get_tensor_model_parallel_size()
+    trained = [i for i, param in enumerate(target.params) if param.requires_grad]
+    state: dict[int, dict[str, Any]] = {}
+    masters: dict[int, Tensor] = {}
+    shape_info: dict[int, list[int]] = {}
+    for new_number, i in enumerate(trained):
+        param, (stage, number) = target.params[i], places[i]
+        same_size = files.tensor_model_parallel_size == own_size
+        tensor_ranks = [parallel_state.get_tensor_model_parallel_rank()] if same_size else _ranks(files, param)
+        _require_shape(source, param, number, stage, tensor_ranks[0])
+        read = _ParameterReader(source, param, number, stage, tensor_ranks, not same_size and is_sharded(param))
+        values = {
+            name: read.shard(name, value, target.sharding) for name, value in read.first.items() if name != "master"
+        }
+        if values:
+            state[new_number] = values
+        if "master" in read.first:
+            masters[new_number] = cast(Tensor, read.shard("master", read.first["master"], target.sharding))
+        shape_info[new_number] = list(param.shape)
+    _warn_of_unknown(source)
+    groups = _groups(source.content(_own_rank(files), 0)["param_groups"], target, trained)
+    return {
+        "state": state,
+        "param_groups": groups,
+        "sharded_master_weights": masters,
+        "shape_info": shape_info,
+        "sharding": list(target.sharding),
+    }
+
+
+def _own_rank(files: RankFiles) -> int:
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    return rank if rank < files.tensor_model_parallel_size else 0
+
+
+def _ranks(files: RankFiles, param: Tensor) -> list[int]:
+    return list(range(files.tensor_model_parallel_size)) if is_sharded(param) else [0]
+
+
+@dataclass
+class _ParameterReader:
+    """Reads one parameter's values from the files that hold parts of it."""
+
+    source: OptimizerFiles
+    param: Tensor
+    number: int
+    stage: int
+    tensor_ranks: Sequence[int]
+    resharded: bool
+
+    @property
+    def first(self) -> dict[str, Any]:
+        return self.source.values(self.number, self.tensor_ranks[0], self.stage, 0)
+
+    def shard(self, name: str, value: Any, sharding: Sequence[int]) -> Any:
+        """Return this rank's flat shard, or ``value`` as it is where it is no tensor of elements, such as a step."""
+        value = resolve(value) if isinstance(value, StoredTensor) else value
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            return value.clone() if isinstance(value, Tensor) else value
+        rank, size = sharding
+        length = padded_size(self.param.numel(), size) // size
+        if not self.resharded:
+            elements = (rank * length, (rank + 1) * length)
+            part = self._elements(name, self.tensor_ranks[0], tuple(self.param.shape), elements)
+            return part.view(self.param.shape) if size == 1 else part
+        shards = [self._full_shard(name, tensor_rank) for tensor_rank in self.tensor_ranks]
+        local = local_slice(join_shards(shards, self.param), self.param, dtype=shards[0].dtype)
+        if size == 1:
+            return local
+        return F.pad(local.reshape(-1), (0, size * length - local.numel())).narrow(0, rank * length, length).clone()
+
+    def _full_shard(self, name: str, tensor_rank: int) -> Tensor:
+        shape = tuple(self.source.content(tensor_rank, self.stage)["shape_info"][self.number])
+        return self._elements(name, tensor_rank, shape, (0, math.prod(shape))).view(shape)
+
+    def _elements(self, name: str, tensor_rank: int, shape: tuple[int, ...], wanted: tuple[int, int]) -> Tensor:
+        """Return elements ``wanted`` of a tensor-parallel shard of ``shape``, zeros past its end, from all D files."""
+        start, stop = wanted
+        pieces: list[Tensor] = []
+        first = 0
+        for data_rank in range(self.source.files.data_parallel_size):
+            length = self._length(shape, tensor_rank)
+            low, high = max(start, first), min(stop, first + length, math.prod(shape))
+            if low < high:
+                pieces.append(self._flat(name, tensor_rank, data_rank, length)[low - first : high - first])
+            first += length
+        found = torch.cat(pieces) if pieces else resolve(self.first[name]).new_zeros(0)
+        return F.pad(found, (0, stop - start - found.numel()))
+
+    def _length(self, shape: tuple[int, ...], tensor_rank: int) -> int:
+        """Return the elements that each data-parallel rank's file holds."""
+        size = self.source.files.data_parallel_size
+        if "base_state" in self.source.content(tensor_rank, self.stage):
+            return padded_size(shape[0], size) // size * math.prod(shape[1:])
+        return padded_size(math.prod(shape), size) // size
+
+    def _flat(self, name: str, tensor_rank: int, data_rank: int, length: int) -> Tensor:
+        values = self.source.values(self.number, tensor_rank, self.stage, data_rank)
+        path = self.source.files.file(tensor_rank, self.stage, data_rank)
+        if name not in values:
+            raise ValueError(f"{path} has no {name!r} of parameter {self.number}, other ranks have it: copy it again")
+        flat = resolve(values[name]).reshape(-1)
+        if flat.numel() != length:
+            raise ValueError(
+                f"{path}: {name!r} of parameter {self.number} has {flat.numel()} elements, its shape over "
+                f"{self.source.files.data_parallel_size} data-parallel ranks gives {length}: "
+                "a rank file is missing, or from another save"
+            )
+        return flat
+
+
+def read_tensor_parallel_shard(
+    source: OptimizerFiles, place: tuple[int, int], tensor_rank: int, name: str, shape: tuple[int, ...]
+) -> Tensor:
+    """Return one tensor-parallel rank's state or master ``name``, joined over the data-parallel ranks' files.
+
+    Args:
+        source: the files.
+        place: pipeline stage and number of the parameter.
+        tensor_rank: whose shard.
+        name: of the state, or ``master``.
+        shape: of the shard.
+
+    Raises:
+        ValueError: when a file is missing or damaged, or holds another number of elements.
+    """
+    stage, number = place
+    reader = _ParameterReader(source, torch.empty(shape, device="meta"), number, stage, [tensor_rank], False)
+    return reader._elements(name, tensor_rank, shape, (0, math.prod(shape))).view(shape)
+
+
+def _require_shape(source: OptimizerFiles, param: Tensor, number: int, stage: int, tensor_rank: int) -> None:
+    content = source.content(tensor_rank, stage)
+    stored = content.get("shape_info", {}).get(number)
+    if stored is None and source.files.tensor_model_parallel_size == parallel_state.get_tensor_model_parallel_size():
+        return  # a run without ZeRO records no shapes; the number of elements is checked
+    path = source.files.file(tensor_rank, stage)
+    if stored is None:
+        raise ValueError(f"{path} has no shape_info: it can only be loaded at the size of {source.files.sizes()}")
+    expected = list(param.shape)
+    if source.files.tensor_model_parallel_size != parallel_state.get_tensor_model_parallel_size():
+        dim = cast(Any, param).partition_dim % param.dim() if is_sharded(param) else None
+        expected = [stored[i] if i == dim else n for i, n in enumerate(param.shape)]
+    if list(stored) != expected:
+        raise ValueError(
+            f"{path}: parameter {number} has shape {list(stored)}, the optimizer's is {expected}: build the same model "
+            "with the same parameter groups in the same order"
+        )
+
+
+def _places(source: OptimizerFiles, target: Target) -> list[tuple[int, int]]:
+    """Return the stage and the number in that stage's files, of each parameter of ``target``."""
+    stages = source.files.pipeline_model_parallel_size
+    if stages > 1 and (len(source.stage_names) != stages or not target.names):
+        raise ValueError(
+            f"{source.files.directory} was written with {source.files.sizes()}: merging the stages needs the "
+            "parameters' names: load the model and the optimizer together"
+        )
+    places: dict[int, tuple[int, int]] = {}
+    numbers = number_parameters(target.param_groups)
+    for stage in range(stages):
+        stored = source.content(_own_rank(source.files), stage)["param_groups"]
+        for group, positions in enumerate(numbers):
+            local = [i for i in positions if stages == 1 or target.names[i] in source.stage_names[stage]]
+            # A file of this library's first format numbers the trained parameters only.
+            trained = [i for i in local if target.params[i].requires_grad]
+            saved = stored[group]["params"] if group < len(stored) else []
+            if len(stored) != len(numbers) or len(saved) not in (len(local), len(trained)):
+                raise ValueError(
+                    f"{source.files.file(_own_rank(source.files), stage)} has parameter groups of "
+                    f"{[len(options['params']) for options in stored]} parameters, the optimizer's group {group} of "
+                    f"{len(numbers)} has {len(local)} of that stage: build the same parameter groups"
+                )
+            chosen = local if len(saved) == len(local) else trained
+            places.update({i: (stage, number) for i, number in zip(chosen, saved, strict=True) if i not in places})
+    missing = [i for i, param in enumerate(target.params) if param.requires_grad and i not in places]
+    if missing:
+        raise ValueError(
+            f"{source.files.directory} has no state of {len(missing)} parameters, the first is {missing[0]}"
+        )
+    return [places.get(i, (0, -1)) for i in range(len(target.params))]
+
+
+def _groups(stored: Sequence[Mapping[str, Any]], target: Target, trained: Sequence[int]) -> list[dict[str, Any]]:
+    """Return the files' options, with the optimizer's own where the files have none or the device decides."""
+    new_number = {i: number for number, i in enumerate(trained)}
+    groups = []
+    for options, own, positions in zip(stored, target.options, number_parameters(target.param_groups), strict=True):
+        kept = {name: value for name, value in own.items() if name in _OPTIONS_OF_THE_DEVICE}
+        params = [new_number[i] for i in positions if i in new_number]
+        groups.append({**own, **options, **kept, "params": params})
+    return groups
+
+
+def _warn_of_unknown(source: OptimizerFiles) -> None:
+    content = source.content(_own_rank(source.files))
+    unknown = sorted(str(name) for name in content if name not in _ENTRIES)
+    if "base_state" in content and content.get("state"):
+        unknown.append("state (base_state holds the optimizer's)")
+    if unknown:
+        warnings.warn(f"{source.files.directory}: entries that are not loaded: {unknown}", stacklevel=2)

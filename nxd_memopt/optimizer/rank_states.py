@@ -1,0 +1,80 @@
+"""Saves and loads the states of a sharded optimizer as one file per rank, in neuronx-distributed's layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nxd_memopt.optimizer.nxd_reading import OptimizerFiles, Target, read_state
+from nxd_memopt.parallel_layers import checkpointing, coordination, parallel_state
+from nxd_memopt.parallel_layers.rank_files import find_rank_files
+from nxd_memopt.parallel_layers.tensor_files import write_tensors
+
+
+class StatesInRankFiles:
+    """The methods of ``NeuronZero1Optimizer`` that write and read ``optim.dp_rank_XX.tp_rank_XX`` files."""
+
+    if TYPE_CHECKING:  # what the optimizer has
+        param_groups: list[dict[str, Any]]
+        base_optimizer: Any
+
+        def _sharding(self) -> list[int]: ...
+        def nxd_state_dict(self) -> dict[str, Any]: ...
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+    def save_sharded_state_dict(self, output_dir: str | Path, num_workers_per_step: int = 8) -> None:
+        """Write ``output_dir/optim.dp_rank_XX.tp_rank_XX`` of every rank; every rank calls.
+
+        Args:
+            output_dir: created if needed.
+            num_workers_per_step: ranks of one host that copy their state to it at the same time.
+        """
+        state = self.nxd_state_dict()
+        for is_my_turn in coordination.turns(num_workers_per_step):
+            with coordination.raise_together(f"saving {output_dir}"):
+                if is_my_turn:
+                    write_tensors(_rank_file(output_dir), checkpointing.to_host(state))
+
+    def load_sharded_state_dict(self, output_dir: str | Path, num_workers_per_step: int = 8) -> None:
+        """Continue from what ``save_sharded_state_dict`` wrote, here or in neuronx-distributed, for any T and D.
+
+        Every rank calls, after loading the model.
+
+        Raises:
+            ValueError: on every rank, when files are missing or damaged, or do not fit.
+        """
+        self.load_rank_files(output_dir, num_workers_per_step)
+
+    def load_rank_files(
+        self,
+        directory: str | Path,
+        num_workers: int = 8,
+        *,
+        names: Sequence[str] = (),
+        stage_names: Sequence[frozenset[str]] = (),
+    ) -> None:
+        """Continue from the rank files of ``directory``; every rank calls, after loading the model.
+
+        Args:
+            directory: that holds the files.
+            num_workers: ranks of one host that read at the same time.
+            names: of all parameters, in the order of the groups; needed where the files are of pipeline stages.
+            stage_names: of each stage's parameters; likewise.
+
+        Raises:
+            ValueError: on every rank, when files are missing or damaged, or do not fit.
+        """
+        state: dict[str, Any] = {}
+        options = [{k: v for k, v in group.items() if k != "params"} for group in self.base_optimizer.param_groups]
+        target = Target(self.param_groups, options, self._sharding(), names)
+        for is_my_turn in coordination.turns(num_workers):
+            with coordination.raise_together(f"loading {directory}"):
+                if is_my_turn:
+                    state = read_state(OptimizerFiles(find_rank_files(directory, "optim"), stage_names), target)
+        self.load_state_dict(state)
+
+
+def _rank_file(output_dir: str | Path) -> Path:
+    data, tensor = parallel_state.get_data_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()
+    return Path(output_dir) / f"optim.dp_rank_{data:02d}.tp_rank_{tensor:02d}"

@@ -1,0 +1,141 @@
+"""Finds the rank files of a checkpoint that neuronx-distributed or this library wrote, and which ranks they belong to.
+
+Layouts, ``XX`` being a rank of two digits or more:
+
+- ``dp_rank_XX_tp_rank_XX_pp_rank_XX.pt``: the trainer's, in ``TAG/model`` and ``TAG/optim``; also as xser.
+- ``tp_rank_XX_pp_rank_XX/checkpoint.pt``, ``tp_rank_XX_pp_rank_XX`` (xser), both also with ``_dp_rank_XX``:
+  ``parallel_layers.checkpointing.save``'s.
+- ``optim.dp_rank_XX.tp_rank_XX``: ``NeuronZero1Optimizer.save_sharded_state_dict``'s.
+- ``full_tp_rank_XX_pp_rank_XX.pt``: NxD's ``convert_zero_checkpoints.py``, one file for all data-parallel ranks.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+_TRAINER = re.compile(r"dp_rank_(?P<dp>\d+)_tp_rank_(?P<tp>\d+)_pp_rank_(?P<pp>\d+)\.pt")
+_PATTERNS = {
+    "model": (_TRAINER, re.compile(r"tp_rank_(?P<tp>\d+)_pp_rank_(?P<pp>\d+)(_dp_rank_(?P<dp>\d+))?")),
+    "optim": (
+        _TRAINER,
+        re.compile(r"optim\.dp_rank_(?P<dp>\d+)\.tp_rank_(?P<tp>\d+)"),
+        re.compile(r"full_tp_rank_(?P<tp>\d+)_pp_rank_(?P<pp>\d+)\.pt"),
+    ),
+}
+_EXPERT_PARALLEL = re.compile(r"dp_rank_\d+_ep_rank_\d+_tp_rank_\d+_pp_rank_\d+\.pt")
+_DISTRIBUTED_CHECKPOINT = (".metadata", "__0_0.distcp")
+
+Ranks = tuple[int, int, int]
+"""Data-, tensor- and pipeline-parallel rank."""
+
+
+@dataclass(frozen=True)
+class RankFiles:
+    """The files of one directory, one for each combination of ranks.
+
+    Attributes:
+        directory: where they are.
+        files: file by data-, tensor- and pipeline-parallel rank.
+        data_parallel_size: of the run that wrote the files; 1 for replicated content.
+        tensor_model_parallel_size: likewise.
+        pipeline_model_parallel_size: likewise.
+    """
+
+    directory: Path
+    files: dict[Ranks, Path]
+    data_parallel_size: int
+    tensor_model_parallel_size: int
+    pipeline_model_parallel_size: int
+
+    def file(self, tensor_rank: int, pipeline_rank: int = 0, data_rank: int = 0) -> Path:
+        """Return the file of the ranks given.
+
+        Raises:
+            ValueError: when the checkpoint has no such rank.
+        """
+        ranks = (data_rank, tensor_rank, pipeline_rank)
+        if ranks not in self.files:
+            raise ValueError(f"{self.directory} has no file of {_spell(ranks)}: it was written with {self.sizes()}")
+        return self.files[ranks]
+
+    def sizes(self) -> str:
+        """Return the sizes in words, for messages."""
+        return (
+            f"tensor_model_parallel_size {self.tensor_model_parallel_size}, "
+            f"pipeline_model_parallel_size {self.pipeline_model_parallel_size} and "
+            f"{self.data_parallel_size} data-parallel shards"
+        )
+
+
+def find_rank_files(directory: str | Path, kind: Literal["model", "optim"] = "model") -> RankFiles:
+    """Return the rank files of ``directory``.
+
+    Args:
+        directory: the one that holds the files, not its parent.
+        kind: of the files' content; a directory may hold both.
+
+    Raises:
+        ValueError: when there are none, some ranks are missing, several layouts are mixed, or the layout is one that
+            is not supported: expert parallelism, or torch.distributed.checkpoint (``use_zero1_dcp=True``).
+    """
+    path = Path(directory)
+    if not path.is_dir():
+        raise ValueError(f"{path} is not a directory: pass the one that holds the rank files")
+    names = sorted(entry.name for entry in path.iterdir())
+    _refuse_other_layouts(path, names)
+    found = [_match(path, names, pattern) for pattern in _PATTERNS[kind]]
+    layouts = [files for files in found if files]
+    if not layouts:
+        other = "tp_rank_XX_pp_rank_XX" if kind == "model" else "optim.dp_rank_XX.tp_rank_XX"
+        expected = f"dp_rank_XX_tp_rank_XX_pp_rank_XX.pt or {other}"
+        raise ValueError(f"{path} holds no rank files, expected {expected}, found {names[:5]}: check the directory")
+    if len(layouts) > 1:
+        examples = [next(iter(files.values())).name for files in layouts]
+        raise ValueError(f"{path} holds files of several layouts, such as {examples}: leave one of them there")
+    return _complete(path, layouts[0])
+
+
+def _refuse_other_layouts(path: Path, names: list[str]) -> None:
+    distributed = [name for name in names if name in _DISTRIBUTED_CHECKPOINT]
+    if distributed:
+        raise ValueError(
+            f"{path} holds {distributed[0]}, a torch.distributed.checkpoint of use_zero1_dcp=True, whose metadata is a "
+            "pickle: save the optimizer with neuronx-distributed and use_zero1_dcp=False"
+        )
+    expert = [name for name in names if _EXPERT_PARALLEL.fullmatch(name)]
+    if expert:
+        raise ValueError(
+            f"{path} holds {expert[0]}, a file of an expert-parallel rank, which is not supported: save it with "
+            "expert_model_parallel_size 1"
+        )
+
+
+def _match(path: Path, names: list[str], pattern: re.Pattern[str]) -> dict[Ranks, Path]:
+    files: dict[Ranks, Path] = {}
+    for name in names:
+        match = pattern.fullmatch(name)
+        if match:
+            groups = match.groupdict()
+            ranks = (int(groups.get("dp") or 0), int(groups["tp"]), int(groups.get("pp") or 0))
+            nested = path / name / "checkpoint.pt"
+            files[ranks] = nested if (path / name).is_dir() else path / name
+    return files
+
+
+def _complete(path: Path, files: dict[Ranks, Path]) -> RankFiles:
+    data, tensor, pipeline = (1 + max(ranks[i] for ranks in files) for i in range(3))
+    wanted = [(d, t, p) for d in range(data) for t in range(tensor) for p in range(pipeline)]
+    missing = [_spell(ranks) for ranks in wanted if ranks not in files or not files[ranks].is_file()]
+    if missing:
+        raise ValueError(
+            f"{path} has files of ranks up to {_spell((data - 1, tensor - 1, pipeline - 1))} but lacks "
+            f"{len(missing)} of {len(wanted)}: {missing[:5]}: copy the missing files, or save the checkpoint again"
+        )
+    return RankFiles(path, files, data, tensor, pipeline)
+
+
+def _spell(ranks: Ranks) -> str:
+    return "dp_rank {} tp_rank {} pp_rank {}".format(*ranks)

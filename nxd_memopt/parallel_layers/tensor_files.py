@@ -1,0 +1,240 @@
+"""Reads and writes tensor files: those of ``torch.save``, and torch_xla's xser files with one file per tensor.
+
+An xser checkpoint is the file ``NAME``, in which each tensor is replaced by a reference with a number N, and the
+directory ``NAME.tensors`` with ``tensor_N.pt``. neuronx-distributed's trainer adds ``NAME.info.pt``, which gives each
+tensor's dtype and shape. The reference's class belongs to torch_xla, which need not be installed: the file names the
+class, and ``torch.load(weights_only=True)`` is told to build the stand-in below for that name. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from pickle import UnpicklingError
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.parallel_layers.utils import map_tensors
+
+XSER_REFERENCE = "torch_xla.utils.serialization.TensorReference"
+XSER_INTERNAL_REFERENCE = "neuronx_distributed.trainer.checkpoint._InternalTensorReference"
+
+
+class TensorReference:
+    """Stands for the tensor in ``tensor_{tid}.pt``; written as torch_xla's class of the same name."""
+
+    tid: int
+
+    def __init__(self, tid: int) -> None:
+        self.tid = tid
+
+
+class StoredTensor:
+    """A tensor of an xser checkpoint that has not been read; ``load()`` reads it.
+
+    Args:
+        path: the checkpoint's file, without ``.tensors``.
+        tid: the tensor's number.
+        info: what ``NAME.info.pt`` says about it, ``dtype`` and ``shape``; empty if there is no such file.
+    """
+
+    def __init__(self, path: Path, tid: int, info: Mapping[str, Any]) -> None:
+        self.path, self.tid, self.info = path, tid, info
+
+    @property
+    def file(self) -> Path:
+        return tensors_directory(self.path) / f"tensor_{self.tid}.pt"
+
+    def load(self) -> Tensor:
+        """Return the tensor, mapped from its file.
+
+        Raises:
+            ValueError: when the file is missing or damaged, or is not the tensor that the checkpoint describes.
+        """
+        if not self.file.is_file():
+            raise ValueError(self._describe_missing())
+        tensor = _load(self.file, mmap=True)
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{self.file} holds a {type(tensor).__name__}, not a tensor: copy or save it again")
+        for name, stored in (("shape", tuple(tensor.shape)), ("dtype", tensor.dtype)):
+            expected = self.info.get(name, stored)
+            expected = tuple(expected) if name == "shape" else expected
+            if stored != expected:
+                raise ValueError(
+                    f"{self.file} has {name} {stored}, {info_file(self.path).name} says {expected}: "
+                    "the files come from different saves, copy the checkpoint again"
+                )
+        return tensor
+
+    def _describe_missing(self) -> str:
+        directory = tensors_directory(self.path)
+        if directory.is_dir() and not any(directory.iterdir()):
+            return (
+                f"{directory} is empty: the checkpoint was written with avoid_saving_lower_precision_weights=True, its "
+                "weights are the optimizer's master weights: load model and optimizer together"
+            )
+        return f"{self.file} does not exist, {self.path} refers to it: copy {directory} completely"
+
+
+def tensors_directory(path: Path) -> Path:
+    return path.with_name(f"{path.name}.tensors")
+
+
+def info_file(path: Path) -> Path:
+    return path.with_name(f"{path.name}.info.pt")
+
+
+# Reading
+
+
+def read_tensors(path: Path, *, mmap: bool = True) -> Any:
+    """Read a file written by ``torch.save`` or an xser checkpoint: tensors, containers and plain values only.
+
+    Args:
+        path: of the file.
+        mmap: map the tensors, so that only what is used is read; the file must then outlive them.
+
+    Raises:
+        ValueError: when a file is missing, cut short, or holds other Python objects.
+    """
+    content = read_stored(path, mmap=mmap)
+    return _map_leaves(content, StoredTensor, lambda stored: stored.load() if mmap else stored.load().clone())
+
+
+def read_stored(path: Path, *, mmap: bool = True) -> Any:
+    """``read_tensors``, but with a ``StoredTensor`` in place of each tensor of an xser checkpoint."""
+    content = _load(path, mmap=mmap)
+    references: list[TensorReference] = []
+    _map_leaves(content, TensorReference, references.append)
+    if not references:
+        return content
+    infos = _load(info_file(path), mmap=False) if info_file(path).is_file() else {}
+    return _map_leaves(content, TensorReference, lambda ref: StoredTensor(path, ref.tid, infos.get(ref.tid, {})))
+
+
+def resolve(value: Tensor | StoredTensor) -> Tensor:
+    """Return the tensor, read if it is stored."""
+    return value.load() if isinstance(value, StoredTensor) else value
+
+
+def _load(path: Path, *, mmap: bool) -> Any:
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist: check the directory and the tensor-parallel size it was saved with")
+    # NxD's internal reference has the number too; it stays in files where a tensor was inside a list.
+    references = [(TensorReference, XSER_REFERENCE), (TensorReference, XSER_INTERNAL_REFERENCE)]
+    try:
+        with torch.serialization.safe_globals(references):  # pyright: ignore[reportArgumentType]
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and zipfile.is_zipfile(path))
+    except (RuntimeError, EOFError, UnpicklingError, OSError, KeyError, ValueError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(
+            f"{path} ({path.stat().st_size} bytes) cannot be read: {reason} "
+            "It is cut short, or holds other objects than tensors and plain values: copy or save it again"
+        ) from error
+
+
+def _map_leaves(value: Any, kind: type, function: Callable[[Any], Any]) -> Any:
+    """``map_tensors`` for leaves of the class ``kind``."""
+    if isinstance(value, kind):
+        return function(value)
+    if isinstance(value, Mapping):
+        return {key: _map_leaves(item, kind, function) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)([_map_leaves(item, kind, function) for item in value])
+    return value
+
+
+# Writing
+
+
+def write_tensors(path: Path, checkpoint: Any) -> None:
+    """Write what ``read_tensors`` reads; an existing file is replaced once the new one is complete."""
+    _write(path, checkpoint, pickle)
+
+
+def _write(path: Path, checkpoint: Any, pickle_module: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    incomplete = _incomplete(path)
+    try:
+        torch.save(checkpoint, incomplete, pickle_module=pickle_module)
+        incomplete.replace(path)
+    except (RuntimeError, OSError) as error:  # torch.save reports a full disk as RuntimeError
+        raise OSError(f"could not write {path}: {error}: free disk space or choose another directory") from error
+    finally:
+        incomplete.unlink(missing_ok=True)
+
+
+def write_xser(path: Path, checkpoint: Any, *, info: bool = False) -> None:
+    """Write ``checkpoint`` as an xser checkpoint: ``path``, and one file per tensor in ``path.tensors``.
+
+    An earlier checkpoint at ``path`` is removed before the new tensors take its place, so that a kill leaves no file
+    that refers to another save's tensors. One tensor at a time is copied to the host.
+
+    Args:
+        path: of the file with the references.
+        checkpoint: nested containers, plain values and tensors.
+        info: also write ``path.info.pt``, which neuronx-distributed's trainer needs to load.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    directory, infos = tensors_directory(path), {}
+    incomplete = _incomplete(directory)
+    shutil.rmtree(incomplete, ignore_errors=True)
+    incomplete.mkdir()
+
+    def store(tensor: Tensor) -> TensorReference:
+        tid = len(infos)
+        infos[tid] = {"dtype": tensor.dtype, "shape": tensor.shape, "expert_model_parallel": False}
+        host = tensor.detach().cpu()  # contiguous and without the rest of its storage
+        torch.save(host.clone(memory_format=torch.contiguous_format), incomplete / f"tensor_{tid}.pt")
+        return TensorReference(tid)
+
+    try:
+        references = map_tensors(checkpoint, store)  # pyright: ignore[reportArgumentType] # references for tensors
+        path.unlink(missing_ok=True)
+        shutil.rmtree(directory, ignore_errors=True)
+        incomplete.rename(directory)
+        if info:
+            write_tensors(info_file(path), infos)
+        _write(path, references, _REFERENCE_PICKLE)
+    except (RuntimeError, OSError) as error:
+        raise OSError(f"could not write {path}: {error}: free disk space or choose another directory") from error
+    finally:
+        shutil.rmtree(incomplete, ignore_errors=True)
+
+
+def _incomplete(path: Path) -> Path:
+    return path.with_name(f"{path.name}.rank_{parallel_state.get_global_rank()}.incomplete")
+
+
+_PICKLER: Any = pickle._Pickler  # pyright: ignore[reportAttributeAccessIssue] # the C class does not call save_global
+
+
+class _ReferencePickler(_PICKLER):
+    """A pickler that stores the stand-in class under torch_xla's name, which other picklers would want to import."""
+
+    def save_global(self, obj: Any, name: str | None = None) -> None:
+        if obj is TensorReference:
+            module, _, qualified_name = XSER_REFERENCE.rpartition(".")
+            self.write(pickle.GLOBAL + f"{module}\n{qualified_name}\n".encode())
+            self.memoize(obj)
+        else:
+            super().save_global(obj, name)
+
+
+def _reference_pickle() -> ModuleType:
+    """Return what ``torch.save`` takes as ``pickle_module``."""
+    module = ModuleType("reference_pickle")
+    for name in ("Unpickler", "UnpicklingError", "dump", "load", "dumps", "loads", "HIGHEST_PROTOCOL"):
+        setattr(module, name, getattr(pickle, name))
+    module.Pickler = _ReferencePickler  # pyright: ignore[reportAttributeAccessIssue]
+    return module
+
+
+_REFERENCE_PICKLE = _reference_pickle()

@@ -1,0 +1,197 @@
+"""Continues a run of neuronx-distributed's samples with this library's models: weights and ZeRO-1 states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from nxd_memopt.checkpoint.names import match_names
+from nxd_memopt.checkpoint.nxd.architectures import build_rules
+from nxd_memopt.checkpoint.nxd.converting import load_nxd, plain_config
+from nxd_memopt.checkpoint.nxd.parts import KVOrder, Layout, Part, Rule
+from nxd_memopt.checkpoint.nxd.reading import as_hugging_face, open_weights
+from nxd_memopt.optimizer import NeuronZero1Optimizer
+from nxd_memopt.optimizer.nxd_reading import OptimizerFiles, read_tensor_parallel_shard
+from nxd_memopt.parallel_layers.checkpointing import local_slice
+from nxd_memopt.parallel_layers.coordination import raise_together
+from nxd_memopt.parallel_layers.rank_files import find_rank_files
+from nxd_memopt.parallel_layers.tensor_files import StoredTensor, read_stored, resolve
+from nxd_memopt.parallel_layers.utils import padded_size
+from nxd_memopt.trainer.rank_states import unwrap
+
+GroupOf = Callable[[str], int]
+"""Return the parameter group of a parameter of neuronx-distributed's model, by its name there."""
+
+
+def load_nxd_training_state(
+    directory: str | Path,
+    model: nn.Module,
+    optimizer: Any,
+    *,
+    kv_order: KVOrder | None = None,
+    query_key_value_stride: int = 1,
+    accept_drift: bool = False,
+    group_of: GroupOf | None = None,
+) -> list[str]:
+    """Load weights, optimizer states, steps and masters of a tag of neuronx-distributed. Every rank calls.
+
+    The tag may have any T, D and number of stages. Its optimizer files number the parameters through the groups, in the
+    order of ``named_parameters()``; the groups are those of NxD's samples: one, or a second one for names with ``bias``
+    or ``norm``. The shapes in the files must agree.
+
+    Args:
+        directory: the tag's.
+        model: ``LlamaForCausalLM`` or ``GPTNeoXForCausalLM`` of this library.
+        optimizer: a ``NeuronZero1Optimizer`` of ``model``'s parameters, in any groups, whose options it keeps.
+        kv_order: as ``load_nxd``.
+        query_key_value_stride: as ``load_nxd``.
+        accept_drift: as ``load_nxd``; also of the states.
+        group_of: where the run had other parameter groups.
+
+    Returns:
+        A line for each entry that was not loaded, the files' options of the groups among them.
+
+    Raises:
+        ValueError: on every rank, when files are missing or damaged, or do not fit.
+    """
+    inner = unwrap(optimizer)
+    path = Path(directory)
+    layout_options: dict[str, Any] = {
+        "kv_order": kv_order,
+        "query_key_value_stride": query_key_value_stride,
+        "accept_drift": accept_drift,
+    }
+    report = load_nxd(model, path, **layout_options)
+    with raise_together(f"loading {path}"):
+        if not isinstance(inner, NeuronZero1Optimizer):
+            raise ValueError(f"optimizer must be a NeuronZero1Optimizer, got {type(inner).__name__}")
+        run = _open(path, model, layout_options, group_of)
+        state = inner.state_dict()
+        state.update(_read(run, inner, state["sharding"]))
+        report += _left_out(run)
+    inner.load_state_dict(state)
+    return report
+
+
+@dataclass(frozen=True)
+class _Run:
+    """The run that wrote the tag.
+
+    Attributes:
+        layout: of its shards.
+        rules: by neuronx-distributed's names.
+        places: stage and number in the optimizer's files, by these names.
+        source: the optimizer's files.
+        targets: Hugging Face name of each of the model's tensors, by id.
+    """
+
+    layout: Layout
+    rules: dict[str, Rule]
+    places: dict[str, tuple[int, int]]
+    source: OptimizerFiles
+    targets: dict[int, str]
+
+
+def _open(path: Path, model: nn.Module, layout_options: Mapping[str, Any], group_of: GroupOf | None) -> _Run:
+    config = plain_config(model)
+    weights = open_weights(path, config, **layout_options)
+    rules = {rule.name: rule for rule in build_rules(config, weights.layout, weights.form)}
+    source = OptimizerFiles(find_rank_files(path / "optim", "optim"))
+    joined, _ = as_hugging_face(weights, config)
+    targets = {id(param): name for name, param in match_names(model, joined).items()}
+    model_files = find_rank_files(path / "model")
+    if model_files.tensor_model_parallel_size != source.files.tensor_model_parallel_size:
+        raise ValueError(
+            f"{path}: the model was written with {model_files.sizes()}, the optimizer with {source.files.sizes()}: "
+            "they are not of one save"
+        )
+    places: dict[str, tuple[int, int]] = {}
+    for stage in range(model_files.pipeline_model_parallel_size):
+        names = [name for name in read_stored(model_files.file(0, stage)) if name in rules]
+        shapes = {name: rules[name].local_shape(weights.layout) for name in names}
+        places |= {name: (stage, number) for name, number in _number(source, stage, shapes, group_of).items()}
+    return _Run(weights.layout, rules, places, source, targets)
+
+
+def _number(
+    source: OptimizerFiles, stage: int, shapes: Mapping[str, tuple[int, ...]], group_of: GroupOf | None
+) -> dict[str, int]:
+    """Return each parameter's number in the stage's optimizer files; ``shapes`` are in the model's order."""
+    content = source.content(0, stage)
+    groups = [options["params"] for options in content["param_groups"]]
+    chosen = group_of or (_weight_decay_group if len(groups) == 2 else lambda name: 0)
+    numbers: dict[str, int] = {}
+    for group, saved in enumerate(groups):
+        members = [name for name in shapes if chosen(name) == group]
+        stored = [tuple(content.get("shape_info", {}).get(number, ())) for number in saved]
+        if stored != [shapes[name] for name in members]:
+            raise ValueError(
+                f"{source.files.file(0, stage)}: group {group} of {len(groups)} has {len(saved)} parameters, of the "
+                f"model's {len(members)} belong to it, or shapes differ: pass group_of, which says what the run grouped"
+            )
+        numbers |= dict(zip(members, saved, strict=True))
+    return numbers
+
+
+def _weight_decay_group(name: str) -> int:
+    """The samples' groups: weight decay for matrices only."""
+    return int("bias" in name or "norm" in name)
+
+
+def _read(run: _Run, optimizer: NeuronZero1Optimizer, sharding: Sequence[int]) -> dict[str, Any]:
+    """Return the entries of ``NeuronZero1Optimizer.state_dict()`` that come from the files."""
+    parts = {part.name: (rule, part) for rule in run.rules.values() for part in rule.parts}
+    params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
+    state: dict[int, dict[str, Any]] = {}
+    masters: dict[int, Tensor] = {}
+    for i, param in enumerate(params):
+        if id(param) not in run.targets:
+            raise ValueError(
+                f"a parameter of shape {list(param.shape)} in the optimizer is not the model's: pass its own"
+            )
+        rule, part = parts[run.targets[id(param)]]
+        stage, number = run.places[rule.name]
+        values: dict[str, Any] = {}
+        for name, value in run.source.values(number, 0, stage, 0).items():
+            value = resolve(value) if isinstance(value, StoredTensor) else value
+            is_elements = isinstance(value, Tensor) and value.dim() > 0
+            values[name] = _shard(run, rule, part, (stage, number), name, param, sharding) if is_elements else value
+        if "master" in values:
+            masters[i] = values.pop("master")
+        if values:
+            state[i] = values
+    return {"state": state, "sharded_master_weights": masters}
+
+
+def _shard(
+    run: _Run, rule: Rule, part: Part, place: tuple[int, int], name: str, param: Tensor, sharding: Sequence[int]
+) -> Tensor:
+    """Return this rank's shard of one state: joined over D and T, cut for this T, and for this D."""
+    shape = rule.local_shape(run.layout)
+    shards = [read_tensor_parallel_shard(run.source, place, rank, name, shape) for rank in range(run.layout.size)]
+    full = rule.join(part, shards, run.layout)
+    local = local_slice(full, param, dtype=full.dtype)
+    rank, size = sharding
+    if size == 1:
+        return local
+    length = padded_size(local.numel(), size) // size
+    return F.pad(local.reshape(-1), (0, length * size - local.numel())).narrow(0, rank * length, length).clone()
+
+
+def _left_out(run: _Run) -> list[str]:
+    """Return a line for each group's options, which the optimizer has of its own, and for each unused state."""
+    used = set(run.targets.values())
+    report = [
+        f"left out: states of {rule.name}: the model has no such parameter"
+        for rule in run.rules.values()
+        if rule.name in run.places and not any(part.name in used for part in rule.parts)
+    ]
+    for i, options in enumerate(run.source.content(0)["param_groups"]):
+        kept = {name: value for name, value in options.items() if name != "params"}
+        report.append(f"left out: options of parameter group {i}: {kept}: the optimizer keeps its own")
+    return report

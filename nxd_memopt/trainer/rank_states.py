@@ -1,0 +1,269 @@
+"""Loads a module and an optimizer from the rank files of a tag, written at any parallel sizes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from nxd_memopt.checkpoint.nxd.reading import read_state_dicts
+from nxd_memopt.optimizer import NeuronZero1Optimizer
+from nxd_memopt.optimizer.nxd_reading import OptimizerFiles, Target, read_state
+from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.parallel_layers.checkpointing import (
+    join_shards,
+    load_into,
+    local_slice,
+)
+from nxd_memopt.parallel_layers.coordination import raise_together, turns
+from nxd_memopt.parallel_layers.rank_files import RankFiles, find_rank_files
+from nxd_memopt.parallel_layers.tensor_files import (
+    StoredTensor,
+    read_stored,
+    read_tensors,
+    resolve,
+)
+from nxd_memopt.parallel_layers.utils import is_sharded, shard_ranges
+from nxd_memopt.trainer.optimizer import NxDOptimizer
+
+
+def own_file_name(*, data_rank: int) -> str:
+    """Return the name of this rank's file, of the data-parallel rank given."""
+    tensor = parallel_state.get_tensor_model_parallel_rank()
+    pipeline = parallel_state.get_pipeline_model_parallel_rank()
+    return f"dp_rank_{data_rank:02d}_tp_rank_{tensor:02d}_pp_rank_{pipeline:02d}.pt"
+
+
+def unwrap(optimizer: Any) -> Any:
+    """Return the optimizer inside ``NxDOptimizer``, or ``optimizer``."""
+    return optimizer.optimizer if isinstance(optimizer, NxDOptimizer) else optimizer
+
+
+def is_sharded_optimizer(optimizer: Any) -> bool:
+    """Whether the data-parallel ranks have different states."""
+    inner = unwrap(optimizer)
+    return isinstance(inner, NeuronZero1Optimizer) and len(inner.sharding_groups[0]) > 1
+
+
+# The model
+
+
+def load_model(
+    source: Path, model: nn.Module | dict[str, Any], optimizer: Any, *, num_workers: int, strict: bool
+) -> None:
+    """Load ``model`` from ``source/model``. Every rank calls.
+
+    Raises:
+        ValueError: on every rank, when files are missing or damaged, or do not fit.
+    """
+    for is_my_turn in turns(num_workers):
+        with raise_together(f"loading {source}"):
+            if not is_my_turn:
+                continue
+            files = find_rank_files(source / "model")
+            if isinstance(model, dict):
+                _require_own_sizes(files)
+                model.update(read_tensors(files.file(parallel_state.get_tensor_model_parallel_rank())))
+            elif _has_no_weights(files):
+                _require_masters(source, model, optimizer)
+            else:
+                load_into(model, _local_state(files, model), strict=strict)
+
+
+def _require_own_sizes(files: RankFiles) -> None:
+    if not _has_own_sizes(files):
+        raise ValueError(
+            f"{files.directory} was written with {files.sizes()}, this run has tensor_model_parallel_size "
+            f"{parallel_state.get_tensor_model_parallel_size()}: pass a module, whose parameters say how they are "
+            "sharded, or use the checkpoint's size"
+        )
+
+
+def _has_own_sizes(files: RankFiles) -> bool:
+    same = files.tensor_model_parallel_size == parallel_state.get_tensor_model_parallel_size()
+    return same and files.pipeline_model_parallel_size == parallel_state.get_pipeline_model_parallel_size()
+
+
+def _local_state(files: RankFiles, model: nn.Module) -> dict[str, Tensor]:
+    """Return this rank's state dict: its own file's, or cut from the full tensors at other sizes."""
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    same_tensor_size = files.tensor_model_parallel_size == parallel_state.get_tensor_model_parallel_size()
+    params = model.state_dict(keep_vars=True)
+    if _has_own_sizes(files):
+        _require_replica_order(files, params)
+        return read_tensors(files.file(rank))
+    shards, extras = read_state_dicts(files)
+    if extras:
+        warnings.warn(f"{files.directory}: entries that are not loaded: {extras}", stacklevel=2)
+    if same_tensor_size:
+        return {name: resolve(values[rank]) for name, values in shards.items()}
+    local: dict[str, Tensor] = {}
+    for name, values in shards.items():
+        param = params.get(name)
+        if param is None or not is_sharded(param):
+            local[name] = resolve(values[0])
+            continue
+        try:
+            full = join_shards([resolve(value) for value in values], param)
+        except ValueError as error:
+            raise ValueError(f"{files.directory}: {name}: {error}") from None
+        local[name] = local_slice(full, param, dtype=full.dtype)
+    return local
+
+
+def _require_replica_order(files: RankFiles, params: Mapping[str, Tensor]) -> None:
+    """Ranks that hold the same KV heads in this run must hold the same ones in the files: trn1 and trn2 differ.
+
+    One layer tells the orders apart. Only rank 0 reads the other ranks' files.
+    """
+    replicated = next((name for name, param in params.items() if _kv_blocks(param)), None)
+    if replicated is None or not parallel_state.is_global_rank_zero():
+        return
+    param = params[replicated]
+    stored: list[Tensor] = []
+    for rank in range(files.tensor_model_parallel_size):
+        content = read_stored(files.file(rank))
+        if not isinstance(content.get(replicated), Tensor | StoredTensor):
+            return  # load_state_dict names what is missing
+        stored.append(resolve(content[replicated]))
+    for first, last in _kv_blocks(param):
+        owner: dict[tuple[int, int], int] = {}
+        for rank, shard in enumerate(stored):
+            earlier = owner.setdefault(_range_at(param, rank, first), rank)
+            if not shard[first:last].equal(stored[earlier][first:last]):
+                raise ValueError(
+                    f"{files.directory}: {replicated} of tensor-parallel ranks {earlier} and {rank} differ, and these "
+                    "ranks hold the same KV heads in this run: the checkpoint's KV replicas are in the order of the "
+                    "other platform (trn1 strided, trn2 consecutive): convert it with nxd-memopt convert"
+                )
+
+
+def _kv_blocks(param: Tensor) -> list[tuple[int, int]]:
+    """Return the local rows that other ranks hold too."""
+    blocks = getattr(param, "blocks", None)
+    if not blocks:
+        return [(0, param.size(0))] if is_sharded(param) and getattr(param, "replicas", 1) > 1 else []
+    rows, start = [], 0
+    for block in blocks:
+        rows += [(start, start + block.rows)] if block.replicas > 1 else []
+        start += block.rows
+    return rows
+
+
+def _range_at(param: Tensor, rank: int, first: int) -> tuple[int, int]:
+    """Return which rows of the full parameter ``rank`` has at the local row ``first``."""
+    offset = 0
+    for start, stop in shard_ranges(param, rank=rank):
+        if offset == first:
+            return start, stop
+        offset += stop - start
+    raise AssertionError(f"no block of the parameter begins at row {first}")
+
+
+def _has_no_weights(files: RankFiles) -> bool:
+    """Whether avoid_saving_lower_precision_weights=True left the weights to the optimizer's masters."""
+    content = read_stored(files.file(0))
+    stored = [value for value in content.values() if isinstance(value, StoredTensor)]
+    return bool(stored) and not any(value.file.exists() for value in stored)
+
+
+def _require_masters(source: Path, model: nn.Module, optimizer: Any) -> None:
+    """The optimizer, loaded next, must write every parameter of the model from its masters."""
+    inner = unwrap(optimizer)
+    reason = ""
+    if not isinstance(inner, NeuronZero1Optimizer):
+        reason = f"pass the model with a NeuronZero1Optimizer, not {type(inner).__name__}"
+    else:
+        files = OptimizerFiles(find_rank_files(source / "optim", "optim"))
+        covered = {id(param) for group in inner.param_groups for param in group["params"] if param.requires_grad}
+        left = [name for name, param in model.named_parameters() if id(param) not in covered]
+        if not files.content(0).get("sharded_master_weights"):
+            reason = "its optimizer has no sharded_master_weights either: save it again"
+        elif left:
+            reason = f"the optimizer has no masters of {left[:5]}: load these from another checkpoint"
+    if reason:
+        raise ValueError(
+            f"{source} holds no weights, it was written with avoid_saving_lower_precision_weights=True: {reason}"
+        )
+    buffers = [name for name in model.state_dict() if name not in dict(model.named_parameters(remove_duplicate=False))]
+    if buffers:
+        warnings.warn(f"{source}: these buffers are not stored and stay as they are: {buffers[:5]}", stacklevel=2)
+
+
+# The optimizer
+
+
+def load_optimizer(source: Path, optimizer: Any, model: Any, *, num_workers: int) -> None:
+    """Load ``optimizer``, an optimizer or a dict to fill, from ``source/optim``. Every rank calls, after the model.
+
+    Raises:
+        ValueError: on every rank, when files are missing or damaged, or do not fit.
+    """
+    inner = unwrap(optimizer)
+    if isinstance(inner, NeuronZero1Optimizer):
+        with raise_together(f"loading {source}"):
+            names, stage_names = _names(source, inner, model)
+        inner.load_rank_files(source / "optim", num_workers, names=names, stage_names=stage_names)
+        return
+    for is_my_turn in turns(num_workers):
+        with raise_together(f"loading {source}"):
+            if is_my_turn:
+                _load_whole(source, inner, model)
+
+
+def _load_whole(source: Path, optimizer: Any, model: Any) -> None:
+    """Load an optimizer that every data-parallel rank has in full, or a dict."""
+    files = find_rank_files(source / "optim", "optim")
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    if isinstance(optimizer, dict):
+        _require_own_sizes(files)
+        data_size = parallel_state.get_data_parallel_size()
+        if files.data_parallel_size not in (1, data_size):
+            raise ValueError(
+                f"{files.directory} was written with {files.sizes()}, this run has {data_size} data-parallel ranks: "
+                "pass the optimizer instead of a dict, or use the checkpoint's size"
+            )
+        data_rank = parallel_state.get_data_parallel_rank() if files.data_parallel_size > 1 else 0
+        own = files.file(rank, 0, data_rank)
+        optimizer.update(read_tensors(own, mmap=False))
+        return
+    _require_whole(files, optimizer)
+    if _has_own_sizes(files):
+        load_into(optimizer, read_tensors(files.file(rank), mmap=False))
+        return
+    names, stage_names = _names(source, optimizer, model)
+    options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    state = read_state(OptimizerFiles(files, stage_names), Target(optimizer.param_groups, options, (0, 1), names))
+    load_into(optimizer, {name: state[name] for name in ("state", "param_groups")})
+
+
+def _require_whole(files: RankFiles, optimizer: torch.optim.Optimizer) -> None:
+    """``torch.optim`` would take a shard's state for a whole one; the sharded optimizer checks what it is given."""
+    path = files.file(0)
+    content = OptimizerFiles(files).content(0)
+    if "base_state" in content or "sharding" in content:
+        raise ValueError(
+            f"{path} comes from an optimizer with ZeRO-1 or master weights, {type(optimizer).__name__} has neither: "
+            "resume with the optimizer_config and mixed_precision_config of the run that wrote it"
+        )
+
+
+def _names(source: Path, optimizer: torch.optim.Optimizer, model: Any) -> tuple[list[str], list[frozenset[str]]]:
+    """Return the parameters' names in the order of the groups, and those in each stage's files, where needed."""
+    files = find_rank_files(source / "optim", "optim")
+    if files.pipeline_model_parallel_size == 1 or not isinstance(model, nn.Module):
+        return [], []
+    by_param = {id(param): name for name, param in model.named_parameters()}
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    unnamed = [tuple(cast(Tensor, param).shape) for param in params if id(param) not in by_param]
+    if unnamed:
+        raise ValueError(
+            f"{source}: the model has no parameters of the optimizer's shapes {unnamed[:5]}: pass its model"
+        )
+    model_files = find_rank_files(source / "model")
+    stages = range(model_files.pipeline_model_parallel_size)
+    return [by_param[id(param)] for param in params], [frozenset(read_stored(model_files.file(0, s))) for s in stages]

@@ -1,0 +1,99 @@
+"""Finds and removes complete checkpoints under tags: this library's, with a manifest, and neuronx-distributed's.
+
+This library's directories appear when they are complete; ``manifest.json`` counts the saves. neuronx-distributed writes
+the file ``checkpoint`` into a tag's directory first and ``done`` last. Directories of this library have all three.
+"""
+
+from __future__ import annotations
+
+import heapq
+import re
+from pathlib import Path
+
+from nxd_memopt.checkpoint.directories import remove_directory
+from nxd_memopt.checkpoint.files import read_json
+from nxd_memopt.checkpoint.pickled import MANIFEST
+from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
+
+BEGUN, DONE = "checkpoint", "done"
+_REPLACED = re.compile(r"\.(.+)\.replaced")
+
+
+def tag_directory(directory: str | Path, tag: str) -> Path:
+    """Return where the checkpoint of ``tag`` is, or raise ``ValueError`` for what is no directory's name."""
+    if not str(tag) or Path(str(tag)).name != str(tag) or str(tag).startswith("."):
+        raise ValueError(f"tag {tag!r} must be a directory's name, without a separator or a leading dot")
+    return Path(directory) / str(tag)
+
+
+def complete_tags(directory: Path) -> dict[str, Path]:
+    """Return the complete checkpoints by tag, oldest first; of a killed replacement, the predecessor."""
+    numbers = saved_numbers(directory)
+    replaced = {match[1]: path for path in numbers if (match := _REPLACED.fullmatch(path.name))}
+    renamed = {path.name: path for path in numbers if not path.name.startswith(".")}
+    own = sorted((replaced | renamed).items(), key=lambda item: numbers[item[1]])
+    paths = list(directory.iterdir()) if directory.is_dir() else []
+    others = [(path.name, path) for path in paths if _is_neuronx_distributed(path)]
+    others.sort(key=lambda item: _written_ns(item[1]))
+    # Each list keeps its order; only between the two does the time of the files decide.
+    return dict(heapq.merge(own, others, key=lambda item: _written_ns(item[1])))
+
+
+def saved_numbers(directory: Path) -> dict[Path, int]:
+    """Return the number of each directory's save; those without a manifest of this library are left out."""
+    paths = directory.iterdir() if directory.is_dir() else ()
+    manifests = {path: read_json(path / MANIFEST) for path in paths if (path / MANIFEST).is_file()}
+    return {path: manifest["number"] for path, manifest in manifests.items() if "number" in manifest}
+
+
+def _is_neuronx_distributed(path: Path) -> bool:
+    has_manifest = (path / MANIFEST).exists()
+    return (path / DONE).is_file() and not has_manifest and not path.name.startswith(".")
+
+
+def _written_ns(path: Path) -> int:
+    marker = next(path / name for name in (DONE, MANIFEST) if (path / name).is_file())
+    return marker.stat().st_mtime_ns
+
+
+def prune_tags(directory: Path, num_kept_ckpts: int | None) -> None:
+    """Remove all but the newest complete checkpoints; None and -1 keep all."""
+    if num_kept_ckpts in (None, -1):
+        return
+    for path in list(complete_tags(directory).values())[:-num_kept_ckpts]:
+        # From here on it is complete for neither library.
+        (path / DONE).unlink(missing_ok=True)
+        (path / MANIFEST).unlink(missing_ok=True)
+        remove_directory(path)
+
+
+def find_tag(directory: Path, tag: str | None) -> Path:
+    """Return the checkpoint of ``tag``, by default the newest, that rank 0 sees. Every rank calls.
+
+    A directory of rank files without any marker, as NxD's converter writes, is found by its tag.
+
+    Raises:
+        ValueError: on every rank, when there is none, or its save was interrupted.
+    """
+    found = ""
+    with raise_together(f"searching {directory}"):
+        if parallel_state.is_global_rank_zero():
+            found = _find(directory, tag)
+    return directory / share_texts(found)[0]
+
+
+def _find(directory: Path, tag: str | None) -> str:
+    complete = complete_tags(directory)
+    wanted = str(tag) if tag is not None else next(reversed(complete), "")
+    if tag is None and not complete and (directory / "newest").is_file():
+        wanted = (directory / "newest").read_text(encoding="utf-8").strip()  # of early releases of neuronx-distributed
+    if wanted in complete:
+        return complete[wanted].name
+    unmarked = directory / wanted
+    if wanted and (unmarked / "model").is_dir() and not (unmarked / BEGUN).exists():
+        return wanted
+    missing = "no complete checkpoint" if tag is None else f"no complete checkpoint {tag!r}"
+    if wanted and (unmarked / BEGUN).is_file():
+        missing += f" ({unmarked / DONE} is missing: its save was interrupted)"
+    raise ValueError(f"{directory} has {missing}, only {list(complete)}: check the directory and the tag")

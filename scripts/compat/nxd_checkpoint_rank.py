@@ -1,0 +1,271 @@
+"""One rank that writes, reads or copies a checkpoint of an example's model, on neuronx-distributed or on this library.
+
+The same program runs on both: parameters, masters and optimizer states are drawn by name for the full model, so that
+any rank of any run knows what it must hold. neuronx-distributed runs on torch_xla's CPU device, which every process has
+for itself; the collectives that its ZeRO-1 needs go through gloo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from example_rank import FOLDERS, HEADS, KV_HEADS, build_gpt_neox, draw, llama_sizes, parameter_groups
+from torch import Tensor, nn
+
+STEP, LEARNING_RATE, CONTENT = 3.0, 0.125, {"step": 3, "seen": [1, 2.5, "text"]}
+STATES = ("exp_avg", "exp_avg_sq")
+
+
+def main() -> None:
+    options = parse()
+    if options.library == "nxd":
+        import_nxd(options.source / "src")
+    dist.init_process_group("gloo" if options.library == "nxd" else "xla")
+    from neuronx_distributed.parallel_layers import parallel_state
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=options.tensor)
+    sys.path.insert(0, str(options.source / "examples" / FOLDERS[options.example]))
+    model, truth = build(options)
+    optimizer = build_optimizer(model) if options.optimizer else None
+    if options.task == "write":
+        fill(options, model, optimizer, truth)
+    else:
+        load(options, model, optimizer)
+    if options.task == "read":
+        compare(options, model, optimizer, truth)
+    else:
+        save(options, model, optimizer)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--library", choices=["ours", "nxd"], required=True)
+    parser.add_argument("--task", choices=["write", "read", "copy"], required=True)
+    parser.add_argument("--api", choices=["trainer", "layers"], required=True, help="save_checkpoint or checkpointing")
+    parser.add_argument("--example", choices=list(FOLDERS), required=True)
+    parser.add_argument("--source", type=Path, required=True, help="checkout of neuronx-distributed")
+    parser.add_argument("--directory", type=Path, required=True)
+    parser.add_argument("--tensor", type=int, required=True)
+    parser.add_argument("--xser", action="store_true")
+    parser.add_argument("--optimizer", action="store_true")
+    parser.add_argument("--kv-replicas", type=int, default=1)
+    parser.add_argument("--fused", action="store_true")
+    parser.add_argument("--source-tag", type=Path, help="copy: a checkpoint of weights to load first")
+    return parser.parse_args()
+
+
+def import_nxd(source: Path) -> None:
+    """neuronx-distributed on torch_xla's own CPU device: its ZeRO-1 and its xser files need XLA tensors."""
+    import torch_xla
+    import torch_xla.core.xla_env_vars as xenv
+    import torch_xla.core.xla_model as xm
+    import torch_xla.runtime as xr
+    from nxd_on_cpu import import_neuronx_distributed
+
+    import_neuronx_distributed(source)
+    xm.xla_device = lambda *_: torch_xla.device()
+    xm.rendezvous = lambda *_, **__: dist.barrier()
+    xm.all_reduce = all_reduce
+    xm.all_gather = all_gather
+    # The name and the meaning before torch_xla 2.9: NxD divides the world by the number of hosts.
+    xenv.HOST_WORLD_SIZE, os.environ["HOST_WORLD_SIZE"] = "HOST_WORLD_SIZE", "1"
+    xr.world_size = dist.get_world_size
+    xr.global_ordinal = dist.get_rank
+    xr.global_device_count = dist.get_world_size
+
+
+def all_reduce(kind: str, tensors: list[Tensor], groups: Any = None, **_: Any) -> None:
+    for tensor in tensors:
+        host = tensor.cpu()
+        dist.all_reduce(host, group=group_of(groups))
+        tensor.copy_(host)
+
+
+def all_gather(value: Tensor, dim: int = 0, groups: Any = None, **_: Any) -> Tensor:
+    host = value.cpu().contiguous()
+    ranks = next(ranks for ranks in groups if dist.get_rank() in ranks)
+    gathered = [torch.empty_like(host) for _ in ranks]
+    dist.all_gather(gathered, host, group=group_of(groups))
+    return torch.cat(gathered, dim).to(value.device)
+
+
+def group_of(groups: Any) -> Any:
+    from neuronx_distributed.parallel_layers import parallel_state
+
+    data = parallel_state.get_data_parallel_group()
+    return data if len(groups[0]) == dist.get_world_size(data) else None
+
+
+# Model and optimizer
+
+
+def build(options: argparse.Namespace) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Return the example's model on the device, in bf16, and its parameters' full fp32 values by name."""
+    from neuronx_distributed.parallel_layers.utils import move_model_to_device
+
+    model = build_llama(options) if options.example == "llama" else build_gpt_neox(options)
+    model = model.to(torch.bfloat16)
+    truth = {name: draw(name, full_shape(param)) for name, param in model.named_parameters()}
+    if options.library == "nxd":
+        import torch_xla
+
+        move_model_to_device(model, torch_xla.device())
+    return model, truth
+
+
+def build_llama(options: argparse.Namespace) -> nn.Module:
+    from modeling_llama_nxd import LlamaForCausalLM
+    from transformers import LlamaConfig
+
+    heads = KV_HEADS if options.kv_replicas > 1 else HEADS
+    config: Any = LlamaConfig(**{**llama_sizes(), "num_key_value_heads": heads}, use_cache=False)
+    config.torch_dtype = torch.float32
+    config.sequence_parallel_enabled = options.tensor > 1
+    config.selective_checkpoint_enabled = config.transpose_nki_inputs = False
+    config.qkv_linear = options.kv_replicas > 1
+    config.fuse_qkv, config.kv_shared_group_size = options.fused, options.kv_replicas
+    return LlamaForCausalLM(config)
+
+
+def full_shape(param: Any) -> tuple[int, ...]:
+    shape = list(param.shape)
+    if getattr(param, "tensor_model_parallel", False):
+        shape[param.partition_dim] *= param.num_partitions
+    return tuple(shape)
+
+
+def build_optimizer(model: nn.Module) -> Any:
+    from neuronx_distributed.optimizer import NeuronZero1Optimizer
+
+    return NeuronZero1Optimizer(
+        parameter_groups(model), torch.optim.AdamW, lr=LEARNING_RATE, pin_layout=False, save_master_weights=True
+    )
+
+
+def local_values(model: nn.Module, truth: dict[str, Tensor], suffix: str = "") -> dict[str, Tensor]:
+    """Return what this tensor-parallel rank holds of each parameter's values, or of its state ``suffix``."""
+    from neuronx_distributed.parallel_layers.layers import create_local_weight
+
+    local = {}
+    for name, param in model.named_parameters():
+        full = draw(name + suffix, tuple(truth[name].shape)) if suffix else truth[name]
+        if getattr(param, "tensor_model_parallel", False):
+            dim: int = param.partition_dim  # pyright: ignore[reportAssignmentType, reportAttributeAccessIssue]
+            stride: int = param.partition_stride  # pyright: ignore[reportAssignmentType, reportAttributeAccessIssue]
+            full = create_local_weight(full, dim, param.size(dim), stride)
+        local[name] = full
+    return local
+
+
+def shards(options: argparse.Namespace, optimizer: Any) -> list[tuple[Tensor, Tensor]]:
+    """Return the pairs of a parameter and this rank's shard of it."""
+    if options.library == "ours":
+        return [(each.param, each.shard) for each in optimizer._sharded]
+    groups = zip(optimizer.param_groups, optimizer.base_optimizer.param_groups, strict=True)
+    return [pair for full, cut in groups for pair in zip(full["params"], cut["params"], strict=True)]
+
+
+def cut(options: argparse.Namespace, optimizer: Any, local: Tensor) -> Tensor:
+    """Return this data-parallel rank's part, as the library cuts it."""
+    if options.library == "ours":
+        from nxd_memopt.optimizer.sharding import cut_shard
+
+        return cut_shard(local, optimizer.sharding_group)
+    return optimizer._shard_tensor(local)
+
+
+def each_value(options: argparse.Namespace, model: nn.Module, optimizer: Any, truth: dict[str, Tensor]) -> Any:
+    """Yield the shard, its parameter's name, and the values that its master and its states must have."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    masters = local_values(model, truth)
+    states = {state: local_values(model, truth, f".{state}") for state in STATES}
+    for param, shard in shards(options, optimizer):
+        name = names[id(param)]
+        wanted = {state: cut(options, optimizer, values[name]) for state, values in states.items()}
+        yield shard, name, cut(options, optimizer, masters[name]), wanted
+
+
+@torch.no_grad()
+def fill(options: argparse.Namespace, model: nn.Module, optimizer: Any, truth: dict[str, Tensor]) -> None:
+    local = local_values(model, truth)
+    for name, param in model.named_parameters():
+        param.copy_(local[name].to(param.dtype))
+    if optimizer is None:
+        return
+    optimizer.init_zero()
+    for shard, _, master, states in each_value(options, model, optimizer, truth):
+        shard.copy_(master)
+        on_device = {name: value.to(shard.device, copy=True) for name, value in states.items()}
+        optimizer.base_optimizer.state[shard] = {"step": torch.tensor(STEP), **on_device}
+
+
+# Files
+
+
+def save(options: argparse.Namespace, model: nn.Module, optimizer: Any) -> None:
+    import neuronx_distributed as nxd
+    from neuronx_distributed.parallel_layers import checkpointing
+
+    if options.api == "trainer":
+        nxd.save_checkpoint(str(options.directory), "tag", model, optimizer, None, CONTENT, 8, options.xser)
+        return
+    checkpointing.save({"model": model.state_dict(), **CONTENT}, str(options.directory), save_xser=options.xser)
+    if optimizer is not None:
+        optimizer.save_sharded_state_dict(str(options.directory))
+
+
+def load(options: argparse.Namespace, model: nn.Module, optimizer: Any) -> None:
+    import neuronx_distributed as nxd
+    from neuronx_distributed.parallel_layers import checkpointing
+
+    if options.source_tag:
+        nxd.load_checkpoint(str(options.source_tag.parent), options.source_tag.name, model)
+        return
+    if options.api == "trainer":
+        content = nxd.load_checkpoint(str(options.directory), "tag", model, optimizer)
+        assert content == CONTENT, content
+        return
+    content = checkpointing.load(str(options.directory), model_or_optimizer=model, load_xser=options.xser)
+    assert content["step"] == CONTENT["step"], content["step"]
+    if optimizer is not None:
+        optimizer.load_sharded_state_dict(str(options.directory))
+
+
+def compare(options: argparse.Namespace, model: nn.Module, optimizer: Any, truth: dict[str, Tensor]) -> None:
+    """Every value of this rank equals what was written, bit for bit."""
+    count = 0
+    local = local_values(model, truth)
+    for name, param in model.named_parameters():
+        require_equal(name, param, local[name].to(param.dtype))
+        count += 1
+    if optimizer is not None:
+        for shard, name, master, states in each_value(options, model, optimizer, truth):
+            require_equal(f"master of {name}", shard, master)
+            state = optimizer.base_optimizer.state[shard]
+            for key, value in states.items():
+                require_equal(f"{key} of {name}", state[key], value)
+            assert float(state["step"]) == STEP, (name, state["step"])
+            count += 1 + len(states)
+        assert optimizer.param_groups[0]["lr"] == LEARNING_RATE
+    print(f"COMPARED {count} tensors", flush=True)
+
+
+def require_equal(name: str, actual: Tensor, wanted: Tensor) -> None:
+    actual = actual.detach().cpu()
+    if actual.dtype != wanted.dtype or not actual.equal(wanted):
+        difference = (
+            (actual.double() - wanted.double()).abs().max() if actual.shape == wanted.shape else "another shape"
+        )
+        raise AssertionError(f"rank {dist.get_rank()}: {name}: {actual.dtype} {list(actual.shape)} {difference}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""``CheckpointConverterBase``: files of each rank and back, subclasses' hooks, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from nxd_memopt.compat.checkpoint_converter import CheckpointConverterBase
+from tests.nxd_fixtures import rank_name, read_xser
+
+HIDDEN, WIDTH, DIM = 16, 12, 2
+
+
+def weights(kv_heads):
+    torch.manual_seed(0)
+    shapes = {"model.embed_tokens": (8, HIDDEN), "model.norm": (HIDDEN,), "lm_head": (8, HIDDEN)}
+    for i in range(3):
+        layer = f"model.layers.{i}"
+        shapes |= {f"{layer}.self_attn.{name}_proj": (HIDDEN, HIDDEN) for name in "qo"}
+        shapes |= {f"{layer}.self_attn.{name}_proj": (kv_heads * DIM, HIDDEN) for name in "kv"}
+        shapes |= {f"{layer}.mlp.{name}_proj": (WIDTH, HIDDEN) for name in ("gate", "up")}
+        shapes |= {f"{layer}.mlp.down_proj": (HIDDEN, WIDTH), f"{layer}.input_layernorm": (HIDDEN,)}
+    return {f"{name}.weight": torch.randn(shape) for name, shape in shapes.items()}
+
+
+class Renaming(CheckpointConverterBase):
+    """As an example's subclass: the model calls its final norm otherwise."""
+
+    def pre_process_full_state_before_tp_conversion(self, full_state, args):
+        full_state["norm_f.weight"] = full_state.pop("model.norm.weight")
+        return full_state
+
+    def post_process_full_state_after_tp_conversion(self, full_state, args):
+        full_state["model.norm.weight"] = full_state.pop("norm_f.weight")
+        return full_state
+
+
+def convert(tmp_path, source, target, direction, *options, cls=Renaming):
+    converter = cls()
+    arguments = ["--input_dir", source, "--output_dir", target, "--config", tmp_path / "config.json"]
+    parser = converter.get_arg_parser()
+    args, _ = parser.parse_known_args([*map(str, arguments), f"--convert_{direction}", *map(str, options)])
+    converter.run(args)
+
+
+def prepare(tmp_path, kv_heads=2):
+    state = weights(kv_heads)
+    torch.save(state, tmp_path / "full.pt")
+    config = {"num_attention_heads": 8, "num_key_value_heads": kv_heads, "hidden_size": HIDDEN, "num_hidden_layers": 3}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return state
+
+
+@pytest.mark.parametrize(
+    ("options", "kv_heads"),
+    [
+        ("--hw_backend trn1 --tp_size 2 --pp_size 3", 2),
+        ("--hw_backend trn1 --tp_size 2 --qkv_linear 1 --fuse_qkv 1", 2),
+        ("--hw_backend trn1 --tp_size 4 --pp_size 2 --kv_size_multiplier 2 --qkv_linear True --fuse_qkv True", 2),
+        ("--hw_backend trn2 --tp_size 4 --kv_size_multiplier 2 --qkv_linear 1", 2),
+        ("--hw_backend trn1 --tp_size 4 --coalesce_qkv 1 --qkv_linear False", 8),
+    ],
+)
+@pytest.mark.parametrize("xser", [0, 1])
+def test_there_and_back(options, kv_heads, xser, tmp_path):
+    state = prepare(tmp_path, kv_heads)
+    convert(tmp_path, tmp_path / "full.pt", tmp_path / "nxd", "from_full_state", *options.split(), "--save_xser", xser)
+    convert(tmp_path, tmp_path / "nxd/model", tmp_path / "x", "to_full_state", *options.split(), "--load_xser", xser)
+    back = torch.load(tmp_path / "x" / "checkpoint.pt", weights_only=True)
+    assert back.keys() == state.keys()
+    for name, want in state.items():
+        assert torch.equal(back[name], want), name
+
+
+def test_shards_in_trn1s_order(tmp_path):
+    """T=4, two KV heads, each twice: K0 K1 K0 K1; of eight query heads, rank 1 has 4 and 5, rank 2 has 2 and 3."""
+    state = prepare(tmp_path)
+    options = ["--hw_backend", "trn1", "--tp_size", 4, "--kv_size_multiplier", 2, "--qkv_linear", 1, "--save_xser", 1]
+    convert(tmp_path, tmp_path / "full.pt", tmp_path / "nxd", "from_full_state", *options)
+    layer = "model.layers.1.self_attn"
+    heads = {0: (0, 0), 1: (1, 4), 2: (0, 2), 3: (1, 6)}
+    for rank, (kv, query) in heads.items():
+        mine = read_xser(tmp_path / "nxd" / "model" / rank_name(rank))
+        assert torch.equal(mine[f"{layer}.qkv_proj.weight_k"], state[f"{layer}.k_proj.weight"][kv * DIM :][:DIM])
+        wanted = slice(query * DIM, (query + 2) * DIM)
+        assert torch.equal(mine[f"{layer}.qkv_proj.weight_q"], state[f"{layer}.q_proj.weight"][wanted])
+        assert torch.equal(mine[f"{layer}.o_proj.weight"], state[f"{layer}.o_proj.weight"][:, wanted])
+        gate_up = [state[f"model.layers.1.mlp.{name}_proj.weight"].chunk(4)[rank] for name in ("gate", "up")]
+        assert torch.equal(mine["model.layers.1.mlp.gate_up_proj.weight"], torch.cat(gate_up))
+
+
+def test_formats_are_exchanged(tmp_path):
+    prepare(tmp_path)
+    options = ["--hw_backend", "trn1", "--tp_size", 2]
+    convert(tmp_path, tmp_path / "full.pt", tmp_path / "plain", "from_full_state", *options)
+    convert(tmp_path, tmp_path / "plain" / "model", tmp_path / "xser", "to_xser", *options)
+    convert(tmp_path, tmp_path / "xser" / "model", tmp_path / "again", "from_xser", *options)
+    first, again = (
+        torch.load(tmp_path / name / "model" / rank_name(1), weights_only=True) for name in ("plain", "again")
+    )
+    assert first.keys() == again.keys() and all(torch.equal(first[name], again[name]) for name in first)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            "--tp_size 4 --kv_size_multiplier 4 --qkv_linear 1",
+            "4 times 2 KV heads is not tp_size 4: use",
+        ),
+        ("--tp_size 2 --pp_size 4", "4 pipeline stages need as many layers, the state dict has 3"),
+        ("--tp_size 5", "is not divisible by 5 ranks"),
+        ("--tp_size 2 --fuse_qkv 1", "--fuse_qkv needs --qkv_linear"),
+        ("--tp_size 2 --model_style megatron", "megatron is not offered"),
+        ("--tp_size 2 --pad_attn_heads 1", "--pad_attn_heads is not offered"),
+        ("--tp_size 2 --convert_to_xser", "exactly one of"),
+    ],
+)
+def test_refusals(options, message, tmp_path):
+    prepare(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        convert(
+            tmp_path, tmp_path / "full.pt", tmp_path / "x", "from_full_state", "--hw_backend", "trn1", *options.split()
+        )
+
+
+def test_a_missing_rank_file_and_the_other_order_are_refused(tmp_path):
+    prepare(tmp_path)
+    options = ["--tp_size", 4, "--kv_size_multiplier", 2, "--qkv_linear", 1, "--hw_backend"]
+    convert(tmp_path, tmp_path / "full.pt", tmp_path / "nxd", "from_full_state", *options, "trn1")
+    model = tmp_path / "nxd" / "model"
+    with pytest.raises(ValueError, match="pass the other --hw_backend"):
+        convert(tmp_path, model, tmp_path / "x", "to_full_state", *options, "trn2")
+    (model / rank_name(2)).unlink()
+    with pytest.raises(ValueError, match=r"none of .*tp_rank_02.* exists: check --input_dir, --tp_size"):
+        convert(tmp_path, model, tmp_path / "x", "to_full_state", *options, "trn1")
