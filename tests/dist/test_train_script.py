@@ -191,14 +191,12 @@ def test_compiled_layers_have_the_losses_of_eager_ones(
     """With accumulation, clipping, evaluation; resumed, after the third step, by a run with eager layers."""
     model, expected = eager
     sections = {"model": model, "parallel": TENSOR_AND_SEQUENCE, "memory": RECOMPUTE[recompute]}
-    trainer = SHORT | {"compile": "layer", "max_steps": 3}
-    config = write_config(tmp_path, **sections, trainer=trainer, optimizer={"decay_steps": 4})
-    compiled = train(config, ranks=2)
+    config = write_config(tmp_path, **sections, trainer=SHORT | {"max_steps": 3}, optimizer={"decay_steps": 4})
+    compiled = train(config, "--trainer.compile", "layer", ranks=2)
     succeed(compiled)
     assert "compile layer: kernels are the compiler's" in compiled.stdout
     if recompute == "full":
-        config = write_config(tmp_path, **sections, trainer=SHORT, optimizer={"decay_steps": 4})
-        succeed(train(config, ranks=2))
+        succeed(train(config, "--trainer.max-steps", "4", ranks=2))
     found = rows(tmp_path / "run")
     assert len(found) == (4 if recompute == "full" else 3)
     for row, other in zip(found, rows(expected), strict=False):
