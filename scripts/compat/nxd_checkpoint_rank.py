@@ -59,6 +59,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--kv-replicas", type=int, default=1)
     parser.add_argument("--fused", action="store_true")
     parser.add_argument("--source-tag", type=Path, help="copy: a checkpoint of weights to load first")
+    parser.set_defaults(recompute=False)  # of the models' builders
     return parser.parse_args()
 
 
