@@ -81,7 +81,7 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "none")
 def test_options_change_no_result(options) -> None:
     expected, once = gradients({}, run=direct)
     found, twice = gradients(options)

@@ -91,9 +91,9 @@ class BackgroundSaver:
         self.finish()
         with paused_garbage_collection():
             save = begin_save(self._directory, step, state, config, self._keep)
-        with raise_together(f"saving {save.target}"):
-            self._snapshot = snapshot = Snapshot(save.sources, self.pool, self._transfers)
-            self._hook(state.optimizer)
+            with raise_together(f"saving {save.target}"):
+                self._snapshot = snapshot = Snapshot(save.sources, self.pool, self._transfers)
+                self._hook(state.optimizer)
         self._worker = Worker(save.target, lambda worker: _write(save, snapshot, worker), save.report_failure)
 
     def before_update(self) -> None:
