@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-import tyro
+with suppress(ImportError):  # tyro alone reads the annotations that name it; without it no command line is parsed
+    import tyro
 
 Format = Literal["hf", "nxd"]
 

@@ -28,7 +28,7 @@ from nxd_memopt.optimizer import NeuronZero1Optimizer
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.checkpointing import is_model_replica_zero
 from nxd_memopt.parallel_layers.coordination import raise_together, share_texts, turns
-from nxd_memopt.parallel_layers.tensor_files import read_tensors, tensors_directory, write_xser
+from nxd_memopt.parallel_layers.tensor_files import info_file, read_tensors, tensors_directory, write_xser
 from nxd_memopt.trainer.background import TagSave, finish_saves
 from nxd_memopt.trainer.rank_states import (
     is_sharded_optimizer,
@@ -260,7 +260,8 @@ def _write(directory: Path, name: str, state: Any, *, use_xser: bool = False) ->
     if not directory.is_dir():
         raise ValueError(f"{directory}, created by rank 0, is not visible here: use a directory that all hosts share")
     write_xser(directory / name, state, info=True)
-    for path in (directory / name, *tensors_directory(directory / name).iterdir()):
+    file = directory / name
+    for path in (file, info_file(file), *tensors_directory(file).iterdir()):
         flush_to_disk(path)
 
 

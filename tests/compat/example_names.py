@@ -46,6 +46,7 @@ OFFERED = {
     "neuronx_distributed.utils.logger": "get_logger",
     "neuronx_distributed.utils.model_utils": "move_model_to_device",
     "neuronx_distributed.utils.utils": "hardware",
+    "neuronx_distributed.scripts.checkpoint_converter": "CheckpointConverterBase",
     "torch_xla.core.xla_model": """
         REDUCE_SUM add_step_closure all_reduce is_master_ordinal mark_step master_print mesh_reduce
         reduce_gradients rendezvous xla_device""",
@@ -64,7 +65,6 @@ MISSING = {
     "neuronx_distributed.modules.moe.loss_function": "load_balancing_loss_func",
     "neuronx_distributed.modules.moe.model": "MoE",
     "neuronx_distributed.modules.moe.routing": "RouterTopK",
-    "neuronx_distributed.scripts.checkpoint_converter": "CheckpointConverterBase",
 }
 MIGRATION_GUIDE = Path(__file__).resolve().parents[2] / "docs" / "migrating_from_nxd.md"
 

@@ -172,13 +172,14 @@ def test_one_tensor_parallel_rank_merges_two(tmp_path):
 
 
 @distributed(world_size=[2, 4])
-@pytest.mark.parametrize("xser", [False, True])
-def test_tags_written_here_are_neuronx_distributeds(xser, tmp_path):
+@pytest.mark.parametrize(("xser", "async_save"), [(False, False), (True, False), (True, True)])
+def test_tags_written_here_are_neuronx_distributeds(xser, async_save, tmp_path):
     """Markers, names, row shards with padding, masters of every parameter, user content as it was passed."""
     write_theirs(tmp_path, 2, 2)
     model, optimizer = build(2)
     trainer.load_checkpoint(tmp_path, "theirs", model, optimizer)
-    trainer.save_checkpoint(tmp_path, "ours", model, optimizer, None, {"epoch": 5}, 8, xser)
+    trainer.save_checkpoint(tmp_path, "ours", model, optimizer, None, {"epoch": 5}, 8, xser, async_save=async_save)
+    trainer.finalize_checkpoint()
     rank, data_rank = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_data_parallel_rank()
     data_size = parallel_state.get_data_parallel_size()
     tag = tmp_path / "ours"
