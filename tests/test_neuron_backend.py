@@ -158,6 +158,38 @@ def test_the_life_of_a_process():
     assert facts["runs"] == 2
 
 
+LAYERS = """
+import json, torch
+from nxd_memopt.memory import apply_memory
+from tests.reference_models import batch, llama_config, parallel_model
+from torch_neuronx.neuron_dynamo_backend import GRAPHS
+memory = {"attention_backend": "math", "recompute_granularity": "full"}
+model = parallel_model(llama_config(num_hidden_layers=12), **memory)  # on the CPU: the stand-in has no numbers
+expected = model(**batch()).loss
+apply_memory(model, model.memory, compile="layer")
+facts = {"difference": (model(**batch()).loss - expected).item(), "graphs": [len(GRAPHS)]}
+model(**batch(rows=2)).loss.backward()
+model(**batch()).loss.backward()
+facts["graphs"].append(len(GRAPHS))
+facts["gradients"] = all(param.grad is not None for param in model.parameters())
+model.decoder_layers()[0].mlp.forward = lambda x: torch._dynamo.graph_break() or x
+try:
+    model(**batch())
+except RuntimeError as error:
+    facts["error"] = str(error)
+print(json.dumps(facts))
+"""
+
+
+@needs_stand_in
+def test_layers_are_compiled_for_the_device():
+    """One graph for all layers, one more for another shape; a graph break is an error."""
+    facts = json.loads(on_neuron("-c", LAYERS, NXD_MEMOPT_BACKEND="neuron").splitlines()[-1])
+    assert facts["difference"] == 0 and facts["gradients"]
+    assert facts["graphs"] == [1, 2]
+    assert_says(facts["error"], "a decoder layer cannot be compiled as one graph")
+
+
 SAID = "from nxd_memopt.backends import backend, BACKEND_REASON; print(backend.device, BACKEND_REASON)"
 
 

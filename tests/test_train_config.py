@@ -87,6 +87,11 @@ def test_yaml_numbers_without_a_point_are_floats() -> None:
             {"trainer": {"enable_cuda_graph": True}, "memory": {"cpu_offloading_num_layers": 4}},
             "cpu_offloading_num_layers is 4",
         ),
+        ({"trainer": {"compile": "layers"}}, "trainer.compile 'layers' is not one of .* did you mean 'layer'"),
+        (
+            {"trainer": {"compile": "layer", "enable_cuda_graph": True}},
+            "enable_cuda_graph is true and trainer.compile is 'layer'.* set the first to false or the second to null",
+        ),
         ({"optimizer": {"min_lr_ratio": 2}}, "min_lr_ratio must be at most 1, got 2"),
         ({"trainer": {"max_steps": -1}}, "trainer.max_steps must be at least 0, got -1"),
         ({"trainer": {"verify_export": True, "export": False}}, "verify_export needs trainer.export"),

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from nxd_memopt.backends import backend
+from nxd_memopt.backends import XlaBackend, backend
 from tests.training import END, LLAMA, byte_tokenizer
-from train_config import ModelConfig, OptimizerConfig
-from train_model import load_hf_config, load_vocabulary, require_recordable
+from train_config import ModelConfig, OptimizerConfig, TrainConfig, TrainerConfig
+from train_model import load_hf_config, load_vocabulary, require_executable, require_recordable
 from train_optimizer import AdamW, learning_rate
 
 
@@ -35,6 +35,15 @@ def test_what_a_cuda_graph_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     dropping = load_hf_config(ModelConfig(tokenizer="t", config_overrides={**LLAMA, "attention_dropout": 0.1}))
     with pytest.raises(ValueError, match=r"needs dropout 0, got \{'attention_dropout': 0\.1\}"):
         require_recordable(dropping)
+
+
+def test_layers_are_not_compiled_where_whole_steps_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ModelConfig(tokenizer="t", config_overrides=LLAMA)
+    config = TrainConfig(model=model, trainer=TrainerConfig(compile="layer"))
+    require_executable(config, load_hf_config(model))
+    monkeypatch.setattr(backend, "compile_refusal", lambda: XlaBackend.compile_refusal(object.__new__(XlaBackend)))
+    with pytest.raises(ValueError, match=r"trainer\.compile 'layer' is not for the backend xla.* set it to null"):
+        require_executable(config, load_hf_config(model))
 
 
 def test_model_errors(tmp_path: Path) -> None:

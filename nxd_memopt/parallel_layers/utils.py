@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from nxd_memopt.backends import backend
 from nxd_memopt.config import require_divisible
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.rank_order import kv_shard_of_rank
@@ -149,7 +148,8 @@ def requires_init_pg_override() -> bool:
 
 def cast_if_autocast_enabled(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """Cast floating-point tensors as autocast does for a matmul; an autograd Function's backward runs without it."""
-    device_type = backend.device.type
+    # Not the backend's device: on Neuron it may be asked of the runtime, which a layer that is compiled cannot do.
+    device_type = next(tensor.device.type for tensor in tensors if tensor is not None)
     if not torch.is_autocast_enabled(device_type):
         return tensors
     dtype = torch.get_autocast_dtype(device_type)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -172,25 +174,45 @@ RECOMPUTE = {
     "full": {"recompute_granularity": "full"},
 }
 NEOX = {name: value for name, value in LLAMA.items() if name != "num_key_value_heads"} | {"model_type": "gpt_neox"}
+MODELS = {"llama": LLAMA, "gpt_neox": NEOX}
 SHORT = {"max_steps": 4, "export": False}
 
 
-@pytest.fixture(scope="module", params=[LLAMA, NEOX], ids=["llama", "gpt_neox"])
-def eager(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, object], Path]:
-    """Configuration values, and the output directory of a run on two ranks with eager layers."""
-    directory = tmp_path_factory.mktemp("eager")
-    model = {"config_overrides": request.param}
-    succeed(train(write_config(directory, model=model, parallel=TENSOR_AND_SEQUENCE, trainer=SHORT), ranks=2))
-    return model, directory / "run"
+@pytest.fixture(scope="module")
+def eager(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The output directory of a run of a model on two ranks, with eager layers."""
+
+    @functools.cache
+    def run(name: str) -> Path:
+        directory = tmp_path_factory.mktemp("eager")
+        model = {"config_overrides": MODELS[name]}
+        succeed(train(write_config(directory, model=model, parallel=TENSOR_AND_SEQUENCE, trainer=SHORT), ranks=2))
+        return directory / "run"
+
+    return run
 
 
-@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize(
+    ("name", "recompute"),
+    [
+        ("llama", "selective"),
+        ("gpt_neox", "full"),
+        pytest.param("llama", "none", marks=pytest.mark.slow),
+        pytest.param("llama", "full", marks=pytest.mark.slow),
+        pytest.param("gpt_neox", "none", marks=pytest.mark.slow),
+        pytest.param("gpt_neox", "selective", marks=pytest.mark.slow),
+    ],
+)
 def test_compiled_layers_have_the_losses_of_eager_ones(
-    eager: tuple[dict[str, object], Path], tmp_path: Path, recompute: str
+    eager: Callable[[str], Path], tmp_path: Path, name: str, recompute: str
 ) -> None:
     """With accumulation, clipping, evaluation; resumed, after the third step, by a run with eager layers."""
-    model, expected = eager
-    sections = {"model": model, "parallel": TENSOR_AND_SEQUENCE, "memory": RECOMPUTE[recompute]}
+    expected = eager(name)
+    sections = {
+        "model": {"config_overrides": MODELS[name]},
+        "parallel": TENSOR_AND_SEQUENCE,
+        "memory": RECOMPUTE[recompute],
+    }
     config = write_config(tmp_path, **sections, trainer=SHORT | {"max_steps": 3}, optimizer={"decay_steps": 4})
     compiled = train(config, "--trainer.compile", "layer", ranks=2)
     succeed(compiled)
@@ -202,21 +224,6 @@ def test_compiled_layers_have_the_losses_of_eager_ones(
     for row, other in zip(found, rows(expected), strict=False):
         assert row["loss"] == pytest.approx(other["loss"], rel=1e-5)  # fp32, other orders of sums
         assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("trainer", "model", "message"),
-    [
-        ({"compile": "layers"}, {}, "did you mean 'layer'"),
-        ({"compile": "layer", "enable_cuda_graph": True}, {}, "set the first to false or the second to null"),
-        ({"compile": "layer"}, {"config_overrides": LLAMA | {"attention_dropout": 0.1}}, "or compile to null"),
-    ],
-)
-def test_what_cannot_be_compiled_is_refused(
-    tmp_path: Path, trainer: dict[str, object], model: dict[str, object], message: str
-) -> None:
-    config = write_config(tmp_path, trainer=trainer, model=model, parallel=TENSOR_AND_SEQUENCE)
-    require_user_error(train(config, ranks=2), message)
 
 
 def test_pretrained_directory_is_loaded(reference: Path, tmp_path: Path) -> None:
