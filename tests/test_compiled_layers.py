@@ -17,7 +17,7 @@ from torch._dynamo.backends.registry import lookup_backend
 
 from nxd_memopt.backends import backend
 from nxd_memopt.config import MemoryConfig
-from nxd_memopt.memory import apply_memory, is_compiled, is_recomputed
+from nxd_memopt.memory import apply_memory, compiled, is_compiled, is_recomputed
 from nxd_memopt.modules.mlp import Activation
 from tests.reference import assert_says, error_message
 from tests.reference_models import batch, full_parameters, gpt_neox_config, hugging_face, llama_config, parallel_model
@@ -27,18 +27,19 @@ pytestmark = pytest.mark.skipif(backend.name != "cpu", reason="the facts do not 
 CONFIGS = {"llama": llama_config, "gpt_neox": gpt_neox_config}
 LAYERS = 12  # above torch._dynamo.config.recompile_limit, 8
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "norm", "mlp")}
-GRAPHS = {  # of a step, for each setting
-    "none": ({}, 1),
-    "full": ({"recompute_granularity": "full"}, 1),
-    "selective": (SELECTIVE, 1),
-    "uniform": ({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 3}, 1),
-    "block": ({"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 3}, 2),
+SETTINGS = {  # and how many layers run again in backward, outside their graph
+    "none": ({}, 0),
+    "full": ({"recompute_granularity": "full"}, LAYERS),
+    "selective": (SELECTIVE, 0),
+    "uniform": ({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 3}, LAYERS),
+    "block": ({"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 3}, 3),
 }
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Graphs made, and graphs run; what the library asks of torch.compile stays, but Inductor generates no code."""
+    compiled.graphs_recompute()  # tries torch.compile itself, once in a process
     torch._dynamo.reset()
     found: Counter[str] = Counter()
     compile = torch.compile
@@ -91,18 +92,17 @@ def require_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> No
 )
 def test_twelve_layers_are_one_graph(name, setting, calls):
     """Replaced forwards that are guarded on by identity would make one graph a layer, and an error at the ninth."""
-    memory, graphs = GRAPHS[setting]
+    memory, again = SETTINGS[setting]
     model = parallel_model(CONFIGS[name](num_hidden_layers=LAYERS), **memory)
     expected = gradients(model)
     apply_memory(model, model.memory, compile="layer")
     require_equal(gradients(model), expected)
-    runs = LAYERS // memory.get("recompute_num_layers", 1) if setting == "uniform" else LAYERS
-    assert calls == {"made": graphs, "run": runs}
+    assert calls == {"made": 1, "run": LAYERS + again}
     with torch.no_grad():  # evaluation is a graph of its own, and so is its batch's shape
         for rows in (3, 3, 2):
             model.eval()(**batch(rows=rows))
     require_equal(gradients(model.train()), expected)
-    assert calls == {"made": 3 * graphs, "run": 5 * runs}
+    assert calls == {"made": 3, "run": 5 * LAYERS + 2 * again}
 
 
 def test_projections_of_every_count_are_traced_without_gradients(calls):
@@ -167,16 +167,33 @@ def held_bytes(model: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_recompute_is_inside_the_graph(name, calls):
-    """Full recompute keeps inputs of layers; what is more is the state of the random numbers, 5 KB a layer."""
+@pytest.mark.parametrize(
+    ("recompute", "spare"),
+    [({"recompute_granularity": "full"}, 0), (SELECTIVE, LAYERS * 6144)],
+    ids=["full", "selective"],
+)
+def test_compiled_layers_keep_what_eager_ones_do(name, recompute, spare, calls):
+    """Full recompute keeps inputs of layers. In a graph the state of the random numbers is kept too, 5 KB a layer."""
     config = CONFIGS[name](num_hidden_layers=LAYERS, max_position_embeddings=64)
-    eager = held_bytes(parallel_model(config, recompute_granularity="full"))
+    eager = held_bytes(parallel_model(config, **recompute))
     torch._dynamo.reset()
     kept = held_bytes(compiled_model(config))
     torch._dynamo.reset()
-    recomputed = held_bytes(compiled_model(config, recompute_granularity="full"))
-    assert recomputed <= eager + LAYERS * 6144
-    assert recomputed < kept / 4
+    recomputed = held_bytes(compiled_model(config, **recompute))
+    assert recomputed <= eager + spare
+    assert recomputed < kept
+
+
+def test_recompute_in_a_graph_is_refused_where_torch_drops_it(monkeypatch):
+    monkeypatch.setattr(compiled, "graphs_recompute", lambda: False)  # as torch 2.11
+    model = parallel_model(llama_config(), **SELECTIVE)
+    message = error_message(lambda: apply_memory(model, model.memory, compile="layer"))
+    assert_says(message, "selective", torch.__version__, "recompute_granularity 'full'")
+    apply_memory(model, MemoryConfig(recompute_granularity="full"), compile="layer")
+
+
+def test_this_torch_recomputes_in_graphs():
+    assert compiled.graphs_recompute(), "main track: torch 2.13"
 
 
 @pytest.mark.parametrize(

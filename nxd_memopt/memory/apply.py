@@ -6,9 +6,9 @@ from typing import Literal
 
 from nxd_memopt.backends import backend
 from nxd_memopt.config import MemoryConfig, require_one_of
-from nxd_memopt.memory.compiled import apply_compile, remove_compile
+from nxd_memopt.memory.compiled import apply_compile, remove_compile, require_recompute_in_graphs
 from nxd_memopt.memory.offload import apply_offload, remove_offload
-from nxd_memopt.memory.recompute import Recomputable, apply_recompute
+from nxd_memopt.memory.recompute import Recomputable, apply_recompute, recomputes_parts, remove_recompute
 
 COMPILE = (None, "layer")
 
@@ -18,9 +18,10 @@ def apply_memory(model: Recomputable, memory: MemoryConfig, *, compile: Literal[
 
     The order, from the inside of a layer to its outside:
 
-    1. Recompute. It decides what a layer keeps for backward, which the other two then work with.
-    2. Compile. The graph holds the recomputation, so that the compiler fuses it into backward.
-    3. Offload. Its hooks are Python code and stay outside the graph; what they send to the host is what the compiled
+    1. Recompute of parts of a layer. It is part of the graph, and decides what the graph keeps for backward.
+    2. Compile.
+    3. Recompute of layers. A checkpoint around compiled layers keeps their inputs alone, whatever the compiler does.
+    4. Offload. Its hooks are Python code and stay outside the graph; what they send to the host is what the compiled
        layer keeps.
 
     Args:
@@ -43,8 +44,14 @@ def apply_memory(model: Recomputable, memory: MemoryConfig, *, compile: Literal[
         raise ValueError(f"cpu_offloading_num_layers {offloaded} exceeds the model's {len(layers)} layers: lower it")
     remove_offload(layers)
     remove_compile(layers)
-    apply_recompute(model, memory)
-    if compile == "layer":
+    remove_recompute(model)
+    if compile == "layer" and recomputes_parts(memory):
+        require_recompute_in_graphs()
+        apply_recompute(model, memory)
         apply_compile(layers)
+    else:
+        if compile == "layer":
+            apply_compile(layers)
+        apply_recompute(model, memory)
     if transfers is not None:
         apply_offload(layers, offloaded, transfers)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
 from nxd_memopt.backends import backend
@@ -132,6 +133,58 @@ def _arrived(spans: dict[int, tuple[int, int]], index: int, grad: Tensor) -> Ten
     is_shared = any(first < other_last and other_first < last for other_first, other_last in spans.values())
     spans[index] = (first, last)
     return grad.clone() if is_shared else None
+
+
+class _Product(torch.autograd.Function):
+    """A matmul as this library's layers make it: inside an autograd Function."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return grads[0] @ weight.t(), x.t() @ grads[0]
+
+
+@functools.cache
+def graphs_recompute() -> bool:
+    """Whether this torch recomputes, inside a compiled graph, what an autograd Function computed; found by trying.
+
+    torch 2.11 traces the Function's operations without the tags that ask for their recomputation, and keeps the results
+    of matmuls: no error, no memory saved. torch 2.9 and 2.13 do what is asked.
+    """
+
+    def square(x: Tensor, weight: Tensor) -> Tensor:
+        return _Product.apply(x, weight).sin()
+
+    def recomputed(x: Tensor, weight: Tensor) -> Tensor:
+        return checkpoint(square, x, weight, use_reentrant=False)
+
+    kept: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.append(tensor.numel())
+        return tensor
+
+    x = torch.ones(4, 2, requires_grad=True)
+    weight = torch.ones(2, 64, requires_grad=True)  # x @ weight, of 256 elements, is larger than both
+    compiled = torch.compile(recomputed, backend="aot_eager_decomp_partition", fullgraph=True, dynamic=False)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        compiled(x, weight)
+    return max(kept) < 4 * 64
+
+
+def require_recompute_in_graphs() -> None:
+    """Raise ``ValueError`` where torch drops the recomputation of parts of a compiled layer."""
+    if not graphs_recompute():
+        raise ValueError(
+            f"compile 'layer' and recompute of parts of a layer (selective, or recompute_keep_core_attn): torch "
+            f"{torch.__version__} keeps in a compiled graph what it was to recompute: use recompute_granularity 'full' "
+            "without recompute_keep_core_attn, torch 2.13, or set compile to null"
+        )
 
 
 def _require_traceable_dropout(layer: nn.Module) -> None:

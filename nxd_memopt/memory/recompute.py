@@ -14,7 +14,7 @@ from torch import nn, overrides
 from nxd_memopt.backends import backend
 from nxd_memopt.backends.base import ContextPair
 from nxd_memopt.config import MemoryConfig
-from nxd_memopt.memory.forwards import Forward, is_wrapped, unwrap_forward, wrap_forward
+from nxd_memopt.memory.forwards import Forward, Technique, is_wrapped, unwrap_forward, wrap_forward
 from nxd_memopt.memory.keep import KEEPABLE_ATTENTION, both_contexts, keeping_contexts
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.mappings import functional_contexts
@@ -163,6 +163,13 @@ def apply_recompute(model: Recomputable, memory: MemoryConfig) -> None:
                 wrap_forward(module, "recompute", _checkpointed)
 
 
+def recomputes_parts(memory: MemoryConfig) -> bool:
+    """Whether backward keeps something from inside a recomputed layer, which takes part in a compiled layer's graph."""
+    return memory.recompute_granularity == "selective" or (
+        memory.recompute_granularity == "full" and memory.recompute_keep_core_attn
+    )
+
+
 def recompute_module(module: nn.Module) -> None:
     """Let one module run under ``checkpoint``; calling it again changes nothing."""
     backend.check_recompute()
@@ -172,7 +179,7 @@ def recompute_module(module: nn.Module) -> None:
 
 def is_recomputed(module: nn.Module) -> bool:
     """Whether ``module`` by itself runs under ``checkpoint``."""
-    return is_wrapped(module, "recompute")
+    return is_wrapped(module, "recompute") or is_wrapped(module, "traced_recompute")
 
 
 def is_passed_over(layer: nn.Module) -> bool:
@@ -185,6 +192,7 @@ def remove_recompute(model: Recomputable) -> None:
     named = model.recompute_modules()
     for module in (*model.decoder_layers(), *(module for modules in named.values() for module in modules)):
         unwrap_forward(module, "recompute")
+        unwrap_forward(module, "traced_recompute")
 
 
 def _apply_full(layers: list[nn.Module], memory: MemoryConfig) -> None:
@@ -217,9 +225,10 @@ def _checkpoint_chunk(layers: list[nn.Module], *, keep_core_attn: bool) -> None:
     """The chunk's first layer runs the whole chunk under one checkpoint, the others pass their input on."""
     first, *others = layers
     rest = [layer.forward for layer in others]
-    wrap_forward(first, "recompute", functools.partial(_checkpointed_chunk, rest, keep_core_attn))
+    technique: Technique = "traced_recompute" if keep_core_attn else "recompute"
+    wrap_forward(first, technique, functools.partial(_checkpointed_chunk, rest, keep_core_attn))
     for layer in others:
-        wrap_forward(layer, "recompute", _passing_on)
+        wrap_forward(layer, technique, _passing_on)
 
 
 def _checkpointed_chunk(rest: Sequence[Forward], keep_core_attn: bool, forward: Forward) -> Forward:
