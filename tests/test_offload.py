@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nxd_memopt.config import MemoryConfig
-from nxd_memopt.memory import apply_memory, apply_recompute, is_recomputed, offload
+from nxd_memopt.memory import apply_memory, apply_recompute, is_compiled, is_recomputed, offload
 from nxd_memopt.memory.offload import apply_offload, remove_offload
 from tests.reference import assert_says, error_message
 from tests.reference_models import batch, gpt_neox_config, llama_config, parallel_model
@@ -246,3 +246,21 @@ def test_conjugates_stay():
         layer(x).sum().backward()
         gradients.append(x.grad)
     assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("config", [llama_config, gpt_neox_config])
+def test_what_a_compiled_layer_keeps_leaves_too(config, monkeypatch):
+    """By Inductor, whose backward may write into what forward kept: to the bit as without offload, twice."""
+    torch._dynamo.reset()
+    transfers = HostOnly()
+    monkeypatch.setattr("nxd_memopt.memory.apply.backend.host_transfers", lambda: transfers)
+    model = parallel_model(config(num_hidden_layers=3))
+    apply_memory(model, MemoryConfig(), compile="layer")
+    expected = gradients(model)
+    apply_memory(model, MemoryConfig(cpu_offloading_num_layers=2), compile="layer")
+    assert all(map(is_compiled, model.decoder_layers()))
+    for _ in range(2):
+        for a, b in zip(gradients(model), expected, strict=True):
+            assert torch.equal(a, b)
+    count = transfers.events.count("out")
+    assert count > 2 * 2 and transfers.events.count("back") == count
