@@ -269,7 +269,9 @@ def test_an_exception_abandons_a_save_that_stalls(tmp_path, monkeypatch):
 def test_a_program_that_ends_without_the_block_leaves_a_complete_checkpoint(tmp_path):
     script = """
         import sys
+        import torch
         from tests.test_background_saver import CONFIG, BackgroundSaver, Run
+        torch.set_num_threads(1)  # sums in the same order as in the test's process
         run = Run(width=4000)
         run.step()
         BackgroundSaver(sys.argv[1]).save(1, run.state(), CONFIG)

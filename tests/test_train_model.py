@@ -121,10 +121,10 @@ def test_optimizer_state_continues_exactly(dtype: torch.dtype) -> None:
     whole = nn.Parameter(torch.ones(3, 5, dtype=dtype))
     first = AdamW([whole], OptimizerConfig())
     steps(first, whole, range(3))
-    state = torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, first.state_dict())
+    state = torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, first.inner.state_dict())
     other = nn.Parameter(whole.detach().clone())
     second = AdamW([other], OptimizerConfig())
-    second.load_state_dict(state)
+    second.inner.load_state_dict(state)
     steps(first, whole, range(3, 6))
     steps(second, other, range(3, 6))
     assert torch.equal(whole, other)
@@ -149,6 +149,6 @@ def test_without_master_weights_everything_is_bf16() -> None:
     optimizer.step(lr=0.5)
     assert getattr(parameter, "main_grad", None) is None and parameter.grad is not None
     assert parameter[0, 0].item() != 1
-    state = optimizer.state_dict()
+    state = optimizer.inner.state_dict()
     assert state["sharded_master_weights"] == {}
     assert all(value.dtype == torch.bfloat16 for value in state["state"][0].values() if value.dim())

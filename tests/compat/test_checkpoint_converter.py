@@ -7,8 +7,10 @@ import json
 import pytest
 import torch
 
-from nxd_memopt.compat.checkpoint_converter import CheckpointConverterBase
+from tests.alias_modules import import_without_alias
 from tests.nxd_fixtures import rank_name, read_xser
+
+CheckpointConverterBase = import_without_alias("checkpoint_converter").CheckpointConverterBase
 
 HIDDEN, WIDTH, DIM = 16, 12, 2
 

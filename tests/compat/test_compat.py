@@ -116,3 +116,12 @@ def test_installed_package_is_left_aside_with_a_notice(tmp_path):
     assert finished.stdout.strip() == "alias of nxd_memopt.compat"
     notices = [line for line in finished.stderr.splitlines() if line.endswith("is left aside")]
     assert len(notices) == 1 and "neuronx_distributed of" in notices[0] and str(tmp_path) in notices[0]
+
+
+def test_no_test_installs_the_alias_in_its_own_process():
+    """Importing nxd_memopt.compat installs it, for every later test of the process: tests.alias_modules does not."""
+    tests = Path(__file__).resolve().parents[1]
+    separate = {tests / "compat" / "aliased.py", tests / "xla" / "test_guide.py"}  # programs of their own
+    importing = re.compile(r"^(from nxd_memopt\.compat|import nxd_memopt\.compat|from nxd_memopt import compat)", re.M)
+    found = [path for path in tests.rglob("*.py") if importing.search(path.read_text(encoding="utf-8"))]
+    assert set(found) <= separate

@@ -20,6 +20,13 @@ def without_recompute() -> Iterator[None]:
         del target.checkpoint
 
 
-def _straight_through(function: Callable[..., Any], *args: Any, context_fn: object = None, **kwargs: Any) -> Any:
-    del context_fn
+def _straight_through(
+    function: Callable[..., Any],
+    *args: Any,
+    context_fn: object = None,
+    determinism_check: object = None,
+    early_stop: object = None,
+    **kwargs: Any,
+) -> Any:
+    del context_fn, determinism_check, early_stop  # the options of ``Backend.checkpoint``; the rest is the function's
     return function(*args, **kwargs)
