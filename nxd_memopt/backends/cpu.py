@@ -14,7 +14,7 @@ from nxd_memopt.backends.topology import PLATFORM_OVERRIDE, neuron_kv_rank_strid
 
 
 class CpuBackend(C10dBackend):
-    """Any CPU. Memory figures are the whole process's resident bytes, from Linux's /proc where it exists.
+    """Any CPU. Memory figures are the resident bytes of the process, from Linux's /proc where it exists.
 
     Where ``NEURON_PLATFORM_TARGET_OVERRIDE`` names a platform, ranks have that platform's order.
     """

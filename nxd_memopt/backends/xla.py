@@ -273,7 +273,7 @@ class XlaBackend(C10dBackend):
         **kwargs: Any,
     ) -> Any:
         """As ``Backend.checkpoint``; the determinism check is of the results' shapes alone."""
-        del determinism_check, early_stop  # the whole function runs again
+        del determinism_check, early_stop  # the full function runs again
         self.check_recompute()
         return barrier_checkpoint(self, function, *args, context_fn=context_fn, **kwargs)
 

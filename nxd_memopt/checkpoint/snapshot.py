@@ -57,7 +57,7 @@ def host_copies(sources: Sequence[Source]) -> Iterator[tuple[Source, Tensor]]:
         if source.stored.device.type in ("cpu", "cuda"):
             yield source, source.flat()
             continue
-        # A part of a tensor would be a graph of its own: the tensor is copied whole. Parts of one tensor follow each
+        # A part of a tensor would be a graph of its own: the full tensor is copied. Parts of one tensor follow each
         # other, mostly.
         if last is None or last[0] is not source.stored:
             last = None
