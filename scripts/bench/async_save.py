@@ -208,7 +208,9 @@ class Measurement:
     def _result(self, pool_bytes: int) -> dict[str, Any]:
         typical = statistics.median(self.others)
         during = [step for steps in self.during for step in steps]
-        added = statistics.mean(sum(steps) - len(steps) * typical for steps in self.during)
+        # Means on both sides: step times have a long upper tail, which a median of the others would count as added.
+        expected = statistics.fmean(self.others)
+        added = statistics.fmean(sum(steps) - len(steps) * expected for steps in self.during)
         sync_s = round(statistics.mean(self.sync_s), 3) if self.sync_s else ""
         return {
             "saves": len(self.during),

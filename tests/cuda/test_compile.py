@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from nxd_memopt.backends import backend
+from nxd_memopt.config import MemoryConfig
+from nxd_memopt.memory import apply_memory
 from tests.reference_models import VOCAB, gpt_neox_config, llama_config, parallel_model
 
 pytestmark = [
@@ -19,7 +21,8 @@ pytestmark = [
     [("math", torch.float32), ("efficient", torch.float32), ("auto", torch.bfloat16)],
 )
 @pytest.mark.parametrize("config", [llama_config, gpt_neox_config])
-def test_compiled_layers_give_eager_gradients(config, attention_backend, dtype):
+@pytest.mark.parametrize("recompute", [None, "full"])
+def test_compiled_layers_give_eager_gradients(recompute, config, attention_backend, dtype):
     """As far from float64's as eager's are: other orders of sums, and Inductor's fewer roundings."""
     torch._dynamo.reset()
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_hidden_layers": 2}
@@ -36,8 +39,7 @@ def test_compiled_layers_give_eager_gradients(config, attention_backend, dtype):
         return [loss.detach().double(), *(parameter.grad.double() for parameter in model.parameters())]
 
     eager, wanted = gradients(model), gradients(exact)
-    for layer in model.decoder_layers():
-        layer.compile(fullgraph=True)
+    apply_memory(model, MemoryConfig(recompute_granularity=recompute), compile="layer")
     digits = torch.finfo(dtype).eps
     for a, b, c in zip(gradients(model), eager, wanted, strict=True):
         assert (a - c).norm() <= 1.5 * (b - c).norm() + 4 * digits * c.norm()

@@ -65,7 +65,7 @@ def test_one_process_learns_records_and_exports(reference: Path) -> None:
     [
         pytest.param(2, TENSOR_AND_SEQUENCE, {}, marks=pytest.mark.slow),
         pytest.param(2, {}, {}, marks=pytest.mark.slow),
-        (2, {}, {"zero1": True}),
+        pytest.param(2, {}, {"zero1": True}, marks=pytest.mark.slow),
         (4, TENSOR_AND_SEQUENCE, {"zero1": True}),
         pytest.param(4, TENSOR_AND_SEQUENCE, {"overlap_grad_reduce": True}, marks=pytest.mark.slow),
     ],

@@ -39,6 +39,7 @@ def require_equal_losses(simulated: Path, cpu: Path) -> None:
         assert {step: found[step] for step in expected} == pytest.approx(expected, abs=LOSS_BOUND)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_tensor_parallel_losses_equal_the_cpus_also_after_resumption(tmp_path: Path) -> None:
     cpu = config_in(tmp_path / "cpu", parallel=TENSOR_AND_SEQUENCE)
