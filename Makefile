@@ -38,7 +38,7 @@ check: setup ## lint, format, types, import levels, size limits
 	$(PYTHON) scripts/check_sizes.py
 	$(PYTHON) scripts/check_splits.py
 	$(PYTHON) scripts/file_tree.py
-	$(PYTHON) scripts/bench/report.py
+	$(PYTHON) -m scripts.bench.report
 
 NXD_SOURCE ?= build/neuronx-distributed
 NXD_REVISION := fbac349b61a3adbb123c2983835af692840ff62f
@@ -53,13 +53,13 @@ test-compat: setup setup-xla $(NXD_SOURCE) ## neuronx-distributed's own tests, e
 	$(PYTHON) scripts/compat/nxd_checkpoints.py --source $(NXD_SOURCE)
 
 golden: setup ## record the golden losses anew
-	$(PYTHON) scripts/golden.py
+	$(PYTHON) -m scripts.golden
 
 parity: setup ## compare losses and gradients with transformers, and record the table
-	$(PYTHON) scripts/bench/parity.py --output docs/numerics.md
+	$(PYTHON) -m scripts.bench.parity --output docs/numerics.md
 
 bench: parity ## parity, and the race of forward + backward against transformers
-	$(PYTHON) scripts/bench/forward_backward.py --append
+	$(PYTHON) -m scripts.bench.forward_backward --append
 
 GPUS ?= 1
 
@@ -67,7 +67,7 @@ test-cuda: setup ## the tests that need NVIDIA GPUs; some need two
 	NXD_MEMOPT_BACKEND=cuda $(PYTHON) -m pytest tests/cuda
 
 bench-gpu: setup ## GPUS=N: the races of README's tables on N NVIDIA GPUs, recorded
-	$(PYTHON) scripts/bench/gpu_suite.py --gpus $(GPUS) --append; code=$$?; $(PYTHON) scripts/bench/report.py --write; exit $$code
+	$(PYTHON) -m scripts.bench.gpu_suite --gpus $(GPUS) --append; code=$$?; $(PYTHON) -m scripts.bench.report --write; exit $$code
 
 mutants: setup setup-xla ## plant faults one at a time: the tests must notice each
 	$(PYTHON) scripts/mutants.py

@@ -1,4 +1,4 @@
-"""Packaging: the library lives in nxd_memopt/, the modeling files in models/ install as nxd_memopt.models."""
+"""Packaging: the library lives in nxd_memopt/, nxd_memopt/models is a link to the modeling files in models/."""
 
 from pathlib import Path
 
@@ -31,9 +31,8 @@ setup(
         "Typing :: Typed",
     ],
     python_requires=">=3.11",
-    packages=[*find_packages(include=["nxd_memopt", "nxd_memopt.*"]), "nxd_memopt.models"],
-    package_dir={"nxd_memopt.models": "models"},
-    package_data={"nxd_memopt": ["py.typed"]},
+    packages=find_packages(include=["nxd_memopt", "nxd_memopt.*"]),
+    package_data={"nxd_memopt": ["py.typed"], "nxd_memopt.training": ["recipes/*.yaml"]},
     install_requires=CORE,
     extras_require={
         "models": MODELS,

@@ -1,4 +1,4 @@
-"""The command line: ``nxd-memopt doctor``, ``nxd-memopt convert`` and ``nxd-memopt certify``."""
+"""The command line: ``nxd-memopt train``, ``launch``, ``certify``, ``convert`` and ``doctor``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,30 @@ from nxd_memopt.cli_certify.command import Certify
 
 _OPTIONAL = ("triton", "flash-attn-4")
 Command = Callable[[], int | None]
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train or resume; ``nxd-memopt train --help`` shows the options."""
+
+    arguments: tuple[str, ...] = ()
+
+    def __call__(self) -> int:
+        from nxd_memopt.training.__main__ import main
+
+        return main(self.arguments, program="nxd-memopt train")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Start training on the ranks of a platform, or show how; ``nxd-memopt launch --help`` shows the options."""
+
+    arguments: tuple[str, ...] = ()
+
+    def __call__(self) -> int:
+        from nxd_memopt.launch.__main__ import main
+
+        return main(self.arguments)
 
 
 @dataclass(frozen=True)
@@ -45,6 +69,10 @@ def _describe_models() -> str:
 
 
 def _parse(arguments: Sequence[str]) -> Command:
+    if arguments[:1] == ["train"]:  # parses its options itself: they override those of a configuration file
+        return Train(tuple(arguments[1:]))
+    if arguments[:1] == ["launch"]:
+        return Launch(tuple(arguments[1:]))
     if list(arguments) == ["doctor"]:  # says what is missing, so it runs without the command line's own packages
         return Doctor()
     require_installed("nxd-memopt (every command but doctor)", "tyro", "rich", extra="cli")
@@ -52,10 +80,12 @@ def _parse(arguments: Sequence[str]) -> Command:
 
     from nxd_memopt.cli_convert import Convert
 
-    commands: dict[str, Callable[..., Doctor | Convert | Certify]] = {
-        "doctor": Doctor,
-        "convert": Convert,
+    commands: dict[str, Callable[..., Train | Launch | Doctor | Convert | Certify]] = {
+        "train": Train,
+        "launch": Launch,
         "certify": Certify,
+        "convert": Convert,
+        "doctor": Doctor,
     }
     return tyro.extras.subcommand_cli_from_dict(
         commands, prog="nxd-memopt", description="Memory-lean LLM training.", args=arguments

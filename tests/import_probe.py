@@ -20,6 +20,7 @@ import nxd_memopt
 
 PACKAGE = Path(nxd_memopt.__file__).parent
 NEED_EXTRAS = ("nxd_memopt.cli_certify.render", "nxd_memopt.cli_certify.worker")  # cli; models
+NEED_THE_TRAIN_EXTRA = ("nxd_memopt.training.", "nxd_memopt.launch.")
 MODELS = ("nxd_memopt.models", "nxd_memopt.models.gpt_neox", "nxd_memopt.models.llama")
 
 
@@ -53,10 +54,11 @@ def main(hidden: list[str]) -> dict[str, Any]:
 
 
 def core_modules() -> list[str]:
-    """Return the names of all modules but the models, ``NEED_EXTRAS``, Triton's kernels and ``compat``'s program."""
+    """Return the names of all modules but those that need extras, Triton's kernels and ``compat``'s program."""
     paths = [path.relative_to(PACKAGE.parent) for path in sorted(PACKAGE.rglob("*.py"))]
     paths = [path for path in paths if not path.name.endswith("_kernels.py") and path.parts[1] != "models"]
     names = [".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in paths]
+    names = [name for name in names if not name.startswith(NEED_THE_TRAIN_EXTRA)]
     return [name for name in names if name not in NEED_EXTRAS and not name.endswith(".__main__")]
 
 

@@ -1,7 +1,8 @@
 """What of a profile counts as exposed communication."""
 
 import pytest
-from exposure import exposure
+
+from scripts.bench.exposure import exposure
 
 
 def test_only_time_without_computation_is_exposed():

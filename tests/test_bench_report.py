@@ -8,8 +8,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import record
-import report
+
+from scripts.bench import record, report
 
 
 def row(variant: str, speed: float | None, *, command: str, recompute: str = "none", tokens: int = 8192):
@@ -161,10 +161,10 @@ def test_a_rows_commit_is_this_repositorys_and_its_command_has_what_was_set(monk
     monkeypatch.setattr("sys.argv", ["bench.py", "--tokens", "8"])
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    found = record.environment("bench.py")
+    found = record.environment("bench")
     assert len(found["commit"].removesuffix("-dirty")) >= 7
     assert "CUBLAS_WORKSPACE_CONFIG=:0:0 " in found["command"]
-    assert found["command"].endswith("torchrun --nproc_per_node 2 bench.py --tokens 8")
+    assert found["command"].endswith("torchrun --nproc_per_node 2 -m bench --tokens 8")
 
 
 def test_new_columns_keep_the_recorded_rows(tmp_path):
@@ -178,9 +178,9 @@ def test_new_columns_keep_the_recorded_rows(tmp_path):
 def test_published_rows_have_all_columns_and_their_run(tmp_path, capsys):
     path = tmp_path / "rows.csv"
     args = argparse.Namespace(append=False, csv=path)
-    record.publish([{"a": 1}, {"b": 2}], ("a", "b"), "a race", args, script="bench.py")
+    record.publish([{"a": 1}, {"b": 2}], ("a", "b"), "a race", args, module="bench")
     assert "a race" in capsys.readouterr().out and not path.exists()
     args.append = True
-    record.publish([{"a": 1}, {"b": 2}], ("a", "b"), "a race", args, script="bench.py")
+    record.publish([{"a": 1}, {"b": 2}], ("a", "b"), "a race", args, module="bench")
     header, first, _ = path.read_text(encoding="utf-8").splitlines()
     assert header.startswith("a,b,date,device,torch,") and first.startswith("1,,")

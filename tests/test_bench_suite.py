@@ -7,16 +7,16 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
-import gpu_suite
-import linear_cross_entropy
 import pytest
-import train_step
+
+from scripts.bench import gpu_suite, linear_cross_entropy, train_step
 
 PARSERS = {
-    "train_step.py": train_step.argument_parser,
-    "linear_cross_entropy.py": linear_cross_entropy.argument_parser,
+    "scripts.bench.train_step": train_step.argument_parser,
+    "scripts.bench.linear_cross_entropy": linear_cross_entropy.argument_parser,
 }
 
 
@@ -26,9 +26,9 @@ def test_the_scripts_take_their_arguments(gpus):
     assert len({race.name for race in races}) == len(races)
     for race in races:
         command = race.command(gpus, append=True, traces=gpu_suite.ROOT / "traces")
-        assert (gpu_suite.ROOT / next(part for part in command if part.startswith("scripts"))).exists()
-        if race.script in PARSERS:
-            PARSERS[race.script]().parse_args(command[command.index(f"scripts/bench/{race.script}") + 1 :])
+        assert find_spec(race.module) is not None
+        if race.module in PARSERS:
+            PARSERS[race.module]().parse_args(command[command.index(race.module) + 1 :])
         else:
             assert not race.arguments
 
@@ -41,10 +41,9 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "endless.py").write_text(
         "import os, time; print(f'{os.getpid()}\\n', end='', flush=True); time.sleep(600)"
     )
-    monkeypatch.setattr(gpu_suite, "FOLDER", tmp_path)
     monkeypatch.setattr(gpu_suite, "ROOT", tmp_path)
     names = ("endless", "bad", "good")
-    races = tuple(gpu_suite.Race(name, f"{name}.py", ()) for name in names)
+    races = tuple(gpu_suite.Race(name, name, ()) for name in names)
     monkeypatch.setattr(gpu_suite, "ONE_GPU", races)
     monkeypatch.setattr(gpu_suite, "SEVERAL_GPUS", races)
     monkeypatch.setattr(gpu_suite, "visible_gpus", lambda: 2)
@@ -85,12 +84,12 @@ def test_a_launcher_that_is_stopped_takes_its_ranks_along(folder, monkeypatch):
 def test_a_suite_that_is_ended_takes_its_race_along(folder, number):
     logs = folder / "logs"
     program = (
-        "import sys; from pathlib import Path; import gpu_suite; folder = Path(sys.argv.pop(1)); "
-        "gpu_suite.FOLDER = gpu_suite.ROOT = folder; gpu_suite.visible_gpus = lambda: 1; "
-        "gpu_suite.ONE_GPU = (gpu_suite.Race('endless', 'endless.py', ()),); sys.exit(gpu_suite.main())"
+        "import sys; from pathlib import Path; from scripts.bench import gpu_suite; folder = Path(sys.argv.pop(1)); "
+        "gpu_suite.ROOT = folder; gpu_suite.visible_gpus = lambda: 1; "
+        "gpu_suite.ONE_GPU = (gpu_suite.Race('endless', 'endless', ()),); sys.exit(gpu_suite.main())"
     )
     command = [sys.executable, "-c", program, str(folder), "--logs", str(logs)]
-    suite = subprocess.Popen(command, cwd=Path(gpu_suite.__file__).parent)
+    suite = subprocess.Popen(command, cwd=Path(__file__).parents[1])
     log = logs / "endless_T1.log"
     while not (log.exists() and log.read_text()):
         assert suite.poll() is None
@@ -103,7 +102,7 @@ def test_a_suite_that_is_ended_takes_its_race_along(folder, number):
 def test_chosen_races_and_unknown_ones(folder, monkeypatch, capsys):
     assert run(monkeypatch, "--only", "good", "--list") == 0
     printed = capsys.readouterr().out
-    assert "good.py" in printed and "bad.py" not in printed
+    assert "-m good" in printed and "-m bad" not in printed
     for options, error in (
         (("--only", "god"), "no races called god"),
         (("--gpus", "0"), "--gpus must be at least 1"),

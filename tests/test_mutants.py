@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from mutants import ROOT, load_mutants, planted
+from scripts.mutants import ROOT, load_mutants, planted
 
 MUTANTS = load_mutants()
 

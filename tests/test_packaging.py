@@ -94,9 +94,9 @@ def test_with_transformers_the_models_import_and_the_core_does_not_load_it() -> 
 
 
 def test_the_training_script_says_so_in_one_line(older_transformers: Path) -> None:
-    finished = run(["scripts/train.py", "--config", "scripts/configs/llama3_8b.yaml"], older_transformers)
+    finished = run(["-m", "nxd_memopt.training", "--recipe", "llama3_8b"], older_transformers)
     assert finished.returncode == 2 and finished.stderr.count("\n") == 1, finished.stderr
-    assert "scripts/train.py needs transformers 5.0 or newer, and 4.48.0 is installed" in finished.stderr
+    assert "nxd_memopt.training needs transformers 5.0 or newer, and 4.48.0 is installed" in finished.stderr
     assert "pip install 'nxd_memopt[train]'" in finished.stderr
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from check_splits import refused_lines
 from nxd_memopt.ops.parts import split_sizes
+from scripts.check_splits import refused_lines
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2, -1])

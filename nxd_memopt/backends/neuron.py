@@ -36,7 +36,7 @@ _SDPA_SEQUENCE_MULTIPLE = 512
 _SDPA_MAX_HEAD_DIM = 128
 _LATE_FALLBACK = (
     f"{_NO_SILENT_FALLBACK} was not set when torch imported {_PACKAGE}, so operations that fail may still run on the "
-    f"CPU silently and slowly: export {_NO_SILENT_FALLBACK}=1 before Python starts (scripts/launch/launch.py does)"
+    f"CPU silently and slowly: export {_NO_SILENT_FALLBACK}=1 before Python starts (nxd-memopt launch does)"
 )
 _FALLBACK_SET_LATE = _PACKAGE in sys.modules and _NO_SILENT_FALLBACK not in os.environ
 """``import torch`` loads the package (torch's device autoload), so its settings may have been read before this line."""

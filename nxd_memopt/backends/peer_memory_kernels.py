@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-from triton.language.extra.cuda import globaltimer
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+from triton.language.extra.cuda import globaltimer  # pyright: ignore[reportMissingImports]
 
 
 @triton.jit

@@ -41,9 +41,9 @@ class XlaBackend(C10dBackend):
     def __init__(self) -> None:
         _prefer_neuron_cores()
         self.functionalization_note = _enable_functionalization()
-        import torch_xla
-        import torch_xla.core.xla_model as xm
-        import torch_xla.runtime as xr
+        import torch_xla  # pyright: ignore[reportMissingImports]
+        import torch_xla.core.xla_model as xm  # pyright: ignore[reportMissingImports]
+        import torch_xla.runtime as xr  # pyright: ignore[reportMissingImports]
 
         self._torch_xla, self._xm = torch_xla, xm
         self.device = torch_xla.device()
@@ -82,7 +82,7 @@ class XlaBackend(C10dBackend):
 
     def init_process_group(self, **kwargs: Any) -> None:
         if not self.is_simulated and "RANK" in os.environ and not dist.is_initialized():
-            import torch_xla.distributed.xla_backend  # noqa: F401 (registers the torch.distributed backend)
+            import torch_xla.distributed.xla_backend  # pyright: ignore[reportMissingImports]  # noqa: F401 (registers the torch.distributed backend)
 
             kwargs.setdefault("init_method", "xla://")
         super().init_process_group(**kwargs)

@@ -46,8 +46,8 @@ def dumped_modules() -> set[str]:
 @contextmanager
 def pretended_rank(world_size: int, rank: int) -> Iterator[None]:
     """Trace as ``rank`` of ``world_size`` would; the graphs can be compiled, but not run."""
-    import torch_xla
-    import torch_xla.runtime as xr
+    import torch_xla  # pyright: ignore[reportMissingImports]
+    import torch_xla.runtime as xr  # pyright: ignore[reportMissingImports]
 
     before = xr._WORLD_SIZE, xr._ORDINAL
     xr._WORLD_SIZE, xr._ORDINAL = world_size, rank
@@ -61,13 +61,13 @@ def pretended_rank(world_size: int, rank: int) -> Iterator[None]:
 
 def traced_hlo(outputs: Sequence[Tensor]) -> str:
     """The graph that ``outputs`` stand for, as HLO text; nothing is compiled."""
-    import torch_xla
+    import torch_xla  # pyright: ignore[reportMissingImports]
 
     return torch_xla._XLAC._get_xla_tensors_hlo(list(outputs))
 
 
 def compile_only(outputs: Sequence[Tensor]) -> None:
     """Compile the graph that ``outputs`` stand for; nothing is run."""
-    import torch_xla
+    import torch_xla  # pyright: ignore[reportMissingImports]
 
     torch_xla._XLAC._xla_warm_up_cache(list(outputs), [])

@@ -1,7 +1,7 @@
 """Measures what a checkpoint written in the background adds to the training steps next to it.
 
-    scripts/bench/async_save.py --model smollm2 --saves 10 --sync-saves 3 --append
-    NXD_MEMOPT_BACKEND=cuda scripts/bench/async_save.py --model llama3.2-3b --tokens 8192 --accumulation 4 --append
+    python -m scripts.bench.async_save --model smollm2 --saves 10 --sync-saves 3 --append
+    NXD_MEMOPT_BACKEND=cuda python -m scripts.bench.async_save --model llama3.2-3b --tokens 8192 --accumulation 4
 
 Random weights; AdamW whose states have the parameters' dtype (bf16 on GPUs, fp32 on CPUs). A step is timed from its
 begin to the device's end, with the call that begins a save if one is due. Each save is followed by steps until it is
@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from record import append, environment
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
@@ -36,6 +35,7 @@ from nxd_memopt.memory import GraphedLoss
 from nxd_memopt.models.llama import LlamaForCausalLM
 from nxd_memopt.optimizer import AdamW
 from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
+from scripts.bench.record import append, environment
 
 CSV = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "async_save.csv"
 WARM_UP_STEPS = 2
@@ -265,7 +265,7 @@ def main() -> None:
     row |= {"tokens": args.tokens, "batch": args.batch, "accumulation": args.accumulation, **result, "note": args.note}
     print(row)
     if args.append:
-        append([row | environment("scripts/bench/async_save.py")], args.csv)
+        append([row | environment("scripts.bench.async_save")], args.csv)
 
 
 if __name__ == "__main__":

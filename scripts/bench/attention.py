@@ -1,6 +1,6 @@
 """Owns the race of attention implementations, forward and backward, on one GPU.
 
-    python scripts/bench/attention.py --append
+    python -m scripts.bench.attention --append
 
 Causal, bf16, batch 1, in the layout in which the models call it. ``auto`` is what the models run unasked, ``torch`` is
 ``scaled_dot_product_attention`` without a word about the kernel. TFLOP/s count half of S x S: 2 matmuls forward, 5
@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from gpu_race import first_line, parse_on_gpu, peak_gib, race, race_parser
-from record import publish
 from torch import Tensor
 
 from nxd_memopt.backends import backend
 from nxd_memopt.ops.attention import attention_implementation, core_attention
 from nxd_memopt.ops.packed import PackedDocuments
+from scripts.bench.gpu_race import first_line, parse_on_gpu, peak_gib, race, race_parser
+from scripts.bench.record import publish
 
 CSV = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "attention.csv"
 HEADS = {"llama3-8b": (32, 8, 128), "llama3-8b T=4": (8, 2, 128), "gpt-neox-20b": (64, 64, 96)}
@@ -107,7 +107,7 @@ def main() -> None:
     args = parse_on_gpu(parser)
     rows = [row for shape in args.shapes for tokens in args.tokens for row in measure(shape, tokens, args.turns)]
     columns = ("shape", "tokens", "variant", "forward_ms", "forward_tflops", "ms", "tflops", "peak_gib", "failure")
-    publish(rows, columns, "attention, forward and forward + backward", args, script="scripts/bench/attention.py")
+    publish(rows, columns, "attention, forward and forward + backward", args, module="scripts.bench.attention")
 
 
 if __name__ == "__main__":

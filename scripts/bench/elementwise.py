@@ -1,6 +1,6 @@
 """Owns the race of element-wise operations, forward and backward, and of the optimizer's step, on one GPU.
 
-    python scripts/bench/elementwise.py --append
+    python -m scripts.bench.elementwise --append
 
 bf16. ``ours`` is what the models run, ``eager`` the plain PyTorch that it equals, ``compile`` torch.compile of that,
 ``liger`` Liger-Kernel's. ``ideal_ms`` is the time to read each input and write each result once at ``--bandwidth``.
@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from gpu_race import first_line, parse_on_gpu, race, race_parser
-from record import publish
 from torch import Tensor
 
 from nxd_memopt.backends import backend
@@ -36,6 +34,8 @@ from nxd_memopt.ops.parts import split_sizes
 from nxd_memopt.ops.residual import add_residual
 from nxd_memopt.ops.rope import apply_rope, apply_rope_qkv, rope_frequencies, rope_tables
 from nxd_memopt.optimizer import AdamW
+from scripts.bench.gpu_race import first_line, parse_on_gpu, race, race_parser
+from scripts.bench.record import publish
 
 CSV = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "elementwise.csv"
 EPS = 1e-5
@@ -108,37 +108,37 @@ def plain_residual(residual: Tensor, output: Tensor, bias: Tensor) -> Tensor:
 
 
 def liger_rms_norm() -> Function:
-    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction  # pyright: ignore[reportMissingImports]
 
     return lambda x, weight: LigerRMSNormFunction.apply(x, weight, EPS, 0.0, "llama", False)
 
 
 def liger_add_rms_norm() -> Function:
-    from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
+    from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction  # pyright: ignore[reportMissingImports]
 
     return lambda x, added, weight: LigerFusedAddRMSNormFunction.apply(x, added, weight, EPS, 0.0, "llama", False)
 
 
 def liger_swiglu() -> Function:
-    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction  # pyright: ignore[reportMissingImports]
 
     return lambda gate, up: LigerSiLUMulFunction.apply(gate, up)
 
 
 def liger_layer_norm() -> Function:
-    from liger_kernel.ops.layer_norm import LigerLayerNormFunction
+    from liger_kernel.ops.layer_norm import LigerLayerNormFunction  # pyright: ignore[reportMissingImports]
 
     return lambda x, weight, bias: LigerLayerNormFunction.apply(x, weight, bias, EPS)
 
 
 def liger_geglu() -> Function:
-    from liger_kernel.ops.geglu import LigerGELUMulFunction
+    from liger_kernel.ops.geglu import LigerGELUMulFunction  # pyright: ignore[reportMissingImports]
 
     return lambda gate, up: LigerGELUMulFunction.apply(gate, up)
 
 
 def liger_rope() -> Function:
-    from liger_kernel.ops.rope import LigerRopeFunction
+    from liger_kernel.ops.rope import LigerRopeFunction  # pyright: ignore[reportMissingImports]
 
     return lambda query, key, cos, sin: LigerRopeFunction.apply(query, key, cos, sin)
 
@@ -318,7 +318,7 @@ def main() -> None:
     args = parse_on_gpu(parser)
     rows = run_cases(args)
     columns = ("operation", "tokens", "variant", "ms", "ideal_ms", "failure")
-    publish(rows, columns, "element-wise operations, forward + backward", args, script="scripts/bench/elementwise.py")
+    publish(rows, columns, "element-wise operations, forward + backward", args, module="scripts.bench.elementwise")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Owns the single-process race of forward + backward against transformers: interleaved in one run, time and memory.
 
-    python scripts/bench/forward_backward.py --tokens 512 --append
+    python -m scripts.bench.forward_backward --tokens 512 --append
 
 A 12-layer, 768-wide LLaMA, vocabulary 32,000, fp32 on a CPU (bf16 on a GPU), batch 1, no parallelism. Memory is the
 peak of bytes allocated during one forward + backward beyond what was there before, from torch's profiler.
@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peers import LossFunction
-from record import append, environment
 from torch import Tensor, nn
 from torch.profiler import profile
-from train_step import BUILDERS, CONFIGS
 
 from nxd_memopt.backends import backend
 from nxd_memopt.config import MemoryConfig
+from scripts.bench.peers import LossFunction
+from scripts.bench.record import append, environment
+from scripts.bench.train_step import BUILDERS, CONFIGS
 
 CSV = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "forward_backward.csv"
 VARIANTS = ("ours", "hf")
@@ -72,7 +72,7 @@ def run(tokens: int, rounds: int) -> list[dict[str, Any]]:
         rows.append(row | {"peak_mib": round(allocated_peak_mib(*steps[name], ids), 1)})
     for row in rows:
         row["time_over_hf"] = round(row["median_ms"] / rows[-1]["median_ms"], 3)
-        row |= environment("scripts/bench/forward_backward.py")
+        row |= environment("scripts.bench.forward_backward")
     return rows
 
 

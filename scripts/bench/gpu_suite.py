@@ -1,8 +1,8 @@
 """Owns the list of races from which most of README's tables are made, and runs those of one number of GPUs.
 
-    python scripts/bench/gpu_suite.py --gpus 1 --append
-    python scripts/bench/gpu_suite.py --gpus 2 --only llama3-8b-8k --traces build/traces
-    python scripts/bench/gpu_suite.py --gpus 4 --list
+    python -m scripts.bench.gpu_suite --gpus 1 --append
+    python -m scripts.bench.gpu_suite --gpus 2 --only llama3-8b-8k --traces build/traces
+    python -m scripts.bench.gpu_suite --gpus 4 --list
 
 Each race is a process (with several GPUs one a GPU) whose output goes to ``--logs``; one that fails or outlasts
 ``--timeout-s`` does not stop the others. cuBLAS runs without its counter resets (docs/gpus.md), the peers' too.
@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parent
-ROOT = FOLDER.parents[1]
+ROOT = Path(__file__).resolve().parents[2]
+TRAIN_STEP = "scripts.bench.train_step"
 GRACE_S = 60  # torchrun gives its ranks 30
 OURS = ("ours", "ours, CUDA graph")
 LIGER = ("liger", "liger, flash4")
@@ -33,21 +33,20 @@ DTENSOR = ("dtensor compiled", "dtensor compiled, flash4")
 @dataclass(frozen=True)
 class Race:
     name: str
-    script: str
+    module: str
     arguments: tuple[str, ...]
 
     def command(self, gpus: int, *, append: bool, traces: Path | None) -> list[str]:
-        launcher = ["torch.distributed.run", "--nproc_per_node", str(gpus)]
-        script = [str((FOLDER / self.script).relative_to(ROOT)), *self.arguments]
+        launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(gpus)] if gpus > 1 else []
         options = ["--append"] if append else []
-        if traces and self.script == "train_step.py":
+        if traces and self.module == TRAIN_STEP:
             options += ["--traces", str(traces)]
-        return [sys.executable, *(["-m", *launcher] if gpus > 1 else []), *script, *options]
+        return [sys.executable, *launcher, "-m", self.module, *self.arguments, *options]
 
 
 def step(name: str, model: str, tokens: int, *variants: str, options: str = "") -> Race:
     arguments = ("--model", model, "--tokens", str(tokens), *options.split(), "--variants", *variants)
-    return Race(name, "train_step.py", arguments)
+    return Race(name, TRAIN_STEP, arguments)
 
 
 KEEP = "--recompute full --keep-core-attn --in-backward"
@@ -62,10 +61,10 @@ ONE_GPU = (
         *LIGER,
         options="--recompute full --recompute-layers 0 --in-backward --offload-layers 12",
     ),
-    Race("head-8k", "linear_cross_entropy.py", ("--heads", "llama3-8b", "gpt-neox-20b", "--tokens", "8192")),
-    Race("head-32k", "linear_cross_entropy.py", ("--heads", "llama3-8b", "--tokens", "32768")),
-    Race("elementwise", "elementwise.py", ()),
-    Race("attention", "attention.py", ()),
+    Race("head-8k", "scripts.bench.linear_cross_entropy", ("--heads", "llama3-8b", "gpt-neox-20b", "--tokens", "8192")),
+    Race("head-32k", "scripts.bench.linear_cross_entropy", ("--heads", "llama3-8b", "--tokens", "32768")),
+    Race("elementwise", "scripts.bench.elementwise", ()),
+    Race("attention", "scripts.bench.attention", ()),
     step("llama3-8b-2k", "llama3-8b", 2048, *OURS, *LIGER),
     step("gpt-neox-20b-2k", "gpt-neox-20b", 2048, "ours", *HF, options=KEEP),
     step("gpt-neox-20b-8k", "gpt-neox-20b", 8192, "ours", *HF, options=KEEP),
@@ -81,8 +80,8 @@ ONE_GPU = (
 SEVERAL_GPUS = (
     step("gpt-neox-20b-8k", "gpt-neox-20b", 8192, *OURS, *DTENSOR),
     step("llama3-8b-8k", "llama3-8b", 8192, *OURS, *DTENSOR, "dtensor compiled, async TP"),
-    Race("head-8k", "linear_cross_entropy.py", ("--heads", "llama3-8b", "gpt-neox-20b", "--tokens", "8192")),
-    Race("head-32k", "linear_cross_entropy.py", ("--heads", "llama3-8b", "--tokens", "32768")),
+    Race("head-8k", "scripts.bench.linear_cross_entropy", ("--heads", "llama3-8b", "gpt-neox-20b", "--tokens", "8192")),
+    Race("head-32k", "scripts.bench.linear_cross_entropy", ("--heads", "llama3-8b", "--tokens", "32768")),
     step("llama3-8b-2k", "llama3-8b", 2048, *OURS, "dtensor", *DTENSOR),  # the host is the limit: compiling may not pay
     step("gpt-neox-20b-2k", "gpt-neox-20b", 2048, *OURS, "dtensor", *DTENSOR),
     step("llama3-8b-32k", "llama3-8b", 32768, *OURS, *DTENSOR),

@@ -1,7 +1,7 @@
 """Owns the race of linear layer + cross entropy, forward and backward: time, memory and errors against the peers.
 
-    python scripts/bench/linear_cross_entropy.py --tokens 8192 32768 --append
-    torchrun --nproc_per_node 4 scripts/bench/linear_cross_entropy.py --tokens 8192 --append
+    python -m scripts.bench.linear_cross_entropy --tokens 8192 32768 --append
+    torchrun --nproc_per_node 4 -m scripts.bench.linear_cross_entropy --tokens 8192 --append
 
 bf16. ``floor`` is the three matmuls alone. Several processes share the vocabulary, and the tokens as sequence shards;
 the peers then gather the tokens first and sum their gradient last, as their users do. Memory is the peak above the
@@ -21,14 +21,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
-from gpu_race import first_line, parse_on_gpu, peak_gib, race, race_parser
-from record import publish
 from torch import Tensor
 
 from nxd_memopt.backends import backend
 from nxd_memopt.parallel_layers import mappings, parallel_state
 from nxd_memopt.parallel_layers.loss_functions import fused_linear_cross_entropy, parallel_cross_entropy
 from nxd_memopt.parallel_layers.utils import leave_process_groups
+from scripts.bench.gpu_race import first_line, parse_on_gpu, peak_gib, race, race_parser
+from scripts.bench.record import publish
 
 CSV = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "linear_cross_entropy.csv"
 HEADS = {"llama3-8b": (4096, 128256), "gpt-neox-20b": (6144, 50432), "tiny": (64, 500)}
@@ -59,7 +59,7 @@ def eager_vocab_parallel(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 
 def liger(chunk_mem_const: int, accum_dtype: torch.dtype | None = None) -> LossFunction:
-    from liger_kernel.ops.fused_linear_cross_entropy import fused_linear_cross_entropy_forward as forward
+    from liger_kernel.ops.fused_linear_cross_entropy import fused_linear_cross_entropy_forward as forward  # pyright: ignore[reportMissingImports]
 
     class Function(torch.autograd.Function):
         @staticmethod
@@ -86,7 +86,7 @@ def liger(chunk_mem_const: int, accum_dtype: torch.dtype | None = None) -> LossF
 
 
 def liger_vocab_parallel() -> LossFunction:
-    from liger_kernel.transformers import LigerVocabParallelCrossEntropy
+    from liger_kernel.transformers import LigerVocabParallelCrossEntropy  # pyright: ignore[reportMissingImports]
 
     group: Any = parallel_state.get_tensor_model_parallel_group()
     criterion = LigerVocabParallelCrossEntropy()
@@ -98,14 +98,14 @@ def liger_vocab_parallel() -> LossFunction:
 
 
 def cce(**options: Any) -> LossFunction:
-    from cut_cross_entropy import linear_cross_entropy
+    from cut_cross_entropy import linear_cross_entropy  # pyright: ignore[reportMissingImports]
 
     return lambda x, weight, target: linear_cross_entropy(x, weight, target, **options)
 
 
 def cce_vocab_parallel(vocab: int, **options: Any) -> LossFunction:
     """Its sum of dX over ranks is left to the gather's backward, which is cheaper."""
-    from cut_cross_entropy import VocabParallelOptions
+    from cut_cross_entropy import VocabParallelOptions  # pyright: ignore[reportMissingImports]
 
     start = parallel_state.get_tensor_model_parallel_rank() * vocab
     group = parallel_state.get_tensor_model_parallel_group()
@@ -259,7 +259,7 @@ def main() -> None:
     columns = ("head", "tokens", "tensor_parallel", "variant", "ms", "over_floor", "floor_ms", "peak_gib")
     columns += ("gradients_gib", "loss_error", "dx_error", "dw_error", "failure")
     if parallel_state.is_global_rank_zero():
-        publish(rows, columns, "linear + cross entropy", args, script="scripts/bench/linear_cross_entropy.py")
+        publish(rows, columns, "linear + cross entropy", args, module="scripts.bench.linear_cross_entropy")
     leave_process_groups()
 
 

@@ -1,6 +1,6 @@
 """Owns the parity table: our models against transformers over T, sequence parallelism and recompute.
 
-    python scripts/bench/parity.py [--output docs/numerics.md]
+    python -m scripts.bench.parity [--output docs/numerics.md]
 
 Starts its own gloo ranks; exits with status 1 when a figure is above its bound.
 """
@@ -299,7 +299,7 @@ def report(rows: list[Row], layer_rows: list[LayerRow]) -> str:
     lines = [
         "# Numerics",
         "",
-        "Written by `python scripts/bench/parity.py --output docs/numerics.md` on "
+        "Written by `python -m scripts.bench.parity --output docs/numerics.md` on "
         f"{datetime.datetime.now(tz=datetime.UTC):%Y-%m-%d}: torch {torch.__version__}, transformers "
         f"{transformers.__version__}, Python {platform.python_version()}, CPU ({platform.machine()}), gloo.",
         "",

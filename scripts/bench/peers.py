@@ -31,7 +31,7 @@ def build_hf(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction
 
 def build_liger(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction]:
     """transformers' model with all of Liger-Kernel's replacements."""
-    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance  # pyright: ignore[reportMissingImports]
 
     model, loss_of = build_hf(config, memory)
     _apply_liger_kernel_to_instance(model=model)  # pyright: ignore[reportArgumentType]

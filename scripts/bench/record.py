@@ -40,8 +40,8 @@ def cpu_name() -> str:
     return f"{models[0]}, {len(models)} cores" if models else platform.machine()
 
 
-def environment(script: str) -> dict[str, Any]:
-    """What every row records beside its figures; ``script`` as the command names it."""
+def environment(module: str) -> dict[str, Any]:
+    """What every row records beside its figures; ``module`` is the benchmark's, as the command names it."""
     device = torch.cuda.get_device_name() if backend.name == "cuda" else cpu_name()
     return {
         "date": f"{datetime.datetime.now(tz=datetime.UTC):%Y-%m-%d}",
@@ -50,7 +50,7 @@ def environment(script: str) -> dict[str, Any]:
         "transformers": transformers.__version__,
         "peers": ", ".join(installed(*_PACKAGES)),
         "commit": _commit(),
-        "command": shlex.join([*_settings(), *_launcher(), script, *sys.argv[1:]]),
+        "command": shlex.join([*_settings(), *_launcher(), "-m", module, *sys.argv[1:]]),
     }
 
 
@@ -72,7 +72,7 @@ def _settings() -> list[str]:
 
 def _launcher() -> list[str]:
     size = os.environ.get("WORLD_SIZE", "1")
-    return [] if size == "1" else ["torchrun", "--nproc_per_node", size]
+    return ["python"] if size == "1" else ["torchrun", "--nproc_per_node", size]
 
 
 def append(rows: list[dict[str, Any]], path: Path) -> None:
@@ -101,13 +101,13 @@ def _append(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def publish(
-    rows: list[dict[str, Any]], columns: Sequence[str], title: str, args: argparse.Namespace, *, script: str
+    rows: list[dict[str, Any]], columns: Sequence[str], title: str, args: argparse.Namespace, *, module: str
 ) -> None:
     """Print ``columns`` of all rows; with ``args.append``, add them to ``args.csv`` with their ``environment``."""
     rows = [{name: row.get(name, "") for name in columns} for row in rows]
     print_table(rows, title)
     if args.append:
-        append([row | environment(script) for row in rows], args.csv)
+        append([row | environment(module) for row in rows], args.csv)
 
 
 def print_table(rows: list[dict[str, Any]], title: str) -> None:

@@ -1,8 +1,8 @@
 """Owns what is made from recorded benchmark rows: README's performance table and, on demand, the plots.
 
-python scripts/bench/report.py            # exit 1 if README's table is not that of the rows
-python scripts/bench/report.py --write
-python scripts/bench/report.py --plots build/plots
+python -m scripts.bench.report            # exit 1 if README's table is not that of the rows
+python -m scripts.bench.report --write
+python -m scripts.bench.report --plots build/plots
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 DEVICE = "NVIDIA H200"  # of README's figures; rows of others stay in their files
 README, BENCHMARKS = ROOT / "README.md", ROOT / "docs" / "benchmarks"
-BEGIN, END = "<!-- made by scripts/bench/report.py -->\n", "<!-- end -->\n"
+BEGIN, END = "<!-- made by scripts.bench.report -->\n", "<!-- end -->\n"
 Row = dict[str, str]
 
 
@@ -243,7 +243,9 @@ def main() -> int:
     if args.write:
         README.write_text(made, encoding="utf-8")
     elif made != text:
-        print("README.md's performance table is not that of docs/benchmarks: run scripts/bench/report.py --write")
+        print(
+            "README.md's performance table is not that of docs/benchmarks: run python -m scripts.bench.report --write"
+        )
         return 1
     return 0
 

@@ -1,6 +1,6 @@
 """Owns the whole-step benchmark: our models and their peers on transformers' models, in one run.
 
-    torchrun --nproc_per_node 4 scripts/bench/train_step.py --model llama3-8b --tokens 2048 8192 --append
+    torchrun --nproc_per_node 4 -m scripts.bench.train_step --model llama3-8b --tokens 2048 8192 --append
 
 Random weights, bf16 weights and gradients, AdamW with bf16 states (torch's fused one for the peers), batch 1. T is the
 number of processes. Ours also as one CUDA graph, and with compiled layers. Peers: ``hf`` (transformers in one process),
@@ -27,20 +27,6 @@ from typing import Any, cast
 
 import torch
 import transformers
-from exposure import profiled
-from gpu_race import first_line
-from peers import (
-    Builder,
-    LossFunction,
-    build_dtensor,
-    build_dtensor_async,
-    build_dtensor_compiled,
-    build_hf,
-    build_liger,
-    dtype,
-    with_flash4,
-)
-from record import append, environment
 from torch import Tensor, nn
 from transformers import GPTNeoXConfig, LlamaConfig
 
@@ -53,6 +39,20 @@ from nxd_memopt.optimizer import AdamW, OptimizerInBackward
 from nxd_memopt.parallel_layers import grads, parallel_state
 from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
 from nxd_memopt.parallel_layers.utils import leave_process_groups
+from scripts.bench.exposure import profiled
+from scripts.bench.gpu_race import first_line
+from scripts.bench.peers import (
+    Builder,
+    LossFunction,
+    build_dtensor,
+    build_dtensor_async,
+    build_dtensor_compiled,
+    build_hf,
+    build_liger,
+    dtype,
+    with_flash4,
+)
+from scripts.bench.record import append, environment
 
 WARM_UP_STEPS = 3
 CSV = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "train_step.csv"
@@ -218,7 +218,7 @@ def trace_file(folder: Path | None, row: dict[str, Any]) -> Path | None:
 def run(args: argparse.Namespace) -> list[str]:
     """Measure, print and append row by row: what was measured before a failure is kept. Ours that failed."""
     failed, size = [], parallel_state.get_world_size()
-    about = environment("scripts/bench/train_step.py")
+    about = environment("scripts.bench.train_step")
     peers_memory = MemoryConfig(recompute_granularity="full" if args.recompute == "full" else None)
     for tokens in args.tokens:
         for variant in args.variants:

@@ -16,10 +16,9 @@ from train_examples import require_overlay
 
 ROOT = Path(__file__).resolve().parents[2]
 HIDDEN, WIDTH, VOCABULARY, EXPERTS = 32, 48, 64, 4
-RUN_ON_NXD = f"""
+RUN_ON_NXD = """
 import runpy, sys
 from pathlib import Path
-sys.path.insert(0, {str(Path(__file__).parent)!r})
 from nxd_on_cpu import import_neuronx_distributed
 import_neuronx_distributed(Path(sys.argv[1]) / "src")
 sys.argv = sys.argv[2:]
@@ -94,7 +93,8 @@ def run(library: str, case: Case, source: Path, read: Path, write: Path, directi
     command = [str(python), *program, str(source / "examples" / "training" / case.example / "convert_checkpoints.py")]
     command += ["--input_dir", str(read), "--output_dir", str(write), "--config", str(config)]
     command += [f"--convert_{direction}_full_state", "--n_layers", "3", *case.options.split()]
-    overlay = {"PYTHONPATH": str(require_overlay("llama")), "OMP_NUM_THREADS": "1"}
+    paths = [str(require_overlay("llama")), *([str(Path(__file__).parent)] if library == "nxd" else [])]
+    overlay = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     environment = {**os.environ, **variables, **overlay}
     finished = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     return f"FAILED on {library}: {finished.stderr.strip().splitlines()[-1]}" if finished.returncode else ""

@@ -4,5 +4,4 @@
 #   scripts/launch/llama3_8b.sh --compile --model.tokenizer DIRECTORY   # compiles every graph beforehand
 #   scripts/launch/llama3_8b.sh --model.tokenizer DIRECTORY             # trains, or resumes
 set -euo pipefail
-here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
-exec "${PYTHON:-python3}" "$here/launch.py" --config "$here/../configs/llama3_8b.yaml" "$@"
+exec "${PYTHON:-python3}" -m nxd_memopt.launch --recipe llama3_8b "$@"

@@ -3,5 +3,4 @@
 #   scripts/launch/llama3_8b_trn2.sh --dry-run --model.tokenizer DIRECTORY   # shows what would run, and certifies its memory
 #   scripts/launch/llama3_8b_trn2.sh --model.tokenizer DIRECTORY             # trains, or resumes
 set -euo pipefail
-here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
-exec "${PYTHON:-python3}" "$here/launch.py" --platform trn2 --config "$here/../configs/llama3_8b_trn2.yaml" "$@"
+exec "${PYTHON:-python3}" -m nxd_memopt.launch --platform trn2 --recipe llama3_8b_trn2 "$@"

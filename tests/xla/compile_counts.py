@@ -1,4 +1,4 @@
-"""Runs scripts/train.py on torch_xla's own process group, and prints what each phase of the run compiled, as JSON.
+"""Runs the training program on torch_xla's own process group, and prints what each phase of the run compiled, as JSON.
 
 ``python -m tests.xla.compile_counts OUTPUT --config FILE ...`` is one process in a world of one, set up as on
 NeuronCores: the process group is torch_xla's, and collectives are part of the graphs, in groups of one rank, which
@@ -18,13 +18,14 @@ from typing import Any
 import torch.distributed as dist
 import torch_xla.debug.metrics as metrics
 
-import train as script
 from nxd_memopt.backends import backend, xla_inspect
 from nxd_memopt.checkpoint import gather_full_tensor
 from nxd_memopt.memory.certify import hlo
 from nxd_memopt.parallel_layers import coordination
 from nxd_memopt.parallel_layers.utils import is_sharded
-from train_args import parse_config
+from nxd_memopt.training import loop
+from nxd_memopt.training.arguments import parse_config
+from nxd_memopt.training.distributed import init_distributed
 
 PHASES = ("evaluate", "train_step", "resume", "finish")
 records: list[tuple[str, int]] = []
@@ -85,13 +86,13 @@ def main(output: Path, arguments: list[str]) -> None:
     os.environ.update(MASTER_ADDR="localhost", XLA_ALWAYS_ALLREDUCE="1")
     act_as_on_neuron_cores()
     for name in PHASES:
-        setattr(script, name, counted(name, getattr(script, name)))
+        setattr(loop, name, counted(name, getattr(loop, name)))
     for name in ("save", "after_step"):
-        setattr(script.Saver, name, counted(name, getattr(script.Saver, name)))
-    script.train_step = with_work_between_steps(script.train_step)
+        setattr(loop.Saver, name, counted(name, getattr(loop.Saver, name)))
+    loop.train_step = with_work_between_steps(loop.train_step)
     config = parse_config(arguments)
-    script.join_ranks(config)
-    script.run(config)
+    init_distributed(config)
+    loop.run(config)
     result = {"process_group": dist.get_backend(), "phases": records, "graphs": fingerprints()}
     output.write_text(json.dumps(result), encoding="utf-8")
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from nxd_memopt.backends import xla_inspect
-from tests.training import SCRIPT, write_config
+from tests.training.runs import write_config
 
 Phases = list[tuple[str, int]]
 
@@ -35,8 +35,11 @@ def run(directory: Path, config: Path, name: str, max_steps: int) -> dict[str, A
     options = ["--memory.recompute-granularity", "full", "--trainer.max-steps", str(max_steps)]
     options += ["--trainer.async-save"] if name == "resumed" else []
     command = [sys.executable, "-m", "tests.xla.compile_counts", str(output), "--config", str(config), *options]
-    path = os.pathsep.join([str(SCRIPT.parents[1]), str(SCRIPT.parent)])
-    env = {**os.environ, "PYTHONPATH": path, "XLA_FLAGS": f"{xla_inspect.dump_flags(dump)} {os.environ['XLA_FLAGS']}"}
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "XLA_FLAGS": f"{xla_inspect.dump_flags(dump)} {os.environ['XLA_FLAGS']}",
+    }
     result = subprocess.run(command, env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
     return json.loads(output.read_text(encoding="utf-8"))

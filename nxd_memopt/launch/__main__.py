@@ -1,0 +1,22 @@
+"""Entry point of the launcher: ``python -m nxd_memopt.launch``, the same as ``nxd-memopt launch``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from nxd_memopt._optional import require_installed
+from nxd_memopt.training.errors import user_errors
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Launch as ``arguments``, by default the command line's, say; return the exit status."""
+    with user_errors():
+        require_installed("nxd-memopt launch", "tyro", "yaml", extra="train")
+        from nxd_memopt.launch import command
+
+        return command.main(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

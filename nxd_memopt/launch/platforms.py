@@ -1,0 +1,142 @@
+"""The platforms that training can be launched on: ranks per host, their environment, and what is refused."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from nxd_memopt.launch.machine import Machine
+from nxd_memopt.launch.trainium import (
+    cache_note,
+    functionalization,
+    neuron_cc_flags,
+    refuse_downcasts,
+    torch_neuron,
+    trn1,
+)
+from nxd_memopt.launch.variables import Run, Variable
+
+
+@dataclass(frozen=True)
+class Platform:
+    """Where ranks run.
+
+    Args:
+        variables: of the ranks' environment.
+        processes: ranks of a whole host: one per logical NeuronCore. ``None``: ``chip_processes`` for each chip that
+            the host has, or without such chips one tensor-parallel group.
+        chip_processes: ranks of one Trainium chip, and the largest tensor-parallel group that AWS advises.
+        is_trainium: many ranks share a host and the Neuron runtime.
+        compiles: ``neuron_parallel_compile`` can compile the graphs beforehand.
+    """
+
+    name: str
+    variables: Callable[[Run], list[Variable]]
+    processes: int | None = None
+    chip_processes: int | None = None
+    is_trainium: bool = False
+    compiles: bool = False
+
+    def processes_per_host(self, asked: int | None, tensor_model_parallel_size: int, machine: Machine) -> int:
+        """Return how many ranks a host gets.
+
+        Args:
+            asked: ``--processes-per-node``.
+
+        Raises:
+            ValueError: the number is not positive, exceeds the host's logical cores, or cannot be known.
+        """
+        if asked is not None:
+            return self._checked(asked)
+        if self.processes is not None:
+            return self.processes
+        if self.chip_processes is None:
+            return tensor_model_parallel_size
+        if machine.chips() == 0:
+            raise ValueError(
+                f"--platform {self.name} has hosts of several sizes, and this one has no /dev/neuron*: pass "
+                f"--processes-per-node, {self.chip_processes} for each chip of a host"
+            )
+        return machine.chips() * self.chip_processes
+
+    def _checked(self, asked: int) -> int:
+        if asked < 1:
+            raise ValueError(f"--processes-per-node must be at least 1, got {asked}")
+        if self.processes is not None and asked > self.processes:
+            raise ValueError(
+                f"--processes-per-node {asked} exceeds the {self.processes} logical NeuronCores that a host of "
+                f"--platform {self.name} has, one for each process: lower it, or name this instance's platform"
+            )
+        return asked
+
+    def notes(self, run: Run) -> list[str]:
+        """Return advice on a configuration that runs, but not well."""
+        notes = []
+        size = run.config.parallel.tensor_model_parallel_size
+        if self.chip_processes is not None and size > self.chip_processes:
+            notes.append(
+                f"parallel.tensor_model_parallel_size {size} spans chips: a chip has {self.chip_processes} ranks on "
+                f"--platform {self.name}, and AWS advises to keep a tensor-parallel group within a chip "
+                "(recipe llama3_8b_trn2)"
+            )
+        if self.compiles and (note := cache_note(run)) is not None:
+            notes.append(note)
+        return notes
+
+
+def _cuda(run: Run) -> list[Variable]:
+    del run
+    return [
+        Variable("NXD_MEMOPT_BACKEND", "cuda", "fail rather than train on another device", "fixed"),
+        Variable("CUBLAS_WORKSPACE_CONFIG", ":0:0", "matmuls without a counter to be reset before each, a launch less"),
+    ]
+
+
+def _cpu(run: Run) -> list[Variable]:
+    return [
+        Variable("NXD_MEMOPT_BACKEND", "cpu", "train on the CPU, whatever else there is", "fixed"),
+        _threads(run.processes),
+    ]
+
+
+def _xla_cpu(run: Run) -> list[Variable]:
+    flags = neuron_cc_flags(run.config, run.environ.get("NEURON_CC_FLAGS", ""))
+    refuse_downcasts(run.environ)
+    return [
+        Variable("NXD_MEMOPT_BACKEND", "xla", "the code path of trn1", "fixed"),
+        Variable("PJRT_DEVICE", "CPU", "torch-xla compiles for the CPU, gloo carries the collectives", "fixed"),
+        functionalization(),
+        Variable("NEURON_CC_FLAGS", flags, "no compiler reads it here, but recompute checks it", "combined"),
+        _threads(run.processes),
+    ]
+
+
+def _threads(processes: int) -> Variable:
+    return Variable("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)), "the host's cores, shared")
+
+
+def _lnc1(run: Run) -> list[Variable]:
+    return torch_neuron(run, logical_nc_config=1)
+
+
+def _lnc2(run: Run) -> list[Variable]:
+    return torch_neuron(run, logical_nc_config=2)
+
+
+PLATFORMS = {
+    platform.name: platform
+    for platform in (
+        # trn1.32xlarge: 16 chips of 2 cores; its tensor-parallel groups of 8 and 32 are meant to span chips
+        Platform("trn1", trn1, processes=32, is_trainium=True, compiles=True),
+        # a Trainium2 chip has 8 physical cores; trn2.48xlarge has 16 chips, trn2.3xlarge one
+        Platform("trn2", _lnc2, processes=64, chip_processes=4, is_trainium=True),
+        Platform("trn2-lnc1", _lnc1, processes=128, chip_processes=8, is_trainium=True),
+        Platform("trn2-3xlarge", _lnc2, processes=4, chip_processes=4, is_trainium=True),
+        # servers of an UltraServer have 4 or 16 Trainium3 chips, of 8 physical cores each
+        Platform("trn3", _lnc2, chip_processes=4, is_trainium=True),
+        Platform("cuda", _cuda),
+        Platform("cpu", _cpu),
+        Platform("xla_cpu", _xla_cpu),
+    )
+}

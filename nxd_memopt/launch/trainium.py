@@ -1,0 +1,244 @@
+"""What ranks on Trainium need in their environment, every variable with its reason and the versions that read it.
+
+Sources: AWS's launchers of neuronx-distributed and NxD Training, the Neuron SDK's documentation up to 2.33, torch_xla
+2.9 and TorchNeuron's published source (2.10 to 2.12). None of it has run on a device here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from nxd_memopt.launch.variables import Run, Variable
+from nxd_memopt.training.config import TrainConfig
+
+TRN1_GROUP_SIZES = (1, 2, 4, 8, 32)  # for which trn1 has collectives: AWS's list, and 4 as strided groups
+DOWNCASTS = ("XLA_DOWNCAST_BF16", "XLA_USE_BF16")
+EXEC_TIMEOUT_S = 600  # the runtime's own on trn1 as its developer guide has it; its configuration guide says 30
+TORCH_XLA = "torch-neuronx 2.9, torch-xla"
+TORCH_NEURON = "TorchNeuron: torch-neuronx 2.10 and newer"
+NODE_RANK = "{node_rank}"
+
+
+def trn1(run: Run) -> list[Variable]:
+    """Return the variables of ranks on trn1 through torch_xla.
+
+    Raises:
+        ValueError: the tensor-parallel size has no collectives, or flags or variables contradict the configuration.
+    """
+    _require_trn1_groups(run.config.parallel.tensor_model_parallel_size)
+    refuse_downcasts(run.environ)
+    flags, cores = neuron_cc_flags(run.config, run.environ.get("NEURON_CC_FLAGS", "")), str(run.processes)
+    return [
+        Variable("NXD_MEMOPT_BACKEND", "xla", "fail rather than train on another device", "fixed"),
+        Variable("PJRT_DEVICE", "NEURON", "torch-xla runs on NeuronCores, not on its CPU simulation", "fixed"),
+        functionalization(),
+        Variable("NEURON_CC_FLAGS", flags, "the compiler's options; recompute needs -O1", "combined"),
+        *_compile_cache(run, flags),
+        Variable("NEURON_FUSE_SOFTMAX", "1", "softmax reaches the compiler as one operation", versions=TORCH_XLA),
+        _stochastic_rounding(run.config),
+        Variable(
+            "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS",
+            "3",
+            "the host runs ahead by up to three graphs",
+            versions="Neuron SDK <= 2.30; from 2.31 on the runtime ignores it with a warning",
+        ),
+        Variable("NEURON_RT_NUM_CORES", cores, "NeuronCores on this host, one per process", "fixed"),
+        Variable("NUM_NEURONCORES", cores, "the same, as AWS's launchers name it", "fixed"),
+        Variable("TPU_NUM_DEVICES", cores, "the same, for torch-xla's PJRT client", "fixed", TORCH_XLA),
+        Variable(
+            "TPU_CHIPS_PER_HOST_BOUNDS", cores, "the same, for torch-xla's view of the topology", "fixed", TORCH_XLA
+        ),
+        *_runtime(run),
+    ]
+
+
+def torch_neuron(run: Run, logical_nc_config: int) -> list[Variable]:
+    """Return the variables of ranks on trn2 and trn3 through TorchNeuron.
+
+    Args:
+        logical_nc_config: LNC, the physical cores that make one rank's logical core.
+    """
+    lnc = str(logical_nc_config)
+    older_name = "NEURON_RT_VIRTUAL_CORE_SIZE"
+    return [
+        Variable("NXD_MEMOPT_BACKEND", "neuron", "fail rather than train on another device", "fixed"),
+        Variable(
+            "NEURON_LOGICAL_NC_CONFIG",
+            lnc,
+            "LNC, physical cores of one rank: the platform's number of ranks follows from it",
+            "fixed",
+            "Neuron SDK 2.21 and newer",
+        ),
+        *([Variable(older_name, lnc, "the older name of the same", "fixed")] if older_name in run.environ else []),
+        Variable(
+            "TORCH_NEURONX_FALLBACK_ONLY_FOR_UNIMPLEMENTED_OPS",
+            "1",
+            "an operation that fails on the device is an error, not a silent detour through the CPU",
+            versions=TORCH_NEURON,
+        ),
+        *_neff_cache(run),
+        _stochastic_rounding(run.config),
+        *_runtime(run),
+    ]
+
+
+def functionalization() -> Variable:
+    return Variable(
+        "XLA_DISABLE_FUNCTIONALIZATION",
+        "0",
+        "with functionalization off, trn1's default, Tensor.split with a list of sizes returns wrong data "
+        "(pytorch/xla#8640)",
+        versions="torch-xla 2.1 to 2.9",
+    )
+
+
+def stochastic_rounding(config: TrainConfig) -> bool:
+    """Return whether bf16 weights lack fp32 masters: rounding at random then keeps updates below their precision."""
+    return config.model.dtype == "bfloat16" and not config.optimizer.master_weights
+
+
+def _stochastic_rounding(config: TrainConfig) -> Variable:
+    return Variable(
+        "NEURON_RT_STOCHASTIC_ROUNDING_EN",
+        str(int(stochastic_rounding(config))),
+        "1 for bf16 weights without fp32 masters, 0 otherwise (model.dtype, optimizer.master_weights)",
+        "fixed",
+    )
+
+
+def neuron_cc_flags(config: TrainConfig, given: str) -> str:
+    """Return the configuration's flags, then those of ``given``; with recompute ``-O1`` where neither names a level.
+
+    Raises:
+        ValueError: recompute is on and the last level is another one, or the flags cannot be read.
+    """
+    with _library_on_cpu():
+        from nxd_memopt.backends.compiler_flags import optimization_level, recompute_error, with_optimization_level
+    flags = f"{shlex.join(config.launch.neuron_cc_flags)} {given}".strip()
+    if config.memory.recompute_granularity is None:
+        return flags
+    flags = f"-O1 {flags}"  # the last level wins
+    error = recompute_error(flags)
+    if error is not None:
+        raise ValueError(f"{error} (launch.neuron_cc_flags, then the environment's NEURON_CC_FLAGS, and the last wins)")
+    return with_optimization_level(flags, optimization_level(flags))
+
+
+@contextlib.contextmanager
+def _library_on_cpu() -> Iterator[None]:
+    """Import the library's backends without opening a device, which on trn1 would keep it from the ranks."""
+    before = os.environ.get("NXD_MEMOPT_BACKEND")
+    os.environ["NXD_MEMOPT_BACKEND"] = "cpu"
+    try:
+        yield
+    finally:
+        del os.environ["NXD_MEMOPT_BACKEND"]
+        if before is not None:
+            os.environ["NXD_MEMOPT_BACKEND"] = before
+
+
+def _compile_cache(run: Run, flags: str) -> list[Variable]:
+    """Return the variable of trn1's compile cache, if the configuration names one.
+
+    Raises:
+        ValueError: the flags name a cache too, which the compiler's wrapper would prefer.
+    """
+    given = run.config.launch.compile_cache_dir
+    if given is None:
+        return []
+    if any(word.split("=")[0] == "--cache_dir" for word in shlex.split(flags)):
+        raise ValueError(
+            f"launch.compile_cache_dir is {given!r}, and the compiler's flags have a --cache_dir ({flags}), which "
+            "takes precedence: name the cache once"
+        )
+    reason = "compiled graphs are kept here; the default is /var/tmp/neuron-compile-cache of each host"
+    return [Variable("NEURON_COMPILE_CACHE_URL", cache_location(run), reason, "fixed", "torch-neuronx 1.13 to 2.9")]
+
+
+def _neff_cache(run: Run) -> list[Variable]:
+    given = run.config.launch.compile_cache_dir
+    if given is None:
+        return []
+    if "://" in given:
+        raise ValueError(f"launch.compile_cache_dir is {given!r}, but TorchNeuron's cache is a directory: name one")
+    reason = "compiled operations and graphs are kept here"
+    return [Variable("TORCH_NEURONX_NEFF_CACHE_DIR", cache_location(run), reason, "fixed", TORCH_NEURON)]
+
+
+def cache_location(run: Run) -> str:
+    """Return ``launch.compile_cache_dir`` for this host: an absolute path, or a URL as it is."""
+    given = str(run.config.launch.compile_cache_dir).replace(NODE_RANK, str(run.hosts.rank))
+    return given if "://" in given else str(Path(given).expanduser().absolute())
+
+
+def cache_note(run: Run) -> str | None:
+    """Return a warning for a cache directory that several hosts of trn1 may share, and ``None`` where none is due."""
+    given = run.config.launch.compile_cache_dir
+    if given is None or run.hosts.count == 1 or NODE_RANK in given or "://" in given:
+        return None
+    return (
+        f"launch.compile_cache_dir {given} is the same path on {run.hosts.count} hosts: on NFS, EFS or FSx the cache's "
+        f"file locks do not hold and compilation may fail; put {NODE_RANK} into it for a directory per host"
+    )
+
+
+def _runtime(run: Run) -> list[Variable]:
+    """Return what the Neuron runtime and glibc read on every Trainium."""
+    return [
+        Variable(
+            "NEURON_RT_EXEC_TIMEOUT",
+            str(EXEC_TIMEOUT_S),
+            "seconds until a graph's execution counts as hung: a rank waits inside it for the slowest rank, which may "
+            "still compile or read a checkpoint",
+            versions="Neuron Runtime 2.0 and newer",
+        ),
+        Variable("MALLOC_ARENA_MAX", "64", "bounds what glibc's malloc keeps per thread: many ranks share a host"),
+        *_root_comm_id(run),
+        *(_between_hosts(run) if run.hosts.count > 1 else []),
+    ]
+
+
+def _root_comm_id(run: Run) -> list[Variable]:
+    if run.root_comm_port is None:
+        return []
+    address = run.hosts.address or "localhost"
+    address = f"[{address}]" if ":" in address else address  # IPv6
+    reason = "where the runtime's collectives meet (--root-comm-port)"
+    return [Variable("NEURON_RT_ROOT_COMM_ID", f"{address}:{run.root_comm_port}", reason, "fixed")]
+
+
+def _between_hosts(run: Run) -> list[Variable]:
+    interface = run.machine.container_interface()
+    variables = [
+        Variable("FI_PROVIDER", "efa", "collectives between hosts go through EFA, not TCP"),
+        Variable("FI_EFA_USE_DEVICE_RDMA", "1", "the network card reads device memory without a copy through the host"),
+        Variable(
+            "FI_EFA_FORK_SAFE", "1", "libfabric stays usable where Python forks", versions="Linux kernels below 5.15"
+        ),
+    ]
+    if interface is not None:
+        reason = "the interface over which collectives are set up, as in AWS's containers: the default route's"
+        variables.append(Variable("CCOM_SOCKET_IFNAME", interface, reason))
+    return variables
+
+
+def _require_trn1_groups(size: int) -> None:
+    if size not in TRN1_GROUP_SIZES:
+        raise ValueError(
+            f"parallel.tensor_model_parallel_size {size} is not one of {list(TRN1_GROUP_SIZES)}, the group sizes for "
+            "which trn1 has collectives: choose one of them"
+        )
+
+
+def refuse_downcasts(environ: Mapping[str, str]) -> None:
+    """Raise ``ValueError`` for torch_xla's variables that would make fp32 master weights bf16."""
+    for name in DOWNCASTS:
+        if environ.get(name, "0") != "0":
+            raise ValueError(
+                f"{name}={environ[name]} makes every fp32 tensor bf16, fp32 master weights too: unset it and set "
+                "model.dtype to bfloat16"
+            )

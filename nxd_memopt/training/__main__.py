@@ -1,0 +1,36 @@
+"""Entry point of the training program: ``torchrun --nproc_per_node N -m nxd_memopt.training --config FILE``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from nxd_memopt._optional import require_installed, require_transformers
+from nxd_memopt.training.errors import user_errors
+
+
+def main(arguments: Sequence[str] | None = None, *, program: str = "nxd_memopt.training") -> int:
+    """Train as ``arguments``, by default the command line's, say; return the exit status.
+
+    Args:
+        arguments: ``--config FILE`` or ``--recipe NAME``, and options that override the file's.
+        program: the name that ``--help`` and messages show.
+    """
+    with user_errors():
+        require_installed(program, "tyro", "yaml", "rich", "tensorboard", extra="train")
+        require_transformers(program, extra="train")
+
+        # Imported here: the first import of the library chooses the backend and may refuse to.
+        from nxd_memopt.training.arguments import parse_config
+        from nxd_memopt.training.distributed import destroy_distributed, init_distributed
+        from nxd_memopt.training.loop import run
+
+        config = parse_config(sys.argv[1:] if arguments is None else arguments, program=program)
+        init_distributed(config)
+        run(config)
+        destroy_distributed()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

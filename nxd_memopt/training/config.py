@@ -1,0 +1,298 @@
+"""The training program's configuration: one frozen, self-validating dataclass per section of the YAML file."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from nxd_memopt.config import MemoryConfig, ParallelConfig, require_divisible, require_one_of
+
+DTYPES = ("float32", "bfloat16")
+LR_SCHEDULES = ("cosine", "linear")
+COMPILE = (None, "layer")
+
+
+def _require_at_least(name: str, value: float, minimum: float) -> None:
+    if not value >= minimum:
+        raise ValueError(f"{name} must be at least {minimum}, got {value}")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model is trained.
+
+    Args:
+        pretrained: Hugging Face model directory (``config.json`` and safetensors, or a GGUF file); ``None`` builds
+            from ``config_overrides`` alone.
+        tokenizer: tokenizer directory or hub name; ``None`` takes the one in ``pretrained``.
+        config_overrides: Hugging Face configuration values, e.g. ``{model_type: llama, hidden_size: 64}``; laid over
+            the configuration of ``pretrained`` where that is given.
+        random_init: keep the random initial weights instead of loading those of ``pretrained``.
+        dtype: of parameters and activations; with ``bfloat16`` the optimizer keeps fp32 master weights.
+    """
+
+    pretrained: str | None = None
+    tokenizer: str | None = None
+    config_overrides: dict[str, Any] = field(default_factory=dict)
+    random_init: bool = False
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+    def __post_init__(self) -> None:
+        require_one_of("model.dtype", self.dtype, DTYPES)
+        if self.pretrained is None and "model_type" not in self.config_overrides:
+            raise ValueError(
+                "model.pretrained is not set and model.config_overrides has no model_type: name a Hugging Face "
+                "directory, or a model_type such as llama with its sizes"
+            )
+        if self.pretrained is None and self.tokenizer is None:
+            raise ValueError("model.tokenizer is needed where model.pretrained is not set: name a tokenizer directory")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where text comes from and how it is packed.
+
+    Args:
+        dataset: ``stdlib`` (the source code of Python's standard library), a text, JSONL or Parquet file, a directory
+            or pattern of such files, a dataset saved by ``save_to_disk``, or a name on the Hugging Face hub.
+        dataset_config: the hub dataset's configuration name.
+        split: the hub dataset's split.
+        text_column: the column with the text, for everything but text files.
+        seq_length: S, tokens per sequence; documents are joined with end-of-text tokens and cut into sequences.
+        micro_batch_size: B, sequences per forward pass on each data-parallel rank.
+        global_batch_size: sequences per optimizer step over all data-parallel ranks.
+        held_out_every: about one document in this many is kept out of training, chosen by hash; with fewer documents
+            than this, the last such part of each document.
+        eval_sequences: held-out sequences per evaluation; 0 turns evaluation off.
+    """
+
+    dataset: str = "stdlib"
+    dataset_config: str | None = None
+    split: str = "train"
+    text_column: str = "text"
+    seq_length: int = 1024
+    micro_batch_size: int = 1
+    global_batch_size: int = 8
+    held_out_every: int = 20
+    eval_sequences: int = 16
+
+    def __post_init__(self) -> None:
+        for name, minimum in (("seq_length", 2), ("micro_batch_size", 1), ("held_out_every", 2), ("eval_sequences", 0)):
+            _require_at_least(f"data.{name}", getattr(self, name), minimum)
+        _require_at_least("data.global_batch_size", self.global_batch_size, 1)
+        require_divisible(
+            "data.global_batch_size", self.global_batch_size, "data.micro_batch_size", self.micro_batch_size
+        )
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW with linear warm-up and a decay.
+
+    Args:
+        lr: peak learning rate.
+        lr_schedule: shape of the decay after the warm-up, ``cosine`` or ``linear``.
+        min_lr_ratio: the learning rate ends at this fraction of ``lr``.
+        warmup_steps: steps of linear warm-up.
+        decay_steps: step at which the decay ends; ``None`` takes ``trainer.max_steps``. Set it where a run will be
+            prolonged: a resumed run must have the same schedule.
+        weight_decay: for parameters of two or more dimensions; norms and biases are not decayed.
+        betas: of the running means of the gradient and its square.
+        eps: added to the denominator.
+        clip_grad: bound on the global gradient norm; 0 leaves gradients as they are.
+        master_weights: keep fp32 weights, states and gradient sums of bf16 parameters, 18 bytes a parameter in all;
+            False keeps everything in bf16, 8 bytes, and loses updates below a weight's rounding step, where the device
+            does not round stochastically (on Trainium the launcher turns that on).
+        zero1: shard states and master weights over the D data-parallel ranks (ZeRO stage 1, arXiv:1910.02054): with
+            master weights 6 + 12/D bytes a parameter. The results are the same.
+        overlap_grad_reduce: reduce gradients over the ranks while backward computes others, instead of after it.
+    """
+
+    lr: float = 3e-4
+    lr_schedule: Literal["cosine", "linear"] = "cosine"
+    min_lr_ratio: float = 0.1
+    warmup_steps: int = 0
+    decay_steps: int | None = None
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    clip_grad: float = 1.0
+    master_weights: bool = True
+    zero1: bool = False
+    overlap_grad_reduce: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "warmup_steps", "weight_decay", "eps", "clip_grad", "min_lr_ratio"):
+            _require_at_least(f"optimizer.{name}", getattr(self, name), 0)
+        require_one_of("optimizer.lr_schedule", self.lr_schedule, LR_SCHEDULES)
+        if self.zero1 and self.overlap_grad_reduce:
+            raise ValueError(
+                "optimizer.overlap_grad_reduce and optimizer.zero1 are both true, and zero1 scatters the gradients "
+                "itself, after backward: set one of them to false"
+            )
+        if self.min_lr_ratio > 1:
+            raise ValueError(f"optimizer.min_lr_ratio must be at most 1, got {self.min_lr_ratio}")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"optimizer.betas must be two numbers in [0, 1), got {list(self.betas)}")
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """How long to train, and what to write.
+
+    Args:
+        output_dir: checkpoints, metrics, TensorBoard logs, packed tokens and the export; a run resumes from the
+            checkpoint that it finds here. On several hosts it must be a shared directory.
+        max_steps: optimizer steps in total, resumed ones included.
+        seed: of the initial weights, dropout and the order of the data.
+        val_check_interval: steps between held-out evaluations; 0 evaluates before and after only.
+        save_interval: steps between checkpoints; 0 saves at the end only.
+        save_checkpoints: ``False`` writes no checkpoint at all, so the run cannot be resumed.
+        async_save: write checkpoints in the background while training goes on, one at a time; an error is reported at
+            the next step. Takes host memory for what a rank writes (parameters, masters, states), on GPUs page-locked.
+        keep_checkpoints: newest checkpoints that stay on disk.
+        log_every_n_steps: steps whose loss and gradient norm are read from the device together, written to
+            metrics.jsonl and checked to be finite; also the steps between progress lines. Each reading makes the host
+            wait for the device, so on Trainium take 10 or more.
+        export: write a Hugging Face directory at the end.
+        verify_export: rank 0 loads the export with transformers and compares the held-out loss.
+        single_process_summary: ``summary.json`` of a run on one process, whose peak memory is shown for comparison.
+        enable_cuda_graph: run forward and backward of a micro-batch as one CUDA graph, on NVIDIA GPUs: the host then
+            keeps up where a rank's share of the work is small. Needs dropout 0.
+        compile: ``layer`` compiles each decoder layer with torch.compile, as one graph of static shapes: the first step
+            takes longer, later ones have fewer kernels. Inside a layer the compiler's kernels and collectives take the
+            place of this library's (docs/gpus.md). Refused on backend xla, which compiles whole steps already, and with
+            dropout of which each tensor-parallel rank draws its own.
+        distributed_timeout_minutes: how long a rank waits for the others in a collective.
+    """
+
+    output_dir: str = "runs/train"
+    max_steps: int = 100
+    seed: int = 1234
+    val_check_interval: int = 0
+    save_interval: int = 0
+    save_checkpoints: bool = True
+    async_save: bool = False
+    keep_checkpoints: int = 2
+    log_every_n_steps: int = 1
+    export: bool = True
+    verify_export: bool = False
+    single_process_summary: str | None = None
+    enable_cuda_graph: bool = False
+    compile: Literal["layer"] | None = None
+    distributed_timeout_minutes: int = 30
+
+    def __post_init__(self) -> None:
+        for name in ("max_steps", "seed", "val_check_interval", "save_interval"):
+            _require_at_least(f"trainer.{name}", getattr(self, name), 0)
+        for name in ("keep_checkpoints", "log_every_n_steps", "distributed_timeout_minutes"):
+            _require_at_least(f"trainer.{name}", getattr(self, name), 1)
+        require_one_of("trainer.compile", self.compile, COMPILE)
+        if self.verify_export and not self.export:
+            raise ValueError("trainer.verify_export needs trainer.export: turn export on or verify_export off")
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """What ``nxd-memopt launch`` puts into the ranks' environment; a run that is started otherwise does not read it.
+
+    Args:
+        neuron_cc_flags: options of trn1's compiler. The launcher adds ``-O1`` where recompute is on and no level is
+            named, and refuses another level: the compiler may then undo the recompute.
+        compile_cache_dir: where Trainium's compilers keep what they compiled; ``None`` leaves it to them, which is a
+            directory of each host (trn1: ``/var/tmp/neuron-compile-cache``). ``{node_rank}`` stands for the host's
+            number: on a file system that hosts of trn1 share, each needs its own. trn1 takes an ``s3://`` URL too.
+    """
+
+    neuron_cc_flags: tuple[str, ...] = ("--model-type=transformer",)
+    compile_cache_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.compile_cache_dir is not None and not self.compile_cache_dir.strip():
+            raise ValueError("launch.compile_cache_dir is empty: name a directory, or leave it out")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Train a causal language model with tensor and sequence parallelism.
+
+    --config FILE.yaml sets any option below, by section; options on the command line come last and win.
+    """
+
+    model: ModelConfig
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+
+    def __post_init__(self) -> None:
+        if self.parallel.sequence_parallel_enabled:
+            size = self.parallel.tensor_model_parallel_size
+            require_divisible("data.seq_length", self.data.seq_length, "tensor_model_parallel_size", size)
+        if self.trainer.enable_cuda_graph and self.optimizer.overlap_grad_reduce:
+            raise ValueError(
+                "trainer.enable_cuda_graph and optimizer.overlap_grad_reduce are both true, and a graph makes all "
+                "gradients before any is reduced: set one of them to false"
+            )
+        if self.trainer.enable_cuda_graph and self.memory.cpu_offloading_num_layers:
+            raise ValueError(
+                f"trainer.enable_cuda_graph is true and memory.cpu_offloading_num_layers is "
+                f"{self.memory.cpu_offloading_num_layers}: the host steers offloading between kernels, and a graph has "
+                "no host in it: set the first to false or the second to 0"
+            )
+        if self.trainer.enable_cuda_graph and self.trainer.compile:
+            raise ValueError(
+                f"trainer.enable_cuda_graph is true and trainer.compile is {self.trainer.compile!r}: compiled layers "
+                "have not been recorded as a CUDA graph; set the first to false or the second to null"
+            )
+        if self.trainer.verify_export and not self.data.eval_sequences:
+            raise ValueError("trainer.verify_export compares held-out losses: set data.eval_sequences above 0")
+
+    MAY_CHANGE: ClassVar[tuple[str, ...]] = (
+        "world_size",
+        "parallel.tensor_model_parallel_size",
+        "parallel.sequence_parallel_enabled",
+        "data.micro_batch_size",
+        "optimizer.zero1",
+    )
+    """Fields of ``resume_identity`` that a resumed run may have otherwise: how the same step is spread over ranks."""
+
+    @property
+    def decay_steps(self) -> int:
+        return self.trainer.max_steps if self.optimizer.decay_steps is None else self.optimizer.decay_steps
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """D: how many groups of tensor-parallel ranks share a step's sequences.
+
+        Raises:
+            ValueError: when the tensor-parallel size does not divide the world size.
+        """
+        size = self.parallel.tensor_model_parallel_size
+        remedy = f"start a multiple of {size} processes, such as torchrun --nproc_per_node {size}"
+        return require_divisible("world size", world_size, "tensor_model_parallel_size", size, remedy)
+
+    def accumulation_steps(self, world_size: int) -> int:
+        """Forward passes per optimizer step on each rank."""
+        replicas = self.data_parallel_size(world_size)
+        by = f"data.micro_batch_size {self.data.micro_batch_size} x data-parallel size {replicas} ="
+        sequences_per_pass = self.data.micro_batch_size * replicas
+        return require_divisible("data.global_batch_size", self.data.global_batch_size, by, sequences_per_pass)
+
+    def resume_identity(self, world_size: int) -> dict[str, Any]:
+        """Everything that a resumed run must share with the run it continues, but for ``MAY_CHANGE``.
+
+        Memory techniques and overlap are left out: they change no result.
+        """
+        optimizer = dataclasses.asdict(self.optimizer) | {"decay_steps": self.decay_steps}
+        del optimizer["overlap_grad_reduce"]
+        return {
+            "model": dataclasses.asdict(self.model),
+            "parallel": dataclasses.asdict(self.parallel),
+            "data": dataclasses.asdict(self.data),
+            "optimizer": optimizer | {"betas": list(self.optimizer.betas)},
+            "seed": self.trainer.seed,
+            "world_size": world_size,
+        }

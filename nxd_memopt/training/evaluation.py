@@ -1,0 +1,102 @@
+"""Held-out loss: of the model under training, and of its export loaded by transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from nxd_memopt.backends import backend
+from nxd_memopt.modules.causal_lm import IGNORE_INDEX
+from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.training.config import TrainConfig
+from nxd_memopt.training.distributed import is_extracting_graphs
+from nxd_memopt.training.metrics import sum_over_data_parallel_ranks
+from nxd_memopt.training.tokens import TokenFile, tokens_directory
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences of one forward pass: ``ids`` and ``labels`` ``[B, S]``, and how many are real, 0-dim, fp32."""
+
+    ids: Tensor
+    labels: Tensor
+    count: Tensor
+
+
+@torch.no_grad()
+def held_out_loss(model: nn.Module, config: TrainConfig) -> float | None:
+    """Mean over all held-out tokens, fp32, the same on every rank. Every rank calls.
+
+    ``None`` without such tokens, and where ``neuron_parallel_compile`` only collects the graphs.
+    """
+    model.eval()
+    rank, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_size()
+    batches = _batches(config, rank, replicas, backend.device)
+    total = sum_over_data_parallel_ranks(_total_loss(lambda ids, labels: model(ids, labels=labels).loss, batches))
+    backend.mark_step()
+    count = _held_out_sequences(config)
+    return None if count == 0 or is_extracting_graphs() else total.item() / count
+
+
+@torch.no_grad()
+def held_out_loss_by_transformers(directory: Path, config: TrainConfig) -> float | None:
+    """Load a Hugging Face directory with transformers, and return its held-out loss.
+
+    On this rank's device, except that a whole model is too much for a NeuronCore: there on the host.
+    """
+    disable_progress_bar()
+    dtype = getattr(torch, config.model.dtype)
+    device = torch.device("cpu") if backend.name == "xla" else backend.device
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, device_map={"": device}).eval()
+    batches = _batches(config, 0, 1, device)
+    total = _total_loss(lambda ids, labels: model(ids, labels=labels, use_cache=False).loss, batches)
+    count = _held_out_sequences(config)
+    return total.item() / count if count else None
+
+
+def _held_out_tokens(config: TrainConfig) -> TokenFile | None:
+    directory = tokens_directory(config)
+    return TokenFile(directory / "held_out.bin", config.data.seq_length) if config.data.eval_sequences else None
+
+
+def _held_out_sequences(config: TrainConfig) -> int:
+    tokens = _held_out_tokens(config)
+    return 0 if tokens is None else min(len(tokens), config.data.eval_sequences)
+
+
+def _batches(config: TrainConfig, rank: int, replicas: int, device: torch.device) -> list[Batch]:
+    """This data-parallel rank's share of the held-out sequences.
+
+    As many batches of B on every rank, so that a device that compiles graphs has one, the same everywhere: what is
+    missing is filled with sequence 0, ignored in the loss.
+    """
+    tokens, size = _held_out_tokens(config), config.data.micro_batch_size
+    if tokens is None:
+        return []
+    count = _held_out_sequences(config)
+    rows = range(count)[rank::replicas]
+    starts = range(0, -(-count // replicas), size)
+    return [_batch(tokens, rows[start : start + size], size, device) for start in starts]
+
+
+def _batch(tokens: TokenFile, rows: range, size: int, device: torch.device) -> Batch:
+    real = tokens.sequences(rows) if rows else tokens.sequences(range(1))[:0]
+    filler = tokens.sequences(range(1)).expand(size - len(real), -1)
+    ids = torch.cat([real, filler])
+    labels = torch.cat([real, torch.full_like(filler, IGNORE_INDEX)])
+    return Batch(*(tensor.to(device) for tensor in (ids, labels, torch.tensor(float(len(real))))))
+
+
+def _total_loss(loss_of: Callable[[Tensor, Tensor], Tensor], batches: list[Batch]) -> Tensor:
+    """0-dim: the sum of the sequences' losses, fp32; all are equally long."""
+    total = torch.zeros(()).to(batches[0].ids.device if batches else backend.device)  # moved: no constant of the graph
+    for batch in batches:
+        total += loss_of(batch.ids, batch.labels).float() * batch.count
+        backend.mark_step()  # a batch is a graph
+    return total

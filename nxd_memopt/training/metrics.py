@@ -1,0 +1,94 @@
+"""Values of training steps: what a step returns, and reading those values from the device several steps at a time."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import cast
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from nxd_memopt.backends import backend
+from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.training.report import Reporter, StepMetrics
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The values of one optimizer step, which the device may not have computed yet.
+
+    Args:
+        number: of the step, counted from 1.
+        loss: mean over the step's tokens on all ranks, 0-dim, fp32, on the device.
+        grad_norm: global gradient norm before clipping, 0-dim, fp32, on the device.
+        lr: learning rate of the update.
+    """
+
+    number: int
+    loss: Tensor
+    grad_norm: Tensor
+    lr: float
+
+
+class DeferredMetrics:
+    """Reads the values of ``every`` steps together: each reading makes the host wait for the device.
+
+    The first step of a process is read alone, because it takes longer and would distort the mean time of the others.
+    Every rank reads, so that all ranks stop at a value that is not finite. Call ``read`` before saving a checkpoint:
+    then no checkpoint is written after such a step.
+
+    Args:
+        tokens_per_step: over all ranks.
+    """
+
+    def __init__(self, reporter: Reporter, *, every: int, tokens_per_step: int) -> None:
+        self._reporter = reporter
+        self._every = every
+        self._tokens_per_step = tokens_per_step
+        self._steps: list[StepResult] = []
+        self._is_first = True
+        self._started = time.perf_counter()
+
+    def start(self) -> None:
+        """Start the clock before a step, so that evaluations and checkpoints since the last one do not count."""
+        if not self._steps:
+            self._started = time.perf_counter()
+
+    def add(self, step: StepResult) -> None:
+        """Add a step, and read all steps since the last reading if it is time to."""
+        self._steps.append(step)
+        if self._is_first or step.number % self._every == 0:
+            self.read()
+        self._is_first = False
+
+    def read(self) -> None:
+        """Wait for the steps that were added; check and record their values.
+
+        Raises:
+            ValueError: a loss or a gradient norm is not finite.
+        """
+        values = [(step, step.loss.item(), step.grad_norm.item()) for step in self._steps]
+        seconds = (time.perf_counter() - self._started) / max(len(values), 1)
+        peak = backend.max_memory_allocated()
+        for step, loss, grad_norm in values:
+            _require_finite(step.number, loss=loss, grad_norm=grad_norm)
+            rate = self._tokens_per_step / seconds
+            self._reporter.step(StepMetrics(step.number, loss, grad_norm, step.lr, rate, peak))
+        self._steps.clear()
+        self._started = time.perf_counter()
+
+
+def sum_over_data_parallel_ranks(value: Tensor) -> Tensor:
+    """Sum ``value`` over the data-parallel group; tensor-parallel ranks hold equal values already."""
+    return backend.all_reduce(value, cast("ProcessGroup | None", parallel_state.get_data_parallel_group()))
+
+
+def _require_finite(step: int, **values: float) -> None:
+    for name, value in values.items():
+        if not math.isfinite(value):
+            raise ValueError(
+                f"{name} is {value} at step {step}: nothing was saved after the last checkpoint; lower optimizer.lr, "
+                "lengthen optimizer.warmup_steps, or check the data"
+            )

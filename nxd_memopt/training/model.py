@@ -1,0 +1,107 @@
+"""Builds the model from a Hugging Face directory or a configuration alone, and loads its tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
+
+from nxd_memopt.backends import backend
+from nxd_memopt.checkpoint import load_config, load_pretrained
+from nxd_memopt.checkpoint.files import find_gguf
+from nxd_memopt.models import model_class, require_supported
+from nxd_memopt.modules.causal_lm import ParallelCausalLM
+from nxd_memopt.parallel_layers.utils import move_model_to_device
+from nxd_memopt.training.config import ModelConfig, TrainConfig
+from nxd_memopt.training.tokens import Vocabulary
+
+DROPOUTS = ("attention_dropout", "hidden_dropout")  # of those in a configuration, what models read
+
+
+def load_hf_config(config: ModelConfig) -> PretrainedConfig:
+    """Return the Hugging Face configuration with ``config_overrides`` laid over it.
+
+    Raises:
+        ValueError: for a missing directory, and for a model type that is not supported; lists those that are.
+    """
+    overrides = dict(config.config_overrides)
+    if config.pretrained is None:
+        model_type = overrides.pop("model_type")
+        require_supported(model_type)
+        return AutoConfig.for_model(model_type, **overrides)
+    hf_config = load_config(config.pretrained)
+    require_supported(hf_config.model_type)
+    hf_config.update({name: value for name, value in overrides.items() if name != "model_type"})
+    return hf_config
+
+
+def require_executable(config: TrainConfig, hf_config: PretrainedConfig) -> None:
+    """Raise ``ValueError`` where the backend cannot run a step as ``trainer`` says, before the model is built."""
+    if config.trainer.enable_cuda_graph:
+        require_recordable(hf_config)
+    refusal = backend.compile_refusal() if config.trainer.compile else None
+    if refusal is not None:
+        raise ValueError(f"trainer.compile {config.trainer.compile!r} {refusal}; or set it to null")
+
+
+def require_recordable(hf_config: PretrainedConfig) -> None:
+    """Raise ``ValueError`` where ``trainer.enable_cuda_graph`` cannot be met, before the model is built."""
+    refusal = backend.capture_refusal()
+    if refusal is not None:
+        raise ValueError(f"trainer.enable_cuda_graph {refusal}: set it to false")
+    dropout = {name: value for name in DROPOUTS if (value := getattr(hf_config, name, None))}
+    if dropout:
+        raise ValueError(
+            f"trainer.enable_cuda_graph needs dropout 0, got {dropout}: set them to 0 in model.config_overrides, or "
+            "enable_cuda_graph to false"
+        )
+
+
+def load_vocabulary(config: ModelConfig, hf_config: PretrainedConfig) -> Vocabulary:
+    """Return the tokenizer, checked against the model.
+
+    Raises:
+        ValueError: when there is none, it has no end-of-text token, or it is larger than the model's vocabulary.
+    """
+    name = config.tokenizer or config.pretrained
+    assert name is not None
+    tokenizer = _load_tokenizer(name)
+    candidates = [tokenizer.eos_token_id, hf_config.eos_token_id]
+    end_of_text = next((token for token in candidates if isinstance(token, int)), None)
+    if end_of_text is None:
+        raise ValueError(f"neither the tokenizer {name!r} nor the model has an eos_token to end documents with")
+    return Vocabulary(tokenizer, hf_config.vocab_size, end_of_text)
+
+
+def _load_tokenizer(name: str) -> Any:
+    gguf = find_gguf(Path(name))
+    try:
+        return AutoTokenizer.from_pretrained(name, **({} if gguf is None else {"gguf_file": gguf.name}))
+    except (OSError, ValueError, ImportError) as error:
+        reason = str(error).split("\n")[0]
+        raise ValueError(
+            f"no tokenizer can be loaded from {name!r}: {reason}: set model.tokenizer to one's directory"
+        ) from error
+
+
+def build_model(config: TrainConfig, hf_config: PretrainedConfig) -> ParallelCausalLM:
+    """Build this rank's shard of the model on the backend's device, with pretrained weights where there are any.
+
+    On XLA it is built on the host first: drawn or loaded there, slice by slice, it would become a graph of its own.
+    """
+    on_host = backend.name == "xla" and config.parallel.use_cpu_initialization
+    model: ParallelCausalLM = model_class(hf_config.model_type)(
+        hf_config,
+        parallel=config.parallel,
+        memory=config.memory,
+        dtype=getattr(torch, config.model.dtype),
+        device="cpu" if on_host else backend.device,
+    )
+    if config.model.pretrained is not None and not config.model.random_init:
+        load_pretrained(model, config.model.pretrained)
+    if on_host:
+        move_model_to_device(model, backend.device)
+    backend.mark_step()
+    return model

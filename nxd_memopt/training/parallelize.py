@@ -1,0 +1,49 @@
+"""Applies memory techniques, data parallelism and CUDA graphs to a model, each after those that it depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from nxd_memopt.memory import GraphedLoss, apply_memory
+from nxd_memopt.modules.causal_lm import ParallelCausalLM
+from nxd_memopt.training.config import TrainConfig
+from nxd_memopt.training.distributed import world_size
+from nxd_memopt.training.optimizer import MasterWeightOptimizer, trainable_parameters
+
+ForwardBackward = Callable[[Tensor], Tensor]
+"""Maps the token ids of a micro-batch, ``[B, S]``, to its share of the step's loss, and accumulates gradients."""
+
+
+def parallelize(model: ParallelCausalLM, config: TrainConfig) -> tuple[MasterWeightOptimizer, ForwardBackward]:
+    """Prepare ``model`` for training as ``config`` says.
+
+    The model is built with tensor and sequence parallelism already. The order of what follows:
+
+    1. Recompute, offload and compile replace the forward of layers, in the order that ``apply_memory`` explains.
+    2. Data parallelism puts hooks on the parameters' gradients, so the parameters must be the final ones.
+    3. A CUDA graph comes last: it records everything that runs between a micro-batch and its gradients.
+
+    Returns:
+        The optimizer, which owns the gradient reduction, and the function that runs forward and backward.
+    """
+    apply_memory(model, config.memory, compile=config.trainer.compile)
+    optimizer = MasterWeightOptimizer(trainable_parameters(model), config.optimizer)
+    return optimizer, _forward_backward(model, config)
+
+
+def _forward_backward(model: nn.Module, config: TrainConfig) -> ForwardBackward:
+    accumulation_steps = config.accumulation_steps(world_size())
+
+    def loss_of(micro_batch: Tensor) -> Tensor:
+        return model(micro_batch, labels=micro_batch).loss / accumulation_steps
+
+    def forward_backward(micro_batch: Tensor) -> Tensor:
+        loss = loss_of(micro_batch)
+        loss.backward()
+        return loss.detach()
+
+    if config.trainer.enable_cuda_graph:
+        return GraphedLoss(trainable_parameters(model), loss_of)
+    return forward_backward

@@ -1,0 +1,157 @@
+"""Shows and records a run on rank 0: progress, metrics.jsonl, evaluation.jsonl and TensorBoard logs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from torch.utils.tensorboard import SummaryWriter
+
+from nxd_memopt.training.config import TrainerConfig
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One optimizer step: a row of metrics.jsonl. Its loss is the mean over the step's tokens, fp32.
+
+    Args:
+        tokens_per_s: mean over the steps that were read together.
+        peak_memory_bytes: of this rank since the start of training; ``None`` where the device does not tell.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens_per_s: float
+    peak_memory_bytes: int | None
+
+    def line(self) -> str:
+        return (
+            f"loss {self.loss:.4f}  lr {self.lr:.2e}  grad norm {self.grad_norm:.3f}  "
+            f"{self.tokens_per_s:,.0f} tokens/s  {gib(self.peak_memory_bytes)} peak"
+        )
+
+
+def gib(size: int | None) -> str:
+    return "n/a" if size is None else f"{size / GIB:.2f} GiB"
+
+
+class Rows:
+    """A JSONL file with one row per step that a resumed run continues.
+
+    Rows past ``last_step``, written before the process was stopped and now to be repeated, are removed, and so is a row
+    that was not written to its end.
+    """
+
+    def __init__(self, path: Path, last_step: int) -> None:
+        self._path = path
+        self.kept = [row for row in _complete_rows(path) if row["step"] <= last_step]
+        rewritten = path.with_suffix(".tmp")
+        rewritten.write_text("".join(f"{json.dumps(row)}\n" for row in self.kept), encoding="utf-8")
+        rewritten.replace(path)
+
+    def append(self, row: dict[str, Any]) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(f"{json.dumps(row)}\n")
+
+
+def _complete_rows(path: Path) -> list[dict[str, Any]]:
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        with contextlib.suppress(json.JSONDecodeError):
+            rows.append(json.loads(line))
+    return rows
+
+
+class Reporter:
+    """Shows and records a run on the rank where ``enabled``; does nothing on the others. A context manager.
+
+    Args:
+        first_step: steps done before; everything recorded past it is replaced.
+    """
+
+    def __init__(self, config: TrainerConfig, *, enabled: bool, first_step: int) -> None:
+        self._config, self._enabled = config, enabled
+        self._first_step = first_step
+        self.console = Console(soft_wrap=True, quiet=not enabled, highlight=False)
+        if enabled:
+            directory = Path(config.output_dir)
+            self._metrics = Rows(directory / "metrics.jsonl", first_step)
+            self._evaluations = Rows(directory / "evaluation.jsonl", first_step)
+            self._board = SummaryWriter(str(directory / "tensorboard"), purge_step=first_step + 1)
+            self._progress = _progress(self.console)
+
+    def __enter__(self) -> Reporter:
+        if self._enabled and self.console.is_terminal:
+            self._progress.start()
+            self._task = self._progress.add_task("", total=self._config.max_steps, completed=self._first_step)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._enabled:
+            self._progress.stop()
+            self._board.close()
+
+    def say(self, text: str) -> None:
+        self.console.print(text, markup=False)
+
+    def show(self, table: Table) -> None:
+        """Print the last thing of the run, below the finished progress bar."""
+        if self._enabled:
+            self._progress.stop()
+        self.console.print(table)
+
+    def step(self, row: StepMetrics) -> None:
+        """Record a step."""
+        if not self._enabled:
+            return
+        self._metrics.append(asdict(row))
+        self._metrics.kept.append(asdict(row))
+        for name, value in asdict(row).items():
+            if value is not None:
+                self._board.add_scalar(f"train/{name}", value, row.step)
+        self._show(row)
+
+    def _show(self, row: StepMetrics) -> None:
+        if self.console.is_terminal:
+            self._progress.update(self._task, completed=row.step, description=row.line())
+        elif row.step % self._config.log_every_n_steps == 0 or row.step == self._config.max_steps:
+            self.say(f"step {row.step}/{self._config.max_steps}  {row.line()}")
+
+    def recorded_evaluation(self, step: int) -> float | None:
+        """The held-out loss that an earlier part of this run found at ``step``."""
+        rows = self._evaluations.kept if self._enabled else []
+        return next((row["held_out_loss"] for row in rows if row["step"] == step), None)
+
+    def evaluation(self, step: int, held_out_loss: float) -> None:
+        if not self._enabled:
+            return
+        row = {"step": step, "held_out_loss": held_out_loss}
+        if self.recorded_evaluation(step) is None:
+            self._evaluations.append(row)
+            self._evaluations.kept.append(row)
+        self._board.add_scalar("held_out/loss", held_out_loss, step)
+        self.say(f"step {step}/{self._config.max_steps}  held-out loss {held_out_loss:.4f}")
+
+    def mean_tokens_per_s(self) -> float | None:
+        """Over the steps of this process but its first, which warms up; ``None`` where there was no step."""
+        rates = [row["tokens_per_s"] for row in self._metrics.kept if row["step"] > self._first_step]
+        rates = rates[1:] or rates
+        return len(rates) / sum(1 / rate for rate in rates) if rates else None
+
+
+def _progress(console: Console) -> Progress:
+    columns = (BarColumn(bar_width=16), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    return Progress(*columns, console=console, disable=not console.is_terminal)

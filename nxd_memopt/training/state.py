@@ -1,0 +1,158 @@
+"""State of a training run: what changes from step to step, saving it, and exact resumption."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nxd_memopt.backends import backend
+from nxd_memopt.checkpoint import (
+    BackgroundSaver,
+    TrainingState,
+    find_latest,
+    load_training_state,
+    save_training_state,
+)
+from nxd_memopt.parallel_layers.random import get_rng_tracker, model_parallel_manual_seed
+from nxd_memopt.training.config import TrainConfig
+from nxd_memopt.training.distributed import world_size
+from nxd_memopt.training.optimizer import MasterWeightOptimizer
+
+
+@dataclass
+class Training:
+    """A run under way: what changes from step to step.
+
+    Args:
+        step: optimizer steps done. The data position and the learning rate follow from it.
+        data_fingerprint: of the packed tokens that the position counts in.
+        forward_backward: maps a micro-batch ``[B, S]`` to its share of the step's loss, and makes its gradients.
+    """
+
+    model: nn.Module
+    optimizer: MasterWeightOptimizer
+    forward_backward: Callable[[Tensor], Tensor]
+    data_fingerprint: str
+    step: int = 0
+
+    def state(self) -> TrainingState:
+        return TrainingState(
+            self.model,
+            self.optimizer.inner,
+            shared={"data_fingerprint": self.data_fingerprint},
+            per_rank={"random": random_state()},
+        )
+
+
+def checkpoint_directory(config: TrainConfig) -> Path:
+    return Path(config.trainer.output_dir) / "checkpoints"
+
+
+class Saver:
+    """Writes a run's checkpoints: in the background where ``trainer.async_save`` says so. A context manager.
+
+    Every rank makes the same calls. With ``trainer.save_checkpoints`` off it does nothing.
+    """
+
+    def __init__(self, training: Training, config: TrainConfig) -> None:
+        self._training, self._config = training, config
+        self._background: BackgroundSaver | None = None
+        self._is_reserved = False
+
+    def __enter__(self) -> Saver:
+        trainer = self._config.trainer
+        if trainer.async_save and trainer.save_checkpoints:
+            self._background = BackgroundSaver(checkpoint_directory(self._config), keep=trainer.keep_checkpoints)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._background is not None:
+            self._background.__exit__(kind, error, traceback)
+
+    def after_step(self) -> None:
+        """Raise on every rank when a save in the background failed. Call it after each optimizer step.
+
+        The first step has made the optimizer's states: then host memory is claimed, not in the step that saves first.
+        """
+        if self._background is None:
+            return
+        if not self._is_reserved:
+            self._background.reserve(self._training.state())
+            self._is_reserved = True
+        self._background.poll()
+
+    def save(self) -> None:
+        """Save the step that has been done."""
+        config = self._config.resume_identity(world_size())
+        if self._background is not None:
+            self._background.save(self._training.step, self._training.state(), config)
+            return
+        save_training_state(
+            checkpoint_directory(self._config),
+            self._training.step,
+            state=self._training.state(),
+            config=config,
+            keep=self._config.trainer.keep_checkpoints,
+        )
+
+
+def resume(training: Training, config: TrainConfig) -> list[str]:
+    """Continue from the newest checkpoint of the output directory, if there is one. Every rank calls.
+
+    T, D and ZeRO-1 may have changed: parameters, masters and optimizer states are the same. Random states are restored
+    where T and D are the same; otherwise every stream is seeded with ``trainer.seed`` plus the step.
+
+    Returns:
+        What is not exact, for people; empty for an exact resume.
+
+    Raises:
+        ValueError: when it comes from another configuration or other data, or is past ``trainer.max_steps``.
+    """
+    directory = checkpoint_directory(config)
+    if find_latest(directory) is None:
+        return []
+    restored = load_training_state(
+        directory,
+        state=training.state(),
+        config=config.resume_identity(world_size()),
+        not_compared=config.MAY_CHANGE,
+    )
+    if restored.shared["data_fingerprint"] != training.data_fingerprint:
+        raise ValueError(
+            "the dataset or the tokenizer has changed since the checkpoint was written: restore it, or start a new "
+            "run in another trainer.output_dir"
+        )
+    if restored.step > config.trainer.max_steps:
+        raise ValueError(
+            f"{directory} holds step {restored.step}, past trainer.max_steps {config.trainer.max_steps}: raise it or "
+            "choose another trainer.output_dir"
+        )
+    training.step = restored.step
+    if restored.per_rank is not None:
+        set_random_state(restored.per_rank["random"])
+        return restored.notes
+    model_parallel_manual_seed(config.trainer.seed + restored.step)
+    return [
+        *restored.notes,
+        "the tensor-parallel or data-parallel size has changed: random streams are seeded with trainer.seed + "
+        f"{restored.step}, so dropout draws other numbers than an uninterrupted run",
+    ]
+
+
+def random_state() -> dict[str, Any]:
+    """The state of every random number generator that training draws from."""
+    return {"host": torch.get_rng_state(), "device": backend.get_rng_state(), "tracker": get_rng_tracker().get_states()}
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["host"])
+    backend.set_rng_state(state["device"])
+    get_rng_tracker().set_states(state["tracker"])

@@ -1,0 +1,117 @@
+"""The end of a run: the Hugging Face export, and the summary as a table and as a file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from torch import nn
+
+from nxd_memopt.backends import backend
+from nxd_memopt.checkpoint import save_pretrained
+from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
+from nxd_memopt.training.config import TrainConfig
+from nxd_memopt.training.report import gib
+
+
+@dataclass
+class Summary:
+    """What a run came to: summary.json. Absent figures were not asked for, or belong to an earlier part of the run."""
+
+    backend: str
+    tensor_model_parallel_size: int
+    data_parallel_size: int
+    single_process_peak_memory_bytes: int | None
+    steps: int = 0
+    held_out_loss_before: float | None = None
+    held_out_loss_after: float | None = None
+    tokens_per_s: float | None = None
+    peak_memory_bytes: list[int | None] = field(default_factory=list)
+    export: str | None = None
+    transformers_held_out_loss: float | None = None
+
+    def change_percent(self) -> float | None:
+        if self.held_out_loss_before is None or self.held_out_loss_after is None:
+            return None
+        return 100 * (self.held_out_loss_after / self.held_out_loss_before - 1)
+
+    def transformers_difference(self) -> float | None:
+        if self.transformers_held_out_loss is None or self.held_out_loss_after is None:
+            return None
+        return abs(self.transformers_held_out_loss - self.held_out_loss_after)
+
+    def write(self, directory: Path) -> None:
+        derived = {
+            "held_out_change_percent": self.change_percent(),
+            "transformers_difference": self.transformers_difference(),
+        }
+        (directory / "summary.json").write_text(json.dumps(asdict(self) | derived, indent=2) + "\n", encoding="utf-8")
+
+    def table(self) -> Table:
+        table = Table(title=f"{self.steps} steps on {self.backend}", show_header=False)
+        for name, value in self._rows():
+            table.add_row(name, value)
+        return table
+
+    def _rows(self) -> list[tuple[str, str]]:
+        single = self.single_process_peak_memory_bytes
+        ranks = [f"rank {rank}: {gib(peak)}" for rank, peak in enumerate(self.peak_memory_bytes)]
+        candidates = [
+            ("tensor-parallel x data-parallel", f"{self.tensor_model_parallel_size} x {self.data_parallel_size}"),
+            ("held-out loss before", _number(self.held_out_loss_before, ".4f")),
+            ("held-out loss after", _number(self.held_out_loss_after, ".4f")),
+            ("change", _number(self.change_percent(), "+.2f", " %")),
+            ("mean tokens/s", _number(self.tokens_per_s, ",.1f")),
+            ("peak memory", "\n".join(ranks)),
+            ("peak memory, one process", single and gib(single)),
+            ("export", self.export),
+            ("held-out loss by transformers", _number(self.transformers_held_out_loss, ".4f")),
+            ("|difference|", _number(self.transformers_difference(), ".2e")),
+        ]
+        return [(name, value) for name, value in candidates if value]
+
+
+def start_summary(config: TrainConfig) -> Summary:
+    return Summary(
+        backend=backend.name,
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_size(),
+        data_parallel_size=parallel_state.get_data_parallel_size(),
+        single_process_peak_memory_bytes=single_process_peak(config.trainer.single_process_summary),
+    )
+
+
+def _number(value: float | None, spec: str, unit: str = "") -> str | None:
+    return None if value is None else f"{value:{spec}}{unit}"
+
+
+def single_process_peak(path: str | None) -> int | None:
+    """Peak memory in the ``summary.json`` of a run on one process.
+
+    Raises:
+        ValueError: when the file is missing, is no summary, or is of a run on several processes.
+    """
+    if path is None:
+        return None
+    if not Path(path).is_file():
+        raise ValueError(f"trainer.single_process_summary {path} does not exist: name a run's summary.json")
+    peaks: Any = json.loads(Path(path).read_text(encoding="utf-8")).get("peak_memory_bytes")
+    if not isinstance(peaks, list) or len(peaks) != 1:
+        raise ValueError(f"trainer.single_process_summary {path} is not of one process: it has the peaks {peaks}")
+    return peaks[0]
+
+
+def peak_bytes_of_all_ranks() -> list[int | None]:
+    """Return the peak memory of each rank, ``None`` where the device does not report it. Every rank calls."""
+    return [json.loads(text) for text in share_texts(json.dumps(backend.max_memory_allocated()))]
+
+
+def export(model: nn.Module, tokenizer: Any, directory: Path) -> None:
+    """Write the model and its tokenizer as a Hugging Face directory. Every rank calls."""
+    save_pretrained(model, directory)
+    with raise_together(f"writing the tokenizer to {directory}"):
+        if parallel_state.is_global_rank_zero():
+            tokenizer.save_pretrained(directory)

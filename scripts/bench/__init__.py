@@ -1,0 +1,1 @@
+"""Benchmarks, whose rows are recorded in docs/benchmarks/."""

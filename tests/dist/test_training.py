@@ -1,0 +1,276 @@
+"""Tests the training program as users start it: equal losses for every layout, resumption after a kill, errors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from tests.training.runs import (
+    LLAMA,
+    Outcome,
+    busy_port,
+    rows,
+    summary,
+    train,
+    train_and_kill,
+    write_config,
+    write_jsonl,
+)
+
+TENSOR_AND_SEQUENCE = {"tensor_model_parallel_size": 2, "sequence_parallel_enabled": True}
+
+
+def succeed(outcome: Outcome) -> None:
+    assert outcome.returncode == 0, outcome.stderr[-3000:]
+
+
+def require_user_error(outcome: Outcome, message: str) -> None:
+    """One line on standard error, exit code 2, no traceback."""
+    lines = [line for line in outcome.stderr.splitlines() if line.startswith("error: ")]
+    assert outcome.returncode == 2, outcome.stderr[-3000:]
+    assert "Traceback" not in outcome.stderr
+    assert len(lines) == 1 and message in lines[0], outcome.stderr[-3000:]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output directory of an uninterrupted run on one process."""
+    directory = tmp_path_factory.mktemp("reference")
+    succeed(train(write_config(directory, trainer={"verify_export": True, "val_check_interval": 4})))
+    return directory / "run"
+
+
+def losses(run: Path) -> list[float]:
+    return [row["loss"] for row in rows(run)]
+
+
+def test_one_process_learns_records_and_exports(reference: Path) -> None:
+    steps, result = rows(reference), summary(reference)
+    assert [row["step"] for row in steps] == list(range(1, 9))
+    assert set(steps[0]) == {"step", "loss", "grad_norm", "lr", "tokens_per_s", "peak_memory_bytes"}
+    assert [row["step"] for row in rows(reference, "evaluation.jsonl")] == [0, 4, 8]
+    assert result["held_out_loss_after"] < 0.95 * result["held_out_loss_before"]
+    assert result["transformers_difference"] < 1e-5  # fp32 sums in another order
+    assert len(result["peak_memory_bytes"]) == 1
+    assert list((reference / "tensorboard").iterdir())
+    assert len(AutoTokenizer.from_pretrained(reference / "export")) == 257
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parallel", "optimizer"),
+    [
+        pytest.param(2, TENSOR_AND_SEQUENCE, {}, marks=pytest.mark.slow),
+        pytest.param(2, {}, {}, marks=pytest.mark.slow),
+        pytest.param(2, {}, {"zero1": True}, marks=pytest.mark.slow),
+        (4, TENSOR_AND_SEQUENCE, {"zero1": True}),
+        pytest.param(4, TENSOR_AND_SEQUENCE, {"overlap_grad_reduce": True}, marks=pytest.mark.slow),
+    ],
+    ids=["tensor2", "data2", "data2_zero1", "tensor2xdata2_zero1", "tensor2xdata2_overlap"],
+)
+def test_every_layout_has_the_losses_of_one_process(
+    reference: Path, tmp_path: Path, ranks: int, parallel: dict[str, object], optimizer: dict[str, object]
+) -> None:
+    micro_batch = {"micro_batch_size": 2 if parallel else 1}
+    trainer = {"verify_export": True, "log_every_n_steps": 3}  # does not divide the 8 steps
+    config = write_config(tmp_path, parallel=parallel, data=micro_batch, optimizer=optimizer, trainer=trainer)
+    succeed(train(config, ranks=ranks))
+    assert losses(tmp_path / "run") == pytest.approx(losses(reference), rel=2e-5)  # fp32, other summation orders
+    result, expected = summary(tmp_path / "run"), summary(reference)
+    assert result["held_out_loss_after"] == pytest.approx(expected["held_out_loss_after"], rel=2e-5)
+    assert result["transformers_difference"] < 1e-5
+    assert len(result["peak_memory_bytes"]) == ranks
+
+
+@pytest.mark.parametrize("async_save", [pytest.param(False, marks=pytest.mark.slow), True], ids=["waits", "background"])
+def test_a_killed_run_resumes_exactly(tmp_path: Path, async_save: bool) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    for directory in (whole, killed):
+        directory.mkdir()
+    dropout = {"config_overrides": LLAMA | {"attention_dropout": 0.1}}  # resumption needs every random state
+    options = {"parallel": TENSOR_AND_SEQUENCE, "model": dropout, "trainer": {"async_save": async_save}}
+    configs = [write_config(directory, **options) for directory in (whole, killed)]
+    succeed(train(configs[0], ranks=2))
+    train_and_kill(configs[1], killed / "run" / "metrics.jsonl", after_rows=5, ranks=2)
+    resumed = train(configs[1], ranks=2)
+    succeed(resumed)
+    assert "resuming after step" in resumed.stdout
+    exact = ("step", "loss", "grad_norm", "lr")
+    assert [[row[name] for name in exact] for row in rows(killed / "run")] == [
+        [row[name] for name in exact] for row in rows(whole / "run")
+    ]
+    assert rows(killed / "run", "evaluation.jsonl") == rows(whole / "run", "evaluation.jsonl")
+    assert summary(killed / "run")["held_out_loss_before"] == summary(whole / "run")["held_out_loss_before"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parallel", "optimizer"),
+    [
+        (1, {}, {}),
+        pytest.param(2, {}, {"zero1": True}, marks=pytest.mark.slow),
+        pytest.param(2, TENSOR_AND_SEQUENCE, {}, marks=pytest.mark.slow),
+    ],
+    ids=["one", "data2_zero1", "tensor2"],
+)
+def test_a_run_resumes_with_other_sizes(
+    reference: Path, tmp_path: Path, ranks: int, parallel: dict[str, object], optimizer: dict[str, object]
+) -> None:
+    """The first half with T=2, D=2 and ZeRO-1, saved in the background; then the losses of one process go on."""
+    directory = tmp_path / "run"
+    schedule = {"decay_steps": 8}
+    trainer = {"max_steps": 4, "async_save": True, "export": False}
+    first = write_config(tmp_path, parallel=TENSOR_AND_SEQUENCE, optimizer=schedule | {"zero1": True}, trainer=trainer)
+    succeed(train(first, ranks=4))
+    assert sorted(path.name for path in (directory / "checkpoints").iterdir()) == ["step_00000002", "step_00000004"]
+    (tmp_path / "second").mkdir()
+    second = write_config(
+        tmp_path / "second",
+        model={"tokenizer": str(tmp_path / "tokenizer")},
+        parallel=parallel,
+        data={"micro_batch_size": 1, "dataset": str(tmp_path / "lines.jsonl")},
+        optimizer=schedule | optimizer,
+        trainer={"async_save": True, "verify_export": True, "output_dir": str(directory)},
+    )
+    resumed = train(second, ranks=ranks)
+    succeed(resumed)
+    assert "resuming after step 4" in resumed.stdout
+    assert "random streams are seeded with trainer.seed + 4" in " ".join(resumed.stdout.split())
+    assert losses(directory) == pytest.approx(losses(reference), rel=2e-5)  # fp32, other summation orders
+    assert summary(directory)["transformers_difference"] < 1e-5
+
+
+def test_a_full_disk_in_the_background_is_an_error_of_one_line(tmp_path: Path) -> None:
+    config = write_config(tmp_path, trainer={"async_save": True, "export": False})
+    outcome = train(config, file_size_limit=60_000)  # the packed tokens have 25,000 bytes, a checkpoint more
+    assert outcome.returncode != 0
+    assert "could not write" in outcome.stderr and "free disk space" in outcome.stderr, outcome.stderr[-3000:]
+    assert not list((tmp_path / "run" / "checkpoints").glob("step_*[0-9]"))
+
+
+def test_a_prolonged_run_goes_on_and_another_configuration_is_refused(tmp_path: Path) -> None:
+    schedule = {"decay_steps": 6}
+    config = write_config(tmp_path, optimizer=schedule, trainer={"max_steps": 4})
+    succeed(train(config))
+    require_user_error(train(config, "--optimizer.lr", "0.02"), "optimizer.lr was 0.01 and is 0.02")
+    succeed(train(config, "--trainer.max-steps", "6"))
+    assert [row["step"] for row in rows(tmp_path / "run")] == list(range(1, 7))
+    write_jsonl(tmp_path / "lines.jsonl", ["other text " * 9] * 100)
+    require_user_error(train(config, "--trainer.max-steps", "6"), "the dataset or the tokenizer has changed")
+
+
+def test_gpt_neox_in_bfloat16_with_recompute(tmp_path: Path) -> None:
+    sizes = {name: value for name, value in LLAMA.items() if name != "num_key_value_heads"}
+    model = {"config_overrides": sizes | {"model_type": "gpt_neox"}, "dtype": "bfloat16"}
+    memory = {"--memory.recompute-granularity": "full"}
+    config = write_config(tmp_path, model=model, trainer={"verify_export": True})
+    succeed(train(config, *(word for pair in memory.items() for word in pair)))
+    result = summary(tmp_path / "run")
+    assert result["held_out_loss_after"] < 0.95 * result["held_out_loss_before"]
+    assert result["transformers_difference"] < 0.02  # bf16 keeps 8 bits
+
+
+RECOMPUTE = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["norm", "mlp"]},
+    "full": {"recompute_granularity": "full"},
+}
+NEOX = {name: value for name, value in LLAMA.items() if name != "num_key_value_heads"} | {"model_type": "gpt_neox"}
+MODELS = {"llama": LLAMA, "gpt_neox": NEOX}
+SHORT = {"max_steps": 4, "export": False}
+
+
+@pytest.fixture(scope="module")
+def eager(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The output directory of a run of a model on two ranks, with eager layers."""
+
+    @functools.cache
+    def run(name: str) -> Path:
+        directory = tmp_path_factory.mktemp("eager")
+        model = {"config_overrides": MODELS[name]}
+        succeed(train(write_config(directory, model=model, parallel=TENSOR_AND_SEQUENCE, trainer=SHORT), ranks=2))
+        return directory / "run"
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("name", "recompute"),
+    [
+        ("llama", "selective"),
+        pytest.param("gpt_neox", "full", marks=pytest.mark.slow),
+        pytest.param("llama", "none", marks=pytest.mark.slow),
+        pytest.param("llama", "full", marks=pytest.mark.slow),
+        pytest.param("gpt_neox", "none", marks=pytest.mark.slow),
+        pytest.param("gpt_neox", "selective", marks=pytest.mark.slow),
+    ],
+)
+def test_compiled_layers_have_the_losses_of_eager_ones(
+    eager: Callable[[str], Path], tmp_path: Path, name: str, recompute: str
+) -> None:
+    """With accumulation, clipping, evaluation; resumed, after the third step, by a run with eager layers."""
+    expected = eager(name)
+    sections = {
+        "model": {"config_overrides": MODELS[name]},
+        "parallel": TENSOR_AND_SEQUENCE,
+        "memory": RECOMPUTE[recompute],
+    }
+    config = write_config(tmp_path, **sections, trainer=SHORT | {"max_steps": 3}, optimizer={"decay_steps": 4})
+    compiled = train(config, "--trainer.compile", "layer", ranks=2)
+    succeed(compiled)
+    assert "compile layer: kernels are the compiler's" in compiled.stdout
+    if recompute == "full":
+        succeed(train(config, "--trainer.max-steps", "4", ranks=2))
+    found = rows(tmp_path / "run")
+    assert len(found) == (4 if recompute == "full" else 3)
+    for row, other in zip(found, rows(expected), strict=False):
+        assert row["loss"] == pytest.approx(other["loss"], rel=1e-5)  # fp32, other orders of sums
+        assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5)
+
+
+def test_pretrained_directory_is_loaded(reference: Path, tmp_path: Path) -> None:
+    model = {"pretrained": str(reference / "export"), "tokenizer": None, "config_overrides": {}}
+    config = write_config(tmp_path, model=model, trainer={"max_steps": 0})
+    succeed(train(config))
+    before = summary(tmp_path / "run")["held_out_loss_before"]
+    assert before == pytest.approx(summary(reference)["held_out_loss_after"], rel=1e-6)
+
+
+def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_checkpoint(tmp_path: Path) -> None:
+    config = write_config(tmp_path, optimizer={"lr": 1e38, "warmup_steps": 0}, trainer={"save_interval": 1})
+    require_user_error(train(config), "at step 2: nothing was saved after the last checkpoint")
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000001"]
+    assert not (tmp_path / "run" / "export").exists()
+
+
+def test_user_errors(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    cases = [
+        (["--model.config-overrides.model-type", "lama"], "model_type 'lama' is not one of ['gpt_neox', 'llama']"),
+        (["--data.seq-length", "100000"], "fewer than data.seq_length 100000"),
+    ]
+    for options, message in cases:
+        require_user_error(train(config, *options), message)
+
+
+def test_errors_under_torchrun_are_one_line_of_rank_zero(tmp_path: Path) -> None:
+    config = write_config(tmp_path, parallel={"tensor_model_parallel_size": 2})
+    outcome = train(config, ranks=3)
+    assert outcome.returncode != 0
+    lines = [line for line in outcome.stderr.splitlines() if line.startswith("error")]
+    assert len(lines) == 1 and "world size 3 is not divisible by tensor_model_parallel_size 2" in lines[0]
+    assert "nxd_memopt/training" not in outcome.stderr  # torchrun has a traceback of its own
+
+
+def test_port_in_use(tmp_path: Path) -> None:
+    with busy_port() as taken:
+        world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+        outcome = train(write_config(tmp_path), env=world | {"MASTER_PORT": str(taken.getsockname()[1])})
+    require_user_error(outcome, "is in use by another program")
+
+
+def test_backend_that_cannot_be_met(tmp_path: Path) -> None:
+    outcome = train(write_config(tmp_path), env={"NXD_MEMOPT_BACKEND": "cpuu"})
+    require_user_error(outcome, "NXD_MEMOPT_BACKEND 'cpuu' is not a backend: did you mean 'cpu'?")

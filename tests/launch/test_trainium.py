@@ -1,0 +1,260 @@
+"""The launcher on Trainium: ranks and logical cores, the host's interface and limits, cache, ports, versions."""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import pytest
+
+from nxd_memopt.cli_certify.command import Certify
+from nxd_memopt.launch import command
+from nxd_memopt.launch.certificate import DEVICES
+from nxd_memopt.launch.machine import Machine
+from nxd_memopt.launch.platforms import PLATFORMS
+from nxd_memopt.memory.certify.fit import DEVICE_GIB
+from tests.launch.launching import FOUR_HOSTS, ROOT, TOKENIZER, TRN2, planned
+
+# ---- trn1 ------------------------------------------------------------------------------------------------------------
+
+
+def test_functionalization_is_on_unless_the_user_turns_it_off() -> None:
+    name = "XLA_DISABLE_FUNCTIONALIZATION"
+    for platform in ("trn1", "xla_cpu"):
+        assert planned("llama3_8b", "--platform", platform).environment[name] == "0"
+        assert planned("llama3_8b", "--platform", platform, environ={name: "1"}).environment[name] == "1"
+    assert name not in planned("llama3_8b", "--platform", "trn2").environment
+
+
+def test_a_variable_names_the_versions_that_read_it() -> None:
+    text = planned("llama3_8b", environ=FOUR_HOSTS).text()
+    assert "REQUESTS=3  # the host runs ahead by up to three graphs [Neuron SDK <= 2.30; from 2.31 on" in text
+    assert "pytorch/xla#8640) [torch-xla 2.1 to 2.9]" in text and "[Linux kernels below 5.15]" in text
+
+
+def test_the_users_execution_timeout_stays() -> None:
+    name = "NEURON_RT_EXEC_TIMEOUT"
+    assert planned("llama3_8b", environ={name: "1800"}).environment[name] == "1800"
+
+
+def test_every_variable_is_documented() -> None:
+    documented = (ROOT / "docs" / "trainium.md").read_text(encoding="utf-8")
+    cache = ("--launch.compile-cache-dir", "/fsx/{node_rank}", "--root-comm-port", "48620")
+    for platform in ("trn1", "trn2"):
+        for name in planned("llama3_8b", "--platform", platform, *cache, environ=FOUR_HOSTS).environment:
+            assert f"`{name}`" in documented, name
+
+
+# ---- trn2 and trn3 ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("platform", "processes", "lnc"), [("trn2", 64, "2"), ("trn2-lnc1", 128, "1"), ("trn2-3xlarge", 4, "2")]
+)
+def test_ranks_and_logical_cores_of_trn2_agree(platform: str, processes: int, lnc: str) -> None:
+    found = planned("llama3_8b_trn2", "--platform", platform)
+    assert found.environment == TRN2 | {"NEURON_LOGICAL_NC_CONFIG": lnc}
+    assert found.command[3:6] == ["--standalone", "--nproc_per_node", str(processes)]
+    assert processes * int(lnc) in (16 * 8, 8)  # 8 physical cores a chip, 16 chips to an instance, or one
+    older = {"NEURON_RT_VIRTUAL_CORE_SIZE": lnc}
+    assert planned("llama3_8b_trn2", "--platform", platform, environ=older).environment == found.environment | older
+
+
+def test_trn3_has_four_ranks_for_each_chip_of_the_host(tmp_path: Path) -> None:
+    (tmp_path / "dev").mkdir()
+    for name in ("neuron0", "neuron1", "neuron12", "neuron3", "neuron_sysfs", "neuron", "null"):
+        (tmp_path / "dev" / name).touch()
+    found = planned("llama3_8b_trn2", "--platform", "trn3", machine=Machine(tmp_path, 1024, 65536))
+    assert (found.world_size, found.environment) == (16, TRN2)
+    assert planned("llama3_8b_trn2", "--platform", "trn3", "--processes-per-node", "64").world_size == 64
+
+
+@pytest.mark.parametrize(
+    ("platform", "size", "noted"),
+    [("trn2", 4, False), ("trn2", 8, True), ("trn2-lnc1", 8, False), ("trn2-lnc1", 16, True), ("trn1", 8, False)],
+)
+def test_tensor_parallel_groups_over_chips_are_advised_against(platform: str, size: int, noted: bool) -> None:
+    arguments = ("--platform", platform, "--parallel.tensor-model-parallel-size", str(size))
+    notes = planned("llama3_8b_trn2", *arguments).notes
+    assert [f"tensor_model_parallel_size {size} spans chips" in note for note in notes] == [True] * noted
+
+
+def test_trn2s_stochastic_rounding_follows_the_masters() -> None:
+    found = planned("llama3_8b_trn2", "--platform", "trn2", "--optimizer.no-master-weights")
+    assert found.environment["NEURON_RT_STOCHASTIC_ROUNDING_EN"] == "1"
+
+
+def test_certify_knows_every_platforms_device() -> None:
+    assert set(get_args(get_type_hints(Certify)["device"])) == set(DEVICE_GIB)
+    trainium = {name for name, platform in PLATFORMS.items() if platform.is_trainium}
+    assert trainium <= set(DEVICES)
+    # two physical cores share 24 GiB of HBM on Trainium2, 36 on Trainium3
+    gib = {name: DEVICE_GIB[str(DEVICES[name][1])] for name in trainium}
+    assert gib == {"trn1": 16, "trn2": 24, "trn2-lnc1": 12, "trn2-3xlarge": 24, "trn3": 36}
+
+
+# ---- the host --------------------------------------------------------------------------------------------------------
+
+HEADER = "Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT\n"
+LOCAL = "{}\t00001FAC\t00000000\t0001\t0\t0\t0\t00F0FFFF\t0\t0\t0\n"
+
+
+def default_route(interface: str, metric: int = 0, flags: str = "0003") -> str:
+    return f"{interface}\t00000000\t01001FAC\t{flags}\t0\t0\t{metric}\t00000000\t0\t0\t0\n"
+
+
+@pytest.mark.parametrize(
+    ("interfaces", "routes", "expected"),
+    [
+        (["lo", "eth0"], default_route("eth0") + LOCAL.format("eth0"), "eth0"),  # a container, Amazon Linux 2
+        (["lo", "ens5"], default_route("ens5", 100) + LOCAL.format("ens5"), None),  # Ubuntu 22.04 and 24.04 on EC2
+        (["lo", "eth0", "ens5"], default_route("ens5") + LOCAL.format("eth0"), None),  # eth0 leads to its own net alone
+        (["lo", "eth0", "ens5"], default_route("eth0", 200) + default_route("ens5", 100), None),  # the lower metric
+        (["lo", "eth0", "ens5"], default_route("eth0", 100) + default_route("ens5", 200), "eth0"),
+        (["lo", "eth0"], default_route("eth0", flags="0002"), None),  # the route is down
+        (["lo"], default_route("eth0"), None),
+        (["lo", "eth0"], "", None),
+        (["lo", "eth0"], None, None),  # no such table: not Linux, or no IPv4
+    ],
+    ids=[
+        "container",
+        "ubuntu",
+        "other_net",
+        "higher_metric",
+        "lower_metric",
+        "down",
+        "no_eth0",
+        "no_route",
+        "no_table",
+    ],
+)
+def test_the_collectives_interface_is_set_where_the_default_route_uses_eth0(
+    tmp_path: Path, interfaces: list[str], routes: str | None, expected: str | None
+) -> None:
+    for interface in interfaces:
+        (tmp_path / "sys/class/net" / interface).mkdir(parents=True)
+    if routes is not None:
+        (tmp_path / "proc/net").mkdir(parents=True)
+        (tmp_path / "proc/net/route").write_text(HEADER + routes, encoding="ascii")
+    machine = Machine(tmp_path, 1024, 65536)
+    for platform in ("trn1", "trn2"):
+        environment = planned("llama3_8b", "--platform", platform, environ=FOUR_HOSTS, machine=machine).environment
+        assert environment.get("CCOM_SOCKET_IFNAME") == expected
+        alone = planned("llama3_8b", "--platform", platform, machine=machine).environment
+        assert "CCOM_SOCKET_IFNAME" not in alone
+    if expected:
+        own = FOUR_HOSTS | {"CCOM_SOCKET_IFNAME": "ens7"}
+        assert planned("llama3_8b", environ=own, machine=machine).environment["CCOM_SOCKET_IFNAME"] == "ens7"
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "expected", "noted"),
+    [
+        (1024, 1048576, 65535, False),
+        (1024, resource.RLIM_INFINITY, 65535, False),
+        (1024, 4096, 4096, True),
+        (4096, 4096, None, True),
+        (65535, 65535, None, False),
+        (1048576, 1048576, None, False),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, None, False),
+    ],
+)
+def test_the_limit_of_open_files(soft: int, hard: int, expected: int | None, noted: bool) -> None:
+    machine = Machine(Path("/nonexistent"), soft, hard)
+    found = planned("llama3_8b", machine=machine)
+    assert found.open_files == expected
+    assert [f"may open {hard} files at most" in note for note in found.notes] == [True] * noted
+    assert found.text().startswith(f"ulimit -S -n {expected}  # ") == (expected is not None)
+    assert planned("llama3_8b", "--platform", "cpu", machine=machine).open_files is None
+
+
+def test_the_limit_is_raised_before_the_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = before[1] if 0 <= before[1] < 65535 else 65535
+    seen: list[int] = []
+
+    def execute(*_: object) -> None:
+        seen.append(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+
+    monkeypatch.setattr(os, "execvpe", execute)
+    monkeypatch.delenv("NXD_MEMOPT_BACKEND", raising=False)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
+    try:
+        command.main(["--recipe", "llama3_8b", *TOKENIZER])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert seen == [wanted]
+
+
+# ---- compile cache and ports -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("platform", "given", "name", "expected"),
+    [
+        ("trn1", "/fsx/cache/{node_rank}", "NEURON_COMPILE_CACHE_URL", "/fsx/cache/2"),
+        ("trn1", "s3://bucket/cache", "NEURON_COMPILE_CACHE_URL", "s3://bucket/cache"),
+        ("trn1", "~/cache", "NEURON_COMPILE_CACHE_URL", str(Path.home() / "cache")),
+        ("trn1", "cache", "NEURON_COMPILE_CACHE_URL", str(Path.cwd() / "cache")),  # ranks may change directory
+        ("trn2", "/fsx/cache", "TORCH_NEURONX_NEFF_CACHE_DIR", "/fsx/cache"),
+    ],
+)
+def test_the_compile_cache_is_where_the_configuration_says(platform: str, given: str, name: str, expected: str) -> None:
+    arguments = ("--platform", platform, "--launch.compile-cache-dir", given)
+    found = planned("llama3_8b", *arguments, environ=FOUR_HOSTS)
+    assert found.environment[name] == expected
+    assert name not in planned("llama3_8b", "--platform", platform, environ=FOUR_HOSTS).environment
+
+
+def test_one_cache_for_several_hosts_of_trn1_is_noted() -> None:
+    shared, own = (("--launch.compile-cache-dir", path) for path in ("/fsx/cache", "/fsx/cache/{node_rank}"))
+    notes = planned("llama3_8b", *shared, environ=FOUR_HOSTS).notes
+    assert ["file locks do not hold" in note for note in notes] == [True]
+    assert planned("llama3_8b", *shared).notes == planned("llama3_8b", *own, environ=FOUR_HOSTS).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("hosts", "expected"),
+    [
+        ({}, "localhost:48620"),
+        (FOUR_HOSTS, "host0:48620"),
+        (FOUR_HOSTS | {"MASTER_ADDR": "fd00::1"}, "[fd00::1]:48620"),
+    ],
+)
+def test_a_fixed_port_of_the_runtime(hosts: dict[str, str], expected: str) -> None:
+    found = planned("llama3_8b", "--root-comm-port", "48620", environ=hosts)
+    assert found.environment["NEURON_RT_ROOT_COMM_ID"] == expected
+    assert "NEURON_RT_ROOT_COMM_ID" not in planned("llama3_8b", environ=hosts).environment
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+CACHE = ("--launch.compile-cache-dir", "/a")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "message"),
+    [
+        (("--processes-per-node", "33"), {}, "33 exceeds the 32 logical NeuronCores"),
+        (("--platform", "trn2", "--processes-per-node", "128"), {}, "128 exceeds the 64 logical NeuronCores"),
+        (("--platform", "trn2-3xlarge"), {}, "world size 4 is not divisible by tensor_model_parallel_size 8"),
+        (("--platform", "trn3"), {}, "no /dev/neuron.*: pass --processes-per-node, 4 for each chip"),
+        (("--platform", "trn2"), {"NEURON_LOGICAL_NC_CONFIG": "1"}, "NEURON_LOGICAL_NC_CONFIG is '1' .* needs '2'"),
+        (("--platform", "trn2-lnc1"), {"NEURON_LOGICAL_NC_CONFIG": "2"}, "is '2' in the environment, but .* needs '1'"),
+        (("--platform", "trn2"), {"NEURON_RT_VIRTUAL_CORE_SIZE": "1"}, "NEURON_RT_VIRTUAL_CORE_SIZE is '1'"),
+        (("--launch.compile-cache-dir", " "), {}, "launch.compile_cache_dir is empty"),
+        (CACHE, {"NEURON_CC_FLAGS": "--cache_dir=/b"}, "--cache_dir .* takes precedence"),
+        (CACHE, {"NEURON_CC_FLAGS": "--cache_dir /b"}, "--cache_dir .* takes precedence"),
+        (CACHE, {"NEURON_COMPILE_CACHE_URL": "/b"}, "NEURON_COMPILE_CACHE_URL is '/b'"),
+        (("--platform", "trn2", "--launch.compile-cache-dir", "s3://b/c"), {}, "TorchNeuron's cache is a directory"),
+        (("--root-comm-port", "70000"), {}, r"--root-comm-port 70000 must be in \[1, 65535\]"),
+        (("--root-comm-port", "29500"), {}, "differ from the master port 29500"),
+        (("--root-comm-port", "48620", "--platform", "cpu"), {}, "--root-comm-port is the Neuron runtime's"),
+        (("--root-comm-port", "5"), {"NEURON_RT_ROOT_COMM_ID": "a:6"}, "NEURON_RT_ROOT_COMM_ID is 'a:6'"),
+    ],
+)
+def test_refusals(arguments: tuple[str, ...], environ: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        planned("llama3_8b", *arguments, environ=environ)

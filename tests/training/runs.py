@@ -1,0 +1,148 @@
+"""Owns what tests of the training script share: a byte tokenizer, small configurations, and starting the script."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+PROGRAM = ("-m", "nxd_memopt.training")
+END = 256
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 257,
+    "hidden_size": 24,
+    "intermediate_size": 36,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "eos_token_id": END,
+}
+LINES = [f"document {i} " + "abc xyz " * (3 + i % 7) for i in range(200)]
+
+
+def byte_tokenizer(extra: int = 0) -> PreTrainedTokenizerFast:
+    """One token per byte, and an end-of-text token; ``extra`` tokens more that no text has."""
+    symbols = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<end>", *(f"<extra{i}>" for i in range(extra))]
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+
+
+def write_jsonl(path: Path, texts: list[str], column: str = "text") -> str:
+    path.write_text("".join(json.dumps({column: text}) + "\n" for text in texts), encoding="utf-8")
+    return str(path)
+
+
+def write_config(directory: Path, **sections: Mapping[str, Any]) -> Path:
+    """A run of a small random LLaMA on ``LINES``; ``sections`` are laid over it. Returns the YAML file."""
+    byte_tokenizer().save_pretrained(directory / "tokenizer")
+    base: dict[str, dict[str, Any]] = {
+        "model": {"tokenizer": str(directory / "tokenizer"), "config_overrides": LLAMA},
+        "memory": {},
+        "parallel": {},
+        "data": {
+            "dataset": write_jsonl(directory / "lines.jsonl", LINES),
+            "seq_length": 24,
+            "micro_batch_size": 2,
+            "global_batch_size": 4,
+            "eval_sequences": 6,
+        },
+        "optimizer": {"lr": 0.01, "warmup_steps": 2},
+        "trainer": {"output_dir": str(directory / "run"), "max_steps": 8, "save_interval": 2},
+    }
+    for name, options in sections.items():
+        base[name] |= options
+    file = directory / "config.yaml"
+    file.write_text(yaml.safe_dump(base), encoding="utf-8")
+    return file
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a finished run of the script left."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def environment(**changes: str) -> dict[str, str]:
+    hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    kept = {name: value for name, value in os.environ.items() if name not in hidden}
+    return kept | {"OMP_NUM_THREADS": "1", "NXD_MEMOPT_BACKEND": "cpu", **changes}
+
+
+def command(config: Path, *options: str, ranks: int = 1) -> list[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
+    return [sys.executable, *launcher, *PROGRAM, "--config", str(config), *options]
+
+
+def train(
+    config: Path,
+    *options: str,
+    ranks: int = 1,
+    env: Mapping[str, str] | None = None,
+    file_size_limit: int | None = None,
+) -> Outcome:
+    """Run the script to its end: alone, or under torchrun; with a limit, larger files fail as on a full disk."""
+
+    def limit_files() -> None:
+        if file_size_limit is not None:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (file_size_limit, file_size_limit))
+
+    done = subprocess.run(
+        command(config, *options, ranks=ranks),
+        env=environment(**(env or {})),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        preexec_fn=limit_files,
+    )
+    return Outcome(done.returncode, done.stdout, done.stderr)
+
+
+def train_and_kill(config: Path, metrics: Path, *, after_rows: int, ranks: int) -> None:
+    """Start the script, and kill every process of it (SIGKILL) once ``metrics`` has ``after_rows`` rows."""
+    process = subprocess.Popen(
+        command(config, ranks=ranks), env=environment(), start_new_session=True, stdout=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 120
+    try:
+        while not metrics.is_file() or len(metrics.read_text(encoding="utf-8").splitlines()) < after_rows:
+            assert process.poll() is None, "the run ended before it could be killed"
+            assert time.monotonic() < deadline, f"no {after_rows} steps in 120 s"
+            time.sleep(0.01)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def rows(run: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / name).read_text(encoding="utf-8").splitlines()]
+
+
+def summary(run: Path) -> dict[str, Any]:
+    return json.loads((run / "summary.json").read_text(encoding="utf-8"))
+
+
+def busy_port() -> socket.socket:
+    """A listening socket: its port is taken while it is open."""
+    taken = socket.create_server(("127.0.0.1", 0))
+    return taken

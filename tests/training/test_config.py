@@ -1,0 +1,167 @@
+"""Tests the training script's configuration: YAML sections, NeMo's names, command-line overrides, errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nxd_memopt.training.arguments import config_from_mapping, parse_config
+from nxd_memopt.training.config import TrainConfig
+from nxd_memopt.training.errors import user_errors
+
+MODEL = {"pretrained": "some/directory"}
+
+
+def build(**sections: object) -> TrainConfig:
+    return config_from_mapping({"model": MODEL, **sections})
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_command_line_wins_over_yaml_and_yaml_over_defaults(tmp_path: Path) -> None:
+    file = write(tmp_path / "c.yaml", "model: {pretrained: d}\ntrainer: {max_steps: 7, seed: 5}\n")
+    config = parse_config(["--config", file, "--trainer.max-steps", "20"])
+    assert (config.trainer.max_steps, config.trainer.seed, config.trainer.keep_checkpoints) == (20, 5, 2)
+
+
+def test_command_line_alone() -> None:
+    config = parse_config(["--model.pretrained", "d", "--memory.recompute-granularity", "full"])
+    assert (config.model.pretrained, config.memory.recompute_granularity) == ("d", "full")
+
+
+def test_config_overrides_can_be_overridden(tmp_path: Path) -> None:
+    file = write(tmp_path / "c.yaml", "model: {tokenizer: t, config_overrides: {model_type: llama, hidden_size: 64}}\n")
+    config = parse_config(["--config", file, "--model.config-overrides.hidden-size", "32"])
+    assert config.model.config_overrides == {"model_type": "llama", "hidden_size": 32}
+
+
+def test_nemo_model_section_pastes_in() -> None:
+    nemo = {
+        "tensor_model_parallel_size": 4,
+        "sequence_parallel": True,
+        "pipeline_model_parallel_size": 1,
+        "virtual_pipeline_model_parallel_size": None,
+        "activations_checkpoint_granularity": "full",
+        "activations_checkpoint_method": "uniform",
+        "activations_checkpoint_num_layers": 2,
+        "encoder_seq_length": 4096,
+        "micro_batch_size": 2,
+        "global_batch_size": 16,
+    }
+    config = build(model=MODEL | nemo)
+    assert (config.parallel.tensor_model_parallel_size, config.parallel.sequence_parallel_enabled) == (4, True)
+    memory = config.memory
+    assert (memory.recompute_granularity, memory.recompute_method, memory.recompute_num_layers) == (
+        "full",
+        "uniform",
+        2,
+    )
+    assert (config.data.seq_length, config.data.micro_batch_size, config.data.global_batch_size) == (4096, 2, 16)
+
+
+def test_yaml_numbers_without_a_point_are_floats() -> None:
+    assert build(optimizer={"lr": "1e-4", "betas": [0, "1e-1"]}).optimizer.betas == (0.0, 0.1)
+    assert build(optimizer={"lr": "1e-4"}).optimizer.lr == 1e-4  # how PyYAML reads a bare 1e-4
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"modell": {}}, "unknown key 'modell' in the configuration: did you mean 'model'?"),
+        ({"memory": {"recompute_granularty": "full"}}, "in memory: did you mean 'recompute_granularity'?"),
+        ({"data": {"seq_lenght": 8}}, "unknown key 'seq_lenght' in data: did you mean 'seq_length'?"),
+        ({"data": {"seq_length": 8.5}}, r"data.seq_length must be int, got 8.5 of type float"),
+        ({"data": {"seq_length": True}}, r"data.seq_length must be int, got True of type bool"),
+        ({"optimizer": {"lr": "fast"}}, "optimizer.lr must be float, got 'fast'"),
+        ({"optimizer": {"betas": [0.9, 1.0]}}, r"optimizer.betas must be two numbers in \[0, 1\), got \[0.9, 1.0\]"),
+        ({"optimizer": {"zero1": True, "overlap_grad_reduce": True}}, "set one of them to false"),
+        (
+            {"trainer": {"enable_cuda_graph": True}, "optimizer": {"overlap_grad_reduce": True}},
+            "enable_cuda_graph and optimizer.overlap_grad_reduce are both true",
+        ),
+        (
+            {"trainer": {"enable_cuda_graph": True}, "memory": {"cpu_offloading_num_layers": 4}},
+            "cpu_offloading_num_layers is 4",
+        ),
+        ({"trainer": {"compile": "layers"}}, "trainer.compile 'layers' is not one of .* did you mean 'layer'"),
+        (
+            {"trainer": {"compile": "layer", "enable_cuda_graph": True}},
+            "enable_cuda_graph is true and trainer.compile is 'layer'.* set the first to false or the second to null",
+        ),
+        ({"optimizer": {"min_lr_ratio": 2}}, "min_lr_ratio must be at most 1, got 2"),
+        ({"trainer": {"max_steps": -1}}, "trainer.max_steps must be at least 0, got -1"),
+        ({"trainer": {"verify_export": True, "export": False}}, "verify_export needs trainer.export"),
+        ({"parallel": 3}, "parallel must be a mapping of option names to values, got int"),
+        ({"model": {"config_overrides": {"hidden_size": 8}}}, "config_overrides has no model_type"),
+        ({"model": {"config_overrides": {"model_type": "llama"}}}, "model.tokenizer is needed"),
+        ({"model": MODEL | {"dtype": "float16"}}, "model.dtype 'float16' is not one of"),
+        ({"model": MODEL | {"pipeline_model_parallel_size": 2}}, "pipeline_model_parallel_size 2 is not supported"),
+        (
+            {"model": MODEL | {"sequence_parallel": True}, "parallel": {"sequence_parallel_enabled": False}},
+            "sets parallel.sequence_parallel_enabled a second time",
+        ),
+        (
+            {"parallel": {"tensor_model_parallel_size": 3, "sequence_parallel": True}, "data": {"seq_length": 1000}},
+            "data.seq_length 1000 is not divisible by tensor_model_parallel_size 3",
+        ),
+        (
+            {"data": {"micro_batch_size": 3, "global_batch_size": 8}},
+            "data.global_batch_size 8 is not divisible by data.micro_batch_size 3",
+        ),
+    ],
+)
+def test_errors_name_relation_values_and_remedy(sections: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build(**sections)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--config", "absent.yaml"], "configuration file absent.yaml does not exist"),
+        (["--model.pretrained", "d", "--trainer.max-stepz", "3"], "did you mean --trainer.max-steps?"),
+        (["--model.pretrained", "d", "--trainer.max-steps", "x"], "--trainer.max-steps"),
+        (["--model.pretrained", "d", "--parallel.tensor-model-parallel-size", "0"], "must be at least 1, got 0"),
+        ([], "model.pretrained is not set"),
+    ],
+)
+def test_user_errors_are_one_line_and_exit_code_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop, user_errors():
+        parse_config(arguments)
+    shown = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert message in shown
+    assert shown.startswith("error: ") and shown.count("\n") == 1
+
+
+def test_other_exceptions_keep_their_traceback() -> None:
+    with pytest.raises(RuntimeError), user_errors():
+        raise RuntimeError("unexpected")
+
+
+def test_malformed_yaml_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is not valid YAML") as caught:
+        parse_config(["--config", write(tmp_path / "c.yaml", "a: [}\n")])
+    assert "\n" not in str(caught.value)
+
+
+def test_world_size_must_be_a_multiple_of_the_tensor_parallel_size() -> None:
+    config = build(parallel={"tensor_model_parallel_size": 3}, data={"seq_length": 6, "global_batch_size": 4})
+    assert (config.data_parallel_size(6), config.accumulation_steps(6)) == (2, 2)
+    with pytest.raises(ValueError, match="world size 4 is not divisible by tensor_model_parallel_size 3: start"):
+        config.data_parallel_size(4)
+    with pytest.raises(ValueError, match=r"global_batch_size 4 is not divisible by .* data-parallel size 3 = 3"):
+        config.accumulation_steps(9)
+
+
+def test_resume_identity_ignores_memory_and_length_but_not_the_schedule() -> None:
+    base = build(trainer={"max_steps": 10}).resume_identity(1)
+    assert build(trainer={"max_steps": 10}, memory={"recompute_granularity": "full"}).resume_identity(1) == base
+    assert build(trainer={"max_steps": 20}).resume_identity(1) != base
+    assert build(trainer={"max_steps": 20}, optimizer={"decay_steps": 10}).resume_identity(1) == base

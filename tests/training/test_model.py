@@ -1,0 +1,155 @@
+"""Tests what the training script trains: models and tokenizers from directories or configurations, the optimizer."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from nxd_memopt.backends import XlaBackend, backend
+from nxd_memopt.training.config import ModelConfig, OptimizerConfig, TrainConfig, TrainerConfig
+from nxd_memopt.training.model import load_hf_config, load_vocabulary, require_executable, require_recordable
+from nxd_memopt.training.optimizer import MasterWeightOptimizer
+from nxd_memopt.training.schedule import learning_rate
+from tests.training.runs import END, LLAMA, byte_tokenizer
+
+
+def test_config_from_overrides_alone_and_over_a_directory(tmp_path: Path) -> None:
+    alone = load_hf_config(ModelConfig(tokenizer="t", config_overrides=LLAMA))
+    assert (alone.model_type, alone.hidden_size) == ("llama", 24)
+    alone.save_pretrained(tmp_path)
+    over = load_hf_config(ModelConfig(pretrained=str(tmp_path), config_overrides={"num_hidden_layers": 1}))
+    assert (over.hidden_size, over.num_hidden_layers) == (24, 1)
+
+
+def test_what_a_cuda_graph_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = load_hf_config(ModelConfig(tokenizer="t", config_overrides=LLAMA))
+    monkeypatch.setattr(backend, "capture_refusal", lambda: "needs a device")
+    with pytest.raises(ValueError, match=r"trainer\.enable_cuda_graph needs a device: set it to false"):
+        require_recordable(plain)
+    monkeypatch.setattr(backend, "capture_refusal", lambda: None)
+    for model_type in ("llama", "gpt_neox"):  # whose classifier has dropout
+        require_recordable(load_hf_config(ModelConfig(tokenizer="t", config_overrides={"model_type": model_type})))
+    dropping = load_hf_config(ModelConfig(tokenizer="t", config_overrides={**LLAMA, "attention_dropout": 0.1}))
+    with pytest.raises(ValueError, match=r"needs dropout 0, got \{'attention_dropout': 0\.1\}"):
+        require_recordable(dropping)
+
+
+def test_layers_are_not_compiled_where_whole_steps_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ModelConfig(tokenizer="t", config_overrides=LLAMA)
+    config = TrainConfig(model=model, trainer=TrainerConfig(compile="layer"))
+    require_executable(config, load_hf_config(model))
+    monkeypatch.setattr(backend, "compile_refusal", lambda: XlaBackend.compile_refusal(object.__new__(XlaBackend)))
+    with pytest.raises(ValueError, match=r"trainer\.compile 'layer' is not for the backend xla.* set it to null"):
+        require_executable(config, load_hf_config(model))
+
+
+def test_model_errors(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"model_type 'lama' is not one of .*: did you mean 'llama'"):
+        load_hf_config(ModelConfig(tokenizer="t", config_overrides={"model_type": "lama"}))
+    with pytest.raises(ValueError, match="absent does not exist"):
+        load_hf_config(ModelConfig(pretrained=str(tmp_path / "absent")))
+    with pytest.raises(ValueError, match=r"has no config.json"):
+        load_hf_config(ModelConfig(pretrained=str(tmp_path)))
+
+
+def test_vocabulary_errors(tmp_path: Path) -> None:
+    hf_config = load_hf_config(ModelConfig(tokenizer="t", config_overrides=LLAMA))
+    byte_tokenizer(extra=3).save_pretrained(tmp_path / "larger")
+    with pytest.raises(ValueError, match="has 260 tokens, more than the model's vocab_size 257"):
+        load_vocabulary(ModelConfig(tokenizer=str(tmp_path / "larger"), config_overrides=LLAMA), hf_config)
+    with pytest.raises(ValueError, match="no tokenizer can be loaded from"):
+        load_vocabulary(ModelConfig(tokenizer=str(tmp_path / "absent"), config_overrides=LLAMA), hf_config)
+
+
+def test_the_model_names_the_end_of_text_where_the_tokenizer_does_not(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path)
+    model = ModelConfig(tokenizer=str(tmp_path), config_overrides=LLAMA)
+    assert load_vocabulary(model, load_hf_config(model)).end_of_text == END
+    without = ModelConfig(tokenizer=str(tmp_path), config_overrides=LLAMA | {"eos_token_id": None})
+    with pytest.raises(ValueError, match="nor the model has an eos_token"):
+        load_vocabulary(without, load_hf_config(without))
+
+
+def test_learning_rate_warms_up_and_decays_to_the_minimum() -> None:
+    config = OptimizerConfig(lr=1.0, min_lr_ratio=0.1, warmup_steps=4)
+    assert [learning_rate(step, config, 12) for step in (1, 2, 4)] == [0.25, 0.5, 1.0]
+    assert learning_rate(8, config, 12) == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 2)))
+    assert learning_rate(12, config, 12) == learning_rate(99, config, 12) == pytest.approx(0.1)
+
+
+def test_learning_rate_can_decay_along_a_line() -> None:
+    config = OptimizerConfig(lr=1.0, lr_schedule="linear", min_lr_ratio=0.0, warmup_steps=4)
+    assert [learning_rate(step, config, 12) for step in (2, 4, 6, 12, 13)] == [0.5, 1.0, 0.75, 0.0, 0.0]
+
+
+def test_only_parameters_of_two_dimensions_decay() -> None:
+    parameters = [nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))]
+    optimizer = MasterWeightOptimizer(parameters, OptimizerConfig(weight_decay=0.5))
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.reduce_gradients()
+    optimizer.step(lr=0.1)
+    assert torch.equal(parameters[0].detach(), torch.full((2, 2), 1 - 0.1 * 0.5))
+    assert torch.equal(parameters[1].detach(), torch.ones(2))
+
+
+def test_updates_below_a_bf16_step_add_up_in_the_masters() -> None:
+    parameter = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
+    optimizer = MasterWeightOptimizer([parameter], OptimizerConfig(weight_decay=0.0))
+    for _ in range(100):
+        parameter.sum().backward()
+        optimizer.reduce_gradients()
+        optimizer.step(lr=1e-4)  # each moves the weight by 1e-4; bf16 just below 1 has steps of 4e-3
+        optimizer.zero_grad()
+    assert parameter[0, 0].item() == pytest.approx(1 - 100 * 1e-4, abs=2e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_optimizer_state_continues_exactly(dtype: torch.dtype) -> None:
+    def steps(optimizer: MasterWeightOptimizer, parameter: nn.Parameter, seeds: range) -> None:
+        for seed in seeds:
+            parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+            optimizer.reduce_gradients()
+            optimizer.step(lr=0.01)
+            optimizer.zero_grad()
+
+    whole = nn.Parameter(torch.ones(3, 5, dtype=dtype))
+    first = MasterWeightOptimizer([whole], OptimizerConfig())
+    steps(first, whole, range(3))
+    state = torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, first.inner.state_dict())
+    other = nn.Parameter(whole.detach().clone())
+    second = MasterWeightOptimizer([other], OptimizerConfig())
+    second.inner.load_state_dict(state)
+    steps(first, whole, range(3, 6))
+    steps(second, other, range(3, 6))
+    assert torch.equal(whole, other)
+
+
+def test_many_small_gradients_are_not_lost_in_bf16() -> None:
+    parameter = torch.nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
+    optimizer = MasterWeightOptimizer([parameter], OptimizerConfig())
+    for _ in range(512):
+        (parameter.float() * 1e-3).sum().backward()
+    # each share is bf16(1e-3), within 2^-9; a bf16 sum would stand still at 256 times a share (0.26)
+    torch.testing.assert_close(parameter.main_grad, torch.full((4, 4), 0.512), rtol=2**-8, atol=0)
+    optimizer.zero_grad()
+    assert parameter.grad is None and parameter.main_grad is None
+
+
+def test_without_master_weights_everything_is_bf16() -> None:
+    parameter = torch.nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
+    optimizer = MasterWeightOptimizer([parameter], OptimizerConfig(master_weights=False))
+    parameter.sum().backward()
+    optimizer.reduce_gradients()
+    optimizer.step(lr=0.5)
+    assert getattr(parameter, "main_grad", None) is None and parameter.grad is not None
+    assert parameter[0, 0].item() != 1
+    state = optimizer.inner.state_dict()
+    assert state["sharded_master_weights"] == {}
+    assert all(value.dtype == torch.bfloat16 for value in state["state"][0].values() if value.dim())

@@ -1,0 +1,121 @@
+"""Tests the training program on simulated NeuronCores: the CPU's losses, resumption, compiled graphs, extraction."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch_xla.debug.metrics
+
+from nxd_memopt.training import loop
+from nxd_memopt.training.arguments import parse_config
+from nxd_memopt.training.config import TrainConfig
+from nxd_memopt.training.distributed import init_distributed
+from tests.dist import pool
+from tests.training.runs import Outcome, rows, summary, train, write_config
+
+XLA = {"NXD_MEMOPT_BACKEND": "xla", "PJRT_DEVICE": "CPU", "NEURON_CC_FLAGS": "-O1"}
+TENSOR_AND_SEQUENCE = {"tensor_model_parallel_size": 2, "sequence_parallel_enabled": True}
+FULL_RECOMPUTE = ("--memory.recompute-granularity", "full")
+LOSS_BOUND = 1e-5  # fp32 sums in another order over 4 steps
+
+
+def succeed(outcome: Outcome) -> Outcome:
+    assert outcome.returncode == 0, outcome.stderr[-3000:]
+    return outcome
+
+
+def config_in(directory: Path, **sections: dict[str, object]) -> Path:
+    directory.mkdir()
+    trainer = {"max_steps": 4, "save_interval": 2, "log_every_n_steps": 3}
+    return write_config(directory, trainer=trainer | sections.pop("trainer", {}), **sections)
+
+
+def require_equal_losses(simulated: Path, cpu: Path) -> None:
+    """Every step's loss and each held-out loss of the CPU's run; a resumed run has one more, where it stopped."""
+    for name, key in (("metrics.jsonl", "loss"), ("evaluation.jsonl", "held_out_loss")):
+        found = {row["step"]: row[key] for row in rows(simulated, name)}
+        expected = {row["step"]: row[key] for row in rows(cpu, name)}
+        assert {step: found[step] for step in expected} == pytest.approx(expected, abs=LOSS_BOUND)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_tensor_parallel_losses_equal_the_cpus_also_after_resumption(tmp_path: Path) -> None:
+    cpu = config_in(tmp_path / "cpu", parallel=TENSOR_AND_SEQUENCE)
+    simulated = config_in(tmp_path / "xla", parallel=TENSOR_AND_SEQUENCE)
+    succeed(train(cpu, *FULL_RECOMPUTE, ranks=2))
+    half = ("--trainer.max-steps", "2", "--optimizer.decay-steps", "4", "--trainer.no-export", "--trainer.async-save")
+    succeed(train(simulated, *FULL_RECOMPUTE, *half, ranks=2, env=XLA))
+    rest = ("--optimizer.decay-steps", "4", "--trainer.verify-export")
+    resumed = succeed(train(simulated, *FULL_RECOMPUTE, *rest, ranks=2, env=XLA))
+    assert "backend xla" in resumed.stdout and "resuming after step 2" in resumed.stdout
+    require_equal_losses(tmp_path / "xla" / "run", tmp_path / "cpu" / "run")
+    assert summary(tmp_path / "xla" / "run")["transformers_difference"] < LOSS_BOUND
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("disabled", ["1", pytest.param("0", marks=pytest.mark.slow)])
+def test_data_parallel_losses_under_zero1_equal_the_cpus(disabled: str, tmp_path: Path) -> None:
+    sections = {"optimizer": {"zero1": True}, "data": {"micro_batch_size": 1}, "trainer": {"export": False}}
+    cpu, simulated = (config_in(tmp_path / name, **sections) for name in ("cpu", "xla"))
+    succeed(train(cpu, ranks=2))
+    succeed(train(simulated, ranks=2, env=XLA | {"XLA_DISABLE_FUNCTIONALIZATION": disabled}))
+    require_equal_losses(tmp_path / "xla" / "run", tmp_path / "cpu" / "run")
+
+
+@pytest.fixture
+def compiled_per_step(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many graphs each ``train_step`` has compiled so far, in this process."""
+    counts: list[int] = []
+    train_step = loop.train_step
+
+    def counted(*arguments: Any) -> object:
+        before = compilations()
+        step = train_step(*arguments)
+        counts.append(compilations() - before)
+        return step
+
+    monkeypatch.setattr(loop, "train_step", counted)
+    return counts
+
+
+def compilations() -> int:
+    data = torch_xla.debug.metrics.metric_data("CompileTime")
+    return data[0] if data else 0
+
+
+def run_in_this_process(config: TrainConfig) -> None:
+    pool.reset_process(seed=pool.SEED)
+    init_distributed(config)
+    loop.run(config)
+
+
+def test_extraction_sees_every_graph_of_training_and_writes_nothing_but_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled_per_step: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = config_in(tmp_path / "xla", data={"micro_batch_size": 1}, optimizer={"warmup_steps": 4})
+    config = parse_config(["--config", str(file), *FULL_RECOMPUTE])  # 4 micro-batches a step, lr changes in each
+    monkeypatch.setenv("NEURON_EXTRACT_GRAPHS_ONLY", "1")
+    run_in_this_process(config)
+    assert compiled_per_step == [3, 1]  # first micro-batch, others, update that makes AdamW's states; later updates
+    assert "NEURON_EXTRACT_GRAPHS_ONLY: 2 steps" in capsys.readouterr().out
+    assert [path.name for path in (tmp_path / "xla" / "run").iterdir()] == ["tokens"]
+
+    monkeypatch.delenv("NEURON_EXTRACT_GRAPHS_ONLY")
+    compiled_per_step.clear()
+    run_in_this_process(config)
+    assert compiled_per_step == [0, 0, 0, 0]
+    assert len(rows(tmp_path / "xla" / "run")) == 4
+
+
+def test_extraction_does_not_look_for_nan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = config_in(tmp_path / "xla", optimizer={"lr": 1e38, "warmup_steps": 0})  # NaN at step 2
+    config = parse_config(["--config", str(file)])
+    monkeypatch.setenv("NEURON_EXTRACT_GRAPHS_ONLY", "1")
+    run_in_this_process(config)
+    monkeypatch.delenv("NEURON_EXTRACT_GRAPHS_ONLY")
+    with pytest.raises(ValueError, match="nothing was saved after the last checkpoint"):
+        run_in_this_process(config)
+    assert not (tmp_path / "xla" / "run" / "checkpoints").exists()
