@@ -20,10 +20,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nxd_memopt.launch.certificate import certify_command
+from nxd_memopt.launch.certificate import DEVICES, certify_command
 from nxd_memopt.launch.hosts import Hosts, find_hosts
 from nxd_memopt.launch.machine import OPEN_FILES, Machine, set_open_files
-from nxd_memopt.launch.platforms import PLATFORMS, Platform
+from nxd_memopt.launch.platforms import INSTANCES, PLATFORMS, Platform
 from nxd_memopt.launch.variables import Run, Variable, merged
 from nxd_memopt.training.arguments import parse_config
 from nxd_memopt.training.config import TrainConfig
@@ -77,7 +77,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"note: {note}", file=sys.stderr, flush=True)
         if options.dry_run:
             print(launch.text(), flush=True)
+            if DEVICES.get(options.platform, ("cpu", None))[0] == "xla":  # the step is certified with torch_xla
+                PLATFORMS[options.platform].require_package()
             return dry_run(launch, options.device_memory_gib)
+        PLATFORMS[options.platform].require_package()
         if shutil.which(launch.command[0]) is None:
             raise ValueError(f"{launch.command[0]} is not on PATH: activate the environment that torch-neuronx is in")
         if launch.open_files is not None:
@@ -90,7 +93,13 @@ def parser() -> argparse.ArgumentParser:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--config", help="YAML file of the training program")
     source.add_argument("--recipe", help="name of an installed configuration")
-    parser.add_argument("--platform", choices=sorted(PLATFORMS), default="trn1", help="default: trn1")
+    parser.add_argument(
+        "--platform",
+        type=lambda name: INSTANCES.get(name, name),
+        choices=sorted(PLATFORMS),
+        default="trn1",
+        help="default: trn1; names of instances, such as trn1.32xlarge, are understood too",
+    )
     parser.add_argument(
         "--processes-per-node", type=int, help="default: every logical core of Trainium's host, elsewhere T"
     )
@@ -167,6 +176,11 @@ def _require_support(options: argparse.Namespace, config: TrainConfig, platform:
         )
     port = options.root_comm_port
     if port is None:
+        if platform.root_comm_port == hosts.port:
+            raise ValueError(
+                f"the master port {hosts.port} is the Neuron runtime's on --platform {platform.name}: pass another "
+                "--master-port, or move the runtime's with --root-comm-port"
+            )
         return
     if not platform.is_trainium:
         raise ValueError(f"--root-comm-port is the Neuron runtime's, not --platform {platform.name}'s: omit it")

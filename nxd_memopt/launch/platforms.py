@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from nxd_memopt.launch.machine import Machine
 from nxd_memopt.launch.trainium import (
@@ -16,6 +18,9 @@ from nxd_memopt.launch.trainium import (
     trn1,
 )
 from nxd_memopt.launch.variables import Run, Variable
+
+ROOT_COMM_PORT = 62182  # the Neuron runtime's own choice with torch_xla
+TORCH_NEURON_PACKAGE = "torch_neuronx"
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,9 @@ class Platform:
         chip_processes: ranks of one Trainium chip, and the largest tensor-parallel group that AWS advises.
         is_trainium: many ranks share a host and the Neuron runtime.
         compiles: ``neuron_parallel_compile`` can compile the graphs beforehand.
+        package: module of the platform's PyTorch integration, which ranks import.
+        root_comm_port: where the Neuron runtime's collectives meet on host 0 unless ``--root-comm-port`` says
+            otherwise; ``None``: a free port.
     """
 
     name: str
@@ -37,6 +45,16 @@ class Platform:
     chip_processes: int | None = None
     is_trainium: bool = False
     compiles: bool = False
+    package: str | None = None
+    root_comm_port: int | None = None
+
+    def require_package(self) -> None:
+        """Raise ``ValueError`` if the platform's package is not installed."""
+        if self.package is not None and find_spec(self.package) is None:
+            raise ValueError(
+                f"--platform {self.name} needs {self.package}, which is not installed for {sys.executable}: activate "
+                "the environment that has it, or choose another --platform"
+            )
 
     def processes_per_host(self, asked: int | None, tensor_model_parallel_size: int, machine: Machine) -> int:
         """Return how many ranks a host gets.
@@ -128,15 +146,29 @@ PLATFORMS = {
     platform.name: platform
     for platform in (
         # trn1.32xlarge: 16 chips of 2 cores; its tensor-parallel groups of 8 and 32 are meant to span chips
-        Platform("trn1", trn1, processes=32, is_trainium=True, compiles=True),
+        Platform(
+            "trn1",
+            trn1,
+            processes=32,
+            is_trainium=True,
+            compiles=True,
+            package="torch_xla",
+            root_comm_port=ROOT_COMM_PORT,
+        ),
         # a Trainium2 chip has 8 physical cores; trn2.48xlarge has 16 chips, trn2.3xlarge one
-        Platform("trn2", _lnc2, processes=64, chip_processes=4, is_trainium=True),
-        Platform("trn2-lnc1", _lnc1, processes=128, chip_processes=8, is_trainium=True),
-        Platform("trn2-3xlarge", _lnc2, processes=4, chip_processes=4, is_trainium=True),
+        Platform("trn2", _lnc2, processes=64, chip_processes=4, is_trainium=True, package=TORCH_NEURON_PACKAGE),
+        Platform("trn2-lnc1", _lnc1, processes=128, chip_processes=8, is_trainium=True, package=TORCH_NEURON_PACKAGE),
+        Platform("trn2-3xlarge", _lnc2, processes=4, chip_processes=4, is_trainium=True, package=TORCH_NEURON_PACKAGE),
         # servers of an UltraServer have 4 or 16 Trainium3 chips, of 8 physical cores each
-        Platform("trn3", _lnc2, chip_processes=4, is_trainium=True),
+        Platform("trn3", _lnc2, chip_processes=4, is_trainium=True, package=TORCH_NEURON_PACKAGE),
         Platform("cuda", _cuda),
         Platform("cpu", _cpu),
-        Platform("xla_cpu", _xla_cpu),
+        Platform("xla_cpu", _xla_cpu, package="torch_xla"),
     )
 }
+
+INSTANCES = {"trn1n": "trn1", "trn1.32xlarge": "trn1", "trn1n.32xlarge": "trn1"} | {
+    "trn2.48xlarge": "trn2",
+    "trn2.3xlarge": "trn2-3xlarge",
+}
+"""AWS's names of instances, for the platforms' names."""

@@ -74,6 +74,7 @@ def torch_neuron(run: Run, logical_nc_config: int) -> list[Variable]:
             "Neuron SDK 2.21 and newer",
         ),
         *([Variable(older_name, lnc, "the older name of the same", "fixed")] if older_name in run.environ else []),
+        *_number_of_cores(run),
         Variable(
             "TORCH_NEURONX_FALLBACK_ONLY_FOR_UNIMPLEMENTED_OPS",
             "1",
@@ -84,6 +85,14 @@ def torch_neuron(run: Run, logical_nc_config: int) -> list[Variable]:
         _stochastic_rounding(run.config),
         *_runtime(run),
     ]
+
+
+def _number_of_cores(run: Run) -> list[Variable]:
+    """Refuse a value that the environment has for another number of ranks; TorchNeuron needs none."""
+    name = "NEURON_RT_NUM_CORES"
+    if name not in run.environ:
+        return []
+    return [Variable(name, str(run.processes), "logical NeuronCores on this host, one per process", "fixed")]
 
 
 def functionalization() -> Variable:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import dataclasses
 import io
 import re
@@ -104,6 +105,7 @@ def config_from_mapping(values: Mapping[str, Any]) -> TrainConfig:
 
 
 def _override(base: TrainConfig, overrides: Sequence[str], program: str) -> TrainConfig:
+    base, overrides = _add_config_overrides(base, overrides)
     shown = io.StringIO()
     try:
         with contextlib.redirect_stderr(shown):
@@ -112,6 +114,36 @@ def _override(base: TrainConfig, overrides: Sequence[str], program: str) -> Trai
         if stop.code == 0:  # --help
             raise
         raise ValueError(_message_of_box(shown.getvalue())) from None
+
+
+def _add_config_overrides(base: TrainConfig, arguments: Sequence[str]) -> tuple[TrainConfig, list[str]]:
+    """Return ``base`` with entries of ``model.config_overrides`` that only ``arguments`` name, and the other arguments.
+
+    tyro knows the entries of a mapping from its default alone, so it can change those that the file has and no others.
+    """
+    prefix = "--model.config-overrides."
+    added: dict[str, Any] = {}
+    others: list[str] = []
+    remaining = list(arguments)
+    while remaining:
+        argument = remaining.pop(0)
+        name, separator, value = argument.removeprefix(prefix).partition("=")
+        key = name.replace("-", "_")
+        if not argument.startswith(prefix) or key.removeprefix("no_") in base.model.config_overrides or "." in key:
+            others.append(argument)
+            continue
+        if not separator:
+            if not remaining:
+                raise ValueError(f"{argument} has no value: write {argument} VALUE")
+            value = remaining.pop(0)
+        added[key] = yaml.safe_load(value)
+    if not added:
+        return base, others
+    model = copy.copy(base.model)
+    object.__setattr__(model, "config_overrides", base.model.config_overrides | added)  # not validated yet, as ``base``
+    changed = copy.copy(base)
+    object.__setattr__(changed, "model", model)
+    return changed, others
 
 
 def _message_of_box(box: str) -> str:

@@ -27,7 +27,8 @@ class ModelConfig:
             from ``config_overrides`` alone.
         tokenizer: tokenizer directory or hub name; ``None`` takes the one in ``pretrained``.
         config_overrides: Hugging Face configuration values, e.g. ``{model_type: llama, hidden_size: 64}``; laid over
-            the configuration of ``pretrained`` where that is given.
+            the configuration of ``pretrained`` where that is given. On the command line:
+            ``--model.config-overrides.NAME VALUE``.
         random_init: keep the random initial weights instead of loading those of ``pretrained``.
         dtype: of parameters and activations; with ``bfloat16`` the optimizer keeps fp32 master weights.
     """

@@ -17,13 +17,14 @@ ALONE_RANK_DELAY_S = 60.0  # ranks may start as far apart on a busy machine
 
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
-    """Show what a user can cause, a ``ValueError`` or a missing package, as one line, and exit with code 2.
+    """Show an error that a user can cause as one line and exit with status 2.
 
-    Any other exception keeps its traceback, and so does every one under ``NXD_MEMOPT_TRACEBACK=1``.
+    These are ``ValueError``, a missing package and ``OSError``, such as a full disk. Any other exception keeps its
+    traceback, and under ``NXD_MEMOPT_TRACEBACK=1`` every exception does.
     """
     try:
         yield
-    except (ValueError, MissingDependencyError) as error:
+    except (ValueError, OSError, MissingDependencyError) as error:
         if shows_tracebacks():
             raise
         if is_rank_zero() or _is_of_this_rank_alone():

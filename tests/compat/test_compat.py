@@ -57,6 +57,10 @@ TRAINING_STEP = """
     assert all(weight.grad.eq(1).all() for weight in weights)
     xm.reduce_gradients(torch.optim.SGD(weights, lr=1.0), groups=[[0], [1]])
     assert all(weight.grad.eq(0.5).all() for weight in weights)  # torch_xla divides by the world's size also then
+    for weight in weights:
+        weight.grad = torch.full_like(weight, 2.0 * xr.global_ordinal())
+    xm.optimizer_step(torch.optim.SGD(weights, lr=0.5), barrier=True)
+    assert all(weight.eq(-0.5).all() for weight in weights)  # the mean of 0 and 2, times lr
     assert xm.rendezvous("end", bytes([xr.global_ordinal()])) == [b"\\0", b"\\1"]
     closed = []
     xm.add_step_closure(closed.append, args=(total.item(),))

@@ -10,10 +10,10 @@ from typing import get_args, get_type_hints
 import pytest
 
 from nxd_memopt.cli_certify.command import Certify
-from nxd_memopt.launch import command
+from nxd_memopt.launch import command, platforms
 from nxd_memopt.launch.certificate import DEVICES
 from nxd_memopt.launch.machine import Machine
-from nxd_memopt.launch.platforms import PLATFORMS
+from nxd_memopt.launch.platforms import INSTANCES, PLATFORMS, Platform
 from nxd_memopt.memory.certify.fit import DEVICE_GIB
 from tests.launch.launching import FOUR_HOSTS, ROOT, TOKENIZER, TRN2, planned
 
@@ -179,6 +179,7 @@ def test_the_limit_is_raised_before_the_ranks_start(monkeypatch: pytest.MonkeyPa
         seen.append(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
     monkeypatch.setattr(os, "execvpe", execute)
+    monkeypatch.setattr(Platform, "require_package", lambda platform: None)
     monkeypatch.delenv("NXD_MEMOPT_BACKEND", raising=False)
     resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
     try:
@@ -229,6 +230,27 @@ def test_a_fixed_port_of_the_runtime(hosts: dict[str, str], expected: str) -> No
     assert "NEURON_RT_ROOT_COMM_ID" not in planned("llama3_8b", environ=hosts).environment
 
 
+def test_the_runtimes_port_may_be_the_master_port_once_it_is_moved() -> None:
+    assert planned("llama3_8b", "--master-port", "62182", "--root-comm-port", "48620").platform == "trn1"
+
+
+# ---- names and packages ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("instance", "platform"), INSTANCES.items())
+def test_names_of_instances_are_understood(instance: str, platform: str) -> None:
+    assert (
+        planned("llama3_8b", "--platform", instance, "--parallel.tensor-model-parallel-size", "4").platform == platform
+    )
+
+
+def test_a_missing_package_is_named_before_any_rank_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platforms, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="--platform trn2 needs torch_neuronx, which is not installed for "):
+        PLATFORMS["trn2"].require_package()
+    PLATFORMS["cpu"].require_package()
+
+
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 CACHE = ("--launch.compile-cache-dir", "/a")
@@ -251,6 +273,8 @@ CACHE = ("--launch.compile-cache-dir", "/a")
         (("--platform", "trn2", "--launch.compile-cache-dir", "s3://b/c"), {}, "TorchNeuron's cache is a directory"),
         (("--root-comm-port", "70000"), {}, r"--root-comm-port 70000 must be in \[1, 65535\]"),
         (("--root-comm-port", "29500"), {}, "differ from the master port 29500"),
+        (("--master-port", "62182"), {}, "the master port 62182 is the Neuron runtime's"),
+        (("--platform", "trn2"), {"NEURON_RT_NUM_CORES": "8"}, "NEURON_RT_NUM_CORES is '8' .* needs '64'"),
         (("--root-comm-port", "48620", "--platform", "cpu"), {}, "--root-comm-port is the Neuron runtime's"),
         (("--root-comm-port", "5"), {"NEURON_RT_ROOT_COMM_ID": "a:6"}, "NEURON_RT_ROOT_COMM_ID is 'a:6'"),
     ],

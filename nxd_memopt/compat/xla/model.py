@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -115,6 +115,25 @@ def reduce_gradients(
     if size > 1 and gradients:
         with keep_sums(gradients):
             all_reduce(REDUCE_SUM, gradients, 1.0 / size, groups, pin_layout=pin_layout)
+
+
+def optimizer_step(
+    optimizer: torch.optim.Optimizer,
+    barrier: bool = False,
+    optimizer_args: Mapping[str, Any] | None = None,
+    groups: RankGroups | None = None,
+    pin_layout: bool = True,
+) -> Any:
+    """Reduce gradients as ``reduce_gradients`` does, call ``optimizer.step(**optimizer_args)`` and return its value.
+
+    Args:
+        barrier: end the graph with ``mark_step`` afterwards.
+    """
+    reduce_gradients(optimizer, groups=groups, pin_layout=pin_layout)
+    loss = optimizer.step(**(optimizer_args or {}))
+    if barrier:
+        mark_step()
+    return loss
 
 
 def _scaled(tensor: Tensor, scale: float) -> Tensor:
