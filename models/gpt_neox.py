@@ -15,9 +15,9 @@ from nxd_memopt.modules.causal_lm import ParallelCausalLM, RopeTables, resolve_m
 from nxd_memopt.modules.dropout import ParallelDropout
 from nxd_memopt.modules.factory import LayerFactory, resolve_parallel
 from nxd_memopt.modules.mlp import Activation
+from nxd_memopt.modules.parallel_residual import normalised_column_parallel_linears, row_parallel_linears
 from nxd_memopt.ops.parts import split_sizes
 from nxd_memopt.ops.rope import apply_rope_qkv
-from nxd_memopt.parallel_layers.branches import normalised_column_parallel_linears, row_parallel_linears
 from nxd_memopt.parallel_layers.layer_norm import LayerNorm
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
 from nxd_memopt.parallel_layers.utils import runs_as

@@ -11,12 +11,12 @@ from nxd_memopt.memory import apply_memory
 from nxd_memopt.modules.attention import AttentionMask, CoreAttention, merge_heads, split_heads
 from nxd_memopt.modules.causal_lm import ParallelCausalLM, RopeTables, resolve_memory
 from nxd_memopt.modules.factory import LayerFactory, resolve_parallel
-from nxd_memopt.modules.joined import JoinsWeights
+from nxd_memopt.modules.gated_mlp import gated_row_parallel, gated_row_pays
 from nxd_memopt.modules.mlp import GatedActivation
+from nxd_memopt.modules.packed_weights import JoinsWeights
 from nxd_memopt.modules.qkv_linear import kv_size_multiplier
 from nxd_memopt.modules.rms_norm import add_and_norm
 from nxd_memopt.ops.rope import apply_rope_qkv
-from nxd_memopt.parallel_layers.gated_row import gated_row_parallel, gated_row_pays
 from nxd_memopt.parallel_layers.layers import column_parallel_linears
 from nxd_memopt.parallel_layers.utils import runs_as
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from nxd_memopt._optional import MissingDependencyError, installed, require_installed, require_transformers
-from nxd_memopt.cli_certify.command import Certify
+from nxd_memopt.certify.command import Certify
 
 _OPTIONAL = ("triton", "flash-attn-4")
 Command = Callable[[], int | None]
@@ -78,7 +78,7 @@ def _parse(arguments: Sequence[str]) -> Command:
     require_installed("nxd-memopt (every command but doctor)", "tyro", "rich", extra="cli")
     import tyro
 
-    from nxd_memopt.cli_convert import Convert
+    from nxd_memopt.convert import Convert
 
     commands: dict[str, Callable[..., Train | Launch | Doctor | Convert | Certify]] = {
         "train": Train,

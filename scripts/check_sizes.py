@@ -13,11 +13,11 @@ FILE_LINES = 400
 FUNCTION_LINES = 57
 PATH_LINES = 1500
 NEWCOMER_PATH = (  # one training step, each file calling the next
-    "scripts/train.py",
+    "nxd_memopt/training/step.py",
     "models/llama.py",
     "nxd_memopt/modules/attention.py",
     "nxd_memopt/parallel_layers/layers.py",
-    "nxd_memopt/parallel_layers/linear_functions.py",
+    "nxd_memopt/parallel_layers/functional/linear.py",
     "nxd_memopt/backends/c10d.py",
 )
 

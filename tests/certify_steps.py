@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nxd_memopt.cli_certify.request import Request
+from nxd_memopt.certify.request import Request
 
 LLAMA = {"model_type": "llama", "num_key_value_heads": 4}
 GPT_NEOX = {"model_type": "gpt_neox", "hidden_dropout": 0.0}

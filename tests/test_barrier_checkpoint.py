@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from nxd_memopt.backends import backend
-from nxd_memopt.backends.barrier_checkpoint import barrier_checkpoint
+from nxd_memopt.backends.neuron.barrier_checkpoint import barrier_checkpoint
 from nxd_memopt.parallel_layers import random
 
 

@@ -11,14 +11,13 @@ import torch
 
 from nxd_memopt import cli
 from nxd_memopt.backends import backend
-from nxd_memopt.cli_certify import worker
-from nxd_memopt.cli_certify.judge import Device, judge
-from nxd_memopt.cli_certify.request import Answer, Request
+from nxd_memopt.certify import assert_recompute_survives, without_recompute, worker
+from nxd_memopt.certify.fit import GIB, OptimizerState, extrapolate, memory_terms
+from nxd_memopt.certify.measure.eager import measure_eager
+from nxd_memopt.certify.report.judge import Device, judge
+from nxd_memopt.certify.report.verdict import check_ranks
+from nxd_memopt.certify.request import Answer, Request
 from nxd_memopt.config import MemoryConfig
-from nxd_memopt.memory.certify import assert_recompute_survives, without_recompute
-from nxd_memopt.memory.certify.eager import measure_eager
-from nxd_memopt.memory.certify.fit import GIB, OptimizerState, extrapolate, memory_terms
-from nxd_memopt.memory.certify.verdict import check_ranks
 from tests.certify_steps import CORE_ATTN, FULL, GPT_NEOX, LLAMA, MAX_RATIO, parallel, request
 from tests.reference import assert_says, error_message
 from tests.reference_models import batch, llama_config, parallel_model
@@ -188,7 +187,7 @@ def test_an_all_reduce_for_an_all_gather_is_named(monkeypatch):
 
     monkeypatch.setattr(backend, "all_gather_async", by_all_reduce)
     # measure_eager counts what is under the name all_gather_async: let the collective be made in plain sight
-    monkeypatch.setattr("nxd_memopt.memory.certify.eager._COLLECTIVES", {"all_reduce_async": "all_reduce"})
+    monkeypatch.setattr("nxd_memopt.certify.measure.eager._COLLECTIVES", {"all_reduce_async": "all_reduce"})
     asked = request("cpu", LLAMA, FULL, parallel=parallel(4, sequence=True), sequence_length=32)
     (failed,) = [check for check in certificate(asked).checks if check.name == "collectives"]
     assert failed.passed is False

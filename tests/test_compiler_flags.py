@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nxd_memopt.backends.compiler_flags import optimization_level, recompute_error, with_optimization_level
+from nxd_memopt.backends.neuron.compiler_flags import optimization_level, recompute_error, with_optimization_level
 from tests.reference import assert_says, error_message
 
 NXD_RECIPE = "--model-type=transformer -O1 --enable-saturate-infinity"

@@ -9,15 +9,16 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from nxd_memopt._optional import why_missing
-from nxd_memopt.backends import backend, cuda_attention
+from nxd_memopt.backends import backend
 from nxd_memopt.backends.attention_call import AttentionCall
+from nxd_memopt.backends.cuda import attention as cuda_attention
 from nxd_memopt.modules.attention import CoreAttention, split_heads
 from nxd_memopt.ops import attention
 from nxd_memopt.ops.attention import attention_implementation, core_attention, describe_attention
 from nxd_memopt.ops.cuda import attention as flash4_module
 from nxd_memopt.ops.cuda.attention import flash4, unavailable_reason
-from nxd_memopt.ops.joined import joined
 from nxd_memopt.ops.packed import PackedDocuments
+from nxd_memopt.ops.packed_view import joined
 from nxd_memopt.ops.parts import split_sizes
 from tests import flash4_kernels
 from tests.reference import assert_float64_close, assert_says, error_message, gradients, tensors

@@ -11,7 +11,7 @@ from torch import nn
 
 from nxd_memopt.backends import backend
 from nxd_memopt.memory import GraphedLoss
-from nxd_memopt.memory.graphed import WARM_UP_CALLS, _hooks_laid_aside
+from nxd_memopt.memory.cuda_graph import WARM_UP_CALLS, _hooks_laid_aside
 from nxd_memopt.optimizer import OptimizerInBackward
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from nxd_memopt.ops.logits_storage import StoragePlan, overwriting_ranges
+from nxd_memopt.parallel_layers.fused_loss.chunk_plan import StoragePlan, overwriting_ranges
 from nxd_memopt.parallel_layers.loss_functions import fused_linear_cross_entropy
 from tests.reference import assert_says, error_message
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from nxd_memopt.backends import neuron
 from nxd_memopt.backends.attention_call import AttentionCall
-from nxd_memopt.backends.neuron import NeuronBackend
+from nxd_memopt.backends.neuron import native as neuron
+from nxd_memopt.backends.neuron.native import NeuronBackend
 from tests.reference import assert_says, error_message
 
 ROOT = Path(__file__).parent.parent

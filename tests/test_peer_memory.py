@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nxd_memopt.backends import cuda, peer_memory
-from nxd_memopt.backends.peer_memory import (
+from nxd_memopt.backends.cuda import backend as cuda
+from nxd_memopt.backends.cuda import peer_memory
+from nxd_memopt.backends.cuda.peer_memory import (
     _OPERATIONS_PER_BYTE,
     PeerGathering,
     PeerMemory,

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from nxd_memopt.backends.topology import neuron_kv_rank_stride, trn1_order
+from nxd_memopt.backends.neuron.topology import neuron_kv_rank_stride, trn1_order
 from nxd_memopt.parallel_layers.rank_grid import rank_grid
 from nxd_memopt.parallel_layers.rank_order import (
     kv_shard_of_rank,

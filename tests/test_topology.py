@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nxd_memopt.backends.topology import logical_nc_config, neuron_order, platform_target, trn1_order, trn2_order
+from nxd_memopt.backends.neuron.topology import logical_nc_config, neuron_order, platform_target, trn1_order, trn2_order
 from nxd_memopt.parallel_layers.rank_grid import rank_grid
 from tests.reference import assert_says, error_message
 

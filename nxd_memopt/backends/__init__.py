@@ -6,12 +6,12 @@ import difflib
 import os
 
 from nxd_memopt.backends.base import Backend, Capture
+from nxd_memopt.backends.collectives import Completed, Gathering, Reduction
 from nxd_memopt.backends.cpu import CpuBackend
-from nxd_memopt.backends.cuda import CudaBackend
+from nxd_memopt.backends.cuda.backend import CudaBackend
 from nxd_memopt.backends.host_transfers import HostTransfers, Transfer
-from nxd_memopt.backends.neuron import NeuronBackend
-from nxd_memopt.backends.pieces import Completed, Gathering, Reduction
-from nxd_memopt.backends.xla import XlaBackend
+from nxd_memopt.backends.neuron.native import NeuronBackend
+from nxd_memopt.backends.neuron.xla import XlaBackend
 
 BACKENDS: dict[str, type[Backend]] = {
     "neuron": NeuronBackend,

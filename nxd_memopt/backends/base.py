@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends.attention_call import AttentionCall
-from nxd_memopt.backends.host_transfers import HostTransfers
-from nxd_memopt.backends.pieces import (
+from nxd_memopt.backends.collectives import (
     Completed,
     Gathering,
     GatheringAtOnce,
@@ -21,6 +20,7 @@ from nxd_memopt.backends.pieces import (
     Reduction,
     ReductionAtOnce,
 )
+from nxd_memopt.backends.host_transfers import HostTransfers
 
 Result = TypeVar("Result", covariant=True)
 

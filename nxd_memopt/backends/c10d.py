@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
 from nxd_memopt.backends.base import Backend, ContextPair
-from nxd_memopt.backends.pieces import Completed, Pending
+from nxd_memopt.backends.collectives import Completed, Pending
 
 # torch 2.13 renames the two; 2.9 to 2.12 have the old names only
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

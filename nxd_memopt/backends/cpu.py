@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nxd_memopt.backends.c10d import C10dBackend
-from nxd_memopt.backends.topology import PLATFORM_OVERRIDE, neuron_kv_rank_stride, neuron_order
+from nxd_memopt.backends.neuron.topology import PLATFORM_OVERRIDE, neuron_kv_rank_stride, neuron_order
 
 
 class CpuBackend(C10dBackend):

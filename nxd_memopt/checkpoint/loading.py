@@ -20,7 +20,7 @@ from nxd_memopt.checkpoint.logical import (
 )
 from nxd_memopt.checkpoint.names import match_names
 from nxd_memopt.checkpoint.plain import decode
-from nxd_memopt.modules.joined import join_weights
+from nxd_memopt.modules.packed_weights import join_weights
 from nxd_memopt.optimizer import NeuronZero1Optimizer
 from nxd_memopt.optimizer.zero1 import StoredParameter
 from nxd_memopt.parallel_layers.checkpointing import full_shape

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from nxd_memopt.parallel_layers import base_linear, embedding, layers, parallel_state
+from nxd_memopt.parallel_layers.functional.linear import ColumnCommunication
 from nxd_memopt.parallel_layers.initialization import InitMethod, initialize_sharded_
-from nxd_memopt.parallel_layers.linear_functions import ColumnCommunication
 from nxd_memopt.parallel_layers.mappings import gather_from_tensor_model_parallel_region
 from nxd_memopt.parallel_layers.utils import divide, set_tensor_model_parallel_attributes
 

@@ -7,7 +7,7 @@ import os
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from nxd_memopt.backends.topology import logical_nc_config
+from nxd_memopt.backends.neuron.topology import logical_nc_config
 from nxd_memopt.compat.rank_groups import PG_Group_Logic, RankGroups
 from nxd_memopt.parallel_layers import parallel_state
 

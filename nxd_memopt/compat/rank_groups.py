@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nxd_memopt.backends.topology import TRN2_ROWS_AROUND_TORUS
+from nxd_memopt.backends.neuron.topology import TRN2_ROWS_AROUND_TORUS
 
 RankGroups = list[list[int]]
 

@@ -126,7 +126,11 @@ def neuron_cc_flags(config: TrainConfig, given: str) -> str:
         ValueError: recompute is on and the last level is another one, or the flags cannot be read.
     """
     with _library_on_cpu():
-        from nxd_memopt.backends.compiler_flags import optimization_level, recompute_error, with_optimization_level
+        from nxd_memopt.backends.neuron.compiler_flags import (
+            optimization_level,
+            recompute_error,
+            with_optimization_level,
+        )
     flags = f"{shlex.join(config.launch.neuron_cc_flags)} {given}".strip()
     if config.memory.recompute_granularity is None:
         return flags

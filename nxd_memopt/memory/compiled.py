@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
 from nxd_memopt.backends import backend
-from nxd_memopt.memory.forwards import Forward, is_wrapped, unwrap_forward, wrap_forward
 from nxd_memopt.memory.recompute import is_passed_over
+from nxd_memopt.memory.wrapping import Forward, is_wrapped, unwrap_forward, wrap_forward
 from nxd_memopt.modules.attention import CoreAttention
 from nxd_memopt.modules.dropout import ParallelDropout
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from nxd_memopt.backends import HostTransfers, Transfer
-from nxd_memopt.memory.forwards import unwrap_forward, wrap_forward
+from nxd_memopt.memory.wrapping import unwrap_forward, wrap_forward
 
 _LEAST_BYTES = 1 << 20  # smaller ones stay: they are many and hold nothing
 

@@ -14,8 +14,8 @@ from torch import nn, overrides
 from nxd_memopt.backends import backend
 from nxd_memopt.backends.base import ContextPair
 from nxd_memopt.config import MemoryConfig
-from nxd_memopt.memory.forwards import Forward, Technique, is_wrapped, unwrap_forward, wrap_forward
-from nxd_memopt.memory.keep import KEEPABLE_ATTENTION, both_contexts, keeping_contexts
+from nxd_memopt.memory.selective import KEEPABLE_ATTENTION, both_contexts, keeping_contexts
+from nxd_memopt.memory.wrapping import Forward, Technique, is_wrapped, unwrap_forward, wrap_forward
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.mappings import functional_contexts
 from nxd_memopt.parallel_layers.random import replay_contexts

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from nxd_memopt.config import require_divisible
 from nxd_memopt.ops.parts import split_sizes
 from nxd_memopt.parallel_layers import mappings, parallel_state
+from nxd_memopt.parallel_layers.functional.linear import ColumnCommunication
 from nxd_memopt.parallel_layers.initialization import (
     InitMethod,
     default_bias_init,
@@ -18,7 +19,6 @@ from nxd_memopt.parallel_layers.initialization import (
     initialize_sharded_,
 )
 from nxd_memopt.parallel_layers.layers import column_parallel, columns_in_full_order
-from nxd_memopt.parallel_layers.linear_functions import ColumnCommunication
 from nxd_memopt.parallel_layers.utils import (
     ShardBlock,
     ShardedModule,

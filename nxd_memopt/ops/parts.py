@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nxd_memopt.ops.autograd import first_derivative_only
-from nxd_memopt.ops.joined import joined
+from nxd_memopt.ops.packed_view import joined
 
 
 def split_sizes(x: Tensor, sizes: Sequence[int], dim: int = 0) -> tuple[Tensor, ...]:

@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from nxd_memopt.config import require_divisible
-from nxd_memopt.ops.held import hold
+from nxd_memopt.ops.early_save import hold
 from nxd_memopt.parallel_layers import mappings, parallel_state
 from nxd_memopt.parallel_layers.base_linear import BaseParallelLinear
-from nxd_memopt.parallel_layers.communication import Communication
 from nxd_memopt.parallel_layers.embedding import ParallelEmbedding
+from nxd_memopt.parallel_layers.functional.activation_sharding import Communication
+from nxd_memopt.parallel_layers.functional.linear import ColumnCommunication, ColumnParallel, RowParallel
 from nxd_memopt.parallel_layers.initialization import InitMethod
-from nxd_memopt.parallel_layers.linear_functions import ColumnCommunication, ColumnParallel, RowParallel
 from nxd_memopt.parallel_layers.utils import (
     cast_if_autocast_enabled,
     check_sequence_dimension,

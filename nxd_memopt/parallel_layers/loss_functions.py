@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from nxd_memopt.backends import backend
 from nxd_memopt.ops.autograd import first_derivative_only
 from nxd_memopt.ops.cross_entropy import labels_outside
-from nxd_memopt.parallel_layers.linear_cross_entropy import fused_linear_cross_entropy
+from nxd_memopt.parallel_layers.fused_loss.linear_cross_entropy import fused_linear_cross_entropy
 from nxd_memopt.parallel_layers.mappings import resolve_group
 
 __all__ = ["from_parallel_logits_to_logprobs", "fused_linear_cross_entropy", "parallel_cross_entropy"]

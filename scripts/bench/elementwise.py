@@ -21,7 +21,6 @@ from torch import Tensor
 
 from nxd_memopt.backends import backend
 from nxd_memopt.ops.activation import activation, gated_activation
-from nxd_memopt.ops.joined import Layout
 from nxd_memopt.ops.norm import (
     add_rms_norm,
     affine_branches,
@@ -30,6 +29,7 @@ from nxd_memopt.ops.norm import (
     normalise_gradient,
     rms_norm,
 )
+from nxd_memopt.ops.packed_view import Layout
 from nxd_memopt.ops.parts import split_sizes
 from nxd_memopt.ops.residual import add_residual
 from nxd_memopt.ops.rope import apply_rope, apply_rope_qkv, rope_frequencies, rope_tables

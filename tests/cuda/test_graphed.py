@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nxd_memopt.backends import backend, cuda
+from nxd_memopt.backends import backend
+from nxd_memopt.backends.cuda import backend as cuda
 from nxd_memopt.memory import GraphedLoss
 from nxd_memopt.optimizer import AdamW, NeuronZero1Optimizer
 from nxd_memopt.parallel_layers import grads, parallel_state

@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nxd_memopt.backends import backend, cuda
-from nxd_memopt.backends.peer_memory import PeerGathering, PeerReduction, sum_over_ranks, wait_for_signals
+from nxd_memopt.backends import backend
+from nxd_memopt.backends.cuda import backend as cuda
+from nxd_memopt.backends.cuda.peer_memory import PeerGathering, PeerReduction, sum_over_ranks, wait_for_signals
 from nxd_memopt.parallel_layers import grads, parallel_state
 from tests.dist.pool import distributed
 from tests.reference_models import VOCAB, gpt_neox_config, llama_config, parallel_model
@@ -68,7 +69,7 @@ def test_one_kernel_waits_for_several_signals(ranks):
 def test_a_signal_that_never_comes_is_an_error():
     """In a process of its own, whose device is of no use afterwards."""
     waiting = (
-        "import torch; from nxd_memopt.backends.peer_memory import wait_for_signals; "
+        "import torch; from nxd_memopt.backends.cuda.peer_memory import wait_for_signals; "
         "wait_for_signals(torch.zeros(4, dtype=torch.int32, device='cuda'), (1, 2), timeout_ms=200); "
         "torch.cuda.synchronize()"
     )

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxd_memopt.backends import backend
 from nxd_memopt.ops.cuda import rope
-from nxd_memopt.ops.joined import joined
+from nxd_memopt.ops.packed_view import joined
 from nxd_memopt.ops.parts import split_sizes
 from nxd_memopt.ops.rope import apply_rope, apply_rope_qkv, rope_frequencies, rope_tables
 from tests.cuda.against_float64 import DTYPES, compare, random

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import multiprocessing
 
 from nxd_memopt.backends import backend
-from nxd_memopt.backends.peer_memory import PeerGathering, PeerMemory, PeerReduction
+from nxd_memopt.backends.cuda.peer_memory import PeerGathering, PeerMemory, PeerReduction
 
 pytestmark = [
     pytest.mark.cuda,

@@ -9,8 +9,8 @@ from torch import nn
 
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.models.gpt_neox import GPTNeoXForCausalLM
+from nxd_memopt.modules.parallel_residual import normalised_column_parallel_linears, row_parallel_linears
 from nxd_memopt.parallel_layers import grads, parallel_state
-from nxd_memopt.parallel_layers.branches import normalised_column_parallel_linears, row_parallel_linears
 from nxd_memopt.parallel_layers.layer_norm import LayerNorm
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
 from nxd_memopt.parallel_layers.random import model_parallel_manual_seed

@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from nxd_memopt.modules import gated_mlp as gated_row
 from nxd_memopt.ops.activation import ACTIVATIONS, gated_activation
-from nxd_memopt.parallel_layers import gated_row, parallel_state
+from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.layers import RowParallelLinear
 from tests.dist.pool import distributed
 from tests.reference import assert_float64_close, assert_says, error_message, shard, tensors

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from nxd_memopt.backends import backend
-from nxd_memopt.backends.neuron import NeuronBackend
+from nxd_memopt.backends.neuron.native import NeuronBackend
 from nxd_memopt.parallel_layers import parallel_state
 from tests.dist.pool import distributed
 from tests.reference import shard

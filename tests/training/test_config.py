@@ -37,14 +37,13 @@ def test_config_overrides_can_be_overridden(tmp_path: Path) -> None:
     file = write(tmp_path / "c.yaml", "model: {tokenizer: t, config_overrides: {model_type: llama, hidden_size: 64}}\n")
     config = parse_config(["--config", file, "--model.config-overrides.hidden-size", "32"])
     assert config.model.config_overrides == {"model_type": "llama", "hidden_size": 32}
-    added = parse_config(
-        ["--config", file, "--model.config-overrides.attention-dropout", "0.1", "--trainer.max-steps", "3"]
-        + ["--model.config-overrides.tie-word-embeddings=true", "--model.config-overrides.hidden-size", "32"]
-    )
+    entries = ["attention-dropout=0.1", "tie-word-embeddings=true", "hidden-size=32"]
+    arguments = [f"--model.config-overrides.{entry}" for entry in entries]
+    added = parse_config(["--config", file, *arguments, "--trainer.max-steps", "3"])
     others = {"attention_dropout": 0.1, "tie_word_embeddings": True}
     assert added.model.config_overrides == config.model.config_overrides | others
     assert added.trainer.max_steps == 3
-    with pytest.raises(ValueError, match="--model.config-overrides.rope-theta has no value"):
+    with pytest.raises(ValueError, match="rope-theta has no value"):
         parse_config(["--config", file, "--model.config-overrides.rope-theta"])
 
 

@@ -18,9 +18,10 @@ from typing import Any
 import torch.distributed as dist
 import torch_xla.debug.metrics as metrics
 
-from nxd_memopt.backends import backend, xla_inspect
+from nxd_memopt.backends import backend
+from nxd_memopt.backends.neuron import xla_inspect
+from nxd_memopt.certify.measure import hlo
 from nxd_memopt.checkpoint import gather_full_tensor
-from nxd_memopt.memory.certify import hlo
 from nxd_memopt.parallel_layers import coordination
 from nxd_memopt.parallel_layers.utils import is_sharded
 from nxd_memopt.training import loop

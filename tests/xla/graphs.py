@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from nxd_memopt.backends import backend, xla_inspect
+from nxd_memopt.backends import backend
+from nxd_memopt.backends.neuron import xla_inspect
+from nxd_memopt.certify.measure import hlo
 from nxd_memopt.config import MemoryConfig, ParallelConfig
-from nxd_memopt.memory.certify import hlo
 from nxd_memopt.parallel_layers import grads, parallel_state
 from tests.golden.runs import MODELS
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from nxd_memopt.backends import BACKEND_REASON, BACKENDS, backend
-from nxd_memopt.backends.xla_inspect import traced_hlo
+from nxd_memopt.backends.neuron.xla_inspect import traced_hlo
 from nxd_memopt.memory.recompute import checkpoint
 from nxd_memopt.parallel_layers import parallel_state, random
 from tests.dist.pool import distributed
@@ -133,7 +133,8 @@ def test_switch_turns_the_refusal_into_a_warning():
 
 TRACE_LISTS = """
 import os, sys, torch
-from nxd_memopt.backends import backend, xla_inspect
+from nxd_memopt.backends import backend
+from nxd_memopt.backends.neuron import xla_inspect
 from nxd_memopt.parallel_layers import parallel_state
 from tests.reference import fake_world
 with fake_world(4), xla_inspect.pretended_rank(4, 0):

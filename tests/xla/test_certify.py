@@ -9,17 +9,17 @@ import sys
 
 import pytest
 
-from nxd_memopt.cli_certify.command import _worker_environment, run_worker
-from nxd_memopt.cli_certify.judge import Device, judge
-from nxd_memopt.cli_certify.request import Answer
-from nxd_memopt.memory.certify import assert_recompute_survives
-from nxd_memopt.memory.certify.fit import OptimizerState
+from nxd_memopt.certify import assert_recompute_survives
+from nxd_memopt.certify.command import _worker_environment, run_worker
+from nxd_memopt.certify.fit import OptimizerState
+from nxd_memopt.certify.report.judge import Device, judge
+from nxd_memopt.certify.request import Answer
 from tests.certify_steps import CORE_ATTN, FULL, GPT_NEOX, LLAMA, MAX_RATIO, parallel, request
 from tests.reference import assert_says, error_message
 
 WITHOUT_BARRIER = """
 from nxd_memopt.backends import backend
-from nxd_memopt.cli_certify import worker
+from nxd_memopt.certify import worker
 backend.optimization_barrier = list
 worker.main()
 """

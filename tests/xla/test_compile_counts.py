@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from nxd_memopt.backends import xla_inspect
+from nxd_memopt.backends.neuron import xla_inspect
 from tests.training.runs import write_config
 
 Phases = list[tuple[str, int]]

@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 
-from nxd_memopt.backends import xla_inspect
+from nxd_memopt.backends.neuron import xla_inspect
 from tests.golden.runs import MODELS, SIZES
 from tests.xla.graphs import BATCH_SIZE, SEQUENCE_LENGTH, WORLD_SIZE
 

@@ -39,7 +39,7 @@ from nxd_memopt import memory
 functions = [checkpoint, module.checkpoint, torch.utils.checkpoint.checkpoint, earlier.recompute]
 assert all(function is memory.checkpoint for function in functions), functions
 from nxd_memopt.backends import backend
-from nxd_memopt.backends.xla_inspect import traced_hlo
+from nxd_memopt.backends.neuron.xla_inspect import traced_hlo
 for options in ({}, {"use_reentrant": True}, {"use_reentrant": False}):
     x = torch.ones(4, 4, device="xla", requires_grad=True)
     checkpoint(lambda t: (t @ t).sin(), x, **options).sum().backward()

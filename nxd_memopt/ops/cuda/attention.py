@@ -13,8 +13,8 @@ from torch import Tensor
 from nxd_memopt._optional import why_missing
 from nxd_memopt.backends.attention_call import AttentionCall
 from nxd_memopt.ops.autograd import first_derivative_only
-from nxd_memopt.ops.joined import Layout
 from nxd_memopt.ops.packed import PackedDocuments
+from nxd_memopt.ops.packed_view import Layout
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _DISTRIBUTION, _TESTED = "flash-attn-4", "4.0.0b36"  # earlier betas lack parts that their parameters do not show

@@ -9,13 +9,10 @@ from typing import Any
 import torch
 
 from nxd_memopt._optional import require_transformers
-from nxd_memopt.backends.compiler_flags import recompute_error
-from nxd_memopt.cli_certify.request import Answer, Request
-from nxd_memopt.memory.certify.fit import MemoryTerms, OptimizerState, extrapolate, memory_terms
-from nxd_memopt.memory.certify.measurement import Measurement
-from nxd_memopt.memory.certify.shapes import step_shape
-from nxd_memopt.memory.certify.theory import StepShape, expected_collectives, per_layer
-from nxd_memopt.memory.certify.verdict import (
+from nxd_memopt.backends.neuron.compiler_flags import recompute_error
+from nxd_memopt.certify.fit import MemoryTerms, OptimizerState, extrapolate, memory_terms
+from nxd_memopt.certify.measure.measurement import Measurement
+from nxd_memopt.certify.report.verdict import (
     Certificate,
     Check,
     check_collectives,
@@ -24,6 +21,9 @@ from nxd_memopt.memory.certify.verdict import (
     check_ranks,
     check_survival,
 )
+from nxd_memopt.certify.request import Answer, Request
+from nxd_memopt.certify.shapes import step_shape
+from nxd_memopt.certify.theory import StepShape, expected_collectives, per_layer
 
 _INT64_BYTES = 8
 _SIMULATION_NOTES = (

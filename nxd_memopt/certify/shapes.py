@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
+from nxd_memopt.certify.theory import StepShape
 from nxd_memopt.config import MemoryConfig, ParallelConfig
-from nxd_memopt.memory.certify.theory import StepShape
-from nxd_memopt.parallel_layers.head_pass import plan_head
-from nxd_memopt.parallel_layers.linear_cross_entropy import DEFAULT_LOGITS_BYTES
+from nxd_memopt.parallel_layers.fused_loss.chunked_pass import plan_head
+from nxd_memopt.parallel_layers.fused_loss.linear_cross_entropy import DEFAULT_LOGITS_BYTES
 
 
 def step_shape(

@@ -20,8 +20,8 @@ from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends.attention_call import AttentionCall
 from nxd_memopt.backends.c10d import C10dBackend
-from nxd_memopt.backends.pieces import Completed, Pending
-from nxd_memopt.backends.topology import (
+from nxd_memopt.backends.collectives import Completed, Pending
+from nxd_memopt.backends.neuron.topology import (
     PHYSICAL_CORES_PER_CHIP,
     logical_nc_config,
     neuron_kv_rank_stride,

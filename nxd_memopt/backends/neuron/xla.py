@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from nxd_memopt.backends.barrier_checkpoint import barrier_checkpoint
 from nxd_memopt.backends.base import Backend, ContextPair
 from nxd_memopt.backends.c10d import C10dBackend
-from nxd_memopt.backends.compiler_flags import recompute_error
 from nxd_memopt.backends.cpu import reset_resident_peak, resident_bytes
-from nxd_memopt.backends.topology import neuron_kv_rank_stride, neuron_order
+from nxd_memopt.backends.neuron.barrier_checkpoint import barrier_checkpoint
+from nxd_memopt.backends.neuron.compiler_flags import recompute_error
+from nxd_memopt.backends.neuron.topology import neuron_kv_rank_stride, neuron_order
 
 _SEED_BITS = 64
 _FUNCTIONALIZATION = "XLA_DISABLE_FUNCTIONALIZATION"

@@ -8,9 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nxd_memopt.backends import backend, xla_inspect
-from nxd_memopt.memory.certify import hlo
-from nxd_memopt.memory.certify.measurement import Measurement, largest_distinct
+from nxd_memopt.backends import backend
+from nxd_memopt.backends.neuron import xla_inspect
+from nxd_memopt.certify.measure import hlo
+from nxd_memopt.certify.measure.measurement import Measurement, largest_distinct
 
 
 def measure_outputs(outputs: Sequence[Tensor]) -> Measurement:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from nxd_memopt.ops.cuda.support import has_triton
-from nxd_memopt.ops.joined import joined
+from nxd_memopt.ops.packed_view import joined
 from nxd_memopt.ops.parts import split_sizes
 
 

@@ -1,4 +1,4 @@
-"""Owns the measuring process: ``python -m nxd_memopt.cli_certify.worker REQUEST.json ANSWER.json``.
+"""Owns the measuring process: ``python -m nxd_memopt.certify.worker REQUEST.json ANSWER.json``.
 
 It has a process of its own because the backend, and XLA's flags, are chosen once, at import.
 """
@@ -19,15 +19,16 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from transformers import AutoConfig
 
-from nxd_memopt.backends import backend, xla_inspect
-from nxd_memopt.cli_certify.request import Answer, Request
-from nxd_memopt.memory.certify import hlo
-from nxd_memopt.memory.certify.baseline import without_recompute
-from nxd_memopt.memory.certify.compiled import measure_compiled
-from nxd_memopt.memory.certify.eager import measure_eager
-from nxd_memopt.memory.certify.measurement import Measurement
-from nxd_memopt.memory.certify.survival import Survival
-from nxd_memopt.memory.certify.xla import measure_outputs
+from nxd_memopt.backends import backend
+from nxd_memopt.backends.neuron import xla_inspect
+from nxd_memopt.certify.measure import hlo
+from nxd_memopt.certify.measure.baseline import without_recompute
+from nxd_memopt.certify.measure.compiled import measure_compiled
+from nxd_memopt.certify.measure.eager import measure_eager
+from nxd_memopt.certify.measure.measurement import Measurement
+from nxd_memopt.certify.measure.survival import Survival
+from nxd_memopt.certify.measure.xla import measure_outputs
+from nxd_memopt.certify.request import Answer, Request
 from nxd_memopt.models import model_class
 from nxd_memopt.parallel_layers import grads, parallel_state
 

@@ -32,8 +32,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 
+from nxd_memopt.certify.measure.measurement import Collective
 from nxd_memopt.config import MemoryConfig
-from nxd_memopt.memory.certify.measurement import Collective
 
 _BUCKET_BYTES = 128 << 20  # parallel_layers.grads: a larger gradient goes alone
 _FP32_BYTES = 4

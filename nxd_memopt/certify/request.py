@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from nxd_memopt.certify.measure.measurement import Measurement
+from nxd_memopt.certify.measure.survival import Survival
 from nxd_memopt.config import MemoryConfig, ParallelConfig
-from nxd_memopt.memory.certify.measurement import Measurement
-from nxd_memopt.memory.certify.survival import Survival
 
 
 @dataclass(frozen=True)

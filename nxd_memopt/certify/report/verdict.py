@@ -8,9 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nxd_memopt.config import MemoryConfig
-from nxd_memopt.memory.certify.fit import GIB, MemoryTerms
-from nxd_memopt.memory.certify.measurement import (
+from nxd_memopt.certify.fit import GIB, MemoryTerms
+from nxd_memopt.certify.measure.measurement import (
     Collective,
     LiveTensor,
     Measurement,
@@ -18,8 +17,9 @@ from nxd_memopt.memory.certify.measurement import (
     is_logits,
     is_square_in,
 )
-from nxd_memopt.memory.certify.survival import Survival
-from nxd_memopt.memory.certify.theory import StepShape, expected_collectives
+from nxd_memopt.certify.measure.survival import Survival
+from nxd_memopt.certify.theory import StepShape, expected_collectives
+from nxd_memopt.config import MemoryConfig
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from nxd_memopt.ops.autograd import first_derivative_only
 from nxd_memopt.ops.cross_entropy import LossTerms, labels_outside, wide_dtype
 from nxd_memopt.ops.cuda import cross_entropy as cuda
 from nxd_memopt.ops.cuda.support import serves
-from nxd_memopt.parallel_layers.head_pass import HeadOptions, HeadPass
+from nxd_memopt.parallel_layers.fused_loss.chunked_pass import HeadOptions, HeadPass
 from nxd_memopt.parallel_layers.mappings import resolve_group
 from nxd_memopt.parallel_layers.utils import (
     cast_if_autocast_enabled,

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from nxd_memopt.backends import backend
-from nxd_memopt.memory.certify.measurement import Collective, LiveTensor, Measurement, largest_distinct
+from nxd_memopt.certify.measure.measurement import Collective, LiveTensor, Measurement, largest_distinct
 
 MATMULS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 """ATen's matrix products; ``linear``, ``matmul`` and ``einsum`` end in these."""

@@ -17,11 +17,11 @@ from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends import Gathering, Reduction, backend
 from nxd_memopt.ops.autograd import as_dtype, first_derivative_only
-from nxd_memopt.ops.held import Held, bind, saved
-from nxd_memopt.ops.joined import joined
+from nxd_memopt.ops.early_save import Held, bind, saved
+from nxd_memopt.ops.packed_view import joined
 from nxd_memopt.ops.parts import split_sizes
 from nxd_memopt.ops.sums import column_sums
-from nxd_memopt.parallel_layers.communication import Communication
+from nxd_memopt.parallel_layers.functional.activation_sharding import Communication
 
 
 @dataclass(frozen=True)

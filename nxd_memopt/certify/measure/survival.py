@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from nxd_memopt.backends import backend
-from nxd_memopt.memory.certify.baseline import without_recompute
-from nxd_memopt.memory.certify.measurement import Measurement
+from nxd_memopt.certify.measure.baseline import without_recompute
+from nxd_memopt.certify.measure.measurement import Measurement
 
 _GIB = 2**30
 
@@ -110,13 +110,13 @@ def assert_recompute_survives(
 
 def _measure_for(*, compiled: bool) -> Callable[[Callable[[], Any]], Measurement]:
     if compiled:
-        from nxd_memopt.memory.certify.compiled import measure_compiled
+        from nxd_memopt.certify.measure.compiled import measure_compiled
 
         return measure_compiled
     if backend.name == "xla":
-        from nxd_memopt.memory.certify.xla import measure_step
+        from nxd_memopt.certify.measure.xla import measure_step
 
         return measure_step
-    from nxd_memopt.memory.certify.eager import measure_eager
+    from nxd_memopt.certify.measure.eager import measure_eager
 
     return measure_eager

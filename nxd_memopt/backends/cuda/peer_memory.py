@@ -380,6 +380,6 @@ def _has_triton() -> bool:
 
 
 def _kernels() -> Any:
-    from nxd_memopt.backends import peer_memory_kernels
+    from nxd_memopt.backends.cuda import peer_memory_kernels
 
     return peer_memory_kernels

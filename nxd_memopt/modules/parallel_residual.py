@@ -17,9 +17,9 @@ from nxd_memopt.backends import backend
 from nxd_memopt.ops.autograd import first_derivative_only
 from nxd_memopt.ops.norm import affine_branches, affine_branches_gradient, normalise, normalise_gradient
 from nxd_memopt.ops.residual import add_residual
+from nxd_memopt.parallel_layers.functional.linear import ColumnCommunication, parameter_grads, products
 from nxd_memopt.parallel_layers.layer_norm import LayerNorm
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear, row_parallel
-from nxd_memopt.parallel_layers.linear_functions import ColumnCommunication, parameter_grads, products
 from nxd_memopt.parallel_layers.utils import cast_if_autocast_enabled
 
 

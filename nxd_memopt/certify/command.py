@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from nxd_memopt._optional import require_transformers
-from nxd_memopt.cli_certify.configs import NAMED_CONFIGS, load_model_config
+from nxd_memopt.certify.configs import NAMED_CONFIGS, load_model_config
 from nxd_memopt.config import MemoryConfig, ParallelConfig, require_one_of
 
 if TYPE_CHECKING:
-    from nxd_memopt.cli_certify.request import Answer, Request
-    from nxd_memopt.memory.certify.verdict import Certificate
+    from nxd_memopt.certify.report.verdict import Certificate
+    from nxd_memopt.certify.request import Answer, Request
 
-_WORKER = "nxd_memopt.cli_certify.worker"
+_WORKER = "nxd_memopt.certify.worker"
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Certify:
     """Write all figures there."""
 
     def __call__(self) -> int:
-        from nxd_memopt.cli_certify.render import show
+        from nxd_memopt.certify.report.render import show
 
         request = self.request()
         require_transformers("nxd-memopt certify")  # here, not after minutes of measuring in another process
@@ -81,7 +81,7 @@ class Certify:
 
     def request(self) -> Request:
         """Check the arguments against each other, and say what is to be measured."""
-        from nxd_memopt.cli_certify.request import Request
+        from nxd_memopt.certify.request import Request
 
         if self.backend == "compiled" and self.tensor_model_parallel_size > 1:
             raise ValueError(
@@ -116,8 +116,8 @@ class Certify:
 
     def certificate(self, request: Request, answer: Answer) -> Certificate:
         """Judge what was measured."""
-        from nxd_memopt.cli_certify.judge import Device, judge
-        from nxd_memopt.memory.certify.fit import DEVICE_GIB, OptimizerState
+        from nxd_memopt.certify.fit import DEVICE_GIB, OptimizerState
+        from nxd_memopt.certify.report.judge import Device, judge
 
         capacity_gib = DEVICE_GIB[self.device] if self.device_memory_gib is None else self.device_memory_gib
         return judge(
@@ -147,7 +147,7 @@ def run_worker(request: Request) -> Answer:
     Raises:
         ValueError: the measurement failed; carries the process's last line.
     """
-    from nxd_memopt.cli_certify.request import Answer
+    from nxd_memopt.certify.request import Answer
 
     with tempfile.TemporaryDirectory(prefix="nxd-memopt-certify-") as directory:
         question, answer = Path(directory, "request.json"), Path(directory, "answer.json")
@@ -166,7 +166,7 @@ def _worker_environment(request: Request, dump: Path) -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if name not in ranks}
     environment["NXD_MEMOPT_BACKEND"] = "cpu" if request.backend == "compiled" else request.backend
     if request.backend == "xla":
-        from nxd_memopt.backends.xla_inspect import dump_flags
+        from nxd_memopt.backends.neuron.xla_inspect import dump_flags
 
         # the flags of the real compiler are a check of their own; here they must not stop the simulation
         environment |= {"PJRT_DEVICE": "CPU", "XLA_FLAGS": dump_flags(dump), "NXD_MEMOPT_RECOMPUTE_CHECK": "warn"}

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, get_process_group_ranks
 
-from nxd_memopt.backends import cuda_attention
 from nxd_memopt.backends.attention_call import AttentionCall
 from nxd_memopt.backends.base import Capture, Result
 from nxd_memopt.backends.c10d import C10dBackend
-from nxd_memopt.backends.cuda_transfers import CudaTransfers
+from nxd_memopt.backends.collectives import Gathering, Reduction
+from nxd_memopt.backends.cuda import attention as cuda_attention
+from nxd_memopt.backends.cuda.peer_memory import PeerGathering, PeerMemory, PeerReduction
+from nxd_memopt.backends.cuda.transfers import CudaTransfers
 from nxd_memopt.backends.host_transfers import HostTransfers
-from nxd_memopt.backends.peer_memory import PeerGathering, PeerMemory, PeerReduction
-from nxd_memopt.backends.pieces import Gathering, Reduction
 
 PEER_MEMORY_SWITCH = "NXD_MEMOPT_PEER_MEMORY"
 # A smaller chunk moves in less time than the host takes to start its pieces. Between two measurements of eager steps on

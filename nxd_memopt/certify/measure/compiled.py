@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from nxd_memopt.memory.certify.eager import MATMULS
-from nxd_memopt.memory.certify.measurement import LiveTensor, Measurement, largest_distinct
+from nxd_memopt.certify.measure.eager import MATMULS
+from nxd_memopt.certify.measure.measurement import LiveTensor, Measurement, largest_distinct
 
 
 def measure_compiled(loss_of: Callable[[], Tensor]) -> Measurement:

@@ -13,8 +13,8 @@ from nxd_memopt.backends import Gathering, backend
 from nxd_memopt.ops.activation import gated_activation, gated_activation_gradient
 from nxd_memopt.ops.autograd import as_dtype, first_derivative_only
 from nxd_memopt.ops.cuda.support import serves
-from nxd_memopt.ops.held import Held, bind, hold, saved
-from nxd_memopt.parallel_layers.communication import Communication
+from nxd_memopt.ops.early_save import Held, bind, hold, saved
+from nxd_memopt.parallel_layers.functional.activation_sharding import Communication
 from nxd_memopt.parallel_layers.layers import RowParallelLinear
 from nxd_memopt.parallel_layers.utils import cast_if_autocast_enabled, runs_as
 

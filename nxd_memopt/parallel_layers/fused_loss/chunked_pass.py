@@ -18,8 +18,8 @@ from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends import Gathering, Reduction, backend
 from nxd_memopt.ops.cross_entropy import LossTerms, combined_sums, local_sums, logits_gradient, token_losses
-from nxd_memopt.ops.logits_storage import Chunk, StoragePlan, matmul_into, overwriting_ranges
-from nxd_memopt.parallel_layers.communication import Communication
+from nxd_memopt.parallel_layers.functional.activation_sharding import Communication
+from nxd_memopt.parallel_layers.fused_loss.chunk_plan import Chunk, StoragePlan, matmul_into, overwriting_ranges
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""The CUDA backend: NCCL, collectives through peer memory, attention kernels, host transfers."""

@@ -1,0 +1,1 @@
+"""Measures a training step: recomputed FLOPs, saved bytes, compiled graphs and their collectives."""

@@ -1,0 +1,1 @@
+"""Compares measurements with expectations and prints the certificate."""

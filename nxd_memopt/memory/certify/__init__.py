@@ -1,6 +1,0 @@
-"""Owns certificates about a training step without its hardware: recompute, collectives, graphs, memory."""
-
-from nxd_memopt.memory.certify.baseline import without_recompute
-from nxd_memopt.memory.certify.survival import Survival, assert_recompute_survives
-
-__all__ = ["Survival", "assert_recompute_survives", "without_recompute"]

@@ -1,0 +1,1 @@
+"""Autograd functions and the collectives around them, below the layers."""

@@ -1,0 +1,1 @@
+"""The language-model head and its cross entropy in one, without logits of all tokens."""
