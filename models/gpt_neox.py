@@ -20,7 +20,7 @@ from nxd_memopt.ops.parts import split_sizes
 from nxd_memopt.ops.rope import apply_rope_qkv
 from nxd_memopt.parallel_layers.layer_norm import LayerNorm
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
-from nxd_memopt.parallel_layers.utils import runs_as
+from nxd_memopt.parallel_layers.utils import is_unmodified
 
 SHARDING = {
     "embed_in": "vocab",
@@ -58,12 +58,14 @@ class GPTNeoXAttention(nn.Module):
         self.sequence_first = factory.parallel.sequence_parallel_enabled
 
     def forward(self, hidden: Tensor, rope: RopeTables, mask: AttentionMask) -> Tensor:
-        in_place = runs_as(self.query_key_value, ColumnParallelLinear)
+        in_place = is_unmodified(self.query_key_value, ColumnParallelLinear)
         return self.dense(self.context(self.query_key_value(hidden), rope, mask, in_place=in_place))
 
     def is_plain(self) -> bool:
         """Both projections are this library's own, nothing watches or replaces them."""
-        return runs_as(self.query_key_value, ColumnParallelLinear) and runs_as(self.dense, RowParallelLinear)
+        return is_unmodified(self.query_key_value, ColumnParallelLinear) and is_unmodified(
+            self.dense, RowParallelLinear
+        )
 
     def context(self, qkv: Tensor, rope: RopeTables, mask: AttentionMask, *, in_place: bool) -> Tensor:
         """``[B, S, 3H/T] -> [B, S, H/T]`` (sequence first under sequence parallelism): what ``dense`` projects.
@@ -72,7 +74,7 @@ class GPTNeoXAttention(nn.Module):
         """
         heads = split_heads(qkv, 3 * self.head_dim, sequence_first=self.sequence_first)
         query, key, value = split_sizes(heads, [self.head_dim] * 3, dim=-1)  # [B, h/T, S, d] each
-        in_place = in_place and runs_as(self.core_attn, CoreAttention)  # its gradients are overwritten too
+        in_place = in_place and is_unmodified(self.core_attn, CoreAttention)  # its gradients are overwritten too
         query, key, value = apply_rope_qkv(query, key, value, *rope, in_place=in_place)
         return merge_heads(self.core_attn(query, key, value, mask), sequence_first=self.sequence_first)
 
@@ -92,7 +94,9 @@ class GPTNeoXMLP(nn.Module):
 
     def is_plain(self) -> bool:
         """As ``GPTNeoXAttention``'s."""
-        return runs_as(self.dense_h_to_4h, ColumnParallelLinear) and runs_as(self.dense_4h_to_h, RowParallelLinear)
+        return is_unmodified(self.dense_h_to_4h, ColumnParallelLinear) and is_unmodified(
+            self.dense_4h_to_h, RowParallelLinear
+        )
 
 
 class GPTNeoXLayer(nn.Module):
@@ -122,12 +126,14 @@ class GPTNeoXLayer(nn.Module):
         if not self.use_parallel_residual or (self.training and self.post_attention_dropout.p > 0):
             return False
         norms = (self.input_layernorm, self.post_attention_layernorm)
-        if not all(runs_as(norm, LayerNorm) or is_recomputed(norm) for norm in norms):  # merged, they keep nothing
+        if not all(
+            is_unmodified(norm, LayerNorm) or is_recomputed(norm) for norm in norms
+        ):  # merged, they keep nothing
             return False
         attention, mlp = self.attention, self.mlp
         return (
-            runs_as(attention, GPTNeoXAttention)
-            and runs_as(mlp, GPTNeoXMLP)
+            is_unmodified(attention, GPTNeoXAttention)
+            and is_unmodified(mlp, GPTNeoXMLP)
             and attention.is_plain()
             and mlp.is_plain()
         )

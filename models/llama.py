@@ -11,14 +11,14 @@ from nxd_memopt.memory import apply_memory
 from nxd_memopt.modules.attention import AttentionMask, CoreAttention, merge_heads, split_heads
 from nxd_memopt.modules.causal_lm import ParallelCausalLM, RopeTables, resolve_memory
 from nxd_memopt.modules.factory import LayerFactory, resolve_parallel
-from nxd_memopt.modules.gated_mlp import gated_row_parallel, gated_row_pays
+from nxd_memopt.modules.gated_mlp import fused_gated_mlp, fused_gated_mlp_supported
 from nxd_memopt.modules.mlp import GatedActivation
-from nxd_memopt.modules.packed_weights import JoinsWeights
+from nxd_memopt.modules.packed_weights import PackedWeights
 from nxd_memopt.modules.qkv_linear import kv_size_multiplier
 from nxd_memopt.modules.rms_norm import add_and_norm
 from nxd_memopt.ops.rope import apply_rope_qkv
 from nxd_memopt.parallel_layers.layers import column_parallel_linears
-from nxd_memopt.parallel_layers.utils import runs_as
+from nxd_memopt.parallel_layers.utils import is_unmodified
 
 SHARDING = {
     "embed_tokens": "vocab",
@@ -48,10 +48,10 @@ def num_kv_heads(config: LlamaConfig) -> int:
     return groups
 
 
-class LlamaAttention(JoinsWeights):
+class LlamaAttention(PackedWeights):
     """``[B, S, H] -> [B, S, H]``; under sequence parallelism ``[s, B, H] -> [s, B, H]``."""
 
-    joined_layers = ("q_proj", "k_proj", "v_proj")
+    packed_layers = ("q_proj", "k_proj", "v_proj")
 
     def __init__(self, config: LlamaConfig, factory: LayerFactory, memory: MemoryConfig) -> None:
         super().__init__()
@@ -69,21 +69,21 @@ class LlamaAttention(JoinsWeights):
             sharded=factory.parallel.tensor_model_parallel_size > 1,
         )
         self.sequence_first = factory.parallel.sequence_parallel_enabled
-        self.join_weights()
+        self.pack_weights()
 
     def forward(self, hidden: Tensor, rope: RopeTables, mask: AttentionMask) -> Tensor:
         projected = column_parallel_linears(hidden, (self.q_proj, self.k_proj, self.v_proj))
         query, key, value = (split_heads(x, self.head_dim, sequence_first=self.sequence_first) for x in projected)
-        in_place = runs_as(self.core_attn, CoreAttention)  # nobody else sees what is projected, nor its gradients
+        in_place = is_unmodified(self.core_attn, CoreAttention)  # nobody else sees what is projected, nor its gradients
         query, key, value = apply_rope_qkv(query, key, value, *rope, in_place=in_place)
         context = self.core_attn(query, key, value, mask)  # [B, h/T, S, d]
         return self.o_proj(merge_heads(context, sequence_first=self.sequence_first))
 
 
-class LlamaMLP(JoinsWeights):
+class LlamaMLP(PackedWeights):
     """``down(act(gate(x)) * up(x))``; shapes as ``LlamaAttention``."""
 
-    joined_layers = ("gate_proj", "up_proj")
+    packed_layers = ("gate_proj", "up_proj")
 
     def __init__(self, config: LlamaConfig, factory: LayerFactory) -> None:
         super().__init__()
@@ -92,12 +92,12 @@ class LlamaMLP(JoinsWeights):
         self.up_proj = factory.column("up_proj", hidden, width, bias=bias)
         self.down_proj = factory.row("down_proj", width, hidden, bias=bias)
         self.act = GatedActivation(config.hidden_act)
-        self.join_weights()
+        self.pack_weights()
 
     def forward(self, hidden: Tensor) -> Tensor:
         gate, up = column_parallel_linears(hidden, (self.gate_proj, self.up_proj))  # [..., F/T]
-        if gated_row_pays(gate, up, self.down_proj) and runs_as(self.act, GatedActivation):
-            return gated_row_parallel(gate, up, self.down_proj, self.act.hidden_act)
+        if fused_gated_mlp_supported(gate, up, self.down_proj) and is_unmodified(self.act, GatedActivation):
+            return fused_gated_mlp(gate, up, self.down_proj, self.act.hidden_act)
         return self.down_proj(self.act(gate, up))
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nxd_memopt.models.llama import LlamaForCausalLM
-from nxd_memopt.ops.packed_view import Layout, joined
+from nxd_memopt.ops.packed_view import Layout, packed_view
 from nxd_memopt.ops.parts import split_sizes
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, column_parallel_linears
 from tests.reference_models import llama_config
@@ -15,30 +15,30 @@ from tests.reference_models import llama_config
 def test_consecutive_parts_are_seen_as_one():
     whole = torch.randn(3, 5, 12)
     for dim, sizes in ((-1, [6, 3, 3]), (0, [1, 2]), (1, [4, 1])):
-        found = joined(whole.split(sizes, dim), dim)
+        found = packed_view(whole.split(sizes, dim), dim)
         assert found is not None and found.data_ptr() == whole.data_ptr() and torch.equal(found, whole)
-    assert joined([whole], 0) is whole
+    assert packed_view([whole], 0) is whole
 
 
 def test_strides_of_single_elements_do_not_matter():
     whole = torch.randn(5, 1, 12)
     parts = [part.as_strided(part.shape, (12, part.size(-1), 1)) for part in whole.split([6, 2, 4], -1)]
-    found = joined(parts, -1)
+    found = packed_view(parts, -1)
     assert found is not None and torch.equal(found, whole)
     heads = [part.unflatten(-1, (-1, 2)).permute(1, 2, 0, 3) for part in whole.split([6, 2, 4], -1)]
     memory = Layout.of(*heads).empty(whole)
     gradients = [each.permute(2, 0, 1, 3).flatten(-2) for each in memory]
-    assert len({gradient.stride() for gradient in gradients}) > 1 and joined(gradients, -1) is not None
+    assert len({gradient.stride() for gradient in gradients}) > 1 and packed_view(gradients, -1) is not None
 
 
 def test_others_are_not():
     whole = torch.randn(4, 12)
     a, b, c = whole.split(4, -1)
     for parts in ((b, a), (a, c), (a, b.clone()), (a, a), (a, b[:2]), (a.clone(), b.clone()), (a, b.contiguous())):
-        assert joined(parts, -1) is None
+        assert packed_view(parts, -1) is None
     rows = torch.randn(28)
-    assert joined((rows.as_strided((1, 4), (8, 1)), rows.as_strided((5, 4), (4, 1), 8)), 0) is None
-    assert joined((torch.empty(2, 3, device="meta"), torch.empty(2, 3, device="meta")), 0) is None
+    assert packed_view((rows.as_strided((1, 4), (8, 1)), rows.as_strided((5, 4), (4, 1), 8)), 0) is None
+    assert packed_view((torch.empty(2, 3, device="meta"), torch.empty(2, 3, device="meta")), 0) is None
 
 
 def test_a_layout_is_one_memorys_only_where_nothing_overlaps():
@@ -82,7 +82,7 @@ def test_one_matmul_for_joined_weights(bias, frozen):
         layer.weight.data = part
     joint = _outputs_and_gradients(layers, x, upstream)
     outputs = joint[: len(layers)]
-    assert joined(outputs, -1) is not None and joined(apart[: len(layers)], -1) is None
+    assert packed_view(outputs, -1) is not None and packed_view(apart[: len(layers)], -1) is None
     for found, expected in zip(joint, apart, strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
 
@@ -100,7 +100,7 @@ def test_gradients_take_the_layout_of_their_tensors():
     empties = Layout.of(*parts).empty(whole)
     assert [e.shape for e in empties] == [p.shape for p in parts]
     rows = [e.permute(2, 0, 1, 3).flatten(-2) for e in empties]
-    assert joined(rows, -1) is not None
+    assert packed_view(rows, -1) is not None
     apart = Layout.of(parts[0], parts[1]).empty(whole)  # a hole is left where the third was
     assert all(e.permute(2, 0, 1, 3).is_contiguous() for e in apart), "each in its own order"
 
@@ -117,4 +117,4 @@ def test_split_gives_the_gradient_of_chunk():
 
 def test_a_cpu_model_keeps_its_weights_apart():
     attention = LlamaForCausalLM(llama_config()).decoder_layers()[0].self_attn
-    assert joined([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight], 0) is None
+    assert packed_view([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight], 0) is None

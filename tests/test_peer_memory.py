@@ -9,7 +9,7 @@ from nxd_memopt.backends.cuda import backend as cuda
 from nxd_memopt.backends.cuda import peer_memory
 from nxd_memopt.backends.cuda.peer_memory import (
     _OPERATIONS_PER_BYTE,
-    PeerGathering,
+    PeerAllGather,
     PeerMemory,
     PeerReduction,
     arrivals,
@@ -66,16 +66,16 @@ def played(monkeypatch, program, size: int, seed: int) -> tuple[int, int, int]:
     return len(world.wrong), world.lost_signals, stuck
 
 
-def gathering(world: World, memory, rank: int, turn: int, *, whole: bool = True) -> PeerGathering:
-    return PeerGathering(memory, world.made([("row", turn, rank)] * ROWS), whole=whole)
+def gathering(world: World, memory, rank: int, turn: int, *, materialize: bool = True) -> PeerAllGather:
+    return PeerAllGather(memory, world.made([("row", turn, rank)] * ROWS), materialize=materialize)
 
 
-def read(world: World, found: PeerGathering, turn: int, size: int, *, in_pieces: bool) -> None:
+def read(world: World, found: PeerAllGather, turn: int, size: int, *, in_pieces: bool) -> None:
     pace = (0.0, 0.6, 1.4, 9.0)[turn % 4]
     parts = found.pieces(pace * _OPERATIONS_PER_BYTE) if in_pieces else [(0, found.wait())]
     for start, rows in parts:
         world.check(rows, [("row", turn, (start + i) // ROWS) for i in range(rows.size(0))])
-    if in_pieces and found._is_whole:
+    if in_pieces and found._is_materialized:
         world.check(found.wait(), [("row", turn, i // ROWS) for i in range(size * ROWS)])
 
 
@@ -91,7 +91,7 @@ def reduction(world: World, memory, rank: int, turn: int, size: int, pieces: int
 
 def as_layers_do(world, rank, size, memory) -> None:
     for turn in range(TURNS):
-        found = gathering(world, memory, rank, turn, whole=False)  # column-parallel forward
+        found = gathering(world, memory, rank, turn, materialize=False)  # column-parallel forward
         read(world, found, turn, size, in_pieces=True)
         reduction(world, memory, rank, turn, size).wait()  # row-parallel forward
         found = gathering(world, memory, rank, -turn)  # column-parallel backward
@@ -104,7 +104,7 @@ def as_the_head_does(world, rank, size, memory) -> None:
     """The next chunk's gather begins before this one's rows are used."""
     upcoming, sums = gathering(world, memory, rank, 0), None
     for turn in range(TURNS):
-        rows = upcoming.take()
+        rows = upcoming.wait(copy=True)
         upcoming = gathering(world, memory, rank, turn + 1)
         world.check(rows, [("row", turn, i // ROWS) for i in range(size * ROWS)])
         if sums is not None:
@@ -239,7 +239,7 @@ def test_the_simulation_notices_replays_that_do_not_meet(monkeypatch, size):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_simulation_notices_rows_that_are_used_behind_the_next_gather(monkeypatch, size):
-    monkeypatch.setattr(PeerGathering, "take", PeerGathering.wait)
+    monkeypatch.setattr(PeerAllGather, "take", PeerAllGather.wait)
     assert any(played(monkeypatch, as_the_head_does, size, seed) != (0, 0, 0) for seed in range(SCHEDULES))
 
 

@@ -6,7 +6,7 @@ import difflib
 import os
 
 from nxd_memopt.backends.base import Backend, Capture
-from nxd_memopt.backends.collectives import Completed, Gathering, Reduction
+from nxd_memopt.backends.collectives import ChunkedAllGather, ChunkedReduction, Completed
 from nxd_memopt.backends.cpu import CpuBackend
 from nxd_memopt.backends.cuda.backend import CudaBackend
 from nxd_memopt.backends.host_transfers import HostTransfers, Transfer
@@ -67,10 +67,10 @@ __all__ = [
     "BACKEND_REASON",
     "Backend",
     "Capture",
+    "ChunkedAllGather",
+    "ChunkedReduction",
     "Completed",
-    "Gathering",
     "HostTransfers",
-    "Reduction",
     "Transfer",
     "backend",
     "select_backend",

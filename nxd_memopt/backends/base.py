@@ -13,12 +13,12 @@ from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends.attention_call import AttentionCall
 from nxd_memopt.backends.collectives import (
+    ChunkedAllGather,
+    ChunkedReduction,
     Completed,
-    Gathering,
-    GatheringAtOnce,
     Pending,
-    Reduction,
-    ReductionAtOnce,
+    UnchunkedAllGather,
+    UnchunkedReduction,
 )
 from nxd_memopt.backends.host_transfers import HostTransfers
 
@@ -175,19 +175,24 @@ class Backend(ABC):
     def reduce_scatter_async(self, tensor: Tensor, group: ProcessGroup | None) -> Pending:
         return Completed(self.reduce_scatter(tensor, group))
 
-    def start_gather(
-        self, tensor: Tensor, group: ProcessGroup | None, *, whole: bool = True, host_is_ahead: bool = False
-    ) -> Gathering:
+    def start_all_gather(
+        self,
+        tensor: Tensor,
+        group: ProcessGroup | None,
+        *,
+        materialize: bool = True,
+        hides_launch_latency: bool = False,
+    ) -> ChunkedAllGather:
         """``all_gather_async`` whose rows may arrive in pieces.
 
         Args:
             tensor: this rank's chunk.
             group: of the ranks.
-            whole: all rows are wanted in one tensor, by ``wait()`` or ``take()``, which are not called otherwise.
-            host_is_ahead: the device has long work; the host's time to start pieces does not count.
+            materialize: all rows are wanted in one tensor, by ``wait()``, which is not called otherwise.
+            hides_launch_latency: the device has long work; the host's time to start pieces does not count.
         """
-        del whole, host_is_ahead
-        return GatheringAtOnce(self.all_gather_async(tensor, group))
+        del materialize, hides_launch_latency
+        return UnchunkedAllGather(self.all_gather_async(tensor, group))
 
     def start_reduction(
         self,
@@ -196,8 +201,8 @@ class Backend(ABC):
         group: ProcessGroup | None,
         *,
         scattered: bool,
-        host_is_ahead: bool = False,
-    ) -> Reduction:
+        hides_launch_latency: bool = False,
+    ) -> ChunkedReduction:
         """``reduce_scatter_async``, or ``all_reduce_async`` when not ``scattered``, of a tensor handed over in pieces.
 
         Args:
@@ -205,11 +210,11 @@ class Backend(ABC):
             dtype: of its pieces.
             group: of the ranks.
             scattered: each rank wants its chunk only.
-            host_is_ahead: as for ``start_gather``.
+            hides_launch_latency: as for ``start_all_gather``.
         """
-        del dtype, host_is_ahead
+        del dtype, hides_launch_latency
         start = self.reduce_scatter_async if scattered else self.all_reduce_async
-        return ReductionAtOnce(shape[0], lambda tensor: start(tensor, group))
+        return UnchunkedReduction(shape[0], lambda tensor: start(tensor, group))
 
     # Random state of the device's default generator
 

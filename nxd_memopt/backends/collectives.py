@@ -24,7 +24,7 @@ class Completed:
         return self._result
 
 
-class Gathering(Protocol):
+class ChunkedAllGather(Protocol):
     """An all-gather along dim 0 whose rows can be used as they arrive.
 
     Whoever uses rows gives that work to the device before the group's next gather starts, on the stream of this one:
@@ -45,19 +45,17 @@ class Gathering(Protocol):
         """
         ...
 
-    def wait(self) -> Tensor:
-        """``[n * size, ...]``, in rank order."""
-        ...
+    def wait(self, *, copy: bool = False) -> Tensor:
+        """Return ``[n * size, ...]``, in rank order; read-only: in a group of one rank it is the shard itself.
 
-    def take(self) -> Tensor:
-        """The rows of ``wait()`` where later gathers leave them alone; asked for before the group's next gather starts.
-
-        Not to be written to: of one rank they are its shard.
+        Args:
+            copy: the result must stay valid after the group's next gather, which otherwise may overwrite it. Call
+                before that gather starts.
         """
         ...
 
 
-class Reduction(Protocol):
+class ChunkedReduction(Protocol):
     """A sum over ranks to which each hands its ``[n, ...]`` piece by piece.
 
     Between the first piece and ``wait()`` no other reduction of the group starts.
@@ -81,7 +79,7 @@ class Reduction(Protocol):
         ...
 
 
-class GatheringAtOnce:
+class UnchunkedAllGather:
     """All rows arrive together."""
 
     def __init__(self, pending: Pending) -> None:
@@ -96,16 +94,14 @@ class GatheringAtOnce:
         del operations_per_element
         return ((0, self.wait()),)
 
-    def wait(self) -> Tensor:
+    def wait(self, *, copy: bool = False) -> Tensor:
+        del copy  # the result has memory of its own
         if self._result is None:
             self._result = self._pending.wait()
         return self._result
 
-    def take(self) -> Tensor:
-        return self.wait()
 
-
-class ReductionAtOnce:
+class UnchunkedReduction:
     """All rows are handed over together to the collective ``start``."""
 
     def __init__(self, rows: int, start: Callable[[Tensor], Pending]) -> None:

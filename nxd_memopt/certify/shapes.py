@@ -8,7 +8,7 @@ import torch
 
 from nxd_memopt.certify.theory import StepShape
 from nxd_memopt.config import MemoryConfig, ParallelConfig
-from nxd_memopt.parallel_layers.fused_loss.chunked_pass import plan_head
+from nxd_memopt.parallel_layers.fused_loss.chunked_pass import plan_chunks
 from nxd_memopt.parallel_layers.fused_loss.linear_cross_entropy import DEFAULT_LOGITS_BYTES
 
 
@@ -68,7 +68,7 @@ def _head_chunks(
     """As rank 0 cuts them: it has no padding rows unless all ranks do."""
     size = parallel.tensor_model_parallel_size
     gathered = size if parallel.sequence_parallel_enabled else 1
-    plan = plan_head(
+    plan = plan_chunks(
         rows=tokens // gathered,
         hidden=config.hidden_size,
         vocab=-(-config.vocab_size // size),

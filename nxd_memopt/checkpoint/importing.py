@@ -14,7 +14,7 @@ from nxd_memopt.backends import backend
 from nxd_memopt.checkpoint.files import Sources, find_gguf, open_weights, read_json, require_directory
 from nxd_memopt.checkpoint.gguf import weights_directory
 from nxd_memopt.checkpoint.names import match_names
-from nxd_memopt.modules.packed_weights import join_weights
+from nxd_memopt.modules.packed_weights import pack_weights
 from nxd_memopt.parallel_layers.checkpointing import local_slice, require_full_shape
 from nxd_memopt.parallel_layers.coordination import raise_together
 
@@ -94,7 +94,7 @@ def load_sources(model: torch.nn.Module, sources: Sources, directory: Path) -> N
         if name in targets:
             _fill(targets[name], local_slice(sources[name], targets[name]), created)
     _replace_tensors(model, created)
-    join_weights(model)
+    pack_weights(model)
 
 
 def _fill(param: Tensor, local: Tensor, created: dict[int, Tensor]) -> None:

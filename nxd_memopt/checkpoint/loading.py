@@ -20,7 +20,7 @@ from nxd_memopt.checkpoint.logical import (
 )
 from nxd_memopt.checkpoint.names import match_names
 from nxd_memopt.checkpoint.plain import decode
-from nxd_memopt.modules.packed_weights import join_weights
+from nxd_memopt.modules.packed_weights import pack_weights
 from nxd_memopt.optimizer import NeuronZero1Optimizer
 from nxd_memopt.optimizer.zero1 import StoredParameter
 from nxd_memopt.parallel_layers.checkpointing import full_shape
@@ -40,7 +40,7 @@ def load_model(index: Index, model: nn.Module) -> None:
         _require_alike(index, f"model.{name}", full_shape(target), target.dtype)
     for name, target in targets.items():
         target.copy_(index.assemble(f"model.{name}", parts_of(target), tuple(target.shape)))
-    join_weights(model)
+    pack_weights(model)
 
 
 def _require_alike(index: Index, name: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from nxd_memopt.parallel_layers import base_linear, embedding, layers, parallel_state
-from nxd_memopt.parallel_layers.functional.linear import ColumnCommunication
+from nxd_memopt.parallel_layers.functional.linear import ColumnActivationSharding
 from nxd_memopt.parallel_layers.initialization import InitMethod, initialize_sharded_
 from nxd_memopt.parallel_layers.mappings import gather_from_tensor_model_parallel_region
 from nxd_memopt.parallel_layers.utils import divide, set_tensor_model_parallel_attributes
@@ -59,9 +59,9 @@ def linear_with_async_allreduce(
     if not (async_grad_allreduce or sequence_parallel_enabled):
         return F.linear(input, weight, bias)
     dimension = (sequence_dimension or 0) if sequence_parallel_enabled else None
-    communication = ColumnCommunication(process_group, dimension, reduce_dtype, (None,))
+    sharding = ColumnActivationSharding(process_group, dimension, reduce_dtype, (None,))
     with torch.set_grad_enabled(torch.is_grad_enabled() and save_for_backward):
-        (output,) = layers.column_parallel(input, [(weight, bias)], communication)
+        (output,) = layers.column_parallel(input, [(weight, bias)], sharding)
     return output
 
 

@@ -9,19 +9,19 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from nxd_memopt.backends import Gathering, backend
+from nxd_memopt.backends import ChunkedAllGather, backend
 from nxd_memopt.ops.activation import gated_activation, gated_activation_gradient
 from nxd_memopt.ops.autograd import as_dtype, first_derivative_only
-from nxd_memopt.ops.cuda.support import serves
-from nxd_memopt.ops.early_save import Held, bind, hold, saved
-from nxd_memopt.parallel_layers.functional.activation_sharding import Communication
+from nxd_memopt.ops.cuda.support import can_use_triton
+from nxd_memopt.ops.early_save import SavedInputs, link_saved_inputs, save_inputs_first, saved_inputs
+from nxd_memopt.parallel_layers.functional.activation_sharding import ActivationSharding
 from nxd_memopt.parallel_layers.layers import RowParallelLinear
-from nxd_memopt.parallel_layers.utils import cast_if_autocast_enabled, runs_as
+from nxd_memopt.parallel_layers.utils import cast_if_autocast_enabled, is_unmodified
 
 _TILE_BYTES = 256 * 2**20  # of the activation's gradient; a further tile costs one more pass over dW
 
 
-class _GatedRow(torch.autograd.Function):
+class _FusedGatedMLP(torch.autograd.Function):
     """``Y = reduce((act(G) * U) W^t)`` on sequence-first rows. Saves G, U and W; the activation is made again.
 
     dG and dU take the places of G and U, of which nothing else makes use; a second backward is an error.
@@ -29,10 +29,16 @@ class _GatedRow(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, comm: Communication, hidden_act: str, handle: Held | None, gate: Tensor, up: Tensor, weight: Tensor
+        ctx: Any,
+        comm: ActivationSharding,
+        hidden_act: str,
+        handle: SavedInputs | None,
+        gate: Tensor,
+        up: Tensor,
+        weight: Tensor,
     ) -> Tensor:
         ctx.comm, ctx.hidden_act, ctx.is_overwritten = comm, hidden_act, False
-        bind(ctx, handle, gate, up, weight)
+        link_saved_inputs(ctx, handle, gate, up, weight)
 
         def rows(start: int, stop: int) -> Tensor:
             return F.linear(gated_activation(gate[start:stop], up[start:stop], hidden_act), weight)
@@ -47,9 +53,9 @@ class _GatedRow(torch.autograd.Function):
                 "the gated MLP's graph allows one backward: compute the loss again, or drop retain_graph"
             )
         ctx.is_overwritten = True
-        (gate, up, weight), (_, _, needs_weight) = saved(ctx)
+        (gate, up, weight), (_, _, needs_weight) = saved_inputs(ctx)
         gate, up, grad = backend.optimization_barrier([gate, up, grad])
-        gathering = ctx.comm.gather(grad, whole=False)
+        gathering = ctx.comm.gather(grad, materialize=False)
         weight_grad: Tensor | None = None
         for start, grads in _tiles(gathering, gate, 4 * weight.size(1)):
             tile = slice(start, start + grads.size(0))
@@ -64,7 +70,7 @@ class _GatedRow(torch.autograd.Function):
         return None, None, None, gate, up, weight_grad
 
 
-def _tiles(gathering: Gathering, gate: Tensor, operations_per_element: int) -> Iterator[tuple[int, Tensor]]:
+def _tiles(gathering: ChunkedAllGather, gate: Tensor, operations_per_element: int) -> Iterator[tuple[int, Tensor]]:
     """The pieces as they arrive, cut so that the activation of one fits ``_TILE_BYTES``."""
     most = max(1, _TILE_BYTES // (gate.size(-1) * gate.element_size()))
     for first, rows in gathering.pieces(operations_per_element):
@@ -72,7 +78,7 @@ def _tiles(gathering: Gathering, gate: Tensor, operations_per_element: int) -> I
             yield first + start, rows[start : start + most]
 
 
-def gated_row_parallel(gate: Tensor, up: Tensor, layer: RowParallelLinear, hidden_act: str) -> Tensor:
+def fused_gated_mlp(gate: Tensor, up: Tensor, layer: RowParallelLinear, hidden_act: str) -> Tensor:
     """``layer(act(gate) * up)``, keeping gate and up alone for backward, which overwrites them.
 
     Args:
@@ -90,12 +96,12 @@ def gated_row_parallel(gate: Tensor, up: Tensor, layer: RowParallelLinear, hidde
     """
     gate, up, weight = cast("list[Tensor]", cast_if_autocast_enabled(gate, up, layer.weight))
     layer.require_divisible_sequence(gate.shape)
-    comm = layer.communication()
+    comm = layer.activation_sharding()
     first = comm.sequence_first(gate)
     rows = [comm.sequence_first(x).reshape(-1, x.size(-1)) for x in (gate, up)]
     with torch.autocast(gate.device.type, enabled=False):
-        handle, held = hold(*rows, weight)
-        output = cast(Tensor, _GatedRow.apply(comm, hidden_act, handle, *held))
+        handle, held = save_inputs_first(*rows, weight)
+        output = cast(Tensor, _FusedGatedMLP.apply(comm, hidden_act, handle, *held))
     leading = list(first.shape[:-1])
     if comm.sequence_dimension is not None:
         leading[0] //= backend.group_size(comm.group)
@@ -103,6 +109,6 @@ def gated_row_parallel(gate: Tensor, up: Tensor, layer: RowParallelLinear, hidde
     return output if layer.bias is None else output + layer.bias.to(output.dtype)
 
 
-def gated_row_pays(gate: Tensor, up: Tensor, layer: torch.nn.Module) -> bool:
-    """Whether ``gated_row_parallel`` is to be used: one kernel makes the activation beside its gradient, on GPUs."""
-    return runs_as(layer, RowParallelLinear) and serves(gate, up, cast(RowParallelLinear, layer).weight)
+def fused_gated_mlp_supported(gate: Tensor, up: Tensor, layer: torch.nn.Module) -> bool:
+    """Whether ``fused_gated_mlp`` is to be used: one kernel makes the activation beside its gradient, on GPUs."""
+    return is_unmodified(layer, RowParallelLinear) and can_use_triton(gate, up, cast(RowParallelLinear, layer).weight)

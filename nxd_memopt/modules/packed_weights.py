@@ -12,25 +12,25 @@ import torch
 from torch import nn
 
 from nxd_memopt.ops.cuda.support import has_triton
-from nxd_memopt.ops.packed_view import joined
+from nxd_memopt.ops.packed_view import packed_view
 from nxd_memopt.ops.parts import split_sizes
 
 
-class JoinsWeights(nn.Module):
-    """Base of a module that has column-parallel layers ``joined_layers`` of one input.
+class PackedWeights(nn.Module):
+    """Base of a module that has column-parallel layers ``packed_layers`` of one input.
 
     On GPUs only: elsewhere no operator reads and writes joined activations, and a part that is saved for backward would
     keep the whole alive.
     """
 
-    joined_layers: tuple[str, ...] = ()
+    packed_layers: tuple[str, ...] = ()
 
-    def join_weights(self) -> None:
+    def pack_weights(self) -> None:
         """Move the weights side by side where they are not; costs one copy of them while it runs."""
-        weights = [cast(nn.Parameter, self.get_submodule(name).weight) for name in self.joined_layers]
+        weights = [cast(nn.Parameter, self.get_submodule(name).weight) for name in self.packed_layers]
         first = weights[0]
         alike = all(w.dtype == first.dtype and w.device == first.device and w.is_contiguous() for w in weights)
-        if not (first.is_cuda and alike and has_triton()) or joined(weights, 0) is not None:
+        if not (first.is_cuda and alike and has_triton()) or packed_view(weights, 0) is not None:
             return
         sizes = [weight.size(0) for weight in weights]
         for weight, part in zip(weights, split_sizes(torch.cat([w.detach() for w in weights]), sizes), strict=True):
@@ -38,12 +38,12 @@ class JoinsWeights(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
-        self.join_weights()
+        self.pack_weights()
         return self
 
 
-def join_weights(model: nn.Module) -> None:
-    """Let every part of ``model`` that is a ``JoinsWeights`` join its weights; after their values were replaced."""
+def pack_weights(model: nn.Module) -> None:
+    """Let every part of ``model`` that is a ``PackedWeights`` join its weights; after their values were replaced."""
     for module in model.modules():
-        if isinstance(module, JoinsWeights):
-            module.join_weights()
+        if isinstance(module, PackedWeights):
+            module.pack_weights()

@@ -17,7 +17,7 @@ from nxd_memopt.backends import backend
 from nxd_memopt.ops.autograd import first_derivative_only
 from nxd_memopt.ops.norm import affine_branches, affine_branches_gradient, normalise, normalise_gradient
 from nxd_memopt.ops.residual import add_residual
-from nxd_memopt.parallel_layers.functional.linear import ColumnCommunication, parameter_grads, products
+from nxd_memopt.parallel_layers.functional.linear import ColumnActivationSharding, parameter_grads, products
 from nxd_memopt.parallel_layers.layer_norm import LayerNorm
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear, row_parallel
 from nxd_memopt.parallel_layers.utils import cast_if_autocast_enabled
@@ -31,20 +31,20 @@ class _NormalisedColumns(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, eps: float, comm: ColumnCommunication, *parameters: Tensor | None
+        ctx: Any, x: Tensor, eps: float, comm: ColumnActivationSharding, *parameters: Tensor | None
     ) -> tuple[Tensor, ...]:
         gains, shifts, weights, biases = _by_kind(parameters)
         normalised, mean, rstd = normalise(x, eps)
         ctx.eps, ctx.comm = eps, comm
         ctx.save_for_backward(x, mean, rstd, *gains, *shifts, *weights)
-        gathering = comm.gather(comm.sequence_first(normalised), whole=False)
+        gathering = comm.gather(comm.sequence_first(normalised), materialize=False)
         outputs = products(gathering, weights, biases, lambda rows: affine_branches(rows, gains, shifts))
         return tuple(comm.as_given(output) for output in outputs)
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        comm: ColumnCommunication = ctx.comm
+        comm: ColumnActivationSharding = ctx.comm
         x, mean, rstd, *saved = ctx.saved_tensors
         count = len(grads)
         gains, shifts, weights = saved[:count], saved[count : 2 * count], saved[2 * count :]
@@ -105,7 +105,7 @@ def normalised_column_parallel_linears(
         parameter for norm, layer in branches for parameter in (norm.weight, norm.bias, layer.weight, layer.bias)
     ]
     x, *flat = cast_if_autocast_enabled(input, *parameters)
-    comm = layers[0].communication(*(layer.replica_group for layer in layers))
+    comm = layers[0].activation_sharding(*(layer.replica_group for layer in layers))
     with torch.autocast(input.device.type, enabled=False):
         return cast("tuple[Tensor, ...]", _NormalisedColumns.apply(x, norms[0].eps, comm, *flat))
 

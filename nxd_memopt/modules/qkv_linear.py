@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from nxd_memopt.config import require_divisible
 from nxd_memopt.ops.parts import split_sizes
 from nxd_memopt.parallel_layers import mappings, parallel_state
-from nxd_memopt.parallel_layers.functional.linear import ColumnCommunication
+from nxd_memopt.parallel_layers.functional.linear import ColumnActivationSharding
 from nxd_memopt.parallel_layers.initialization import (
     InitMethod,
     default_bias_init,
@@ -110,7 +110,7 @@ class GQAQKVColumnParallelLinear(ShardedModule):
             for param in self._parameters_of(name):
                 _describe(param, blocks, self.rank_stride)
         self.replica_group = parallel_state.replica_group(kv_size_multiplier, self.rank_stride)
-        self.communication = ColumnCommunication(
+        self.activation_sharding = ColumnActivationSharding(
             mappings.resolve_group(None),
             0 if sequence_parallel_enabled else None,
             reduce_dtype,
@@ -156,23 +156,23 @@ class GQAQKVColumnParallelLinear(ShardedModule):
 
     def _project(self, input: Tensor) -> tuple[Tensor, ...]:
         parameters = [(getattr(self, f"weight_{n}"), getattr(self, f"bias_{n}")) for n in "qkv"]
-        return column_parallel(input, parameters, self.communication)
+        return column_parallel(input, parameters, self.activation_sharding)
 
     def _project_fused(self, input: Tensor) -> tuple[Tensor, ...]:
         """One matmul; three where the gradients of key and value are summed over their replicas."""
         rows = [block.rows for block in self.blocks["qkv"]]
         weight, bias = self.weight_qkv, self.bias_qkv
         if self.replica_group is None:
-            communication = replace(self.communication, replica_groups=(None,))
-            (output,) = column_parallel(input, [(weight, bias)], communication)
+            activation_sharding = replace(self.activation_sharding, replica_groups=(None,))
+            (output,) = column_parallel(input, [(weight, bias)], activation_sharding)
             return split_sizes(output, rows, dim=-1)
         biases: Sequence[Tensor | None] = [None] * 3 if bias is None else split_sizes(bias, rows)
         parts: list[tuple[Tensor, Tensor | None]] = list(zip(split_sizes(weight, rows), biases, strict=True))
-        return column_parallel(input, parts, self.communication)
+        return column_parallel(input, parts, self.activation_sharding)
 
     def _gather(self, output: Tensor, replicas: int = 1) -> Tensor:
         """All ranks' columns in the full weight's order; of each group of replicas the first."""
-        gathered = mappings.gather_from_tensor_model_parallel_region(output, self.communication.group)
+        gathered = mappings.gather_from_tensor_model_parallel_region(output, self.activation_sharding.group)
         size = parallel_state.get_tensor_model_parallel_size()
         return columns_in_full_order(gathered, size, replicas=replicas, rank_stride=self.rank_stride)
 

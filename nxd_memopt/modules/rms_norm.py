@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from nxd_memopt.ops.norm import add_rms_norm, rms_norm
-from nxd_memopt.parallel_layers.utils import ShardedModule, mark_sequence_parallel, runs_as
+from nxd_memopt.parallel_layers.utils import ShardedModule, is_unmodified, mark_sequence_parallel
 
 
 class RMSNorm(ShardedModule):
@@ -49,7 +49,7 @@ def add_and_norm(norm: nn.Module, hidden: Tensor, added: Tensor | None = None) -
         hidden: ``[..., H]``, the residual stream.
         added: ``[..., H]``, what a block adds to it; ``None``: nothing.
     """
-    if isinstance(norm, RMSNorm) and runs_as(norm, RMSNorm):
+    if isinstance(norm, RMSNorm) and is_unmodified(norm, RMSNorm):
         return add_rms_norm(hidden, added, norm.weight, norm.eps)
     total = hidden if added is None else hidden + added
     return norm(total), total

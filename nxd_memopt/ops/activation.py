@@ -11,11 +11,11 @@ from torch import Tensor
 
 from nxd_memopt.config import require_one_of
 from nxd_memopt.ops.cuda import elementwise as cuda
-from nxd_memopt.ops.cuda.support import serves
+from nxd_memopt.ops.cuda.support import can_use_triton
 
 
 def _fused(name: str, plain: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    return cuda.activation(x, cuda.KINDS[name]) if serves(x) else plain(x)
+    return cuda.activation(x, cuda.KINDS[name]) if can_use_triton(x) else plain(x)
 
 
 _TANH_GELU = partial(F.gelu, approximate="tanh")
@@ -55,7 +55,7 @@ def gated_activation(gate: Tensor, up: Tensor, name: str) -> Tensor:
         up: ``[..., F]``.
         name: one of ``ACTIVATIONS``.
     """
-    if name in cuda.KINDS and gate.shape == up.shape and serves(gate, up):
+    if name in cuda.KINDS and gate.shape == up.shape and can_use_triton(gate, up):
         return cuda.gated_activation(gate, up, cuda.KINDS[name])
     return activation(name)(gate) * up
 
@@ -69,7 +69,7 @@ def gated_activation_gradient(gate: Tensor, up: Tensor, grad: Tensor, name: str)
         grad: ``[rows, F]``, of the value; may be overwritten.
         name: one of ``ACTIVATIONS``.
     """
-    if name in cuda.KINDS and serves(gate, up, grad):
+    if name in cuda.KINDS and can_use_triton(gate, up, grad):
         return cuda.gated_activation_gradient(gate, up, grad, cuda.KINDS[name])
     activated = activation(name)(gate)
     value = activated * up

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nxd_memopt.backends import backend
 from nxd_memopt.ops.cuda import cross_entropy as cuda
-from nxd_memopt.ops.cuda.support import serves
+from nxd_memopt.ops.cuda.support import can_use_triton
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def local_sums(logits: Tensor, local_target: Tensor, terms: LossTerms, valid: in
     Returns:
         ``[2, R]`` or ``[3, R]``, fp32 (fp64 for fp64).
     """
-    if serves(logits):
+    if can_use_triton(logits):
         return cuda.local_sums(logits, local_target, terms, valid)
     capped = _without_padding(_capped(logits, terms), valid, -torch.inf)
     sums = [capped.logsumexp(0), _target_logit(logits, local_target, terms)]
@@ -91,7 +91,7 @@ def logits_gradient(
         valid: as for ``local_sums``; the gradient of padding is 0.
     """
     softmax_scale = scale * (1 + 2 * terms.z_loss_weight * log_sum_exp) if terms.z_loss_weight else scale
-    if serves(logits):
+    if can_use_triton(logits):
         return cuda.logits_gradient(logits, log_sum_exp, softmax_scale, scale, local_target, terms, valid)
     capped = _capped(logits, terms)
     grad = (capped - log_sum_exp).exp() * softmax_scale

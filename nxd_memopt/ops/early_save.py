@@ -1,8 +1,9 @@
-"""Owns saving a Function's tensors before it computes: a recomputation that only needs them then stops in time.
+"""Saves an autograd Function's inputs before it computes, so that recomputation stops before its matmul.
 
 PyTorch's checkpoint ends a recomputation as soon as every tensor that backward needs has been saved again. A
-``torch.autograd.Function`` saves after its forward, so the one that ends a region would compute, and communicate, in
-vain. ``hold`` is a Function of its own that saves and does nothing else; the one behind it reads what it saved.
+``torch.autograd.Function`` saves after its forward, so the last Function of a recomputed region would compute, and
+communicate, for nothing: one matmul and one reduction per recomputed layer. ``save_inputs_first`` is a Function that
+saves and does nothing else; the Function after it reads the saved tensors from there.
 """
 
 from __future__ import annotations
@@ -13,23 +14,23 @@ import torch
 from torch import Tensor
 
 
-class Held:
-    """Handle of the tensors that ``hold`` saved."""
+class SavedInputs:
+    """Handle of the tensors that ``save_inputs_first`` saved."""
 
     _ctx: Any = None
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """To be called once, in the backward of the Function that uses them."""
+        """Return the saved tensors; call once, in the backward of the Function that uses them."""
         return self._ctx.saved_tensors
 
     def needs_grad(self) -> tuple[bool, ...]:
-        """For each tensor whether its gradient is wanted."""
+        """Return for each tensor whether its gradient is needed."""
         return self._ctx.needs_input_grad[1:]
 
 
 class _Hold(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, handle: Held, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, handle: SavedInputs, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
         handle._ctx = ctx
@@ -41,27 +42,27 @@ class _Hold(torch.autograd.Function):
         return None, *grads
 
 
-def hold(*tensors: Tensor) -> tuple[Held | None, tuple[Tensor, ...]]:
-    """Save ``tensors`` for backward; the Function behind takes the returned handle and tensors.
+def save_inputs_first(*tensors: Tensor) -> tuple[SavedInputs | None, tuple[Tensor, ...]]:
+    """Save ``tensors`` for backward; pass the returned handle and tensors to the Function that follows.
 
-    ``None`` in a graph that is compiled: there what backward does not need is not computed again anyway.
+    The handle is ``None`` under torch.compile, whose partitioner recomputes only what backward needs.
     """
     if torch.compiler.is_compiling():
         return None, tensors
-    handle = Held()
+    handle = SavedInputs()
     return handle, _Hold.apply(handle, *tensors)  # pyright: ignore[reportReturnType]
 
 
-def bind(ctx: Any, handle: Held | None, *tensors: Tensor) -> None:
-    """In the forward of the Function behind: where ``saved`` finds ``tensors``, its last inputs."""
+def link_saved_inputs(ctx: Any, handle: SavedInputs | None, *tensors: Tensor) -> None:
+    """Call in the following Function's forward with its last inputs, so that ``saved_inputs`` finds them."""
     ctx.handle = handle
     if handle is None:
         ctx.count = len(tensors)
         ctx.save_for_backward(*tensors)
 
 
-def saved(ctx: Any) -> tuple[tuple[Tensor, ...], tuple[bool, ...]]:
-    """In its backward: the tensors, and whether the gradient of each is wanted."""
+def saved_inputs(ctx: Any) -> tuple[tuple[Tensor, ...], tuple[bool, ...]]:
+    """Return, in that Function's backward, the tensors and whether the gradient of each is needed."""
     if ctx.handle is None:
         return ctx.saved_tensors, ctx.needs_input_grad[-ctx.count :]
     return ctx.handle.tensors(), ctx.handle.needs_grad()

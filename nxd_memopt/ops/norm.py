@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nxd_memopt.ops.cuda import elementwise as cuda
-from nxd_memopt.ops.cuda.support import serves
+from nxd_memopt.ops.cuda.support import can_use_triton
 
 _NATIVE_LAYER_NORM = ("cpu", "cuda")  # devices with PyTorch's own kernels, backward too
 
@@ -21,7 +21,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         weight: ``[H]``.
         eps: added to the mean square.
     """
-    if serves(x, weight):
+    if can_use_triton(x, weight):
         return cuda.add_rms_norm(x, None, weight, eps)[0]
     wide = x if x.dtype == torch.float64 else x.float()
     normalised = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
@@ -37,7 +37,7 @@ def add_rms_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) ->
         weight: ``[H]``.
         eps: added to the mean square.
     """
-    if serves(x, weight) and (added is None or (added.shape == x.shape and serves(x, added))):
+    if can_use_triton(x, weight) and (added is None or (added.shape == x.shape and can_use_triton(x, added))):
         return cuda.add_rms_norm(x, added, weight, eps)
     total = x if added is None else x + added
     return rms_norm(total, weight, eps), total
@@ -77,7 +77,7 @@ def affine_branches(normalised: Tensor, gains: Sequence[Tensor], shifts: Sequenc
         gains: ``[H]`` each.
         shifts: ``[H]`` each.
     """
-    if len(gains) == 2 and serves(normalised, *gains, *shifts):
+    if len(gains) == 2 and can_use_triton(normalised, *gains, *shifts):
         return cuda.affine_branches(normalised, gains, shifts)
     return [torch.addcmul(shift, normalised, gain) for gain, shift in zip(gains, shifts, strict=True)]
 
@@ -95,7 +95,7 @@ def affine_branches_gradient(
     Returns:
         By ``normalised``, in its dtype; and ``[branches, 2, H]`` in fp32 (fp64 for fp64), by each gain and shift.
     """
-    if len(gains) == 2 and serves(normalised, *grads, *gains):
+    if len(gains) == 2 and can_use_triton(normalised, *grads, *gains):
         return cuda.affine_branches_gradient(normalised, grads, gains)
     wide = torch.float64 if normalised.dtype == torch.float64 else torch.float32
     flat = normalised.reshape(-1, normalised.size(-1)).to(wide)

@@ -11,7 +11,7 @@ from torch import Tensor
 from nxd_memopt.backends import backend
 
 
-def joined(tensors: Sequence[Tensor], dim: int) -> Tensor | None:
+def packed_view(tensors: Sequence[Tensor], dim: int) -> Tensor | None:
     """The tensor whose consecutive parts along ``dim`` are ``tensors``, without a copy; ``None`` if there is none."""
     first = tensors[0]
     if len(tensors) == 1:
@@ -54,7 +54,7 @@ def _dense_length(by_place: Sequence[Tensor]) -> int | None:
     first, second = by_place[:2]
     step = _start(second) - _start(first)
     for dim, (size, stride) in enumerate(zip(first.shape, first.stride(), strict=True)):
-        whole = joined(by_place, dim) if size * stride == step else None
+        whole = packed_view(by_place, dim) if size * stride == step else None
         if whole is not None and _is_dense(whole):
             return whole.numel()
     return None

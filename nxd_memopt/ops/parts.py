@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nxd_memopt.ops.autograd import first_derivative_only
-from nxd_memopt.ops.packed_view import joined
+from nxd_memopt.ops.packed_view import packed_view
 
 
 def split_sizes(x: Tensor, sizes: Sequence[int], dim: int = 0) -> tuple[Tensor, ...]:
@@ -54,5 +54,5 @@ class _SplitSizes(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        adjacent = joined(grads, ctx.dim)
+        adjacent = packed_view(grads, ctx.dim)
         return torch.cat(grads, dim=ctx.dim) if adjacent is None else adjacent, None, None

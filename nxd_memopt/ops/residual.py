@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from nxd_memopt.ops.cuda import elementwise as cuda
-from nxd_memopt.ops.cuda.support import serves
+from nxd_memopt.ops.cuda.support import can_use_triton
 
 
 def add_residual(residual: Tensor, output: Tensor, bias: Tensor) -> Tensor:
@@ -16,6 +16,6 @@ def add_residual(residual: Tensor, output: Tensor, bias: Tensor) -> Tensor:
         output: ``[..., H]``.
         bias: ``[H]``, of the block's last layer.
     """
-    if residual.shape == output.shape and bias.shape == output.shape[-1:] and serves(residual, output, bias):
+    if residual.shape == output.shape and bias.shape == output.shape[-1:] and can_use_triton(residual, output, bias):
         return cuda.add_residual(residual, output, bias)
     return residual + (output + bias)

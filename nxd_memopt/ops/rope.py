@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nxd_memopt.config import require_one_of
 from nxd_memopt.ops.cuda import rope as cuda
-from nxd_memopt.ops.cuda.support import serves
+from nxd_memopt.ops.cuda.support import can_use_triton
 
 ROPE_TYPES = ("default", "linear", "llama3")
 
@@ -69,7 +69,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         cos: ``[B, S, rotary_dim]``.
         sin: ``[B, S, rotary_dim]``.
     """
-    if serves(x, cos, sin) and not cos.requires_grad:
+    if can_use_triton(x, cos, sin) and not cos.requires_grad:
         return cuda.apply_rope(x, cos, sin)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     rotary_dim = cos.size(-1)
@@ -95,6 +95,6 @@ def apply_rope_qkv(
         in_place: nobody else reads the projection's output, or the gradients of what is returned: the kernels may
             rotate both where they are, and copy nothing.
     """
-    if serves(query, key, value, cos, sin) and not cos.requires_grad:
+    if can_use_triton(query, key, value, cos, sin) and not cos.requires_grad:
         return cuda.apply_rope_qkv(query, key, value, cos, sin, in_place=in_place)
     return apply_rope(query, cos, sin), apply_rope(key, cos, sin), value

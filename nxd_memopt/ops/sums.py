@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from nxd_memopt.ops.cuda import elementwise as cuda
-from nxd_memopt.ops.cuda.support import serves
+from nxd_memopt.ops.cuda.support import can_use_triton
 
 
 def column_sums(x: Tensor) -> Tensor:
@@ -17,4 +17,4 @@ def column_sums(x: Tensor) -> Tensor:
     Returns:
         ``[N]`` in x's dtype.
     """
-    return cuda.column_sums(x) if serves(x) else x.reshape(-1, x.size(-1)).sum(0)
+    return cuda.column_sums(x) if can_use_triton(x) else x.reshape(-1, x.size(-1)).sum(0)

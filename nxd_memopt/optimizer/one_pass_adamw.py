@@ -11,7 +11,7 @@ from torch import Tensor
 from nxd_memopt.backends import backend
 from nxd_memopt.ops.adamw import StepNumbers, adamw_update, arithmetic_dtype, step_numbers
 from nxd_memopt.ops.cuda import adamw as cuda
-from nxd_memopt.ops.cuda.support import serves
+from nxd_memopt.ops.cuda.support import can_use_triton
 
 _OTHER_FORMS = ("amsgrad", "maximize", "capturable", "differentiable", "fused")
 
@@ -130,4 +130,4 @@ def _fits(param: Tensor, state: dict[str, Any]) -> bool:
 def _is_plain(tensor: Tensor, device: torch.device) -> bool:
     if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
         return False
-    return tensor.device == device and tensor.is_contiguous() and serves(tensor)
+    return tensor.device == device and tensor.is_contiguous() and can_use_triton(tensor)

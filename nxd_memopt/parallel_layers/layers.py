@@ -19,8 +19,8 @@ from nxd_memopt.ops.early_save import hold
 from nxd_memopt.parallel_layers import mappings, parallel_state
 from nxd_memopt.parallel_layers.base_linear import BaseParallelLinear
 from nxd_memopt.parallel_layers.embedding import ParallelEmbedding
-from nxd_memopt.parallel_layers.functional.activation_sharding import Communication
-from nxd_memopt.parallel_layers.functional.linear import ColumnCommunication, ColumnParallel, RowParallel
+from nxd_memopt.parallel_layers.functional.activation_sharding import ActivationSharding
+from nxd_memopt.parallel_layers.functional.linear import ColumnActivationSharding, ColumnParallel, RowParallel
 from nxd_memopt.parallel_layers.initialization import InitMethod
 from nxd_memopt.parallel_layers.utils import (
     cast_if_autocast_enabled,
@@ -147,14 +147,16 @@ class ColumnParallelLinear(BaseParallelLinear):
         self.bias_shape = (self.output_size_per_partition,) if self.use_bias else None
         self.bias_partition_dim = 0
 
-    def communication(self, *replica_groups: ProcessGroup | None) -> ColumnCommunication:
+    def activation_sharding(self, *replica_groups: ProcessGroup | None) -> ColumnActivationSharding:
         """How this layer's input meets weights whose shards are replicated over ``replica_groups``."""
         sequence_dimension = self.sequence_dimension if self.sequence_parallel_enabled else None
-        return ColumnCommunication(self.tensor_parallel_group, sequence_dimension, self.reduce_dtype, replica_groups)
+        return ColumnActivationSharding(
+            self.tensor_parallel_group, sequence_dimension, self.reduce_dtype, replica_groups
+        )
 
     def forward(self, input: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         bias = None if self.skip_bias_add else self.bias
-        (output,) = column_parallel(input, [(self.weight, bias)], self.communication(self.replica_group))
+        (output,) = column_parallel(input, [(self.weight, bias)], self.activation_sharding(self.replica_group))
         if self.gather_output:
             output = mappings.gather_from_tensor_model_parallel_region(output, self.tensor_parallel_group)
             output = self._in_full_order(output)
@@ -179,12 +181,12 @@ def column_parallel_linears(input: Tensor, layers: Sequence[ColumnParallelLinear
     return column_parallel(
         input,
         [(layer.weight, layer.bias) for layer in layers],
-        layers[0].communication(*(layer.replica_group for layer in layers)),
+        layers[0].activation_sharding(*(layer.replica_group for layer in layers)),
     )
 
 
 def column_parallel(
-    input: Tensor, parameters: Sequence[tuple[Tensor, Tensor | None]], comm: ColumnCommunication
+    input: Tensor, parameters: Sequence[tuple[Tensor, Tensor | None]], comm: ColumnActivationSharding
 ) -> tuple[Tensor, ...]:
     """``X W_i^t + b_i`` for each pair of parameters; see ``column_parallel_linears``."""
     if input.size(-1) != parameters[0][0].size(1):
@@ -296,10 +298,10 @@ class RowParallelLinear(BaseParallelLinear):
             )
         return input
 
-    def communication(self) -> Communication:
+    def activation_sharding(self) -> ActivationSharding:
         """How this layer's partial output meets those of the other ranks."""
         sequence_dimension = self.sequence_dimension if self.sequence_parallel_enabled else None
-        return Communication(self.tensor_parallel_group, sequence_dimension, self.reduce_dtype)
+        return ActivationSharding(self.tensor_parallel_group, sequence_dimension, self.reduce_dtype)
 
     def require_divisible_sequence(self, partial_shape: torch.Size) -> None:
         """``ValueError`` where T does not divide the sequence that is to be scattered."""
@@ -317,4 +319,4 @@ def row_parallel(pairs: Sequence[tuple[Tensor, Tensor]], layer: RowParallelLinea
     layer.require_divisible_sequence(tensors[0].shape)
     with torch.autocast(tensors[0].device.type, enabled=False):
         handle, held = hold(*tensors)
-        return cast(Tensor, RowParallel.apply(layer.communication(), handle, *held))
+        return cast(Tensor, RowParallel.apply(layer.activation_sharding(), handle, *held))

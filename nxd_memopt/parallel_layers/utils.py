@@ -190,7 +190,7 @@ def mark_sequence_parallel(module: nn.Module, enabled: bool) -> None:
         param.sequence_parallel_enabled = enabled  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def runs_as(module: nn.Module, cls: type[nn.Module]) -> bool:
+def is_unmodified(module: nn.Module, cls: type[nn.Module]) -> bool:
     """Whether calling ``module`` does what ``cls.forward`` says and nothing else: no other class, forward or hook."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     is_watched = any(hooks) or torch.nn.modules.module._has_any_global_hook()

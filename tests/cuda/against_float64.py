@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 
 from nxd_memopt.backends import backend
-from nxd_memopt.ops.cuda.support import serves
+from nxd_memopt.ops.cuda.support import can_use_triton
 
 DTYPES = [(torch.float32, 2e-6), (torch.bfloat16, 6e-3), (torch.float16, 1e-3)]  # 24, 8 and 11 bits
 
 
 def compare(function, tensors, bound):
     """Value and gradients of ``function`` in the tensors' dtype against float64."""
-    assert serves(*tensors)
+    assert can_use_triton(*tensors)
     exact = [t.detach().double().requires_grad_(t.requires_grad) for t in tensors]
     found, expected = function(*tensors), function(*exact)
     upstream = torch.randn_like(found)

@@ -8,7 +8,7 @@ import torch
 from nxd_memopt.backends import backend
 from nxd_memopt.ops.activation import activation, gated_activation, gated_activation_gradient
 from nxd_memopt.ops.norm import add_rms_norm, affine_branches, affine_branches_gradient, rms_norm
-from nxd_memopt.ops.packed_view import joined
+from nxd_memopt.ops.packed_view import packed_view
 from nxd_memopt.ops.residual import add_residual
 from nxd_memopt.ops.sums import column_sums
 from tests.cuda.against_float64 import DTYPES, compare, random
@@ -50,7 +50,7 @@ def test_gated_activation(shape, name, dtype, bound):
     both = random(*shape[:-1], 2 * shape[-1], dtype=dtype)
     halves = [half.requires_grad_() for half in both.detach().chunk(2, dim=-1)]  # as one projection leaves them
     compare(lambda a, b: gated_activation(a, b, name), halves, bound)
-    assert joined(torch.autograd.grad(gated_activation(*halves, name).sum(), halves), -1) is not None
+    assert packed_view(torch.autograd.grad(gated_activation(*halves, name).sum(), halves), -1) is not None
     apart = [half.transpose(0, -2) for half in both.detach().chunk(2, dim=-1)]  # rows at two distances
     compare(lambda a, b: gated_activation(a, b, name), [half.requires_grad_() for half in apart], bound)
 
@@ -70,7 +70,7 @@ def test_gated_gradient_in_place(name, dtype, bound):
 def test_the_models_mlp_keeps_no_activation():
     config = llama_config(hidden_size=64, intermediate_size=96)
     mlp = parallel_model(config).to(backend.device, torch.bfloat16).decoder_layers()[0].mlp
-    assert joined([mlp.gate_proj.weight, mlp.up_proj.weight], 0) is not None
+    assert packed_view([mlp.gate_proj.weight, mlp.up_proj.weight], 0) is not None
     x = random(5, 7, 64, dtype=torch.bfloat16).requires_grad_()
     names = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: names.append(t.shape) or t, lambda t: t):

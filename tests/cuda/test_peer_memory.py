@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from nxd_memopt.backends import backend
 from nxd_memopt.backends.cuda import backend as cuda
-from nxd_memopt.backends.cuda.peer_memory import PeerGathering, PeerReduction, sum_over_ranks, wait_for_signals
+from nxd_memopt.backends.cuda.peer_memory import PeerAllGather, PeerReduction, sum_over_ranks, wait_for_signals
 from nxd_memopt.parallel_layers import grads, parallel_state
 from tests.dist.pool import distributed
 from tests.reference_models import VOCAB, gpt_neox_config, llama_config, parallel_model
@@ -22,7 +22,7 @@ pytestmark = [
 ]
 two_gpus = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 SIZES = [size for size in (2, 4) if size <= GPUS] or [2]
-SMALL_CHUNKS = {"host_is_ahead": True}  # go through peer memory from 1 MiB on
+SMALL_CHUNKS = {"hides_launch_latency": True}  # go through peer memory from 1 MiB on
 
 
 def group_of_all():
@@ -87,8 +87,8 @@ def test_gathers():
         shard = torch.randn(rows, 30, 800, device=backend.device, dtype=dtype, generator=generator)
         expected = backend.all_gather(shard, group)
         delay(turn)
-        gathering = backend.start_gather(shard, group, **SMALL_CHUNKS)
-        assert isinstance(gathering, PeerGathering) and gathering.length == expected.size(0)
+        gathering = backend.start_all_gather(shard, group, **SMALL_CHUNKS)
+        assert isinstance(gathering, PeerAllGather) and gathering.length == expected.size(0)
         if turn % 3:  # otherwise the whole is asked for at once
             found = torch.full_like(expected, torch.nan)
             for start, part in gathering.pieces():
@@ -122,8 +122,8 @@ def test_abandoned_and_interleaved_operations():
     x = torch.full((256, 16384), float(dist.get_rank()), device=backend.device)
     for turn in range(9):
         delay(turn)
-        backend.start_gather(x, group, **SMALL_CHUNKS)  # nobody reads it
-        gathering = backend.start_gather(x + turn, group, **SMALL_CHUNKS)
+        backend.start_all_gather(x, group, **SMALL_CHUNKS)  # nobody reads it
+        gathering = backend.start_all_gather(x + turn, group, **SMALL_CHUNKS)
         shape = (256 * dist.get_world_size(), 16384)
         reduction = backend.start_reduction(shape, torch.float32, group, scattered=True, **SMALL_CHUNKS)
         for start, stop in reduction.pieces:

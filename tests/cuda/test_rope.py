@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxd_memopt.backends import backend
 from nxd_memopt.ops.cuda import rope
-from nxd_memopt.ops.packed_view import joined
+from nxd_memopt.ops.packed_view import packed_view
 from nxd_memopt.ops.parts import split_sizes
 from nxd_memopt.ops.rope import apply_rope, apply_rope_qkv, rope_frequencies, rope_tables
 from tests.cuda.against_float64 import DTYPES, compare, random
@@ -67,7 +67,7 @@ def test_rope_of_a_projection(layout, heads, groups, dtype, bound):
     turned = apply_rope_qkv(*parts, *tables)
     grads = torch.autograd.grad(turned, parts, [torch.randn_like(t) for t in turned])
     rows = grads if layout == "interleaved" else [grad.permute(2, 0, 1, 3).flatten(-2) for grad in grads]
-    assert (joined(rows, -1) is not None) == (layout != "apart")
+    assert (packed_view(rows, -1) is not None) == (layout != "apart")
     assert (turned[2].data_ptr() == parts[2].data_ptr()) == (layout == "apart")
 
 
@@ -129,7 +129,7 @@ def test_rope_in_place_of_grouped_heads(joined_gradients, heads, groups, dtype, 
     wanted = torch.autograd.grad(expected, exact, [x.double() for x in given])
     grads = torch.autograd.grad(found, parts, given)
     assert (grads[0].data_ptr() == given[0].data_ptr()) == joined_gradients
-    assert joined(grads[:2], 1) is not None
+    assert packed_view(grads[:2], 1) is not None
     for a, b in zip((*found, *grads), (*expected, *wanted), strict=True):
         assert (a.double() - b).norm() / b.norm() < bound
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import multiprocessing
 
 from nxd_memopt.backends import backend
-from nxd_memopt.backends.cuda.peer_memory import PeerGathering, PeerMemory, PeerReduction
+from nxd_memopt.backends.cuda.peer_memory import PeerAllGather, PeerMemory, PeerReduction
 
 pytestmark = [
     pytest.mark.cuda,
@@ -33,7 +33,7 @@ def play(rank: int, port: int) -> None:
         own = parts[rank].to(device)
         if turn % RANKS == rank:
             torch.cuda._sleep(2_000_000)
-        gathering = PeerGathering(memory, own[:rows])
+        gathering = PeerAllGather(memory, own[:rows])
         expected = torch.cat([part[:rows] for part in parts])
         found = torch.full(expected.shape, torch.nan, device=device, dtype=own.dtype)
         for start, piece in gathering.pieces(20_000 if turn % 2 else 0):

@@ -42,7 +42,7 @@ def test_equals_the_two_apart(hidden_act, tile_rows):
     before, gated_row._TILE_BYTES = gated_row._TILE_BYTES, tile_rows * WIDTH // size * 8
     try:
         expected = results(lambda g, u: layer(gated_activation(g, u, hidden_act)), layer, gate, up)
-        merged = lambda g, u: gated_row.gated_row_parallel(g * 1, u * 1, layer, hidden_act)  # noqa: E731
+        merged = lambda g, u: gated_row.fused_gated_mlp(g * 1, u * 1, layer, hidden_act)  # noqa: E731
         found = results(merged, layer, gate, up)
     finally:
         gated_row._TILE_BYTES = before
@@ -57,7 +57,7 @@ def test_keeps_no_activation_and_allows_one_backward():
     gate, up = (x * 1 for x in inputs(1))
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-        output = gated_row.gated_row_parallel(gate, up, layer, "silu")
+        output = gated_row.fused_gated_mlp(gate, up, layer, "silu")
     own = {gate.data_ptr(), up.data_ptr(), layer.weight.data_ptr()}
     assert {x.data_ptr() for x in kept} == own
     output.sum().backward(retain_graph=True)
@@ -70,5 +70,5 @@ def test_frozen_weight_has_no_gradient():
     layer = RowParallelLinear(WIDTH, HIDDEN, bias=False, input_is_parallel=True, **F64)
     layer.weight.requires_grad_(False)
     gate, up = inputs(1)
-    gated_row.gated_row_parallel(gate * 1, up * 1, layer, "gelu").sum().backward()
+    gated_row.fused_gated_mlp(gate * 1, up * 1, layer, "gelu").sum().backward()
     assert layer.weight.grad is None and gate.grad is not None and up.grad is not None

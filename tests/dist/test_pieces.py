@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from nxd_memopt.backends import backend
-from nxd_memopt.modules.gated_mlp import gated_row_parallel
+from nxd_memopt.modules.gated_mlp import fused_gated_mlp
 from nxd_memopt.parallel_layers import grads, parallel_state
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear, column_parallel_linears
 from nxd_memopt.parallel_layers.loss_functions import fused_linear_cross_entropy
@@ -35,10 +35,10 @@ class PieceGathering:
 
     last: torch.Tensor | None = None
 
-    def __init__(self, shard, group, *, whole: bool) -> None:
+    def __init__(self, shard, group, *, materialize: bool) -> None:
         if PieceGathering.last is not None:
             PieceGathering.last.fill_(torch.nan)
-        self._whole, self._is_wanted = backend.all_gather(shard, group), whole
+        self._whole, self._is_wanted = backend.all_gather(shard, group), materialize
         PieceGathering.last = self._whole
         self.length = self._whole.size(0)
 
@@ -47,12 +47,9 @@ class PieceGathering:
         for start, stop in ranges(self.length, own_first=True):
             yield start, self._whole[start:stop].clone()
 
-    def wait(self):
+    def wait(self, *, copy=False):
         assert self._is_wanted
-        return self._whole
-
-    def take(self):
-        return self.wait().clone()
+        return self._whole.clone() if copy else self._whole
 
 
 class PieceReduction:
@@ -77,22 +74,22 @@ class PieceReduction:
 def in_pieces(monkeypatch) -> Iterator[list[str]]:
     """The backend as a device would have it whose copies overlap with matmuls; yields what was started."""
     started: list[str] = []
-    at_once = backend.start_gather, backend.start_reduction
+    at_once = backend.start_all_gather, backend.start_reduction
 
-    def start_gather(tensor, group, *, whole=True, host_is_ahead=False):
+    def start_all_gather(tensor, group, *, materialize=True, hides_launch_latency=False):
         if group is None:
             return at_once[0](tensor, group)
-        started.append("gather, host ahead" if host_is_ahead else "gather")
-        return PieceGathering(tensor, group, whole=whole)
+        started.append("gather, host ahead" if hides_launch_latency else "gather")
+        return PieceGathering(tensor, group, materialize=materialize)
 
-    def start_reduction(shape, dtype, group, *, scattered, host_is_ahead=False):
+    def start_reduction(shape, dtype, group, *, scattered, hides_launch_latency=False):
         if not scattered:
             return at_once[1](shape, dtype, group, scattered=scattered)
-        started.append("reduction, host ahead" if host_is_ahead else "reduction")
+        started.append("reduction, host ahead" if hides_launch_latency else "reduction")
         return PieceReduction(shape, dtype, group)
 
     with monkeypatch.context() as patch:
-        patch.setattr(backend, "start_gather", start_gather)
+        patch.setattr(backend, "start_all_gather", start_all_gather)
         patch.setattr(backend, "start_reduction", start_reduction)
         patch.setattr(PieceGathering, "last", None)
         yield started
@@ -109,7 +106,7 @@ def results(modules, x, *, gated: bool):
     modules.zero_grad()
     x = x.detach().requires_grad_()
     gate, up = column_parallel_linears(x, columns)
-    output = gated_row_parallel(gate, up, row, "silu") if gated else row(torch.nn.functional.silu(gate) * up)
+    output = fused_gated_mlp(gate, up, row, "silu") if gated else row(torch.nn.functional.silu(gate) * up)
     output.backward(tensors(*output.shape, seed=7 + dist.get_rank()))
     grads.allreduce_sequence_parallel_gradients(modules)
     return [output.detach(), x.grad, *(p.grad.clone() for p in modules.parameters())]
@@ -185,7 +182,9 @@ def test_the_fused_loss(logits_bytes):
 @distributed(world_size=2)
 def test_a_failure_between_pieces_abandons_the_reduction():
     parallel_state.initialize_model_parallel(2)
-    comm = RowParallelLinear(4, HIDDEN, input_is_parallel=True, sequence_parallel_enabled=True, **F64).communication()
+    comm = RowParallelLinear(
+        4, HIDDEN, input_is_parallel=True, sequence_parallel_enabled=True, **F64
+    ).activation_sharding()
     abandoned = []
 
     def rows(start, stop):

@@ -17,9 +17,9 @@ from torch.distributed import ProcessGroup, get_process_group_ranks
 from nxd_memopt.backends.attention_call import AttentionCall
 from nxd_memopt.backends.base import Capture, Result
 from nxd_memopt.backends.c10d import C10dBackend
-from nxd_memopt.backends.collectives import Gathering, Reduction
+from nxd_memopt.backends.collectives import ChunkedAllGather, ChunkedReduction
 from nxd_memopt.backends.cuda import attention as cuda_attention
-from nxd_memopt.backends.cuda.peer_memory import PeerGathering, PeerMemory, PeerReduction
+from nxd_memopt.backends.cuda.peer_memory import PeerAllGather, PeerMemory, PeerReduction
 from nxd_memopt.backends.cuda.transfers import CudaTransfers
 from nxd_memopt.backends.host_transfers import HostTransfers
 
@@ -63,11 +63,20 @@ class CudaBackend(C10dBackend):
         torch.cuda.set_device(self.device)
         super().init_process_group(**{"device_id": self.device, **kwargs})
 
-    def start_gather(
-        self, tensor: Tensor, group: ProcessGroup | None, *, whole: bool = True, host_is_ahead: bool = False
-    ) -> Gathering:
-        memory = self._peer_memory(group, tensor.nbytes, host_is_ahead)
-        return super().start_gather(tensor, group) if memory is None else PeerGathering(memory, tensor, whole=whole)
+    def start_all_gather(
+        self,
+        tensor: Tensor,
+        group: ProcessGroup | None,
+        *,
+        materialize: bool = True,
+        hides_launch_latency: bool = False,
+    ) -> ChunkedAllGather:
+        memory = self._peer_memory(group, tensor.nbytes, hides_launch_latency)
+        return (
+            super().start_all_gather(tensor, group)
+            if memory is None
+            else PeerAllGather(memory, tensor, materialize=materialize)
+        )
 
     def start_reduction(
         self,
@@ -76,21 +85,21 @@ class CudaBackend(C10dBackend):
         group: ProcessGroup | None,
         *,
         scattered: bool,
-        host_is_ahead: bool = False,
-    ) -> Reduction:
+        hides_launch_latency: bool = False,
+    ) -> ChunkedReduction:
         own_bytes = math.prod(shape) * dtype.itemsize // self.group_size(group)
-        memory = self._peer_memory(group, own_bytes, host_is_ahead) if scattered else None
+        memory = self._peer_memory(group, own_bytes, hides_launch_latency) if scattered else None
         if memory is None:
             return super().start_reduction(shape, dtype, group, scattered=scattered)
         return PeerReduction(memory, shape[0])
 
-    def _peer_memory(self, group: ProcessGroup | None, own_bytes: int, host_is_ahead: bool) -> PeerMemory | None:
+    def _peer_memory(self, group: ProcessGroup | None, own_bytes: int, hides_launch_latency: bool) -> PeerMemory | None:
         """What serves an operation in which each rank's chunk has ``own_bytes``; ``None``: NCCL does."""
         if group is None or group.size() == 1 or torch.compiler.is_compiling():
             return None
         if _is_capturing() and not self._is_recording:  # before others' replays the ranks do not meet
             return None
-        ahead = host_is_ahead or self._is_recording
+        ahead = hides_launch_latency or self._is_recording
         if own_bytes < (_PEER_MEMORY_BYTES_AHEAD if ahead else _PEER_MEMORY_BYTES):
             return None
         if group not in self._peer_memories:

@@ -90,7 +90,7 @@ class PeerMemory:
         self._slots: dict[tuple[type, int], _Slot] = {}
         self._outgrown: list[_Slot] = []  # captured graphs may use them still
         self._is_captured = False
-        self._started: dict[type, int] = {PeerGathering: 0, PeerReduction: 0}
+        self._started: dict[type, int] = {PeerAllGather: 0, PeerReduction: 0}
         self._unfinished: dict[type, _Operation] = {}
 
     def next_slot(self, operation: _Operation, size_bytes: int) -> _Slot:
@@ -239,16 +239,16 @@ def _let_wait(stream: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
         stream.wait_stream(other)
 
 
-class PeerGathering(_Operation):
-    """See ``pieces.Gathering``. The others' rows come into this rank's slot.
+class PeerAllGather(_Operation):
+    """See ``pieces.ChunkedAllGather``. The others' rows come into this rank's slot.
 
     Args:
-        whole: as for ``Backend.start_gather``; this rank's own rows are copied there only then.
+        materialize: as for ``Backend.start_all_gather``; this rank's own rows are copied there only then.
     """
 
-    def __init__(self, memory: PeerMemory, shard: Tensor, *, whole: bool = True) -> None:
+    def __init__(self, memory: PeerMemory, shard: Tensor, *, materialize: bool = True) -> None:
         super().__init__(memory)
-        self._is_whole = whole
+        self._is_materialized = materialize
         self._kept = torch.cuda.Event()
         self._shard = shard.contiguous()
         self.length = shard.size(0) * memory.size
@@ -257,14 +257,14 @@ class PeerGathering(_Operation):
         self._whole = slot.of(memory.rank, (self.length, *shard.shape[1:]), shard.dtype)
         self._missing = list(memory.others(-1))
         self._send(self._shard, memory.others(1), slot)
-        if whole:
+        if materialize:
             with memory.copying(memory.keeping, self.stream, self._kept):
                 self._whole[memory.rank * shard.size(0) :][: shard.size(0)].copy_(self._shard)
 
     def _receive(self, count: int | None = None) -> None:
         self._slot.wait_for(self._missing[:count])
         del self._missing[:count]
-        if self._is_whole and not self._missing:
+        if self._is_materialized and not self._missing:
             self._kept.wait(self.stream)
 
     def pieces(self, operations_per_element: float = 0) -> Iterator[tuple[int, Tensor]]:
@@ -279,13 +279,10 @@ class PeerGathering(_Operation):
                 self.finish()
             yield block[-1] * own, self._whole[block[-1] * own : (block[0] + 1) * own]
 
-    def wait(self) -> Tensor:
-        assert self._is_whole, "own rows were left out of what was gathered"
+    def wait(self, *, copy: bool = False) -> Tensor:
+        assert self._is_materialized, "own rows were left out of what was gathered"
         self.finish()
-        return self._whole
-
-    def take(self) -> Tensor:
-        return self.wait().clone()
+        return self._whole.clone() if copy else self._whole
 
 
 def arrivals(sources: Sequence[int], pace: float) -> list[list[int]]:
@@ -308,7 +305,7 @@ def arrivals(sources: Sequence[int], pace: float) -> list[list[int]]:
 
 
 class PeerReduction(_Operation):
-    """See ``pieces.Reduction``. Each rank sums what all have sent it, in fp32 and in the order of ranks."""
+    """See ``pieces.ChunkedReduction``. Each rank sums what all have sent it, in fp32 and in the order of ranks."""
 
     def __init__(self, memory: PeerMemory, length: int) -> None:
         super().__init__(memory)

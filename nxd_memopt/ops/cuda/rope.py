@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nxd_memopt.ops.autograd import first_derivative_only
 from nxd_memopt.ops.cuda.support import power_of_2
-from nxd_memopt.ops.packed_view import Layout, joined
+from nxd_memopt.ops.packed_view import Layout, packed_view
 
 
 def _kernel() -> Any:
@@ -59,7 +59,7 @@ def _turn_all(
     given: Sequence[Tensor], results: Sequence[Tensor], cos: Tensor, sin: Tensor, *, in_place: bool, transposed: bool
 ) -> None:
     """Query and key are turned, as one where their heads lie in a row; value passes."""
-    whole, turned = joined(given[:2], 1), joined(results[:2], 1)
+    whole, turned = packed_view(given[:2], 1), packed_view(results[:2], 1)
     pairs = zip(given[:2], results[:2], strict=True) if whole is None or turned is None else [(whole, turned)]
     for x, y in pairs:
         _turned(x, cos, sin, y, transposed=transposed, in_place=in_place)

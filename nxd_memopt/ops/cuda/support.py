@@ -28,7 +28,7 @@ def power_of_2(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def serves(*tensors: Tensor) -> bool:
+def can_use_triton(*tensors: Tensor) -> bool:
     """All on one NVIDIA GPU, of one dtype that the kernels take, not inside torch.compile, which fuses by itself."""
     first = tensors[0]
     if not first.is_cuda or first.dtype not in _DTYPES or torch.compiler.is_compiling() or not has_triton():

@@ -1,4 +1,4 @@
-"""Owns how a layer's activations are gathered and summed over ranks, whichever dimension the sequence is."""
+"""How a layer's activations are gathered and reduced over ranks, whichever dimension is the sequence."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from nxd_memopt.backends import Gathering, Reduction, backend
+from nxd_memopt.backends import ChunkedAllGather, ChunkedReduction, backend
 from nxd_memopt.ops.autograd import as_dtype
 
 
 @dataclass(frozen=True)
-class Communication:
-    """How a layer's activations meet those of the other ranks; a shard is one of a sequence.
+class ActivationSharding:
+    """The group over which a layer's activations are sharded, and along which dimension.
 
     Args:
         group: of the ranks.
         sequence_dimension: which dimension of a shard is the sequence; ``None``: activations are replicated.
         reduce_dtype: of reductions; ``None``: the tensors' own.
-        host_is_ahead: as for ``Backend.start_gather``.
+        hides_launch_latency: as for ``Backend.start_all_gather``.
     """
 
     group: ProcessGroup | None
     sequence_dimension: int | None
     reduce_dtype: torch.dtype | None
-    host_is_ahead: bool = field(default=False, kw_only=True)
+    hides_launch_latency: bool = field(default=False, kw_only=True)
 
     def sequence_first(self, x: Tensor) -> Tensor:
         return x.movedim(self.sequence_dimension, 0) if self.sequence_dimension else x
@@ -36,12 +36,18 @@ class Communication:
         """The inverse of ``sequence_first``."""
         return x.movedim(0, self.sequence_dimension) if self.sequence_dimension else x
 
-    def gather(self, shard: Tensor, *, whole: bool = True) -> Gathering:
-        """``[s, ...] -> [S, ...]``; replicated activations are whole already. ``whole``: not in pieces alone."""
-        group = None if self.sequence_dimension is None else self.group
-        return backend.start_gather(shard, group, whole=whole, host_is_ahead=self.host_is_ahead)
+    def gather(self, shard: Tensor, *, materialize: bool = True) -> ChunkedAllGather:
+        """Start the all-gather ``[s, ...] -> [S, ...]``; a no-op without sequence parallelism.
 
-    def reduce(self, rows: Callable[[int, int], Tensor], shape: Sequence[int], dtype: torch.dtype) -> Reduction:
+        Args:
+            materialize: all rows are needed in one tensor too, by ``wait()``, not only as chunks.
+        """
+        group = None if self.sequence_dimension is None else self.group
+        return backend.start_all_gather(
+            shard, group, materialize=materialize, hides_launch_latency=self.hides_launch_latency
+        )
+
+    def reduce(self, rows: Callable[[int, int], Tensor], shape: Sequence[int], dtype: torch.dtype) -> ChunkedReduction:
         """Sum ``rows(start, stop)``, this rank's part of ``[S, ...]``, over the ranks; a shard of it, or all.
 
         Matmuls behind it run while the last rows are under way.
@@ -54,7 +60,7 @@ class Communication:
         wide = self.reduce_dtype or dtype
         scattered = self.sequence_dimension is not None
         reduction = backend.start_reduction(
-            shape, wide, self.group, scattered=scattered, host_is_ahead=self.host_is_ahead
+            shape, wide, self.group, scattered=scattered, hides_launch_latency=self.hides_launch_latency
         )
         try:
             for start, stop in reduction.pieces:

@@ -15,17 +15,17 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from nxd_memopt.backends import Gathering, Reduction, backend
+from nxd_memopt.backends import ChunkedAllGather, ChunkedReduction, backend
 from nxd_memopt.ops.autograd import as_dtype, first_derivative_only
-from nxd_memopt.ops.early_save import Held, bind, saved
-from nxd_memopt.ops.packed_view import joined
+from nxd_memopt.ops.early_save import SavedInputs, link_saved_inputs, saved_inputs
+from nxd_memopt.ops.packed_view import packed_view
 from nxd_memopt.ops.parts import split_sizes
 from nxd_memopt.ops.sums import column_sums
-from nxd_memopt.parallel_layers.functional.activation_sharding import Communication
+from nxd_memopt.parallel_layers.functional.activation_sharding import ActivationSharding
 
 
 @dataclass(frozen=True)
-class ColumnCommunication(Communication):
+class ColumnActivationSharding(ActivationSharding):
     """How column-parallel weights of one input meet that input and its gradient.
 
     Args:
@@ -36,7 +36,7 @@ class ColumnCommunication(Communication):
 
 
 def products(
-    gathering: Gathering,
+    gathering: ChunkedAllGather,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None] | None = None,
     inputs_of: Callable[[Tensor], Sequence[Tensor]] | None = None,
@@ -80,7 +80,7 @@ class ColumnParallel(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, comm: ColumnCommunication, weight: Tensor, *others: Tensor | None
+        ctx: Any, x: Tensor, comm: ColumnActivationSharding, weight: Tensor, *others: Tensor | None
     ) -> tuple[Tensor, ...]:
         # The first tensor has a name of its own. Without gradients, dynamo (torch 2.9 to 2.13,
         # AutogradFunctionVariable.call_apply) leaves ctx out where the arguments are as many as the parameters: with
@@ -89,13 +89,13 @@ class ColumnParallel(torch.autograd.Function):
         weights, biases = cast("tuple[Tensor, ...]", parameters[0::2]), parameters[1::2]
         ctx.comm = comm
         ctx.save_for_backward(x, *weights)
-        outputs = _joint_products(comm.gather(comm.sequence_first(x), whole=False), weights, biases)
+        outputs = _joint_products(comm.gather(comm.sequence_first(x), materialize=False), weights, biases)
         return tuple(comm.as_given(output) for output in outputs)
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        comm: ColumnCommunication = ctx.comm
+        comm: ColumnActivationSharding = ctx.comm
         x, *weights = ctx.saved_tensors
         x, *behind = backend.optimization_barrier([x, *grads])  # the second gather is not the first one's copy
         needs_input, _, *needs_parameters = ctx.needs_input_grad
@@ -109,10 +109,10 @@ class ColumnParallel(torch.autograd.Function):
 
 
 def _joint_products(
-    gathering: Gathering, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+    gathering: ChunkedAllGather, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
 ) -> Sequence[Tensor]:
     """Of weights that lie side by side the outputs do so too, from one matmul."""
-    whole = joined(weights, 0)
+    whole = packed_view(weights, 0)
     given = [bias for bias in biases if bias is not None]
     if whole is None or len(given) not in (0, len(weights)):
         return products(gathering, weights, biases)
@@ -121,9 +121,11 @@ def _joint_products(
     return split_sizes(output, [weight.size(0) for weight in weights], dim=-1)
 
 
-def input_grad_reduction(comm: Communication, grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Reduction:
+def input_grad_reduction(
+    comm: ActivationSharding, grads: Sequence[Tensor], weights: Sequence[Tensor]
+) -> ChunkedReduction:
     """Start to sum ``dY_i W_i`` over the ranks; those of one rank are accumulated inside the matmuls, or by one."""
-    whole_grad, whole_weight = joined(grads, -1), joined(weights, 0)
+    whole_grad, whole_weight = packed_view(grads, -1), packed_view(weights, 0)
     if whole_grad is not None and whole_weight is not None:
         grads, weights = [whole_grad], [whole_weight]
 
@@ -157,7 +159,7 @@ def parameter_grads(
 
 
 def _weight_grads(x: Tensor, grads: Sequence[Tensor], needed: Sequence[bool]) -> Sequence[Tensor | None]:
-    whole = joined(grads, -1) if all(needed) else None
+    whole = packed_view(grads, -1) if all(needed) else None
     if whole is not None:
         return split_sizes(_flat(whole).t() @ x, [grad.size(-1) for grad in grads])
     return [_flat(grad).t() @ x if needs else None for grad, needs in zip(grads, needed, strict=True)]
@@ -174,11 +176,11 @@ class RowParallel(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, comm: Communication, handle: Held | None, x: Tensor, *others: Tensor) -> Tensor:
+    def forward(ctx: Any, comm: ActivationSharding, handle: SavedInputs | None, x: Tensor, *others: Tensor) -> Tensor:
         factors = (x, *others)  # x has a name of its own for the reason given in ColumnParallel.forward
         inputs, weights = factors[0::2], factors[1::2]
         ctx.comm = comm
-        bind(ctx, handle, *factors)
+        link_saved_inputs(ctx, handle, *factors)
         first = [comm.sequence_first(x) for x in inputs]
 
         def rows(start: int, stop: int) -> Tensor:
@@ -194,8 +196,8 @@ class RowParallel(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        comm: Communication = ctx.comm
-        factors, wanted = saved(ctx)
+        comm: ActivationSharding = ctx.comm
+        factors, wanted = saved_inputs(ctx)
         inputs, weights = factors[0::2], factors[1::2]
         gathering = comm.gather(comm.sequence_first(grad))
         input_grads = products(gathering, [weight.t() for weight in weights])

@@ -16,9 +16,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from nxd_memopt.backends import Gathering, Reduction, backend
+from nxd_memopt.backends import ChunkedAllGather, ChunkedReduction, backend
 from nxd_memopt.ops.cross_entropy import LossTerms, combined_sums, local_sums, logits_gradient, token_losses
-from nxd_memopt.parallel_layers.functional.activation_sharding import Communication
+from nxd_memopt.parallel_layers.functional.activation_sharding import ActivationSharding
 from nxd_memopt.parallel_layers.fused_loss.chunk_plan import Chunk, StoragePlan, matmul_into, overwriting_ranges
 
 
@@ -51,7 +51,7 @@ class HeadOptions:
         return backend.group_size(self.group) if self.sequence_parallel else 1
 
 
-def plan_head(
+def plan_chunks(
     *,
     rows: int,
     hidden: int,
@@ -82,7 +82,7 @@ def plan_head(
     )
 
 
-class HeadPass:
+class ChunkedLinearCrossEntropy:
     """One pass over all chunks."""
 
     def __init__(
@@ -102,16 +102,16 @@ class HeadPass:
         self.needs_input, self.needs_weight = needs
         self.in_place = backend.views_share_memory
         sequence = 0 if options.sequence_parallel else None
-        self.comm = Communication(options.group, sequence, options.reduce_dtype, host_is_ahead=True)
+        self.comm = ActivationSharding(options.group, sequence, options.reduce_dtype, hides_launch_latency=True)
         self.plan = self._plan()
         self.weight_grad = self._new_weight_grad() if self.needs_weight and self.in_place else None
         self.tail = x.new_empty(self.plan.tail if self.in_place else 0)
         self.input_grads: list[Tensor] = []
-        self.reduction: Reduction | None = None  # of the last chunk's part of dX
+        self.reduction: ChunkedReduction | None = None  # of the last chunk's part of dX
 
     def _plan(self) -> StoragePlan:
         wide = self.options.accumulate_dtype or self.x.dtype
-        return plan_head(
+        return plan_chunks(
             rows=self.x.size(0),
             hidden=self.x.size(1),
             vocab=self.weight.size(0),
@@ -137,10 +137,10 @@ class HeadPass:
 
     def _gathered(self) -> Iterator[tuple[Chunk, Tensor]]:
         """Each chunk with its input ``[tokens, H]``; the next one's gather is under way meanwhile."""
-        upcoming: Gathering | None = None
+        upcoming: ChunkedAllGather | None = None
         chunks = self.plan.chunks
         for chunk, following in zip(chunks, (*chunks[1:], None), strict=False):
-            x = (upcoming or self.comm.gather(self.x[chunk.start : chunk.stop])).take()
+            x = (upcoming or self.comm.gather(self.x[chunk.start : chunk.stop])).wait(copy=True)
             upcoming = following and self.comm.gather(self.x[following.start : following.stop])
             yield chunk, F.pad(x, (0, 0, 0, chunk.tokens - x.size(0))) if chunk.tokens > x.size(0) else x
 

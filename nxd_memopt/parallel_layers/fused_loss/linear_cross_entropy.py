@@ -16,8 +16,8 @@ from nxd_memopt.config import require_one_of
 from nxd_memopt.ops.autograd import first_derivative_only
 from nxd_memopt.ops.cross_entropy import LossTerms, labels_outside, wide_dtype
 from nxd_memopt.ops.cuda import cross_entropy as cuda
-from nxd_memopt.ops.cuda.support import serves
-from nxd_memopt.parallel_layers.fused_loss.chunked_pass import HeadOptions, HeadPass
+from nxd_memopt.ops.cuda.support import can_use_triton
+from nxd_memopt.parallel_layers.fused_loss.chunked_pass import ChunkedLinearCrossEntropy, HeadOptions
 from nxd_memopt.parallel_layers.mappings import resolve_group
 from nxd_memopt.parallel_layers.utils import (
     cast_if_autocast_enabled,
@@ -39,7 +39,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             ctx.save_for_backward(x, weight, target)
         scale = _token_scale(valid, options, wide_dtype(x.dtype))
         needs = (False, False) if in_backward or not with_grad else ctx.needs_input_grad[:2]
-        losses, *grads = HeadPass(x, weight, target, scale, options, needs).run()
+        losses, *grads = ChunkedLinearCrossEntropy(x, weight, target, scale, options, needs).run()
         if not in_backward:
             ctx.grads = grads
         losses = losses.masked_fill(~valid, 0.0)
@@ -53,7 +53,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             x, weight, target = ctx.saved_tensors
             x, grad_loss = backend.optimization_barrier([x, grad_loss])  # the logits are made anew, not kept
             scale = grad_loss.masked_fill(target == options.ignore_index, 0.0)
-            _, *grads = HeadPass(x, weight, target, scale, options, ctx.needs_input_grad[:2]).run()
+            _, *grads = ChunkedLinearCrossEntropy(x, weight, target, scale, options, ctx.needs_input_grad[:2]).run()
             return *grads, None, None, None
         if ctx.grads is None:
             raise RuntimeError(
@@ -70,7 +70,7 @@ def _token_scale(valid: Tensor, options: HeadOptions, dtype: torch.dtype) -> Ten
 
 
 def _multiplied(grad: Tensor, factor: Tensor) -> Tensor:
-    if serves(grad):
+    if can_use_triton(grad):
         return cuda.multiply_(grad, factor)
     if grad.device.type == "cpu":
         return grad if factor.item() == 1.0 else grad.mul_(factor)
