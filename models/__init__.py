@@ -1,4 +1,4 @@
-"""Owns the registry of modeling files: each stands alone, and is imported when its class is asked for."""
+"""Registry of modeling files: each is self-contained and imported when its class is requested."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns GPT-NeoX (arXiv:2204.06745): parallel residual, partial RoPE, LayerNorm, biases; Hugging Face's names."""
+"""GPT-NeoX (arXiv:2204.06745) with Hugging Face's names: parallel residual, partial RoPE, LayerNorm, biases."""
 
 from __future__ import annotations
 

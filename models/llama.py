@@ -1,4 +1,4 @@
-"""Owns LLaMA 1 to 3 and their like: grouped-query attention, RoPE, RMSNorm, SwiGLU; Hugging Face's names."""
+"""LLaMA 1 to 3 with Hugging Face's parameter names: grouped-query attention, RoPE, RMSNorm, SwiGLU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the package's lazy entry points: submodules, and so torch, are imported on first use."""
+"""Tensor- and sequence-parallel layers and memory optimisations; submodules are imported on first use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the frozen, self-validating configuration dataclasses; imports the standard library only."""
+"""Frozen, self-validating configuration dataclasses; imports the standard library only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the size limits of files, of functions without their docstrings, and of the path that a newcomer reads."""
+"""Checks the size limits of files, of functions without docstrings, and of the newcomer's reading path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns docs/files.md: one line per Python file, from the first line of its docstring.
+"""Writes docs/files.md: one line per Python file, from the first line of its docstring.
 
 python scripts/file_tree.py           # exit status 1 when it is out of date
 python scripts/file_tree.py --write
@@ -16,19 +16,19 @@ FOLDERS = ("nxd_memopt", "models", "scripts")
 
 
 def purpose(path: Path) -> str:
-    """First line of the module's docstring, without ``Owns`` and the full stop."""
+    """Return the first line of the module's docstring, without the full stop."""
     docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
     if not docstring:
-        raise SystemExit(f"{path.relative_to(ROOT)} has no docstring: say in its first line what it owns")
-    return docstring.splitlines()[0].removeprefix("Owns ").rstrip(".")
+        raise SystemExit(f"{path.relative_to(ROOT)} has no docstring: say in its first line what it is responsible for")
+    return docstring.splitlines()[0].rstrip(".")
 
 
 def file_tree() -> str:
     """The whole document: a section per folder."""
-    lines = ["# Files", "", "Written by `scripts/file_tree.py --write`: what each file owns."]
+    lines = ["# Files", "", "Written by `scripts/file_tree.py --write`: what each file is responsible for."]
     paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
     for folder in dict.fromkeys(path.parent for path in paths):
-        lines += ["", f"## {folder.relative_to(ROOT)}/", "", "| file | owns |", "|---|---|"]
+        lines += ["", f"## {folder.relative_to(ROOT)}/", "", "| file | responsible for |", "|---|---|"]
         lines += [f"| `{path.name}` | {purpose(path)} |" for path in paths if path.parent == folder]
     return "\n".join([*lines, ""])
 

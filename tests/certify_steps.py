@@ -1,4 +1,4 @@
-"""Owns the steps that the tests of certify measure: 4 layers, S=1024, H=256, and smaller ones."""
+"""Steps that the tests of certify measure: 4 layers, S=1024, H=256, and smaller ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns a stand-in for ``flash_attn.cute.interface``: it holds callers to the kernels' contract, and computes."""
+"""Stands in for ``flash_attn.cute.interface``: checks the kernels' contract, and computes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns what the tests compare with: hand-written sharding, seeded tensors, and checks across ranks.
+"""References for the tests: hand-written sharding, seeded tensors, and checks across ranks.
 
 Nothing here calls the library, so that a fault of the library cannot hide in its own helper.
 """

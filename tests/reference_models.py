@@ -1,4 +1,4 @@
-"""Owns tiny models for the tests: transformers' as the reference, and slicing its weights by a hand-written table."""
+"""Tiny models for the tests: transformers' as the reference, sliced by a hand-written table."""
 
 from __future__ import annotations
 

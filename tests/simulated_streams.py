@@ -1,4 +1,4 @@
-"""Owns ranks, streams, events and peer memory that exist in lists: every order in which GPUs may run can be played.
+"""Simulates ranks, streams, events and peer memory, so that every order in which GPUs may run can be tested.
 
 Each rank's program only queues work, as on a GPU; ``play`` then runs the queues' heads in a random order that their
 waits allow. Memory holds labels, and ``check`` says which must be there when the reading work runs.

@@ -1,4 +1,4 @@
-"""Owns the choice of the backend, made once, at import, and the reason for it."""
+"""Selects the backend once, at import, and records why."""
 
 from __future__ import annotations
 

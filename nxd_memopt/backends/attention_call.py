@@ -1,4 +1,4 @@
-"""Owns the description of one attention call: by it a device says which implementations it can run."""
+"""Describes one attention call, by which a device decides which implementations can run it."""
 
 from __future__ import annotations
 

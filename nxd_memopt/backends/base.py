@@ -1,4 +1,4 @@
-"""Owns the contract of a backend: everything that a device does differently from another."""
+"""Defines the backend contract: everything that differs between devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns what devices with native torch.distributed collectives share: groups, collectives and checkpointing."""
+"""Groups, collectives and checkpointing shared by devices with native torch.distributed collectives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the contracts of collectives under way: whole, or piece by piece beside the work that uses or makes them."""
+"""Contracts of collectives in progress, complete or in chunks that overlap with computation."""
 
 from __future__ import annotations
 

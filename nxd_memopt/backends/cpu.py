@@ -1,4 +1,4 @@
-"""Owns the CPU backend: gloo collectives, and the process's resident set as its memory figures."""
+"""The CPU backend: gloo collectives, and the process's resident set size as memory statistics."""
 
 from __future__ import annotations
 

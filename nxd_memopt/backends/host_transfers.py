@@ -1,4 +1,4 @@
-"""Owns the contract of copies between a device's memory and the host's that run beside the device's work."""
+"""Contract of copies between device and host memory that overlap with the device's work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns ``nxd-memopt certify``: its arguments, the measuring process it starts, and the certificate it makes."""
+"""The command ``nxd-memopt certify``: arguments, the measuring process, the certificate."""
 
 from __future__ import annotations
 

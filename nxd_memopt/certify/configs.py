@@ -1,4 +1,4 @@
-"""Owns the models that can be certified by name, and how a name, file or directory becomes a Hugging Face config."""
+"""Resolves a model's name, file or directory to a Hugging Face config."""
 
 from __future__ import annotations
 

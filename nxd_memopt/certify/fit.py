@@ -1,4 +1,4 @@
-"""Owns whether a step fits a device: every term of a rank's memory, added up."""
+"""Computes whether a step fits a device, from every term of a rank's memory."""
 
 from __future__ import annotations
 

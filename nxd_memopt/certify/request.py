@@ -1,4 +1,4 @@
-"""Owns what the command asks of its measuring process, and the answer; both travel as JSON files."""
+"""Request and answer of the measuring process, exchanged as JSON files."""
 
 from __future__ import annotations
 

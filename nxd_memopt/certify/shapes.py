@@ -1,4 +1,4 @@
-"""Owns reading a step's shape off a Hugging Face config: the numbers that the formulas need."""
+"""Reads from a Hugging Face config the sizes that the formulas need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns how many collectives of which size one training step must issue: the formulas that certify compares with.
+"""Formulas: how many collectives of which size one training step must issue.
 
 ``a`` is the bytes of one whole activation ``[S, B, H]``, ``T`` the tensor-parallel size, ``r = T/g`` the ranks that
 share a KV head. Sequence parallelism (SP): arXiv:2205.05198, figure 5; without: arXiv:1909.08053, figure 3.

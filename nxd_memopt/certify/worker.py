@@ -1,4 +1,4 @@
-"""Owns the measuring process: ``python -m nxd_memopt.certify.worker REQUEST.json ANSWER.json``.
+"""The measuring process: ``python -m nxd_memopt.certify.worker REQUEST.json ANSWER.json``.
 
 It has a process of its own because the backend, and XLA's flags, are chosen once, at import.
 """

@@ -1,4 +1,4 @@
-"""Owns replacing a directory as a whole: what was complete stays until its successor is."""
+"""Replaces a directory atomically: the previous one stays until its successor is complete."""
 
 from __future__ import annotations
 

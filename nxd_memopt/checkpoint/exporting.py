@@ -1,4 +1,4 @@
-"""Owns writing a model as a Hugging Face directory that transformers loads."""
+"""Writes a model as a Hugging Face directory that transformers loads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the weight files of a Hugging Face directory: finding, opening by name and slice, writing."""
+"""Finds, reads by name and slice, and writes the weight files of a Hugging Face directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns turning a GGUF file into a temporary directory of safetensors."""
+"""Converts a GGUF file to a temporary directory of safetensors."""
 
 from __future__ import annotations
 

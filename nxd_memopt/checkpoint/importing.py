@@ -1,4 +1,4 @@
-"""Owns loading Hugging Face directories: each rank reads its own slices."""
+"""Loads Hugging Face directories: each rank reads its own slices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the correspondence between a model's tensors and the names under which checkpoints store them."""
+"""Maps a model's tensors to the names under which checkpoints store them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns running neuronx-distributed's scripts unchanged: importing this package aliases ``neuronx_distributed``.
+"""Runs neuronx-distributed's scripts unchanged: importing this package aliases ``neuronx_distributed``.
 
 ``python -m nxd_memopt.compat script.py ...`` does so before it runs the script. Where torch_xla is not installed, the
 part of it that such scripts use is stood in for: see ``xla``. Where torch_xla is used, ``torch.utils.checkpoint`` is

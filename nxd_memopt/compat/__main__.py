@@ -1,4 +1,4 @@
-"""Owns ``python -m nxd_memopt.compat script.py ...`` and ``-m module ...``: the script sees the alias."""
+"""Entry point ``python -m nxd_memopt.compat script.py ...`` or ``-m module ...``, with the alias in place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the machinery of an alias: module trees under another package's names, resolved on first use."""
+"""Aliases module trees under another package's name, resolved on first use."""
 
 from __future__ import annotations
 

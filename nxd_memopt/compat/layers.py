@@ -1,4 +1,4 @@
-"""Owns neuronx-distributed's calling conventions of the linear and embedding layers, where they differ from ours.
+"""neuronx-distributed's signatures of the linear and embedding layers, where they differ.
 
 Its defaults: reductions in fp32, a whole bias beside a gathered output, ``pad=True`` for inference alone.
 """

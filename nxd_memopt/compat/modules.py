@@ -1,4 +1,4 @@
-"""Owns neuronx-distributed's calling conventions of its QKV layer, attention kernels and rotary embedding."""
+"""neuronx-distributed's signatures of its QKV layer, attention kernels and rotary embedding, where they differ."""
 
 from __future__ import annotations
 

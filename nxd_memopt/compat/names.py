@@ -1,4 +1,4 @@
-"""Owns the table of neuronx-distributed's names: which object of ours each of them is."""
+"""Table of neuronx-distributed's names and the objects that they resolve to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns neuronx-distributed's calling conventions of ``parallel_state``, where they differ from ours."""
+"""neuronx-distributed's signatures of ``parallel_state``, where they differ."""
 
 from __future__ import annotations
 

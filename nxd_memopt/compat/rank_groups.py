@@ -1,4 +1,4 @@
-"""Owns neuronx-distributed's pure functions from sizes to rank groups, and its names of the hardware."""
+"""neuronx-distributed's functions from sizes to rank groups, and its hardware names."""
 
 from __future__ import annotations
 

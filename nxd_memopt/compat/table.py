@@ -1,4 +1,4 @@
-"""Owns the short form in which alias tables are written."""
+"""Parses the short form in which alias tables are written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns neuronx-distributed's defaults of the training configuration, where they differ from ours."""
+"""neuronx-distributed's defaults of the training configuration, where they differ."""
 
 from __future__ import annotations
 

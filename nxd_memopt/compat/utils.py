@@ -1,4 +1,4 @@
-"""Owns neuronx-distributed's small helpers: of ``parallel_layers.utils``, ``parallel_layers.pad`` and ``utils``."""
+"""neuronx-distributed's small helpers of ``parallel_layers.utils``, ``parallel_layers.pad`` and ``utils``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns techniques that are applied from outside: to a model, or to its pass."""
+"""Memory techniques that are applied to a model, or to its forward and backward, from outside."""
 
 from nxd_memopt.memory.apply import apply_memory
 from nxd_memopt.memory.compiled import is_compiled

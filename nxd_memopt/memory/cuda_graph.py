@@ -1,4 +1,4 @@
-"""Owns forward and backward as one CUDA graph: the host gives the device a whole pass in one call."""
+"""Forward and backward as one CUDA graph, which the host launches in one call."""
 
 from __future__ import annotations
 

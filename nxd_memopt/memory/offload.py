@@ -1,4 +1,4 @@
-"""Owns keeping activations of the first layers in host memory between forward and backward.
+"""Offloads activations of the first layers to host memory between forward and backward.
 
 The first layers' activations are the longest unused ones, and have the whole forward to leave and the whole backward to
 come back, beside the device's work (TransformerEngine's and Megatron's ``cpu_offloading`` choose the same ones).

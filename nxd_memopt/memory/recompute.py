@@ -1,4 +1,4 @@
-"""Owns activation recomputation: which modules run again in backward, applied to a model from outside."""
+"""Activation recomputation: selects which modules run again in backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns keeping the results of fused attention kernels in regions that are otherwise recomputed.
+"""Keeps the results of fused attention kernels in regions that are otherwise recomputed.
 
 By PyTorch's selective checkpointing: the kernels' operators are named, and their outputs (the context and the
 log-sum-exps) are handed out again when the region runs for the second time.

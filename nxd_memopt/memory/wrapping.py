@@ -1,4 +1,4 @@
-"""Owns replacing a module's forward by another around it, by technique, so that each can be taken off alone."""
+"""Wraps a module's forward, by technique, so that each wrapper can be removed alone."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Owns the blocks that models are made of: modules with parameters, built from the parallel layers."""
+"""The blocks that models are made of: modules with parameters, built from the parallel layers."""

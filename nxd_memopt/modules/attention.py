@@ -1,4 +1,4 @@
-"""Owns what attention blocks share: the parameter-free core and the layout of heads around it."""
+"""The parameter-free attention core, and the layout of heads around it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns what causal language models share around their layers: input checks, head, loss and output."""
+"""Base of causal language models: input checks, head, loss and output."""
 
 from __future__ import annotations
 

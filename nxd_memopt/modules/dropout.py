@@ -1,4 +1,4 @@
-"""Owns dropout that draws from the right random stream under tensor and sequence parallelism."""
+"""Dropout that draws from the right random stream under tensor and sequence parallelism."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns how a model's layers are built from its sharding table."""
+"""Builds a model's layers from its sharding table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the gated activation and the row-parallel layer behind it in one: the activation is never kept for backward."""
+"""Fuses the gated activation with the row-parallel layer after it; the activation is not saved for backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the MLP's activation as modules, so that selective recompute can name them."""
+"""The MLP's activations as modules, so that selective recompute can name them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns modules that keep the weights of layers with one input side by side in memory: one matmul instead of several.
+"""Keeps the weights of layers with one input adjacent in memory: one matmul instead of several.
 
 The parameters stay apart, under their names; only where their values lie changes.
 """

@@ -1,4 +1,4 @@
-"""Owns parallel branches of one residual stream: their inputs are gathered once, their outputs reduced once.
+"""Parallel branches of one residual stream: one all-gather of the input, one reduction of the outputs.
 
 GPT-J's parallel residual, ``x + attention(norm_1(x)) + mlp(norm_2(x))``, which GPT-NeoX uses (arXiv:2204.06745, section
 2.1): both norms normalise the same x, and both branches' partial outputs belong to the same sum. Instead of two

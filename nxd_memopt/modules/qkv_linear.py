@@ -1,4 +1,4 @@
-"""Owns the joint query, key and value projection with replicated KV heads."""
+"""The fused query, key and value projection with replicated KV heads."""
 
 from __future__ import annotations
 

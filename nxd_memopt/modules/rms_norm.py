@@ -1,4 +1,4 @@
-"""Owns RMSNorm whose weight is tagged when it runs on a sequence shard."""
+"""RMSNorm whose weight is tagged when it runs on a sequence shard."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Owns the maths on local tensors, without communication; the plain PyTorch form is the specification."""
+"""Maths on local tensors, without communication; the plain PyTorch form is the specification."""

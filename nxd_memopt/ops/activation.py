@@ -1,4 +1,4 @@
-"""Owns the MLP's activation functions on local tensors."""
+"""Activation functions of the MLP on local tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns core attention on local heads: its implementations, and which of them runs."""
+"""Core attention on local heads: its implementations, and which of them runs."""
 
 from __future__ import annotations
 

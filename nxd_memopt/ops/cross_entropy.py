@@ -1,4 +1,4 @@
-"""Owns the maths of cross entropy on local vocabulary-first logits ``[V, R]``: partial sums, loss, gradient.
+"""Cross entropy on local vocabulary-first logits ``[V, R]``: partial sums, loss, gradient.
 
 Vocabulary-first, since then any range of vocabulary is contiguous, and no width of it is misaligned for the matmuls.
 """

@@ -1,4 +1,4 @@
-"""Owns the list of fused operations for people: what runs for each on this device, and why."""
+"""Lists the fused operations for ``nxd-memopt doctor``: what runs for each on this device, and why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns RMSNorm and the parts of LayerNorm on local tensors."""
+"""RMSNorm and the parts of LayerNorm on local tensors."""
 
 from __future__ import annotations
 

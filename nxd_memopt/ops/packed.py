@@ -1,4 +1,4 @@
-"""Owns packed sequences: several documents in one row, kept apart in attention without a mask tensor."""
+"""Packed sequences: several documents in one row, separated in attention without a mask tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns how to see that tensors lie side by side in one memory, so that one matmul may read or write them all."""
+"""Finds tensors that are adjacent in one storage, so that one matmul may read or write all of them."""
 
 from __future__ import annotations
 

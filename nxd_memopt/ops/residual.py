@@ -1,4 +1,4 @@
-"""Owns the sum of the residual stream and a block's output."""
+"""Adds a block's output to the residual stream."""
 
 from __future__ import annotations
 

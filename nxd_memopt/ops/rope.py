@@ -1,4 +1,4 @@
-"""Owns rotary position embedding: frequencies, tables and their application."""
+"""Rotary position embedding: frequencies, tables and their application."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns sums over rows, as biases' gradients are."""
+"""Sums over rows, such as the gradients of biases."""
 
 from __future__ import annotations
 

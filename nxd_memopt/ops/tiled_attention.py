@@ -1,4 +1,4 @@
-"""Owns causal attention by tiles in plain PyTorch: no S x S matrix exists, in forward or in backward.
+"""Causal attention by tiles in plain PyTorch: no S x S matrix exists, in forward or in backward.
 
 Where a compiler sees the whole graph, it is free to make all tiles first and use them afterwards: S x S again. So each
 tile waits behind a barrier for what the tile before it made. Eager devices have no barrier, and need none.

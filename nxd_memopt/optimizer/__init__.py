@@ -1,4 +1,4 @@
-"""Owns optimizers for parallel models: sharded states, fp32 master weights, fp32 moments."""
+"""Optimizers for parallel models: sharded states, fp32 master weights, fp32 moments."""
 
 from nxd_memopt.optimizer.adamw import AdamW_FP32OptimParams
 from nxd_memopt.optimizer.in_backward import OptimizerInBackward

@@ -1,4 +1,4 @@
-"""Owns which ranks an optimizer works over, and the refusal of those over which it would be wrong."""
+"""Finds the ranks that an optimizer works over, and refuses those over which it would be wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns running the optimizer inside backward: each gradient is used and freed as soon as it is complete."""
+"""Runs the optimizer inside backward: each gradient is used and freed as soon as it is complete."""
 
 from __future__ import annotations
 

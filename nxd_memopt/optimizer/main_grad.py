@@ -1,4 +1,4 @@
-"""Owns gradients that accumulate in a wider dtype than their parameters."""
+"""Gradients that accumulate in a wider dtype than their parameters."""
 
 from __future__ import annotations
 

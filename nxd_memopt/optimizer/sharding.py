@@ -1,4 +1,4 @@
-"""Owns equal shards of flat tensors over one group, and the bucketed collectives between tensors and their shards.
+"""Equal shards of flat tensors over one group, and the bucketed collectives between tensors and shards.
 
 A tensor of n elements, flat and padded to a multiple of the group's size D, is ``[A_1 .. A_D]``; rank i holds ``A_i``
 of ceil(n / D) elements. A bucket of several tensors is the matrix ``[D, sum of ceil(n / D)]``, so that one collective

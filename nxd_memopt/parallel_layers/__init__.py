@@ -1,1 +1,1 @@
-"""Owns everything that communicates: parallel state, mappings, layers, losses and gradients, under NxD's names."""
+"""Everything that communicates, under NxD's names: parallel state, mappings, layers, losses and gradients."""

@@ -1,4 +1,4 @@
-"""Owns the parameters of the parallel linear layers: how they are created, described and drawn."""
+"""Creates, describes and initialises the parameters of the parallel linear layers."""
 
 from __future__ import annotations
 

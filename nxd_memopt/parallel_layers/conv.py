@@ -1,4 +1,4 @@
-"""Owns the two-dimensional convolutions sharded over their output or their input channels.
+"""Two-dimensional convolutions sharded over their output or their input channels.
 
 ``[N, C, H, W]``, T ranks; names and arguments are neuronx-distributed's.
 """

@@ -1,4 +1,4 @@
-"""Owns the parallel embedding: a lookup in a table sharded over the vocabulary or over the hidden size."""
+"""The parallel embedding: a lookup in a table sharded over the vocabulary or over the hidden size."""
 
 from __future__ import annotations
 

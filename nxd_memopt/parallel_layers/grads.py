@@ -1,4 +1,4 @@
-"""Owns what happens to gradients between backward and the optimizer: reductions, norm and clipping."""
+"""Gradients between backward and the optimizer: reductions, norm and clipping."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the drawing of a sharded parameter: equal to slicing the full one, without building the full one.
+"""Draws a sharded parameter equal to a slice of the full one, without building the full one.
 
 A torch CPU generator fills a tensor in memory order, so a full parameter can be drawn in chunks of rows from the same
 stream, and each rank keeps its slice of every chunk. All ranks draw the same stream and stay in step.

@@ -1,4 +1,4 @@
-"""Owns LayerNorm whose parameters are tagged when it runs on a sequence shard."""
+"""LayerNorm whose parameters are tagged when it runs on a sequence shard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the column- and row-parallel linear layers, with sequence parallelism; offers the embedding beside them.
+"""Column- and row-parallel linear layers with sequence parallelism; also exports the parallel embedding.
 
 Names and arguments are neuronx-distributed's. T ranks; ``s = S/T``; activations are ``[B, S, H]``, or ``[s, B, H]``
 under sequence parallelism (``sequence_dimension=1``: ``[B, s, H]``). Sources: arXiv:1909.08053, arXiv:2205.05198.

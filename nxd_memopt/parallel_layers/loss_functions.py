@@ -1,4 +1,4 @@
-"""Owns losses over vocabulary-sharded logits."""
+"""Losses over vocabulary-sharded logits."""
 
 from __future__ import annotations
 

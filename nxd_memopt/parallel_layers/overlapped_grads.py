@@ -1,4 +1,4 @@
-"""Owns reducing gradients while backward still computes others: bucket by bucket, each as soon as it is complete."""
+"""Reduces gradients during backward, bucket by bucket, each as soon as it is complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns head padding: making a model's attention heads divisible by the tensor-parallel size."""
+"""Pads attention heads to a multiple of the tensor-parallel size."""
 
 from __future__ import annotations
 

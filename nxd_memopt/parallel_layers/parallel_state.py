@@ -1,4 +1,4 @@
-"""Owns the process groups of every parallel dimension, and all other module-level state of the library."""
+"""The process groups of every parallel dimension, and all other module-level state of the library."""
 
 from __future__ import annotations
 

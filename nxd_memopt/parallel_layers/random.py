@@ -1,4 +1,4 @@
-"""Owns the random streams under tensor parallelism: one replicated over the ranks, one of each rank's own.
+"""Random streams under tensor parallelism: one replicated over the ranks, one per rank.
 
 Dropout on replicated activations must agree on all tensor-parallel ranks: it draws from the device's default generator,
 seeded alike. Dropout on shards (attention heads, sequence shards) must differ: it draws inside ``fork()``.

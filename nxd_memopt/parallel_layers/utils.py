@@ -1,4 +1,4 @@
-"""Owns how a parameter is described as a shard of a full one, and small helpers of the parallel layers."""
+"""Describes a parameter as a shard of a full one; helpers of the parallel layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns neuronx-distributed's trainer surface: configuration, model, optimizer, checkpoints."""
+"""neuronx-distributed's trainer functions: configuration, model, optimizer, checkpoints."""
 
 from nxd_memopt.trainer.activation_checkpoint import apply_activation_checkpointing, checkpoint_wrapper
 from nxd_memopt.trainer.batch import get_batch_on_this_context_parallel_rank

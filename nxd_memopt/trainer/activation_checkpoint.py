@@ -1,4 +1,4 @@
-"""Owns recomputation chosen by module, with neuronx-distributed's function names."""
+"""Recomputation chosen by module, with neuronx-distributed's function names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns cutting a batch over context-parallel ranks."""
+"""Splits a batch over context-parallel ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns ``neuronx_distributed_config``: the options of a run as neuronx-distributed's nested dict, checked."""
+"""``neuronx_distributed_config``: the options of a run as neuronx-distributed's nested dict, validated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns building a model as ``neuronx_distributed_config`` says: meta construction, device, padding, recomputation."""
+"""Builds a model as ``neuronx_distributed_config`` says: meta construction, device, padding, recomputation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the optimizer that ``neuronx_distributed_config`` asks for, with every reduction that its gradients need."""
+"""Builds the optimizer that ``neuronx_distributed_config`` asks for, with every reduction its gradients need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the race of attention implementations, forward and backward, on one GPU.
+"""Races attention implementations, forward and backward, on one GPU.
 
     python -m scripts.bench.attention --append
 

@@ -1,4 +1,4 @@
-"""Owns the race of element-wise operations, forward and backward, and of the optimizer's step, on one GPU.
+"""Races element-wise operations, forward and backward, and the optimizer's step, on one GPU.
 
     python -m scripts.bench.elementwise --append
 

@@ -1,4 +1,4 @@
-"""Owns how much of a step's communication no computation hides, read from a profile of the device's work."""
+"""Computes from a device profile how much of a step's communication no computation hides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the single-process race of forward + backward against transformers: interleaved in one run, time and memory.
+"""Races forward + backward in one process against transformers, interleaved: time and memory.
 
     python -m scripts.bench.forward_backward --tokens 512 --append
 

@@ -1,4 +1,4 @@
-"""Owns how competitors are timed on one GPU: they take turns in one process, each turn a few calls without a pause.
+"""Times competitors on one GPU: they take turns in one process, each turn a few calls without a pause.
 
 Before a turn the device is kept busy for longer than the host takes to hand over the calls: what is timed is the
 device's work, and not how long Python takes to start it.

@@ -1,4 +1,4 @@
-"""Owns the list of races from which most of README's tables are made, and runs those of one number of GPUs.
+"""Lists the races from which most of the performance tables are made, and runs those of one number of GPUs.
 
     python -m scripts.bench.gpu_suite --gpus 1 --append
     python -m scripts.bench.gpu_suite --gpus 2 --only llama3-8b-8k --traces build/traces

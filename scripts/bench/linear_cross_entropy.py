@@ -1,4 +1,4 @@
-"""Owns the race of linear layer + cross entropy, forward and backward: time, memory and errors against the peers.
+"""Races linear layer + cross entropy, forward and backward: time, memory and errors against the peers.
 
     python -m scripts.bench.linear_cross_entropy --tokens 8192 32768 --append
     torchrun --nproc_per_node 4 -m scripts.bench.linear_cross_entropy --tokens 8192 --append

@@ -1,4 +1,4 @@
-"""Owns the parity table: our models against transformers over T, sequence parallelism and recompute.
+"""Makes the parity table: our models against transformers over T, sequence parallelism and recompute.
 
     python -m scripts.bench.parity [--output docs/numerics.md]
 

@@ -1,4 +1,4 @@
-"""Owns what the whole-step benchmarks race with, transformers' models as users run them, and the dtype of all."""
+"""The peers of the full-step benchmarks, transformers' models as users run them, and the dtype of all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns what every recorded benchmark row says of its run, and how rows are appended to a CSV file."""
+"""Records what every benchmark row says of its run, and appends rows to a CSV file."""
 
 from __future__ import annotations
 

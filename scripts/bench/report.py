@@ -1,4 +1,4 @@
-"""Owns what is made from recorded benchmark rows: README's performance table and, on demand, the plots.
+"""Makes the performance tables from recorded rows and, on demand, the plots.
 
 python -m scripts.bench.report            # exit 1 if README's table is not that of the rows
 python -m scripts.bench.report --write

@@ -1,4 +1,4 @@
-"""Owns the whole-step benchmark: our models and their peers on transformers' models, in one run.
+"""The full-step benchmark: our models and their peers on transformers' models, in one run.
 
     torchrun --nproc_per_node 4 -m scripts.bench.train_step --model llama3-8b --tokens 2048 8192 --append
 

@@ -1,4 +1,4 @@
-"""Owns one rank of a comparison: five steps of a model, from weights and data that depend on names and seeds alone.
+"""One rank of a comparison: five steps of a model, from weights and data that depend on names and seeds alone.
 
 The same file trains an example's unmodified modeling file through the alias (``--library ours``) or on
 neuronx-distributed itself (``--library nxd``), and this repository's own modeling file (``--library models``).

@@ -1,4 +1,4 @@
-"""Owns one rank of small programs that show neuronx-distributed's faults, run on either library.
+"""One rank of small programs that show neuronx-distributed's faults, run on either library.
 
     torchrun --nproc_per_node 2 scripts/compat/nxd_faults.py --source DIR [--library neuronx_distributed]
 

@@ -1,4 +1,4 @@
-"""Owns running neuronx-distributed's own package on CPU ranks: its gloo mode, and stand-ins for what only Trainium has.
+"""Runs neuronx-distributed's own package on CPU ranks: its gloo mode, and stubs of what only Trainium has.
 
 It needs torch_xla, which is imported and then told that its device is the CPU; collectives go through gloo.
 """

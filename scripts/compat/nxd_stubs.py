@@ -1,4 +1,4 @@
-"""Owns stand-ins for packages that neuronx-distributed's source and tests import but that no open index has.
+"""Stubs of packages that neuronx-distributed's source and tests import and that no open index has.
 
 A stub module answers every attribute with a class that can be subclassed, called and used as a decorator, so that
 imports succeed; a test that relies on what a stub does fails.

@@ -1,4 +1,4 @@
-"""Owns one process of neuronx-distributed's tests: the library under its name is ours, or neuronx-distributed itself.
+"""One process of neuronx-distributed's tests, on this library under its name or on neuronx-distributed itself.
 
 ``run_nxd_tests.py`` starts it; a line ``RESULT {...}`` on standard output tells what passed.
 """

@@ -1,4 +1,4 @@
-"""Owns the run of neuronx-distributed's own tests, unchanged, on CPU ranks against ours, and the record of the counts.
+"""Runs neuronx-distributed's own tests, unchanged, on CPU ranks, and records the counts.
 
 scripts/compat/run_nxd_tests.py --source DIR [--library neuronx_distributed] [--only NAME] [--append]
 """

@@ -1,4 +1,4 @@
-"""Owns the comparison of neuronx-distributed's example models: its package, ours through the alias, our own files.
+"""Compares neuronx-distributed's example models: its package, this library through the alias, our own files.
 
 ``python scripts/compat/train_examples.py --source NXD_CHECKOUT`` trains each case for five steps on CPU ranks and
 writes docs/benchmarks/nxd_examples.csv. The example on our library runs in an environment with the transformers version

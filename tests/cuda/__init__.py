@@ -1,1 +1,1 @@
-"""Owns tests that need an NVIDIA GPU: ``NXD_MEMOPT_BACKEND=cuda pytest tests/cuda``."""
+"""Tests that need an NVIDIA GPU: ``NXD_MEMOPT_BACKEND=cuda pytest tests/cuda``."""

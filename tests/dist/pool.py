@@ -1,4 +1,4 @@
-"""Owns the session-wide pools of worker processes (one process = one gloo rank) that distributed tests run on.
+"""Session-wide pools of worker processes (one process = one gloo rank) that distributed tests run on.
 
 Usage::
 

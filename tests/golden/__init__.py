@@ -1,1 +1,1 @@
-"""Owns the golden runs: 20 optimizer steps of two small models, whose losses every variant must reproduce."""
+"""Golden runs: 20 optimizer steps of two small models, whose losses every variant must reproduce."""

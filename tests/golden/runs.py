@@ -1,4 +1,4 @@
-"""Owns the golden training run and its recorded losses."""
+"""The golden training run and its recorded losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns whole models run on the stand-in ``neuron`` device without numbers: placement, shapes, and what is materialised.
+"""Runs models on the stand-in ``neuron`` device without numbers: placement, shapes, what is materialised.
 
 Runs in a process of its own, since a process can give the device a name only once: ``python -m tests.neuron.fake_models
 llama:640 gpt_neox:1024:recompute``.

@@ -1,4 +1,4 @@
-"""Owns a stand-in for ``neuronxcc.nki.kernels.attention``: it holds callers to the kernels' contract, and computes.
+"""Stands in for ``neuronxcc.nki.kernels.attention``: checks the kernels' contract, and computes.
 
 The contract is the kernels' documented one: layouts, dtypes, launch grid, sizes and the layout of the log of sums
 ``[B, h, 128, S/128]``, position ``i * 128 + p`` at ``[p, i]``.

@@ -1,4 +1,4 @@
-"""Owns what tests of the training script share: a byte tokenizer, small configurations, and starting the script."""
+"""Helpers for tests of the training program: a byte tokenizer, small configurations, starting the program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the environment of the XLA track: a simulated NeuronCore per process, and nothing where torch_xla is missing."""
+"""Environment of the XLA track: one simulated NeuronCore per process; skips where torch_xla is missing."""
 
 from __future__ import annotations
 

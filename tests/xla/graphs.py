@@ -1,4 +1,4 @@
-"""Owns the step graphs that each pretended rank of four would compile: run as a program, prints them as JSON.
+"""Prints as JSON the step graphs that each pretended rank of four would compile; run as a program.
 
 ``python -m tests.xla.graphs MODEL RANK`` traces one rank in a process of its own, as a real rank would.
 """

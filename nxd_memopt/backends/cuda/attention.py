@@ -1,4 +1,4 @@
-"""Owns which fused attention kernels an NVIDIA GPU has, the fastest first, and what PyTorch's can serve."""
+"""Selects among the fused attention kernels of an NVIDIA GPU, fastest first."""
 
 from __future__ import annotations
 

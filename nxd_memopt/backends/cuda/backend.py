@@ -1,4 +1,4 @@
-"""Owns the CUDA backend: NCCL collectives, the choice between them and peer memory, and the memory figures."""
+"""The CUDA backend: NCCL or peer-memory collectives, CUDA graphs, memory statistics."""
 
 from __future__ import annotations
 

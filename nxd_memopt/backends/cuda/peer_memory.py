@@ -1,4 +1,4 @@
-"""Owns gathers and reductions through memory that the GPUs of one host map into each other (NVLink, or PCIe peers).
+"""All-gathers and reductions through memory that the GPUs of one host map into each other (NVLink or PCIe).
 
 Each rank pushes its rows into the others' memory by the copy engines, and a 4-byte signal behind them, so that matmuls
 keep all multiprocessors; NCCL's kernels would take some from the matmul beside them. A matmul waits for the rows it

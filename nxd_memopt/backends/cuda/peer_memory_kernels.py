@@ -1,4 +1,4 @@
-"""Owns the Triton source of ``backends.peer_memory``; imported only where Triton is installed."""
+"""Triton kernels of ``peer_memory``; imported only where Triton is installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns copies between a GPU's memory and pinned host memory, on streams of their own."""
+"""Copies between GPU memory and pinned host memory, on dedicated streams."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns activation checkpointing for devices that compile a whole step: the recomputation stands behind a barrier.
+"""Activation checkpointing for devices that compile a full step: a barrier keeps the recomputation.
 
 A compiler that sees forward and backward in one graph merges equal work, and with it the recomputation into the forward
 pass. A barrier on ``[*saved inputs, grad of the output]`` makes the recomputation depend on the gradient, so that it is

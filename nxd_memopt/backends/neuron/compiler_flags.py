@@ -1,4 +1,4 @@
-"""Owns what NEURON_CC_FLAGS means for activation recompute: which optimisation level neuronx-cc will use."""
+"""Reads from NEURON_CC_FLAGS which optimisation level neuronx-cc will use, and whether recompute survives it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the XLA backend: torch_xla on trn1's NeuronCores, or on a CPU, where it simulates them."""
+"""The XLA backend: torch_xla on trn1's NeuronCores, or on a CPU that simulates them."""
 
 from __future__ import annotations
 

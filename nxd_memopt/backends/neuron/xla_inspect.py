@@ -1,4 +1,4 @@
-"""Owns looking into XLA graphs: pretending a rank of a larger world, tracing, compiling without running, dumps."""
+"""Inspects XLA graphs: acts as a rank of a larger world, traces, compiles without running, dumps."""
 
 from __future__ import annotations
 

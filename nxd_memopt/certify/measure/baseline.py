@@ -1,4 +1,4 @@
-"""Owns the step to compare with: the same one without recomputation."""
+"""The step to compare with: the same step without recomputation."""
 
 from __future__ import annotations
 

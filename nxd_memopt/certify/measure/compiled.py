@@ -1,4 +1,4 @@
-"""Owns measuring a step under torch.compile: the forward and backward graphs that AOTAutograd makes of it."""
+"""Measures a step under torch.compile, from AOTAutograd's forward and backward graphs."""
 
 from __future__ import annotations
 

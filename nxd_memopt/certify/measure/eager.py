@@ -1,4 +1,4 @@
-"""Owns measuring an eager step: operations, saved tensors and collectives, as PyTorch dispatches them."""
+"""Measures an eager step: operations, saved tensors and collectives, as PyTorch dispatches them."""
 
 from __future__ import annotations
 

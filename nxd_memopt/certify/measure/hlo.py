@@ -1,4 +1,4 @@
-"""Owns reading what XLA writes: HLO text and the buffer assignment of a compiled module. Nothing here imports XLA."""
+"""Parses HLO text and the buffer assignment of a compiled module, without importing XLA."""
 
 from __future__ import annotations
 

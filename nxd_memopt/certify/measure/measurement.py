@@ -1,4 +1,4 @@
-"""Owns what is measured of one step: matmuls, bytes held for backward, collectives, the largest tensors."""
+"""What is measured of one step: matmuls, bytes saved for backward, collectives, the largest tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the verdict on recomputation: is it still there in what runs, and does it save memory."""
+"""Decides whether recomputation is still present in what runs, and whether it saves memory."""
 
 from __future__ import annotations
 

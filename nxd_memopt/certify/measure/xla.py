@@ -1,4 +1,4 @@
-"""Owns measuring a step on XLA: traced, compiled for the CPU, and read from what the compiler dumped."""
+"""Measures a step on XLA: traced, compiled for the CPU, parsed from the compiler's dumps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns turning measurements into a certificate: checks, extrapolation to the model's depth, and what to say of them."""
+"""Turns measurements into a certificate: checks, extrapolation to the model's depth, messages."""
 
 from __future__ import annotations
 

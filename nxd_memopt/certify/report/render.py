@@ -1,4 +1,4 @@
-"""Owns how a certificate is printed for people."""
+"""Prints a certificate."""
 
 from __future__ import annotations
 

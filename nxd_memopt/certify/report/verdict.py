@@ -1,4 +1,4 @@
-"""Owns the certificate: checks on measurements, each passed or failed with its figures."""
+"""The certificate: checks of measurements, each passed or failed with its figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns what stands in for torch_xla where it is not installed: its names over the chosen backend."""
+"""torch_xla's names over the chosen backend, for environments without torch_xla."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the literal device ``"xla"`` where torch_xla is not installed: it is the backend's device."""
+"""Maps the literal device ``"xla"`` to the backend's device where torch_xla is not installed."""
 
 from __future__ import annotations
 

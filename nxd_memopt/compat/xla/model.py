@@ -1,4 +1,4 @@
-"""Owns torch_xla.core.xla_model's functions over the chosen backend: eager, so a step has nothing to wait for."""
+"""torch_xla.core.xla_model's functions over the chosen backend, executed eagerly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns ``torch.distributed.init_process_group("xla")`` where torch_xla is not installed."""
+"""Supports ``torch.distributed.init_process_group("xla")`` where torch_xla is not installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns how an XLA program is started and fed: spawn, device loader, checkpoint, metrics."""
+"""Starts and feeds an XLA program: spawn, device loader, checkpoint, metrics."""
 
 from __future__ import annotations
 

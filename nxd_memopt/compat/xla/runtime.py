@@ -1,4 +1,4 @@
-"""Owns torch_xla.runtime's questions about the world, answered by torch.distributed and torchrun's environment."""
+"""torch_xla.runtime's functions, answered by torch.distributed and torchrun's environment."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Owns what is written for NVIDIA GPUs alone; importing it needs neither Triton nor flash-attn-4."""
+"""Operators for NVIDIA GPUs; importing this package needs neither Triton nor flash-attn-4."""

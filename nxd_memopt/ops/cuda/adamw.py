@@ -1,4 +1,4 @@
-"""Owns AdamW's update of many tensors in one Triton kernel: each is read and written once, at the memory's speed."""
+"""AdamW's update of many tensors in one Triton kernel, which reads and writes each tensor once."""
 
 from __future__ import annotations
 

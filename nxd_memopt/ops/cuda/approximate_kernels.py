@@ -1,4 +1,4 @@
-"""Owns functions of fp32 numbers in one GPU instruction, for kernels that arithmetic would slow down."""
+"""fp32 functions of one GPU instruction each, for kernels that are limited by arithmetic."""
 
 from __future__ import annotations
 

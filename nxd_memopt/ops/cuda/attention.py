@@ -1,4 +1,4 @@
-"""Owns FlashAttention-4 (the CuTe kernels of the package flash-attn-4) as one operator in this library's layout."""
+"""FlashAttention-4 (the CuTe kernels of the package flash-attn-4) as one operator in this library's layout."""
 
 from __future__ import annotations
 

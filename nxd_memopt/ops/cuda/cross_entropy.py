@@ -1,4 +1,4 @@
-"""Owns the Triton kernels behind ``ops.cross_entropy``: one pass for the sums, one in place for the gradient.
+"""Triton implementation of ``ops.cross_entropy``: one pass for the sums, one in place for the gradient.
 
 Both are bound by memory: 2 and 4 bytes a logit in bf16. A program covers 128 tokens and a range of the vocabulary.
 """

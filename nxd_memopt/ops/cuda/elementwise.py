@@ -1,4 +1,4 @@
-"""Owns norms, activations and sums as Triton kernels; backward saves no activation but inputs.
+"""Norms, activations and sums as Triton kernels; backward saves inputs only.
 
 Each pass reads and writes its tensors once, where plain PyTorch's operators take fp32 copies through memory. Sums over
 rows, a weight's or a bias's gradient, are of ranges of rows first, and then of those.

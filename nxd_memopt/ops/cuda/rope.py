@@ -1,4 +1,4 @@
-"""Owns rotary position embedding as one Triton kernel a pass, and in the place of what it rotates."""
+"""Rotary position embedding as one Triton kernel per pass, optionally in place."""
 
 from __future__ import annotations
 

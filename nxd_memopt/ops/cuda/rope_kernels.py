@@ -1,4 +1,4 @@
-"""Owns the Triton source of ``ops.cuda.rope``; imported only where Triton is installed."""
+"""Triton kernels of ``ops.cuda.rope``; imported only where Triton is installed."""
 
 from __future__ import annotations
 

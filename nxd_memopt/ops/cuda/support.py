@@ -1,4 +1,4 @@
-"""Owns when the Triton kernels can serve a call (otherwise the plain PyTorch ops do), and their blocks' sizes."""
+"""Decides whether the Triton kernels support a call (otherwise the plain ops run), and their block sizes."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Owns what is written for AWS Neuron's kernels; importing it needs none of Neuron's packages."""
+"""Operators for AWS Neuron; importing this package needs none of Neuron's packages."""

@@ -1,4 +1,4 @@
-"""Owns NKI flash attention for the XLA path: AWS's kernels behind this library's layout, and when they can run."""
+"""NKI flash attention for the XLA path: AWS's kernels in this library's layout, and when they can run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns both passes of column- and row-parallel products: matmuls that use rows as they arrive, and send them as made.
+"""Autograd functions of column- and row-parallel linear layers, whose matmuls overlap with their collectives.
 
 T ranks; ``s = S/T``. Tensors are sequence-first inside, whatever ``sequence_dimension`` the caller has: a piece of a
 gather or of a reduction is a range of the sequence. Sources: arXiv:1909.08053, arXiv:2205.05198.

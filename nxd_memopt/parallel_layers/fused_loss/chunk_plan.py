@@ -1,4 +1,4 @@
-"""Owns where a loss that never holds all logits keeps those of one chunk: first of all in its gradients' own memory.
+"""Plans the chunks of the fused loss; the first chunk's logits reuse the dW and dX buffers.
 
 Logits are vocabulary-first, ``[V, R]``. The weight's gradient ``[V, H]`` is as large as the logits of H tokens, and
 nothing is in it before the first chunk is done: that chunk's logits are put there, so that one chunk holds more than H

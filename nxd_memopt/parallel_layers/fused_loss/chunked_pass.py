@@ -1,4 +1,4 @@
-"""Owns one pass of the language-model head with its loss over all chunks of tokens: losses, dX and dW.
+"""One pass of the head and its loss over all chunks of tokens: losses, dX and dW.
 
 A chunk is gathered from its sequence shards and multiplied with the vocabulary shard; its softmax becomes the logits'
 gradient in place, and that is multiplied into dX, which is reduce-scattered, and into dW. ``ops.logits_storage`` says

@@ -1,4 +1,4 @@
-"""Owns the language-model head and its loss in one: cross entropy of ``X W^t`` whose logits never exist whole.
+"""The language-model head and its loss in one: cross entropy of ``X W^t`` without all logits in memory.
 
 Vocabulary-parallel softmax: arXiv:1909.08053, section 3. Gradients are made in forward, as Liger-Kernel does.
 """

@@ -1,4 +1,4 @@
-"""Owns the stand-in for TorchNeuron's compiler: refuses dynamic shapes, records graphs, runs them as they are."""
+"""Stands in for TorchNeuron's compiler: refuses dynamic shapes, records graphs, runs them unchanged."""
 
 from __future__ import annotations
 
