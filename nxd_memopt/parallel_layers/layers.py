@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from nxd_memopt.config import require_divisible
-from nxd_memopt.ops.early_save import hold
+from nxd_memopt.ops.early_save import save_inputs_first
 from nxd_memopt.parallel_layers import mappings, parallel_state
 from nxd_memopt.parallel_layers.base_linear import BaseParallelLinear
 from nxd_memopt.parallel_layers.embedding import ParallelEmbedding
@@ -318,5 +318,5 @@ def row_parallel(pairs: Sequence[tuple[Tensor, Tensor]], layer: RowParallelLinea
     tensors = cast("list[Tensor]", cast_if_autocast_enabled(*(tensor for pair in pairs for tensor in pair)))
     layer.require_divisible_sequence(tensors[0].shape)
     with torch.autocast(tensors[0].device.type, enabled=False):
-        handle, held = hold(*tensors)
+        handle, held = save_inputs_first(*tensors)
         return cast(Tensor, RowParallel.apply(layer.activation_sharding(), handle, *held))
