@@ -20,11 +20,11 @@ def rank_file(directory: Path, rank: int, suffix: str) -> Path:
 def report_failure(directory: Path, rank: int, message: str) -> None:
     """Let rank 0 know, which may be waiting for this rank's files."""
     if directory.is_dir():
-        rank_file(directory, rank, FAILED).write_text(message, encoding="utf-8")
+        rank_file(directory, rank, FAILED).write_text(message, encoding="utf-8", errors="backslashreplace")
 
 
 def wait_for_ranks(directory: Path, world_size: int, suffix: str, heartbeat: Heartbeat) -> None:
-    """Wait until every rank's file with ``suffix`` is there. Rank 0 calls; no rank is asked.
+    """Wait until every rank's file with ``suffix`` is there. Rank 0 calls, without collectives.
 
     Raises:
         ValueError: a rank has failed.

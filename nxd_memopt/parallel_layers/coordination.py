@@ -32,7 +32,9 @@ def share_texts(text: str) -> list[str]:
 
 
 def _cut(text: str) -> str:
-    return text.encode()[:MESSAGE_BYTES].decode(errors="ignore")
+    """Cut between characters. A path that is not UTF-8 has surrogates (``os.fsdecode``), which only a cut text loses."""
+    encoded = text.encode(errors="surrogatepass")
+    return text if len(encoded) <= MESSAGE_BYTES else encoded[:MESSAGE_BYTES].decode(errors="ignore")
 
 
 def _exchange(text: str) -> list[str]:
@@ -48,7 +50,7 @@ def _exchange(text: str) -> list[str]:
     number = (store.add(counter, 1) - 1) // world_size
     prefix = f"nxd_memopt/texts/{world_size}/{number}"
     if dist.get_rank() != 0:
-        store.set(f"{prefix}/{dist.get_rank()}", text)
+        store.set(f"{prefix}/{dist.get_rank()}", json.dumps(text))  # ASCII, surrogates included
         _wait(store, {f"{prefix}/all": 0}, number)
         texts = json.loads(store.get(f"{prefix}/all"))
         if store.add(f"{prefix}/readers", 1) == world_size - 1:
@@ -56,7 +58,7 @@ def _exchange(text: str) -> list[str]:
         return texts
     keys = {f"{prefix}/{rank}": rank for rank in range(1, world_size)}
     _wait(store, keys, number)
-    texts = [text, *(store.get(key).decode() for key in keys)]
+    texts = [text, *(json.loads(store.get(key)) for key in keys)]
     if world_size > 1:
         store.set(f"{prefix}/all", json.dumps(texts))
         store.wait([f"{prefix}/read"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -41,6 +42,18 @@ def test_an_exchange_leaves_no_keys():
 def test_a_long_text_is_cut_between_characters():
     texts = coordination.share_texts("é" * 5000)
     assert texts == ["é" * (coordination.MESSAGE_BYTES // 2)] * 2
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_path_that_is_not_utf_8_is_reported_on_all_ranks(failing):
+    path = os.fsdecode(b"/data/caf\xe9/x.pt")
+    assert coordination.share_texts(path) == [path] * 2
+    assert len(coordination.share_texts(path + "x" * 5000)[1]) <= coordination.MESSAGE_BYTES
+    with pytest.raises(ValueError, match="x.pt is missing") as caught, coordination.raise_together("loading"):
+        if dist.get_rank() == failing:
+            raise ValueError(f"{path} is missing")
+    assert path in str(caught.value)
 
 
 @distributed(world_size=2)
