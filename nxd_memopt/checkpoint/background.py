@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from nxd_memopt.backends import backend
-from nxd_memopt.checkpoint.logical import TrainingState, base_optimizer
+from nxd_memopt.checkpoint.logical import TrainingState
 from nxd_memopt.checkpoint.saving import RankSave
 from nxd_memopt.checkpoint.snapshot import OWNER, Snapshot
+from nxd_memopt.checkpoint.stored_optimizer import StoredOptimizer
 from nxd_memopt.checkpoint.training import begin_save
 from nxd_memopt.checkpoint.worker import STALL_S, Worker, lower_priority, paused_garbage_collection
 from nxd_memopt.memory.host_pool import HostPool
@@ -132,7 +133,7 @@ class BackgroundSaver:
 
     def _hook(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Let every step of ``optimizer`` complete the snapshot first; the one inside of ZeRO-1 makes the updates."""
-        for each in () if optimizer is None else (optimizer, base_optimizer(optimizer)):
+        for each in () if optimizer is None else StoredOptimizer(optimizer).steps:
             if id(each) not in self._hooked:
                 self._hooked[id(each)] = (each, each.register_step_pre_hook(self._before_step))
 

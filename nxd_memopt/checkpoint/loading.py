@@ -10,18 +10,11 @@ from torch import Tensor, nn
 
 from nxd_memopt.checkpoint.index import Index
 from nxd_memopt.checkpoint.layout import parts_of
-from nxd_memopt.checkpoint.logical import (
-    MASTER,
-    base_optimizer,
-    has_master,
-    name_of,
-    parameter_names,
-    stored_parameters,
-)
+from nxd_memopt.checkpoint.logical import name_of, parameter_names
 from nxd_memopt.checkpoint.names import match_names
 from nxd_memopt.checkpoint.plain import decode
+from nxd_memopt.checkpoint.stored_optimizer import MASTER, StoredOptimizer
 from nxd_memopt.modules.packed_weights import pack_weights
-from nxd_memopt.optimizer import NeuronZero1Optimizer
 from nxd_memopt.optimizer.zero1 import StoredParameter
 from nxd_memopt.parallel_layers.checkpointing import full_shape
 
@@ -54,7 +47,9 @@ def _require_alike(index: Index, name: str, shape: tuple[int, ...], dtype: torch
 
 @torch.no_grad()
 def load_optimizer(index: Index, optimizer: torch.optim.Optimizer, model: nn.Module) -> list[str]:
-    """Fill masters, states and options of ``optimizer``, after ``load_model``; return what is not exact.
+    """Fill masters, states and options; return warnings about state that was not restored bit for bit.
+
+    Call it after ``load_model``.
 
     Raises:
         ValueError: the checkpoint has none, the parameter groups differ, or the checkpoint has more than fits.
@@ -63,34 +58,31 @@ def load_optimizer(index: Index, optimizer: torch.optim.Optimizer, model: nn.Mod
     if content is None:
         raise ValueError(f"{index.directory} holds no optimizer: resume without one, or from another checkpoint")
     content = decode(content, index.plain_tensor)
-    _load_groups(content["groups"], optimizer, names)
+    stored, notes = StoredOptimizer(optimizer), []
+    _load_groups(content["groups"], stored, names)
     states = _states_by_parameter(index)
-    base, notes = base_optimizer(optimizer), []
-    if isinstance(optimizer, NeuronZero1Optimizer):
-        optimizer.accept_stored_parameters()  # masters are read below, not cut from the parameters on the device
-    base.state.clear()
-    groups = {id(param): group for group in base.param_groups for param in group["params"]}
-    stored = stored_parameters(optimizer)
-    without_master = [each for each in stored if not _load_master(index, optimizer, each, names)]
+    stored.mark_masters_synced()  # masters are read below, not cut from the parameters on the device
+    stored.base.state.clear()
+    groups = {id(param): group for group in stored.base.param_groups for param in group["params"]}
+    without_master = [each for each in stored.parameters if not _load_master(index, stored, each, names)]
     if without_master:
         notes.append(
             f"{index.directory} holds no master weights of {len(without_master)} parameters: they start from the "
             f"parameters, rounded to {without_master[0].param.dtype}"
         )
-    for each in stored:
+    for each in stored.parameters:
         name = name_of(each.param, names)
         state: dict[Any, Any] = dict(content["numbers"].get(name, {}))
         for key in states.get(name, ()):
             state[key] = _state_tensor(index, key, name, each, groups[id(each.stored)])
         if state:
-            base.state[each.stored] = state
-    if isinstance(optimizer, NeuronZero1Optimizer):
-        optimizer.accept_stored_parameters()
-    _require_all_used(index, {name_of(each.param, names) for each in stored})
+            stored.base.state[each.stored] = state
+    stored.mark_masters_synced()
+    _require_all_used(index, {name_of(each.param, names) for each in stored.parameters})
     return notes
 
 
-def _load_groups(saved: list[dict[str, Any]], optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
+def _load_groups(saved: list[dict[str, Any]], optimizer: StoredOptimizer, names: Mapping[int, str]) -> None:
     """Restore the options of each parameter group.
 
     Raises:
@@ -106,12 +98,7 @@ def _load_groups(saved: list[dict[str, Any]], optimizer: torch.optim.Optimizer, 
             f"one of {[len(group) for group in current]}; in one of the two only: {differing[:_SHOWN]}: build the "
             "parameter groups of the run that wrote it"
         )
-    for group, entry in zip(groups, saved, strict=True):
-        for option, value in entry["options"].items():
-            present = group.get(option)
-            group[option] = value.to(present.device) if isinstance(present, Tensor) else value
-    if isinstance(optimizer, NeuronZero1Optimizer):
-        optimizer.copy_options()
+    optimizer.load_options([entry["options"] for entry in saved])
 
 
 def _states_by_parameter(index: Index) -> dict[str, list[str]]:
@@ -127,9 +114,7 @@ def _states_by_parameter(index: Index) -> dict[str, list[str]]:
     return found
 
 
-def _load_master(
-    index: Index, optimizer: torch.optim.Optimizer, each: StoredParameter, names: Mapping[int, str]
-) -> bool:
+def _load_master(index: Index, optimizer: StoredOptimizer, each: StoredParameter, names: Mapping[int, str]) -> bool:
     """Fill what the optimizer keeps of one parameter; return False where it needs a master that the checkpoint lacks.
 
     Raises:
@@ -140,7 +125,7 @@ def _load_master(
     if name not in index:
         if each.stored is not each.param:
             each.stored.copy_(index.assemble(f"model.{name_of(each.param, names)}", parts, shape))
-        return not has_master(optimizer, each)
+        return not optimizer.has_master(each)
     if each.stored is each.param or each.stored.dtype == each.param.dtype:
         raise ValueError(
             f"{index.directory} has {name}, and this optimizer keeps no master weights of {each.param.dtype} "

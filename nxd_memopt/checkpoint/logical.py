@@ -15,15 +15,14 @@ from torch import Tensor, nn
 
 from nxd_memopt.checkpoint.layout import Part, Shape, choose_data_rank, parts_of, split_part
 from nxd_memopt.checkpoint.names import named_tensors
+from nxd_memopt.checkpoint.stored_optimizer import MASTER, StoredOptimizer
 from nxd_memopt.checkpoint.stream import dtype_name
-from nxd_memopt.optimizer import NeuronZero1Optimizer
 from nxd_memopt.optimizer.zero1 import StoredParameter
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.checkpointing import full_shape
 
 MAX_BOX_BYTES = 256 << 20
 """A reader needs a box as a whole to verify its checksum."""
-MASTER = "master"
 
 
 @dataclass(frozen=True)
@@ -32,8 +31,9 @@ class TrainingState:
 
     Args:
         model: its parameters and persistent buffers.
-        optimizer: a ``NeuronZero1Optimizer`` or a torch optimizer of the model's parameters, if there is one. States
-            are 0-dim, numbers, or of their parameter's shape.
+        optimizer: of the model's parameters, if there is one: a torch optimizer, ``NeuronZero1Optimizer``, or a wrapper
+            that has one of them as ``optimizer``, such as ``NxDOptimizer``. States are numbers, or tensors of dimension
+            0 or of their parameter's shape.
         shared: nested plain values and tensors that are equal on all ranks, such as the position in the data.
         per_rank: nested plain values and tensors of this rank, such as random states; given back only where T and D are
             those of the run that wrote them.
@@ -46,7 +46,7 @@ class TrainingState:
 
 
 @dataclass(frozen=True)
-class Logical:
+class FullTensorShard:
     """A full tensor and what this rank stores of it.
 
     Attributes:
@@ -70,12 +70,12 @@ class Logical:
         return dtype_name(self.stored.dtype, self.name)
 
 
-def model_tensors(model: nn.Module) -> Iterator[Logical]:
+def model_tensors(model: nn.Module) -> Iterator[FullTensorShard]:
     """Yield the model's parameters and persistent buffers, tied ones once under their first name."""
     for entry in named_tensors(model):
         if entry.tensor.is_meta:
             raise ValueError(f"{entry.names[0]} is on the meta device: load or initialize the model before saving it")
-        yield Logical(
+        yield FullTensorShard(
             f"model.{entry.names[0]}",
             full_shape(entry.tensor),
             entry.tensor.detach(),
@@ -90,25 +90,6 @@ def parameter_names(model: nn.Module) -> dict[int, str]:
     return {id(entry.tensor): entry.names[0] for entry in named_tensors(model)}
 
 
-def stored_parameters(optimizer: torch.optim.Optimizer) -> list[StoredParameter]:
-    """Return what ``optimizer`` updates for each parameter."""
-    if isinstance(optimizer, NeuronZero1Optimizer):
-        return optimizer.stored_parameters()
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    return [StoredParameter(param, param, 0, 1, _all_data_ranks()) for param in params]
-
-
-def base_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer whose ``state`` holds the states of ``stored_parameters``."""
-    return optimizer.base_optimizer if isinstance(optimizer, NeuronZero1Optimizer) else optimizer
-
-
-def has_master(optimizer: torch.optim.Optimizer, each: StoredParameter) -> bool:
-    """Whether the stored parameter holds more than the parameter, and is to be saved."""
-    saves = optimizer.save_master_weights if isinstance(optimizer, NeuronZero1Optimizer) else True
-    return saves and each.stored is not each.param and each.stored.dtype != each.param.dtype
-
-
 def name_of(param: Tensor, names: Mapping[int, str]) -> str:
     """Return the name of an optimizer's parameter in the model."""
     if id(param) not in names:
@@ -119,24 +100,57 @@ def name_of(param: Tensor, names: Mapping[int, str]) -> str:
     return names[id(param)]
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Iterator[Logical]:
+def optimizer_tensors(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Iterator[FullTensorShard]:
     """Yield master weights and states that are tensors.
 
     Raises:
-        ValueError: a state of a sharded parameter has neither the parameter's shape nor dimension 0.
+        ValueError: a state of a sharded parameter has neither the parameter's shape nor dimension 0, has a name that a
+            checkpoint cannot hold, or is a value other than a tensor with tensors inside.
     """
-    state = base_optimizer(optimizer).state
-    for each in stored_parameters(optimizer):
+    stored = StoredOptimizer(optimizer)
+    stored.require_all_states()
+    for each in stored.parameters:
         name = name_of(each.param, names)
         parts = parts_of(each.param, rank=each.rank, size=each.size)
-        if has_master(optimizer, each):
+        if stored.has_master(each):
             yield _like_parameter(MASTER, name, each, each.stored.detach(), parts)
-        for key, value in state.get(each.stored, {}).items():
+        for key, value in stored.states_of(each).items():
             if isinstance(value, Tensor):
-                yield _state_tensor(str(key), name, each, value.detach(), parts)
+                _require_state_name(key, name)
+                yield _state_tensor(key, name, each, value.detach(), parts)
+            else:
+                _require_no_tensor(value, f"optimizer state {key!r} of {name}")
 
 
-def _state_tensor(key: str, name: str, each: StoredParameter, value: Tensor, parts: list[Part]) -> Logical:
+def _require_state_name(key: Any, name: str) -> None:
+    """Names are stored as ``optimizer.<key>.<parameter>``: a reader takes the text up to the second dot for the key."""
+    if not isinstance(key, str) or not key or "." in key or key == MASTER:
+        raise ValueError(
+            f"optimizer state {key!r} of {name} is a tensor: its name must be a string without dots other than "
+            f"{MASTER!r}: rename it in the optimizer"
+        )
+
+
+def _require_no_tensor(value: Any, where: str) -> None:
+    """States other than tensors are stored once, for all ranks: a tensor inside would be rank 0's shard on every rank.
+
+    Raises:
+        ValueError: names the state and the place of the tensor in it.
+    """
+    if isinstance(value, Tensor):
+        raise ValueError(
+            f"{where} is a tensor in a list, tuple or dict, of which every rank would load rank 0's: keep it as "
+            "a state with a name of its own"
+        )
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            _require_no_tensor(item, f"{where}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            _require_no_tensor(item, f"{where}[{i}]")
+
+
+def _state_tensor(key: str, name: str, each: StoredParameter, value: Tensor, parts: list[Part]) -> FullTensorShard:
     if value.shape == each.stored.shape:
         return _like_parameter(key, name, each, value, parts)
     whole = each.size == 1 and full_shape(each.param) == tuple(each.param.shape)
@@ -146,19 +160,19 @@ def _state_tensor(key: str, name: str, each: StoredParameter, value: Tensor, par
             "on this rank: only states of the parameter's shape or with one element and no dimension can be stored "
             "independently of the number of ranks"
         )
-    return Logical(f"optimizer.{key}.{name}", tuple(value.shape), value, parts_of(value), _all_data_ranks())
+    return FullTensorShard(f"optimizer.{key}.{name}", tuple(value.shape), value, parts_of(value), _all_data_ranks())
 
 
-def _like_parameter(key: str, name: str, each: StoredParameter, value: Tensor, parts: list[Part]) -> Logical:
-    return Logical(f"optimizer.{key}.{name}", full_shape(each.param), value, parts, each.holders)
+def _like_parameter(key: str, name: str, each: StoredParameter, value: Tensor, parts: list[Part]) -> FullTensorShard:
+    return FullTensorShard(f"optimizer.{key}.{name}", full_shape(each.param), value, parts, each.holders)
 
 
 def optimizer_numbers(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
     """Return the states that are no tensors, by parameter name and state."""
-    state = base_optimizer(optimizer).state
+    stored = StoredOptimizer(optimizer)
     numbers = {}
-    for each in stored_parameters(optimizer):
-        plain = {key: value for key, value in state.get(each.stored, {}).items() if not isinstance(value, Tensor)}
+    for each in stored.parameters:
+        plain = {key: value for key, value in stored.states_of(each).items() if not isinstance(value, Tensor)}
         if plain:
             numbers[name_of(each.param, names)] = plain
     return numbers
@@ -175,7 +189,7 @@ def optimizer_groups(optimizer: torch.optim.Optimizer, names: Mapping[int, str])
     ]
 
 
-def owned_parts(logicals: list[Logical]) -> list[tuple[Logical, list[Part]]]:
+def owned_parts(logicals: list[FullTensorShard]) -> list[tuple[FullTensorShard, list[Part]]]:
     """Return which boxes this rank writes: each box of a full tensor is written by one rank.
 
     Of tensor-parallel ranks that store the same box one writes, by turns; of data-parallel ranks the one that has least

@@ -18,7 +18,7 @@ from nxd_memopt.checkpoint.fingerprint import flat_config, parallel_sizes
 from nxd_memopt.checkpoint.index import FORMAT, INDEX, VERSION, merge_tensors, read_checked_json, versions, write_json
 from nxd_memopt.checkpoint.layout import Part
 from nxd_memopt.checkpoint.logical import (
-    Logical,
+    FullTensorShard,
     TrainingState,
     model_tensors,
     optimizer_groups,
@@ -178,7 +178,7 @@ class RankSave:
         prune(self.parent, self.keep)
 
 
-def _tensor(logical: Logical, boxes: list[dict[str, Any]]) -> dict[str, Any]:
+def _tensor(logical: FullTensorShard, boxes: list[dict[str, Any]]) -> dict[str, Any]:
     return {"shape": list(logical.shape), "dtype": logical.dtype, "boxes": boxes}
 
 

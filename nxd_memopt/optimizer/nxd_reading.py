@@ -27,7 +27,8 @@ _ENTRIES = {
     *("state", "base_state", "param_groups", "shape_info", "sharded_master_weights", "sharding"),
     *("dp_rank", "tp_rank"),
 }
-_OPTIONS_OF_THE_DEVICE = ("foreach", "fused", "capturable", "differentiable")
+OPTIONS_OF_THE_DEVICE = ("foreach", "fused", "capturable", "differentiable")
+"""Options of a parameter group that say how a device computes a step; a resumed run keeps its own."""
 
 
 @dataclass(frozen=True)
@@ -293,7 +294,7 @@ def _groups(stored: Sequence[Mapping[str, Any]], target: Target, trained: Sequen
     new_number = {i: number for number, i in enumerate(trained)}
     groups = []
     for options, own, positions in zip(stored, target.options, number_parameters(target.param_groups), strict=True):
-        kept = {name: value for name, value in own.items() if name in _OPTIONS_OF_THE_DEVICE}
+        kept = {name: value for name, value in own.items() if name in OPTIONS_OF_THE_DEVICE}
         params = [new_number[i] for i in positions if i in new_number]
         groups.append({**own, **options, **kept, "params": params})
     return groups

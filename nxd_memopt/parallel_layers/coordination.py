@@ -32,7 +32,7 @@ def share_texts(text: str) -> list[str]:
 
 
 def _cut(text: str) -> str:
-    """Cut between characters. A path that is not UTF-8 has surrogates (``os.fsdecode``), which only a cut text loses."""
+    """Cut between characters; surrogates, which stand for bytes of a path that is not UTF-8, stay if the text fits."""
     encoded = text.encode(errors="surrogatepass")
     return text if len(encoded) <= MESSAGE_BYTES else encoded[:MESSAGE_BYTES].decode(errors="ignore")
 

@@ -1,0 +1,130 @@
+"""Finds the parameters, states and options that an optimizer stores, inside of wrapper optimizers and of ZeRO-1."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nxd_memopt.optimizer import NeuronZero1Optimizer
+from nxd_memopt.optimizer.nxd_reading import OPTIONS_OF_THE_DEVICE
+from nxd_memopt.optimizer.zero1 import StoredParameter
+from nxd_memopt.parallel_layers import parallel_state
+
+MASTER = "master"
+"""Name of the master weights among the states."""
+
+
+class StoredOptimizer:
+    """One interface to a torch optimizer, to ``NeuronZero1Optimizer``, and to wrappers such as ``NxDOptimizer``.
+
+    A wrapper is an optimizer that has the wrapped one as its attribute ``optimizer``.
+
+    Args:
+        optimizer: as the program uses it.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = _unwrapped(optimizer)
+        self._zero1 = self._optimizer if isinstance(self._optimizer, NeuronZero1Optimizer) else None
+
+    @cached_property
+    def parameters(self) -> list[StoredParameter]:
+        """What the optimizer updates for each parameter; ZeRO-1 first cuts masters from parameters written to."""
+        if self._zero1 is not None:
+            return self._zero1.stored_parameters()
+        params = [param for group in self._optimizer.param_groups for param in group["params"]]
+        holders = tuple(range(parallel_state.get_data_parallel_size()))
+        return [StoredParameter(param, param, 0, 1, holders) for param in params]
+
+    @property
+    def base(self) -> torch.optim.Optimizer:
+        """The optimizer whose ``state`` has the states of ``parameters``."""
+        return self._optimizer if self._zero1 is None else self._zero1.base_optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups that the program and its learning-rate schedule see."""
+        return self._optimizer.param_groups
+
+    @property
+    def steps(self) -> list[torch.optim.Optimizer]:
+        """The optimizers whose ``step`` writes to parameters, masters and states."""
+        return [self._optimizer] if self._zero1 is None else [self._optimizer, self.base]
+
+    def require_all_states(self) -> None:
+        """Refuse states that ``base.state`` does not have by parameter: a checkpoint would lack them without a word.
+
+        Raises:
+            ValueError: a state is of none of the parameters, or another optimizer inside of this one has the states.
+        """
+        base, known = self.base, {id(each.stored) for each in self.parameters}
+        others = [key for key in base.state if id(key) not in known]
+        if others:
+            first = f"a tensor of shape {list(others[0].shape)}" if isinstance(others[0], Tensor) else repr(others[0])
+            raise ValueError(
+                f"{type(base).__name__} has {len(others)} of {len(base.state)} states that are of none of its "
+                f"parameters, the first is of {first}: pass the optimizer whose param_groups have what it updates"
+            )
+        if known and not base.state and _has_states_elsewhere(base):
+            raise ValueError(
+                f"{type(base).__name__} has {len(known)} parameters and its attribute 'state' is empty, but an "
+                "optimizer inside of it has states: pass that one, or name the attribute that holds it 'optimizer'"
+            )
+
+    def states_of(self, each: StoredParameter) -> Mapping[Any, Any]:
+        """Return the states of one parameter by name."""
+        return self.base.state.get(each.stored, {})
+
+    def has_master(self, each: StoredParameter) -> bool:
+        """Whether the stored parameter holds more than the parameter, and is to be saved."""
+        saves = self._zero1 is None or self._zero1.save_master_weights
+        return saves and each.stored is not each.param and each.stored.dtype != each.param.dtype
+
+    def mark_masters_synced(self) -> None:
+        """Take parameters and masters as they are now for equal: both were read from one checkpoint."""
+        if self._zero1 is not None:
+            self._zero1.accept_stored_parameters()
+
+    def load_options(self, saved: list[Mapping[str, Any]]) -> None:
+        """Restore the options of each group; those of the device, such as ``capturable``, stay as they are.
+
+        A learning rate stays a tensor, or a number, as it is here: a GPU's run may have a tensor in its place.
+        """
+        for group, options in zip(self.param_groups, saved, strict=True):
+            for option, value in options.items():
+                if option not in OPTIONS_OF_THE_DEVICE:
+                    group[option] = _of_the_kind_of(group.get(option), value)
+        if self._zero1 is not None:
+            self._zero1.copy_options()
+
+
+def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    inner = vars(optimizer).get("optimizer")
+    return _unwrapped(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
+
+
+def _of_the_kind_of(present: Any, value: Any) -> Any:
+    if isinstance(present, Tensor):
+        return torch.as_tensor(value, dtype=present.dtype, device=present.device)
+    if isinstance(present, (int, float)) and isinstance(value, Tensor) and not value.dim():
+        return value.item()
+    return value
+
+
+def _has_states_elsewhere(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer among the attributes has states, or ``state_dict``, where it is not torch's, gives some."""
+    if any(inner.state for inner in _inner_optimizers(optimizer)):
+        return True
+    is_torchs = type(optimizer).state_dict is torch.optim.Optimizer.state_dict
+    return not is_torchs and bool(optimizer.state_dict().get("state"))
+
+
+def _inner_optimizers(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
+    for value in vars(optimizer).values():
+        for each in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(each, torch.optim.Optimizer):
+                yield each
