@@ -2,13 +2,14 @@
 
 A save has two parts. The calling thread takes a snapshot (``snapshot.py``), which costs next to nothing when the save
 begins. A thread of low priority writes the rank's file; on rank 0 it also waits until the other ranks' files are there,
-looking at the shared directory, and completes the checkpoint. That thread runs no collective and asks no rank: ranks
-agree on the outcome in ``poll`` and ``finish``, which every rank calls in its main thread.
+looking at the shared directory, and completes the checkpoint. That thread runs without collectives: ranks agree on the
+outcome in ``poll`` and ``finish``, which every rank calls in its main thread.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,11 +19,12 @@ from torch import Tensor
 
 from nxd_memopt.backends import backend
 from nxd_memopt.checkpoint.logical import TrainingState
+from nxd_memopt.checkpoint.pickled import require_visible
 from nxd_memopt.checkpoint.saving import RankSave
 from nxd_memopt.checkpoint.snapshot import OWNER, Snapshot
 from nxd_memopt.checkpoint.stored_optimizer import StoredOptimizer
 from nxd_memopt.checkpoint.training import begin_save
-from nxd_memopt.checkpoint.worker import STALL_S, Worker, lower_priority, paused_garbage_collection
+from nxd_memopt.checkpoint.worker import STALL_S, Worker, lower_priority
 from nxd_memopt.memory.host_pool import HostPool
 from nxd_memopt.parallel_layers.coordination import raise_together
 
@@ -90,12 +92,19 @@ class BackgroundSaver:
             ValueError, OSError: on every rank, when the earlier save failed or this one cannot begin.
         """
         self.finish()
-        with paused_garbage_collection():
-            save = begin_save(self._directory, step, state, config, self._keep)
+        save = begin_save(self._directory, step, state, config, self._keep)
+        snapshot: Snapshot | None = None
+        try:
             with raise_together(f"saving {save.target}"):
-                self._snapshot = snapshot = Snapshot(save.sources, self.pool, self._transfers)
+                require_visible(save.incomplete)
                 self._hook(state.optimizer)
-        self._worker = Worker(save.target, lambda worker: _write(save, snapshot, worker), save.report_failure)
+                snapshot = Snapshot(save.sources, self.pool, self._transfers)
+            self._worker = Worker(save.target, partial(_write, save, snapshot), save.report_failure)
+        except BaseException:
+            if snapshot is not None:
+                snapshot.close()  # it was another rank that cannot save
+            raise
+        self._snapshot = snapshot
 
     def before_update(self) -> None:
         """Complete the snapshot. The optimizer's step calls it; call it before any other write to the state."""
@@ -162,6 +171,5 @@ def _write(save: RankSave, snapshot: Snapshot, worker: Worker) -> None:
     finally:
         snapshot.close()
     if save.is_rank_zero:
-        save.wait_for_ranks(worker.require_wanted)
-        with paused_garbage_collection():
-            save.complete()
+        save.wait_for_ranks(worker.check_cancelled)
+        save.complete()

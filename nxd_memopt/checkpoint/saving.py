@@ -147,7 +147,7 @@ class RankSave:
         report_failure(self.incomplete, self._rank, message)
 
     def wait_for_ranks(self, heartbeat: Heartbeat) -> None:
-        """Wait until every rank's files are complete. Rank 0 calls; the directory is looked at, no rank is asked.
+        """Wait until every rank's files are complete. Rank 0 calls, without collectives: it looks at the directory.
 
         Raises:
             ValueError: a rank has failed.

@@ -9,7 +9,9 @@ when the save begins, only when the next update does:
   thread queues the copies. ``before_update`` lets the device's update wait for them;
 - tensors of other devices (XLA) are copied one at a time when the save begins.
 
-A tensor that was written to before it was copied is an error: its version counter tells.
+A tensor that was written to before it was copied is an error: its version counter tells. On a GPU every write before
+``before_update`` is one, as the copies may be under way. Writes through ``Tensor.data`` are not counted, and
+not seen.
 """
 
 from __future__ import annotations
@@ -50,26 +52,30 @@ class Source:
         return bytes_of(self.part.of(stored.contiguous()).contiguous())
 
 
-def host_copies(sources: Sequence[Source]) -> Iterator[tuple[Source, Tensor]]:
-    """Yield each source with its bytes on the host, one tensor at a time; devices that compile graphs compile none."""
-    last: tuple[Tensor, Tensor] | None = None
-    for source in sources:
+class HostReader:
+    """Reads the bytes of sources, in order, on the host; devices that compile graphs compile none.
+
+    A part of a tensor of such a device would be a graph of its own: the full tensor is copied, once for all of its
+    parts, which follow each other in a file. One such copy exists at a time.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[Tensor, Tensor] | None = None  # a tensor and its copy on the host
+
+    def flat(self, source: Source) -> Tensor:
+        """Return the bytes of ``source``, 1-D uint8, as they are now: on the host, or on a GPU."""
         if source.stored.device.type in ("cpu", "cuda"):
-            yield source, source.flat()
-            continue
-        # A part of a tensor would be a graph of its own: the full tensor is copied. Parts of one tensor follow each
-        # other, mostly.
-        if last is None or last[0] is not source.stored:
-            last = None
-            last = (source.stored, source.stored.cpu())
-        yield source, source.flat(last[1])
+            return source.flat()
+        if self._last is None or self._last[0] is not source.stored:
+            self._last = None  # frees it before the next one is made
+            self._last = (source.stored, source.stored.cpu())
+        return source.flat(self._last[1])
 
-
-def direct_pieces(source: Source) -> Iterator[Tensor]:
-    """Yield the bytes of ``source`` as they are now, on the host, in pieces of bounded size."""
-    ((_, flat),) = host_copies([source])
-    for begin in range(0, flat.numel(), PIECE_BYTES):
-        yield flat[begin : begin + PIECE_BYTES].cpu()
+    def pieces(self, source: Source) -> Iterator[Tensor]:
+        """Yield the bytes of ``source`` as they are now, on the host, in pieces of bounded size."""
+        flat = self.flat(source)
+        for begin in range(0, flat.numel(), PIECE_BYTES):
+            yield flat[begin : begin + PIECE_BYTES].cpu()
 
 
 @dataclass
@@ -116,10 +122,10 @@ class Snapshot:
         self._lock = threading.Lock()
         self._versions = [source.stored._version for source in self.sources]
         self._staging = np.empty(self.pool.block_bytes, dtype=np.uint8)
-        self._by_device: list[tuple[Source, list[_Piece]]] = []
+        self._by_device: list[int] = []  # sources whose copies the device makes next to its work
         self._begun: Transfer | None = None
         self._started: list[Transfer] = []
-        self._are_started = threading.Event()
+        self._copies_launched = threading.Event()
         self._failure: Exception | None = None
         self._is_complete = False
         self._cut()
@@ -146,21 +152,22 @@ class Snapshot:
 
     def _begin(self) -> None:
         """Copy what cannot wait for ``before_update``."""
-        now, later = [], []
-        for source, pieces in zip(self.sources, self._pieces, strict=True):
-            if self._copies_on_its_own(source):
-                (self._by_device if source.is_updated_by_optimizer else now).append((source, pieces))
+        now: list[int] = []
+        reader, waits_for_update = HostReader(), False
+        for i, source in enumerate(self.sources):
+            if self._has_async_copies(source):
+                (self._by_device if source.is_updated_by_optimizer else now).append(i)
             elif source.stored.device.type == "cpu" and source.is_updated_by_optimizer:
-                later.append((source, pieces))
+                waits_for_update = True
             else:
-                ((_, flat),) = host_copies([source])
-                for piece in pieces:
+                flat = reader.flat(source)
+                for piece in self._pieces[i]:
                     self._copy(piece, flat)
         if self.transfers is not None:
             self._begun = self.transfers.mark()
         for transfer in self._copy_on_device(now):
             transfer.wait()  # what forward changes: the device's next work waits
-        self._is_complete = not (later or self._by_device)
+        self._is_complete = not (waits_for_update or self._by_device)
 
     def start_copies(self) -> None:
         """Start the copies that a device makes next to its other work; the thread that reads the snapshot calls it.
@@ -173,29 +180,34 @@ class Snapshot:
                 if len(self._started) > _WINDOWS:
                     self._started[-_WINDOWS - 1].synchronize()
         finally:
-            self._are_started.set()
+            self._copies_launched.set()
 
-    def _copies_on_its_own(self, source: Source) -> bool:
+    def _has_async_copies(self, source: Source) -> bool:
         return self.transfers is not None and source.stored.device.type == self.transfers.device.type
 
-    def _copy_on_device(self, chosen: Iterable[tuple[Source, list[_Piece]]]) -> Iterator[Transfer]:
-        """Start the copies of ``chosen`` window by window, and yield each window's transfer."""
-        pieces = [(source, piece) for source, pieces in chosen for piece in pieces]
+    def _copy_on_device(self, chosen: Sequence[int]) -> Iterator[Transfer]:
+        """Start the copies of the sources ``chosen`` window by window, and yield each window's transfer.
+
+        Raises:
+            ValueError: something wrote to a source before its copy was queued.
+        """
+        pieces = [(i, piece) for i in chosen for piece in self._pieces[i]]
         for first in range(0, len(pieces), _WINDOW_PIECES):
             window = pieces[first : first + _WINDOW_PIECES]
             assert self.transfers is not None and self._begun is not None
-            transfer = self.transfers.copy_out(self._pairs(window), self._begun)
+            transfer = self.transfers.copy_out(self._pairs(piece for _, piece in window), self._begun)
             self._started.append(transfer)
-            for _, piece in window:
+            for i, piece in window:
                 self._blocks[piece.block].copied.append(transfer)
+                self._require_unchanged(i)
             yield transfer
 
-    def _pairs(self, window: Iterable[tuple[Source, _Piece]]) -> Iterator[tuple[Tensor, Tensor]]:
-        for source, piece in window:
+    def _pairs(self, window: Iterable[_Piece]) -> Iterator[tuple[Tensor, Tensor]]:
+        for piece in window:
             with self._lock:
                 target = piece.place(self._memory(piece))
                 piece.is_copied = True
-            yield target, source.flat()[piece.begin : piece.end]
+            yield target, piece.source.flat()[piece.begin : piece.end]
 
     def _memory(self, piece: _Piece) -> Tensor:
         block = self._blocks[piece.block]
@@ -210,22 +222,26 @@ class Snapshot:
     def before_update(self) -> None:
         """Complete the snapshot. Call it before anything writes to the tensors; later calls do nothing.
 
-        What goes wrong is raised where the snapshot is read: ranks that train together must not stop one by one.
+        Errors are raised in the writer, so that ``step()`` never fails on one rank only.
         """
         if self._is_complete:
             return
         if self._by_device:
-            self._are_started.wait()
+            self._copies_launched.wait()
         for transfer in self._started:
             transfer.wait()
         with self._lock:
+            if self._is_complete:  # closed meanwhile by the writer, which has failed
+                return
             try:
                 self._copy_remaining()
-            except ValueError as error:
+            except Exception as error:  # of pinned memory that cannot be allocated too, a RuntimeError
                 self._failure = error
             self._is_complete = True
 
     def _copy_remaining(self) -> None:
+        for i in self._by_device:
+            self._require_unchanged(i)  # the copies may have been under way when it was written to
         for i, pieces in enumerate(self._pieces):
             remaining = [piece for piece in pieces if not piece.is_copied]
             if remaining:
@@ -247,7 +263,8 @@ class Snapshot:
         """Yield the bytes of source ``index``; for one other thread, which asks for the sources in order.
 
         Raises:
-            ValueError: something wrote to a tensor before it was copied, or host memory was exhausted.
+            ValueError: something wrote to a tensor before it was copied, or the pool has no block left.
+            RuntimeError: the host's memory could not be allocated or pinned.
         """
         for piece in self._pieces[index]:
             yield self._read(piece, index)
@@ -267,6 +284,9 @@ class Snapshot:
                 return torch.from_numpy(self._staging[: len(live)])
         for transfer in block.copied:
             transfer.synchronize()
+        with self._lock:
+            if not self._is_complete and self._has_async_copies(piece.source) and piece.source.is_updated_by_optimizer:
+                self._require_unchanged(index)  # no update has begun: any write may have met the copy under way
         assert block.memory is not None
         return piece.place(block.memory)
 
@@ -283,8 +303,8 @@ class Snapshot:
             self.pool.give_back(memory, OWNER)
 
     def close(self) -> None:
-        """Give all memory back; nothing may be read any more."""
-        self._are_started.set()
+        """Give all memory back; nothing may be read any more, and ``before_update`` copies nothing more."""
+        self._copies_launched.set()
         for transfer in self._started:
             transfer.synchronize()  # a copy under way still writes to the memory
         with self._lock:

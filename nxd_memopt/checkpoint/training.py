@@ -14,7 +14,7 @@ from nxd_memopt.checkpoint.logical import TrainingState
 from nxd_memopt.checkpoint.pickled import read_version_1
 from nxd_memopt.checkpoint.plain import decode
 from nxd_memopt.checkpoint.saving import RankSave
-from nxd_memopt.checkpoint.snapshot import direct_pieces
+from nxd_memopt.checkpoint.snapshot import HostReader
 from nxd_memopt.checkpoint.steps import find_latest, prepare_step
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.checkpointing import load_into
@@ -59,8 +59,9 @@ def save_training_state(
     """
     save = begin_save(directory, step, state, config, keep)
     task = f"saving {save.target}"
+    reader = HostReader()
     with raise_together(task):
-        save.write(lambda i: direct_pieces(save.sources[i]))
+        save.write(lambda i: reader.pieces(save.sources[i]))
     with raise_together(task):
         if parallel_state.is_global_rank_zero():
             save.complete()

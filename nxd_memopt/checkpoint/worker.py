@@ -3,34 +3,34 @@
 from __future__ import annotations
 
 import atexit
-import gc
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from nxd_memopt.parallel_layers.coordination import share_texts
 
 STALL_S = 60.0
 """How long a program that ends waits for a save without progress, before the save is abandoned."""
+JOIN_S = 1.0
+"""How long ``finish`` waits for this rank's thread before it looks whether another rank has failed."""
 _LOWEST_PRIORITY = 19
 _BUSY, _DONE = "busy", "done"
 
 
 class AbandonedError(Exception):
-    """The program ends: what is written is left incomplete, and the last complete checkpoint stays."""
+    """The program ends or another rank has failed: this save is left incomplete, and earlier checkpoints stay."""
 
 
 class Worker:
-    """One save under way. The thread runs no collective and asks no rank; the main threads agree in ``poll``.
+    """One save under way. The thread runs without collectives; the main threads agree in ``poll``.
 
     A program that ends while the save is under way waits for it as long as it makes progress.
 
     Args:
         target: what is saved, for messages.
-        work: runs in the thread; it calls ``heartbeat`` or ``require_wanted`` every now and then.
+        work: runs in the thread; it calls ``heartbeat`` or ``check_cancelled`` every now and then.
         report_failure: called in the thread with the message of an error.
     """
 
@@ -40,6 +40,7 @@ class Worker:
         self._reports: list[str] = []
         self._progress = 0
         self._stop = threading.Event()
+        self._why_stopped = "the program ended before the save was complete"
         # A daemon, for which the interpreter does not wait: rank 0 may be waiting for ranks that have died.
         self._thread = threading.Thread(target=self._run, name=f"save {target.name}", daemon=True)
         self._thread.start()
@@ -55,22 +56,22 @@ class Worker:
     def _report(self, error: Exception) -> None:
         try:
             self._report_failure(str(error))
-        except OSError as second:  # a full disk, mostly: the ranks learn of the failure in ``poll``
+        except OSError as second:  # a full disk, mostly: ``poll`` tells the other ranks, and stops rank 0's wait
             error.add_note(f"rank 0 could not be told: {second}")
 
     def heartbeat(self) -> None:
         """Count progress. Called by the work.
 
         Raises:
-            AbandonedError: the program ends.
+            AbandonedError: the program ends, or another rank has failed.
         """
         self._progress += 1
-        self.require_wanted()
+        self.check_cancelled()
 
-    def require_wanted(self) -> None:
+    def check_cancelled(self) -> None:
         """As ``heartbeat``, without progress: while the work waits for something."""
         if self._stop.is_set():
-            raise AbandonedError("the program ended before the save was complete")
+            raise AbandonedError(self._why_stopped)
 
     def _status(self) -> str:
         if self._thread.is_alive():
@@ -78,15 +79,29 @@ class Worker:
         return _DONE if self._error is None else f"{type(self._error).__name__}: {self._error}"
 
     def poll(self) -> bool:
-        """Return whether the save has ended on all ranks; the same on all ranks. Every rank calls."""
+        """Return whether the save has ended on all ranks; the same on all ranks. Every rank calls.
+
+        A failure on one rank stops the others' writers: rank 0 would wait for the failed rank's files for ever.
+        """
         self._reports = share_texts(self._status())
+        failed = self._first_failure()
+        if failed is not None:
+            self._why_stopped = f"rank {failed} failed: {self._reports[failed]}"
+            self._stop.set()
         return _BUSY not in self._reports
+
+    def _first_failure(self) -> int | None:
+        """The rank whose own error ended the save: one that was stopped reports ``AbandonedError``."""
+        failed = [rank for rank, report in enumerate(self._reports) if report not in (_BUSY, _DONE)]
+        own_errors = [rank for rank in failed if not self._reports[rank].startswith(AbandonedError.__name__)]
+        return next(iter([*own_errors, *failed]), None)
 
     def finish(self) -> None:
         """Wait until the save has ended on all ranks; an interrupt (Ctrl-C) gets through. Every rank calls."""
-        while self._thread.is_alive():
-            self._thread.join(timeout=1.0)
-        self.poll()  # all ranks have waited for their own threads
+        while True:
+            self._thread.join(timeout=JOIN_S)
+            if self.poll():
+                return
 
     def raise_failure(self) -> None:
         """Raise on every rank when the save failed on one, after ``poll`` returned True or ``finish``.
@@ -95,14 +110,14 @@ class Worker:
             ValueError: another rank failed; names it and its message. A failing rank raises its own exception.
         """
         atexit.unregister(self._at_exit)
-        if self._error is not None:
+        if self._error is not None and not isinstance(self._error, AbandonedError):
             raise self._error
-        for rank, report in enumerate(self._reports):
-            if report != _DONE:
-                raise ValueError(f"saving {self._target} failed on rank {rank}: {report}")
+        failed = self._first_failure()
+        if failed is not None:
+            raise ValueError(f"saving {self._target} failed on rank {failed}: {self._reports[failed]}")
 
     def end(self, stall_s: float, error: BaseException | None = None) -> None:
-        """Wait while there is progress, then abandon the save; ask no rank, which may not answer any more.
+        """Wait while there is progress, then abandon the save; without collectives, which other ranks may not answer.
 
         Args:
             stall_s: seconds without progress.
@@ -121,22 +136,6 @@ class Worker:
 
     def _at_exit(self) -> None:
         self.end(STALL_S)
-
-
-@contextmanager
-def paused_garbage_collection() -> Iterator[None]:
-    """Collect no cyclic garbage meanwhile: what describes a checkpoint has thousands of small objects.
-
-    Making them would set off a collection of all objects of the program, which stops every thread for tenths of a
-    second.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def lower_priority() -> None:

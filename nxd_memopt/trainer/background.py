@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from nxd_memopt.checkpoint.markers import rank_file, report_failure, wait_for_ranks
+from nxd_memopt.checkpoint.pickled import require_visible
 from nxd_memopt.checkpoint.worker import Worker, lower_priority
 from nxd_memopt.memory.host_pool import HostPool
 from nxd_memopt.parallel_layers import parallel_state
@@ -47,6 +48,7 @@ class TagSave:
         self._rank, self._world_size = parallel_state.get_global_rank(), parallel_state.get_world_size()
         pool = HostPool()
         with raise_together(f"copying the state for {target}"):
+            require_visible(incomplete)
             pool.claim(_size_bytes(states), OWNER)
             self._states = {name: map_tensors(state, _copied) for name, state in states.items()}
         self._worker = Worker(target, self._work, lambda text: report_failure(incomplete, self._rank, text))
@@ -58,7 +60,7 @@ class TagSave:
             self._write(name, self._states.pop(name))  # each is freed when it has been written
         rank_file(self._incomplete, self._rank, _WRITTEN).touch()
         if self._rank == 0:
-            wait_for_ranks(self._incomplete, self._world_size, _WRITTEN, worker.require_wanted)
+            wait_for_ranks(self._incomplete, self._world_size, _WRITTEN, worker.check_cancelled)
             for rank in range(self._world_size):
                 rank_file(self._incomplete, rank, _WRITTEN).unlink()
             self._complete()

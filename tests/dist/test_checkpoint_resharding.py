@@ -13,7 +13,14 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 
-from nxd_memopt.checkpoint import BackgroundSaver, TrainingState, load_training_state, local_slice, save_training_state
+from nxd_memopt.checkpoint import (
+    BackgroundSaver,
+    TrainingState,
+    load_training_state,
+    local_slice,
+    save_training_state,
+    saving,
+)
 from nxd_memopt.checkpoint import snapshot as snapshots
 from nxd_memopt.memory.host_pool import HostPool
 from nxd_memopt.modules.qkv_linear import GQAQKVColumnParallelLinear
@@ -283,8 +290,53 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all_ranks_at_one_step(failin
     assert sorted(path.name for path in tmp_path.glob("step_*[0-9]")) == ["step_00000001", "step_00000002"]
 
 
-def fail(owner: str) -> Any:
-    raise ValueError(f"no more memory for the {owner}")
+@distributed(world_size=2)
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("finishes", [False, True])
+def test_a_failure_that_rank_0_is_not_told_of_still_ends_the_save(failing, finishes, tmp_path):
+    """The directory is gone on the failing rank, so that no file tells rank 0, which waits for the rank's files."""
+    run = Run((1, 2, True), torch.bfloat16)
+    run.fill()
+    pool = HostPool(block_bytes=1 << 10)
+    with BackgroundSaver(tmp_path, pool=pool, stall_s=1.0) as saver, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving, "report_failure", lambda directory, rank, message: None)
+        if dist.get_rank() == failing:
+            patch.setattr(saving, "write_file", fail)
+        started = time.monotonic()
+        saver.save(3, run.state(), CONFIG)
+        with pytest.raises(ValueError, match="no more memory") as caught:
+            while saver.is_busy and time.monotonic() < started + 20:
+                saver.finish() if finishes else saver.poll()
+        assert (f"failed on rank {failing}: ValueError: no more" in str(caught.value)) == (dist.get_rank() != failing)
+        assert time.monotonic() < started + 20 and not saver.is_busy and saver.pool.ledger() == {}
+
+
+@distributed(world_size=2)
+def test_a_directory_that_a_rank_does_not_see_is_refused_when_the_save_begins(tmp_path):
+    run = Run((1, 2, True), torch.bfloat16)
+    run.fill()
+    with BackgroundSaver(Path(tmp_path) / str(dist.get_rank())) as saver:
+        message = error_message(lambda: saver.save(1, run.state(), CONFIG))
+        assert "is not visible here: use a directory that all hosts share" in message
+        assert not saver.is_busy and saver.pool.ledger() == {}
+
+
+@distributed(world_size=2)
+def test_a_save_that_one_rank_refuses_keeps_no_memory_on_the_others(tmp_path):
+    run = Run((1, 2, True), torch.bfloat16)
+    run.fill()
+    with BackgroundSaver(tmp_path, pool=HostPool(block_bytes=1 << 10)) as saver:
+        if dist.get_rank() == 1:
+            saver.pool.take = fail
+        values = run.state()
+        state = TrainingState(values.model, values.optimizer, per_rank={"rng": torch.arange(10)})  # copied at once
+        assert "no more memory" in error_message(lambda: saver.save(1, state, CONFIG))
+        update(run)
+        assert saver.pool.ledger() == {} and not saver.is_busy
+
+
+def fail(*args: Any) -> Any:
+    raise ValueError(f"no more memory for {args[:1]}")
 
 
 @distributed(world_size=2)
