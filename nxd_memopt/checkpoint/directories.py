@@ -25,7 +25,7 @@ def replace_directory(complete: Path, target: Path) -> None:
     Two renames, as no portable call swaps directories: a kill between them leaves the predecessor under
     ``replaced_path``, from where ``restore_interrupted`` brings it back.
     """
-    if target.exists():
+    if os.path.lexists(target):  # a link too, also one to nowhere
         target.rename(replaced_path(target))
     complete.rename(target)
     flush_to_disk(target.parent)
@@ -42,8 +42,10 @@ def restore_interrupted(target: Path) -> None:
 
 
 def remove_directory(path: Path) -> None:
-    """Remove ``path`` with its content; nothing when it is absent."""
-    if path.exists():
+    """Remove ``path`` with its content; of a symbolic link the link alone; nothing when it is absent."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists():
         shutil.rmtree(path)
 
 

@@ -13,6 +13,7 @@ from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
 
 _STEP = re.compile(r"step_(\d{8,})")
 _REPLACED_STEP = re.compile(r"\.step_(\d{8,})\.replaced")
+_INCOMPLETE_STEP = re.compile(r"step_\d{8,}\.tmp|\.step_\d{8,}\.replaced\.tmp")  # the second of a killed ``prune``
 
 
 def step_directory(directory: str | Path, step: int) -> Path:
@@ -88,11 +89,11 @@ def prepare_step(parent: Path, step: int, keep: int) -> None:
 
 def _clean(parent: Path) -> None:
     parent.mkdir(parents=True, exist_ok=True)
-    for path in parent.glob("step_*.tmp"):
-        remove_directory(path)
-    for path in parent.iterdir():
+    for path in list(parent.iterdir()):
         match = _REPLACED_STEP.fullmatch(path.name)
-        if match:
+        if _INCOMPLETE_STEP.fullmatch(path.name):
+            remove_directory(path)
+        elif match:
             restore_interrupted(step_directory(parent, int(match[1])))
 
 
