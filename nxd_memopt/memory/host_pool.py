@@ -51,7 +51,7 @@ class HostPool:
             return self._used()
 
     def reserve(self, size_bytes: int, owner: str) -> None:
-        """Allocate so many blocks that ``owner`` can take ``size_bytes`` without an allocation.
+        """Preallocate ``size_bytes`` for later ``take`` calls of ``owner``.
 
         Raises:
             ValueError: as of ``take``.
@@ -60,7 +60,8 @@ class HostPool:
             missing = -(-size_bytes // self.block_bytes) - len(self._free)
             if missing > 0:
                 self._require(missing * self.block_bytes, owner)
-                self._free += [self._allocate() for _ in range(missing)]
+                for _ in range(missing):
+                    self._free.append(self._allocate())  # one by one: a failure leaves the earlier ones to ``take``
 
     def take(self, owner: str) -> Tensor:
         """Return a block, 1-D uint8.
@@ -83,7 +84,7 @@ class HostPool:
             self._free.append(block)
 
     def claim(self, size_bytes: int, owner: str) -> None:
-        """Enter memory into the ledger that ``owner`` allocates itself, outside of the pool's blocks.
+        """Count memory that ``owner`` allocates outside the pool.
 
         Raises:
             ValueError: as of ``take``.
@@ -120,9 +121,11 @@ class HostPool:
             )
 
     def _allocate(self) -> Tensor:
-        self._allocated += 1
         block = torch.empty(self.block_bytes, dtype=torch.uint8, pin_memory=self._pinned)
-        return block if self._pinned else block.zero_()  # first touched here, not in a training step
+        if not self._pinned:
+            block.zero_()  # first touched here, not in a training step
+        self._allocated += 1  # now that it is there
+        return block
 
 
 def available_host_bytes() -> int | None:
