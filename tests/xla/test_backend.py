@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from nxd_memopt.backends import BACKEND_REASON, BACKENDS, backend
 from nxd_memopt.backends.neuron.xla_inspect import traced_hlo
+from nxd_memopt.checkpoint import BackgroundSaver, TrainingState, logical, save_training_state
 from nxd_memopt.memory.recompute import checkpoint
 from nxd_memopt.parallel_layers import parallel_state, random
 from tests.dist.pool import distributed
@@ -43,6 +44,39 @@ def test_random_state_round_trip():
     backend.set_rng_state(state)
     assert torch.equal(torch.rand(8, device=backend.device), first)
     assert not torch.equal(torch.rand(8, device=backend.device), first)
+
+
+@pytest.mark.parametrize("seed", [-1, -(2**63), 2**63 + 5])
+def test_seeds_that_torch_takes_are_taken(seed):
+    before = backend.get_rng_state()
+    torch.manual_seed(seed)
+    backend.manual_seed(seed)
+    assert int.from_bytes(bytes(backend.get_rng_state().tolist()), "little") == torch.initial_seed() % 2**64
+    first = torch.rand(8, device=backend.device)
+    backend.manual_seed(seed)
+    assert torch.equal(torch.rand(8, device=backend.device), first)
+    backend.set_rng_state(before)
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_save_copies_each_tensor_to_the_host_once(in_background, tmp_path, monkeypatch):
+    """Also a tensor of many boxes, of which each would be a graph of its own otherwise."""
+    monkeypatch.setattr(logical, "MAX_BOX_BYTES", 1024)
+    model = torch.nn.Linear(64, 64).to(backend.device)
+    copied, cpu = [], torch.Tensor.cpu
+
+    def count(tensor, *args, **options):
+        if tensor.device.type == "xla":
+            copied.append(tuple(tensor.shape))
+        return cpu(tensor, *args, **options)
+
+    monkeypatch.setattr(torch.Tensor, "cpu", count)
+    if in_background:
+        with BackgroundSaver(tmp_path) as saver:
+            saver.save(1, TrainingState(model), {})
+    else:
+        save_training_state(tmp_path, 1, state=TrainingState(model), config={})
+    assert sorted(copied) == [(64,), (64, 64)]
 
 
 @distributed(2)

@@ -209,7 +209,7 @@ class XlaBackend(C10dBackend):
     # Random state
 
     def manual_seed(self, seed: int) -> None:
-        self._xm.set_rng_state(seed)
+        self._xm.set_rng_state(seed % 2**_SEED_BITS)  # as torch takes a negative one
 
     def get_rng_state(self) -> Tensor:
         """The seed as 8 bytes: torch_xla's whole state is one unsigned 64-bit number."""
