@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -72,7 +73,7 @@ def test_overlap():
     assert overlap(((), ()), ((), ())) == ((), ())
 
 
-def fragment(*boxes: tuple[list[int], list[int]]) -> dict[str, object]:
+def fragment(*boxes: tuple[list[int], list[int]]) -> dict[str, Any]:
     described = [{"offset": offset, "size": size} for offset, size in boxes]
     return {"tensors": {"w": {"shape": [4, 3], "dtype": "float32", "boxes": described}}}
 
@@ -81,14 +82,22 @@ def test_boxes_of_all_ranks_must_cover_a_tensor_exactly_once():
     merged = index.merge_tensors([fragment(([0, 0], [2, 3])), fragment(([2, 0], [2, 3]))])
     assert len(merged["w"]["boxes"]) == 2
     wrong = {
-        "a hole": [fragment(([0, 0], [2, 3]))],
-        "twice": [fragment(([0, 0], [2, 3])), fragment(([1, 0], [2, 3]))],
-        "outside": [fragment(([0, 0], [2, 3])), fragment(([3, 0], [2, 3]))],
+        "leave 6 of its 12 elements out": [fragment(([0, 0], [2, 3]))],
+        "overlap": [fragment(([0, 0], [2, 3])), fragment(([1, 0], [2, 3]))],
+        "lie outside of it": [fragment(([0, 0], [2, 3])), fragment(([3, 0], [2, 3]))],
     }
-    for ranks in wrong.values():
-        assert "elements of w [4, 3], in boxes that overlap or lie outside" in error_message(
+    for problem, ranks in wrong.items():
+        assert f"the ranks' boxes of w [4, 3] {problem}" in error_message(
             lambda ranks=ranks: index.merge_tensors(ranks)
         )
+
+
+@pytest.mark.parametrize(("field", "value"), [("shape", [3, 4]), ("dtype", "bfloat16")])
+def test_ranks_that_disagree_on_a_tensor_are_refused(field, value):
+    first, second = fragment(([0, 0], [2, 3])), fragment(([2, 0], [2, 3]))
+    second["tensors"]["w"][field] = value
+    message = error_message(lambda: index.merge_tensors([first, second]))
+    assert "on rank 1" in message and "build the same model on all ranks" in message and str(value) in message
 
 
 def test_writers_take_turns_by_bytes():

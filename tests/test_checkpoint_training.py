@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import shutil
 import struct
 import zlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +21,9 @@ from nxd_memopt.checkpoint import (
     load_training_state,
     require_writable,
     save_training_state,
+    stream,
 )
+from nxd_memopt.checkpoint.index import write_json
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.parallel_layers import checkpointing
 from tests.checkpoint_models import run_killed_at
@@ -142,6 +147,112 @@ def test_unfinished_checkpoints_are_not_found(tmp_path):
     assert find_latest(tmp_path) == tmp_path / "step_00000001"
     with pytest.raises(ValueError, match="has no complete checkpoint"):
         load(tmp_path / "absent")
+
+
+def record_operations(monkeypatch, directory):
+    """Writes, flushes and renames below ``directory`` in order, as ``(operation, name)``."""
+    found = []
+
+    def recorded(module, name, path_of):
+        original = getattr(module, name)
+
+        def call(*args, **options):
+            path = path_of(args[0])
+            if path.startswith(str(directory)):
+                found.append((name, path.rpartition("/")[2]))
+            return original(*args, **options)
+
+        monkeypatch.setattr(module, name, call)
+
+    recorded(os, "fsync", lambda descriptor: str(Path(f"/proc/self/fd/{descriptor}").readlink()))
+    recorded(os, "rename", str)
+    recorded(os, "replace", str)
+    recorded(stream, "_write_all", lambda file: str(file.name))
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs Linux")
+def test_files_are_flushed_before_they_are_renamed_and_directories_after(tmp_path, monkeypatch):
+    """What a crash of the host may lose is never needed by what it may keep."""
+    run = tmp_path / "run"
+    found = record_operations(monkeypatch, run)
+    save(run, 1)
+    writes = [name for operation, name in found if operation == "_write_all"]
+    assert set(writes) == {"rank_00000.safetensors"}
+    assert found[len(writes) :] == [
+        ("fsync", "rank_00000.safetensors"),
+        ("fsync", "rank_00000.json.incomplete"),
+        ("replace", "rank_00000.json.incomplete"),
+        ("fsync", "step_00000001.tmp"),
+        ("fsync", "index.json.incomplete"),
+        ("replace", "index.json.incomplete"),
+        ("fsync", "step_00000001.tmp"),
+        ("rename", "step_00000001.tmp"),
+        ("fsync", "run"),
+    ]
+
+
+def test_a_configuration_with_inf_and_nan_is_json_and_equals_itself(tmp_path):
+    values = {"norm": float("inf"), "rates": [1.0, float("nan")], "deep": {"low": -float("inf")}}
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    path = save_training_state(tmp_path, 1, state=TrainingState(Number(1.0)), config=values)
+    content = json.loads((path / "index.json").read_text(), parse_constant=refuse)
+    assert content["config"]["norm"] == {"$float": "inf"}
+    load(tmp_path, config=values)
+    with pytest.raises(ValueError, match=r"norm was inf and is 1\.0; rates was \[1\.0, nan\] and is \[1\.0, 2\.0\]"):
+        load(tmp_path, config={**values, "norm": 1.0, "rates": [1.0, 2.0]})
+    older = {key: value for key, value in content.items() if key != "checksum"}
+    older["config"] = {"norm": float("inf"), "rates": [1.0, float("nan")], "deep.low": -float("inf")}
+    checksum = f"{zlib.crc32(json.dumps(older, sort_keys=True).encode()):08x}"  # as it was written before
+    (path / "index.json").write_text(json.dumps({**older, "checksum": checksum}))
+    load(tmp_path, config=values)
+
+
+@pytest.mark.parametrize("name", ["../other/rank_00000.safetensors", "absolute", "rank_00001.safetensors"])
+def test_a_file_name_that_leads_elsewhere_is_refused(name, tmp_path):
+    path = save(tmp_path / "run", 1)
+    shutil.copytree(path, tmp_path / "run" / "other")
+    name = str(tmp_path / "run" / "other" / "rank_00000.safetensors") if name == "absolute" else name
+    content = json.loads((path / "index.json").read_text())
+    content["tensors"]["model.x"]["boxes"][0]["file"] = name
+    if "/" in name:
+        content["files"][name] = content["files"]["rank_00000.safetensors"]
+    del content["checksum"]
+    write_json(path / "index.json", content)
+    with pytest.raises(ValueError, match="must be listed and lie in the same directory"):
+        load(tmp_path / "run")
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_old_checkpoints_that_are_links_are_unlinked_and_never_followed(keep, tmp_path):
+    """Checkpoints that were moved to another disk; the links go, what they point to stays."""
+    run, archive = tmp_path / "run", tmp_path / "archive"
+    archive.mkdir()
+    for step in (1, 2):
+        save(run, step)
+        (run / f"step_{step:08d}").rename(archive / str(step))
+        (run / f"step_{step:08d}").symlink_to(archive / str(step))
+    save(run, 2, 9.0, keep=keep)  # in place of a link
+    assert steps(run) == [1, 2][-keep:] and load(run) == (2, 9.0)
+    for step in (3, 4):
+        save(run, step, keep=keep)
+    assert steps(run) == [3, 4][-keep:] and sorted(path.name for path in archive.iterdir()) == ["1", "2"]
+    assert all((archive / name / "index.json").is_file() for name in "12")
+    (run / "step_00000005").symlink_to(tmp_path / "absent")
+    save(run, 5)
+    assert load(run) == (5, 5.0)
+
+
+def test_files_of_others_stay_and_leftovers_of_killed_removals_go(tmp_path):
+    (tmp_path / "step_notes.tmp").write_text("mine")
+    (tmp_path / "step_00000001.tmp").symlink_to(tmp_path)
+    (tmp_path / ".step_00000001.replaced.tmp").mkdir()
+    (tmp_path / ".step_00000001.replaced.tmp" / "index.json").write_text("{}")
+    save(tmp_path, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000002", "step_notes.tmp"]
 
 
 def test_another_configuration_names_every_field_with_both_values(tmp_path):

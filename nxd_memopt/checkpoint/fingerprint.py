@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from nxd_memopt.checkpoint.plain import decode, encode
 from nxd_memopt.parallel_layers import parallel_state
 
 
@@ -21,8 +22,19 @@ def parallel_sizes() -> dict[str, int]:
 
 
 def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Flatten ``config`` to dotted names and JSON values."""
-    return _flatten(json.loads(json.dumps(config, default=_to_plain)))
+    """Flatten ``config`` to dotted names and JSON values; ``nan`` and ``inf`` as ``plain.encode`` has them."""
+    return {
+        name: _encoded(value) for name, value in _flatten(json.loads(json.dumps(config, default=_to_plain))).items()
+    }
+
+
+def _encoded(value: Any) -> Any:
+    """Make values comparable, nan too, which differs from itself; what is encoded already stays."""
+    return encode(decode(value, _no_tensor), _no_tensor)
+
+
+def _no_tensor(tensor: Any) -> Any:
+    raise AssertionError("a configuration has no tensors: json.dumps made them strings")
 
 
 def _to_plain(value: Any) -> Any:
@@ -46,7 +58,7 @@ def require_same_config(
         f"{name} was {_spell(saved, name)} and is {_spell(current, name)}"
         for name in dict.fromkeys([*saved, *current])
         if name not in not_compared
-        if name not in saved or name not in current or saved[name] != current[name]
+        if name not in saved or name not in current or _encoded(saved[name]) != _encoded(current[name])
     ]
     if differences:
         raise ValueError(
@@ -56,4 +68,4 @@ def require_same_config(
 
 
 def _spell(values: Mapping[str, Any], name: str) -> str:
-    return repr(values[name]) if name in values else "absent"
+    return repr(decode(values[name], _no_tensor)) if name in values else "absent"

@@ -39,7 +39,8 @@ def versions() -> dict[str, str]:
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write ``content`` with its checksum; the file is complete or absent, also after a crash of the host."""
     incomplete = path.with_name(f"{path.name}.incomplete")
-    incomplete.write_text(json.dumps({**content, "checksum": _checksum(content)}) + "\n", encoding="utf-8")
+    text = json.dumps({**content, "checksum": _checksum(content)}, allow_nan=False)  # JSON has neither nan nor inf
+    incomplete.write_text(text + "\n", encoding="utf-8")
     flush_to_disk(incomplete)
     incomplete.replace(path)
     flush_to_disk(path.parent)
@@ -94,11 +95,18 @@ def _require_exact_cover(name: str, tensor: Mapping[str, Any]) -> None:
         for box in boxes
         for start, count, length in zip(box["offset"], box["size"], shape, strict=True)
     )
-    if covered != expected or not inside or _overlap(boxes):
-        raise ValueError(
-            f"the ranks hold {covered} of {expected} elements of {name} {shape}, in boxes that overlap or lie outside: "
-            "every element must be held once per copy of the model; check the parameter's description (shard_ranges)"
-        )
+    if not inside:
+        problem = "lie outside of it"
+    elif _overlap(boxes):
+        problem = "overlap"
+    elif covered != expected:
+        problem = f"leave {expected - covered} of its {expected} elements out"
+    else:
+        return
+    raise ValueError(
+        f"the ranks' boxes of {name} {shape} {problem}: every element must be stored once per copy of the model; check "
+        "the parameter's description (shard_ranges)"
+    )
 
 
 def _overlap(boxes: list[Any]) -> bool:
@@ -130,7 +138,7 @@ class Index:
     """A checkpoint's index, with what reads its tensors.
 
     Raises:
-        ValueError: (constructor) the index is damaged, altered, or of a version that is not known here.
+        ValueError: (constructor) the index is damaged, altered, or of an unsupported version.
     """
 
     directory: Path
@@ -207,11 +215,21 @@ class Index:
         if self._last is None or self._last[0] != place:
             self._last = None  # frees it before the next one is read
             with remedy_for_damage(self.directory):
-                if box.file not in self._files:
-                    self._files[box.file] = TensorFile(self.directory / box.file, self.content["files"][box.file])
-                tensor = self._files[box.file].read(Entry(box.key, dtype, box.size), box.checksum)
+                tensor = self._file(box.file).read(Entry(box.key, dtype, box.size), box.checksum)
             self._last = (place, tensor)
         return self._last[1]
+
+    def _file(self, name: str) -> TensorFile:
+        """Return a file of the checkpoint; a name that would lead out of its directory is refused."""
+        if name not in self._files:
+            sizes = self.content["files"]
+            if name not in sizes or Path(name).name != name:
+                raise ValueError(
+                    f"{self.directory / INDEX} places tensors in {name!r}: files must be listed and lie in the same "
+                    "directory: copy the checkpoint again"
+                )
+            self._files[name] = TensorFile(self.directory / name, sizes[name])
+        return self._files[name]
 
 
 def _box(stored: Mapping[str, Any]) -> Box:
