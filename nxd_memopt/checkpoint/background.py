@@ -40,8 +40,9 @@ class BackgroundSaver:
                     saver.save(step, state, config)
 
     The checkpoint holds the state as it is when ``save`` is called. Parameters must be updated by ``state.optimizer``,
-    whose step first completes the snapshot; another write to them is an error of the save. A program that leaves the
-    block by an exception waits for a save under way as long as it makes progress, and never leaves half a checkpoint.
+    whose step first completes the snapshot; another write to them is an error of the save, except through
+    ``Tensor.data``, which is not seen: call ``before_update`` before such a write. A program that leaves the block by
+    an exception waits for a save under way as long as it makes progress, and never leaves half a checkpoint.
 
     Args:
         directory: of the run; all ranks must see it.

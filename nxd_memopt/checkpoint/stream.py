@@ -90,8 +90,8 @@ def write_file(path: Path, entries: Sequence[Entry], pieces_of: Callable[[int], 
     Args:
         path: a new file.
         entries: in the order of the file.
-        pieces_of: gives the bytes of the i-th entry in order, as 1-D uint8 tensors on the host, which are not used
-            any more when the next one is asked for.
+        pieces_of: gives the bytes of the i-th entry in order, as 1-D uint8 tensors on the host; each is consumed before
+            the next is requested (the buffer is reused).
 
     Raises:
         OSError: the file cannot be written, for instance because the disk is full.
