@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from nxd_memopt._optional import require_transformers
+from nxd_memopt.backends import backend
 from nxd_memopt.checkpoint.directories import incomplete_path, replace_directory, restore_interrupted
 from nxd_memopt.checkpoint.files import WEIGHTS, WEIGHTS_INDEX, write_safetensors
 from nxd_memopt.checkpoint.names import named_tensors
@@ -57,6 +58,7 @@ def save_pretrained(
         ImportError: on the writing rank, when transformers, which writes the config, is not installed or too old;
             on the others a ``ValueError``.
     """
+    backend.mark_step()  # torch_xla may return wrong values when pending results are read one by one
     target = Path(directory).resolve()
     task = f"exporting to {target}"
     writes = is_model_replica_zero() and parallel_state.get_tensor_model_parallel_rank() == 0

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nxd_memopt.backends import backend
 from nxd_memopt.checkpoint.fingerprint import flat_config, parallel_sizes, require_same_config
 from nxd_memopt.checkpoint.index import INDEX, Index
 from nxd_memopt.checkpoint.loading import load_model, load_optimizer
@@ -72,6 +73,7 @@ def begin_save(
     directory: str | Path, step: int, state: TrainingState, config: Mapping[str, Any], keep: int
 ) -> RankSave:
     """Describe this rank's part of a checkpoint and create the directory to write it into. Every rank calls."""
+    backend.mark_step()  # torch_xla may return wrong values when pending results are read one by one
     with raise_together(f"saving step {step} to {directory}"):
         save = RankSave(directory, step, state, config, keep)
         if parallel_state.is_global_rank_zero():

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nxd_memopt.backends import backend
 from nxd_memopt.optimizer.nxd_reading import OptimizerFiles, Target, read_state
 from nxd_memopt.parallel_layers import checkpointing, coordination, parallel_state
 from nxd_memopt.parallel_layers.rank_files import find_rank_files
@@ -30,7 +31,8 @@ class StatesInRankFiles:
             output_dir: created if needed.
             num_workers_per_step: ranks of one host that copy their state to it at the same time.
         """
-        state = self.nxd_state_dict()
+        with backend.outside_step():  # torch_xla may return wrong values when pending results are read one by one
+            state = self.nxd_state_dict()
         for is_my_turn in coordination.turns(num_workers_per_step):
             with coordination.raise_together(f"saving {output_dir}"):
                 if is_my_turn:

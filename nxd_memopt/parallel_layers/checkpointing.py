@@ -94,6 +94,7 @@ def gather_full_tensor(param: Tensor, *, dtype: torch.dtype | None = None) -> Te
         dtype: dtype of the result, cast before the gather; default: the parameter's own.
     """
     if not is_sharded(param):
+        backend.mark_step()
         is_first = parallel_state.get_tensor_model_parallel_rank() == 0
         return param.detach().to(dtype or param.dtype).cpu().contiguous() if is_first else None
     with backend.outside_step():
@@ -224,6 +225,7 @@ def save(
     Raises:
         ValueError, OSError: on every rank, when one cannot write.
     """
+    backend.mark_step()  # torch_xla may return wrong values when pending results are read one by one
     writes = is_model_replica_zero() or not master_dp_only
     path = Path(output_dir) / rank_name(with_data_rank=not master_dp_only)
     rank = parallel_state.get_tensor_model_parallel_rank()

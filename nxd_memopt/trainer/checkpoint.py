@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nxd_memopt.backends import backend
 from nxd_memopt.checkpoint.directories import (
     flush_to_disk,
     incomplete_path,
@@ -103,7 +104,8 @@ def save_checkpoint(
             restore_interrupted(target)
             incomplete.mkdir(parents=True)
             (incomplete / BEGUN).write_text("1")
-    own = _own_states(model, optimizer, zero1_optimizer=zero1_optimizer)
+    with backend.outside_step():  # torch_xla may return wrong values when pending results are read one by one
+        own = _own_states(model, optimizer, zero1_optimizer=zero1_optimizer)
     if async_save:
         _begin_async_save(directory, target, own, scheduler, user_content, num_kept_ckpts, use_xser=use_xser)
         return

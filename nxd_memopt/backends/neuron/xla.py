@@ -156,18 +156,23 @@ class XlaBackend(C10dBackend):
     def _through_host(self) -> bool:
         return dist.get_backend() == "gloo"
 
+    def _on_host(self, tensor: Tensor) -> Tensor:
+        """Copy ``tensor`` to the host; torch_xla may return wrong values when pending results are read one by one."""
+        self.mark_step()
+        return tensor.cpu()
+
     def all_reduce(self, tensor: Tensor, group: ProcessGroup | None, op: str = "sum") -> Tensor:
         if self.group_size(group) == 1:
             return tensor
         if self._through_host:
-            return super().all_reduce(tensor.cpu(), group, op).to(self.device)
+            return super().all_reduce(self._on_host(tensor), group, op).to(self.device)
         return self._xm.all_reduce(op, tensor, groups=self._groups(group), pin_layout=False)
 
     def all_gather(self, tensor: Tensor, group: ProcessGroup | None) -> Tensor:
         if self.group_size(group) == 1:
             return tensor
         if self._through_host:
-            return super().all_gather_async(tensor.cpu(), group).wait().to(self.device)
+            return super().all_gather_async(self._on_host(tensor), group).wait().to(self.device)
         return self._xm.all_gather(tensor, dim=0, groups=self._groups(group), pin_layout=False)
 
     def reduce_scatter(self, tensor: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -175,7 +180,7 @@ class XlaBackend(C10dBackend):
         if size == 1:
             return tensor
         if self._through_host:
-            return super().reduce_scatter_async(tensor.cpu(), group).wait().to(self.device)
+            return super().reduce_scatter_async(self._on_host(tensor), group).wait().to(self.device)
         groups = self._groups(group)
         return self._xm.reduce_scatter("sum", tensor, 1.0, 0, size, groups=groups, pin_layout=False)
 
@@ -198,7 +203,7 @@ class XlaBackend(C10dBackend):
         if size == 1:
             return tensor
         if self._through_host:
-            return super().all_to_all(tensor.cpu(), group).to(self.device)
+            return super().all_to_all(self._on_host(tensor), group).to(self.device)
         return self._xm.all_to_all(tensor, 0, 0, size, groups=self._groups(group), pin_layout=False)
 
     # in the graph there is nothing to wait for: the base class's complete results, not C10dBackend's handles
