@@ -23,7 +23,7 @@ class AdamW_FP32OptimParams(torch.optim.Optimizer):  # noqa: N801 (neuronx-distr
 
     Args:
         params: parameters or groups.
-        lr: learning rate, at least 0.
+        lr: learning rate, at least 0; a number or a tensor of one element, which is read only.
         betas: decay of the first and second moment, each in [0, 1).
         eps: added to the root of the second moment, before the bias correction; at least 0.
         weight_decay: at least 0.
@@ -113,12 +113,13 @@ def _step_size(step: int, group: dict[str, Any], mean: Tensor) -> float | Tensor
     size = group["lr"]
     if group["correct_bias"]:
         beta1, beta2 = group["betas"]
-        size *= math.sqrt(1 - beta2**step) / (1 - beta1**step)
+        # not in place: a learning rate may be a tensor, which is the group's
+        size = size * (math.sqrt(1 - beta2**step) / (1 - beta1**step))
     return _operand(size, mean)
 
 
-def _operand(number: float, tensor: Tensor) -> float | Tensor:
+def _operand(number: float | Tensor, tensor: Tensor) -> float | Tensor:
     """Return ``number`` for an operation with ``tensor``: 0-dim where a number would be compiled into the kernel."""
     if not backend.scalars_are_compiled:
         return number
-    return torch.tensor(number, dtype=tensor.dtype).to(tensor.device)
+    return torch.as_tensor(number, dtype=tensor.dtype).to(tensor.device)

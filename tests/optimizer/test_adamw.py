@@ -55,3 +55,19 @@ def test_refusals():
     assert_says(error_message(lambda: build(lr=-1.0)), "lr -1.0", "at least 0")
     assert_says(error_message(lambda: build(betas=(0.9, 1.0))), "(0.9, 1.0)", "below 1")
     assert_says(error_message(lambda: build(capturable=True)), "capturable", "False")
+
+
+@pytest.mark.parametrize("correct_bias", [False, True])
+def test_a_tensor_learning_rate_is_read_only(correct_bias):
+    params = [nn.Parameter(tensors(7, 3)) for _ in range(2)]
+    rate = torch.tensor(0.1, dtype=torch.float64)
+    optimizers = [
+        AdamW_FP32OptimParams([param], correct_bias=correct_bias, **{**OPTIONS, "lr": lr})
+        for param, lr in zip(params, (0.1, rate), strict=True)
+    ]
+    for step in range(1, 4):
+        for param, optimizer in zip(params, optimizers, strict=True):
+            param.grad = tensors(7, 3, seed=step)
+            optimizer.step()
+    assert rate.item() == 0.1
+    torch.testing.assert_close(params[1], params[0], rtol=1e-13, atol=1e-13)  # float64
