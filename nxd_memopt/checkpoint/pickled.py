@@ -37,7 +37,7 @@ def require_visible(checkpoint: Path) -> None:
 
 def write_manifest(checkpoint: Path, content: Mapping[str, Any]) -> None:
     """Declare ``checkpoint`` complete; with ``content`` go the versions that wrote it and the order of KV replicas."""
-    strides = {str(size): stride for size, stride in parallel_state.kv_rank_strides().items() if stride > 1}
+    strides = {"1": 1, **{str(size): stride for size, stride in parallel_state.kv_rank_strides().items()}}
     manifest = {**content, "kv_rank_strides": strides, "versions": versions()}
     path = checkpoint / MANIFEST
     path.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
@@ -53,7 +53,9 @@ def require_kv_order(checkpoint: Path) -> None:
     path = checkpoint / MANIFEST
     saved = read_json(path).get("kv_rank_strides", {}) if path.is_file() else None
     for size, stride in parallel_state.kv_rank_strides().items():
-        stored = stride if saved is None else saved.get(str(size), 1)
+        # Versions that stored no stride of 1 left the table empty. A count that a table lacks was another number of
+        # replicas in that run, which is refused by its shapes.
+        stored = saved.get(str(size), stride if saved else 1) if saved is not None else stride
         if stored != stride:
             raise ValueError(
                 f"{checkpoint} holds replicas of KV heads on ranks {stored} apart, this run has them {stride} apart "
