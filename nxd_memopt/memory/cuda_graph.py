@@ -222,7 +222,7 @@ class GraphedLoss:
         torch.autograd.graph.increment_version([grad for _, grad in reached])  # a replay writes behind autograd's back
         for parameter, grad in reached:
             if parameter.grad is None:
-                forget_sum(grad)  # the replay overwrote what an earlier step summed
+                forget_sum(parameter, grad)  # the replay overwrote what an earlier step summed
             parameter.grad = grad
         for parameter, _ in reached:
             for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from nxd_memopt.parallel_layers.gradient_ledger import note_accumulation
+from nxd_memopt.parallel_layers.gradient_ledger import adding_to_main_grad
 
 
 def accumulate_in(dtype: torch.dtype, parameters: Iterable[Tensor]) -> list[RemovableHandle]:
@@ -28,11 +28,11 @@ def accumulate_in(dtype: torch.dtype, parameters: Iterable[Tensor]) -> list[Remo
 
 def _add_to_main_grad(dtype: torch.dtype, parameter: Any) -> None:
     accumulated = getattr(parameter, "main_grad", None)
-    if accumulated is None:
-        parameter.main_grad = parameter.grad.to(dtype)
-    else:
-        accumulated.add_(parameter.grad)
-        note_accumulation(parameter)
+    with adding_to_main_grad(parameter):
+        if accumulated is None:
+            parameter.main_grad = parameter.grad.to(dtype)
+        else:
+            accumulated.add_(parameter.grad)
     parameter.grad = None
 
 
