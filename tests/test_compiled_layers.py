@@ -276,3 +276,22 @@ def test_a_compiler_that_is_turned_off_is_refused(variable):
         cwd=Path(__file__).parent.parent,
     )
     assert_says(done.stdout, "TORCH_COMPILE_DISABLE or TORCHDYNAMO_DISABLE", "unset it")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("attention_backend", ["auto", "sdpa", "math"])
+def test_packed_documents(name, attention_backend, calls):
+    """One graph holds the attention of all documents by a mask, and none holds a call for each."""
+    memory = MemoryConfig(attention_backend=attention_backend)
+    model = parallel_model(CONFIGS[name](), attention_backend=attention_backend)
+    ids = batch()["input_ids"]
+    rows = range(ids.size(1), ids.numel() + 1, ids.size(1))
+    inputs = {"input_ids": ids, "labels": ids, "cu_seqlens": torch.tensor([0, 3, *rows])}
+    expected = gradients(model, **inputs)
+    apply_memory(model, memory, compile="layer")
+    if attention_backend != "math":
+        message = error_message(lambda: model(**inputs))
+        assert_says(message, "cu_seqlens", attention_backend, "each document", "compile to null")
+        return
+    for found, want in zip(gradients(model, **inputs), expected, strict=True):
+        torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-6)  # fp32 sums in another order

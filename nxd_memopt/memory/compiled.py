@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,9 @@ from nxd_memopt.memory.recompute import is_passed_over
 from nxd_memopt.memory.wrapping import Forward, is_wrapped, unwrap_forward, wrap_forward
 from nxd_memopt.modules.attention import CoreAttention
 from nxd_memopt.modules.dropout import ParallelDropout
+from nxd_memopt.ops.packed import PackedDocuments
+
+_BY_DOCUMENT = {"auto", "sdpa"}  # attention backends that call sdpa for each document, on CPUs
 
 
 def apply_compile(layers: Sequence[nn.Module]) -> None:
@@ -75,6 +78,7 @@ class CompiledForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
+        _require_traceable_documents(self._layers, (*args, *kwargs.values()))
         if torch.is_grad_enabled():
             self._gradients.watch(self._layers)
         try:
@@ -201,3 +205,17 @@ def _require_traceable_dropout(layer: nn.Module) -> None:
                 f"compile 'layer' and dropout {probability} in {name!r}, of which each tensor-parallel rank draws its "
                 "own: a graph has no random stream of one rank; set the model's dropout to 0, or compile to null"
             )
+
+
+def _require_traceable_documents(layers: Sequence[nn.Module], inputs: Iterable[Any]) -> None:
+    """PyTorch's attention is called for each document by itself, and no graph holds calls of unknown number."""
+    packed = any(isinstance(each, PackedDocuments) and each.ids.device.type == "cpu" for each in inputs)
+    if not packed:
+        return
+    backends = {m.attention_backend for layer in layers for m in layer.modules() if isinstance(m, CoreAttention)}
+    if backends & _BY_DOCUMENT:
+        raise ValueError(
+            f"compile 'layer' and cu_seqlens with attention_backend {sorted(backends)} on a CPU: attention then runs "
+            "for each document by itself, as many calls as the batch has documents, which one graph cannot hold; set "
+            "attention_backend to 'math', or compile to null"
+        )
