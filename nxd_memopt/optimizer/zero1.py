@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -77,7 +78,8 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         params: parameters or parameter groups; those with ``requires_grad=False`` are left out.
         optimizer_class: of torch.optim or alike; gets groups of 1-D shards, or of the parameters' own shapes where the
             sharding group has one rank. On TorchNeuron ``nxd_memopt.optimizer.AdamW`` stands for ``torch.optim.AdamW``.
-        optimizer_dtype: dtype of masters and states; default float32.
+        optimizer_dtype: dtype of masters and states; default float32, or float64 where a parameter is. A dtype narrower
+            than a parameter's rounds that parameter to it in each step.
         grad_clipping: clip by ``max_norm``. ``grad_norm`` is found either way.
         max_norm: default 1.0.
         pin_layout: torch-xla's switch, for callers that pass it; layouts are the backend's matter.
@@ -123,7 +125,9 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         super().__init__(params, defaults)
         parallel_state.gradient_ledger.track(grads.parameters_of(self))
         self.optimizer_class = optimizer_class
-        self.optimizer_dtype = optimizer_dtype or torch.float32
+        dtypes = [param.dtype for param in grads.parameters_of(self) if param.requires_grad]
+        self.optimizer_dtype = optimizer_dtype or functools.reduce(torch.promote_types, dtypes, torch.float32)
+        self._rounds_parameters = optimizer_dtype is not None
         self.max_norm = (1.0 if max_norm is None else max_norm) if grad_clipping else math.inf
         self.sharding_groups = [
             list(ranks) for ranks in sharding_groups or parallel_state.get_data_parallel_replica_groups()
@@ -164,6 +168,12 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
     def _shard(self, param: nn.Parameter) -> _Sharded:
         if param.dtype == self.optimizer_dtype and backend.group_size(self.sharding_group) == 1:
             return _Sharded(param, param, param._version)
+        wide = torch.promote_types(param.dtype, self.optimizer_dtype)
+        if wide != self.optimizer_dtype and not self._rounds_parameters:
+            raise ValueError(
+                f"a parameter of dtype {param.dtype} is added to masters of dtype {self.optimizer_dtype}, which would "
+                f"round it: pass it when the optimizer is made, or pass optimizer_dtype={wide}"
+            )
         master = cut_shard(param.detach(), self.sharding_group).to(self.optimizer_dtype, copy=True)
         shard = nn.Parameter(master)
         for name, value in (("tensor_model_parallel", is_sharded(param)), ("replicas", getattr(param, "replicas", 1))):

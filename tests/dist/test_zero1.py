@@ -333,3 +333,22 @@ def test_masters_survive_a_model_that_is_loaded_last():
         resumed_weight.add_(1)
     written = resumed.state_dict()["sharded_master_weights"][0]
     assert (written - state["sharded_master_weights"][0] > 0.5).all()  # 1, but for bf16's rounding of it
+
+
+@distributed(world_size=2)
+def test_float64_parameters_have_float64_masters():
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=1)
+    weights = [nn.Parameter(tensors(4, 3, seed=seed)) for seed in range(3)]  # float64
+    before = [weight.detach().clone() for weight in weights]
+    optimizer = NeuronZero1Optimizer(weights[:1], torch.optim.AdamW, lr=0.0, weight_decay=0.0)
+    optimizer.add_param_group({"params": weights[1:2]})
+    for weight in weights:
+        weight.square().sum().backward()
+    optimizer.step()
+    assert all(torch.equal(*pair) for pair in zip(weights, before, strict=True))
+    assert {state["exp_avg"].dtype for state in optimizer.base_optimizer.state.values()} == {torch.float64}
+    narrow = NeuronZero1Optimizer([nn.Parameter(torch.ones(3))], torch.optim.AdamW)
+    message = error_message(lambda: narrow.add_param_group({"params": weights[2:]}))
+    assert_says(message, "torch.float64", "torch.float32", "optimizer_dtype=torch.float64")
+    rounding = NeuronZero1Optimizer(weights[2:], torch.optim.AdamW, optimizer_dtype=torch.float32, lr=0.0)
+    assert rounding.optimizer_dtype == torch.float32, "asked for"
