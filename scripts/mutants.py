@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLES = ROOT / "tests" / "mutants"
-COPIED = ("nxd_memopt", "models", "scripts", "tests", "requirements", "pyproject.toml", "setup.py", "README.md")
+COPIED = ("models", "nxd_memopt", "scripts", "tests", "requirements", "pyproject.toml", "setup.py", "README.md")
 TIMEOUT_S = 600
 ENVIRONMENT_CHECK = "import nxd_memopt.models.llama as m, nxd_memopt as n; print(n.__file__); print(m.__file__)"
 
@@ -79,14 +79,13 @@ def main() -> int:
 
 
 def copy_repository(folder: Path) -> Path:
-    """A copy whose ``nxd_memopt.models`` is found beside the package, before an installed one."""
+    """Copy what tests import; the link ``nxd_memopt/models`` stays a link, to the copy of ``models``."""
     for name in COPIED:
         source = ROOT / name
         if source.is_dir():
-            shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(source, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy2(source, folder / name)
-    (folder / "nxd_memopt" / "models").symlink_to(folder / "models", target_is_directory=True)
     return folder
 
 
