@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nxd_memopt.optimizer.nxd_layout import number_parameters
 from nxd_memopt.parallel_layers import parallel_state
-from nxd_memopt.parallel_layers.checkpointing import join_shards, local_slice
+from nxd_memopt.parallel_layers.checkpointing import join_shards, local_slice, require_joinable
 from nxd_memopt.parallel_layers.rank_files import RankFiles
 from nxd_memopt.parallel_layers.tensor_files import StoredTensor, read_stored, resolve
 from nxd_memopt.parallel_layers.utils import is_sharded, padded_size
@@ -249,6 +249,11 @@ def _require_shape(source: OptimizerFiles, param: Tensor, number: int, stage: in
     if source.files.tensor_model_parallel_size != parallel_state.get_tensor_model_parallel_size():
         dim = cast(Any, param).partition_dim % param.dim() if is_sharded(param) else None
         expected = [stored[i] if i == dim else n for i, n in enumerate(param.shape)]
+        if dim is not None and list(stored) == expected:
+            try:
+                require_joinable(stored[dim], source.files.tensor_model_parallel_size, param)
+            except ValueError as error:
+                raise ValueError(f"{source.files.directory}: parameter {number}: {error}") from None
     if list(stored) != expected:
         raise ValueError(
             f"{path}: parameter {number} has shape {list(stored)}, the optimizer's is {expected}: build the same model "

@@ -122,6 +122,34 @@ def _join_shards(stacked: Tensor, param: Tensor) -> Tensor:
     return full.narrow(dim, 0, full_shape(param)[dim]).contiguous()
 
 
+def require_joinable(local: int, size: int, param: Tensor) -> None:
+    """Raise ``ValueError`` when shards of ``local`` elements of ``size`` ranks are not one full tensor of ``param``'s.
+
+    Padding is shorter than a shard, so that ``0 <= local * size - length < local`` for ``length`` elements of the full,
+    unpadded tensor along its sharded dimension. Less than 0: ranks are missing, and their elements would become zeros.
+    ``local`` or more: ranks hold replicas.
+
+    Args:
+        local: length of each shard along the sharded dimension.
+        size: tensor-parallel ranks whose shards were found.
+        param: this run's shard, whose description says how the full tensor is divided.
+    """
+    dim, shape = _partition_dim(param), full_shape(param)
+    found = f"dimension {dim} of a parameter of {list(shape)} is {local} on each of {size} tensor-parallel ranks"
+    if local * size < shape[dim]:
+        raise ValueError(
+            f"{found}, {local * size} of {shape[dim]} in all: the files of ranks {size} and above are missing, or are "
+            "of another model: copy the files of all ranks"
+        )
+    blocks = getattr(param, "blocks", None) or ()
+    is_replicated = getattr(param, "replicas", 1) > 1 or any(block.replicas > 1 for block in blocks)
+    if is_replicated or local * size >= shape[dim] + local:
+        raise ValueError(
+            f"{found} and {param.size(dim)} here, so that ranks hold the same KV heads: use the checkpoint's "
+            "tensor_model_parallel_size, or convert the weights with nxd-memopt convert"
+        )
+
+
 def join_shards(shards: Sequence[Tensor], param: Tensor) -> Tensor:
     """Return the full tensor, without padding, from the shards of another number of tensor-parallel ranks.
 
@@ -130,18 +158,13 @@ def join_shards(shards: Sequence[Tensor], param: Tensor) -> Tensor:
         param: this run's shard, whose description says how the full tensor is divided.
 
     Raises:
-        ValueError: the tensor is replicated over some ranks, at either T.
+        ValueError: shards are missing, or the tensor is replicated over some ranks, at either T.
     """
     shape, size = full_shape(param), len(shards)
-    dim = cast(Any, param).partition_dim % param.dim()
+    dim = _partition_dim(param)
     local, length = shards[0].size(dim), shape[dim]
+    require_joinable(local, size, param)
     blocks = getattr(param, "blocks", None) or ()
-    if getattr(param, "replicas", 1) > 1 or any(b.replicas > 1 for b in blocks) or local * size >= length + local:
-        raise ValueError(
-            f"a parameter of {list(shape)} is {list(shards[0].shape)} on each of {size} tensor-parallel ranks and "
-            f"{list(param.shape)} here, so that ranks hold the same KV heads: use the checkpoint's "
-            "tensor_model_parallel_size, or convert the weights with nxd-memopt convert"
-        )
     # Blocks along dim, each divided over the ranks by itself: those of a fused parameter, or of a stride.
     stride = cast(Any, param).partition_stride
     lengths = [block.full_rows // size for block in blocks] or [local // stride] * stride

@@ -289,6 +289,21 @@ def test_pieces_of_another_length_are_refused(tmp_path):
 
 
 @distributed(world_size=2)
+def test_missing_tensor_parallel_ranks_are_refused(tmp_path):
+    """One file of a run with two tensor-parallel ranks: the other half of the elements would become zeros."""
+    write_theirs(tmp_path, 2, 1)
+    model, optimizer = build(2)
+    if dist.get_rank() == 0:
+        for folder in ("model", "optim"):
+            (tmp_path / "theirs" / folder / rank_name(1)).unlink()
+    dist.barrier()
+    message = error_message(lambda: trainer.load_checkpoint(tmp_path, None, model))
+    assert_says(message, "theirs/model", "embed.weight", "6 on each of 1", "6 of 12", "copy the files of all ranks")
+    message = error_message(lambda: trainer.load_checkpoint(tmp_path, None, None, optimizer))
+    assert_says(message, "theirs/optim", "parameter 0", "6 on each of 1", "6 of 12", "copy the files of all ranks")
+
+
+@distributed(world_size=2)
 def test_unknown_entries_of_an_optimizer_are_listed(tmp_path):
     _, optimizer = build(2)
     rank = dist.get_rank()
