@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -100,6 +100,7 @@ def _local_state(files: RankFiles, model: nn.Module) -> dict[str, Tensor]:
     if extras:
         warnings.warn(f"{files.directory}: entries that are not loaded: {extras}", stacklevel=2)
     if same_tensor_size:
+        _require_replica_order(files, params)
         return {name: resolve(values[rank]) for name, values in shards.items()}
     local: dict[str, Tensor] = {}
     for name, values in shards.items():
@@ -120,23 +121,27 @@ def _require_replica_order(files: RankFiles, params: Mapping[str, Tensor]) -> No
 
     One layer tells the orders apart. Only rank 0 reads the other ranks' files.
     """
-    replicated = next((name for name, param in params.items() if _kv_blocks(param)), None)
-    if replicated is None or not parallel_state.is_global_rank_zero():
+    names = [name for name, param in params.items() if _kv_blocks(param)]
+    if not names or not parallel_state.is_global_rank_zero():
         return
-    param = params[replicated]
-    stored: list[Tensor] = []
-    for rank in range(files.tensor_model_parallel_size):
-        content = read_stored(files.file(rank))
-        if not isinstance(content.get(replicated), Tensor | StoredTensor):
-            return  # load_state_dict names what is missing
-        stored.append(resolve(content[replicated]))
+    for stage in range(files.pipeline_model_parallel_size):
+        contents = [read_stored(files.file(rank, stage)) for rank in range(files.tensor_model_parallel_size)]
+        for name in names:
+            stored = [content.get(name) for content in contents]
+            if all(isinstance(value, Tensor | StoredTensor) for value in stored):
+                _require_equal_replicas(files, name, params[name], [resolve(value) for value in stored])
+                return
+    # No layer has its shards in all files: load_state_dict names what is missing.
+
+
+def _require_equal_replicas(files: RankFiles, name: str, param: Tensor, stored: Sequence[Tensor]) -> None:
     for first, last in _kv_blocks(param):
         owner: dict[tuple[int, int], int] = {}
         for rank, shard in enumerate(stored):
             earlier = owner.setdefault(_range_at(param, rank, first), rank)
             if not shard[first:last].equal(stored[earlier][first:last]):
                 raise ValueError(
-                    f"{files.directory}: {replicated} of tensor-parallel ranks {earlier} and {rank} differ, and these "
+                    f"{files.directory}: {name} of tensor-parallel ranks {earlier} and {rank} differ, and these "
                     "ranks hold the same KV heads in this run: the checkpoint's KV replicas are in the order of the "
                     "other platform (trn1 strided, trn2 consecutive): convert it with nxd-memopt convert"
                 )

@@ -337,18 +337,28 @@ def test_checkpoints_of_earlier_versions_load(tmp_path):
 
 @distributed(world_size=4)
 @pytest.mark.parametrize("fuse_qkv", [False, True])
-def test_the_other_platforms_order_of_kv_replicas_is_refused(fuse_qkv, tmp_path):
-    """Files in strided and in consecutive order: exactly the one whose replicas are this run's loads."""
+@pytest.mark.parametrize("stages", [1, 2])
+def test_the_other_platforms_order_of_kv_replicas_is_refused(fuse_qkv, stages, tmp_path):
+    """Files in strided and in consecutive order: exactly the one whose replicas are this run's loads.
+
+    With two stages the layer is in the second one's files.
+    """
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=4)
     options = {"bias": False, "gather_output": False, "kv_size_multiplier": 2, "fuse_qkv": fuse_qkv}
-    layer = GQAQKVColumnParallelLinear(5, [8, 4], **options)
+    layer = nn.Module()
+    layer.qkv = GQAQKVColumnParallelLinear(5, [8, 4], **options)
+    layer.norm = LayerNorm(5) if stages == 2 else None
     key, value, query = tensors(4, 5, seed=1).float(), tensors(4, 5, seed=2).float(), tensors(8, 5, seed=3).float()
     for tag, index in (("consecutive", [0, 0, 1, 1]), ("strided", [0, 1, 0, 1])):
         files = {}
         for rank in range(4):
             parts = [query.chunk(4)[rank], key.chunk(2)[index[rank]], value.chunk(2)[index[rank]]]
             separate = {f"weight_{name}": part.clone() for name, part in zip("qkv", parts, strict=True)}
-            files[f"model/{rank_name(rank)}"] = {"weight_qkv": torch.cat(parts)} if fuse_qkv else separate
+            state = {"weight_qkv": torch.cat(parts)} if fuse_qkv else separate
+            state = {f"qkv.{name}": value for name, value in state.items()}
+            files[f"model/{rank_name(rank, stages - 1)}"] = state
+            if stages == 2:
+                files[f"model/{rank_name(rank)}"] = {"norm.weight": torch.ones(5), "norm.bias": torch.zeros(5)}
         if dist.get_rank() == 0:
             write_tag(tmp_path, tag, files)
     dist.barrier()
