@@ -39,9 +39,11 @@ def write_manifest(checkpoint: Path, content: Mapping[str, Any]) -> None:
     """Declare ``checkpoint`` complete; with ``content`` go the versions that wrote it and the order of KV replicas."""
     strides = {"1": 1, **{str(size): stride for size, stride in parallel_state.kv_rank_strides().items()}}
     manifest = {**content, "kv_rank_strides": strides, "versions": versions()}
-    path = checkpoint / MANIFEST
-    path.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-    flush_to_disk(path)
+    # Renamed when it is on the disk: a kill leaves the manifest complete or absent.
+    incomplete = checkpoint / f".{MANIFEST}.incomplete"
+    incomplete.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    flush_to_disk(incomplete)
+    incomplete.replace(checkpoint / MANIFEST)
     flush_to_disk(checkpoint)
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import heapq
 import re
+import warnings
 from pathlib import Path
+from typing import Any
 
 from nxd_memopt.checkpoint.directories import remove_directory
 from nxd_memopt.checkpoint.files import read_json
@@ -28,7 +30,10 @@ def tag_directory(directory: str | Path, tag: str) -> Path:
 
 
 def complete_tags(directory: Path) -> dict[str, Path]:
-    """Return the complete checkpoints by tag, oldest first; of a killed replacement, the predecessor."""
+    """Return the complete checkpoints by tag, oldest first.
+
+    If a replacement was interrupted, the previous checkpoint.
+    """
     numbers = saved_numbers(directory)
     replaced = {match[1]: path for path in numbers if (match := _REPLACED.fullmatch(path.name))}
     renamed = {path.name: path for path in numbers if not path.name.startswith(".")}
@@ -41,10 +46,28 @@ def complete_tags(directory: Path) -> dict[str, Path]:
 
 
 def saved_numbers(directory: Path) -> dict[Path, int]:
-    """Return the number of each directory's save; those without a manifest of this library are left out."""
+    """Return the number of each directory's save; those without a manifest of this library are left out.
+
+    So are saves that have not been completed, whose names begin with a dot, and manifests that cannot be read: the
+    directory may hold other programs' files.
+    """
     paths = directory.iterdir() if directory.is_dir() else ()
-    manifests = {path: read_json(path / MANIFEST) for path in paths if (path / MANIFEST).is_file()}
+    manifests = {path: _read_manifest(path) for path in paths if _is_renamed(path)}
     return {path: manifest["number"] for path, manifest in manifests.items() if "number" in manifest}
+
+
+def _is_renamed(path: Path) -> bool:
+    return not path.name.startswith(".") or bool(_REPLACED.fullmatch(path.name))
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    """Return the manifest of a checkpoint, empty where there is none that can be read."""
+    if not (path / MANIFEST).is_file():
+        return {}
+    try:
+        return read_json(path / MANIFEST)
+    except ValueError:
+        return {}
 
 
 def _is_neuronx_distributed(path: Path) -> bool:
@@ -88,12 +111,27 @@ def _find(directory: Path, tag: str | None) -> str:
     wanted = str(tag) if tag is not None else next(reversed(complete), "")
     if tag is None and not complete and (directory / "newest").is_file():
         wanted = (directory / "newest").read_text(encoding="utf-8").strip()  # of early releases of neuronx-distributed
+    if tag is None:
+        _warn_of_unreadable(directory)
     if wanted in complete:
         return complete[wanted].name
     unmarked = directory / wanted
+    if wanted and (unmarked / MANIFEST).is_file():
+        read_json(unmarked / MANIFEST)  # names a manifest that is damaged, or another program's
     if wanted and (unmarked / "model").is_dir() and not (unmarked / BEGUN).exists():
         return wanted
     missing = "no complete checkpoint" if tag is None else f"no complete checkpoint {tag!r}"
     if wanted and (unmarked / BEGUN).is_file():
         missing += f" ({unmarked / DONE} is missing: its save was interrupted)"
     raise ValueError(f"{directory} has {missing}, only {list(complete)}: check the directory and the tag")
+
+
+def _warn_of_unreadable(directory: Path) -> None:
+    """Name the tags that would have been candidates for the newest checkpoint, had their manifests not been damaged."""
+    paths = directory.iterdir() if directory.is_dir() else ()
+    for path in sorted(paths):
+        if (path / BEGUN).is_file() and (path / MANIFEST).is_file() and not path.name.startswith("."):
+            try:
+                read_json(path / MANIFEST)
+            except ValueError as error:
+                warnings.warn(f"{path} is taken for an incomplete checkpoint: {error}", stacklevel=2)
