@@ -13,20 +13,40 @@ from nxd_memopt.checkpoint.fingerprint import flat_config, parallel_sizes, requi
 from nxd_memopt.checkpoint.index import versions
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.checkpointing import read_tensors, to_host, write_tensors
+from nxd_memopt.parallel_layers.tensor_files import info_file, tensors_directory, write_xser
 
 MANIFEST = "manifest.json"
 _SIZES = ("world_size", "tensor_model_parallel_size")  # that version 1 compared
 
 
-def write_into(checkpoint: Path, name: str, state: Any) -> None:
-    """Write plain ``state`` to the file ``name``, flushed, of a checkpoint whose directory rank 0 has created.
+def write_into(checkpoint: Path, name: str, state: Any, *, use_xser: bool = False) -> None:
+    """``write_flushed`` to the file ``name`` of a checkpoint whose directory rank 0 has created.
 
     Raises:
         ValueError: the directory is not visible here.
     """
     require_visible(checkpoint)
-    write_tensors(checkpoint / name, to_host(state))
-    flush_to_disk(checkpoint / name)
+    write_flushed(checkpoint / name, state, use_xser=use_xser)
+
+
+def write_flushed(path: Path, state: Any, *, use_xser: bool = False) -> None:
+    """Write plain ``state`` to ``path``, so that it survives a crash of the host.
+
+    Args:
+        path: of the file; its directory is created if needed.
+        state: nested containers, plain values and tensors.
+        use_xser: write ``path`` with references, ``path.info.pt``, and one file per tensor in ``path.tensors``.
+    """
+    written = [path]
+    if use_xser:
+        write_xser(path, state, info=True)
+        tensors = tensors_directory(path)
+        # The directory's own entries are flushed too: a file that the directory does not name is lost.
+        written += [*tensors.iterdir(), tensors, info_file(path)]
+    else:
+        write_tensors(path, to_host(state))
+    for each in (*written, path.parent):
+        flush_to_disk(each)
 
 
 def require_visible(checkpoint: Path) -> None:

@@ -29,7 +29,7 @@ from nxd_memopt.optimizer import NeuronZero1Optimizer
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.checkpointing import is_model_replica_zero
 from nxd_memopt.parallel_layers.coordination import raise_together, share_texts, turns
-from nxd_memopt.parallel_layers.tensor_files import info_file, read_tensors, tensors_directory, write_xser
+from nxd_memopt.parallel_layers.tensor_files import read_tensors
 from nxd_memopt.trainer.background import TagSave, finish_saves
 from nxd_memopt.trainer.rank_states import (
     is_sharded_optimizer,
@@ -256,15 +256,7 @@ def _complete_save(directory: Path, target: Path, num_kept_ckpts: int | None) ->
 
 def _write(directory: Path, name: str, state: Any, *, use_xser: bool = False) -> None:
     require_plain(state, Path(name).stem)
-    if not use_xser:
-        write_into(directory, name, state)
-        return
-    if not directory.is_dir():
-        raise ValueError(f"{directory}, created by rank 0, is not visible here: use a directory that all hosts share")
-    write_xser(directory / name, state, info=True)
-    file = directory / name
-    for path in (file, info_file(file), *tensors_directory(file).iterdir()):
-        flush_to_disk(path)
+    write_into(directory, name, state, use_xser=use_xser)
 
 
 def _state(source: Any) -> Any:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 
 import pytest
+import torch
+from torch import nn
 
 from nxd_memopt import trainer
 from nxd_memopt.checkpoint import pickled
+from nxd_memopt.checkpoint.nxd.architectures import build_rules
+from nxd_memopt.checkpoint.nxd.parts import Layout
+from nxd_memopt.checkpoint.nxd.writing import Target, write_weights
 from tests.reference import assert_says, error_message
 
 
@@ -52,3 +58,36 @@ def test_manifests_that_cannot_be_read_are_named(tmp_path):
         assert trainer.load_checkpoint(tmp_path) == {"step": 1}
     message = error_message(lambda: trainer.load_checkpoint(tmp_path, "step_2"))
     assert_says(message, "step_2/manifest.json cannot be read")
+
+
+def save_tag(path, *, xser):
+    trainer.neuronx_distributed_config()
+    model = nn.Linear(3, 2)
+    trainer.save_checkpoint(path.parent, path.name, model, torch.optim.SGD(model.parameters()), use_xser=xser)
+
+
+def convert_weights(path, *, xser):
+    sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
+    config = {"model_type": "llama", **dict(zip(sizes, (8, 8, 2, 1, 8), strict=True))}
+    parts = [part for rule in build_rules(config, Layout(1), "separate") for part in rule.parts]
+    sources = {part.name: torch.ones(part.shape) for part in parts}
+    write_weights(sources, config, path, Target(Layout(2), xser=xser), lambda line: None)
+
+
+@pytest.mark.parametrize("xser", [False, True])
+@pytest.mark.parametrize("write", [save_tag, convert_weights])
+def test_every_file_is_on_the_disk_before_the_checkpoint_is_marked_complete(write, xser, tmp_path, monkeypatch):
+    flushed = []
+    fsync = os.fsync
+
+    def recorded(descriptor):
+        flushed.append(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    write(tmp_path / "tag", xser=xser)
+    marked = flushed.index((tmp_path / "tag" / "done").stat().st_ino)
+    paths = [path for path in (tmp_path / "tag").rglob("*") if path.suffix == ".pt" or path.is_dir()]
+    assert len(paths) > (9 if xser else 1)
+    assert [path.name for path in paths if path.stat().st_ino not in flushed[:marked]] == []
+    assert (tmp_path / "tag").stat().st_ino in flushed[marked:]

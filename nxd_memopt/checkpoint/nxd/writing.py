@@ -26,7 +26,7 @@ from nxd_memopt.checkpoint.nxd.architectures import (
     layer_index,
 )
 from nxd_memopt.checkpoint.nxd.parts import Layout, Rule
-from nxd_memopt.parallel_layers.tensor_files import write_tensors, write_xser
+from nxd_memopt.checkpoint.pickled import write_flushed
 
 Progress = Callable[[str], None]
 
@@ -83,10 +83,11 @@ def write_weights(
                 chosen = [rule for rule in rules if stages[rule.name] == stage]
                 state = {rule.name: _cut(rule, found, target.layout, rank) for rule in chosen}
                 file = incomplete / "model" / f"dp_rank_00_tp_rank_{rank:02d}_pp_rank_{stage:02d}.pt"
-                _write(file, state, xser=target.xser)
+                write_flushed(file, state, use_xser=target.xser)
                 progress(f"{stage * target.layout.size + rank + 1} of {total}: {file.name}")
         (incomplete / "done").write_text("1")
         flush_to_disk(incomplete / "done")
+        flush_to_disk(incomplete)
         replace_directory(incomplete, path)
     finally:
         remove_directory(incomplete)
@@ -146,14 +147,6 @@ def _match_sources(rules: list[Rule], sources: Sources, config: Mapping[str, Any
 
 def _cut(rule: Rule, sources: dict[str, Any], layout: Layout, rank: int) -> Tensor:
     return rule.cut({part.name: sources[part.name][...] for part in rule.parts}, layout, rank)
-
-
-def _write(path: Path, state: dict[str, Tensor], *, xser: bool) -> None:
-    if xser:
-        write_xser(path, state, info=True)
-    else:
-        write_tensors(path, state)
-    flush_to_disk(path)
 
 
 def _require_checkpoint(path: Path) -> None:
