@@ -17,7 +17,6 @@ from torch import nn
 
 from nxd_memopt.backends import backend
 from nxd_memopt.checkpoint.directories import (
-    flush_to_disk,
     incomplete_path,
     replace_directory,
     restore_interrupted,
@@ -39,9 +38,9 @@ from nxd_memopt.trainer.rank_states import (
     unwrap,
 )
 from nxd_memopt.trainer.tags import (
-    BEGUN,
-    DONE,
+    begin_writing,
     complete_tags,
+    end_writing,
     find_tag,
     prune_tags,
     saved_numbers,
@@ -102,8 +101,7 @@ def save_checkpoint(
         _require_valid(num_kept_ckpts)
         if parallel_state.is_global_rank_zero():
             restore_interrupted(target)
-            incomplete.mkdir(parents=True)
-            (incomplete / BEGUN).write_text("1")
+            begin_writing(incomplete)
     with backend.outside_step():  # torch_xla may return wrong values when pending results are read one by one
         own = _own_states(model, optimizer, zero1_optimizer=zero1_optimizer)
     if async_save:
@@ -246,8 +244,7 @@ def _begin_async_save(
 def _complete_save(directory: Path, target: Path, num_kept_ckpts: int | None) -> None:
     """Declare the checkpoint complete, put it in its place, and remove old ones. Rank 0 calls."""
     incomplete = incomplete_path(target)
-    (incomplete / DONE).write_text("1")
-    flush_to_disk(incomplete / DONE)
+    end_writing(incomplete)
     number = 1 + max(saved_numbers(directory).values(), default=0)
     write_manifest(incomplete, {"number": number, "layout": _LAYOUT})
     replace_directory(incomplete, target)

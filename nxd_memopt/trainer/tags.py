@@ -7,12 +7,15 @@ the file ``checkpoint`` into a tag's directory first and ``done`` last. Director
 from __future__ import annotations
 
 import heapq
+import json
+import os
 import re
+import socket
 import warnings
 from pathlib import Path
 from typing import Any
 
-from nxd_memopt.checkpoint.directories import remove_directory
+from nxd_memopt.checkpoint.directories import flush_to_disk, remove_directory
 from nxd_memopt.checkpoint.files import read_json
 from nxd_memopt.checkpoint.pickled import MANIFEST
 from nxd_memopt.parallel_layers import parallel_state
@@ -20,6 +23,9 @@ from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
 
 BEGUN, DONE = "checkpoint", "done"
 _REPLACED = re.compile(r"\.(.+)\.replaced")
+_INCOMPLETE = re.compile(r"\.(.+)\.incomplete")
+_WRITER = ".writer"
+"""File in an incomplete checkpoint that names the process which writes it: host, namespace of process ids, id."""
 
 
 def tag_directory(directory: str | Path, tag: str) -> Path:
@@ -27,6 +33,53 @@ def tag_directory(directory: str | Path, tag: str) -> Path:
     if not str(tag) or Path(str(tag)).name != str(tag) or str(tag).startswith("."):
         raise ValueError(f"tag {tag!r} must be a directory's name, without a separator or a leading dot")
     return Path(directory) / str(tag)
+
+
+def begin_writing(incomplete: Path) -> None:
+    """Create the directory to write a tag into, and remove those of saves that have ended without completing theirs.
+
+    Those are the directories of this process, which has no other save under way, and of processes of this host that
+    no longer run. Another host's processes cannot be seen; a save of the same tag replaces what they left. Rank 0
+    calls.
+    """
+    for path in incomplete.parent.iterdir() if incomplete.parent.is_dir() else ():
+        if _INCOMPLETE.fullmatch(path.name) and path.is_dir() and not path.is_symlink() and _has_ended(path):
+            remove_directory(path)
+    incomplete.mkdir(parents=True)
+    (incomplete / _WRITER).write_text(json.dumps([*_process_ids(), os.getpid()]), encoding="utf-8")
+    (incomplete / BEGUN).write_text("1")
+
+
+def end_writing(incomplete: Path) -> None:
+    """Mark the checkpoint complete for neuronx-distributed; what belongs to the process that wrote it is removed."""
+    (incomplete / _WRITER).unlink(missing_ok=True)
+    (incomplete / DONE).write_text("1")
+    flush_to_disk(incomplete / DONE)
+
+
+def _process_ids() -> list[str]:
+    """Return what the ids of this host's processes refer to: containers with one host name have their own ids."""
+    namespace = Path("/proc/self/ns/pid")
+    return [socket.gethostname(), str(namespace.readlink()) if namespace.is_symlink() else ""]
+
+
+def _has_ended(path: Path) -> bool:
+    """Whether the process that has begun to write ``path`` is this one, or is known to have ended."""
+    try:
+        *process_ids, process_id = json.loads((path / _WRITER).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False  # nothing says whose it is
+    if process_ids != _process_ids():
+        return False
+    if process_id == os.getpid():
+        return True
+    try:
+        os.kill(process_id, 0)  # sends no signal
+    except ProcessLookupError:
+        return True
+    except OSError:
+        pass  # a process of another user
+    return False
 
 
 def complete_tags(directory: Path) -> dict[str, Path]:

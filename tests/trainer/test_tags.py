@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -91,3 +94,36 @@ def test_every_file_is_on_the_disk_before_the_checkpoint_is_marked_complete(writ
     assert len(paths) > (9 if xser else 1)
     assert [path.name for path in paths if path.stat().st_ino not in flushed[:marked]] == []
     assert (tmp_path / "tag").stat().st_ino in flushed[marked:]
+
+
+def test_the_next_save_removes_what_earlier_ones_left_incomplete(tmp_path, monkeypatch):
+    """Of this process and of one that was killed; not of one that runs, nor what another program named so."""
+    trainer.neuronx_distributed_config()
+    child = (
+        "import os, sys, torch\n"
+        "from nxd_memopt import trainer\n"
+        "from nxd_memopt.checkpoint import pickled\n"
+        "pickled.flush_to_disk = lambda path: os._exit(9)\n"
+        "trainer.neuronx_distributed_config()\n"
+        "trainer.save_checkpoint(sys.argv[1], 'killed', {'w': torch.ones(2)})\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", child, str(tmp_path)], check=False)
+    assert ended.returncode == 9 and (tmp_path / ".killed.incomplete").is_dir()
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="no space left"):
+        patched.setattr(pickled, "write_tensors", full_disk)
+        trainer.save_checkpoint(tmp_path, "failed", {"w": torch.ones(2)})
+    assert (tmp_path / ".failed.incomplete").is_dir()
+    writer = json.loads((tmp_path / ".failed.incomplete" / ".writer").read_text())
+    others = {"runs": [*writer[:-1], os.getppid()], "other_host": ["elsewhere", writer[1], 1], "other_program": None}
+    for name, content in others.items():
+        (tmp_path / f".{name}.incomplete").mkdir()
+        if content:
+            (tmp_path / f".{name}.incomplete" / ".writer").write_text(json.dumps(content))
+    trainer.save_checkpoint(tmp_path, "tag", {"w": torch.ones(2)})
+    left = sorted(f".{name}.incomplete" for name in others)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [*left, "tag"]
+    assert not list((tmp_path / "tag").glob(".*"))
+
+
+def full_disk(path, content):
+    raise OSError("no space left")
