@@ -235,6 +235,26 @@ def test_ranks_of_other_saves_are_refused(tmp_path):
         convert()
 
 
+def test_a_bad_shard_is_found_before_any_parameter_changes(tmp_path):
+    """The last parameters of the files: all others would have been loaded."""
+    converted(tmp_path)
+    file = tmp_path / "nxd" / "model" / rank_name(1)
+    stored = torch.load(file, weights_only=True)
+    model = LlamaForCausalLM(gqa_config())
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    norm, head = stored["model.norm.weight"], stored["lm_head.weight"]
+    for name, value in (
+        ("model.norm.weight", norm + 1),
+        ("lm_head.weight", head[1:].clone()),
+        ("lm_head.weight", head.half()),
+        ("model.layers.2.self_attn.qkv_proj.weight_v", stored["model.layers.2.self_attn.qkv_proj.weight_v"] + 1),
+    ):
+        torch.save({**stored, name: value}, file)
+        with pytest.raises(ValueError, match=name):
+            load_nxd(model, tmp_path / "nxd")
+        assert all(torch.equal(param, before[name]) for name, param in model.named_parameters())
+
+
 def test_truncated_and_foreign_files_are_refused(tmp_path):
     convert = converted(tmp_path)
     file = tmp_path / "nxd" / "model" / rank_name(2)

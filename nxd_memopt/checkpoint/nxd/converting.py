@@ -45,7 +45,8 @@ def load_nxd(
 ) -> list[str]:
     """Load ``model`` from neuronx-distributed's rank files of any T and any number of stages. Every rank calls.
 
-    Each rank reads the shards that its own slices come from, one full parameter at a time on the host.
+    Each rank reads the shards that its own slices come from, one full parameter at a time on the host. What ranks hold
+    replicas of (norms, biases, replicated KV heads) is read twice: it is compared before any parameter changes.
 
     Args:
         model: ``LlamaForCausalLM`` or ``GPTNeoXForCausalLM`` of this library, at any T.
@@ -71,6 +72,10 @@ def load_nxd(
             accept_drift=accept_drift,
         )
         joined, report = as_hugging_face(weights, config)
+        for tensor in joined.values():
+            tensor.check()
+    # Parameters change only when every rank has found the files good.
+    with raise_together(f"loading {directory}"):
         load_sources(model, dict(joined), Path(directory))
     return report
 

@@ -134,7 +134,7 @@ class Rule:
         Raises:
             ValueError: when replicas differ.
         """
-        self._require_replicas(part, shards, layout)
+        self.require_replicas(part, shards, layout)
         offset = 0
         for other in self.parts:
             if other is part:
@@ -148,8 +148,8 @@ class Rule:
                 target.copy_(piece)
         return full
 
-    def _require_replicas(self, part: Part, shards: Sequence[Tensor], layout: Layout) -> None:
-        """Ranks that hold the same slice must hold the same values, or the layout is not the files'."""
+    def require_replicas(self, part: Part, shards: Sequence[Tensor], layout: Layout) -> None:
+        """Raise ``ValueError`` when ranks that hold the same slice hold other values: the layout is not the files'."""
         first: dict[int, int] = {}
         offset = sum(other.local_length(layout) for other in self.parts[: self.parts.index(part)])
         for rank, shard in enumerate(shards):
@@ -161,7 +161,11 @@ class Rule:
                     warnings.warn(f"{self.name} differs between tensor-parallel ranks: rank 0's is taken", stacklevel=2)
                     return
                 what = f"in {layout.kv_order} order of KV replicas" if part.kind == "kv" else "as a replicated tensor"
-                remedy = "pass the other order" if part.kind == "kv" else "pass accept_drift (B2)"
+                remedy = (
+                    "pass the other order"
+                    if part.kind == "kv"
+                    else ("pass accept_drift=True (GPT-NeoX's script does not reduce these gradients)")
+                )
                 raise ValueError(
                     f"{self.name} differs between tensor-parallel ranks {earlier} and {rank}, which hold the same "
                     f"slice of {part.name} {what}: {remedy}, or check that the files are of one save"
@@ -206,7 +210,7 @@ def detect_kv_order(rule: Rule, part: Part, shards: Sequence[Tensor], replicas: 
     orders: tuple[KVOrder, ...] = ("strided", "consecutive")
     for order in orders:
         try:
-            rule._require_replicas(part, shards, Layout(len(shards), replicas, order))
+            rule.require_replicas(part, shards, Layout(len(shards), replicas, order))
         except ValueError:
             continue
         fitting.add(order)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -55,12 +56,24 @@ class JoinedTensor:
     def __getitem__(self, index: Any) -> Tensor:
         return self.full()[index]
 
+    def check(self) -> None:
+        """Raise what ``full`` would raise, and read only what ranks hold replicas of: norms, biases and KV heads."""
+        shards = self._matching_shards()
+        if not (self.part.kind == "replicated" and self.layout.accept_drift):
+            with self._naming_directory():
+                self.rule.require_replicas(self.part, shards, self.layout)
+
     def full(self) -> Tensor:
         """Return the full tensor.
 
         Raises:
             ValueError: when a shard has another shape than the config says, dtypes differ, or replicas differ.
         """
+        shards = self._matching_shards()
+        with self._naming_directory():
+            return self.rule.join(self.part, shards, self.layout)
+
+    def _matching_shards(self) -> list[Tensor]:
         shards = [resolve(shard) for shard in self.shards]
         expected = self.rule.local_shape(self.layout)
         for rank, shard in enumerate(shards):
@@ -71,8 +84,12 @@ class JoinedTensor:
                     f"{self.layout.size}: a rank file is missing or from another save, or config.json belongs to "
                     "another model"
                 )
+        return shards
+
+    @contextmanager
+    def _naming_directory(self) -> Iterator[None]:
         try:
-            return self.rule.join(self.part, shards, self.layout)
+            yield
         except ValueError as error:
             raise ValueError(f"{self.directory}: {error}") from None
 
