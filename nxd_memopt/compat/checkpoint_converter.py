@@ -134,8 +134,11 @@ class CheckpointConverterBase:
         """Replace q_proj, k_proj and v_proj by one qkv_proj whose contiguous shards are ``[q, k, v]`` of each rank."""
         for name in [name for name in state_dict if name.endswith("q_proj.weight")]:
             parts = [state_dict.pop(name.replace("q_proj", f"{letter}_proj")) for letter in "qkv"]
-            chunks = [part.chunk(tp_degree, self.qkv_partition_dim) for part in parts]
-            joined = [shard for rank in zip(*chunks, strict=True) for shard in rank]
+            joined = [
+                cut_slice(part, self.qkv_partition_dim, rank, tp_degree, name)
+                for rank in range(tp_degree)
+                for part in parts
+            ]
             state_dict[name.replace("q_proj", "qkv_proj")] = torch.cat(joined, self.qkv_partition_dim)
         return state_dict
 
@@ -217,11 +220,17 @@ class CheckpointConverterBase:
         return cut_slice(full, self.get_partition_dim(name), index, count, name)
 
     def _pad(self, name: str, shard: Tensor, args: Any, config: dict[str, Any]) -> Tensor:
-        """Return an expert's shard with zeros up to a multiple of ``--i_tp_round_factor`` of its MLP width."""
+        """Return a shard of an MLP with zeros up to a multiple of ``--i_tp_round_factor`` of its width."""
         factor = args.i_tp_round_factor
         if not factor or not any(part in name for part in ("gate_proj", "up_proj", "down_proj")):
             return shard
-        return pad_to_multiple(shard, self.get_partition_dim(name), self._expert_width(args, config), factor)
+        dim, width = self.get_partition_dim(name), self._expert_width(args, config)
+        if shard.size(dim) != width:
+            raise ValueError(
+                f"{name} has {shard.size(dim)} elements on each rank, ffn_hidden_size over tp_size gives {width}: "
+                "--i_tp_round_factor pads all MLPs of a model, which must be of one width"
+            )
+        return pad_to_multiple(shard, dim, width, factor)
 
     def _expert_width(self, args: Any, config: dict[str, Any]) -> int:
         return self._get_config_value(config["ffn_config"], "ffn_hidden_size") // args.tp_size
@@ -276,19 +285,24 @@ class CheckpointConverterBase:
             if "gate_up_proj" in name:
                 dim = self.get_partition_dim(name)
                 for token, part in zip(("gate_proj", "up_proj"), value.chunk(2, dim), strict=True):
-                    state[name.replace("gate_up_proj", token)] = self._unpad(name, part, dim, args, config)
+                    state[name.replace("gate_up_proj", token)] = self._unpad(part, dim, args, config)
             elif "down_proj" in name:
-                state[name] = self._unpad(name, value, self.get_partition_dim(name), args, config)
-            elif name.endswith("qkv_proj.weight") and heads[0] == heads[1] and not args.qkv_linear:
+                state[name] = self._unpad(value, self.get_partition_dim(name), args, config)
+            elif name.endswith(self.get_fused_qkv_key()) or ("qkv_proj.weight_" in name and not args.qkv_linear):
+                raise ValueError(
+                    f"the files hold {name}, of GQAQKVColumnParallelLinear: pass --qkv_linear, and --fuse_qkv if the "
+                    "files hold weight_qkv"
+                )
+            elif "qkv_proj." in name and heads[0] == heads[1] and not args.qkv_linear:
                 for letter, part in zip("qkv", value.chunk(3, self.qkv_partition_dim), strict=True):
                     state[name.replace("qkv_proj", f"{letter}_proj")] = part
             else:
                 state[name] = value
         return state
 
-    def _unpad(self, name: str, value: Tensor, dim: int, args: Any, config: dict[str, Any]) -> Tensor:
-        padded = args.i_tp_round_factor > 0 and "expert_mlps" in name
-        return value.narrow(dim, 0, self._expert_width(args, config)) if padded else value
+    def _unpad(self, value: Tensor, dim: int, args: Any, config: dict[str, Any]) -> Tensor:
+        """Undo ``_pad``, which pads every MLP."""
+        return value.narrow(dim, 0, self._expert_width(args, config)) if args.i_tp_round_factor else value
 
     def _merge(self, name: str, by_rank: list[list[Tensor]], layout: Layout | None) -> Tensor:
         if "expert_mlps" in name:  # each tensor-parallel rank has the experts of all expert-parallel ranks

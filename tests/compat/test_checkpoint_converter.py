@@ -51,6 +51,7 @@ def prepare(tmp_path, kv_heads=2):
     state = weights(kv_heads)
     torch.save(state, tmp_path / "full.pt")
     config = {"num_attention_heads": 8, "num_key_value_heads": kv_heads, "hidden_size": HIDDEN, "num_hidden_layers": 3}
+    config["ffn_config"] = {"ffn_hidden_size": WIDTH}
     (tmp_path / "config.json").write_text(json.dumps(config))
     return state
 
@@ -63,6 +64,7 @@ def prepare(tmp_path, kv_heads=2):
         ("--hw_backend trn1 --tp_size 4 --pp_size 2 --kv_size_multiplier 2 --qkv_linear True --fuse_qkv True", 2),
         ("--hw_backend trn2 --tp_size 4 --kv_size_multiplier 2 --qkv_linear 1", 2),
         ("--hw_backend trn1 --tp_size 4 --coalesce_qkv 1 --qkv_linear False", 8),
+        ("--hw_backend trn1 --tp_size 2 --i_tp_round_factor 4", 2),
     ],
 )
 @pytest.mark.parametrize("xser", [0, 1])
@@ -138,3 +140,45 @@ def test_a_missing_rank_file_and_the_other_order_are_refused(tmp_path):
     (model / rank_name(2)).unlink()
     with pytest.raises(ValueError, match=r"none of .*tp_rank_02.* exists: check --input_dir, --tp_size"):
         convert(tmp_path, model, tmp_path / "x", "to_full_state", *options, "trn1")
+
+
+def test_padded_files_have_the_rounded_width(tmp_path):
+    """Width 12 over two ranks is 6, rounded to 8; ``test_there_and_back`` reads them back without the padding."""
+    state = prepare(tmp_path)
+    options = ["--hw_backend", "trn1", "--tp_size", 2, "--i_tp_round_factor", 4]
+    convert(tmp_path, tmp_path / "full.pt", tmp_path / "nxd", "from_full_state", *options)
+    mine = torch.load(tmp_path / "nxd" / "model" / rank_name(1), weights_only=True)
+    name = "model.layers.0.mlp.{}_proj.weight"
+    gate_up, down = mine[name.format("gate_up")], mine[name.format("down")]
+    assert gate_up.shape == (16, HIDDEN) and down.shape == (HIDDEN, 8)
+    for part, stored in zip(("gate", "up"), gate_up.chunk(2), strict=True):
+        assert torch.equal(stored[:6], state[name.format(part)][6:]) and not stored[6:].any()
+    assert torch.equal(down[:, :6], state[name.format("down")][:, 6:]) and not down[:, 6:].any()
+    (tmp_path / "config.json").write_text((tmp_path / "config.json").read_text().replace(f": {WIDTH}}}", ": 8}"))
+    with pytest.raises(ValueError, match="6 elements on each rank, ffn_hidden_size over tp_size gives 4"):
+        convert(tmp_path, tmp_path / "full.pt", tmp_path / "x", "from_full_state", *options)
+
+
+def test_biases_of_a_joined_projection_are_taken_apart(tmp_path):
+    """Each rank's bias is ``[q, k, v]``, as its weight is."""
+    prepare(tmp_path, 8)
+    options = ["--hw_backend", "trn1", "--tp_size", 2]
+    full = {letter: torch.randn(HIDDEN) for letter in "qkv"}
+    for rank in range(2):
+        bias = torch.cat([full[letter].chunk(2)[rank] for letter in "qkv"])
+        file = tmp_path / "nxd" / "model" / rank_name(rank)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        torch.save({"model.layers.0.self_attn.qkv_proj.bias": bias}, file)
+    convert(tmp_path, tmp_path / "nxd/model", tmp_path / "x", "to_full_state", *options, cls=CheckpointConverterBase)
+    back = torch.load(tmp_path / "x" / "checkpoint.pt", weights_only=True)
+    assert all(torch.equal(back[f"model.layers.0.self_attn.{letter}_proj.bias"], full[letter]) for letter in "qkv")
+
+
+def test_files_of_a_fused_projection_need_its_options(tmp_path):
+    prepare(tmp_path)
+    options = ["--hw_backend", "trn1", "--tp_size", 2]
+    linear = [*options, "--qkv_linear", 1, "--fuse_qkv", 1]
+    convert(tmp_path, tmp_path / "full.pt", tmp_path / "nxd", "from_full_state", *linear)
+    for given in (options, linear[:-2]):
+        with pytest.raises(ValueError, match=r"qkv_proj.weight_qkv, of GQAQKVColumnParallelLinear: pass --qkv_linear"):
+            convert(tmp_path, tmp_path / "nxd/model", tmp_path / "x", "to_full_state", *given)
