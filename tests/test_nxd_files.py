@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 
 import pytest
 import torch
 
 from nxd_memopt.parallel_layers import checkpointing
+from nxd_memopt.parallel_layers.rank_files import find_rank_files
 from nxd_memopt.parallel_layers.tensor_files import read_tensors, write_xser
-from tests.nxd_fixtures import read_xser, reference_classes, write_rank
+from tests.nxd_fixtures import TensorReference, read_xser, reference_classes, write_rank
 
 CONTENT = {
     "weight": torch.arange(6.0).view(2, 3),
@@ -91,6 +93,43 @@ def test_damaged_xser_files_are_refused(damage, message, tmp_path):
     damage(tmp_path / "file.pt.tensors")
     with pytest.raises(ValueError, match=message):
         read_tensors(tmp_path / "file.pt")
+
+
+def test_references_to_files_elsewhere_are_refused(tmp_path):
+    """The number of a reference becomes part of a file's name."""
+    torch.save(torch.ones(1), tmp_path / "secret.pt")
+    for tid in ("0/../../secret", -1, 0.5, None):
+        (tmp_path / "file.pt.tensors" / "tensor_0").mkdir(parents=True, exist_ok=True)
+        with reference_classes():
+            torch.save({"weight": TensorReference(tid)}, tmp_path / "file.pt")
+        with pytest.raises(ValueError, match=r"file.pt refers to the tensor .*, not to a number"):
+            read_tensors(tmp_path / "file.pt")
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+def test_every_damage_of_a_pickle_is_named(tmp_path):
+    """One byte of the pickle is changed at a time: the file is read, or a ``ValueError`` names it."""
+    file = tmp_path / "file.pt"
+    torch.save({"a": torch.ones(4), "b": [1, "x", {"c": torch.zeros(3, dtype=torch.int64)}]}, file)
+    content = file.read_bytes()
+    start, choose, refused = content.index(b"data.pkl"), random.Random(0), 0
+    for _ in range(1500):
+        damaged = bytearray(content)
+        damaged[start + choose.randrange(330)] = choose.randrange(256)
+        file.write_bytes(damaged)
+        try:
+            read_tensors(file, mmap=False)
+        except ValueError as error:
+            refused += 1
+            assert str(file) in str(error)
+    assert refused > 100
+
+
+def test_two_files_of_one_rank_are_refused(tmp_path):
+    for name in ("dp_rank_00_tp_rank_00_pp_rank_00.pt", "dp_rank_0_tp_rank_0_pp_rank_0.pt"):
+        torch.save({"weight": torch.ones(1)}, tmp_path / name)
+    with pytest.raises(ValueError, match=r"two files of dp_rank 0 .*dp_rank_00_tp.* and dp_rank_0_tp"):
+        find_rank_files(tmp_path)
 
 
 # parallel_layers.checkpointing

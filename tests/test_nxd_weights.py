@@ -294,6 +294,18 @@ def test_another_models_config_is_refused(tmp_path):
             from_nxd(tmp_path / "nxd", tmp_path / "back", config=path, progress=silent)
 
 
+@pytest.mark.parametrize("name", ["hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"])
+def test_an_incomplete_config_is_refused(name, tmp_path):
+    convert = converted(tmp_path)
+    path = tmp_path / "hf" / "config.json"
+    config = json.loads(path.read_text())
+    del config[name]
+    path.write_text(json.dumps(config))
+    for action in (convert, lambda: to_nxd(tmp_path / "hf", tmp_path / "other", Target(Layout(1)), progress=silent)):
+        with pytest.raises(ValueError, match=f"no positive integer {name}: pass the model's complete config.json"):
+            action()
+
+
 def test_tied_heads_are_written_and_left_out_again(tmp_path):
     model = hugging_face(tmp_path, gqa_config(tie_word_embeddings=True))
     to_nxd(tmp_path / "hf", tmp_path / "nxd", Target(Layout(2)), progress=silent)

@@ -120,6 +120,11 @@ def _match(path: Path, names: list[str], pattern: re.Pattern[str]) -> dict[Ranks
         if match:
             groups = match.groupdict()
             ranks = (int(groups.get("dp") or 0), int(groups["tp"]), int(groups.get("pp") or 0))
+            if ranks in files:
+                other = files[ranks].relative_to(path).parts[0]
+                raise ValueError(
+                    f"{path} holds two files of {_spell(ranks)}, {other} and {name}: remove the one of another save"
+                )
             nested = path / name / "checkpoint.pt"
             files[ranks] = nested if (path / name).is_dir() else path / name
     return files

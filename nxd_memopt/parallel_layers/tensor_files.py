@@ -13,7 +13,6 @@ import shutil
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from pickle import UnpicklingError
 from types import ModuleType
 from typing import Any
 
@@ -115,7 +114,13 @@ def read_stored(path: Path, *, mmap: bool = True) -> Any:
     _map_leaves(content, TensorReference, references.append)
     if not references:
         return content
+    # The number becomes part of a file's name: text such as "../x" would name a file elsewhere.
+    bad = [tid for tid in (getattr(ref, "tid", None) for ref in references) if type(tid) is not int or tid < 0]
+    if bad:
+        raise ValueError(f"{path} refers to the tensor {bad[0]!r}, not to a number: copy or save it again")
     infos = _load(info_file(path), mmap=False) if info_file(path).is_file() else {}
+    if not isinstance(infos, Mapping) or not all(isinstance(info, Mapping) for info in infos.values()):
+        raise ValueError(f"{info_file(path)} does not describe each tensor: copy or save it again")
     return _map_leaves(content, TensorReference, lambda ref: StoredTensor(path, ref.tid, infos.get(ref.tid, {})))
 
 
@@ -132,7 +137,7 @@ def _load(path: Path, *, mmap: bool) -> Any:
     try:
         with torch.serialization.safe_globals(references):  # pyright: ignore[reportArgumentType]
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and zipfile.is_zipfile(path))
-    except (RuntimeError, EOFError, UnpicklingError, OSError, KeyError, ValueError) as error:
+    except Exception as error:  # a damaged pickle fails in many ways: TypeError, IndexError, struct.error
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(
             f"{path} ({path.stat().st_size} bytes) cannot be read: {reason} "

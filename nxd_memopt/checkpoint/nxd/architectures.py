@@ -37,6 +37,7 @@ def build_rules(config: Mapping[str, Any], layout: Layout, form: QKVForm) -> lis
     model_type = config.get("model_type")
     if model_type not in builders:
         raise ValueError(f"config.json has model_type {model_type!r}: only {sorted(builders)} can be converted")
+    require_sizes(config)
     if model_type != "gpt_neox" and layout.query_key_value_stride != 1:
         raise ValueError(
             f"query_key_value_stride is GPT-NeoX's, config.json has model_type {model_type!r}: leave it out"
@@ -48,6 +49,16 @@ def build_rules(config: Mapping[str, Any], layout: Layout, form: QKVForm) -> lis
         for part in rule.parts:
             part.local_length(layout)
     return rules
+
+
+def require_sizes(config: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` when ``config`` lacks a size that the rules need."""
+    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
+    wrong = [name for name in names if type(config.get(name)) is not int or config[name] < 1]
+    if wrong:
+        raise ValueError(
+            f"config.json has no positive integer {', '.join(wrong)}: pass the model's complete config.json"
+        )
 
 
 def find_form(names: Collection[str]) -> QKVForm:

@@ -16,6 +16,7 @@ from nxd_memopt.checkpoint.nxd.architectures import (
     find_form,
     is_computed_buffer,
     kv_heads,
+    require_sizes,
 )
 from nxd_memopt.checkpoint.nxd.parts import KVOrder, Layout, Part, Rule, detect_kv_order
 from nxd_memopt.parallel_layers.rank_files import RankFiles, find_rank_files
@@ -200,6 +201,7 @@ def _count_replicas(files: RankFiles, shards: dict[str, Shards], config: Mapping
     """Return m: the rows of all ranks' KV shards over those of the KV heads."""
     if config.get("model_type") != "llama":
         return 1
+    require_sizes(config)
     query = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // query
     kv_rows, query_rows = kv_heads(config) * head_dim, query * head_dim
