@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,7 +21,7 @@ REFUSED = (
     "unsafe_split",
     "unsafe_split_with_sizes",
 )
-STRING_MODULES = ("re", "shlex")
+STRING_MODULES = ("re", "shlex", "str")
 
 
 def main() -> int:
@@ -37,23 +36,34 @@ def main() -> int:
     return 1 if found else 0
 
 
-def refused_lines(source: str) -> Iterator[int]:
-    """Yield the lines of ``source`` that call a split, other than one of a string."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            is_split = node.func.attr in REFUSED and not _splits_string(node, node.func.value)
-            if is_split:
-                yield node.lineno
+def refused_lines(source: str) -> list[int]:
+    """Return the lines of ``source`` that name a split, other than one of a string."""
+    tree = ast.parse(source)
+    strings = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call) and _splits_string(node)}
+    return sorted({node.lineno for node in ast.walk(tree) if _names_split(node) and id(node) not in strings})  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _splits_string(call: ast.Call, receiver: ast.expr) -> bool:
-    """True for ``text.split()``, ``text.split(",")`` and the splits of ``re`` and ``shlex``."""
-    if isinstance(receiver, ast.Name) and receiver.id in STRING_MODULES:
-        return True
-    arguments = [*call.args[:1], *(keyword.value for keyword in call.keywords if keyword.arg == "sep")]
-    if not arguments:
-        return not call.keywords
-    return isinstance(arguments[0], ast.Constant) and isinstance(arguments[0].value, str)
+def _names_split(node: ast.AST) -> bool:
+    """True for ``x.split`` and its overloads, called or passed on, and for ``from torch import split``."""
+    if isinstance(node, ast.Attribute):
+        return node.attr in REFUSED and not (isinstance(node.value, ast.Name) and node.value.id in STRING_MODULES)
+    if isinstance(node, ast.ImportFrom):
+        is_torch = (node.module or "").partition(".")[0] == "torch"
+        return is_torch and any(alias.name in REFUSED for alias in node.names)
+    is_getattr = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr"
+    return is_getattr and any(isinstance(each, ast.Constant) and each.value in REFUSED for each in node.args[1:2])  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _splits_string(call: ast.Call) -> bool:
+    """True for ``text.split()``, ``text.split(",")`` and ``text.split(",", 1)``."""
+    keywords = {keyword.arg: keyword.value for keyword in call.keywords}
+    if len(call.args) > 2 or not keywords.keys() <= {"sep", "maxsplit"}:
+        return False
+    separator = call.args[0] if call.args else keywords.get("sep")
+    limit = call.args[1] if len(call.args) == 2 else keywords.get("maxsplit")
+    has_text = separator is None or (isinstance(separator, ast.Constant) and isinstance(separator.value, str | None))
+    has_number = limit is None or (isinstance(limit, ast.Constant) and isinstance(limit.value, int))
+    return has_text and has_number
 
 
 if __name__ == "__main__":

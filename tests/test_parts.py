@@ -39,6 +39,12 @@ def test_sizes_must_add_up():
         ("\nx.split(sizes)", [2]),
         ("x.split(split_size=sizes)", [1]),
         ("x.split_with_sizes(sizes, 1)", [1]),
+        ("from torch import nn, split", [1]),
+        ("from torch.functional import split as cut", [1]),
+        ("torch.ops.aten.split.Tensor(x, 2)\naten.split_with_sizes.default(x, sizes)", [1, 2]),
+        ("x.split(',', [1])", [1]),
+        ("cut = torch.split\ngetattr(x, 'split')(sizes)\nmap(torch.Tensor.split, tensors)", [1, 2, 3]),
+        ("from re import split\ntext.split(',', 1)\ntext.split(maxsplit=1)\nmap(str.split, lines)", []),
         ("text.split()\ntext.split(',')\ntext.split(sep=',')\nre.split(pattern, text)\nshlex.split(flags)", []),
     ],
 )
