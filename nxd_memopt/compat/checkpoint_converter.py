@@ -224,13 +224,7 @@ class CheckpointConverterBase:
         factor = args.i_tp_round_factor
         if not factor or not any(part in name for part in ("gate_proj", "up_proj", "down_proj")):
             return shard
-        dim, width = self.get_partition_dim(name), self._expert_width(args, config)
-        if shard.size(dim) != width:
-            raise ValueError(
-                f"{name} has {shard.size(dim)} elements on each rank, ffn_hidden_size over tp_size gives {width}: "
-                "--i_tp_round_factor pads all MLPs of a model, which must be of one width"
-            )
-        return pad_to_multiple(shard, dim, width, factor)
+        return pad_to_multiple(shard, self.get_partition_dim(name), self._expert_width(args, config), factor, name)
 
     def _expert_width(self, args: Any, config: dict[str, Any]) -> int:
         return self._get_config_value(config["ffn_config"], "ffn_hidden_size") // args.tp_size

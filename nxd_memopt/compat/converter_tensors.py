@@ -40,8 +40,17 @@ def join_gate_up(state: Mapping[str, Tensor], dim_of: Callable[[str], int]) -> d
     return joined
 
 
-def pad_to_multiple(shard: Tensor, dim: int, width: int, factor: int) -> Tensor:
-    """Return ``shard``, which has ``width`` elements along ``dim``, with zeros up to a multiple of ``factor``."""
+def pad_to_multiple(shard: Tensor, dim: int, width: int, factor: int, name: str) -> Tensor:
+    """Return ``shard``, which must have ``width`` elements along ``dim``, with zeros up to a multiple of ``factor``.
+
+    Raises:
+        ValueError: it has another width, so that the padding could not be found again.
+    """
+    if shard.size(dim) != width:
+        raise ValueError(
+            f"{name} has {shard.size(dim)} elements on each rank, ffn_hidden_size over tp_size gives {width}: "
+            "--i_tp_round_factor pads all MLPs of a model, which must be of one width"
+        )
     shape = list(shard.shape)
     shape[dim] = -(-width // factor) * factor
     padded = shard.new_zeros(shape)

@@ -3,6 +3,8 @@
 With D data-parallel ranks, torch_xla pads dimension 0 of a parameter ``[n_0, ...]`` to a multiple of D and gives rank i
 the rows ``[i R, (i + 1) R)``, R = ceil(n_0 / D). This library's shards are elements: rank i has ``[i c, (i + 1) c)`` of
 the flat parameter, c = ceil(n / D). Where D divides n_0, the two are the same elements.
+
+torch_xla cannot shard a 0-dim parameter. Its states and master are written as those of a parameter of shape ``[1]``.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ def to_row_shards(flat: Tensor, shape: Sequence[int], sharding: Sequence[int], g
         group: the ranks that share the parameter.
     """
     rank, size = sharding
+    shape = shape or (1,)
     rows = padded_size(shape[0], size) // size
     if shape[0] % size == 0:
         return flat.view(rows, *shape[1:])
@@ -43,6 +46,7 @@ def to_row_shards(flat: Tensor, shape: Sequence[int], sharding: Sequence[int], g
 
 def cut_rows(full: Tensor, rank: int, size: int) -> Tensor:
     """Return rows ``[rank R, (rank + 1) R)`` of ``full`` padded with zero rows to a multiple of ``size``."""
+    full = full.reshape(1) if full.dim() == 0 else full
     rows = padded_size(full.size(0), size) // size
     padded = F.pad(full, [0, 0] * (full.dim() - 1) + [0, rows * size - full.size(0)])
     return padded.narrow(0, rank * rows, rows)
@@ -66,10 +70,10 @@ def to_nxd_layout(
     params = [param for options in param_groups for param in options["params"]]
     position = [i for i, param in enumerate(params) if param.requires_grad]
 
-    def rows(i: int, value: Any) -> Any:
+    def rows(i: int, value: Any, name: str) -> Any:
         shape = params[position[i]].shape
         length = padded_size(math.prod(shape), sharding[1]) // sharding[1]
-        is_shard = isinstance(value, Tensor) and value.dim() > 0 and value.numel() == length
+        is_shard = has_elements(value, name, params[position[i]]) and value.numel() == length
         return to_row_shards(value, shape, sharding, group) if is_shard else value
 
     nxd: dict[str, Any] = {
@@ -79,17 +83,25 @@ def to_nxd_layout(
             for options, numbers in zip(state["param_groups"], number_parameters(param_groups), strict=True)
         ],
         "base_state": {
-            position[i]: {name: rows(i, value) for name, value in values.items()}
+            position[i]: {name: rows(i, value, name) for name, value in values.items()}
             for i, values in state["state"].items()
         },
         "shape_info": {i: torch.Size(param.shape) for i, param in enumerate(params)},
         "sharding": list(sharding),
     }
     if masters:
-        stored = {position[i]: rows(i, master) for i, master in masters.items()}
+        stored = {position[i]: rows(i, master, "master") for i, master in masters.items()}
         frozen = {i: cut_rows(p.detach().float(), *sharding) for i, p in enumerate(params) if i not in stored}
         nxd["sharded_master_weights"] = dict(sorted({**stored, **frozen}.items()))
     return nxd
+
+
+def has_elements(value: Any, name: str, param: Tensor) -> bool:
+    """Whether the state ``name`` has an element for each of the parameter's, unlike a step counter.
+
+    The states of a 0-dim parameter have no dimension either: the counter is known by the name that torch gives it.
+    """
+    return isinstance(value, Tensor) and (value.dim() > 0 or (param.dim() == 0 and name != "step"))
 
 
 def number_parameters(param_groups: Sequence[Mapping[str, Any]]) -> list[list[int]]:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from nxd_memopt.optimizer.nxd_layout import number_parameters
+from nxd_memopt.optimizer.nxd_layout import has_elements, number_parameters
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.checkpointing import join_shards, local_slice, require_joinable
 from nxd_memopt.parallel_layers.rank_files import RankFiles
@@ -163,7 +163,7 @@ class _ParameterReader:
     def shard(self, name: str, value: Any, sharding: Sequence[int]) -> Any:
         """Return this rank's flat shard, or ``value`` as it is where it is no tensor of elements, such as a step."""
         value = resolve(value) if isinstance(value, StoredTensor) else value
-        if not isinstance(value, Tensor) or value.dim() == 0:
+        if not has_elements(value, name, self.param):
             return value.clone() if isinstance(value, Tensor) else value
         rank, size = sharding
         length = padded_size(self.param.numel(), size) // size
@@ -199,7 +199,8 @@ class _ParameterReader:
         """Return the elements that each data-parallel rank's file holds."""
         size = self.source.files.data_parallel_size
         if "base_state" in self.source.content(tensor_rank, self.stage):
-            return padded_size(shape[0], size) // size * math.prod(shape[1:])
+            rows = shape[0] if shape else 1  # a 0-dim parameter's files are those of shape [1]
+            return padded_size(rows, size) // size * math.prod(shape[1:])
         return padded_size(math.prod(shape), size) // size
 
     def _flat(self, name: str, tensor_rank: int, data_rank: int, length: int) -> Tensor:
