@@ -17,7 +17,7 @@ from nxd_memopt.parallel_layers.output_projection import describe_output_project
 from nxd_memopt.parallel_layers.rank_files import find_rank_files
 from nxd_memopt.parallel_layers.rank_order import rank_at_position
 from nxd_memopt.parallel_layers.tensor_files import read_tensors, write_tensors, write_xser
-from nxd_memopt.parallel_layers.utils import is_sharded, map_tensors, shard_ranges
+from nxd_memopt.parallel_layers.utils import is_sharded, map_distinct_tensors, map_tensors, shard_ranges
 
 
 class LazySlice(Protocol):
@@ -202,7 +202,10 @@ def get_sharded_model_dict(model: torch.nn.Module, model_state_dict: Mapping[str
 
 
 def to_host(value: Any, *, down_cast_bf16: bool = False) -> Any:
-    """Copy nested dicts, lists and tuples with every tensor on the host, without the rest of its storage."""
+    """Copy nested dicts, lists and tuples with every tensor on the host, without the rest of its storage.
+
+    Tied tensors stay one tensor, which a file holds once.
+    """
 
     def copied(tensor: Tensor) -> Tensor:
         tensor = tensor.detach().cpu()
@@ -210,7 +213,7 @@ def to_host(value: Any, *, down_cast_bf16: bool = False) -> Any:
             return tensor.to(torch.bfloat16)
         return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
-    return map_tensors(value, copied)
+    return map_distinct_tensors(value, copied)
 
 
 def rank_name(*, with_data_rank: bool = False) -> str:

@@ -167,6 +167,25 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
+def map_distinct_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """``map_tensors``, with one call for tensors that are the same elements, such as tied weights.
+
+    torch_xla's tensors do not say which storage is theirs; each is taken for another one.
+    """
+    results: dict[Any, Tensor] = {}
+
+    def once(tensor: Tensor) -> Tensor:
+        if tensor.device.type == "xla" or tensor.layout is not torch.strided:
+            return function(tensor)
+        place = (tensor.storage_offset(), tensor.shape, tensor.stride())
+        key = (tensor.untyped_storage()._cdata, tensor.dtype, *place, tensor.is_conj(), tensor.is_neg())
+        if key not in results:
+            results[key] = function(tensor)
+        return results[key]
+
+    return map_tensors(value, once)
+
+
 def move_model_to_device(model: nn.Module, device: torch.device) -> None:
     """Move in place; shard attributes and ties survive, also where ``Module.to`` would make new parameters."""
     moved: dict[int, nn.Parameter] = {}

@@ -14,7 +14,7 @@ from nxd_memopt.checkpoint.worker import Worker, lower_priority
 from nxd_memopt.memory.host_pool import HostPool
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.coordination import raise_together
-from nxd_memopt.parallel_layers.utils import map_tensors
+from nxd_memopt.parallel_layers.utils import map_distinct_tensors
 
 OWNER = "tagged checkpoint"
 _WRITTEN = ".written"
@@ -50,7 +50,7 @@ class TagSave:
         with raise_together(f"copying the state for {target}"):
             require_visible(incomplete)
             pool.claim(_size_bytes(states), OWNER)
-            self._states = {name: map_tensors(state, _copied) for name, state in states.items()}
+            self._states = map_distinct_tensors(states, _copied)
         self._worker = Worker(target, self._work, lambda text: report_failure(incomplete, self._rank, text))
 
     def _work(self, worker: Worker) -> None:
@@ -98,7 +98,7 @@ def _size_bytes(value: Any) -> int:
         total += tensor.numel() * tensor.element_size()
         return tensor
 
-    map_tensors(value, count)
+    map_distinct_tensors(value, count)
     return total
 
 

@@ -127,3 +127,19 @@ def test_the_next_save_removes_what_earlier_ones_left_incomplete(tmp_path, monke
 
 def full_disk(path, content):
     raise OSError("no space left")
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_tied_weights_are_stored_once(async_save, tmp_path):
+    """Tensors that only share a storage are stored each; every entry has its own values."""
+    trainer.neuronx_distributed_config()
+    both = torch.arange(8000.0)
+    state = {"embedding": both[:4000], "head": both[:4000], "rest": both[4000:], "whole": both}
+    trainer.save_checkpoint(tmp_path, "tag", state, async_save=async_save)
+    both_before = both.clone()
+    trainer.finalize_checkpoint()
+    (file,) = (tmp_path / "tag" / "model").iterdir()
+    assert 16_000 * 4 < file.stat().st_size < 17_000 * 4
+    loaded = torch.load(file, weights_only=True)
+    parts = {"embedding": slice(4000), "head": slice(4000), "rest": slice(4000, None), "whole": slice(None)}
+    assert all(torch.equal(loaded[name], both_before[part]) for name, part in parts.items())
