@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from nxd_memopt.checkpoint.nxd import from_nxd, load_nxd, to_nxd
 from nxd_memopt.checkpoint.nxd.parts import Layout
-from nxd_memopt.checkpoint.nxd.writing import Target
+from nxd_memopt.checkpoint.nxd.writing import Target, write_weights
 from nxd_memopt.models.gpt_neox import GPTNeoXForCausalLM
 from nxd_memopt.models.llama import LlamaForCausalLM
 from nxd_memopt.parallel_layers.rank_files import find_rank_files
@@ -253,6 +253,18 @@ def test_a_bad_shard_is_found_before_any_parameter_changes(tmp_path):
         with pytest.raises(ValueError, match=name):
             load_nxd(model, tmp_path / "nxd")
         assert all(torch.equal(param, before[name]) for name, param in model.named_parameters())
+
+
+def test_tied_tensors_with_a_nan_are_equal(tmp_path):
+    """A NaN differs from itself in ``torch.equal``; a run that diverged can still be read."""
+    config = gqa_config(tie_word_embeddings=True)
+    state = {name: value.detach() for name, value in build(config).state_dict().items()}
+    state["model.embed_tokens.weight"][0, 0] = float("nan")
+    state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
+    write_weights(state, config.to_dict(), tmp_path / "nxd", Target(Layout(2)), silent)
+    model = LlamaForCausalLM(config)
+    load_nxd(model, tmp_path / "nxd")
+    assert model.lm_head.weight[0, 0].isnan() and model.model.embed_tokens.weight[0, 0].isnan()
 
 
 def test_truncated_and_foreign_files_are_refused(tmp_path):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from nxd_memopt.checkpoint.nxd.parts import Kind, Layout
+from nxd_memopt.parallel_layers.utils import bit_equal
 
 
 def cut_slice(full: Tensor, dim: int, index: int, count: int, name: str) -> Tensor:
@@ -89,7 +90,7 @@ def order_slices(name: str, shards: Sequence[Tensor], layout: Layout, kind: Kind
     slices: dict[int, Tensor] = {}
     for rank, shard in enumerate(shards):
         index, _ = layout.slice_index(kind, rank)
-        if not slices.setdefault(index, shard).equal(shard):
+        if not bit_equal(slices.setdefault(index, shard), shard):
             raise ValueError(
                 f"{name} of tensor-parallel rank {rank} differs from that of the rank with the same KV heads in "
                 f"{layout.kv_order} order: pass the other --hw_backend, or check that the files are of one save"

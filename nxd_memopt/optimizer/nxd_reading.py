@@ -17,6 +17,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from nxd_memopt.optimizer.nxd_layout import has_elements, number_parameters
+from nxd_memopt.optimizer.sharding import flat_shard
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.checkpointing import join_shards, local_slice, require_joinable
 from nxd_memopt.parallel_layers.rank_files import RankFiles
@@ -166,16 +167,14 @@ class _ParameterReader:
         if not has_elements(value, name, self.param):
             return value.clone() if isinstance(value, Tensor) else value
         rank, size = sharding
-        length = padded_size(self.param.numel(), size) // size
         if not self.resharded:
+            length = padded_size(self.param.numel(), size) // size
             elements = (rank * length, (rank + 1) * length)
             part = self._elements(name, self.tensor_ranks[0], tuple(self.param.shape), elements)
             return part.view(self.param.shape) if size == 1 else part
         shards = [self._full_shard(name, tensor_rank) for tensor_rank in self.tensor_ranks]
         local = local_slice(join_shards(shards, self.param), self.param, dtype=shards[0].dtype)
-        if size == 1:
-            return local
-        return F.pad(local.reshape(-1), (0, size * length - local.numel())).narrow(0, rank * length, length).clone()
+        return flat_shard(local, rank, size)
 
     def _full_shard(self, name: str, tensor_rank: int) -> Tensor:
         shape = tuple(self.source.content(tensor_rank, self.stage)["shape_info"][self.number])

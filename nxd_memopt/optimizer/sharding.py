@@ -24,6 +24,15 @@ def cut_shard(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
     return tensor if size == 1 else backend.shard(_padded(tensor, size), 0, group)
 
 
+def flat_shard(tensor: Tensor, rank: int, size: int) -> Tensor:
+    """Return the elements of ``tensor`` that ``rank`` of ``size`` holds, 1-D, in storage of their own.
+
+    ``size`` 1 returns ``tensor`` as it is.
+    """
+    length = _length(tensor, size)
+    return tensor if size == 1 else _padded(tensor, size).narrow(0, rank * length, length).clone()
+
+
 def cut_blocks(param: Tensor, group: ProcessGroup | None) -> tuple[ShardBlock, ...]:
     """``cut_shard(param, group)`` by the blocks of a fused parameter, counted in elements; empty for any other.
 

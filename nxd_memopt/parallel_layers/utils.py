@@ -156,6 +156,13 @@ def cast_if_autocast_enabled(*tensors: Tensor | None) -> tuple[Tensor | None, ..
     return tuple(t.to(dtype) if t is not None and t.is_floating_point() else t for t in tensors)
 
 
+def bit_equal(first: Tensor, second: Tensor) -> bool:
+    """Whether dtypes, shapes and all bits are equal; unlike for ``torch.equal``, a NaN equals itself."""
+    if first.dtype != second.dtype or first.shape != second.shape:
+        return False
+    return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (first, second)))
+
+
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """Nested dicts, lists and tuples with ``function`` of every tensor; other values as they are."""
     if isinstance(value, Tensor):

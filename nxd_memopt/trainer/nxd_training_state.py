@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from nxd_memopt.checkpoint.names import match_names
@@ -17,11 +16,11 @@ from nxd_memopt.checkpoint.nxd.parts import KVOrder, Layout, Part, Rule
 from nxd_memopt.checkpoint.nxd.reading import as_hugging_face, open_weights
 from nxd_memopt.optimizer import NeuronZero1Optimizer
 from nxd_memopt.optimizer.nxd_reading import OptimizerFiles, read_tensor_parallel_shard
+from nxd_memopt.optimizer.sharding import flat_shard
 from nxd_memopt.parallel_layers.checkpointing import local_slice
 from nxd_memopt.parallel_layers.coordination import raise_together
 from nxd_memopt.parallel_layers.rank_files import find_rank_files
 from nxd_memopt.parallel_layers.tensor_files import StoredTensor, read_stored, resolve
-from nxd_memopt.parallel_layers.utils import padded_size
 from nxd_memopt.trainer.rank_states import unwrap
 
 GroupOf = Callable[[str], int]
@@ -175,12 +174,7 @@ def _shard(
     shape = rule.local_shape(run.layout)
     shards = [read_tensor_parallel_shard(run.source, place, rank, name, shape) for rank in range(run.layout.size)]
     full = rule.join(part, shards, run.layout)
-    local = local_slice(full, param, dtype=full.dtype)
-    rank, size = sharding
-    if size == 1:
-        return local
-    length = padded_size(local.numel(), size) // size
-    return F.pad(local.reshape(-1), (0, length * size - local.numel())).narrow(0, rank * length, length).clone()
+    return flat_shard(local_slice(full, param, dtype=full.dtype), *sharding)
 
 
 def _left_out(run: _Run) -> list[str]:

@@ -27,7 +27,7 @@ from nxd_memopt.parallel_layers.tensor_files import (
     read_tensors,
     resolve,
 )
-from nxd_memopt.parallel_layers.utils import is_sharded, shard_ranges
+from nxd_memopt.parallel_layers.utils import bit_equal, is_sharded, shard_ranges
 from nxd_memopt.trainer.optimizer import NxDOptimizer
 
 
@@ -139,7 +139,7 @@ def _require_equal_replicas(files: RankFiles, name: str, param: Tensor, stored: 
         owner: dict[tuple[int, int], int] = {}
         for rank, shard in enumerate(stored):
             earlier = owner.setdefault(_range_at(param, rank, first), rank)
-            if not shard[first:last].equal(stored[earlier][first:last]):
+            if not bit_equal(shard[first:last], stored[earlier][first:last]):
                 raise ValueError(
                     f"{files.directory}: {name} of tensor-parallel ranks {earlier} and {rank} differ, and these "
                     "ranks hold the same KV heads in this run: the checkpoint's KV replicas are in the order of the "
@@ -217,10 +217,10 @@ def load_optimizer(source: Path, optimizer: Any, model: Any, *, num_workers: int
     for is_my_turn in turns(num_workers):
         with raise_together(f"loading {source}"):
             if is_my_turn:
-                _load_whole(source, inner, model)
+                _load_unsharded(source, inner, model)
 
 
-def _load_whole(source: Path, optimizer: Any, model: Any) -> None:
+def _load_unsharded(source: Path, optimizer: Any, model: Any) -> None:
     """Load an optimizer that every data-parallel rank has in full, or a dict."""
     files = find_rank_files(source / "optim", "optim")
     rank = parallel_state.get_tensor_model_parallel_rank()
@@ -236,7 +236,7 @@ def _load_whole(source: Path, optimizer: Any, model: Any) -> None:
         own = files.file(rank, 0, data_rank)
         optimizer.update(read_tensors(own, mmap=False))
         return
-    _require_whole(files, optimizer)
+    _require_unsharded(files, optimizer)
     if _has_own_sizes(files):
         load_into(optimizer, read_tensors(files.file(rank), mmap=False))
         return
@@ -246,8 +246,8 @@ def _load_whole(source: Path, optimizer: Any, model: Any) -> None:
     load_into(optimizer, {name: state[name] for name in ("state", "param_groups")})
 
 
-def _require_whole(files: RankFiles, optimizer: torch.optim.Optimizer) -> None:
-    """``torch.optim`` would take a shard's state for a whole one; the sharded optimizer checks what it is given."""
+def _require_unsharded(files: RankFiles, optimizer: torch.optim.Optimizer) -> None:
+    """``torch.optim`` would load a ZeRO-1 shard as if it were the full state; ``NeuronZero1Optimizer`` checks it."""
     path = files.file(0)
     content = OptimizerFiles(files).content(0)
     if "base_state" in content or "sharding" in content:

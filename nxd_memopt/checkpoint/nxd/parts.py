@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 
 from nxd_memopt.config import require_divisible
+from nxd_memopt.parallel_layers.rank_order import kv_shard_of_rank, position_of_rank
+from nxd_memopt.parallel_layers.utils import bit_equal
 
 KVOrder = Literal["strided", "consecutive"]
 Kind = Literal["replicated", "column", "row", "query", "query_row", "kv"]
@@ -50,16 +52,18 @@ class Layout:
         remedy = "use a tensor_model_parallel_size that the number of replicas divides"
         require_divisible("tensor_model_parallel_size", self.size, "kv_size_multiplier", self.kv_replicas, remedy)
 
+    @property
+    def rank_stride(self) -> int:
+        """How far apart the ranks are that hold neighbouring query slices; see ``rank_order``."""
+        return self.size // self.kv_replicas if self.kv_order == "strided" else 1
+
     def kv_shard(self, rank: int) -> int:
         """Return which of the T/m KV shards ``rank`` holds."""
-        shards = self.size // self.kv_replicas
-        return rank % shards if self.kv_order == "strided" else rank // self.kv_replicas
+        return kv_shard_of_rank(rank, self.size, self.kv_replicas, self.rank_stride)
 
     def query_slice(self, rank: int) -> int:
         """Return which of the T contiguous slices of the query heads ``rank`` holds."""
-        shards = self.size // self.kv_replicas
-        within = rank // shards if self.kv_order == "strided" else rank % self.kv_replicas
-        return self.kv_shard(rank) * self.kv_replicas + within
+        return position_of_rank(rank, self.size, self.rank_stride)
 
     def slice_index(self, kind: Kind, rank: int) -> tuple[int, int]:
         """Return which slice of a part ``rank`` holds, and of how many."""
@@ -156,7 +160,7 @@ class Rule:
             index, _ = layout.slice_index(part.kind, rank)
             earlier = first.setdefault(index, rank)
             mine, theirs = (x.narrow(self.dim, offset, part.local_length(layout)) for x in (shard, shards[earlier]))
-            if earlier != rank and not _same(mine, theirs):
+            if earlier != rank and not bit_equal(mine, theirs):
                 if part.kind == "replicated" and layout.accept_drift:
                     warnings.warn(f"{self.name} differs between tensor-parallel ranks: rank 0's is taken", stacklevel=2)
                     return
@@ -170,15 +174,6 @@ class Rule:
                     f"{self.name} differs between tensor-parallel ranks {earlier} and {rank}, which hold the same "
                     f"slice of {part.name} {what}: {remedy}, or check that the files are of one save"
                 )
-
-
-def _same(first: Tensor, second: Tensor) -> bool:
-    """Bit-equality: a NaN equals itself."""
-    return first.dtype == second.dtype and torch.equal(_bytes(first), _bytes(second))
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _pieces(

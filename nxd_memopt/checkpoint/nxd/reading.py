@@ -21,6 +21,7 @@ from nxd_memopt.checkpoint.nxd.architectures import (
 from nxd_memopt.checkpoint.nxd.parts import KVOrder, Layout, Part, Rule, detect_kv_order
 from nxd_memopt.parallel_layers.rank_files import RankFiles, find_rank_files
 from nxd_memopt.parallel_layers.tensor_files import StoredTensor, read_stored, resolve
+from nxd_memopt.parallel_layers.utils import bit_equal
 
 Shards = list[Tensor | StoredTensor]
 """One parameter's shards, by tensor-parallel rank; on disk until they are used."""
@@ -169,7 +170,7 @@ def read_state_dicts(files: RankFiles, model_key: str = "model") -> tuple[dict[s
 
 def _require_equal(files: RankFiles, name: str, first: Shards, second: Shards) -> None:
     """A parameter shared by pipeline stages is in both stages' files."""
-    if any(not resolve(a).equal(resolve(b)) for a, b in zip(first, second, strict=True)):
+    if any(not bit_equal(resolve(a), resolve(b)) for a, b in zip(first, second, strict=True)):
         raise ValueError(
             f"{files.directory}: {name} is in the files of two pipeline stages with different values: "
             "convert the stages' files one at a time, or save again"
@@ -287,7 +288,7 @@ def as_hugging_face(weights: NxDWeights, config: Mapping[str, Any]) -> tuple[dic
     }
     if tied and head in joined:
         embedding = joined[next(iter(rules))]
-        if not embedding.full().equal(joined.pop(head).full()):
+        if not bit_equal(embedding.full(), joined.pop(head).full()):
             raise ValueError(
                 f"{weights.directory}: config.json ties the output head to the embedding, and {head} differs from it: "
                 "set tie_word_embeddings to false in config.json"
