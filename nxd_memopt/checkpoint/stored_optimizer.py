@@ -87,7 +87,7 @@ class StoredOptimizer:
     def mark_masters_synced(self) -> None:
         """Take parameters and masters as they are now for equal: both were read from one checkpoint."""
         if self._zero1 is not None:
-            self._zero1.accept_stored_parameters()
+            self._zero1.mark_masters_synced()
 
     def load_options(self, saved: list[Mapping[str, Any]]) -> None:
         """Restore the options of each group; those of the device, such as ``capturable``, stay as they are.

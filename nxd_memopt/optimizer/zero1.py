@@ -306,7 +306,7 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         holders = tuple(i for i, rank in enumerate(replicas) if index_of[rank] == index)
         return [StoredParameter(each.param, each.shard, index, size, holders) for each in self._sharded]
 
-    def accept_stored_parameters(self) -> None:
+    def mark_masters_synced(self) -> None:
         """Take parameters and masters as they are now for equal: both were read from one checkpoint."""
         for each in self._sharded:
             each.mark_equal()

@@ -114,7 +114,7 @@ class Run:
                 self.optimizer.base_optimizer.state[each.stored] = {
                     kind: wanted[f"{kind} {name}"].clone() for kind in kinds
                 }
-        self.optimizer.accept_stored_parameters()
+        self.optimizer.mark_masters_synced()
 
     def held(self) -> dict[str, torch.Tensor]:
         found = {}
