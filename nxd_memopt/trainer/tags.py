@@ -85,7 +85,7 @@ def _has_ended(path: Path) -> bool:
 def complete_tags(directory: Path) -> dict[str, Path]:
     """Return the complete checkpoints by tag, oldest first.
 
-    If a replacement was interrupted, the previous checkpoint.
+    If a replacement was interrupted, this is the previous checkpoint of the tag.
     """
     numbers = saved_numbers(directory)
     replaced = {match[1]: path for path in numbers if (match := _REPLACED.fullmatch(path.name))}
