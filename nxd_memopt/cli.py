@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -94,6 +95,7 @@ def _parse(arguments: Sequence[str]) -> Command:
 
 def main() -> int:
     """Run the command line; what a user caused is one line on standard error and exit status 2."""
+    warnings.formatwarning = lambda message, *_, **__: f"nxd-memopt: warning: {message}\n"  # without the source line
     try:
         return _parse(sys.argv[1:])() or 0
     except (ValueError, OSError, MissingDependencyError) as error:

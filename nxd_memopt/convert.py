@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +55,7 @@ class Convert:
 
     def __call__(self) -> None:
         self._require_options_of_formats()
+        self._require_sizes()
         if self.source_format == "nxd":
             self._from_nxd()
         elif self.target_format == "nxd":
@@ -61,6 +63,16 @@ class Convert:
         else:
             self._to_hugging_face()
         print(f"wrote {self.target}")
+
+    def _require_sizes(self) -> None:
+        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "kv_size_multiplier"):
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {size}")
+        if not (math.isfinite(self.max_shard_size_gib) and self.max_shard_size_gib > 0):
+            raise ValueError(f"--max-shard-size-gib must be a positive number, got {self.max_shard_size_gib}")
+        if self.config is not None and not self.config.is_file():
+            raise ValueError(f"--config {self.config} is no file: name the model's config.json")
 
     def _require_options_of_formats(self) -> None:
         """An option that would change nothing is an error."""

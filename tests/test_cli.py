@@ -69,7 +69,7 @@ def test_convert_to_neuronx_distributed_and_back(monkeypatch, capsys, tmp_path):
     assert run(monkeypatch, *back) == 2
     assert "--config" in capsys.readouterr().err
     assert run(monkeypatch, *back, "--config", tmp_path / "hf" / "config.json") == 0
-    assert "kv_replicas=2, kv_order='strided'" in capsys.readouterr().out
+    assert "tensor_model_parallel_size 4, 2 replicas of each KV head in strided order" in capsys.readouterr().out
     converted = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
     for (name, expected), actual in zip(model.named_parameters(), converted.parameters(), strict=True):
         assert actual.dtype == torch.bfloat16 and torch.equal(actual, expected), name
@@ -82,6 +82,12 @@ def test_convert_to_neuronx_distributed_and_back(monkeypatch, capsys, tmp_path):
         (["--from", "nxd", "--fused-qkv"], "--from nxd --to hf takes no --fused-qkv"),
         (["--to", "nxd", "--config", "x"], "--from hf --to nxd takes no --config"),
         (["--from", "nxd", "--to", "nxd"], "convert to hf, and from there"),
+        (
+            ["--to", "nxd", "--tensor-model-parallel-size", "0"],
+            "--tensor-model-parallel-size must be at least 1, got 0",
+        ),
+        (["--max-shard-size-gib", "nan"], "--max-shard-size-gib must be a positive number, got nan"),
+        (["--from", "nxd", "--config", "."], "--config . is no file: name the model's config.json"),
         (["--to", "nxd"], "needs --tensor-model-parallel-size"),
     ],
 )

@@ -343,6 +343,17 @@ def test_layouts_that_cannot_be_read_are_named(tmp_path):
         find_rank_files(tmp_path / "c")
 
 
+def test_an_interrupted_tag_is_refused(tmp_path):
+    hugging_face(tmp_path, gqa_config())
+    to_nxd(tmp_path / "hf", tmp_path / "tag", Target(Layout(2), "linear"), progress=silent)
+    (tmp_path / "tag" / "done").unlink()
+    for directory in (tmp_path / "tag", tmp_path / "tag" / "model"):
+        with pytest.raises(ValueError, match="has the marker 'checkpoint' and no 'done': its save was interrupted"):
+            from_nxd(directory, tmp_path / "back", config=tmp_path / "hf" / "config.json", progress=silent)
+    (tmp_path / "tag" / "checkpoint").unlink()  # as neuronx-distributed's converter leaves it
+    from_nxd(tmp_path / "tag", tmp_path / "back", config=tmp_path / "hf" / "config.json", progress=silent)
+
+
 @pytest.mark.parametrize(
     ("layout", "form", "stages", "message"),
     [
@@ -350,7 +361,9 @@ def test_layouts_that_cannot_be_read_are_named(tmp_path):
         (Layout(4, 2), "separate", 1, "needs GQAQKVColumnParallelLinear"),
         (Layout(2), "stacked", 1, "num_key_value_heads 2 differs from num_attention_heads 8"),
         (Layout(2), "separate", 4, "pipeline_model_parallel_size 4 must be at least 1 and at most the 3 layers"),
-        (Layout(3), "separate", 1, "is not divisible"),
+        (Layout(3), "separate", 1, "num_attention_heads 8 is not divisible by tensor_model_parallel_size 3"),
+        (Layout(4), "linear", 1, "num_key_value_heads 2 is not divisible by .*_size 4, .*use kv_size_multiplier 2"),
+        (Layout(16, 8), "linear", 1, "num_attention_heads 8 is not divisible by tensor_model_parallel_size 16"),
         (Layout(2, query_key_value_stride=3), "separate", 1, "query_key_value_stride is GPT-NeoX's"),
     ],
 )

@@ -16,6 +16,7 @@ from nxd_memopt.parallel_layers.checkpointing import read_tensors, to_host, writ
 from nxd_memopt.parallel_layers.tensor_files import info_file, tensors_directory, write_xser
 
 MANIFEST = "manifest.json"
+BEGUN, DONE = "checkpoint", "done"  # neuronx-distributed's markers of a save that began, and of a complete one
 _SIZES = ("world_size", "tensor_model_parallel_size")  # that version 1 compared
 
 

@@ -138,7 +138,8 @@ def _load(path: Path, *, mmap: bool) -> Any:
         with torch.serialization.safe_globals(references):  # pyright: ignore[reportArgumentType]
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and zipfile.is_zipfile(path))
     except Exception as error:  # a damaged pickle fails in many ways: TypeError, IndexError, struct.error
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        # torch's message ends with the advice to turn weights_only off, which would run code of the file.
+        reason = (str(error).splitlines() or [type(error).__name__])[0].split(" Re-running `torch.load`")[0]
         raise ValueError(
             f"{path} ({path.stat().st_size} bytes) cannot be read: {reason} "
             "It is cut short, or holds other objects than tensors and plain values: copy or save it again"

@@ -17,11 +17,10 @@ from typing import Any
 
 from nxd_memopt.checkpoint.directories import flush_to_disk, remove_directory
 from nxd_memopt.checkpoint.files import read_json
-from nxd_memopt.checkpoint.pickled import MANIFEST
+from nxd_memopt.checkpoint.pickled import BEGUN, DONE, MANIFEST
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
 
-BEGUN, DONE = "checkpoint", "done"
 _REPLACED = re.compile(r"\.(.+)\.replaced")
 _INCOMPLETE = re.compile(r"\.(.+)\.incomplete")
 _WRITER = ".writer"

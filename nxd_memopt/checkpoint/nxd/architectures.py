@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal
 
 from nxd_memopt.checkpoint.nxd.parts import Kind, Layout, Part, Rule
+from nxd_memopt.config import require_divisible
 
 QKVForm = Literal["separate", "stacked", "linear", "fused"]
 """How the samples hold query, key and value: ``q_proj``, ``k_proj``, ``v_proj``; ``qkv_proj.weight`` (``fuse_qkv``
@@ -132,6 +133,7 @@ def _llama_attention(prefix: str, form: QKVForm, sizes: tuple[int, int, int]) ->
 
 def _require_kv_layout(config: Mapping[str, Any], layout: Layout, form: QKVForm) -> None:
     heads, groups, replicas = config["num_attention_heads"], kv_heads(config), layout.kv_replicas
+    require_divisible("num_attention_heads", heads, "tensor_model_parallel_size", layout.size)
     if replicas > 1 and form not in ("linear", "fused"):
         raise ValueError(
             f"kv_size_multiplier {replicas} needs GQAQKVColumnParallelLinear (weights named qkv_proj.weight_k or "
@@ -141,6 +143,11 @@ def _require_kv_layout(config: Mapping[str, Any], layout: Layout, form: QKVForm)
         raise ValueError(
             f"num_key_value_heads {groups} differs from num_attention_heads {heads}: qkv_proj.weight without "
             "GQAQKVColumnParallelLinear holds as many KV heads as query heads"
+        )
+    if replicas == 1 and groups % layout.size:
+        raise ValueError(
+            f"num_key_value_heads {groups} is not divisible by tensor_model_parallel_size {layout.size}, so ranks "
+            f"would hold parts of heads: use kv_size_multiplier {max(layout.size // groups, 1)}"
         )
     # With several KV heads in a replicated shard, a rank's query heads would not be one contiguous slice.
     if replicas > 1 and groups * replicas != layout.size:
@@ -152,6 +159,7 @@ def _require_kv_layout(config: Mapping[str, Any], layout: Layout, form: QKVForm)
 
 def _gpt_neox(config: Mapping[str, Any], layout: Layout, form: QKVForm) -> list[Rule]:
     del form  # there is one
+    require_divisible("num_attention_heads", config["num_attention_heads"], "tensor_model_parallel_size", layout.size)
     hidden, width, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     rules = [_rule("gpt_neox.embed_in.weight", "column", (vocab, hidden))]
     for i in range(config["num_hidden_layers"]):

@@ -132,7 +132,7 @@ def from_nxd(
     incomplete = incomplete_path(path)
     try:
         incomplete.mkdir(parents=True)
-        for line in (f"{weights.directory}: {weights.layout}, {weights.form} query, key and value", *report):
+        for line in (f"{weights.directory}: {weights.describe()}", *report):
             progress(line)
         _write_shards(joined, incomplete, max_shard_size_bytes, progress)
         (incomplete / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

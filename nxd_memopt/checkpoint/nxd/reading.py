@@ -19,6 +19,7 @@ from nxd_memopt.checkpoint.nxd.architectures import (
     require_sizes,
 )
 from nxd_memopt.checkpoint.nxd.parts import KVOrder, Layout, Part, Rule, detect_kv_order
+from nxd_memopt.checkpoint.pickled import BEGUN, DONE, MANIFEST
 from nxd_memopt.parallel_layers.rank_files import RankFiles, find_rank_files
 from nxd_memopt.parallel_layers.tensor_files import StoredTensor, read_stored, resolve
 from nxd_memopt.parallel_layers.utils import bit_equal
@@ -44,6 +45,15 @@ class NxDWeights:
     extras: dict[str, str]
     layout: Layout
     form: QKVForm
+
+    def describe(self) -> str:
+        """Return T and how query, key and value are stored, for messages."""
+        text = f"tensor_model_parallel_size {self.layout.size}"
+        if self.layout.kv_replicas > 1:
+            text += f", {self.layout.kv_replicas} replicas of each KV head in {self.layout.kv_order} order"
+        if self.layout.query_key_value_stride > 1:
+            text += f", query_key_value of stride {self.layout.query_key_value_stride}"
+        return text
 
 
 class JoinedTensor:
@@ -97,9 +107,19 @@ class JoinedTensor:
 
 
 def model_directory(directory: str | Path) -> Path:
-    """Return ``directory/model`` where the trainer's layout has it, else ``directory``."""
+    """Return ``directory/model`` where the trainer's layout has it, else ``directory``.
+
+    Raises:
+        ValueError: the directory is a tag whose save was interrupted: it has the marker of a save that began, and
+            neither that of a complete one nor this library's manifest. Directories without markers are taken as they
+            are: neuronx-distributed's converters write none.
+    """
     path = Path(directory)
-    return path / "model" if (path / "model").is_dir() else path
+    model = path / "model" if (path / "model").is_dir() else path
+    tag = model.parent if model.name == "model" else path
+    if (tag / BEGUN).is_file() and not (tag / DONE).is_file() and not (tag / MANIFEST).is_file():
+        raise ValueError(f"{tag} has the marker {BEGUN!r} and no {DONE!r}: its save was interrupted; read another tag")
+    return model
 
 
 def open_weights(
