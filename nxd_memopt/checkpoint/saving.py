@@ -150,7 +150,7 @@ class RankSave:
         """Wait until every rank's files are complete. Rank 0 calls, without collectives: it looks at the directory.
 
         Raises:
-            ValueError: a rank has failed.
+            AbandonedError: a rank has failed.
         """
         wait_for_ranks(self.incomplete, self._head["sizes"]["world_size"], _COMPLETE, heartbeat)
 

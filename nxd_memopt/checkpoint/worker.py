@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from nxd_memopt.checkpoint.markers import AbandonedError
 from nxd_memopt.parallel_layers.coordination import share_texts
 
 STALL_S = 60.0
@@ -17,10 +18,6 @@ JOIN_S = 1.0
 """How long ``finish`` waits for this rank's thread before it looks whether another rank has failed."""
 _LOWEST_PRIORITY = 19
 _BUSY, _DONE = "busy", "done"
-
-
-class AbandonedError(Exception):
-    """The program ends or another rank has failed: this save is left incomplete, and earlier checkpoints stay."""
 
 
 class Worker:
