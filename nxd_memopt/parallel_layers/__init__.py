@@ -1,1 +1,1 @@
-"""Everything that communicates, under NxD's names: parallel state, mappings, layers, losses and gradients."""
+"""All communicating code under NxD's names: parallel state, mappings, layers, losses, gradients."""

@@ -1,1 +1,1 @@
-"""Autograd functions and the collectives around them, below the layers."""
+"""Autograd functions of the parallel layers, with the collectives that they overlap."""
