@@ -1,1 +1,1 @@
-"""All communicating code under NxD's names: parallel state, mappings, layers, losses, gradients."""
+"""Everything that communicates, under NxD's names: parallel state, mappings, layers, losses and gradients."""

@@ -1,1 +1,1 @@
-"""Autograd functions of the parallel layers, with the collectives that they overlap."""
+"""Autograd functions and the collectives around them, below the layers."""

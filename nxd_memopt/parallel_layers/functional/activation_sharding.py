@@ -1,4 +1,4 @@
-"""Gather and reduction of a layer's activations over ranks, for any sequence dimension."""
+"""How a layer's activations are gathered and reduced over ranks, whichever dimension is the sequence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Autograd functions of column- and row-parallel linear layers; GEMMs overlap with collectives.
+"""Autograd functions of column- and row-parallel linear layers, whose matmuls overlap with their collectives.
 
 T is the tensor-parallel size, ``s = S/T``. Tensors are sequence-first inside these functions for
 every ``sequence_dimension``, because a chunk of a gather or of a reduction is a range of the

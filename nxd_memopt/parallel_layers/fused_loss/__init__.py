@@ -1,1 +1,1 @@
-"""Language-model head fused with its cross entropy, without the logits of all tokens in memory."""
+"""The language-model head and its cross entropy in one, without logits of all tokens."""

@@ -1,4 +1,4 @@
-"""Cross entropy of ``X W^t`` fused with the language-model head, without all logits in memory.
+"""The language-model head and its loss in one: cross entropy of ``X W^t`` without all logits in memory.
 
 Vocabulary-parallel softmax: arXiv:1909.08053, section 3. Gradients are computed in forward, as in
 Liger-Kernel.
