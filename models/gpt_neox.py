@@ -123,6 +123,8 @@ class GPTNeoXLayer(nn.Module):
     def forward(self, hidden: Tensor, rope: RopeTables, mask: AttentionMask) -> Tensor:
         if self._merges_branches():
             return self._branches(hidden, rope, mask)
+        # Parallel: x + attention(norm_1(x)) + mlp(norm_2(x)). Sequential: pre-norm, one block after
+        # the other.
         attended = self.post_attention_dropout(self.attention(self.input_layernorm(hidden), rope, mask))
         if self.use_parallel_residual:
             expanded = self.post_mlp_dropout(self.mlp(self.post_attention_layernorm(hidden)))
@@ -159,6 +161,7 @@ class GPTNeoXLayer(nn.Module):
             (self.post_attention_layernorm, mlp.dense_h_to_4h),
         )
         context = attention.context(qkv, rope, mask, in_place=True)
+        # One reduction for the partial sums of attention and MLP, added to the residual.
         inputs, layers = (context, mlp.act(expanded)), (attention.dense, mlp.dense_4h_to_h)
         return row_parallel_linears(inputs, layers, residual=hidden)
 

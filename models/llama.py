@@ -177,6 +177,7 @@ class LlamaForCausalLM(ParallelCausalLM):
         size = parallel.tensor_model_parallel_size
         require_divisible("num_attention_heads", config.num_attention_heads, "tensor_model_parallel_size", size)
         require_divisible("intermediate_size", config.intermediate_size, "tensor_model_parallel_size", size)
+        # With T above g, each KV head is on T/g ranks.
         replicas = kv_size_multiplier(num_kv_heads(config), size)
         head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
         super().__init__(config, parallel=parallel, memory=memory, rotary_dim=head_dim)

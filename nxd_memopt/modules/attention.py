@@ -41,6 +41,7 @@ class CoreAttention(nn.Module):
             dropout_p=dropout_p,
             attention_backend=self.attention_backend,
         )
+        # Ranks have different heads, which need different masks: draw from this rank's stream.
         with fork_if(self.sharded and dropout_p > 0):
             return core_attention(query, key, value, implementation=implementation, mask=mask, dropout_p=dropout_p)
 
@@ -52,6 +53,6 @@ def split_heads(x: Tensor, head_dim: int, *, sequence_first: bool) -> Tensor:
 
 
 def merge_heads(x: Tensor, *, sequence_first: bool) -> Tensor:
-    """Merge ``[B, h, S, d]`` into ``[B, S, h*d]`` (or ``[S, B, h*d]``); inverse of ``split_heads``."""
+    """Merge ``[B, h, S, d]`` into ``[B, S, h*d]`` or ``[S, B, h*d]``; undo ``split_heads``."""
     heads = x.permute(2, 0, 1, 3) if sequence_first else x.transpose(1, 2)
     return heads.flatten(-2)

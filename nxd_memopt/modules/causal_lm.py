@@ -155,6 +155,7 @@ class ParallelCausalLM(nn.Module, ABC):
                 f"position_ids has shape {list(position_ids.shape)}, input_ids {list(input_ids.shape)}: "
                 "must agree, or have a leading 1"
             )
+        # Computed once and shared by all layers.
         rope = rope_tables(self._frequencies_on(position_ids.device), position_ids, self.embedding_weight().dtype)
         mask = documents if attention_mask is None else padding_and_causal_mask(attention_mask)
         # Each document's first token would be predicted from the document before it.
@@ -234,6 +235,7 @@ class ParallelCausalLM(nn.Module, ABC):
         """Return the mean cross entropy of the logits ``[B, S, V/T]`` (``[S, B, V/T]``)."""
         labels = self._shifted(labels)
         losses = parallel_cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, vocab_size=self.config.vocab_size)
+        # clamp: 0 instead of NaN if all labels are ignored.
         return losses.sum() / (labels != IGNORE_INDEX).sum().clamp(min=1)
 
     def _gather_logits(self, logits: Tensor) -> Tensor:

@@ -23,8 +23,7 @@ SHARDINGS = ("vocab", "column", "query_column", "kv_column", "row", "query_row",
 
 - ``vocab``: rows of an embedding table or head, padded to a multiple of T.
 - ``column``: output rows. ``query_column``: output rows of query heads. ``kv_column``: output rows
-of
-  KV heads, replicated if T exceeds their number.
+  of KV heads, replicated if T exceeds their number.
 - ``row``: input columns. ``query_row``: input columns that come from query heads.
 - ``replicated``: no sharding.
 
@@ -92,6 +91,7 @@ class LayerFactory:
         if self.parallel.use_cpu_initialization or device.type == "meta":
             return
         move_model_to_device(layer, device)
+        # Shards differ between ranks: draw from this rank's own stream.
         with torch.no_grad(), fork_if(self.parallel.tensor_model_parallel_size > 1):
             self._init_weight(layer.weight)
         replica_group = getattr(layer, "replica_group", None)
@@ -125,6 +125,7 @@ class LayerFactory:
         )
 
     def _rank_stride(self, kind: str) -> int:
+        # Query, key, value and output projections must agree on the order of heads.
         return parallel_state.kv_rank_stride(self.kv_replicas) if kind in _HEADS else 1
 
     def _row(self, input_size: int, output_size: int, *, bias: bool, kind: str) -> RowParallelLinear:

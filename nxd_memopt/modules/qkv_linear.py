@@ -102,6 +102,7 @@ class GQAQKVColumnParallelLinear(ShardedModule):
         require_divisible("tensor_model_parallel_size", size, "kv_size_multiplier", kv_size_multiplier)
         self.query_size, self.rank_stride = output_sizes[0], parallel_state.kv_rank_stride(kv_size_multiplier)
         query, kv = _block(output_sizes[0], size, 1), _block(output_sizes[1], size, kv_size_multiplier)
+        # Local rows of each parameter: one block per projection, or all three in weight_qkv.
         self.blocks = {"qkv": (query, kv, kv)} if fuse_qkv else {"q": (query,), "k": (kv,), "v": (kv,)}
         for name, blocks in self.blocks.items():
             rows = sum(block.rows for block in blocks)
@@ -113,6 +114,7 @@ class GQAQKVColumnParallelLinear(ShardedModule):
             for param in self._parameters_of(name):
                 _describe(param, blocks, self.rank_stride)
         self.replica_group = parallel_state.replica_group(kv_size_multiplier, self.rank_stride)
+        # Only key and value gradients are summed over the ranks with the same KV heads.
         self.activation_sharding = ColumnActivationSharding(
             mappings.resolve_group(None),
             0 if sequence_parallel_enabled else None,
@@ -162,7 +164,10 @@ class GQAQKVColumnParallelLinear(ShardedModule):
         return column_parallel(input, parameters, self.activation_sharding)
 
     def _project_fused(self, input: Tensor) -> tuple[Tensor, ...]:
-        """Project with one GEMM, or three if key and value gradients are summed over replicas."""
+        """Project with ``weight_qkv``: one weight, or three slices with replicated KV heads.
+
+        With replicas the gradients of key and value are summed over ranks, that of query is not.
+        """
         rows = [block.rows for block in self.blocks["qkv"]]
         weight, bias = self.weight_qkv, self.bias_qkv
         if self.replica_group is None:

@@ -51,6 +51,7 @@ class BaseParallelLinear(ShardedModule):
         """Create the parameters, set their shard attributes, and initialize them."""
         self.set_weight_and_bias_config()
         self.weight = nn.Parameter(torch.empty(self.weight_shape, dtype=self.dtype, device=self.device))
+        # Full shapes are without padding: checkpoints store tensors of these shapes.
         self._describe(self.weight, self.weight_partition_dim, (self.output_size, self.full_input_size))
         self.bias = None
         if self.bias_shape is not None:
@@ -61,6 +62,7 @@ class BaseParallelLinear(ShardedModule):
     def _describe(self, param: nn.Parameter, dim: int | None, full_shape: tuple[int, ...]) -> None:
         """Set the shard attributes of ``param``, sharded along ``dim`` (None: replicated)."""
         if dim is None:
+            # A replicated bias is added to a sequence shard, so its gradient is a partial sum.
             set_tensor_model_parallel_attributes(param, False, -1, full_shape=full_shape)
             param.sequence_parallel_enabled = self.sequence_parallel_enabled  # pyright: ignore[reportAttributeAccessIssue]
             return

@@ -119,6 +119,7 @@ class OutputChannelParallelConv2d(BaseParallelConv):
         output = self._convolve(mappings.copy_to_tensor_model_parallel_region(input), self.bias)
         if not self.gather_output:
             return output
+        # Padded channels are last: cut them off.
         return mappings.gather_from_tensor_model_parallel_region_with_dim(output, 1)[:, : self.out_channels]
 
 
@@ -139,6 +140,7 @@ class InputChannelParallelConv2d(BaseParallelConv):
     def forward(self, input: Tensor) -> Tensor:
         if not self.input_is_parallel:
             size = parallel_state.get_tensor_model_parallel_size()
+            # With partition_pad zeros fill the channels that the input lacks.
             missing = self.channels_per_partition * size - input.size(1)
             input = F.pad(input, (0, 0, 0, 0, 0, missing)) if missing else input
             input = mappings.scatter_input_channels_to_tensor_model_parallel_region(input)

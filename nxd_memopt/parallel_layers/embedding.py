@@ -101,6 +101,7 @@ class ParallelEmbedding(ShardedModule):
     def forward(self, input: Tensor) -> Tensor:
         if input.device.type == "cpu":
             self._check_range(input)
+        # Ids [S, B] give rows [S, B, H]: the reduce-scatter then splits dim 0 without a transpose.
         sequence_first = self.sequence_parallel_enabled and self.sequence_dimension == 0
         ids = input.t() if sequence_first else input
         if self.shard_across_embedding:

@@ -280,7 +280,8 @@ class GradientLedger:
         if record.version == grad._version:
             return False
         # Written to without a later backward. Zeros are fine; only this case waits for the device.
-        backend.mark_step()  # torch_xla may return wrong values when pending results are read one by one
+        # torch_xla may return wrong values if pending results are read one by one.
+        backend.mark_step()
         if not grad.detach().any():
             return True
         raise ValueError(_message(param, _WRITTEN))
@@ -361,6 +362,7 @@ class GradientLedger:
         state = _PART
         for (start, end, count), graph_task in () if unknown is None else unknown.passes.items():
             first, last = _span(grad)
+            # A dense tensor that contains grad was summed during a backward pass, maybe this one.
             if start <= first and last <= end and count == end - start and graph_task >= 0:
                 is_of_this_pass = graph_task == torch._C._current_graph_task_id()
                 return _SUM if is_of_this_pass else _MIXED

@@ -179,6 +179,7 @@ def _local_norm(params: list[Tensor], norm_type: float) -> Tensor:
         return torch.zeros((), device=backend.device)
     grads, replicas = zip(*(piece for param in params for piece in _replica_pieces(param)), strict=True)
     wide = torch.float64 if any(grad.dtype == torch.float64 for grad in grads) else torch.float32
+    # One foreach call for all gradients; sums in fp32 (fp64 if a gradient is fp64).
     norms = torch.stack([norm.float() for norm in torch._foreach_norm(grads, norm_type, dtype=wide)])  # pyright: ignore[reportPrivateImportUsage]
     if norm_type == torch.inf:
         return norms.nan_to_num(

@@ -178,9 +178,11 @@ class ColumnParallelLinear(BaseParallelLinear):
 
     def forward(self, input: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         bias = None if self.skip_bias_add else self.bias
+        # With skip_bias_add the caller adds the local bias, e.g. fused with an activation.
         (output,) = column_parallel(input, [(self.weight, bias)], self.activation_sharding(self.replica_group))
         if self.gather_output:
             output = mappings.gather_from_tensor_model_parallel_region(output, self.tensor_parallel_group)
+            # [..., T * n] in rank order -> full order; padded columns are last and are cut off.
             output = self._in_full_order(output)
             output = output if self.keep_padded_output else output[..., : self.output_size]
         return (output, self.bias) if self.skip_bias_add else output
@@ -226,6 +228,7 @@ def column_parallel(
         raise ValueError(
             f"last dimension of the input is {input.size(-1)}, the layer's input_size {parameters[0][0].size(1)}"
         )
+    # Vectors become one row: GEMMs with out= and collectives need rows.
     if input.dim() == 1:
         return tuple(output.squeeze(0) for output in column_parallel(input.unsqueeze(0), parameters, comm))
     x, *flat = cast_if_autocast_enabled(input, *(tensor for pair in parameters for tensor in pair))
@@ -314,6 +317,7 @@ class RowParallelLinear(BaseParallelLinear):
     def forward(self, input: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         local = self._local_input(input)
         output = row_parallel([(local, self.weight)], self) if self.reduce_output else F.linear(local, self.weight)
+        # The bias is replicated: added before the reduction it would count T times.
         if self.skip_bias_add:
             return output, self.bias
         return output if self.bias is None else output + self.bias.to(output.dtype)
@@ -362,6 +366,7 @@ def row_parallel(pairs: Sequence[tuple[Tensor, Tensor]], layer: RowParallelLinea
         return row_parallel([(x.unsqueeze(0), weight) for x, weight in pairs], layer).squeeze(0)
     tensors = cast("list[Tensor]", cast_if_autocast_enabled(*(tensor for pair in pairs for tensor in pair)))
     layer.require_divisible_sequence(tensors[0].shape)
+    # The casts are done above; autocast must not change dtypes inside the Function.
     with torch.autocast(tensors[0].device.type, enabled=False):
         # Inputs are saved before the Function runs, so that a recompute that ends here skips the
         # GEMM and its reduction (``ops.early_save``).

@@ -95,6 +95,7 @@ def _finish_gradient(
     """Compute ``p - (1 - e) onehot - e / V`` in place; ``e`` is the label smoothing."""
     smoothing = options.label_smoothing
     ones = held.unsqueeze(-1).to(probabilities.dtype)
+    # scatter_add_ of 0 where another rank has the label.
     probabilities.scatter_add_(-1, local_target, (smoothing - 1) * ones)
     if smoothing:
         probabilities.sub_(smoothing / options.vocab_size)

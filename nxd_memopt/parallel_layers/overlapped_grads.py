@@ -109,6 +109,7 @@ class OverlappedGradientReduction:
         """
         if not self._armed:
             return
+        # Only the leading complete buckets: every rank must start collectives in the same order.
         self._start(itertools.takewhile(lambda each: not each.missing, self._buckets))
         if id(param) not in bucket.missing:
             raise RuntimeError(
@@ -151,6 +152,7 @@ class _Flight:
         self._grads = grads
         first, *self._groups = groups
         flat = torch.cat([grad.detach().reshape(-1) for grad in grads])
+        # The average over data ranks; the sum over sequence shards is linear, so the order is free.
         flat /= parallel_state.get_data_parallel_size()
         self._pending = backend.all_reduce_async(flat, first)
 
@@ -190,6 +192,7 @@ class _Bucket:
         for param in self.params:
             grad = gradient_of(param)
             if grad is not None:
+                # An earlier sum over sequence shards is kept if no gradient was added since.
                 is_part = self._is_summed_over_tensor_ranks and gradient_ledger.needs_sum(param)
                 (parts if is_part else sums).append(grad)
         if parts:

@@ -103,5 +103,7 @@ def generate_padding_mask(
     if rank_stride is None:
         rank_stride = backend.kv_rank_stride(tp_degree, replicas)
     kv_heads_per_rank = num_kv_heads * replicas // tp_degree
+    # The query heads of a KV shard are numbered over the ranks with its replicas. This rank has
+    # per_rank heads from ``first`` on; heads beyond the real ones of the KV shard are padding.
     first = per_rank * (position_of_rank(tp_rank, tp_degree, rank_stride) % replicas)
     return torch.arange(first, first + per_rank) < num_heads // num_kv_heads * kv_heads_per_rank

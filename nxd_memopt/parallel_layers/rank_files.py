@@ -134,6 +134,7 @@ def _match(path: Path, names: list[str], pattern: re.Pattern[str]) -> dict[Ranks
                 raise ValueError(
                     f"{path} holds two files of {_spell(ranks)}, {other} and {name}: remove the one of another save"
                 )
+            # A directory has torch.save's checkpoint.pt; a file is xser or the trainer's.
             nested = path / name / "checkpoint.pt"
             files[ranks] = nested if (path / name).is_dir() else path / name
     return files

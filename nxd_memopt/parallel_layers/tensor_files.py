@@ -2,10 +2,9 @@
 
 An xser checkpoint consists of the file ``NAME``, with a reference number N for each tensor, and the
 directory ``NAME.tensors`` with ``tensor_N.pt``. neuronx-distributed's trainer adds ``NAME.info.pt``
-with the dtype and shape of each tensor. The class of the references belongs to torch_xla, which
-need not be
-installed: ``torch.load(weights_only=True)`` builds the substitute class below for that name. No
-code is unpickled.
+with the dtype and shape of each tensor. The class of the references belongs to torch_xla, which need
+not be installed: ``torch.load(weights_only=True)`` builds the substitute class below for that name.
+No code is unpickled.
 """
 
 from __future__ import annotations

@@ -210,6 +210,7 @@ def move_model_to_device(model: nn.Module, device: torch.device) -> None:
 
     ``Module.to`` may create new parameters, which loses both. Meta tensors become uninitialized.
     """
+    # By id, so that tied parameters stay tied.
     moved: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, param in module.named_parameters(recurse=False):
@@ -262,6 +263,7 @@ class ShardedModule(nn.Module):
         self._describe_like(before)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # Process groups cannot be copied: the memo makes the copy share them.
         for group in parallel_state.process_groups():
             memo[id(group)] = group
         copied = self.__class__.__new__(self.__class__)

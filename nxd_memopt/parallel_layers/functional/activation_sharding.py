@@ -46,6 +46,7 @@ class ActivationSharding:
             materialize: also make one tensor of all rows available with ``wait()``, not just the
                 chunks.
         """
+        # A group of None has one rank: the "gathered" tensor is the input itself.
         group = None if self.sequence_dimension is None else self.group
         return backend.start_all_gather(
             shard, group, materialize=materialize, hides_launch_latency=self.hides_launch_latency

@@ -123,6 +123,7 @@ def _joint_products(
 ) -> Sequence[Tensor]:
     """Return ``products``; with packed weights one GEMM computes all of them, as column views."""
     whole = packed_view(weights, 0)
+    # One GEMM needs one bias of sum(n_i) elements: all layers have a bias or none has.
     given = [bias for bias in biases if bias is not None]
     if whole is None or len(given) not in (0, len(weights)):
         return products(gathering, weights, biases)

@@ -83,7 +83,7 @@ class StoragePlan:
         return max([self._input_grad_rows(self.rows), *(self._tail_of(chunk) for chunk in self.chunks)])
 
     def kept(self, chunk: Chunk) -> int:
-        """Return how many vocabulary rows of the chunk's logits are in dW; the tail has the rest."""
+        """Return how many vocabulary rows of the logits are in dW; the tail has the rest."""
         return min(self.vocab, self.vocab * self.weight_grad // chunk.tokens) if chunk.in_weight_grad else 0
 
     def offset(self, chunk: Chunk) -> int:

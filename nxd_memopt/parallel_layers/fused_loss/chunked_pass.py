@@ -114,14 +114,19 @@ class ChunkedLinearCrossEntropy:
     ) -> None:
         self.x, self.weight, self.scale, self.options = x, weight, scale, options
         self.first_row = backend.group_rank_in_graph(options.group) * weight.size(0)
+        # Labels relative to this rank's shard; outside [0, V/T) another rank has the label.
         self.local_target = target - self.first_row
+        # Padding rows at the end of the vocabulary are excluded from the softmax. ``valid_rows``
+        # counts from this rank's first row: it may exceed the shard, or be negative.
         padded = weight.size(0) * backend.group_size(options.group) > options.terms.vocab_size
         self.valid_rows = options.terms.vocab_size - self.first_row if padded else None
         self.needs_input, self.needs_weight = needs
+        # Without shared views (XLA) buffers cannot be reused: a functional path allocates instead.
         self.in_place = backend.views_share_memory
         sequence = 0 if options.sequence_parallel else None
         self.comm = ActivationSharding(options.group, sequence, options.reduce_dtype, hides_launch_latency=True)
         self.plan = self._plan()
+        # The two buffers of the plan. Both are uninitialized: chunks write before they read.
         self.weight_grad = self._new_weight_grad() if self.needs_weight and self.in_place else None
         self.tail = x.new_empty(self.plan.tail if self.in_place else 0)
         self.input_grads: list[Tensor] = []
@@ -144,6 +149,7 @@ class ChunkedLinearCrossEntropy:
 
     def _new_weight_grad(self) -> Tensor:
         dtype = self.options.accumulate_dtype or self.weight.dtype
+        # Without tokens no chunk writes dW, which is then zero.
         new = torch.empty_like if self.plan.chunks else torch.zeros_like
         return new(self.weight, dtype=dtype, memory_format=torch.contiguous_format)
 
@@ -170,6 +176,7 @@ class ChunkedLinearCrossEntropy:
         # in the dW buffer and one in the tail. The pad label -1 is in no part.
         target = self._of_chunk(self.local_target, chunk, -1)
         parts = [(first, _matmul(self.weight[first:stop], x.t(), out)) for first, stop, out in self._places(chunk)]
+        # Labels relative to each part.
         targets = [target - first if first else target for first, _ in parts]
         each = [
             local_sums(part, own, self._terms, self._valid(first))
@@ -183,6 +190,7 @@ class ChunkedLinearCrossEntropy:
             sums = combined_sums(backend.all_gather(sums.unsqueeze(0), group))
         losses = token_losses(sums, self._terms).narrow(0, 0, self.options.gathered * (chunk.stop - chunk.start))
         yield losses.view(self.options.gathered, -1)
+        # Softmax minus one-hot, times the token's scale, in place: the logits are not needed again.
         if self.needs_input or self.needs_weight:
             scale = self._of_chunk(self.scale, chunk, 0.0)
             self._backward(
@@ -219,6 +227,7 @@ class ChunkedLinearCrossEntropy:
         places: list[tuple[int, int, Tensor | None]] = []
         if kept:
             assert self.weight_grad is not None
+            # dW may have a wider dtype (accumulate_dtype); here it is a buffer of logits.
             room = self.weight_grad.view(-1).view(self.x.dtype)
             places.append((0, kept, room[: kept * chunk.tokens].view(kept, chunk.tokens)))
         if kept < vocab:
@@ -230,6 +239,7 @@ class ChunkedLinearCrossEntropy:
     def _backward(self, chunk: Chunk, x: Tensor, grads: Sequence[tuple[int, Tensor]]) -> None:
         if self.needs_input:
             self._add_input_grad(chunk, grads)
+        # dX comes first: overwriting dW destroys the gradient of the logits.
         if chunk.in_weight_grad:
             self._overwrite_logits(chunk, x, grads)
         elif self.needs_weight:
@@ -241,6 +251,7 @@ class ChunkedLinearCrossEntropy:
             assert self.weight_grad is not None
             matmul_into(self.weight_grad, grad, x, accumulate=accumulate)
             return
+        # Functional path: dW is a new tensor for each chunk.
         wide = self.options.accumulate_dtype or grad.dtype
         product = grad.to(wide) @ x.to(wide)
         self.weight_grad = product if self.weight_grad is None else self.weight_grad + product
@@ -251,6 +262,7 @@ class ChunkedLinearCrossEntropy:
         # next ones are allocated.
         self._end_reduction()
         rows, hidden = chunk.stop - chunk.start, self.x.size(1)
+        # Write directly to the chunk's rows of dX, unless padding would spill into the next rows.
         in_tail = self.plan.input_grad and chunk.tokens == rows
         out = self.tail[: self.x.numel()].view(-1, hidden)[chunk.start : chunk.stop] if in_tail else None
         # dX = sum over parts of dlogits_part^t @ weight_part. The part in the tail comes first: the
@@ -261,6 +273,8 @@ class ChunkedLinearCrossEntropy:
             total = _matmul(grad.t(), weight, out) if total is None else total.addmm_(grad.t(), weight)
         assert total is not None
         total = total[: self.options.gathered * rows]  # without the alignment padding
+        # The local dX is a partial sum over the vocabulary shards. The reduction overlaps with this
+        # chunk's dW GEMM and with the next chunk.
         if backend.group_size(self.options.group) == 1:
             self.input_grads.append(total)
         else:
@@ -277,10 +291,12 @@ class ChunkedLinearCrossEntropy:
         weight_grad = cast(Tensor, self.weight_grad)
         vocab, kept = self.weight.size(0), self.plan.kept(chunk)
         offset, window_rows = self.plan.window(chunk)
+        # The window is [window_rows, H] in the dtype of dW, after the logits in the tail.
         window = self.tail[offset:][: window_rows * self.plan.weight_grad]
         window = window.view(weight_grad.dtype).view(window_rows, -1)
         parts = dict(grads)
         for start, stop, direct in overwriting_ranges(vocab, kept, chunk.tokens, self.plan.weight_grad, window_rows):
+            # A range is in one part only: the operand is in dW (first 0) or in the tail.
             first = 0 if start < kept else kept
             out = weight_grad[start:stop] if direct else window[: stop - start]
             matmul_into(out, parts[first][start - first : stop - first], x)
@@ -295,6 +311,7 @@ class ChunkedLinearCrossEntropy:
         parts = self.input_grads
         if not self.plan.input_grad:
             return torch.cat(parts).to(self.x.dtype) if parts else torch.zeros_like(self.x)
+        # Chunks without padding are already in their rows of the tail.
         grad = self.tail[: self.x.numel()].view_as(self.x)
         for chunk, part in zip(self.plan.chunks, parts, strict=True):
             if chunk.tokens > chunk.stop - chunk.start:  # computed in its own buffer, with padding

@@ -44,6 +44,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         if in_backward:
             ctx.save_for_backward(x, weight, target)
         scale = _token_scale(valid, options, wide_dtype(x.dtype))
+        # Without gradients a chunk costs one GEMM (logits) instead of three (logits, dX, dW).
         needs = (False, False) if in_backward or not with_grad else ctx.needs_input_grad[:2]
         losses, *grads = ChunkedLinearCrossEntropy(x, weight, target, scale, options, needs).run()
         if not in_backward:
@@ -149,6 +150,7 @@ def fused_linear_cross_entropy(
     terms = LossTerms(vocab_size or columns, label_smoothing, z_loss_weight, softcap)
     _check(hidden, weight, target, columns, reduction, terms, logits_bytes)
     sharded = sequence_parallel_enabled and backend.group_size(group) > 1
+    # Sequence first: target [S, B] then reshapes to [T, s * B], one row of labels for each rank.
     if sharded and check_sequence_dimension(sequence_dimension):
         hidden, target = hidden.movedim(1, 0), target.movedim(1, 0)
     options = HeadOptions(group, sharded, ignore_index, reduction, logits_bytes, accumulate_dtype, reduce_dtype, terms)
