@@ -118,7 +118,7 @@ class LlamaDecoderLayer(nn.Module):
         self.post_attention_layernorm = factory.rms_norm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, hidden: Tensor, rope: RopeTables, mask: AttentionMask) -> Tensor:
-        # add_and_norm adds the previous block's output and normalizes the sum in one kernel.
+        # add_and_norm adds the previous block's output and normalizes the sum, in one kernel on GPUs.
         normed, hidden = add_and_norm(self.input_layernorm, hidden)
         attended = self.self_attn(normed, rope, mask)
         normed, hidden = add_and_norm(self.post_attention_layernorm, hidden, attended)

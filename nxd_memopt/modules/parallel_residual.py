@@ -60,7 +60,7 @@ class _NormalisedColumns(torch.autograd.Function):
         by_affine: list[Tensor] = []
 
         def rows(start: int, stop: int) -> Tensor:
-            # d(norm_i output) = dY_i W_i for each branch; one kernel gives the gradients of the
+            # d(norm_i output) = dY_i W_i for each branch; one call gives the gradients of the
             # normalized rows, summed over the branches, and of gains and shifts.
             input_grads = [grad[start:stop] @ weight for grad, weight in zip(output_grads, weights, strict=True)]
             by_rows, part = affine_branches_gradient(gathering.wait()[start:stop], input_grads, gains)

@@ -236,8 +236,8 @@ def mark_sequence_parallel(module: nn.Module, enabled: bool) -> None:
 def is_unmodified(module: nn.Module, cls: type[nn.Module]) -> bool:
     """Return whether calling ``module`` runs ``cls.forward`` and nothing else.
 
-    False for subclasses, a replaced ``forward``, and module or global hooks. Fused paths that
-    bypass ``module.__call__`` are used only if this is True.
+    False for subclasses, a replaced ``forward``, and module or global hooks. Fused paths use
+    it to decide whether they may bypass ``module.__call__``.
     """
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     is_watched = any(hooks) or torch.nn.modules.module._has_any_global_hook()
