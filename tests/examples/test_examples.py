@@ -1,0 +1,73 @@
+"""Runs every file of docs/examples on two CPU processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from nxd_memopt.backends import backend
+from tests.training.runs import LINES, byte_tokenizer, environment, summary, write_jsonl
+
+pytestmark = pytest.mark.skipif(backend.name != "cpu", reason="the examples do not depend on the device")
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
+SIZES = {"vocab_size": 257, "hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "eos_token_id": 256}
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face directory with a small LLaMA and a tokenizer."""
+    directory = tmp_path_factory.mktemp("pretrained")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SIZES, **HEADS, bos_token_id=None, pad_token_id=None)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    byte_tokenizer().save_pretrained(directory)
+    return directory
+
+
+def run(*arguments: str | Path, ranks: int = 2) -> str:
+    """Return what ``torchrun`` prints."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    command = [*torchrun, *map(str, arguments)]
+    path = os.pathsep.join([str(EXAMPLES.parents[1]), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(command, env=environment(PYTHONPATH=path), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def losses(output: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", output)]
+
+
+def test_a_training_loop(pretrained: Path, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("\n".join(LINES), encoding="utf-8")
+    arguments = ("--model", pretrained, "--text", tmp_path / "text", "--seq-length", "32", "--lr", "0.01")
+    found = losses(run(EXAMPLES / "train_loop.py", *arguments, "--output", tmp_path / "export"))
+    alone = losses(run(EXAMPLES / "train_loop.py", *arguments, "--output", tmp_path / "export1", ranks=1))
+    assert len(found) == 10 and found[-1] < found[0]
+    assert found == pytest.approx(alone, rel=0.02)  # bf16, sums in another order
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+
+
+def test_a_script_of_neuronx_distributed() -> None:
+    found = losses(run("-m", "nxd_memopt.compat", EXAMPLES / "nxd_script.py"))
+    assert len(found) == 5 and found[-1] < found[0]
+
+
+def test_continued_pretraining(pretrained: Path, tmp_path: Path) -> None:
+    corpus = write_jsonl(tmp_path / "corpus.jsonl", LINES)
+    options = ["--model.pretrained", pretrained, "--data.dataset", corpus, "--trainer.output-dir", tmp_path / "run"]
+    options += ["--data.seq-length", "32", "--trainer.max-steps", "4", "--trainer.save-interval", "2"]
+    config = EXAMPLES / "continue_pretraining.yaml"
+    run("-m", "nxd_memopt.training", "--config", config, *options, "--optimizer.warmup-steps", "1")
+    result = summary(tmp_path / "run")
+    assert result["steps"] == 4
+    assert result["transformers_difference"] < 0.02  # bf16
