@@ -59,7 +59,7 @@ class Backend(ABC):
     equal_heads_implementations: tuple[str, ...] = ()
     """Implementations without grouped-query support, for which K and V are repeated to h heads."""
     views_share_memory: bool = True
-    """Whether a view and its base share memory, so that writing into a slice saves another tensor."""
+    """Whether a view and its base share memory, so that a write into a slice needs no new tensor."""
     scalars_are_compiled: bool = False
     """Whether a Python number in an operation may become a constant of a compiled kernel.
 
@@ -103,7 +103,7 @@ class Backend(ABC):
         """
 
     def initialize_collectives(self) -> None:
-        """Run a first collective over the world, if the device's runtime needs one to set up links."""
+        """Run a first collective over the world, if the runtime needs one to set up links."""
         return
 
     def release_groups(self) -> None:
@@ -299,7 +299,7 @@ class Backend(ABC):
         self.mark_step()
 
     def mark_step(self) -> None:
-        """End the step: a device that records graphs lazily compiles and runs the recorded graph."""
+        """End the step: a device that records graphs lazily compiles and runs its graph."""
         return
 
     def synchronize(self) -> None:
@@ -374,7 +374,7 @@ class Backend(ABC):
         """
 
     def compile_refusal(self) -> str | None:
-        """Return why ``compile`` would compile nothing on this device, or ``None`` if it compiles."""
+        """Return why ``compile`` would compile nothing here, or ``None`` if it compiles."""
         return None
 
     @abstractmethod

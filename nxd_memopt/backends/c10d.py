@@ -22,7 +22,7 @@ _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.R
 
 
 class _Work:
-    """Started torch.distributed collective; keeps its input alive until the collective has read it."""
+    """Started torch.distributed collective. It keeps its input alive until it has been read."""
 
     def __init__(self, work: dist.Work | None, source: Tensor, result: Tensor) -> None:
         self._work, self._source, self._result = work, source, result

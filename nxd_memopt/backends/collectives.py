@@ -17,7 +17,7 @@ class Pending(Protocol):
 
 
 class Completed:
-    """``Pending`` whose result is already complete, for devices without asynchronous collectives."""
+    """``Pending`` with a complete result, for devices without asynchronous collectives."""
 
     def __init__(self, result: Tensor) -> None:
         self._result = result
