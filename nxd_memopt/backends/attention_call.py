@@ -44,8 +44,7 @@ class AttentionCall:
         sequence_multiple: int = 1,
         packs: bool = False,
     ) -> str | None:
-        """Return why a flash kernel without mask and dropout cannot run the call, or None if it
-        can.
+        """Return why a flash kernel without mask and dropout cannot run the call, or None.
 
         Args:
             kernel: name for the message.

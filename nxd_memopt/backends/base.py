@@ -59,7 +59,7 @@ class Backend(ABC):
     equal_heads_implementations: tuple[str, ...] = ()
     """Implementations without grouped-query support, for which K and V are repeated to h heads."""
     views_share_memory: bool = True
-    """Whether a view and its base share memory, so that a write into a slice needs no new tensor."""
+    """Whether a view and its base share memory, so that writing to a slice needs no new tensor."""
     scalars_are_compiled: bool = False
     """Whether a Python number in an operation may become a constant of a compiled kernel.
 

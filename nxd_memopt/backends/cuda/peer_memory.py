@@ -175,7 +175,7 @@ class PeerMemory:
 
     @contextmanager
     def copying(self, stream: torch.cuda.Stream, main: torch.cuda.Stream, done: torch.cuda.Event) -> Iterator[None]:
-        """Run copies on ``stream`` after all work queued on ``main``; record ``done`` after them."""
+        """Run copies on ``stream`` after the work queued on ``main``; then record ``done``."""
         self._made.record(main)
         stream.wait_event(self._made)
         torch.cuda.set_stream(stream)
@@ -367,7 +367,7 @@ class PeerReduction(_Operation):
 
 
 def sum_over_ranks(own: Tensor, parts: Tensor, rank: int) -> Tensor:
-    """Sum ``parts``, ``[size, ...]``, in rank order, in fp32 or wider; ``own`` is rank ``rank``'s."""
+    """Sum ``parts``, ``[size, ...]``, in rank order, in fp32 or wider; ``own`` is for ``rank``."""
     if len(parts) == 2:
         # one addition rounds once, as a sum in fp32 does
         return own + parts[1 - rank]

@@ -17,8 +17,7 @@ TRN2_ROWS_AROUND_TORUS = (0, 3, 1, 2)
 
 
 def neuron_order(environment: Mapping[str, str], world_size: int, tensor_model_parallel_size: int) -> list[int]:
-    """Return the global ranks in the order in which tensor-parallel groups of this machine take
-    them.
+    """Return the global ranks in the order in which tensor-parallel groups take them.
 
     On platforms other than trn1 and trn2 the order is ``0, 1, 2, ...``.
     """
