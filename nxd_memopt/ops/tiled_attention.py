@@ -31,11 +31,11 @@ def refusal(call: AttentionCall) -> str | None:
 
 
 def tile_length(sequence_length: int) -> int:
-    """Return the positions per tile: 512, or S / 8 rounded up to a multiple of 128 for S above
-    4096.
+    """Return the positions per tile: S / 8 rounded up to a multiple of 128, and at least 512.
 
     With at most 8 x 8 tiles, of which causality needs 36, the number of operations per layer in a
-    compiled graph is bounded for every S. The scores of one tile are 1/64 of S x S.
+    compiled graph is bounded for every S. The scores of one tile are 1/64 of S x S for long
+    sequences.
     """
     eighth = -(-sequence_length // _MOST_TILES)
     return max(_SHORTEST_TILE, -(-eighth // _TILE_MULTIPLE) * _TILE_MULTIPLE)

@@ -51,7 +51,7 @@ def _address(addresses, index, like, ALIGNED: tl.constexpr):  # noqa: N803
 
 @triton.jit
 def _tensor_of(table, count, chunk):
-    """Return the last row of ``table`` whose first chunk is not after ``chunk``, by binary search."""
+    """Return the last row whose first chunk is not after ``chunk``, by binary search."""
     low, high = 0, count
     while high - low > 1:
         middle = (low + high) // 2

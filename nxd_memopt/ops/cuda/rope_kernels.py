@@ -27,7 +27,11 @@ def rope(
     HALF: tl.constexpr,  # noqa: N803
     REST: tl.constexpr,  # noqa: N803
 ):
-    """All heads of one token; the transposed rotation is the gradient's."""
+    """Rotate all heads of one token per program.
+
+    Dimension i forms a pair with dimension i + half. ``TRANSPOSED`` applies the transposed
+    rotation, for gradients. ``REST`` dimensions after the rotated ones are copied.
+    """
     token, batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     column = tl.arange(0, HALF)
     is_column = column < half
@@ -42,6 +46,8 @@ def rope(
     mask = (head < heads)[:, None] & is_column[None, :]
     first = tl.load(source + column[None, :], mask=mask, other=0.0).to(tl.float32)
     second = tl.load(source + half + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    # y_1 = x_1 cos_1 - x_2 sin_1 and y_2 = x_2 cos_2 + x_1 sin_2; the tables of both halves may
+    # differ. The gradient is the transposed matrix times (dy_1, dy_2).
     if TRANSPOSED:
         turned_1, turned_2 = first * cos_1 + second * sin_2, second * cos_2 - first * sin_1
     else:
