@@ -42,6 +42,7 @@ def require_transformers(feature: str, *, extra: str = "models") -> ModuleType:
     try:
         transformers = importlib.import_module("transformers")
     except ImportError as error:
+        # an ImportError from inside transformers means that it is installed and broken
         is_absent = isinstance(error, ModuleNotFoundError) and error.name == "transformers"
         found = "it is not installed" if is_absent else f"the installed one cannot be imported ({error})"
         raise MissingDependencyError(f"{needed}, and {found}: {command}", name="transformers") from error
@@ -97,8 +98,10 @@ def why_missing(module: str, *, at_least: tuple[str, str] | None = None, **funct
     if reason is not None:
         return reason
     try:
+        # Import the module: only then are missing shared libraries and the functions' signatures
+        # known.
         found = importlib.import_module(module)
-    except Exception as error:  # packages raise errors of any type if a kernel or a device is missing
+    except Exception as error:  # of any type, if a kernel or a device is missing
         return f"{module} cannot be imported: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     absent = [name for name in functions if not hasattr(found, name)]
     if absent:
@@ -107,6 +110,7 @@ def why_missing(module: str, *, at_least: tuple[str, str] | None = None, **funct
         if not parameters:
             continue
         try:
+            # built-in functions may have no signature
             known = inspect.signature(getattr(found, name)).parameters
         except (TypeError, ValueError) as error:
             return f"{module}.{name} cannot be asked for its parameters: {error}"
@@ -122,7 +126,7 @@ def installed(*distributions: str) -> list[str]:
 
 
 def _outdated(distribution: str, earliest: str) -> str | None:
-    """Return why ``distribution`` is missing or older than ``earliest``, or None if it is neither."""
+    """Return why ``distribution`` is missing or older than ``earliest``, or None."""
     try:
         version = metadata.version(distribution)
     except metadata.PackageNotFoundError:

@@ -33,6 +33,7 @@ def require_divisible(what: str, value: int, by: str, divisor: int, remedy: str 
     if divisor < 1:
         raise ValueError(f"{by} must be at least 1, got {divisor}")
     if value % divisor:
+        # the nearest multiples of the divisor; 0 is no remedy
         lower, upper = value // divisor * divisor, -(-value // divisor) * divisor
         near = f"{lower} or {upper}" if lower else f"{upper}"
         remedy = remedy or f"use {near} for {what}, or a {by} that divides {value}"
@@ -169,6 +170,7 @@ class MemoryConfig:
             raise ValueError(
                 "selective_activation_checkpointing_is_enabled=True contradicts recompute_granularity='full': set one"
             )
+        # the dataclass is frozen: resolve the switch once, so that readers see only NeMo's names
         object.__setattr__(self, "recompute_granularity", "selective")
 
     def _check_recompute_modules(self) -> None:
@@ -185,6 +187,7 @@ class MemoryConfig:
                 f"recompute_modules {list(names)} needs recompute_granularity 'selective', got "
                 f"{self.recompute_granularity!r}: set it, or leave recompute_modules out"
             )
+        # YAML gives a list: store a tuple, which is immutable
         object.__setattr__(self, "recompute_modules", tuple(names))
 
     def _check_recompute(self) -> None:

@@ -104,6 +104,7 @@ class UnchunkedAllGather:
 
     def wait(self, *, copy: bool = False) -> Tensor:
         del copy  # the result has its own memory; no later gather overwrites it
+        # Pending.wait() may be called once, but pieces() and length need the result too
         if self._result is None:
             self._result = self._pending.wait()
         return self._result

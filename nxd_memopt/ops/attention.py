@@ -69,6 +69,7 @@ def attention_implementation(
         if reason is not None:
             raise ValueError(f"attention_backend {attention_backend!r} cannot be met: {reason}; or use 'auto'")
         return attention_backend, f"attention_backend={attention_backend}"
+    # The first implementation that can run wins; the refusals of the others explain the choice.
     passed_over: list[str] = []
     for name in backend.attention_implementations:
         reason = _refusal(name, call)
@@ -165,6 +166,8 @@ def core_attention(
         return _packed_attention(query, key, value, mask, implementation, dropout_p)
     if implementation == "math":
         return _reference_attention(query, key, value, mask, dropout_p)
+    # Autocast casts the inputs of PyTorch's SDPA. The implementations below are custom Functions,
+    # whose inputs are cast here.
     if implementation == "sdpa" or implementation in _SDPA_KERNELS:
         return _sdpa(query, key, value, mask, dropout_p, implementation)
     with _one_dtype_under_autocast(query, key, value) as (query, key, value):
@@ -179,6 +182,7 @@ def _packed_attention(
     query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments, implementation: str, dropout_p: float
 ) -> Tensor:
     if implementation == "math":
+        # the reference materialises [B, 1, S, S]
         mask = documents.mask() & causal_mask(query.size(2), query.device)
         return _reference_attention(query, key, value, mask, dropout_p)
     if implementation == "sdpa":
@@ -237,6 +241,7 @@ def _reference_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor
     if mask is None:
         mask = causal_mask(query.size(2), query.device)
     scores = query @ key.transpose(-1, -2) * query.size(-1) ** -0.5
+    # the least number, not -inf: a row that is masked everywhere would be NaN
     scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
     weights = torch.softmax(scores, dim=-1, dtype=wide).to(query.dtype)
@@ -256,4 +261,5 @@ def padding_and_causal_mask(attention_mask: Tensor) -> Tensor:
     keep = attention_mask.bool()[:, None, None, :]
     causal = causal_mask(attention_mask.size(1), attention_mask.device)
     itself = torch.eye(attention_mask.size(1), dtype=torch.bool, device=attention_mask.device)
+    # [B, 1, 1, S] & [S, S] -> [B, 1, S, S]
     return (keep & causal) | itself

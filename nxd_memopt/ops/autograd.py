@@ -20,6 +20,7 @@ class ReusableContext:
 
     def __init__(self, factory: Callable[[], AbstractContextManager[None]]) -> None:
         self._factory = factory
+        # a stack, for entries that nest
         self._active: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> None:
@@ -43,6 +44,7 @@ def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(backward)
     def once(ctx: Any, *grads: Any) -> Any:
+        # grad mode is enabled in backward only under create_graph=True
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError("second derivatives of parallel layers are not supported: leave create_graph out")
         return backward(ctx, *grads)

@@ -69,6 +69,8 @@ def local_sums(logits: Tensor, local_target: Tensor, terms: LossTerms, valid: in
 
 def combined_sums(parts: Tensor) -> Tensor:
     """Combine the sums of all parts of the vocabulary, ``[parts, n, R] -> [n, R]``."""
+    # The log-sum-exp of the parts' log-sum-exps is the full one. The target's logit is non-zero in
+    # at most one part, and sums of logits add up.
     return torch.cat([parts[:, :1].logsumexp(0), parts[:, 1:].sum(0)])
 
 
@@ -116,6 +118,7 @@ def logits_gradient(
     grad = grad - torch.where(rows == local_target, (1 - terms.label_smoothing) * scale, 0.0)
     grad = grad - terms.label_smoothing / terms.vocab_size * scale if terms.label_smoothing else grad
     grad = grad * (1 - (capped / terms.softcap).square()) if terms.softcap else grad
+    # padding has p = exp(logit - lse) above 0, but no part in the loss
     grad = _without_padding(grad, valid, 0.0)
     return logits.copy_(grad) if backend.views_share_memory else grad.to(logits.dtype)
 
@@ -154,5 +157,6 @@ def _without_padding(values: Tensor, valid: int | Tensor | None, fill: float) ->
 
 def _target_logit(logits: Tensor, local_target: Tensor, terms: LossTerms) -> Tensor:
     held = (local_target >= 0) & (local_target < logits.size(0))
+    # gather needs valid indices: take row 0 for targets of other parts, and mask the result to 0
     picked = logits.gather(0, torch.where(held, local_target, 0).unsqueeze(0)).squeeze(0)
     return _capped(picked, terms).masked_fill(~held, 0.0)

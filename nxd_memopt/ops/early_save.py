@@ -26,6 +26,7 @@ class SavedInputs:
 
     def needs_grad(self) -> tuple[bool, ...]:
         """Return for each tensor whether its gradient is needed."""
+        # without the handle, which is the first input
         return self._ctx.needs_input_grad[1:]
 
 
@@ -36,6 +37,8 @@ class _Hold(torch.autograd.Function):
     def forward(ctx: Any, handle: SavedInputs, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
+        # The handle reads the tensors from this node, so checkpoint's saved-tensor hooks apply to
+        # them.
         handle._ctx = ctx
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
@@ -75,5 +78,6 @@ def saved_inputs(ctx: Any) -> tuple[tuple[Tensor, ...], tuple[bool, ...]]:
     Call in the backward of the Function that called ``link_saved_inputs``.
     """
     if ctx.handle is None:
+        # the last inputs of the Function are the ones that link_saved_inputs saved
         return ctx.saved_tensors, ctx.needs_input_grad[-ctx.count :]
     return ctx.handle.tensors(), ctx.handle.needs_grad()

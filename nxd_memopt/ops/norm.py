@@ -29,6 +29,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if can_use_triton(x, weight):
         return cuda.add_rms_norm(x, None, weight, eps)[0]
     wide = x if x.dtype == torch.float64 else x.float()
+    # [..., H] * [..., 1]
     normalised = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight * normalised.to(x.dtype)
 
@@ -81,6 +82,7 @@ def normalise_gradient(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> T
         rstd: ``[..., 1]``, from ``normalise``.
     """
     if x.device.type in _NATIVE_LAYER_NORM:
+        # gradients of x, weight, bias
         wanted = [True, False, False]
         return torch.ops.aten.native_layer_norm_backward(grad, x, [x.size(-1)], mean, rstd, None, None, wanted)[0]
     wide = grad.to(rstd.dtype)

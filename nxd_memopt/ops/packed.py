@@ -70,6 +70,7 @@ def _check(cu_seqlens: Tensor, total: int, sequence_length: int) -> None:
         raise ValueError(f"cu_seqlens must go from 0 to the batch's {total} tokens, got {first} to {last}")
     if bool((cu_seqlens.diff() < 0).any()):
         raise ValueError(f"cu_seqlens must not decrease, got {cu_seqlens.tolist()}")
+    # the first token of each row must be a boundary
     rows = torch.arange(0, total, sequence_length, dtype=cu_seqlens.dtype)
     crossed = rows[~torch.isin(rows, cu_seqlens)].tolist()
     if crossed:
@@ -101,6 +102,7 @@ def flash_attention(query: Tensor, key: Tensor, value: Tensor, documents: Packed
     assert attend is not None
     # torch 2.10 has is_causal, later versions have windows
     known = inspect.signature(attend).parameters
+    # causal: a window without limit to the left and of 0 to the right
     options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
     if "enable_gqa" in known:
         options["enable_gqa"] = query.size(1) != key.size(1)
@@ -129,6 +131,7 @@ def attention_by_document(
     rows: list[list[Tensor]] = [[] for _ in range(query.size(0))]
     for start, stop in pairwise(starts):
         if stop > start:
+            # no document crosses a row, so a row's outputs concatenate along S in order
             row, first = divmod(start, length)
             parts = (x[row : row + 1].narrow(2, first, stop - start) for x in (query, key, value))
             rows[row].append(attend(*parts))

@@ -20,6 +20,7 @@ def packed_view(tensors: Sequence[Tensor], dim: int) -> Tensor | None:
     first = tensors[0]
     if len(tensors) == 1:
         return first
+    # adjacency is a property of real storages, which a trace does not have
     if not backend.views_share_memory or torch.compiler.is_compiling():
         return None
     dim %= first.dim()
@@ -90,10 +91,11 @@ def _is_dense(tensor: Tensor) -> bool:
 class Layout:
     """Relative positions of tensors in one storage.
 
-    Gradients with the layout of their tensors can be packed into one view as the tensors can.
+    Gradients with the layout of packed tensors have a packed view too.
 
     Args:
-        span: elements of the dense tensor whose chunks the tensors are; ``None`` if there is none.
+        span: elements of the dense tensor that the tensors fill as consecutive chunks; ``None`` if
+            there is none.
         shapes: of the tensors.
         strides: of the tensors, in elements.
         offsets: of the tensors from the first one in memory, in elements.
@@ -148,5 +150,6 @@ def _dense(like: Tensor, shape: torch.Size, strides: tuple[int, ...]) -> Tensor:
 
     Expanded dimensions (stride 0) get their own memory.
     """
+    # the meta tensor only carries the order of dimensions; it uses no memory
     model = torch.empty_strided(shape, strides, device="meta")
     return torch.empty_like(model, dtype=like.dtype, device=like.device)

@@ -61,5 +61,6 @@ class _SplitSizes(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        # gradients that a kernel wrote next to each other need no copy
         adjacent = packed_view(grads, ctx.dim)
         return torch.cat(grads, dim=ctx.dim) if adjacent is None else adjacent, None, None

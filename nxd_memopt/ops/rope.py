@@ -29,6 +29,7 @@ def rope_frequencies(rotary_dim: int, rope_parameters: Mapping[str, Any]) -> Ten
     """
     kind = rope_parameters.get("rope_type", "default")
     require_one_of("rope_type", kind, ROPE_TYPES)
+    # theta^(-2i / rotary_dim) for i in [0, rotary_dim / 2), always on the CPU in fp32
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64, device="cpu").float() / rotary_dim
     frequencies = 1.0 / (rope_parameters["rope_theta"] ** exponents)
     if kind == "linear":
@@ -87,6 +88,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     if can_use_triton(x, cos, sin) and not cos.requires_grad:
         return cuda.apply_rope(x, cos, sin)
+    # [B, 1, S, rotary_dim] broadcasts over heads
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     rotary_dim = cos.size(-1)
     rotated, passed = x[..., :rotary_dim], x[..., rotary_dim:]

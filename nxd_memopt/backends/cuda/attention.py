@@ -47,6 +47,7 @@ def implementations(major: int) -> tuple[str, ...]:
     Args:
         major: major compute capability, such as 9 for Hopper.
     """
+    # PyTorch's flash and cuDNN kernels need compute capability 8.0; flash4 is for 9.0 and newer.
     if major < 8:
         fused: tuple[str, ...] = ()
     elif major == 8:

@@ -62,6 +62,7 @@ class CudaBackend(C10dBackend):
 
     def init_process_group(self, **kwargs: Any) -> None:
         torch.cuda.set_device(self.device)
+        # with device_id NCCL initialises eagerly, on this rank's device
         super().init_process_group(**{"device_id": self.device, **kwargs})
 
     def start_all_gather(
@@ -105,6 +106,8 @@ class CudaBackend(C10dBackend):
         ahead = hides_launch_latency or self._is_recording
         if own_bytes < (_PEER_MEMORY_BYTES_AHEAD if ahead else _PEER_MEMORY_BYTES):
             return None
+        # A refusal is cached too. All ranks decide alike: sizes and settings are equal on all of
+        # them.
         if group not in self._peer_memories:
             usable = self.peer_memory_refusal(get_process_group_ranks(group)) is None
             self._peer_memories[group] = PeerMemory(group, self.device) if usable else None
@@ -137,6 +140,7 @@ class CudaBackend(C10dBackend):
             memory.settle()
         assert beside is None or isinstance(beside, _Graph)
         self._keep_peak(self._unseen_bytes())
+        # graphs that never run at the same time may share one pool
         pool = torch.cuda.graph_pool_handle() if beside is None else beside.graph.pool()
         with ExitStack() as stack:
             for memory in memories:
@@ -203,6 +207,7 @@ class CudaBackend(C10dBackend):
         devices = [rank % local_size for rank in ranks]
         if max(devices) >= torch.cuda.device_count():
             return f"{local_size} ranks share a host and {torch.cuda.device_count()} GPUs are visible to this one"
+        # both directions of each pair
         for one, other in itertools.permutations(devices, 2):
             if not torch.cuda.can_device_access_peer(one, other):
                 return f"GPU {one} cannot map the memory of GPU {other}"

@@ -61,6 +61,7 @@ class CudaTransfers:
 
     def to_device(self, host: Tensor, after: Transfer) -> tuple[Tensor, Transfer]:
         target = torch.empty(host.numel(), dtype=torch.uint8, device=self.device)
+        # The block belongs to the current stream, but the copy on another stream writes it.
         target.record_stream(self._back)
         # its previous user may still run
         self._back.wait_stream(torch.cuda.current_stream(self.device))
@@ -73,6 +74,7 @@ class CudaTransfers:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))
         self._reached.append(event)
+        # wait for the device to reach the call of _AHEAD calls ago
         if len(self._reached) > self._AHEAD:
             self._reached.popleft().synchronize()
 

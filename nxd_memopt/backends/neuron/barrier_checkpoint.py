@@ -54,9 +54,8 @@ class _BarrierCheckpoint(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, region: _Region, forward_context: Any, anchor: Tensor, *tensors: Tensor) -> tuple[Any, ...]:
-        # The anchor requires a gradient. Backward therefore runs, and the region's parameters get
-        # their
-        # gradients, even if no argument requires one.
+        # The anchor requires a gradient, so backward runs and the region's parameters get gradients
+        # even if no argument requires one.
         del anchor
         ctx.region = region
         ctx.save_for_backward(*tensors)

@@ -137,6 +137,7 @@ class NeuronBackend(C10dBackend):
     def all_reduce(self, tensor: Tensor, group: ProcessGroup | None, op: str = "sum") -> Tensor:
         if not _is_integer(tensor) or self.group_size(group) == 1:
             return super().all_reduce(tensor, group, op)
+        # [...] -> [size, ...]
         gathered = self.all_gather(tensor.unsqueeze(0), group).cpu()
         reduced = {"sum": gathered.sum, "max": gathered.amax, "min": gathered.amin}[op](0)
         return reduced.to(device=tensor.device, dtype=tensor.dtype)
@@ -251,6 +252,7 @@ def _not_native_reason() -> str | None:
     locations = _package_locations()
     if locations is None:
         return f"{_PACKAGE} is not installed"
+    # PathFinder searches the package's directory without importing the package
     if PathFinder.find_spec(f"{_PACKAGE}.neuron_dynamo_backend", locations) is not None:
         return None
     version = _version()
@@ -262,6 +264,7 @@ def _not_native_reason() -> str | None:
 
 
 def _package_locations() -> list[str] | None:
+    # torch's device autoload may already have imported the package
     loaded = sys.modules.get(_PACKAGE)
     if loaded is not None:
         return list(getattr(loaded, "__path__", []))

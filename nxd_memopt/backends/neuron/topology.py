@@ -85,6 +85,7 @@ def trn1_order(world_size: int, tensor_model_parallel_size: int, *, workers_per_
     if size != _TRN1_STRIDED_SIZE or workers_per_node % size or world_size % workers_per_node:
         return list(range(world_size))
     stride = workers_per_node // size
+    # ranks start, start + stride, ...: one from each quarter of the node
     within = [start + step * stride for start in range(stride) for step in range(size)]
     return _repeat_per_node(within, world_size)
 
@@ -96,7 +97,7 @@ def trn2_order(
 
     The cores of a trn2 node form a torus of 4 rows. Rows 0 and 3 are linked, and rows 1 and 2 are
     linked. A group of two rows is therefore made of linked rows:
-    ``[0..15, 48..63], [16..31, 32..47]`` at T = 32 and LNC 2, and likewise at T = 64 and LNC 1.
+    ``[0..15, 48..63], [16..31, 32..47]`` at T = 32 and LNC 2, and the corresponding rows at T = 64 and LNC 1.
     Every other T, and every partly used node, takes consecutive ranks.
 
     Args:
@@ -108,6 +109,7 @@ def trn2_order(
     full_node = _TRN2_CORES // logical_nc_config
     if tensor_model_parallel_size * 2 != full_node or workers_per_node != full_node or world_size % full_node:
         return list(range(world_size))
+    # T is half of the node: each group takes two rows, which are neighbours in this order
     row = full_node // len(TRN2_ROWS_AROUND_TORUS)
     within = [rank for first in TRN2_ROWS_AROUND_TORUS for rank in range(first * row, (first + 1) * row)]
     return _repeat_per_node(within, world_size)

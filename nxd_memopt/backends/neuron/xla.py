@@ -207,6 +207,7 @@ class XlaBackend(C10dBackend):
         size = self.group_size(group)
         if size == 1 or self._through_host:
             return super().reduce_scatter_mean_list(tensors, group)
+        # divide before the sum, as the default implementation does
         parts = [tensor / size for tensor in tensors]
         return self._xm.reduce_scatter("sum", parts, 1.0, 0, size, groups=self._groups(group), pin_layout=False)
 
@@ -253,6 +254,7 @@ class XlaBackend(C10dBackend):
 
     def synchronize(self) -> None:
         self._torch_xla.sync()
+        # sync() starts the graph; the host waits for it here
         self._xm.wait_device_ops()
 
     def memory_allocated(self) -> int | None:

@@ -51,6 +51,7 @@ def adamw(updates: Sequence[Update], *, lr: float, beta1: float, beta2: float, e
     """
     # 1 - beta in float64 on the host: from fp32's 0.999 it would be off by 1e-5
     numbers = lr, 1 - beta1, beta2, 1 - beta2, eps, weight_decay
+    # Pointer types are compile-time constants of the kernel: one launch per combination of dtypes.
     kinds: dict[tuple[Any, ...], list[Update]] = {}
     for update in updates:
         kinds.setdefault(_kind(update), []).append(update)
@@ -97,6 +98,7 @@ def _launch(
 ) -> None:
     first = updates[0]
     chunks = [-(-update.param.numel() // _CHUNK) for update in updates]
+    # prefix sums: the grid has one program per chunk of all tensors
     first_chunks = itertools.accumulate(chunks[:-1], initial=0)
     # One row per tensor: four addresses, the size, the number of its first chunk. A program finds
     # its tensor by binary search over the first chunks.

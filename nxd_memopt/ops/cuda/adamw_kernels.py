@@ -35,6 +35,7 @@ def _update_chunk(
         # m + (g - m) * (1 - beta1), in the two forms that torch.lerp uses
         m = tl.where(mean_rate < 0.5, m + (g - m) * mean_rate, g - (g - m) * (1.0 - mean_rate))
         v = beta2 * tl.load(square + place, mask=mask, other=0.0).to(tl.float32) + square_rate * g * g
+        # decoupled weight decay, then the step of the bias-corrected moments
         p = tl.load(param + place, mask=mask, other=0.0).to(tl.float32) * (1.0 - lr * weight_decay)
         p -= step_size * m / (tl.sqrt(v) / root_of_correction + eps)
         tl.store(param + place, p.to(param.dtype.element_ty), mask=mask)
@@ -52,6 +53,7 @@ def _address(addresses, index, like, ALIGNED: tl.constexpr):  # noqa: N803
 @triton.jit
 def _tensor_of(table, count, chunk):
     """Return the last row whose first chunk is not after ``chunk``, by binary search."""
+    # invariant: first chunk of row low <= chunk < first chunk of row high
     low, high = 0, count
     while high - low > 1:
         middle = (low + high) // 2
@@ -128,6 +130,7 @@ def adamw_of_one(
     BLOCK: tl.constexpr,  # noqa: N803
 ):
     """Update one chunk of a single tensor per program, without a table on the device."""
+    # 64-bit offsets: a tensor may have more than 2^31 elements
     first = tl.program_id(0).to(tl.int64) * CHUNK
     _update_chunk(
         param,

@@ -112,6 +112,7 @@ def flash4(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor | None,
 @flash4.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor | None, longest: int) -> tuple[Tensor, Tensor]:
     del key, value, boundaries, longest
+    # log-sum-exps: [B, S, h, d] -> [B, h, S]; packed [B * S, h, d] -> [h, B * S]
     sizes = [*query.shape[:-3], query.size(-2), query.size(-3)]
     return torch.empty_like(query), query.new_empty(sizes, dtype=torch.float32)
 

@@ -143,8 +143,13 @@ def gradient(
 ):
     """Overwrite the logits with their gradient.
 
-    The label's element is computed separately, from its logit, which is read before the loop
-    overwrites it.
+    Per logit x: ``p_scale * softmax - uniform_weight * weight``, times the slope of soft-capping;
+    the label's element also loses ``target_weight * weight``. ``p_scale`` is scale * (1 + 2 z lse),
+    ``target_weight`` is 1 - e and ``uniform_weight`` is e / V.
+
+    The label's element is computed separately, from its logit. The logit is read before any thread
+    overwrites it, and its gradient is stored after the loop; a barrier separates each of the two
+    from the loop.
     """
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     is_token = token < tokens
@@ -156,8 +161,6 @@ def gradient(
     last = tl.minimum(first + RANGE, vocab)
     labelled = is_token & (label >= first) & (label < last)
     label_place = logits + label * stride + token
-    # Read the label's logit before any thread overwrites it (barrier below); its gradient is stored
-    # after the loop (second barrier).
     label_logit = tl.load(label_place, mask=labelled, other=0.0).to(tl.float32)
     tl.debug_barrier()
     for start in range(first, last, ROWS):
@@ -167,7 +170,6 @@ def gradient(
         x = tl.load(place, mask=mask, other=0.0).to(tl.float32)
         capped = _tanh(x / softcap) if SOFTCAP else x
         x = softcap * capped if SOFTCAP else x
-        # softmax p times scale * (1 + 2 z lse), which the host passes as p_scale
         grad = exp2(x * _LOG2_E - lse[None, :]) * p_scale[None, :]
         if SMOOTHING:
             grad -= uniform_weight * weight[None, :]
@@ -182,7 +184,6 @@ def gradient(
         capped_label = _tanh(label_logit / softcap)
         label_logit = softcap * capped_label
         slope = 1.0 - capped_label * capped_label
-    # as above, minus (1 - e) * scale for the label: target_weight is 1 - e, uniform_weight is e / V
     label_grad = exp2(label_logit * _LOG2_E - lse) * p_scale - (target_weight + uniform_weight) * weight
     tl.store(label_place, (label_grad * slope).to(logits.dtype.element_ty), mask=labelled)
 

@@ -58,6 +58,8 @@ class _AddRMSNorm(torch.autograd.Function):
         options = {"ADDS": adds, "BLOCK": power_of_2(hidden), "num_warps": 8}
         _kernels().rms_norm_forward[(rows,)](flat, other, weight, total, y, rstd, hidden, eps, **options)
         ctx.adds = adds
+        # Saves the norm's input and 4 bytes per row; the normalised values are recomputed in
+        # backward.
         ctx.save_for_backward(total if adds else x, weight, rstd)
         return y, total if adds else x
 
@@ -74,6 +76,7 @@ class _AddRMSNorm(torch.autograd.Function):
         dtotal = grad if total_grad is None else total_grad.contiguous()
         rows, hidden = rstd.numel(), x.size(-1)
         programs, rows_each = _ranges(rows, 1, _NORM_PROGRAMS)
+        # The weight's gradient: [programs, H] partial sums in fp32, summed by a second launch.
         dx, parts = torch.empty_like(flat), torch.empty(programs, hidden, dtype=torch.float32, device=x.device)
         adds, block = total_grad is not None, power_of_2(hidden)
         # Rows of x, dy (and dtotal) are prefetched, unless two stages of them exceed the shared
@@ -150,14 +153,13 @@ class _Gated(torch.autograd.Function):
         # projection's backward needs no copy.
         dgate, dup = Layout.of(gate, up).empty(gate)
         grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+        # without WITH_VALUE the kernel does not write its last tensor: pass any tensor
         _on_rows(_kernels().gated_backward, ctx.kind, gate, up, grad, dgate, dup, grad, WITH_VALUE=False)
         return dgate, dup, None
 
 
 def _on_rows(kernel: Any, kind: str, *tensors: Tensor, **options: Any) -> None:
-    """Launch ``kernel`` with one program per row and block of columns, and each tensor's row
-    stride.
-    """
+    """Launch ``kernel`` with a program per row and block of columns; pass each row stride."""
     rows, width = tensors[0].shape
     grid, strides = (rows, -(-width // _BLOCK)), (t.stride(0) for t in tensors)
     kernel[grid](*tensors, *strides, width, KIND=kind, BLOCK=_BLOCK, num_warps=4, **options)
@@ -200,6 +202,7 @@ def gated_activation_gradient(gate: Tensor, up: Tensor, grad: Tensor, kind: str)
     """
     assert gate.stride(-1) == up.stride(-1) == 1
     grad = grad.contiguous()
+    # gradients overwrite gate and up, the value overwrites grad
     _on_rows(_kernels().gated_backward, kind, gate, up, grad, gate, up, grad, WITH_VALUE=True)
     return grad
 
@@ -217,7 +220,7 @@ def column_sums(x: Tensor) -> Tensor:
     """Implement ``ops.sums.column_sums``."""
     flat = _rows(x)
     rows, columns = flat.shape
-    # As many ranges of rows as fill the GPU with programs; few enough that the second sum is short.
+    # ranges x blocks programs, at most _SUM_PROGRAMS
     blocks = -(-columns // _SUM_COLUMNS)
     ranges, rows_each = _ranges(rows, _SUM_ROWS, _SUM_PROGRAMS // blocks)
     parts = torch.empty(ranges, columns, dtype=torch.float32, device=x.device)

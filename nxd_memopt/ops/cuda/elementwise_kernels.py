@@ -32,7 +32,7 @@ def rms_norm_forward(
     if ADDS:
         summed = (values + tl.load(added + row + column, mask=mask, other=0.0).to(tl.float32)).to(x.dtype.element_ty)
         tl.store(total + row + column, summed, mask=mask)
-        values = summed.to(tl.float32)
+        values = summed.to(tl.float32)  # statistics of the rounded sum, which backward reads
     scale = tl.rsqrt(tl.sum(values * values, 0) / hidden + eps)
     tl.store(rstd + tl.program_id(0), scale)
     normalised = (values * scale).to(x.dtype.element_ty)  # rounded before the weight, as LLaMA does
@@ -182,6 +182,7 @@ def column_sums(
     for start in tl.range(0, rows_each, ROWS, num_stages=3):  # prefetches rows
         row = first + start + tl.arange(0, ROWS)
         mask = (row < last)[:, None] & is_column[None, :]
+        # per-element accumulators: the sum over ROWS comes after the loop
         total += tl.load(x + row[:, None] * row_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
     target = sums + tl.program_id(0).to(tl.int64) * columns + column
     tl.store(target, tl.sum(total, 0).to(sums.dtype.element_ty), mask=is_column)
@@ -207,9 +208,11 @@ def _gelu(x):
     t = reciprocal(1.0 + 0.38890873 * tl.abs(x))
     series = 0.37985809 + t * (-0.25901972 + t * 0.053662392)
     series = t * (0.15079169 + t * (0.19542128 + t * (-0.020713727 + t * series)))
+    # exp(-x^2 / 2) as a power of 2: 0.72134752 = log2(e) / 2
     bell = exp2(x * x * -0.7213475204444817)
     beyond = series * bell  # 1 - P(|x|)
     below = tl.where(x < 0, beyond, 1.0 - beyond)
+    # d/dx (x P(x)) = P(x) + x p(x), with the density p(x) = bell / sqrt(2 pi)
     return x * below, below + x * 0.3989422804014327 * bell
 
 
@@ -218,6 +221,7 @@ def _tanh_gelu(x):
     """Return x s and its derivative, with s = sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3)."""
     # (1 + tanh(u)) / 2 = sigmoid(2 u)
     gate = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    # d(2 u)/dx; 1.5957691 = 2 sqrt(2 / pi), 0.134145 = 3 * 0.044715
     slope = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
     return x * gate, gate + x * gate * (1.0 - gate) * slope
 

@@ -47,7 +47,7 @@ class _RopeQKV(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.layout, ctx.in_place = Layout.of(query, key, value), in_place
         ctx.save_for_backward(cos, sin)
-        # detach() gives new tensors on the same memory, as autograd requires of results
+        # in place: detach() gives new tensors on the same memory, see increment_version below
         given = (query, key, value)
         results = [x.detach() for x in given] if in_place else [torch.empty_like(x) for x in given]
         _turn_all(given, results, cos, sin, in_place=in_place, transposed=False)
@@ -70,6 +70,7 @@ def _turn_all(
 
     Query and key take one launch if their heads are adjacent in memory.
     """
+    # [B, h, S, d] and [B, g, S, d] with adjacent heads are one [B, h + g, S, d]: one launch
     whole, turned = packed_view(given[:2], 1), packed_view(results[:2], 1)
     pairs = zip(given[:2], results[:2], strict=True) if whole is None or turned is None else [(whole, turned)]
     for x, y in pairs:
@@ -100,6 +101,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor, *, transposed: bool,
         sin,
         *x.stride()[:3],
         *y.stride()[:3],
+        # stride 0 broadcasts one table [1, S, rotary_dim] over the batch
         0 if cos.size(0) == 1 else cos.stride(0),
         heads,
         head_dim,

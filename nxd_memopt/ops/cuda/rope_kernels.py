@@ -35,6 +35,7 @@ def rope(
     token, batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     column = tl.arange(0, HALF)
     is_column = column < half
+    # a token's table row has 2 * half = rotary_dim entries
     table = batch * table_batch + token * 2 * half + column
     cos_1 = tl.load(cos + table, mask=is_column, other=0.0).to(tl.float32)[None, :]
     cos_2 = tl.load(cos + table + half, mask=is_column, other=0.0).to(tl.float32)[None, :]
