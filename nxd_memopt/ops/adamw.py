@@ -83,6 +83,8 @@ def adamw_update(
         eps: added to the root of the second moment, after the bias correction.
     """
     wide = arithmetic_dtype(param)
+    # Tensors in the arithmetic dtype are updated in place; .to() copies only narrower ones, which
+    # are written back at the end.
     new_param, new_mean, new_square, wide_grad = (tensor.to(wide) for tensor in (param, mean, square, grad))
     if numbers.decay is not None:
         new_param.mul_(numbers.decay)

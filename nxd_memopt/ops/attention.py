@@ -20,6 +20,7 @@ from nxd_memopt.ops.cuda import attention as cuda
 from nxd_memopt.ops.neuron import attention as nki
 from nxd_memopt.ops.packed import PackedDocuments, attention_by_document, flash_attention
 
+# Limits of this library's implementations; the backend knows the limits of PyTorch's kernels.
 _REFUSALS: dict[str, Callable[[AttentionCall], str | None]] = {
     "flash4": cuda.refusal,
     "tiled": tiled.refusal,
@@ -161,6 +162,7 @@ def core_attention(
     masked, packed = isinstance(mask, Tensor), isinstance(mask, PackedDocuments)
     call = AttentionCall(tuple(query.shape), key.size(1), masked, dropout_p, attention_dtype(query), packed)
     reason = _own_refusal(implementation, call)
+    # attention_implementation() has checked this; a direct call with another shape fails here
     assert reason is None, reason
     if isinstance(mask, PackedDocuments):
         return _packed_attention(query, key, value, mask, implementation, dropout_p)
@@ -206,6 +208,7 @@ def _sdpa(
     # enable_gqa leaves the repetition of KV heads for h/g query heads to the kernel
     gqa = query.size(1) != key.size(1)
     kernel = _SDPA_KERNELS.get(implementation)
+    # A mask includes causality, and SDPA takes either a mask or is_causal.
     with nullcontext() if kernel is None else sdpa_kernel(kernel):
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, dropout_p=dropout_p, is_causal=mask is None, enable_gqa=gqa

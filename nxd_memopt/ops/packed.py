@@ -45,6 +45,7 @@ class PackedDocuments:
         total = batch_size * sequence_length
         if cu_seqlens.device.type == "cpu":
             _check(cu_seqlens, total, sequence_length)
+        # [B * S + 1]: the last element is for documents that end with the batch
         starts = torch.zeros(total + 1, dtype=torch.int64, device=cu_seqlens.device)
         ends = cu_seqlens[1:].to(torch.int64)
         # a token's document number is the number of documents that ended before it

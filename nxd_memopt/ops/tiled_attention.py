@@ -159,7 +159,7 @@ def _backward(
             if cols not in _visible(rows, spans):
                 continue
             query_tile, grad_tile, *_ = backend.optimization_barrier([query_tile, grad_tile, *after])
-            # [B, g, r*t, c] is the only score-sized memory, one tile at a time
+            # tensors of scores are [B, g, r*t, c], of one pair of tiles at a time
             weights = (_scores(query_tile, key_tile, mask, rows, cols) - lse_tile).exp()
             dvalue += (weights.to(dtype).transpose(-1, -2) @ grad_tile).to(wide)
             dweights = (grad_tile @ value_tile.transpose(-1, -2)).to(wide)

@@ -37,6 +37,7 @@ class _Region:
     output_structure: pytree.TreeSpec | None = None
 
     def run(self, tensors: list[Tensor]) -> list[Any]:
+        # arguments in their first structure: saved tensors take the places of None
         waiting = iter(tensors)
         leaves = [next(waiting) if leaf is None else leaf.value for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.structure)
@@ -102,6 +103,7 @@ def _behind_barrier(
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     """Return the saved tensors and the output gradients, as results of one common barrier."""
     present = [grad for grad in grads if grad is not None]
+    # one barrier over inputs and gradients ties the recomputation to the incoming gradient
     fresh = iter(backend.optimization_barrier([*saved, *present]))
     return [next(fresh) for _ in saved], [None if grad is None else next(fresh) for grad in grads]
 
@@ -161,6 +163,7 @@ def barrier_checkpoint(
             "dtype": torch.get_autocast_dtype(device_type),
         },
     )
+    # the random states and the autocast settings above are the ones of the forward pass
     anchor = torch.empty((), device=backend.device, requires_grad=True)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     outputs = _BarrierCheckpoint.apply(region, forward_context, anchor, *tensors)

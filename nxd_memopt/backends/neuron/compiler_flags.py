@@ -61,8 +61,7 @@ def _parse(flags: str) -> tuple[list[str], list[int]]:
     for word in words:
         found = re.fullmatch(r"-O(.*)|--optlevel(?:=(.*))?", word)
         if found:
-            # The level is in the word itself or is the next word; after --optlevel= nothing may
-            # follow it.
+            # the level is part of the word, or the next word except after an empty --optlevel=
             level = found[1] or found[2] or ("" if word.endswith("=") else next(words, ""))
             if not level.isdecimal():
                 raise ValueError(f"NEURON_CC_FLAGS {flags!r}: {word} needs a level from 1 to 3, got {level!r}")

@@ -149,6 +149,7 @@ class NeuronBackend(C10dBackend):
 
     def reduce_scatter_async(self, tensor: Tensor, group: ProcessGroup | None) -> Pending:
         if _is_integer(tensor):
+            # summed on the host by all_reduce; this rank keeps its chunk
             return Completed(self.shard(self.all_reduce(tensor, group), 0, group))
         return super().reduce_scatter_async(tensor, group)
 

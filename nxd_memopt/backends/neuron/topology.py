@@ -96,9 +96,9 @@ def trn2_order(
     """Return the global ranks in the order in which trn2's tensor-parallel groups take them.
 
     The cores of a trn2 node form a torus of 4 rows. Rows 0 and 3 are linked, and rows 1 and 2 are
-    linked. A group of two rows is therefore made of linked rows:
-    ``[0..15, 48..63], [16..31, 32..47]`` at T = 32 and LNC 2, and the corresponding rows at T = 64 and LNC 1.
-    Every other T, and every partly used node, takes consecutive ranks.
+    linked. A group of two rows is therefore made of linked rows. At T = 32 and LNC 2 the groups are
+    ``[0..15, 48..63], [16..31, 32..47]``; T = 64 and LNC 1 takes the same rows. Every other T, and
+    every partly used node, takes consecutive ranks.
 
     Args:
         world_size: workers of all nodes.

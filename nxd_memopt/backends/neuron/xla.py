@@ -41,6 +41,7 @@ class XlaBackend(C10dBackend):
 
     def __init__(self) -> None:
         _prefer_neuron_cores()
+        # both set variables that torch_xla reads: before its import
         self.functionalization_note = _enable_functionalization()
         import torch_xla  # pyright: ignore[reportMissingImports]
         import torch_xla.core.xla_model as xm  # pyright: ignore[reportMissingImports]
@@ -180,6 +181,7 @@ class XlaBackend(C10dBackend):
             return tensor
         if self._through_host:
             return super().all_reduce(self._on_host(tensor), group, op).to(self.device)
+        # pin_layout=False leaves the layout to the compiler, here and in the other collectives
         return self._xm.all_reduce(op, tensor, groups=self._groups(group), pin_layout=False)
 
     def all_gather(self, tensor: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -196,6 +198,7 @@ class XlaBackend(C10dBackend):
         if self._through_host:
             return super().reduce_scatter_async(self._on_host(tensor), group).wait().to(self.device)
         groups = self._groups(group)
+        # scale 1.0, scatter dimension 0, one chunk per rank
         return self._xm.reduce_scatter("sum", tensor, 1.0, 0, size, groups=groups, pin_layout=False)
 
     def reduce_scatter_mean_list(self, tensors: Sequence[Tensor], group: ProcessGroup | None) -> list[Tensor]:

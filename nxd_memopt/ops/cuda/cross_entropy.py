@@ -88,6 +88,8 @@ def logits_gradient(
     """Implement ``ops.cross_entropy.logits_gradient`` in place, with one kernel launch."""
     kernels = _kernels()
     vocab, tokens = logits.shape
+    # Grid: blocks of tokens x ranges of the vocabulary. Tokens are contiguous; rows may have any
+    # stride, as in a slice of a larger buffer.
     kernels.gradient[(-(-tokens // _TOKENS), -(-vocab // _GRADIENT_RANGE))](
         logits,
         logits.stride(0),
@@ -119,6 +121,7 @@ def multiply_(tensor: Tensor, factor: Tensor) -> Tensor:
     the factor.
     """
     kernels = _kernels()
+    # A bounded number of programs, each with a loop: with factor 1 each of them reads one number.
     programs = min(-(-tensor.numel() // _MULTIPLY_BLOCK), _MULTIPLY_PROGRAMS)
     kernels.multiply[(programs,)](tensor, factor.float(), tensor.numel(), BLOCK=_MULTIPLY_BLOCK, num_warps=4)
     return tensor

@@ -50,6 +50,7 @@ class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
+        # One program per row. Each of x, added, total and y passes through memory once.
         rows, hidden = x.numel() // x.size(-1), x.size(-1)
         flat, adds = x.contiguous(), added is not None
         other = flat if added is None else added.contiguous()

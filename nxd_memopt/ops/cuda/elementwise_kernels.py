@@ -33,6 +33,7 @@ def rms_norm_forward(
         summed = (values + tl.load(added + row + column, mask=mask, other=0.0).to(tl.float32)).to(x.dtype.element_ty)
         tl.store(total + row + column, summed, mask=mask)
         values = summed.to(tl.float32)  # statistics of the rounded sum, which backward reads
+    # the row is in registers: one read of x, one write of y
     scale = tl.rsqrt(tl.sum(values * values, 0) / hidden + eps)
     tl.store(rstd + tl.program_id(0), scale)
     normalised = (values * scale).to(x.dtype.element_ty)  # rounded before the weight, as LLaMA does
@@ -64,6 +65,7 @@ def rms_norm_backward(
     column = tl.arange(0, BLOCK)
     mask = column < hidden
     scale_of = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
+    # the weight's gradient accumulates in registers over the rows of this program
     sums = tl.zeros([BLOCK], tl.float32)
     for row in tl.range(first, tl.minimum(first + rows_each, rows), num_stages=STAGES):
         place = row * hidden + column
@@ -273,6 +275,7 @@ def gated_forward(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
+    # gate and up may be halves of one [rows, 2 F] tensor: each has its own row stride
     value, _ = _activated(tl.load(gate + row * gate_row + column, mask=mask, other=0.0).to(tl.float32), KIND)
     factor = tl.load(up + row * up_row + column, mask=mask, other=0.0).to(tl.float32)
     tl.store(y + row * y_row + column, (value * factor).to(y.dtype.element_ty), mask=mask)

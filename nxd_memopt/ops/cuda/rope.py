@@ -58,6 +58,7 @@ class _RopeQKV(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         # attention's backward may have created them in this layout
         in_place = ctx.in_place and ctx.layout.is_that_of(*grads)
+        # gradients in the layout of the inputs, so that the projection's backward sees one tensor
         results = grads if in_place else ctx.layout.empty(grads[0])
         _turn_all(grads, results, *ctx.saved_tensors, in_place=in_place, transposed=True)
         return *results, None, None, None
@@ -133,6 +134,7 @@ def apply_rope_qkv(
     query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, *, in_place: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Implement ``ops.rope.apply_rope_qkv``."""
+    # chunks of one projection's output: only then can gradients be written as one tensor
     is_joined = all(x.stride(-1) == 1 for x in (query, key, value)) and Layout.of(query, key, value).span is not None
     if not is_joined:
         return apply_rope(query, cos, sin), apply_rope(key, cos, sin), value

@@ -45,6 +45,7 @@ def rope(
     source = x + batch * x_batch + token * x_token + head[:, None] * x_head
     target = y + batch * y_batch + token * y_token + head[:, None] * y_head
     mask = (head < heads)[:, None] & is_column[None, :]
+    # both halves are read before either is written, so y may be x
     first = tl.load(source + column[None, :], mask=mask, other=0.0).to(tl.float32)
     second = tl.load(source + half + column[None, :], mask=mask, other=0.0).to(tl.float32)
     # y_1 = x_1 cos_1 - x_2 sin_1 and y_2 = x_2 cos_2 + x_1 sin_2; the tables of both halves may

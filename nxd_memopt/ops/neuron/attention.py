@@ -81,6 +81,7 @@ class _NkiAttention(torch.autograd.Function):
         # flash_attn_bwd has no grouped heads: repeat K and V
         repeats = query.size(1) // key.size(1)
         repeated = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
+        # contiguous [B, h, d, S] copies
         layout = [_head_dim_first(tensor) for tensor in (query, *repeated, output, grad_output.to(output.dtype))]
         kernels = importlib.import_module(_KERNELS)
         dquery, dkey, dvalue = kernels.flash_attn_bwd[query.size(0), query.size(1)](
