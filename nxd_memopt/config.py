@@ -94,6 +94,7 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         size = self.tensor_model_parallel_size
+        # type(), not isinstance(): a bool is an int too
         if type(size) is not int:
             raise ValueError(f"tensor_model_parallel_size must be an integer, got {size!r}")
         if type(self.sequence_parallel_enabled) is not bool:

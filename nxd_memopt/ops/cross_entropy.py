@@ -59,6 +59,7 @@ def local_sums(logits: Tensor, local_target: Tensor, terms: LossTerms, valid: in
     """
     if can_use_triton(logits):
         return cuda.local_sums(logits, local_target, terms, valid)
+    # an fp32 copy [v, R] of the logits, which the Triton kernels do without
     capped = _without_padding(_capped(logits, terms), valid, -torch.inf)
     sums = [capped.logsumexp(0), _target_logit(logits, local_target, terms)]
     if terms.label_smoothing:

@@ -31,6 +31,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x if x.dtype == torch.float64 else x.float()
     # [..., H] * [..., 1]
     normalised = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    # rounded before the weight, as in LLaMA
     return weight * normalised.to(x.dtype)
 
 

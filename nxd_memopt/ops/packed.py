@@ -107,6 +107,7 @@ def flash_attention(query: Tensor, key: Tensor, value: Tensor, documents: Packed
     options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
     if "enable_gqa" in known:
         options["enable_gqa"] = query.size(1) != key.size(1)
+    # the batch's rows become one row of B * S tokens with N documents
     flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]  # [B * S, heads, d]
     longest = query.size(2)
     output = attend(*flat, documents.boundaries, documents.boundaries, longest, longest, **options)

@@ -87,12 +87,15 @@ class PeerMemory:
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         self._group, self.device = group, device
         self.rank, self.size = group.rank(), group.size()
+        # High-priority streams: one for copies to other ranks, one for local copies of own rows.
         self.sending, self.keeping = (torch.cuda.Stream(device, priority=-1) for _ in range(2))
         self._made = torch.cuda.Event()
+        # the last stream that used slots
         self._used_on = torch.cuda.current_stream(device)
         self._slots: dict[tuple[type, int], _Slot] = {}
         self._outgrown: list[_Slot] = []  # captured graphs may still use these slots
         self._is_captured = False
+        # index of the slot that each kind of operation used last
         self._started: dict[type, int] = {PeerAllGather: 0, PeerReduction: 0}
         self._unfinished: dict[type, _Operation] = {}
 
@@ -167,6 +170,7 @@ class PeerMemory:
         try:
             yield
         except BaseException:
+            # Captured copies and signals never ran: undoing the host's bookkeeping is enough.
             for operation in self._unfinished.values():
                 operation.drop()
             self._unfinished.clear()
@@ -218,6 +222,8 @@ class _Operation:
         self._sending.append(rows)
         with memory.copying(memory.sending, self.stream, self._sent):
             for rank in ranks:
+                # rank r's rows begin at element r * n of every slot; the signal follows on the same
+                # stream
                 slot.of(rank, shape, rows.dtype, memory.rank * rows.numel()).copy_(rows)
                 slot.signal(rank)
 
@@ -272,6 +278,7 @@ class PeerAllGather(_Operation):
                 self._whole[memory.rank * shard.size(0) :][: shard.size(0)].copy_(self._shard)
 
     def _receive(self, count: int | None = None) -> None:
+        # self._missing is in order of arrival: wait for the first ``count`` ranks, or for all
         self._slot.wait_for(self._missing[:count])
         del self._missing[:count]
         if self._is_materialized and not self._missing:
@@ -336,6 +343,7 @@ class PeerReduction(_Operation):
             self._slot = self._memory.next_slot(self, rows.nbytes * self._memory.size)
         rank = start // self._own_length
         self._missing.remove(rank)
+        # own rows stay where they are until the sum reads them
         if rank == self._memory.rank:
             self._own = rows
         else:
@@ -347,6 +355,8 @@ class PeerReduction(_Operation):
             self.drop()
         else:
             with self._memory.copying(self._memory.sending, self.stream, self._sent):
+                # A signal without rows: ranks that wait for it sum stale rows, which abandon()
+                # permits.
                 for rank in self._missing:
                     if rank != self._memory.rank:
                         self._slot.signal(rank)
@@ -372,6 +382,7 @@ def sum_over_ranks(own: Tensor, parts: Tensor, rank: int) -> Tensor:
         # one addition rounds once, as a sum in fp32 does
         return own + parts[1 - rank]
     if own.dtype == torch.float64 or not _has_triton():
+        # own rows complete the slot: [size, ...] is summed by one torch kernel
         parts[rank].copy_(own)
         return parts.sum(0)
     result, count = torch.empty_like(own), own.numel()

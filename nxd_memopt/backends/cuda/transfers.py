@@ -44,6 +44,7 @@ class CudaTransfers:
 
     def to_host(self, source: Tensor) -> tuple[Tensor, Transfer]:
         host = torch.empty(source.numel(), dtype=torch.uint8, pin_memory=True)
+        # The copy waits for the work queued so far; the current stream does not wait for the copy.
         self._out.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._out):
             host.copy_(source, non_blocking=True)

@@ -51,6 +51,7 @@ class XlaBackend(C10dBackend):
         self.device = torch_xla.device()
         self.is_simulated = xr.device_type() == "CPU"
         self.distributed_backend = "gloo" if self.is_simulated else "xla"
+        # group name -> the partition of the world with this group
         self._rank_groups: dict[str, list[list[int]]] = {}
         self._ranks_in_graph: dict[str, Tensor] = {}
         self._recompute_checked = False

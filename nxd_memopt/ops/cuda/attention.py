@@ -175,6 +175,7 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 @first_derivative_only
 def _backward(ctx: Any, grad_output: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if grad_output is None:
+        # one per input of flash4
         return (None,) * 5
     *saved, boundaries = ctx.saved_tensors
     # If query, key and value are chunks of one projection's output, so are their gradients: the

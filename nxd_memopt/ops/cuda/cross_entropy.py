@@ -41,6 +41,7 @@ def local_sums(logits: Tensor, local_target: Tensor, terms: Any, valid: int | Te
     # First launch: log-sum-exp (and sum) of each range of 1,024 vocabulary rows. Second launch:
     # combine the ranges, and read the target's logit.
     partial = torch.empty((1 + with_sum, ranges, tokens), dtype=torch.float32, device=logits.device)
+    # without smoothing partial[-1] is the log-sum-exps, and the kernels do not use it as sums
     softcap: dict[str, Any] = {"softcap": terms.softcap or 1.0, "SOFTCAP": terms.softcap is not None}
     kernels.sums[(-(-tokens // _TOKENS), ranges)](
         logits,

@@ -53,6 +53,7 @@ def sums(
     maximum = tl.full([ROWS, TOKENS], _LOWEST, tl.float32)
     exp_sum = tl.zeros([ROWS, TOKENS], tl.float32)
     total = tl.zeros([ROWS, TOKENS], tl.float32)
+    # rows at or after ``last`` load _LOWEST; the final rescaling removes them from the sum
     for start in range(first, last, 4 * ROWS):
         rows = start + tl.arange(0, ROWS)
         a = _tile(logits, rows, last, stride, token, is_token, softcap, SOFTCAP)
@@ -107,6 +108,7 @@ def token_sums(
     place = row[:, None] * tokens + token[None, :]
     parts = tl.load(log_sum_exps + place, mask=mask, other=_LOWEST)
     largest = tl.maximum(tl.max(parts, 0), _LOWEST)  # a range with padding only has -inf
+    # lse = m + ln(sum of exp(lse_i - m)) over the ranges; ln = log2 / log2(e)
     exp_sum = tl.sum(tl.where(mask, exp2((parts - largest[None, :]) * _LOG2_E), 0.0), 0)
     tl.store(result + token, largest + tl.log2(exp_sum) / _LOG2_E, mask=is_token)
     label = tl.load(target + token, mask=is_token, other=-1)
@@ -163,6 +165,7 @@ def gradient(
     label_place = logits + label * stride + token
     label_logit = tl.load(label_place, mask=labelled, other=0.0).to(tl.float32)
     tl.debug_barrier()
+    # the constexpr options remove the branches that a loss does not use
     for start in range(first, last, ROWS):
         rows = start + tl.arange(0, ROWS)
         mask = (rows < last)[:, None] & is_token[None, :]

@@ -69,6 +69,7 @@ class _AddRMSNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None, total_grad: Tensor | None) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
         if grad is None:
+            # only the sum was used
             return total_grad, total_grad if ctx.adds else None, None, None
         flat, grad = x.contiguous(), grad.contiguous()
         # The sum x + added has two uses, the norm and the residual stream: its gradient is the
@@ -76,6 +77,7 @@ class _AddRMSNorm(torch.autograd.Function):
         # does not read dtotal.
         dtotal = grad if total_grad is None else total_grad.contiguous()
         rows, hidden = rstd.numel(), x.size(-1)
+        # Few programs with many rows each: the weight's gradient has one partial sum per program.
         programs, rows_each = _ranges(rows, 1, _NORM_PROGRAMS)
         # The weight's gradient: [programs, H] partial sums in fp32, summed by a second launch.
         dx, parts = torch.empty_like(flat), torch.empty(programs, hidden, dtype=torch.float32, device=x.device)
@@ -105,6 +107,7 @@ class _AddResidual(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        # the sum passes its gradient on unchanged: no copy
         return grad, grad, column_sums(grad) if ctx.needs_input_grad[2] else None
 
 

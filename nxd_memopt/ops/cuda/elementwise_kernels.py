@@ -28,6 +28,7 @@ def rms_norm_forward(
     row = tl.program_id(0).to(tl.int64) * hidden
     column = tl.arange(0, BLOCK)
     mask = column < hidden
+    # 64-bit row offsets, since rows * H may exceed 2^31; columns beyond H load 0
     values = tl.load(x + row + column, mask=mask, other=0.0).to(tl.float32)
     if ADDS:
         summed = (values + tl.load(added + row + column, mask=mask, other=0.0).to(tl.float32)).to(x.dtype.element_ty)
@@ -154,6 +155,7 @@ def affine_backward(
         by_gain_2 += grad_2 * values
         by_shift_1 += grad_1
         by_shift_2 += grad_2
+    # one row of parts per range: [4 * H] = gain 1, shift 1, gain 2, shift 2
     target = parts + tl.program_id(0).to(tl.int64) * 4 * hidden + column
     tl.store(target, tl.sum(by_gain_1, 0), mask=is_column)
     tl.store(target + hidden, tl.sum(by_shift_1, 0), mask=is_column)

@@ -95,6 +95,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor, *, transposed: bool,
     rotary_dim = cos.size(-1)
     # in place the dimensions that are not rotated are already at their destination
     rest = 0 if in_place else head_dim - rotary_dim
+    # one program per token, with all heads
     _kernel()[(tokens, batch)](
         x,
         y,

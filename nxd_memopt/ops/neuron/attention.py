@@ -66,6 +66,7 @@ class _NkiAttention(torch.autograd.Function):
             value.contiguous(),
             _seed(query),
             use_causal_mask=True,
+            # training: return the log-sum-exps too
             config=kernels.FlashConfig(training=True),
             **_precision_and_scale(query),
         )  # [B, h, S, d], [B, h, 128, S/128]
