@@ -31,7 +31,10 @@ class HostTransfers(Protocol):
     device: torch.device
 
     def to_host(self, source: Tensor) -> tuple[Tensor, Transfer]:
-        """Start a copy of ``source`` to host memory, after the queued work that computes it."""
+        """Start a copy of ``source`` to host memory, after the queued work that computes it.
+
+        The caller keeps ``source`` alive until the transfer is done.
+        """
         ...
 
     def mark(self) -> Transfer:

@@ -94,6 +94,7 @@ class PeerMemory:
         self._used_on = torch.cuda.current_stream(device)
         self._slots: dict[tuple[type, int], _Slot] = {}
         self._outgrown: list[_Slot] = []  # captured graphs may still use these slots
+        # becomes True with the first capture and stays so, since graphs may replay at any time
         self._is_captured = False
         # index of the slot that each kind of operation used last
         self._started: dict[type, int] = {PeerAllGather: 0, PeerReduction: 0}
