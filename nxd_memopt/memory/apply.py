@@ -14,8 +14,9 @@ COMPILE = (None, "layer")
 
 
 def apply_memory(model: Recomputable, memory: MemoryConfig, *, compile: Literal["layer"] | None = None) -> None:
-    """Apply the techniques that ``memory`` and ``compile`` select. A second call replaces the first
-    choice.
+    """Apply the techniques that ``memory`` and ``compile`` select.
+
+    A second call replaces the first choice.
 
     The order, from the inside of a layer to the outside:
 

@@ -125,8 +125,9 @@ class _Gradients:
         self._spans: dict[int, tuple[int, int]] = {}
 
     def watch(self, layers: Sequence[nn.Module]) -> None:
-        """Register the hook on each parameter that lacks it. Loading a state dict may have replaced
-        parameters.
+        """Register the hook on each parameter that lacks it.
+
+        Loading a state dict may have replaced parameters.
         """
         for layer in layers:
             for param in layer.parameters():
@@ -230,7 +231,8 @@ def _require_traceable_dropout(layer: nn.Module) -> None:
 
 
 def _require_traceable_documents(layers: Sequence[nn.Module], inputs: Iterable[Any]) -> None:
-    """Raise ``ValueError`` if a CPU batch packs documents and attention runs sdpa once per document.
+    """Raise ``ValueError`` if a CPU batch packs documents and attention runs sdpa once per
+    document.
 
     The number of calls depends on the batch, so one static graph cannot contain the calls.
     """

@@ -207,15 +207,19 @@ class GraphedLoss:
             for parameter, grad in zip(self._parameters, before, strict=True):
                 parameter.grad = grad
             if not any(each.writing or each.adding for each in self._passes.values()):
-                # After a failure, such as out of memory, release the buffers: no recording uses them.
+                # After a failure, such as out of memory, release the buffers: no recording uses
+                # them.
                 self._grads = [None] * len(self._parameters)
             raise
         return known.adding
 
     def _record_writing(self, known: _Pass, inputs: tuple[Tensor, ...]) -> None:
-        """Capture the recording that overwrites gradients; its gradients become the static buffers."""
+        """Capture the recording that overwrites gradients; its gradients become the static
+        buffers.
+        """
         for each in self._passes.values():
-            each.adding = None  # accumulates into the gradients of an eager pass, which are replaced below
+            # It accumulates into the gradients of an eager pass, which are replaced below.
+            each.adding = None
         self._grads = [None] * len(self._parameters)
         known.writing = self._record(known, inputs)
         self._grads = [parameter.grad for parameter in self._parameters]
@@ -257,7 +261,8 @@ class GraphedLoss:
         """Set ``.grad`` to the static gradients and run the hooks, as backward would."""
         places = zip(self._parameters, self._grads, known.reaches, strict=True)
         reached = [(parameter, grad) for parameter, grad, is_reached in places if is_reached and grad is not None]
-        # A replay writes to the gradients without autograd's knowledge: raise their version counters.
+        # A replay writes to the gradients without autograd's knowledge: raise their version
+        # counters.
         torch.autograd.graph.increment_version([grad for _, grad in reached])
         for parameter, grad in reached:
             if parameter.grad is None:

@@ -53,7 +53,8 @@ class HostPool:
             return self._used()
 
     def reserve(self, size_bytes: int, owner: str) -> None:
-        """Allocate blocks now for later ``take`` calls of ``owner`` that need ``size_bytes`` in total.
+        """Allocate blocks now for later ``take`` calls of ``owner`` that need ``size_bytes`` in
+        total.
 
         Raises:
             ValueError: see ``take``.
@@ -81,14 +82,18 @@ class HostPool:
             return self._free.pop()
 
     def give_back(self, block: Tensor, owner: str) -> None:
-        """Return ``block``, which ``owner`` took, to the pool. The pool may overwrite it from now on."""
+        """Return ``block``, which ``owner`` took, to the pool.
+
+        The pool may overwrite it from now on.
+        """
         with self._lock:
             assert self._taken.get(owner, 0) > 0, f"{owner} holds no block"
             self._taken[owner] -= 1
             self._free.append(block)
 
     def claim(self, size_bytes: int, owner: str) -> None:
-        """Count ``size_bytes`` of memory that ``owner`` allocates outside the pool against the limit.
+        """Count ``size_bytes`` of memory that ``owner`` allocates outside the pool against the
+        limit.
 
         Raises:
             ValueError: see ``take``.
@@ -104,7 +109,10 @@ class HostPool:
             self._claimed[owner] -= size_bytes
 
     def _used(self) -> dict[str, int]:
-        """Return the bytes in use by owner, without owners that use none. The caller holds the lock."""
+        """Return the bytes in use by owner, without owners that use none.
+
+        The caller holds the lock.
+        """
         used = {owner: count * self.block_bytes for owner, count in self._taken.items()}
         for owner, size_bytes in self._claimed.items():
             used[owner] = used.get(owner, 0) + size_bytes
@@ -136,8 +144,8 @@ class HostPool:
 
 
 def available_host_bytes() -> int | None:
-    """Return the bytes that processes in this container can still allocate, or None if the system does
-    not report it.
+    """Return the bytes that processes in this container can still allocate, or None if the system
+    does not report it.
 
     Linux reports the host's memory in /proc/meminfo and the container's limit in the cgroup.
     """

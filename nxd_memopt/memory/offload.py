@@ -104,7 +104,8 @@ class ActivationOffload:
 
     def __init__(self, transfers: HostTransfers) -> None:
         self._transfers = transfers
-        # Weak references: only the autograd graph keeps storages alive, so a dropped graph frees them.
+        # Weak references: only the autograd graph keeps storages alive, so a dropped graph frees
+        # them.
         self._leaving: deque[weakref.ref[_Storage]] = deque()
         self._saved_before: list[weakref.ref[_Storage]] = []
         self._layer_bytes = 0
@@ -114,8 +115,8 @@ class ActivationOffload:
         return copy
 
     def run(self, layer: nn.Module, forward: Callable[..., Any], hidden: Any, *context: Any) -> Any:
-        """Return ``forward(hidden, *context)`` of ``layer`` and offload the tensors that it saves for
-        backward.
+        """Return ``forward(hidden, *context)`` of ``layer`` and offload the tensors that it saves
+        for backward.
 
         Parameters, tensors in ``context``, and storages below 1 MiB stay on the device.
         """
@@ -127,7 +128,8 @@ class ActivationOffload:
         pack = functools.partial(self._pack, stays, saved, watched)
         with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
             output = forward(hidden, *context)
-        # Check for in-place writes now: after the device memory is freed no version counter is left.
+        # Check for in-place writes now: after the device memory is freed no version counter is
+        # left.
         for kept in watched:
             kept.tensor()
         references = [weakref.ref(storage) for storage in saved.values()]
@@ -164,7 +166,8 @@ class ActivationOffload:
         # Offload complete storages, once per storage: several saved tensors are often views of one
         # storage.
         address = storage.data_ptr()
-        is_lazy = tensor.is_conj() or tensor.is_neg()  # the conj and neg bits are not part of the storage
+        # A storage does not record the conj and neg bits of a lazy view.
+        is_lazy = tensor.is_conj() or tensor.is_neg()
         if address in stays or is_lazy or storage.nbytes() < _LEAST_BYTES:
             return _Kept.of(tensor)
         if address not in saved:
@@ -175,7 +178,8 @@ class ActivationOffload:
         return _View(saved[address], tensor.dtype, (int(tensor.storage_offset()), tensor.size(), tensor.stride()))
 
     def _unpack(self, packed: _Kept | _View) -> Tensor:
-        self._leaving.clear()  # backward has begun: storages that are still on the device stay there
+        # Backward has begun: storages that are still on the device stay there.
+        self._leaving.clear()
         return packed.tensor()
 
     def _let_go(self) -> None:
@@ -189,7 +193,8 @@ class ActivationOffload:
         while self._leaving:
             storage = self._leaving[0]()
             if storage is not None and not storage.sent.is_done():
-                # Waiting stalls the compute stream; it pays only if the next layer could run out of memory.
+                # Waiting stalls the compute stream; it pays only if the next layer could run out of
+                # memory.
                 if self._transfers.free_bytes() > 2 * self._layer_bytes:
                     break
                 storage.sent.wait()
@@ -215,8 +220,9 @@ def _tensors_in(values: Any) -> Iterator[Tensor]:
 
 
 def apply_offload(layers: Sequence[nn.Module], num_layers: int, transfers: HostTransfers) -> None:
-    """Keep the activations of the first ``num_layers`` of ``layers`` on the host. Replaces an earlier
-    choice.
+    """Keep the activations of the first ``num_layers`` of ``layers`` on the host.
+
+    Replaces an earlier choice.
     """
     offload = ActivationOffload(transfers)
     for i, layer in enumerate(layers):

@@ -25,8 +25,9 @@ class Recomputable(Protocol):
     """A model that names the parts that can be recomputed."""
 
     def decoder_layers(self) -> Sequence[nn.Module]:
-        """Return the transformer layers in order. Each maps its first argument to the next hidden
-        states.
+        """Return the transformer layers in order.
+
+        Each maps its first argument to the next hidden states.
         """
         ...
 
@@ -49,8 +50,9 @@ def checkpoint(
     early_stop: bool = True,
     **kwargs: Any,
 ) -> Any:
-    """Run ``function`` and save only its inputs. Backward runs it again with the same random numbers
-    in all streams.
+    """Run ``function`` and save only its inputs.
+
+    Backward runs it again with the same random numbers in all streams.
 
     The arguments are those of ``torch.utils.checkpoint.checkpoint``, on every backend. On XLA,
     where torch's function fails, optimization barriers separate the recomputation from the forward
@@ -99,8 +101,8 @@ def checkpoint(
 def _contexts(given: Callable[[], ContextPair] | None, *, keep_core_attn: bool) -> Callable[[], ContextPair] | None:
     # From outside to inside: rng replay, functional mappings (no in-place writes to inputs, because
     # the region runs twice), the caller's contexts, selective saving.
-    """Return the context function that combines the caller's contexts with the library's, or None if
-    there are none.
+    """Return the context function that combines the caller's contexts with the library's, or None
+    if there are none.
     """
     contexts = [given] if given is not None else []
     if keep_core_attn:
@@ -162,8 +164,9 @@ def _run_under(modes: Sequence[AbstractContextManager[Any]], function: Callable[
 
 
 def apply_recompute(model: Recomputable, memory: MemoryConfig) -> None:
-    """Replace the forward of the modules that ``memory`` selects. Parameters and parameter names do
-    not change.
+    """Replace the forward of the modules that ``memory`` selects.
+
+    Parameters and parameter names do not change.
 
     A second call replaces the first choice.
 
@@ -209,8 +212,8 @@ def is_recomputed(module: nn.Module) -> bool:
 
 
 def is_passed_over(layer: nn.Module) -> bool:
-    """Return whether ``layer`` returns its input unchanged, because the first layer of its chunk runs
-    it.
+    """Return whether ``layer`` returns its input unchanged, because the first layer of its chunk
+    runs it.
     """
     return layer.__dict__.get("forward") is _pass_on
 
@@ -291,7 +294,9 @@ def _pass_on(hidden: Any, *context: Any) -> Any:
 
 
 def _warn_if_useless(named: Mapping[str, Sequence[nn.Module]], memory: MemoryConfig) -> None:
-    """Warn if only ``core_attn`` is recomputed and no layer materializes the S x S attention scores."""
+    """Warn if only ``core_attn`` is recomputed and no layer materializes the S x S attention
+    scores.
+    """
     implementations = {getattr(module, "implementation", None) for module in named["core_attn"]}
     if memory.recompute_modules == ("core_attn",) and "math" not in implementations:
         warnings.warn(
