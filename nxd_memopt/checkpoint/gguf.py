@@ -15,11 +15,12 @@ from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
 
 @contextmanager
 def weights_directory(directory: Path) -> Iterator[Path]:
-    """Yield a directory with safetensors or PyTorch weights: ``directory`` itself, or a conversion of its GGUF file.
+    """Yield a directory with safetensors or PyTorch weights: ``directory``, or a conversion of its
+    GGUF file.
 
-    Every rank calls. Rank 0 of the world converts, in fp32, into its temporary directory (``TMPDIR``), which all ranks
-    must see: they run on one host, or ``TMPDIR`` is shared. The block must end with ``raise_together``, so that no rank
-    still reads when the conversion is removed.
+    Every rank calls. Global rank 0 converts to fp32 in a temporary directory (``TMPDIR``), which
+    all ranks must see: they run on one host, or ``TMPDIR`` is shared. The block must end with
+    ``raise_together``: after it no rank reads the conversion, and rank 0 removes it.
     """
     with ExitStack() as stack:
         location = directory
@@ -32,12 +33,13 @@ def weights_directory(directory: Path) -> Iterator[Path]:
 
 
 def _convert(gguf: Path, target: Path) -> None:
+    """Write the dequantized weights of ``gguf`` to ``target``, in the format of safetensors."""
     auto_model = require_transformers(f"reading {gguf}", extra="gguf").AutoModelForCausalLM
     try:
         model = auto_model.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
     except ImportError as error:
         raise ValueError(f"{gguf} needs more packages: {error}: pip install 'nxd_memopt[gguf]'") from error
-    except Exception as error:  # the reader of a damaged file fails in many ways
+    except Exception as error:  # a damaged file raises many types of errors
         size = gguf.stat().st_size
         raise ValueError(
             f"{gguf} ({size} bytes) cannot be converted: {type(error).__name__}: {error}: "
