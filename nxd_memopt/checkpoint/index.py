@@ -1,5 +1,4 @@
-"""The JSON index of a training checkpoint: what it holds, in which file and at which place of the
-full tensor.
+"""The JSON index of a training checkpoint: what it holds, in which file and at which place of the full tensor.
 
 Version 2 of the format. ``tensors`` has the shape, the dtype and the boxes of each full tensor. A
 box has an offset and a size in the full tensor, a file, a key in the file, and the CRC-32 of its

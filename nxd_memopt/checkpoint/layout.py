@@ -206,7 +206,8 @@ def split_part(part: Part, max_elements: int) -> list[Part]:
     if part.elements <= max_elements or not part.size:
         return [part]
     axis = next((i for i, n in enumerate(part.size) if n > 1), 0)
-    # A narrowed view is split only along a dimension before ``dim``, where each chunk of the view is
+    # A narrowed view is split only along a dimension before ``dim``, where each chunk of the view
+    # is
     # again a range of the flat tensor.
     if not part.is_contiguous and axis >= part.dim:
         return [part]

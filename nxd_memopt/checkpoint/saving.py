@@ -1,5 +1,4 @@
-"""Writes one rank's part of a training checkpoint, and on rank 0 the index that makes the
-checkpoint complete.
+"""Writes one rank's part of a training checkpoint, and on rank 0 the index that makes the checkpoint complete.
 
 Each rank writes ``rank_XXXXX.safetensors`` and then ``rank_XXXXX.json``, which lists the content
 and marks the first file as complete. Rank 0 merges the JSON files into ``index.json`` and renames

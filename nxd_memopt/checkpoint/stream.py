@@ -1,5 +1,4 @@
-"""Writes and reads safetensors files tensor by tensor, in bounded host memory, with a checksum of
-each tensor.
+"""Writes and reads safetensors files tensor by tensor, in bounded host memory, with a checksum of each tensor.
 
 The format (https://huggingface.co/docs/safetensors): 8 bytes with the length of the header, a JSON
 header with dtype, shape and byte range of each tensor, then the bytes of the tensors without gaps.

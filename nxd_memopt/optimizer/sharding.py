@@ -1,10 +1,9 @@
-"""Equal shards of flat tensors over one group, and the bucketed collectives between tensors and
-shards.
+"""Equal shards of flat tensors over one group, and the bucketed collectives between tensors and shards.
 
 A tensor of n elements, flattened and padded to a multiple of the group size D, is ``[A_1 .. A_D]``.
-Rank i stores ``A_i`` of ceil(n / D) elements. A bucket of several tensors is the matrix ``[D, sum
-of ceil(n / D)]``, so one collective over the rows of the matrix shards or gathers all of them
-(arXiv:1910.02054).
+Rank i stores ``A_i`` of ceil(n / D) elements. A bucket of several tensors is the matrix
+``[D, sum of ceil(n / D)]``, so one collective over the rows of the matrix shards or gathers all of
+them (arXiv:1910.02054).
 """
 
 from __future__ import annotations
