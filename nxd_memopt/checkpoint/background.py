@@ -100,6 +100,8 @@ class BackgroundSaver:
                 start.
         """
         self.finish()
+        # Three phases, each with an agreement of the ranks: describe and create the directory, take
+        # the snapshot, start the writer.
         save = begin_save(self._directory, step, state, config, self._keep)
         snapshot: Snapshot | None = None
         try:
@@ -154,6 +156,7 @@ class BackgroundSaver:
 
     def _take_result(self) -> None:
         """Forget the ended save and raise its error, if it failed."""
+        # Reset first: after an error the saver can be used for the next save.
         worker, self._worker, self._snapshot = self._worker, None, None
         assert worker is not None
         worker.raise_failure()
@@ -195,6 +198,7 @@ def _write(save: RankSave, snapshot: Snapshot, worker: Worker) -> None:
         save.write(pieces_of)
     finally:
         snapshot.close()
+    # The snapshot's memory is returned before rank 0 waits for the other ranks.
     if save.is_rank_zero:
         save.wait_for_ranks(worker.check_cancelled)
         save.complete()

@@ -73,6 +73,7 @@ def save_pretrained(
             require_transformers("nxd_memopt.checkpoint.save_pretrained")  # before anything is gathered or written
             _prepare(target, _total_bytes(shards, dtype))
     try:
+        # One file at a time bounds the host memory of the writing rank.
         for file_name, params in shards.items():
             tensors = _gather(params, dtype)
             with raise_together(task):
@@ -97,6 +98,8 @@ def plan_shards(model: torch.nn.Module, max_shard_size_bytes: int, dtype: torch.
     groups: list[dict[str, Tensor]] = [{}]
     room = max_shard_size_bytes
     for entry in named_tensors(model):
+        # Greedy: start a new file if the tensor does not fit the remaining bytes, unless the file
+        # is empty.
         _require_groups_of_model(entry.names[0], entry.tensor)
         if entry.tensor.is_meta:
             raise ValueError(f"{entry.names[0]} is on the meta device: load or initialize the model before saving it")
@@ -216,6 +219,8 @@ def _write_config(model: torch.nn.Module, directory: Path, dtype: torch.dtype) -
     """Write ``config.json`` with the stored dtype, and ``generation_config.json`` if the model has
     one.
     """
+    # Transformers reads dtype and architectures from the config; the model's own config stays
+    # unchanged.
     config = copy.deepcopy(cast("PretrainedConfig", model.config))
     config.dtype = dtype
     config.architectures = config.architectures or [type(model).__name__]

@@ -61,6 +61,8 @@ def require_same_config(
 
     ``not_compared`` may differ.
     """
+    # The union of both key sets, in order: a field that exists on one side only is a difference
+    # too.
     differences = [
         f"{name} was {_spell(saved, name)} and is {_spell(current, name)}"
         for name in dict.fromkeys([*saved, *current])

@@ -34,6 +34,7 @@ def load_config(directory: str | Path) -> PretrainedConfig:
     path = require_directory(directory)
     if not (path / "config.json").is_file():
         return _load_gguf_config(transformers.AutoConfig, path)
+    # Check the model type here: the error then names the nearest known type.
     model_type = read_json(path / "config.json").get("model_type")
     known = transformers.CONFIG_MAPPING
     if model_type not in known:
@@ -95,6 +96,8 @@ def load_sources(model: torch.nn.Module, sources: Sources, directory: Path) -> N
             require_full_shape(name, sources[name], param)
     except ValueError as error:
         raise ValueError(f"{directory}: {error}") from None
+    # Meta tensors are replaced after the loop, all at once: until then ``targets`` refers to the
+    # old ones.
     created: dict[int, Tensor] = {}
     for name in sources:  # sequential reads: the order of the files
         if name in targets:

@@ -80,6 +80,7 @@ def merge_tensors(fragments: list[dict[str, Any]]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for rank, fragment in enumerate(fragments):
         for name, tensor in fragment["tensors"].items():
+            # The first rank with a tensor sets shape and dtype; every other rank must agree.
             known = merged.setdefault(name, {"shape": tensor["shape"], "dtype": tensor["dtype"], "boxes": []})
             if (known["shape"], known["dtype"]) != (tensor["shape"], tensor["dtype"]):
                 raise ValueError(
@@ -239,6 +240,7 @@ class Index:
 
         The last box is cached: consecutive parts of one parameter often need the same box.
         """
+        # Only the last box is cached, which bounds the host memory.
         place = (box.file, box.key)
         if self._last is None or self._last[0] != place:
             self._last = None  # free the previous box before the next one is read

@@ -85,6 +85,7 @@ def boxes_of_range(shape: Shape, start: int, stop: int) -> list[FlatBox]:
         return []
     if not shape:
         return [((), ())]
+    # first and last: rows of the first and of the last element.
     row = math.prod(shape[1:])
     first, last = start // row, (stop - 1) // row
     if first == last and stop - start < row:
@@ -161,6 +162,8 @@ def _cut(
     low, high = max(offset[dim], local), min(offset[dim] + box[dim], local + count)
     if low >= high:
         return None
+    # low - local is the distance from the start of the span; the span starts at ``full`` in the
+    # full tensor.
     target = (*offset[:dim], full + low - local, *offset[dim + 1 :])
     size = (*box[:dim], high - low, *box[dim + 1 :])
     first = low - offset[dim]
@@ -211,6 +214,8 @@ def split_part(part: Part, max_elements: int) -> list[Part]:
     # again a range of the flat tensor.
     if not part.is_contiguous and axis >= part.dim:
         return [part]
+    # ``row`` elements of the box per index of ``axis``; ``stored_row`` elements of the stored view,
+    # which is larger if the box is narrowed.
     row = part.elements // part.size[axis]
     step = max(1, max_elements // row)
     stored_row = math.prod(part.view[axis + 1 :])

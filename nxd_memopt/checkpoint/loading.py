@@ -69,6 +69,7 @@ def load_optimizer(index: Index, optimizer: torch.optim.Optimizer, model: nn.Mod
     # Masters are read below. Without this, they would be cut from the loaded parameters first.
     stored.mark_masters_synced()
     stored.base.state.clear()
+    # Options of each parameter's group decide where torch expects the step.
     groups = {id(param): group for group in stored.base.param_groups for param in group["params"]}
     without_master = [each for each in stored.parameters if not _load_master(index, stored, each, names)]
     if without_master:
@@ -78,6 +79,7 @@ def load_optimizer(index: Index, optimizer: torch.optim.Optimizer, model: nn.Mod
         )
     for each in stored.parameters:
         name = name_of(each.param, names)
+        # Plain values come from the JSON index, tensors from the files.
         state: dict[Any, Any] = dict(content["numbers"].get(name, {}))
         for key in states.get(name, ()):
             state[key] = _state_tensor(index, key, name, each, groups[id(each.stored)])

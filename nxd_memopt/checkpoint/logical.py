@@ -222,6 +222,8 @@ def owned_parts(logicals: list[FullTensorShard]) -> list[tuple[FullTensorShard, 
     load_bytes = [0] * parallel_state.get_data_parallel_size()
     owned = []
     for turn, logical in enumerate(logicals):
+        # ``turn`` is the position of the tensor in the list: consecutive tensors go to different
+        # holders.
         mine = []
         for part in logical.parts:
             if part.holders[turn % len(part.holders)] != tensor_rank:

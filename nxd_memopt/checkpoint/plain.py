@@ -65,6 +65,8 @@ def decode(value: Any, get: Callable[[str], Tensor]) -> Any:
     if not isinstance(value, dict):
         return value
     if len(value) == 1:
+        # An object with one key may be an encoded type; ``encode`` never produces a plain ``$``
+        # key.
         ((kind, content),) = value.items()
         if kind == "$tensor":
             return get(content)

@@ -63,6 +63,7 @@ class RankSave:
         self._fragment: dict[str, Any] = {"file": self.file, "tensors": {}, "plain_tensors": {}}
         # Key in the file -> JSON entry that receives the checksum.
         self._places: dict[str, dict[str, Any]] = {}
+        # The file order sorts by element size (alignment); keys are unique within the rank.
         sources = [*self._tensor_sources(state), *self._plain_sources(state)]
         by_key = {source.entry.key: source for source in sources}
         self.sources = [by_key[entry.key] for entry in in_file_order(source.entry for source in sources)]
@@ -123,6 +124,7 @@ class RankSave:
             return key
 
         plain: dict[str, Any] = {"per_rank": dict(state.per_rank)}
+        # Values that are equal on all ranks are stored once, by rank 0.
         if parallel_state.is_global_rank_zero():
             plain["shared"] = dict(state.shared)
             if state.optimizer is not None:

@@ -181,6 +181,9 @@ class Snapshot:
         """Copy the sources that may change before ``before_update``, or that cannot be copied
         asynchronously.
         """
+        # GPU tensors that forward changes are copied now; GPU tensors that only the optimizer
+        # changes are copied later by the writer's thread; the host tensors of the optimizer wait
+        # for the update.
         now: list[int] = []
         reader, waits_for_update = HostReader(), False
         for i, source in enumerate(self.sources):
@@ -261,6 +264,8 @@ class Snapshot:
         """
         if self._is_complete:
             return
+        # Wait until all copies are launched, then make the device's next work wait for the copies.
+        # The host does not wait for the copies themselves.
         if self._by_device:
             self._copies_launched.wait()
         for transfer in self._started:
@@ -323,6 +328,7 @@ class Snapshot:
                 np.copyto(self._staging[: len(live)], live)
                 piece.is_copied = True
                 return torch.from_numpy(self._staging[: len(live)])
+        # A block may contain chunks of several windows: wait for all of the block's copies.
         for transfer in block.copied:
             transfer.synchronize()
         with self._lock:

@@ -53,6 +53,7 @@ def complete_steps(directory: Path) -> dict[int, Path]:
     """
     found: dict[int, Path] = {}
     for path in directory.iterdir() if directory.is_dir() else ():
+        # A previous version counts only while the new one is not in place.
         moved, renamed = _REPLACED_STEP.fullmatch(path.name), _STEP.fullmatch(path.name)
         match = renamed or moved
         if match and _is_complete(path) and (renamed or int(match[1]) not in found):

@@ -67,6 +67,7 @@ class StoredOptimizer:
             ValueError: a state belongs to no parameter, or an inner optimizer has the states.
         """
         base, known = self.base, {id(each.stored) for each in self.parameters}
+        # Compare by identity: == of tensors is element-wise.
         others = [key for key in base.state if id(key) not in known]
         if others:
             first = f"a tensor of shape {list(others[0].shape)}" if isinstance(others[0], Tensor) else repr(others[0])

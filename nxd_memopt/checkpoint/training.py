@@ -68,6 +68,7 @@ def save_training_state(
     task = f"saving {save.target}"
     reader = HostReader()
     with raise_together(task):
+        # No snapshot: the tensors are read directly, because training waits for the save.
         save.write(lambda i: reader.pieces(save.sources[i]))
     with raise_together(task):
         if parallel_state.is_global_rank_zero():

@@ -119,6 +119,7 @@ class Worker:
         Ctrl-C interrupts the wait. Every rank calls.
         """
         while True:
+            # Short joins: another rank may fail while this thread still writes.
             self._thread.join(timeout=JOIN_S)
             if self.poll():
                 return
@@ -149,6 +150,7 @@ class Worker:
             error: the reason why the program ends; gets a note if the save did not complete.
         """
         atexit.unregister(self._at_exit)
+        # One round lasts up to ``stall_s``; a round without a heartbeat ends the wait.
         before = -1
         while self._thread.is_alive() and self._progress != before:
             before = self._progress

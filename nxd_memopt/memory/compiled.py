@@ -85,9 +85,12 @@ class CompiledForward:
         self._gradients = _Gradients()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Imported at the first call: torch._dynamo is not needed by models that are not compiled.
         from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
         _require_traceable_documents(self._layers, (*args, *kwargs.values()))
+        # Without gradients there is nothing to separate. Parameters are checked at every call,
+        # because a parameter may be replaced after the first call.
         if torch.is_grad_enabled():
             self._gradients.watch(self._layers)
         try:
@@ -151,6 +154,7 @@ def _arrived(spans: dict[int, tuple[int, int]], index: int, grad: Tensor) -> Ten
     last = first + grad.element_size() * (
         1 + sum((n - 1) * stride for n, stride in zip(grad.shape, grad.stride(), strict=True))
     )
+    # Linear in the number of gradients so far; a layer has about ten parameters.
     is_shared = any(first < other_last and other_first < last for other_first, other_last in spans.values())
     spans[index] = (first, last)
     return grad.clone() if is_shared else None
@@ -196,6 +200,7 @@ def graphs_recompute() -> bool:
     x = torch.ones(4, 2, requires_grad=True)
     weight = torch.ones(2, 64, requires_grad=True)
     compiled = torch.compile(recomputed, backend="aot_eager_decomp_partition", fullgraph=True, dynamic=False)
+    # The pack hook records the element count of every tensor that the compiled graph saves.
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         compiled(x, weight)
     return max(kept) < 4 * 64
@@ -216,6 +221,8 @@ def _require_traceable_dropout(layer: nn.Module) -> None:
 
     The stream is selected by setting the generator's state, which a graph cannot contain.
     """
+    # Dropout draws per-rank numbers only on sharded activations, and only with a positive
+    # probability.
     for name, module in layer.named_modules():
         if isinstance(module, CoreAttention):
             probability = module.dropout

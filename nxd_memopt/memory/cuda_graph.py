@@ -112,6 +112,8 @@ class GraphedLoss:
             known.calls += 1
             return loss
         recording = self._recording(known, inputs)
+        # The graph reads fixed addresses: copy the inputs to the static tensors, replay, and return
+        # a copy of the static loss, which the next replay overwrites.
         for static, given in zip(recording.inputs, inputs, strict=True):
             static.copy_(given)
         recording.work.replay()
@@ -125,6 +127,8 @@ class GraphedLoss:
             if given.device.type != backend.device.type or given.requires_grad:
                 wanted = f"must be on {backend.device} and require no gradient"
                 raise ValueError(f"input {i} {wanted}, got {given.device}, requires_grad={given.requires_grad}")
+        # Recordings contain the backward of exactly the parameters that were trainable at
+        # construction, at the addresses of the capture.
         if [id(p) for p in self._given if p.requires_grad] != [id(p) for p in self._parameters]:
             raise ValueError("parameters were frozen or released: make another GraphedLoss")
         if self._addresses and self._addresses != [parameter.data_ptr() for parameter in self._given]:
@@ -138,9 +142,9 @@ class GraphedLoss:
             raise ValueError("autocast around a call would not reach its recording: put it inside loss_of")
 
     def _run(self, known: _Pass, inputs: tuple[Tensor, ...]) -> Tensor:
+        """Run one warm-up call eagerly and note the parameters that receive gradients."""
         # A replay would repeat the random numbers of the capture. A random state that differs after
         # the forward means that the loss draws numbers.
-        """Run one warm-up call eagerly and note the parameters that receive gradients."""
         random_states = _random_states()
         with backend.rehearsal(), self._noting(known.reaches):
             loss = self._loss_of(*inputs)
@@ -174,6 +178,8 @@ class GraphedLoss:
 
         Other hooks may remove a gradient immediately, so ``.grad`` after the pass does not tell.
         """
+        # ``i=i`` binds the index at definition; the hook sets a flag and reads no values from the
+        # device.
         handles = [
             parameter.register_post_accumulate_grad_hook(lambda _, i=i: reaches.__setitem__(i, True))
             for i, parameter in enumerate(self._parameters)
@@ -225,9 +231,9 @@ class GraphedLoss:
         self._grads = [parameter.grad for parameter in self._parameters]
 
     def _record(self, known: _Pass, inputs: tuple[Tensor, ...]) -> _Recording:
+        """Capture forward and backward for inputs of this shape."""
         # ``.grad`` decides what the capture contains: None allocates and writes, a tensor
         # accumulates.
-        """Capture forward and backward for inputs of this shape."""
         static, had = tuple(tensor.clone() for tensor in inputs), [p.grad is not None for p in self._parameters]
 
         def run() -> Tensor:
@@ -236,6 +242,7 @@ class GraphedLoss:
             return loss.detach()
 
         try:
+            # All recordings run one after another, so ``beside`` lets them share one memory pool.
             with _hooks_laid_aside(self._parameters):
                 work = backend.capture(run, beside=self._last)
         except torch.OutOfMemoryError:
@@ -265,9 +272,12 @@ class GraphedLoss:
         # counters.
         torch.autograd.graph.increment_version([grad for _, grad in reached])
         for parameter, grad in reached:
+            # A gradient of None means that the replay overwrote the static buffer: a sum over
+            # sequence shards that was recorded for the old values is no longer valid.
             if parameter.grad is None:
                 forget_sum(parameter, grad)  # the replay overwrote what an earlier step summed
             parameter.grad = grad
+        # Hooks run after all gradients are set: a hook may read gradients of other parameters.
         for parameter, _ in reached:
             for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
                 hook(parameter)
@@ -282,6 +292,9 @@ class GraphedLoss:
             grad = self._grads[i]
             if not reached or (grad is not None and parameter.grad is grad):
                 continue
+            # Three cases: adopt the present gradient as static buffer; zero the buffer (no
+            # gradient); copy the present gradient into the buffer and transfer the record that says
+            # whether it is summed.
             if grad is None:
                 grad = self._grads[i] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             elif parameter.grad is None:
@@ -304,6 +317,7 @@ def _unique_leaves(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
 
 def _leaves(loss: Tensor) -> list[Tensor]:
     """Return the leaf tensors that receive gradients in the backward of ``loss``."""
+    # Depth-first walk of the autograd graph; AccumulateGrad nodes have the leaf as ``variable``.
     found: list[Tensor] = []
     seen: set[Any] = set()
     nodes: list[Any] = [loss.grad_fn]

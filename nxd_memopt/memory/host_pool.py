@@ -60,6 +60,7 @@ class HostPool:
             ValueError: see ``take``.
         """
         with self._lock:
+            # Round up to full blocks, less the free ones.
             missing = -(-size_bytes // self.block_bytes) - len(self._free)
             if missing > 0:
                 self._require(missing * self.block_bytes, owner)
@@ -119,9 +120,11 @@ class HostPool:
         return {owner: size_bytes for owner, size_bytes in used.items() if size_bytes}
 
     def _require(self, required: int, owner: str) -> None:
-        # Free blocks count too: they stay allocated until the pool is collected.
         """Raise ``ValueError`` unless ``required`` more bytes fit the limit and the host."""
+        # Free blocks count too: they stay allocated until the pool is collected.
         held = self.allocated_bytes + sum(self._claimed.values())
+        # Two bounds: the pool's own limit counts all blocks and claims; the host's available memory
+        # only has to hold the new allocation.
         if self._limit_bytes is not None and held + required > self._limit_bytes:
             used, left = self._used(), self._limit_bytes - held
             raise ValueError(
@@ -153,6 +156,7 @@ def available_host_bytes() -> int | None:
         return None
     fields = dict(line.split(":", 1) for line in _MEMINFO.read_text(encoding="utf-8").splitlines())
     available = int(fields["MemAvailable"].split()[0]) << 10
+    # A container's cgroup limit may be lower than the memory of the host.
     limit = _read_number(_CGROUP / "memory.max")
     used = _read_number(_CGROUP / "memory.current")
     if limit is None or used is None:

@@ -122,6 +122,8 @@ class ActivationOffload:
         """
         if not torch.is_grad_enabled():
             return forward(hidden, *context)
+        # Parameters and the context (RoPE tables, masks) are alive anyway: a host copy frees
+        # nothing.
         stays = {tensor.untyped_storage().data_ptr() for tensor in (*layer.parameters(), *_tensors_in(context))}
         saved: dict[int, _Storage] = {}
         watched: list[_Kept] = []
@@ -132,6 +134,7 @@ class ActivationOffload:
         # left.
         for kept in watched:
             kept.tensor()
+        # Bytes of the last layer estimate the bytes that the next layer will need.
         references = [weakref.ref(storage) for storage in saved.values()]
         self._layer_bytes = sum(storage.size_bytes for storage in saved.values())
         # Autograd keeps the pack hook, and the lists bound to it, as long as the graph.
@@ -191,6 +194,8 @@ class ActivationOffload:
         if self._leaving:
             self._transfers.keep_pace()
         while self._leaving:
+            # Copies complete in order: stop at the first incomplete one. A dead reference means
+            # that autograd dropped the storage.
             storage = self._leaving[0]()
             if storage is not None and not storage.sent.is_done():
                 # Waiting stalls the compute stream; it pays only if the next layer could run out of
@@ -224,6 +229,7 @@ def apply_offload(layers: Sequence[nn.Module], num_layers: int, transfers: HostT
 
     Replaces an earlier choice.
     """
+    # One object for all layers: the transfers of one layer overlap with the compute of the next.
     offload = ActivationOffload(transfers)
     for i, layer in enumerate(layers):
         # The wrapper is a partial of ``partial`` itself: called with a forward, it returns a bound

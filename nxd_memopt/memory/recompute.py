@@ -99,11 +99,11 @@ def checkpoint(
 
 
 def _contexts(given: Callable[[], ContextPair] | None, *, keep_core_attn: bool) -> Callable[[], ContextPair] | None:
-    # From outside to inside: rng replay, functional mappings (no in-place writes to inputs, because
-    # the region runs twice), the caller's contexts, selective saving.
     """Return the context function that combines the caller's contexts with the library's, or None
     if there are none.
     """
+    # From outside to inside: rng replay, functional mappings (no in-place writes to inputs, because
+    # the region runs twice), the caller's contexts, selective saving.
     contexts = [given] if given is not None else []
     if keep_core_attn:
         contexts.append(keeping_contexts)
@@ -238,6 +238,7 @@ def _apply_full(layers: list[nn.Module], memory: MemoryConfig) -> None:
         raise ValueError("recompute_granularity 'full' is left no layer by cpu_offloading_num_layers: leave one out")
     if num_layers > len(layers):
         raise ValueError(f"recompute_num_layers {num_layers} exceeds the model's {len(layers)} layers: lower it")
+    # ``block``: chunks of one layer, over the first layers only.
     if memory.recompute_method == "block":
         layers, num_layers = layers[:num_layers], 1
     if len(layers) % num_layers:
@@ -263,8 +264,12 @@ def _checkpoint_chunk(layers: list[nn.Module], *, keep_core_attn: bool) -> None:
     """Run the complete chunk under one checkpoint in its first layer; the other layers return their
     input.
     """
+    # The chunk keeps its place in the model's loop: the first layer runs the forwards of all
+    # layers, and the other layers pass the hidden states on.
     first, *others = layers
     rest = [layer.forward for layer in others]
+    # A policy on operators sees nothing inside a compiled graph: this checkpoint must be traced
+    # into it.
     technique: Technique = "traced_recompute" if keep_core_attn else "recompute"
     wrap_forward(first, technique, functools.partial(_checkpointed_chunk, rest, keep_core_attn))
     for layer in others:

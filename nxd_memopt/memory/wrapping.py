@@ -49,10 +49,10 @@ def _wrappers(module: nn.Module) -> Mapping[Technique, Wrapper]:
 
 
 def _set(module: nn.Module, wrappers: Mapping[Technique, Wrapper]) -> None:
-    # ``own`` is a forward that the user set on the instance, or None for the forward of the class.
     """Rebuild the forward of ``module`` from its original forward and ``wrappers``, innermost
     first.
     """
+    # ``own`` is a forward that the user set on the instance, or None for the forward of the class.
     own = module.__dict__.pop(_STATE, (module.__dict__.get("forward"),))[0]
     module.__dict__.pop("forward", None)
     if own is not None:

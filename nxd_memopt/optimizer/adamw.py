@@ -97,6 +97,7 @@ class AdamW_FP32OptimParams(torch.optim.Optimizer):  # noqa: N801 (neuronx-distr
 def _update(param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any], numbers: Numbers) -> None:
     """Update one parameter and its moments."""
     if not state:
+        # fp32 for bf16, fp16 and fp32 gradients; float64 stays float64.
         wide = torch.promote_types(grad.dtype, torch.float32)
         state.update(step=0, exp_avg=torch.zeros_like(grad, dtype=wide), exp_avg_sq=torch.zeros_like(grad, dtype=wide))
     state["step"] += 1

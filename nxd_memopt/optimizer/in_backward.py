@@ -42,6 +42,7 @@ class OptimizerInBackward:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
+        # Keep the full groups: ``_only`` replaces the groups during each step.
         self._params = [list(group["params"]) for group in optimizer.param_groups]
         self._updated: set[Tensor] = set()
         gradient_ledger.track(param for params in self._params for param in params)
@@ -58,6 +59,8 @@ class OptimizerInBackward:
                 f"a second gradient of a parameter of shape {list(param.shape)} before step(): one backward a step, "
                 "gradients cannot be accumulated"
             )
+        # These collectives need the same order of hooks on all ranks, which run the same autograd
+        # graph.
         self._updated.add(param)
         grads.allreduce_sequence_parallel_gradients([param])
         grads.bucket_allreduce_gradients([param])

@@ -30,6 +30,8 @@ def accumulate_in(dtype: torch.dtype, parameters: Iterable[Tensor]) -> list[Remo
 
 def _add_to_main_grad(dtype: torch.dtype, parameter: Any) -> None:
     """Add ``parameter.grad`` to ``parameter.main_grad`` and free it."""
+    # The first micro-batch casts, which allocates the accumulator; later micro-batches add in
+    # place. ``grad`` is freed immediately in both cases.
     accumulated = getattr(parameter, "main_grad", None)
     with adding_to_main_grad(parameter):
         if accumulated is None:

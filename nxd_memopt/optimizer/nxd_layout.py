@@ -84,6 +84,8 @@ def to_nxd_layout(
 
     def rows(i: int, value: Any, name: str) -> Any:
         shape = params[position[i]].shape
+        # A state with one value per element of the shard is converted; step counters and scalars
+        # are copied.
         length = padded_size(math.prod(shape), sharding[1]) // sharding[1]
         is_shard = has_elements(value, name, params[position[i]]) and value.numel() == length
         return to_row_shards(value, shape, sharding, group) if is_shard else value

@@ -76,6 +76,7 @@ class OptimizerFiles:
         Raises:
             ValueError: the file is damaged or is not an optimizer state.
         """
+        # All parameters share the files: open each file once.
         ranks = (data_rank, tensor_rank, stage)
         if ranks not in self._opened:
             path = self.files.file(tensor_rank, stage, data_rank)
@@ -120,6 +121,8 @@ def read_state(source: OptimizerFiles, target: Target) -> dict[str, Any]:
     masters: dict[int, Tensor] = {}
     shape_info: dict[int, list[int]] = {}
     for new_number, i in enumerate(trained):
+        # ``number`` counts within the stage's files; ``new_number`` counts the trained parameters,
+        # as in ``load_state_dict``.
         param, (stage, number) = target.params[i], places[i]
         same_size = files.tensor_model_parallel_size == own_size
         # Same T: only this tensor-parallel rank's files. Another T: all shards of a sharded
@@ -190,6 +193,8 @@ class _ParameterReader:
             elements = (rank * length, (rank + 1) * length)
             part = self._elements(name, self.tensor_ranks[0], tuple(self.param.shape), elements)
             return part.view(self.param.shape) if size == 1 else part
+        # Full tensor [.., n, ..] from T_old shards, then this rank's slice for T_new, then its flat
+        # chunk for D_new.
         shards = [self._full_shard(name, tensor_rank) for tensor_rank in self.tensor_ranks]
         local = local_slice(join_shards(shards, self.param), self.param, dtype=shards[0].dtype)
         return flat_shard(local, rank, size)
@@ -216,6 +221,7 @@ class _ParameterReader:
             if low < high:
                 pieces.append(self._flat(name, tensor_rank, data_rank, length)[low - first : high - first])
             first += length
+        # No chunk overlaps if the whole range is padding (a parameter with fewer than D elements).
         found = torch.cat(pieces) if pieces else resolve(self.first[name]).new_zeros(0)
         return F.pad(found, (0, stop - start - found.numel()))
 

@@ -38,6 +38,7 @@ class AdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        # Every group takes the same path: torch's step does not update single groups.
         if not _is_capturing() and all(self._is_served(group) for group in self.param_groups):
             for group in self.param_groups:
                 self._update(group)
@@ -63,6 +64,7 @@ class AdamW(torch.optim.AdamW):
 
     def _update(self, group: dict[str, Any]) -> None:
         """Update one group with the Triton kernel."""
+        # ``_init_group`` fills: parameters, gradients, exp_avg, exp_avg_sq, max_exp_avg_sq, steps.
         tensors: list[list[Tensor]] = [[] for _ in range(6)]
         params, grads, means, squares, _, steps = tensors
         self._init_group(group, *tensors)

@@ -36,6 +36,7 @@ class StatesInRankFiles:
         """
         with backend.outside_step():  # torch_xla may return wrong values when pending results are read one by one
             state = self.nxd_state_dict()
+        # Ranks of one host take turns: each turn copies a rank's full state to host memory.
         for is_my_turn in coordination.turns(num_workers_per_step):
             with coordination.raise_together(f"saving {output_dir}"):
                 if is_my_turn:
@@ -80,6 +81,7 @@ class StatesInRankFiles:
             with coordination.raise_together(f"loading {directory}"):
                 if is_my_turn:
                     state = read_state(OptimizerFiles(find_rank_files(directory, "optim"), stage_names), target)
+        # Every rank calls together, after all turns: loading all-gathers the parameters.
         self.load_state_dict(state)
 
 

@@ -80,6 +80,7 @@ def reduce_scatter_mean(tensors: Sequence[Tensor], group: ProcessGroup | None, *
         return list(tensors)
     shards = list(tensors)
     for bucket in bucket_indices(tensors, bucket_bytes):
+        # One collective per bucket. A chunk is [ceil(n / D)], the average of A_i over the ranks.
         chunks = backend.reduce_scatter_mean_list([_padded(tensors[i], size) for i in bucket], group)
         for i, chunk in zip(bucket, chunks, strict=True):
             shards[i] = chunk
@@ -100,6 +101,7 @@ def all_gather_into(
             for i in bucket:
                 tensors[i].copy_(shards[i])
             continue
+        # [D ceil(n / D)] per tensor; the padding at the end is cut off.
         gathered = backend.all_gather_list([shards[i].to(tensors[i].dtype) for i in bucket], group)
         for i, padded in zip(bucket, gathered, strict=True):
             tensors[i].copy_(padded[: tensors[i].numel()].view_as(tensors[i]))

@@ -31,22 +31,13 @@ _DEFAULT_BUCKET_MB = 128
 
 @dataclass
 class _Sharded:
-    """A trained parameter, the shard that this rank updates, and the version at which both were
-    equal.
-
-    Attributes:
-        param: the model's parameter.
-        shard: this rank's master elements, 1-D; ``param`` itself without sharding and without
-            masters.
-        version: ``param._version`` when both were last equal.
-    """
+    """A trained parameter, this rank's shard of it, and the version at which both were equal."""
 
     param: nn.Parameter
     shard: nn.Parameter
     version: int
 
     def mark_equal(self) -> None:
-        """Record that ``param`` and ``shard`` are equal now."""
         self.version = self.param._version
 
     @property
@@ -76,8 +67,7 @@ class StoredParameter:
 
 
 class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
-    """Shards optimizer states and fp32 master weights over the data-parallel ranks (ZeRO stage 1,
-    arXiv:1910.02054).
+    """Shards optimizer states and fp32 masters over data-parallel ranks (ZeRO-1, arXiv:1910.02054).
 
     ``step()`` all-reduces the sequence-parallel gradients, reduce-scatters all gradients to their
     mean, clips by the norm of the complete model, updates this rank's elements with
@@ -87,38 +77,34 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
     per-matrix or per-tensor statistics (Muon, LAMB).
 
     A trained parameter without a gradient is treated as having a zero gradient, so ranks whose
-    batches skip it (experts) run the same collectives. Writes to the parameters from outside, such
-    as the model's ``load_state_dict``, are copied to the masters. Writes through ``param.data`` are
+    batches skip it (experts) run the same collectives. Outside writes to the parameters, such as
+    the model's ``load_state_dict``, are copied to the masters; writes through ``param.data`` are
     not, because autograd does not count them.
 
     Args:
         params: parameters or parameter groups; parameters with ``requires_grad=False`` are ignored.
-        optimizer_class: an optimizer class of torch.optim or with the same interface. It receives
-            groups of 1-D shards, or of tensors in the parameters' shapes if the sharding group has
-            one rank. On TorchNeuron ``nxd_memopt.optimizer.AdamW`` replaces ``torch.optim.AdamW``.
+        optimizer_class: optimizer class with the interface of torch.optim. It receives groups of
+            1-D shards, or of full shapes if the sharding group has one rank. On TorchNeuron
+            ``nxd_memopt.optimizer.AdamW`` replaces ``torch.optim.AdamW``.
         optimizer_dtype: dtype of masters and states; default float32, or float64 if a parameter is
             float64. A dtype narrower than a parameter's rounds the parameter to it in each step.
         grad_clipping: clip by ``max_norm``. ``grad_norm`` is computed in both cases.
         max_norm: default 1.0.
         pin_layout: torch-xla option, accepted for compatibility and ignored.
         sharding_groups: a partition of the world's ranks; default the data-parallel groups. Groups
-            of one rank give fp32 masters without sharding, and no reduction over data-parallel
-            ranks.
+            of one rank give unsharded masters and no reduction over data-parallel ranks.
         grad_norm_groups: must be the tensor-parallel groups, over which the norm is always summed.
         lazy_init: shard at ``init_zero()`` instead of in the constructor.
-        bucket_cap_mb_all_gather: MiB of this rank's input of one all-gather; 0 means 128 divided by
-            the group's size.
+        bucket_cap_mb_all_gather: MiB of one rank's all-gather input; 0 means 128 / group size.
         bucket_cap_mb_reduce_scatter: MiB of gradients in one reduce-scatter; 0 means 128.
-        use_grad_acc_hook: accumulate gradients of narrower parameters in ``optimizer_dtype``, in
-            ``param.main_grad``.
+        use_grad_acc_hook: accumulate gradients in ``param.main_grad`` in ``optimizer_dtype``.
         save_master_weights: put masters of another dtype than their parameters into ``state_dict``.
             Without them a resumed run starts from the rounded parameters.
         higher_cc_precision: reduce gradients in ``optimizer_dtype``.
         defaults: passed to ``optimizer_class``.
 
     Raises:
-        ValueError: a group does not match the process groups, or context parallelism is enabled:
-            gradients would not be reduced over context-parallel ranks.
+        ValueError: a group does not match the process groups, or context parallelism is enabled.
     """
 
     inited = False
@@ -183,7 +169,6 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         self._copy_options(self.base_optimizer.param_groups, self.param_groups)
 
     def _shard_group(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Return ``group`` with the shards of its trained parameters."""
         sharded = [self._shard(param) for param in group["params"] if param.requires_grad]
         self._sharded += sharded
         if self.use_grad_acc_hook:
@@ -192,9 +177,9 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
 
     @torch.no_grad()
     def _shard(self, param: nn.Parameter) -> _Sharded:
+        """Return the master shard of ``param``, 1-D of ceil(n / D) elements, zeros at the end."""
         # Without sharding and with masters of the same dtype a copy would only cost memory: the
         # optimizer updates the parameter itself.
-        """Return the master shard of ``param``: 1-D, ceil(n / D) elements, zeros at the end."""
         if param.dtype == self.optimizer_dtype and backend.group_size(self.sharding_group) == 1:
             return _Sharded(param, param, param._version)
         wide = torch.promote_types(param.dtype, self.optimizer_dtype)
@@ -205,15 +190,13 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
             )
         master = cut_shard(param.detach(), self.sharding_group).to(self.optimizer_dtype, copy=True)
         shard = nn.Parameter(master)
-        # ``clip_grad_norm`` counts each element once: it needs to know which shards are replicated
-        # over tensor-parallel ranks.
+        # For ``clip_grad_norm``, which counts replicated elements once.
         for name, value in (("tensor_model_parallel", is_sharded(param)), ("replicas", getattr(param, "replicas", 1))):
             setattr(shard, name, value)
         shard.blocks = cut_blocks(param, self.sharding_group)  # pyright: ignore[reportAttributeAccessIssue]
         return _Sharded(param, shard, param._version)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add and, once the parameters are sharded, shard a parameter group."""
         super().add_param_group(param_group)
         if self.inited:
             self.base_optimizer.add_param_group(self._shard_group(self.param_groups[-1]))
@@ -221,9 +204,9 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
 
     @staticmethod
     def _copy_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
-        """Copy learning rates and all other options from ``source`` to ``target``.
+        """Copy all options.
 
-        Schedulers write to ``self.param_groups``, but ``base_optimizer`` reads its own groups.
+        Schedulers write to ``self.param_groups``, not to the base optimizer's.
         """
         for from_group, to_group in zip(source, target, strict=True):
             to_group.update({name: value for name, value in from_group.items() if name != "params"})
@@ -231,9 +214,7 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
     # A step
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Reduce the gradients, clip, update, and all-gather the parameters; return what
-        ``closure`` returns.
-        """
+        """Reduce gradients, clip, update, all-gather; return what ``closure`` returns."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -244,17 +225,15 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
 
     @property
     def grad_norm(self) -> Tensor | None:
-        """Gradient norm of the complete model before clipping, 0-dim fp32, or None before the first
-        step.
-        """
+        """Gradient norm of the complete model before clipping, 0-dim fp32; None before a step."""
         return self._grad_norm
 
     @torch.no_grad()
     def reduce_gradients(self) -> Tensor:
         """Run the first half of ``step()``: reduce and clip the gradients. Return ``grad_norm``."""
         self._require_shards()
-        # First sum over tensor-parallel ranks (sequence shards), then average over data-parallel
-        # ranks. Each reduced gradient has ceil(n / D) elements, [A_1 .. A_D] -> A_i.
+        # Sum over tensor-parallel ranks (sequence shards), then average over data-parallel ranks:
+        # each reduced gradient has ceil(n / D) elements, [A_1 .. A_D] -> A_i.
         params = [each.param for each in self._sharded]
         grads.allreduce_sequence_parallel_gradients(params)
         full = [self._full_gradient(param) for param in params]
@@ -266,11 +245,7 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         return self._grad_norm
 
     def _full_gradient(self, param: Tensor) -> Tensor:
-        """Return the unreduced gradient of ``param``, or zeros if it has none.
-
-        Every rank must pass the same shapes and dtypes to the collective, also if only some have a
-        gradient.
-        """
+        """Return the unreduced gradient, or zeros: collectives need equal shapes on all ranks."""
         grad = grads.gradient_of(param)
         if grad is None:
             grad = torch.zeros_like(param, dtype=self.optimizer_dtype if self.use_grad_acc_hook else None)
@@ -278,35 +253,28 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
 
     @torch.no_grad()
     def update_parameters(self) -> None:
-        """Run the second half of ``step()``: update masters and states and all-gather the
-        parameters.
-        """
+        """Run the second half of ``step()``: update masters and all-gather the parameters."""
         self._take_over_weights()
         self._copy_options(self.param_groups, self.base_optimizer.param_groups)
         self.base_optimizer.step()
         self._gather_parameters()
-        # Free the reduced gradients of the shards. ``zero_grad`` clears the parameters' gradients.
         for each in self._sharded:
             if each.shard is not each.param:
                 each.shard.grad = None
 
     @torch.no_grad()
     def _take_over_weights(self) -> None:
-        """Copy parameters that were written to from outside into the masters.
-
-        A master element that rounds to the written value is kept. The lower bits of the masters
-        therefore survive loading the same model after the optimizer.
-        """
+        """Copy outside writes to parameters into the masters."""
         for each in self._sharded:
             if each.was_written_to:
+                # A master element that rounds to the written value keeps its lower bits: a model
+                # that is loaded after the optimizer does not round the masters.
                 written = cut_shard(each.param.detach(), self.sharding_group)
                 each.shard.copy_(torch.where(each.shard.to(written.dtype) == written, each.shard, written))
                 each.mark_equal()
 
     def _gather_parameters(self) -> None:
-        """All-gather the masters of all ranks into the parameters, cast to the parameters'
-        dtypes.
-        """
+        """All-gather the masters into the parameters, cast to the parameters' dtypes."""
         separate = [each for each in self._sharded if each.shard is not each.param]
         params, shards = [each.param.detach() for each in separate], [each.shard.detach() for each in separate]
         all_gather_into(params, shards, self.sharding_group, bucket_bytes=self._gather_bytes)
@@ -314,7 +282,6 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
             each.mark_equal()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients and every ``main_grad``."""
         super().zero_grad(set_to_none)
         clear_main_grad((param for group in self.param_groups for param in group["params"]), set_to_none=set_to_none)
 
@@ -333,8 +300,7 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
     # Saving and loading
 
     def state_dict(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return this rank's states by parameter, options by group, and masters; plain values and
-        tensors only.
+        """Return this rank's states and masters by parameter and options by group, as plain values.
 
         Entries: ``state`` and ``param_groups`` of ``optimizer_class``, ``sharded_master_weights``,
         ``shape_info`` (full shapes), ``sharding`` (``[rank, size]``).
@@ -355,10 +321,7 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         }
 
     def stored_parameters(self) -> list[StoredParameter]:
-        """Return what is stored for each trained parameter, in order.
-
-        Masters and parameters agree afterwards.
-        """
+        """Return the stored tensor of each trained parameter, equal to the parameter now."""
         self._require_shards()
         self._take_over_weights()
         index, size = self._sharding()
@@ -370,9 +333,7 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         return [StoredParameter(each.param, each.shard, index, size, holders) for each in self._sharded]
 
     def mark_masters_synced(self) -> None:
-        """Treat the current parameters and masters as equal, after both were read from one
-        checkpoint.
-        """
+        """Treat parameters and masters as equal: both were read from one checkpoint."""
         for each in self._sharded:
             each.mark_equal()
 
@@ -381,10 +342,7 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         self._copy_options(self.param_groups, self.base_optimizer.param_groups)
 
     def nxd_state_dict(self) -> dict[str, Any]:
-        """Return ``state_dict()`` in the layout of NxD's checkpoints, which NxD's own optimizer
-        loads.
-
-        Every rank calls.
+        """Return ``state_dict()`` in NxD's layout, for NxD's own optimizer. Every rank calls.
 
         It has masters of all parameters, or of none if ``state_dict()`` has none.
         """
@@ -409,8 +367,7 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         overwrite the parameters.
 
         Raises:
-            ValueError: on every rank, if the state is of another rank, of another number of ranks,
-                or of other shapes.
+            ValueError: on every rank, if it is of another rank, number of ranks, or other shapes.
         """
         self._require_shards()
         with coordination.raise_together("loading the optimizer"):

@@ -51,6 +51,7 @@ class TagSave:
         pool = HostPool()
         with raise_together(f"copying the state for {target}"):
             require_visible(incomplete)
+            # Fail before the copy if the host has too little memory.
             pool.claim(_size_bytes(states), OWNER)
             self._states = map_distinct_tensors(states, _copied)
         self._worker = Worker(target, self._work, lambda text: report_failure(incomplete, self._rank, text))

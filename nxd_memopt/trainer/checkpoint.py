@@ -111,6 +111,7 @@ def save_checkpoint(
             begin_writing(incomplete)
     with backend.outside_step():  # torch_xla may return wrong values when pending results are read one by one
         own = _own_states(model, optimizer, zero1_optimizer=zero1_optimizer)
+    # An asynchronous save returns here: the thread writes the files and completes the checkpoint.
     if async_save:
         _begin_async_save(directory, target, own, scheduler, user_content, num_kept_ckpts, use_xser=use_xser)
         return
@@ -248,6 +249,7 @@ def _begin_async_save(
     with raise_together(f"saving {target}"):
         shared = _shared_states(scheduler, user_content) if parallel_state.is_global_rank_zero() else {}
         states = {name: state_of() for name, state_of in {**own, **shared}.items()}
+        # Check in the main thread: an error in the writer's thread would be reported a step later.
         for name, state in states.items():
             require_plain(state, Path(name).stem)
     save = TagSave(

@@ -121,6 +121,8 @@ def _open(path: Path, model: nn.Module, layout_options: Mapping[str, Any], group
         )
     places: dict[str, tuple[int, int]] = {}
     for stage in range(model_files.pipeline_model_parallel_size):
+        # The state dict is in the order of ``named_parameters()``, like the numbers in the
+        # optimizer files.
         names = [name for name in read_stored(model_files.file(0, stage)) if name in rules]
         shapes = {name: rules[name].local_shape(weights.layout) for name in names}
         places |= {name: (stage, number) for name, number in _number(source, stage, shapes, group_of).items()}
@@ -170,6 +172,8 @@ def _read(run: _Run, optimizer: NeuronZero1Optimizer, sharding: Sequence[int]) -
             raise ValueError(
                 f"a parameter of shape {list(param.shape)} in the optimizer is not the model's: pass its own"
             )
+        # A fused parameter of NxD (gate_up_proj) has several of this model's parameters as parts;
+        # all of them have its number.
         rule, part = parts[run.targets[id(param)]]
         stage, number = run.places[rule.name]
         values: dict[str, Any] = {}

@@ -146,6 +146,7 @@ def _require_equal_replicas(files: RankFiles, name: str, param: Tensor, stored: 
     files.
     """
     for first, last in _kv_blocks(param):
+        # Full-parameter row range -> first rank that stores it; every later rank must be bit-equal.
         owner: dict[tuple[int, int], int] = {}
         for rank, shard in enumerate(stored):
             earlier = owner.setdefault(_range_at(param, rank, first), rank)
@@ -196,6 +197,7 @@ def _require_masters(source: Path, model: nn.Module, optimizer: Any) -> None:
     parameters of the model.
     """
     inner = unwrap(optimizer)
+    # Parameters without a master would keep their initial values.
     reason = ""
     if not isinstance(inner, NeuronZero1Optimizer):
         reason = f"pass the model with a NeuronZero1Optimizer, not {type(inner).__name__}"

@@ -82,6 +82,7 @@ def _has_ended(path: Path) -> bool:
         *process_ids, process_id = json.loads((path / _WRITER).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False  # the writer is unknown
+    # Another host or container: its process ids mean nothing here.
     if process_ids != _process_ids():
         return False
     if process_id == os.getpid():
@@ -183,6 +184,7 @@ def find_tag(directory: Path, tag: str | None) -> Path:
 def _find(directory: Path, tag: str | None) -> str:
     """Return the directory name of the checkpoint to load."""
     complete = complete_tags(directory)
+    # Newest complete checkpoint by default; the file ``newest`` names it for old releases.
     wanted = str(tag) if tag is not None else next(reversed(complete), "")
     if tag is None and not complete and (directory / "newest").is_file():
         wanted = (directory / "newest").read_text(encoding="utf-8").strip()  # of early releases of neuronx-distributed

@@ -108,6 +108,7 @@ def _llama(config: Mapping[str, Any], layout: Layout, form: QKVForm) -> list[Rul
     if config.get("attention_bias") or config.get("mlp_bias"):
         raise ValueError("attention_bias or mlp_bias is true: neuronx-distributed's LLaMA sample has no biases")
     _require_kv_layout(config, layout, form)
+    # Rows of the full projections: q [heads * head_dim, H], k and v [g * head_dim, H].
     query, kv = config["num_attention_heads"] * head_dim, kv_heads(config) * head_dim
     rules = [_rule("model.embed_tokens.weight", "column", (vocab, hidden))]
     for i in range(config["num_hidden_layers"]):

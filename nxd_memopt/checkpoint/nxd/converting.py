@@ -158,10 +158,10 @@ def from_nxd(
 def _write_shards(
     joined: Mapping[str, JoinedTensor], directory: Path, max_shard_size_bytes: int, progress: Callable[[str], None]
 ) -> None:
-    # Assign names to files by size first; each tensor is read only when its file is written.
     """Write the full tensors as safetensors files of bounded size, and an index if there are
     several.
     """
+    # Assign names to files by size first; each tensor is read only when its file is written.
     sizes = {name: _size_bytes(tensor) for name, tensor in joined.items()}
     groups: list[list[str]] = [[]]
     for name, size_bytes in sizes.items():

@@ -170,6 +170,7 @@ class Rule:
         first: dict[int, int] = {}
         offset = sum(other.local_length(layout) for other in self.parts[: self.parts.index(part)])
         for rank, shard in enumerate(shards):
+            # Compare each rank with the first rank that stores the same slice.
             index, _ = layout.slice_index(part.kind, rank)
             earlier = first.setdefault(index, rank)
             mine, theirs = (x.narrow(self.dim, offset, part.local_length(layout)) for x in (shard, shards[earlier]))

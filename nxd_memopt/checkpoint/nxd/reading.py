@@ -244,6 +244,7 @@ def _count_replicas(files: RankFiles, shards: dict[str, Shards], config: Mapping
     require_sizes(config)
     query = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // query
+    # m = T * (KV rows of one rank) / (KV rows of the full projection).
     kv_rows, query_rows = kv_heads(config) * head_dim, query * head_dim
     for name, values in shards.items():
         if name.endswith((".qkv_proj.weight_k", ".qkv_proj.weight_qkv")):
@@ -280,6 +281,7 @@ def _find_order(
     for rule, part in _kv_parts(rules):
         if rule.name not in shards:
             continue
+        # Layers with equal KV heads (all zeros, for example) fit both orders.
         orders &= detect_kv_order(rule, part, [resolve(shard) for shard in shards[rule.name]], layout.kv_replicas)
         if len(orders) < 2:
             break
