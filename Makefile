@@ -66,7 +66,7 @@ GPUS ?= 1
 test-cuda: setup ## the tests that need NVIDIA GPUs; some need two
 	NXD_MEMOPT_BACKEND=cuda $(PYTHON) -m pytest tests/cuda
 
-bench-gpu: setup ## GPUS=N: the races of README's tables on N NVIDIA GPUs, recorded
+bench-gpu: setup ## GPUS=N: the races of docs/benchmarks.md on N NVIDIA GPUs, recorded
 	$(PYTHON) -m scripts.bench.gpu_suite --gpus $(GPUS) --append; code=$$?; $(PYTHON) -m scripts.bench.report --write; exit $$code
 
 mutants: setup setup-xla ## plant faults one at a time: the tests must notice each

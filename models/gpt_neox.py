@@ -33,14 +33,15 @@ SHARDING = {
     "final_layer_norm": "replicated",
     "lm_head": "vocab",
 }
-"""How each module's parameters are split over the tensor-parallel ranks; values of ``modules.factory.SHARDINGS``."""
+"""Sharding of each module over the tensor-parallel ranks; values of ``factory.SHARDINGS``."""
 
 
 class GPTNeoXAttention(nn.Module):
-    """``[B, S, H] -> [B, S, H]``; under sequence parallelism ``[s, B, H] -> [s, B, H]``.
+    """Attention with a fused QKV projection and partial RoPE.
 
-    The rows of ``query_key_value`` are ``[q, k, v]`` of head 0, of head 1, and so on: a contiguous shard holds whole
-    heads.
+    ``[B, S, H] -> [B, S, H]``; under sequence parallelism ``[s, B, H] -> [s, B, H]``. The rows of
+    ``query_key_value`` are ``[q, k, v]`` of head 0, then of head 1, and so on, so a contiguous
+    shard has complete heads.
     """
 
     def __init__(self, config: GPTNeoXConfig, factory: LayerFactory, memory: MemoryConfig) -> None:
@@ -58,29 +59,35 @@ class GPTNeoXAttention(nn.Module):
         self.sequence_first = factory.parallel.sequence_parallel_enabled
 
     def forward(self, hidden: Tensor, rope: RopeTables, mask: AttentionMask) -> Tensor:
+        # A hook on query_key_value may keep its output.
         in_place = is_unmodified(self.query_key_value, ColumnParallelLinear)
         return self.dense(self.context(self.query_key_value(hidden), rope, mask, in_place=in_place))
 
     def is_plain(self) -> bool:
-        """Both projections are this library's own, nothing watches or replaces them."""
+        """Return whether both projections are this library's layers without hooks."""
         return is_unmodified(self.query_key_value, ColumnParallelLinear) and is_unmodified(
             self.dense, RowParallelLinear
         )
 
     def context(self, qkv: Tensor, rope: RopeTables, mask: AttentionMask, *, in_place: bool) -> Tensor:
-        """``[B, S, 3H/T] -> [B, S, H/T]`` (sequence first under sequence parallelism): what ``dense`` projects.
+        """Compute the input of ``dense``: ``[B, S, 3H/T] -> [B, S, H/T]``, or sequence first.
 
-        ``in_place``: nobody else reads ``qkv``, which may be overwritten.
+        Args:
+            qkv: output of ``query_key_value``.
+            rope: cosine and sine tables.
+            mask: mask in addition to causality.
+            in_place: ``qkv`` has no other reader and may be overwritten.
         """
         heads = split_heads(qkv, 3 * self.head_dim, sequence_first=self.sequence_first)
         query, key, value = split_sizes(heads, [self.head_dim] * 3, dim=-1)  # [B, h/T, S, d] each
-        in_place = in_place and is_unmodified(self.core_attn, CoreAttention)  # its gradients are overwritten too
+        # A hook on core_attn could observe q, k, v, or their gradients, which are overwritten too.
+        in_place = in_place and is_unmodified(self.core_attn, CoreAttention)
         query, key, value = apply_rope_qkv(query, key, value, *rope, in_place=in_place)
         return merge_heads(self.core_attn(query, key, value, mask), sequence_first=self.sequence_first)
 
 
 class GPTNeoXMLP(nn.Module):
-    """``dense_4h_to_h(act(dense_h_to_4h(x)))``; shapes as ``GPTNeoXAttention``."""
+    """MLP ``dense_4h_to_h(act(dense_h_to_4h(x)))``; shapes as in ``GPTNeoXAttention``."""
 
     def __init__(self, config: GPTNeoXConfig, factory: LayerFactory) -> None:
         super().__init__()
@@ -93,13 +100,15 @@ class GPTNeoXMLP(nn.Module):
         return self.dense_4h_to_h(self.act(self.dense_h_to_4h(hidden)))
 
     def is_plain(self) -> bool:
-        """As ``GPTNeoXAttention``'s."""
+        """Return whether both projections are this library's layers without hooks."""
         return is_unmodified(self.dense_h_to_4h, ColumnParallelLinear) and is_unmodified(
             self.dense_4h_to_h, RowParallelLinear
         )
 
 
 class GPTNeoXLayer(nn.Module):
+    """Decoder layer with a parallel or a sequential residual; ``[B, S, H]`` or ``[s, B, H]``."""
+
     def __init__(self, config: GPTNeoXConfig, factory: LayerFactory, memory: MemoryConfig) -> None:
         super().__init__()
         self.use_parallel_residual = config.use_parallel_residual
@@ -114,6 +123,8 @@ class GPTNeoXLayer(nn.Module):
     def forward(self, hidden: Tensor, rope: RopeTables, mask: AttentionMask) -> Tensor:
         if self._merges_branches():
             return self._branches(hidden, rope, mask)
+        # Parallel: x + attention(norm_1(x)) + mlp(norm_2(x)). Sequential: pre-norm, one block after
+        # the other.
         attended = self.post_attention_dropout(self.attention(self.input_layernorm(hidden), rope, mask))
         if self.use_parallel_residual:
             expanded = self.post_mlp_dropout(self.mlp(self.post_attention_layernorm(hidden)))
@@ -122,13 +133,16 @@ class GPTNeoXLayer(nn.Module):
         return self.post_mlp_dropout(self.mlp(self.post_attention_layernorm(attended))) + attended
 
     def _merges_branches(self) -> bool:
-        """Not where dropout falls on each branch, nor where a part is recomputed, watched or replaced by itself."""
+        """Return whether both branches share one all-gather and one reduction.
+
+        False with dropout on each branch, and if a part is recomputed, has hooks or is replaced.
+        The merged path does not call the forward of attention, MLP and norms.
+        """
         if not self.use_parallel_residual or (self.training and self.post_attention_dropout.p > 0):
             return False
         norms = (self.input_layernorm, self.post_attention_layernorm)
-        if not all(
-            is_unmodified(norm, LayerNorm) or is_recomputed(norm) for norm in norms
-        ):  # merged, they keep nothing
+        # Recomputed norms are fine: the merged path recomputes the normalization anyway.
+        if not all(is_unmodified(norm, LayerNorm) or is_recomputed(norm) for norm in norms):
             return False
         attention, mlp = self.attention, self.mlp
         return (
@@ -139,7 +153,7 @@ class GPTNeoXLayer(nn.Module):
         )
 
     def _branches(self, hidden: Tensor, rope: RopeTables, mask: AttentionMask) -> Tensor:
-        """``hidden`` + attention + MLP, on one normalised input; the parts' own ``forward`` are not called."""
+        """Return ``hidden`` + attention + MLP without calling the modules' ``forward``."""
         attention, mlp = self.attention, self.mlp
         qkv, expanded = normalised_column_parallel_linears(
             hidden,
@@ -147,11 +161,14 @@ class GPTNeoXLayer(nn.Module):
             (self.post_attention_layernorm, mlp.dense_h_to_4h),
         )
         context = attention.context(qkv, rope, mask, in_place=True)
+        # One reduction for the partial sums of attention and MLP, added to the residual.
         inputs, layers = (context, mlp.act(expanded)), (attention.dense, mlp.dense_4h_to_h)
         return row_parallel_linears(inputs, layers, residual=hidden)
 
 
 class GPTNeoXModel(nn.Module):
+    """Embedding, dropout, decoder layers and final norm."""
+
     def __init__(self, config: GPTNeoXConfig, factory: LayerFactory, memory: MemoryConfig) -> None:
         super().__init__()
         self.embed_in = factory.embedding("embed_in", config.vocab_size, config.hidden_size, None)
@@ -168,7 +185,7 @@ class GPTNeoXModel(nn.Module):
 
 
 class GPTNeoXForCausalLM(ParallelCausalLM):
-    """GPT-NeoX with a language-model head; arguments and errors as ``LlamaForCausalLM``'s."""
+    """GPT-NeoX with a language-model head; arguments and errors as in ``LlamaForCausalLM``."""
 
     attention_name = "attention"
 

@@ -34,14 +34,14 @@ SHARDING = {
     "norm": "replicated",
     "lm_head": "vocab",
 }
-"""How each module's parameters are split over the tensor-parallel ranks; values of ``modules.factory.SHARDINGS``."""
+"""Sharding of each module over the tensor-parallel ranks; values of ``factory.SHARDINGS``."""
 
 
 def num_kv_heads(config: LlamaConfig) -> int:
-    """g, from Megatron's ``num_query_groups`` where the config has it, else ``num_key_value_heads``.
+    """Return g: Megatron's ``num_query_groups`` if set, else ``num_key_value_heads``.
 
     Raises:
-        ValueError: g does not divide the query heads.
+        ValueError: g does not divide the number of query heads.
     """
     groups = getattr(config, "num_query_groups", None) or config.num_key_value_heads or config.num_attention_heads
     require_divisible("num_attention_heads", config.num_attention_heads, "num_query_groups", groups)
@@ -49,7 +49,10 @@ def num_kv_heads(config: LlamaConfig) -> int:
 
 
 class LlamaAttention(PackedWeights):
-    """``[B, S, H] -> [B, S, H]``; under sequence parallelism ``[s, B, H] -> [s, B, H]``."""
+    """Grouped-query attention with RoPE.
+
+    ``[B, S, H] -> [B, S, H]``; under sequence parallelism ``[s, B, H] -> [s, B, H]``.
+    """
 
     packed_layers = ("q_proj", "k_proj", "v_proj")
 
@@ -72,16 +75,18 @@ class LlamaAttention(PackedWeights):
         self.pack_weights()
 
     def forward(self, hidden: Tensor, rope: RopeTables, mask: AttentionMask) -> Tensor:
+        # q, k, v: [B, S, h*d/T] or [S, B, h*d/T], from one all-gather of the input.
         projected = column_parallel_linears(hidden, (self.q_proj, self.k_proj, self.v_proj))
         query, key, value = (split_heads(x, self.head_dim, sequence_first=self.sequence_first) for x in projected)
-        in_place = is_unmodified(self.core_attn, CoreAttention)  # nobody else sees what is projected, nor its gradients
+        # RoPE in place is safe if no hook can observe q, k, v or their gradients.
+        in_place = is_unmodified(self.core_attn, CoreAttention)
         query, key, value = apply_rope_qkv(query, key, value, *rope, in_place=in_place)
         context = self.core_attn(query, key, value, mask)  # [B, h/T, S, d]
         return self.o_proj(merge_heads(context, sequence_first=self.sequence_first))
 
 
 class LlamaMLP(PackedWeights):
-    """``down(act(gate(x)) * up(x))``; shapes as ``LlamaAttention``."""
+    """Gated MLP ``down(act(gate(x)) * up(x))``; shapes as in ``LlamaAttention``."""
 
     packed_layers = ("gate_proj", "up_proj")
 
@@ -96,12 +101,15 @@ class LlamaMLP(PackedWeights):
 
     def forward(self, hidden: Tensor) -> Tensor:
         gate, up = column_parallel_linears(hidden, (self.gate_proj, self.up_proj))  # [..., F/T]
+        # The fused path saves gate and up only. Hooks on a module need the module to be called.
         if fused_gated_mlp_supported(gate, up, self.down_proj) and is_unmodified(self.act, GatedActivation):
             return fused_gated_mlp(gate, up, self.down_proj, self.act.hidden_act)
         return self.down_proj(self.act(gate, up))
 
 
 class LlamaDecoderLayer(nn.Module):
+    """Pre-norm decoder layer; ``[B, S, H]`` or ``[s, B, H]`` in and out."""
+
     def __init__(self, config: LlamaConfig, factory: LayerFactory, memory: MemoryConfig) -> None:
         super().__init__()
         self.self_attn = LlamaAttention(config, factory, memory)
@@ -110,6 +118,7 @@ class LlamaDecoderLayer(nn.Module):
         self.post_attention_layernorm = factory.rms_norm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, hidden: Tensor, rope: RopeTables, mask: AttentionMask) -> Tensor:
+        # add_and_norm adds the previous block's output and normalizes the sum, in one kernel on GPUs.
         normed, hidden = add_and_norm(self.input_layernorm, hidden)
         attended = self.self_attn(normed, rope, mask)
         normed, hidden = add_and_norm(self.post_attention_layernorm, hidden, attended)
@@ -117,6 +126,8 @@ class LlamaDecoderLayer(nn.Module):
 
 
 class LlamaModel(nn.Module):
+    """Embedding, decoder layers and final norm."""
+
     def __init__(self, config: LlamaConfig, factory: LayerFactory, memory: MemoryConfig) -> None:
         super().__init__()
         self.embed_tokens = factory.embedding(
@@ -136,14 +147,17 @@ class LlamaForCausalLM(ParallelCausalLM):
     """LLaMA with a language-model head.
 
     Args:
-        config: Hugging Face's; ``num_query_groups`` is understood too.
-        parallel: default: T of the process groups; sequence parallelism as ``config.sequence_parallel_enabled`` says.
-        memory: default none; NxD's ``config.selective_activation_checkpointing_is_enabled`` is understood.
-        dtype: of parameters; default torch's.
-        device: of parameters; ``"meta"`` allocates and draws nothing.
+        config: Hugging Face config; Megatron's ``num_query_groups`` is supported too.
+        parallel: default T of the process groups, with sequence parallelism as in
+            ``config.sequence_parallel_enabled``.
+        memory: default ``MemoryConfig()``; NxD's
+            ``config.selective_activation_checkpointing_is_enabled`` is supported.
+        dtype: dtype of the parameters; default torch's.
+        device: device of the parameters; ``"meta"`` allocates and draws nothing.
 
     Raises:
-        ValueError: heads, KV heads or MLP width that T does not divide, or T other than the process groups'.
+        ValueError: T does not divide heads, KV heads or MLP width, or T differs from the process
+            groups.
     """
 
     attention_name = "self_attn"
@@ -163,6 +177,7 @@ class LlamaForCausalLM(ParallelCausalLM):
         size = parallel.tensor_model_parallel_size
         require_divisible("num_attention_heads", config.num_attention_heads, "tensor_model_parallel_size", size)
         require_divisible("intermediate_size", config.intermediate_size, "tensor_model_parallel_size", size)
+        # With T above g, each KV head is on T/g ranks.
         replicas = kv_size_multiplier(num_kv_heads(config), size)
         head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
         super().__init__(config, parallel=parallel, memory=memory, rotary_dim=head_dim)

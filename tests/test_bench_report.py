@@ -102,6 +102,15 @@ def test_plots_are_written(monkeypatch, tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+def test_readme_has_one_line_for_each_of_its_settings(monkeypatch):
+    rows = [row("ours", 300), row("peer", 200), row("ours", 90, tokens=64), row("peer", 80, tokens=64)]
+    rows += [row("ours", 80, command="full", recompute="full"), row("peer", 40, command="full", recompute="full")]
+    monkeypatch.setattr(report, "rows_of", lambda _: rows)
+    assert len(report.step_lines()) == 5
+    lines = report.step_lines([("m", "4", "64"), ("m", "4", "8192"), ("absent", "4", "64")])
+    assert [line.split(" | ")[2] for line in lines[2:]] == ["64", "8,192"]
+
+
 def test_a_race_in_which_all_failed_and_files_of_other_settings(monkeypatch, tmp_path):
     rows = [row("ours", None, command="a"), row("peer", None, command="a")]
     for recompute in ("full", "full, attention kept"):
@@ -112,7 +121,7 @@ def test_a_race_in_which_all_failed_and_files_of_other_settings(monkeypatch, tmp
 
 
 def test_readme_needs_its_markers(monkeypatch):
-    monkeypatch.setattr(report, "section", lambda: "table\n")
+    monkeypatch.setattr(report, "readme_section", lambda: "table\n")
     text = f"a\n{report.BEGIN}old\n{report.END}b\n"
     assert report.with_section(text) == f"a\n{report.BEGIN}table\n{report.END}b\n"
     for broken in (text.replace(report.END, ""), text + report.BEGIN):
@@ -137,7 +146,7 @@ def test_rows_of_other_devices_are_not_in_readme_and_broken_ones_are_named(monke
         report.rows_of("train_step")
     path.write_text("model,device\nm,a laptop\n", encoding="utf-8")
     with pytest.raises(ValueError, match=f"has no rows of {report.DEVICE}"):
-        report.section()
+        report.page()
 
 
 def append_rows(path: Path, count: int) -> None:

@@ -18,7 +18,7 @@ from nxd_memopt.ops.attention import attention_implementation, core_attention, d
 from nxd_memopt.ops.cuda import attention as flash4_module
 from nxd_memopt.ops.cuda.attention import flash4, unavailable_reason
 from nxd_memopt.ops.packed import PackedDocuments
-from nxd_memopt.ops.packed_view import joined
+from nxd_memopt.ops.packed_view import packed_view
 from nxd_memopt.ops.parts import split_sizes
 from tests import flash4_kernels
 from tests.reference import assert_float64_close, assert_says, error_message, gradients, tensors
@@ -206,7 +206,7 @@ def test_gradients_of_one_projection_lie_in_one_memory(kernels):
     parts = split_sizes(split_heads(whole, 3 * WIDTH, sequence_first=True), [WIDTH] * 3, -1)
     found = core_attention(*parts, implementation="flash4")
     grads = torch.autograd.grad(found, parts, tensors(*found.shape, seed=3))
-    assert joined(grads, -1) is not None
+    assert packed_view(grads, -1) is not None
     expected = core_attention(*parts, implementation="math")
     for a, b in zip(grads, torch.autograd.grad(expected, parts, tensors(*found.shape, seed=3)), strict=True):
         assert_float64_close(a, b)

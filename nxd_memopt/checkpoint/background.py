@@ -87,6 +87,7 @@ class BackgroundSaver:
                 and the available bytes.
         """
         with raise_together("reserving host memory for checkpoints"):
+            # Step and configuration do not matter: only the size of this rank's tensors is used.
             save = RankSave(self._directory, 0, state, {}, self._keep)
             self.pool.reserve(save.size_bytes, OWNER)
 

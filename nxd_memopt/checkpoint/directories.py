@@ -34,6 +34,7 @@ def replace_directory(complete: Path, target: Path) -> None:
 
 def restore_interrupted(target: Path) -> None:
     """Undo an interrupted ``replace_directory``."""
+    # If the new version is in place, only the removal of the previous one was interrupted.
     predecessor = replaced_path(target)
     if predecessor.exists() and not target.exists():
         predecessor.rename(target)

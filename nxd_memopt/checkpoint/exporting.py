@@ -175,6 +175,7 @@ def _prepare(target: Path, total_bytes: int) -> None:
         incomplete_path(target).mkdir(parents=True)
     except OSError as error:
         raise ValueError(f"cannot write {target}: {error}: choose a directory that this user can create") from error
+    # Fail before the gathers, not when the disk is full.
     free_bytes = shutil.disk_usage(incomplete_path(target)).free
     if free_bytes < total_bytes:
         shutil.rmtree(incomplete_path(target))
@@ -211,6 +212,8 @@ def _finish(model: torch.nn.Module, target: Path, shards: Shards, dtype: torch.d
         index = {"metadata": {"total_size": _total_bytes(shards, dtype)}, "weight_map": weight_map}
         (incomplete / WEIGHTS_INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     _write_config(model, incomplete, dtype or next(iter(named_tensors(model))).tensor.dtype)
+    # The tokenizer, for example, is copied before the rename, so the new directory is complete at
+    # once.
     keep_other_files(target, incomplete)
     replace_directory(incomplete, target)
 

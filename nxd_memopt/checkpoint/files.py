@@ -99,6 +99,8 @@ def _open_file(path: Path, stack: ExitStack) -> Sources:
     if path.suffix != ".safetensors":
         return _require_tensors(path, read_tensors(path))
     try:
+        # Slices read only their bytes; the handle stays open until the caller leaves
+        # ``open_weights``.
         handle = stack.enter_context(safe_open(path, framework="pt"))
         return {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118 (not a mapping)
     except (SafetensorError, OSError) as error:

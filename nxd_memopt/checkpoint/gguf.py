@@ -23,6 +23,7 @@ def weights_directory(directory: Path) -> Iterator[Path]:
     ``raise_together``: after it no rank reads the conversion, and rank 0 removes it.
     """
     with ExitStack() as stack:
+        # Only rank 0 searches and converts; the other ranks learn the location from rank 0.
         location = directory
         with raise_together(f"reading {directory}"):
             gguf = find_gguf(require_directory(directory)) if parallel_state.is_global_rank_zero() else None

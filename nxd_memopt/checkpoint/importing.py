@@ -91,6 +91,7 @@ def load_sources(model: torch.nn.Module, sources: Sources, directory: Path) -> N
         ValueError: before any parameter changes, if names or shapes differ from the model's.
     """
     try:
+        # Names and shapes are checked for all tensors before the first parameter changes.
         targets = match_names(model, sources.keys())
         for name, param in targets.items():
             require_full_shape(name, sources[name], param)

@@ -100,6 +100,7 @@ def _require_exact_cover(name: str, tensor: Mapping[str, Any]) -> None:
     exactly.
     """
     shape, boxes = tensor["shape"], tensor["boxes"]
+    # Inside, disjoint and of the right total size together imply an exact cover.
     covered = sum(math.prod(box["size"]) for box in boxes)
     expected = math.prod(shape)
     inside = all(
@@ -171,6 +172,7 @@ class Index:
                 f"{path} has format {self.content.get('format')!r}, version {self.content.get('version')!r}; "
                 f"{FORMAT!r}, version {VERSION} is read here: install the version of nxd_memopt that wrote it"
             )
+        # Files are opened when a box needs them: a rank reads only the files of its own boxes.
         self._files: dict[str, TensorFile] = {}
         self._last: tuple[tuple[str, str], Tensor] | None = None
 

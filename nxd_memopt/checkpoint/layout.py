@@ -90,6 +90,7 @@ def boxes_of_range(shape: Shape, start: int, stop: int) -> list[FlatBox]:
     first, last = start // row, (stop - 1) // row
     if first == last and stop - start < row:
         return _within(first, shape, start - first * row, stop - first * row)
+    # Three ranges: rest of a started first row, full rows, start of an incomplete last row.
     boxes: list[FlatBox] = []
     if start % row:
         boxes += _within(first, shape, start % row, row)
@@ -159,6 +160,7 @@ def _cut(
     if not box:
         return Part((), (), position, (), 0, 0, holders)
     local, full, count = span
+    # Intersection of the box with the span along ``dim``, in local indices.
     low, high = max(offset[dim], local), min(offset[dim] + box[dim], local + count)
     if low >= high:
         return None

@@ -134,6 +134,8 @@ def _load_master(index: Index, optimizer: StoredOptimizer, each: StoredParameter
         ValueError: the checkpoint has a master and the optimizer has none.
     """
     name = f"optimizer.{MASTER}.{name_of(each.param, names)}"
+    # Without a stored master, the optimizer's tensor starts from the model's values: exact if the
+    # dtypes are equal.
     parts, shape = parts_of(each.param, rank=each.rank, size=each.size), tuple(each.stored.shape)
     if name not in index:
         if each.stored is not each.param:
@@ -153,6 +155,8 @@ def _state_tensor(index: Index, key: str, name: str, each: StoredParameter, grou
     """Return one state of one parameter: this rank's shard, or a step counter."""
     full_name = f"optimizer.{key}.{name}"
     shape = index.shape(full_name)
+    # A state in the parameter's shape is sharded like the parameter; all others are equal on all
+    # ranks.
     if shape == full_shape(each.param):
         parts = parts_of(each.param, rank=each.rank, size=each.size)
         return index.assemble(full_name, parts, tuple(each.stored.shape)).to(each.stored.device)

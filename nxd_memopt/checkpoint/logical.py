@@ -82,6 +82,7 @@ def model_tensors(model: nn.Module) -> Iterator[FullTensorShard]:
     for entry in named_tensors(model):
         if entry.tensor.is_meta:
             raise ValueError(f"{entry.names[0]} is on the meta device: load or initialize the model before saving it")
+        # Buffers may change in forward: a snapshot must copy them at once.
         yield FullTensorShard(
             f"model.{entry.names[0]}",
             full_shape(entry.tensor),
@@ -122,6 +123,8 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, names: Mapping[int, str]
     stored.require_all_states()
     for each in stored.parameters:
         name = name_of(each.param, names)
+        # Master and states of a parameter are sharded identically: one list of boxes for all of
+        # them.
         parts = parts_of(each.param, rank=each.rank, size=each.size)
         if stored.has_master(each):
             yield _like_parameter(MASTER, name, each, each.stored.detach(), parts)

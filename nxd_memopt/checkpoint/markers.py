@@ -12,6 +12,12 @@ Heartbeat = Callable[[], None]
 """Called during a wait or a write. Raises an exception to abandon it."""
 
 
+class AbandonedError(Exception):
+    """The program ends or another rank has failed: this save stays incomplete, and earlier
+    checkpoints are kept.
+    """
+
+
 def rank_file(directory: Path, rank: int, suffix: str) -> Path:
     """Return the path of a rank's file in ``directory``."""
     return directory / f"rank_{rank:05d}{suffix}"
@@ -29,14 +35,14 @@ def wait_for_ranks(directory: Path, world_size: int, suffix: str, heartbeat: Hea
     """Wait until every rank's file with ``suffix`` exists. Rank 0 calls, without collectives.
 
     Raises:
-        ValueError: a rank has failed.
+        AbandonedError: a rank has failed, or was told that another rank has failed.
     """
     missing = list(range(world_size))
     while missing:
         for rank in missing:
             failed = rank_file(directory, rank, FAILED)
             if failed.is_file():
-                raise ValueError(f"saving {directory} failed on rank {rank}: {failed.read_text(encoding='utf-8')}")
+                raise AbandonedError(f"rank {rank} failed: {failed.read_text(encoding='utf-8')}")
         missing = [rank for rank in missing if not rank_file(directory, rank, suffix).is_file()]
         if missing:
             heartbeat()

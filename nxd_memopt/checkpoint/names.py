@@ -33,6 +33,8 @@ class NamedTensor:
 
 def named_tensors(model: torch.nn.Module) -> list[NamedTensor]:
     """Return the tensors that a checkpoint of ``model`` holds, each tensor once."""
+    # The columns of attention output projections follow the query heads, whose order depends on the
+    # KV replicas: describe this sharding before it is read.
     describe_output_projections(model)
     names: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}

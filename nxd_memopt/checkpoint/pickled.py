@@ -63,6 +63,7 @@ def write_manifest(checkpoint: Path, content: Mapping[str, Any]) -> None:
     """Declare ``checkpoint`` complete by writing ``content``, the versions of the writer, and the
     order of KV replicas.
     """
+    # The entry for one replica keeps the table from being empty; see ``require_kv_order``.
     strides = {"1": 1, **{str(size): stride for size, stride in parallel_state.kv_rank_strides().items()}}
     manifest = {**content, "kv_rank_strides": strides, "versions": versions()}
     # Rename after the flush: a kill leaves the manifest either complete or absent.

@@ -91,6 +91,8 @@ class RankSave:
         if state.optimizer is not None:
             logicals += optimizer_tensors(state.optimizer, parameter_names(state.model))
         sources = []
+        # Every tensor enters the fragment, also without boxes of this rank: ranks must agree on all
+        # shapes.
         for logical, parts in owned_parts(logicals):
             boxes: list[dict[str, Any]] = []
             for part in parts:
@@ -164,7 +166,7 @@ class RankSave:
         Rank 0 calls, without collectives: it polls the directory.
 
         Raises:
-            ValueError: a rank has failed.
+            AbandonedError: a rank has failed.
         """
         wait_for_ranks(self.incomplete, self._head["sizes"]["world_size"], _COMPLETE, heartbeat)
 

@@ -147,6 +147,7 @@ class Snapshot:
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
+        # Version counters at the start of the save; any later difference is a write.
         self._versions = [source.stored._version for source in self.sources]
         self._staging = np.empty(self.pool.block_bytes, dtype=np.uint8)
         self._by_device: list[int] = []  # sources that are copied asynchronously by the device
@@ -168,6 +169,7 @@ class Snapshot:
         for source in self.sources:
             pieces, begin, size_bytes = [], 0, source.entry.size_bytes
             while begin < size_bytes:
+                # A source may span several blocks, and a block may contain several small sources.
                 block, at = divmod(position, block_bytes)
                 count = min(size_bytes - begin, block_bytes - at)
                 pieces.append(_Piece(source, begin, begin + count, block, at))
@@ -270,6 +272,7 @@ class Snapshot:
             self._copies_launched.wait()
         for transfer in self._started:
             transfer.wait()
+        # Writer and training thread may reach a chunk at the same time: only one of them copies it.
         with self._lock:
             if self._is_complete:  # the writer failed and closed the snapshot meanwhile
                 return

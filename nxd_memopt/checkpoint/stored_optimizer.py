@@ -40,6 +40,8 @@ class StoredOptimizer:
         """
         if self._zero1 is not None:
             return self._zero1.stored_parameters()
+        # Without ZeRO-1 every data-parallel rank stores the full state of its tensor-parallel
+        # shard.
         params = [param for group in self._optimizer.param_groups for param in group["params"]]
         holders = tuple(range(parallel_state.get_data_parallel_size()))
         return [StoredParameter(param, param, 0, 1, holders) for param in params]

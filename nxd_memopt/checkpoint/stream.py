@@ -107,6 +107,7 @@ def write_file(path: Path, entries: Sequence[Entry], pieces_of: Callable[[int], 
     """
     checksums = []
     try:
+        # Unbuffered, because chunks are large; ``_write_all`` handles short writes.
         with path.open("xb", buffering=0) as file:
             _write_all(file, memoryview(encode_header(entries)))
             for i, entry in enumerate(entries):
@@ -200,6 +201,7 @@ class TensorFile:
         with self._path.open("rb", buffering=0) as file:
             file.seek(self._data + begin)
             _read_into(file, _view(bytes_of(tensor)))
+        # The checksum also detects a short read: the rest of ``tensor`` is uninitialized.
         found = zlib.crc32(_view(bytes_of(tensor)))
         if found != checksum:
             raise ValueError(

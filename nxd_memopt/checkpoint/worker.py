@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from nxd_memopt.checkpoint.markers import AbandonedError
 from nxd_memopt.parallel_layers.coordination import share_texts
 
 STALL_S = 60.0
@@ -19,12 +20,6 @@ ranks.
 """
 _LOWEST_PRIORITY = 19
 _BUSY, _DONE = "busy", "done"
-
-
-class AbandonedError(Exception):
-    """The program ends or another rank has failed: this save stays incomplete, and earlier
-    checkpoints are kept.
-    """
 
 
 class Worker:
@@ -98,6 +93,7 @@ class Worker:
         for the failed rank's files.
         """
         self._reports = share_texts(self._status())
+        # Every rank computes this from the same shared reports.
         failed = self._first_failure()
         if failed is not None:
             self._why_stopped = f"rank {failed} failed: {self._reports[failed]}"

@@ -81,6 +81,7 @@ class CompiledForward:
 
     def __init__(self, layers: Sequence[nn.Module], forward: Forward) -> None:
         self._layers, self._forward = layers, forward
+        # torch.compile is lazy: graph and kernels are built at the first call.
         self._compiled = backend.compile(forward)
         self._gradients = _Gradients()
 

@@ -80,6 +80,7 @@ class GraphedLoss:
         refusal = backend.capture_refusal()
         if refusal is not None:
             raise ValueError(f"a loss as one CUDA graph {refusal}: use loss_of and backward() themselves")
+        # Tied parameters appear once. Frozen parameters are kept too, to detect that they moved.
         self._given = _unique_leaves(parameters)
         self._parameters = [parameter for parameter in self._given if parameter.requires_grad]
         if not self._parameters:

@@ -30,6 +30,8 @@ class _Storage:
         self._transfers = transfers
         self.size_bytes = device.numel()
         self.device: Tensor | None = device
+        # The copy starts when the work that produces the tensor is done. ``device`` is kept until
+        # ``_let_go`` frees it.
         self._host, self.sent = transfers.to_host(device)
         self._returned: Transfer | None = None
 
@@ -122,9 +124,9 @@ class ActivationOffload:
         """
         if not torch.is_grad_enabled():
             return forward(hidden, *context)
-        # Parameters and the context (RoPE tables, masks) are alive anyway: a host copy frees
-        # nothing.
+        # Parameters and the context are alive anyway: a host copy frees nothing.
         stays = {tensor.untyped_storage().data_ptr() for tensor in (*layer.parameters(), *_tensors_in(context))}
+        # Keyed by address: views of one storage share a single transfer.
         saved: dict[int, _Storage] = {}
         watched: list[_Kept] = []
         pack = functools.partial(self._pack, stays, saved, watched)

@@ -86,6 +86,7 @@ def checkpoint(
         raise ValueError(f"determinism_check must be one of {list(_DETERMINISM_CHECKS)}, got {determinism_check!r}")
     if debug:
         raise ValueError("debug=True is not offered here: leave it out, or use torch.utils.checkpoint on CPU and CUDA")
+    # Without gradients nothing is saved, so there is nothing to recompute.
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     return backend.checkpoint(

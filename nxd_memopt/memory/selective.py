@@ -49,8 +49,7 @@ keeping_contexts: Callable[[], ContextPair] = functools.partial(create_selective
 
 def both_contexts(first: Callable[[], ContextPair], second: Callable[[], ContextPair]) -> ContextPair:
     """Return the context pair of ``first`` with the context pair of ``second`` nested inside."""
-    # torch enters the contexts once per forward and once per recomputation, which nested
-    # checkpoints repeat: build them from a factory each time.
+    # A retained graph recomputes its regions again: each entry builds new nested contexts.
     (first_forward, first_again), (second_forward, second_again) = first(), second()
     forward = functools.partial(_nested, first_forward, second_forward)
     again = functools.partial(_nested, first_again, second_again)

@@ -9,17 +9,19 @@ from nxd_memopt.ops.packed import PackedDocuments
 from nxd_memopt.parallel_layers.random import fork_if
 
 AttentionMask = Tensor | PackedDocuments | None
-"""Beside causality: ``[B, 1, S, S]``, documents that do not see each other, or nothing."""
+"""Mask in addition to causality: padding ``[B, 1, S, S]``, packed documents, or None."""
 
 
 class CoreAttention(nn.Module):
-    """Causal attention on this rank's heads; the unit that selective recompute (arXiv:2205.05198) runs again.
+    """Causal attention on this rank's heads.
+
+    Selective recompute (arXiv:2205.05198) recomputes this module.
 
     Args:
-        attention_backend: ``MemoryConfig``'s.
+        attention_backend: ``attention_backend`` of ``MemoryConfig``.
         head_dim: d.
         dropout: probability of dropping an attention weight.
-        sharded: heads are split over ranks, so each draws its own dropout.
+        sharded: heads are split over ranks, so each rank draws its own dropout mask.
     """
 
     def __init__(self, *, attention_backend: str, head_dim: int, dropout: float, sharded: bool) -> None:
@@ -28,6 +30,7 @@ class CoreAttention(nn.Module):
         self.attention_backend, self.dropout, self.sharded = attention_backend, dropout, sharded
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:
+        """Attend from ``[B, h/T, S, d]`` to keys and values ``[B, g/T, S, d]``."""
         dropout_p = self.dropout if self.training else 0.0
         implementation, _ = attention_implementation(
             query.shape,
@@ -38,17 +41,18 @@ class CoreAttention(nn.Module):
             dropout_p=dropout_p,
             attention_backend=self.attention_backend,
         )
+        # Ranks have different heads, which need different masks: draw from this rank's stream.
         with fork_if(self.sharded and dropout_p > 0):
             return core_attention(query, key, value, implementation=implementation, mask=mask, dropout_p=dropout_p)
 
 
 def split_heads(x: Tensor, head_dim: int, *, sequence_first: bool) -> Tensor:
-    """``[B, S, h*d]`` (``[S, B, h*d]`` when sequence first) to ``[B, h, S, d]``; a view."""
+    """View ``[B, S, h*d]`` (``[S, B, h*d]`` if ``sequence_first``) as ``[B, h, S, d]``."""
     heads = x.unflatten(-1, (-1, head_dim))
     return heads.permute(1, 2, 0, 3) if sequence_first else heads.transpose(1, 2)
 
 
 def merge_heads(x: Tensor, *, sequence_first: bool) -> Tensor:
-    """Inverse of ``split_heads``."""
+    """Merge ``[B, h, S, d]`` into ``[B, S, h*d]`` or ``[S, B, h*d]``; undo ``split_heads``."""
     heads = x.permute(2, 0, 1, 3) if sequence_first else x.transpose(1, 2)
     return heads.flatten(-2)

@@ -28,11 +28,12 @@ RopeTables = tuple[Tensor, Tensor]
 
 @dataclass
 class CausalLMOutput:
-    """What a model returns.
+    """Output of a causal language model.
 
     Args:
-        loss: mean cross entropy over the labels that count, fp32, the same on every tensor-parallel rank.
-        logits: ``[B, S, V]``, only without labels or when asked for.
+        loss: mean cross entropy over the labels that are not ignored, fp32, the same on every
+            tensor-parallel rank; None without labels.
+        logits: ``[B, S, V]``; None if labels are given and logits are not requested.
     """
 
     loss: Tensor | None = None
@@ -40,17 +41,17 @@ class CausalLMOutput:
 
 
 class ParallelCausalLM(nn.Module, ABC):
-    """A backbone (embedding, decoder layers, final norm), then a vocabulary-parallel head.
+    """Backbone (embedding, decoder layers, final norm) and a vocabulary-parallel head.
 
     Args:
-        config: the Hugging Face config.
-        parallel: checked against the process groups already.
-        memory: techniques to apply.
-        rotary_dim: how many dimensions of a head RoPE turns.
+        config: Hugging Face config.
+        parallel: parallel config, already checked against the process groups.
+        memory: memory techniques to apply.
+        rotary_dim: number of dimensions of a head that RoPE rotates.
     """
 
     attention_name: ClassVar[str]
-    """Hugging Face's name of a decoder layer's attention."""
+    """Hugging Face's name of the attention module of a decoder layer."""
     lm_head: ColumnParallelLinear
 
     def __init__(self, config: Any, *, parallel: ParallelConfig, memory: MemoryConfig, rotary_dim: int) -> None:
@@ -61,12 +62,15 @@ class ParallelCausalLM(nn.Module, ABC):
     @property
     @abstractmethod
     def backbone(self) -> Any:
-        """The module under Hugging Face's name: ids, RoPE tables and mask in, normalised hidden states
-        ``[B, S, H]`` out (``[s, B, H]`` under sequence parallelism); its ``layers`` are the decoder layers."""
+        """The backbone module, under Hugging Face's name.
+
+        It maps ids, RoPE tables and mask to normalized hidden states ``[B, S, H]`` (``[s, B, H]``
+        under sequence parallelism). Its ``layers`` are the decoder layers.
+        """
 
     @abstractmethod
     def embedding_weight(self) -> nn.Parameter:
-        """The input embedding's table, which a tied head shares."""
+        """Return the input embedding's table ``[V/T, H]``, which a tied head shares."""
 
     def layer_factory(
         self,
@@ -76,12 +80,20 @@ class ParallelCausalLM(nn.Module, ABC):
         device: torch.device | str | None,
         kv_replicas: int = 1,
     ) -> LayerFactory:
-        """What builds this model's layers; ``dtype`` ``None`` is torch's default."""
+        """Return the factory that builds this model's layers.
+
+        Args:
+            sharding: sharding table of the model, see ``factory.SHARDINGS``.
+            dtype: dtype of the parameters, or None for torch's default.
+            device: device of the parameters, or None for torch's default.
+            kv_replicas: number of ranks that share a KV head.
+        """
         dtype = dtype or torch.get_default_dtype()
         return LayerFactory(sharding, self.parallel, self.config.initializer_range, dtype, device, kv_replicas)
 
     def add_head(self, factory: LayerFactory) -> None:
-        """Build ``lm_head``, or let it share the embedding's table: both are sharded over the vocabulary alike."""
+        """Build ``lm_head``. If tied, it shares the embedding's table, which is sharded equally."""
+        # A tied head is built on meta: its weight is replaced, and no random numbers are drawn.
         tied = self.config.tie_word_embeddings
         factory = replace(factory, device="meta") if tied else factory
         self.lm_head = factory.column("lm_head", self.config.hidden_size, self.config.vocab_size, bias=False)
@@ -89,10 +101,11 @@ class ParallelCausalLM(nn.Module, ABC):
             self.lm_head.weight = self.embedding_weight()
 
     def decoder_layers(self) -> list[Any]:
+        """Return the decoder layers, in order."""
         return list(self.backbone.layers)
 
     def recompute_modules(self) -> dict[str, list[nn.Module]]:
-        """For each of ``config.RECOMPUTE_MODULES`` the modules of all layers that bear the name."""
+        """Return, for each name in ``config.RECOMPUTE_MODULES``, the modules of all layers."""
         layers = self.decoder_layers()
         attention = [getattr(layer, self.attention_name) for layer in layers]
         return {
@@ -112,20 +125,24 @@ class ParallelCausalLM(nn.Module, ABC):
         return_logits: bool = False,
         cu_seqlens: Tensor | None = None,
     ) -> CausalLMOutput:
-        """Loss, logits, or both.
+        """Compute the loss, the logits, or both.
 
         Args:
             input_ids: ``[B, S]``, the same on every tensor-parallel rank.
-            labels: ``[B, S]``, usually ``input_ids``; shifted here, -100 is ignored. All ignored: the loss is 0.
-            position_ids: ``[B, S]`` or ``[1, S]``; default 0 .. S-1, with ``cu_seqlens`` counted in each document.
-            attention_mask: ``[B, S]``, 0 for padding; default none, which lets fused attention kernels run.
-            return_logits: return logits beside the loss.
-            cu_seqlens: ``[N + 1]`` integers, where N documents begin in the batch's B * S tokens, row after row, and
-                last B * S (``ops.packed``). No token sees another document, or is predicted from one.
+            labels: ``[B, S]``, usually ``input_ids``. They are shifted here, and -100 is ignored.
+                The loss is 0 if all labels are ignored.
+            position_ids: ``[B, S]`` or ``[1, S]``; default 0 .. S-1, or with ``cu_seqlens`` the
+                position in each document.
+            attention_mask: ``[B, S]``, 0 for padding; default None, which allows fused attention
+                kernels.
+            return_logits: with labels, return logits in addition to the loss.
+            cu_seqlens: ``[N + 1]`` integers, the starts of N documents in the batch's B * S tokens
+                (row after row), followed by B * S (``ops.packed``). Tokens attend only to their own
+                document, and the first token of a document is not predicted.
 
         Raises:
-            ValueError: S not divisible by T under sequence parallelism, shapes that differ, ``cu_seqlens`` that do not
-                divide the rows, or together with ``attention_mask``.
+            ValueError: T does not divide S under sequence parallelism, shapes differ, or
+                ``cu_seqlens`` does not divide the rows or is given with ``attention_mask``.
         """
         self._check_shapes(input_ids, labels=labels, attention_mask=attention_mask)
         documents = self._documents(input_ids, attention_mask, cu_seqlens)
@@ -138,11 +155,14 @@ class ParallelCausalLM(nn.Module, ABC):
                 f"position_ids has shape {list(position_ids.shape)}, input_ids {list(input_ids.shape)}: "
                 "must agree, or have a leading 1"
             )
+        # Computed once and shared by all layers.
         rope = rope_tables(self._frequencies_on(position_ids.device), position_ids, self.embedding_weight().dtype)
         mask = documents if attention_mask is None else padding_and_causal_mask(attention_mask)
+        # Each document's first token would be predicted from the document before it.
         if documents is not None and labels is not None:
             labels = labels.masked_fill(documents.positions() == 0, IGNORE_INDEX)
         hidden = self.backbone(input_ids, rope, mask)
+        # The fused loss never stores all logits; it is not possible if the caller needs them.
         if labels is not None and not return_logits and self.memory.fused_linear_cross_entropy:
             return CausalLMOutput(self._fused_loss(hidden, labels))
         logits = self.lm_head(hidden)  # [B, S, V/T] or [S, B, V/T]
@@ -151,7 +171,11 @@ class ParallelCausalLM(nn.Module, ABC):
         return CausalLMOutput(loss, whole)
 
     def _frequencies_on(self, device: torch.device) -> Tensor:
-        """On GPUs moved once: copies wait for others, and cannot be recorded. Elsewhere a tracer's may not stay."""
+        """Return RoPE frequencies on ``device``; on CUDA keep them there after the first call.
+
+        A host-to-device copy in each step would synchronize, and CUDA graphs cannot record it. A
+        tensor subclass, e.g. of a tracer, is not kept.
+        """
         frequencies = self.rope_frequencies.to(device)
         if device.type == "cuda" and type(frequencies) is Tensor:
             self.rope_frequencies = frequencies
@@ -161,6 +185,11 @@ class ParallelCausalLM(nn.Module, ABC):
     def _documents(
         input_ids: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None
     ) -> PackedDocuments | None:
+        """Return the packed documents of ``cu_seqlens``, or None.
+
+        Raises:
+            ValueError: ``attention_mask`` is given too.
+        """
         if cu_seqlens is None:
             return None
         if attention_mask is not None:
@@ -168,6 +197,7 @@ class ParallelCausalLM(nn.Module, ABC):
         return PackedDocuments.of(cu_seqlens, *input_ids.shape)
 
     def _check_shapes(self, input_ids: Tensor, **others: Tensor | None) -> None:
+        """Raise if shapes differ, T differs from the process groups, or T does not divide S."""
         if input_ids.dim() != 2:
             raise ValueError(f"input_ids must be [B, S], got {list(input_ids.shape)}")
         for name, tensor in others.items():
@@ -197,22 +227,28 @@ class ParallelCausalLM(nn.Module, ABC):
         )
 
     def _shifted(self, labels: Tensor) -> Tensor:
-        """The label of each position is the next token; ``[S, B]`` under sequence parallelism."""
+        """Return next-token labels, ``[B, S]``, or ``[S, B]`` under sequence parallelism."""
         labels = F.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:]
         return labels.t() if self.parallel.sequence_parallel_enabled else labels
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the mean cross entropy of the logits ``[B, S, V/T]`` (``[S, B, V/T]``)."""
         labels = self._shifted(labels)
         losses = parallel_cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, vocab_size=self.config.vocab_size)
+        # clamp: 0 instead of NaN if all labels are ignored.
         return losses.sum() / (labels != IGNORE_INDEX).sum().clamp(min=1)
 
     def _gather_logits(self, logits: Tensor) -> Tensor:
+        """All-gather the logits over the vocabulary: ``[B, S, V]``, without padding columns."""
         logits = logits.transpose(0, 1) if self.parallel.sequence_parallel_enabled else logits
         return gather_from_tensor_model_parallel_region(logits)[..., : self.config.vocab_size]
 
 
 def resolve_memory(memory: MemoryConfig | None, config: Any) -> MemoryConfig:
-    """``memory``, or NxD's ``selective_activation_checkpointing_is_enabled`` of a model config."""
+    """Return ``memory``, or for None the config from ``config``.
+
+    NxD's ``selective_activation_checkpointing_is_enabled`` in a model config is supported.
+    """
     if memory is not None:
         return memory
     enabled = bool(getattr(config, "selective_activation_checkpointing_is_enabled", False))

@@ -9,11 +9,11 @@ from nxd_memopt.parallel_layers.random import fork_if
 
 
 class ParallelDropout(nn.Module):
-    """Dropout on ``[...]``: ranks agree on replicated activations, differ on shards.
+    """Dropout with equal masks on replicated activations and different masks on shards.
 
     Args:
         p: probability of dropping an element.
-        sharded: each rank holds another part of the activation, and draws from its own stream.
+        sharded: ranks hold different parts of the activation and draw from their own streams.
     """
 
     def __init__(self, p: float, *, sharded: bool) -> None:

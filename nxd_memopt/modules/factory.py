@@ -19,23 +19,30 @@ from nxd_memopt.parallel_layers.random import fork_if
 from nxd_memopt.parallel_layers.utils import move_model_to_device, shard_ranges
 
 SHARDINGS = ("vocab", "column", "query_column", "kv_column", "row", "query_row", "replicated")
-"""Values of a sharding table: rows of a vocabulary table or head (padded to T), output rows, output rows of query
-heads, output rows of KV heads (replicated when T exceeds them), input columns, input columns that come from query
-heads, no sharding. A rank's query heads are those of its KV heads: see ``parallel_layers.rank_order``."""
+"""Values of a sharding table.
+
+- ``vocab``: rows of an embedding table or head, padded to a multiple of T.
+- ``column``: output rows. ``query_column``: output rows of query heads. ``kv_column``: output rows
+  of KV heads, replicated if T exceeds their number.
+- ``row``: input columns. ``query_row``: input columns that come from query heads.
+- ``replicated``: no sharding.
+
+A rank's query heads are those of its KV heads, see ``parallel_layers.rank_order``.
+"""
 _HEADS = ("query_column", "kv_column", "query_row")
 
 
 @dataclass(frozen=True)
 class LayerFactory:
-    """Builds a model's layers as its table shards them.
+    """Builder of a model's layers according to its sharding table.
 
     Args:
-        sharding: module name (last part) to one of ``SHARDINGS``.
-        parallel: the model's.
-        initializer_range: standard deviation of weights; biases start at zero (Hugging Face's scheme).
-        dtype: of parameters.
-        device: of parameters; ``None`` is torch's default device.
-        kv_replicas: how many ranks share a KV head.
+        sharding: maps a module name (last part) to one of ``SHARDINGS``.
+        parallel: parallel config of the model.
+        initializer_range: standard deviation of weights; biases are zero (Hugging Face's scheme).
+        dtype: dtype of the parameters.
+        device: device of the parameters, or None for torch's default device.
+        kv_replicas: number of ranks that share a KV head.
     """
 
     sharding: Mapping[str, str]
@@ -46,6 +53,7 @@ class LayerFactory:
     kv_replicas: int = 1
 
     def column(self, name: str, input_size: int, output_size: int, *, bias: bool) -> ColumnParallelLinear:
+        """Build the column-parallel layer ``name`` of the sharding table."""
         kind = self.sharding[name]
         assert kind.endswith("column") or kind == "vocab", f"the sharding table calls {name} {kind}"
         layer = self._column(input_size, output_size, bias=bias, kind=kind)
@@ -53,6 +61,7 @@ class LayerFactory:
         return layer
 
     def row(self, name: str, input_size: int, output_size: int, *, bias: bool) -> RowParallelLinear:
+        """Build the row-parallel layer ``name`` of the sharding table."""
         kind = self.sharding[name]
         assert kind in ("row", "query_row"), f"the sharding table calls {name} {kind}"
         layer = self._row(input_size, output_size, bias=bias, kind=kind)
@@ -69,21 +78,28 @@ class LayerFactory:
 
     @property
     def _layer_device(self) -> torch.device | str | None:
+        # Without CPU initialization the layer is built on meta, then allocated and drawn once.
         return self.device if self.parallel.use_cpu_initialization else "meta"
 
     def _draw_on_device(self, layer: ColumnParallelLinear | RowParallelLinear | ParallelEmbedding) -> None:
-        """Without ``use_cpu_initialization``: allocate the layer and draw this rank's weight from its own stream."""
+        """Allocate the layer and draw this rank's weight from its own random stream.
+
+        No-op with ``use_cpu_initialization``, where the layer has its slice of the full weight, and
+        for meta parameters.
+        """
         device = torch.get_default_device() if self.device is None else torch.device(self.device)
         if self.parallel.use_cpu_initialization or device.type == "meta":
             return
         move_model_to_device(layer, device)
+        # Shards differ between ranks: draw from this rank's own stream.
         with torch.no_grad(), fork_if(self.parallel.tensor_model_parallel_size > 1):
             self._init_weight(layer.weight)
         replica_group = getattr(layer, "replica_group", None)
-        if replica_group is not None:  # ranks that hold the same KV heads start alike
+        if replica_group is not None:  # ranks with the same KV heads must start with equal weights
             with backend.outside_step():
                 gathered = backend.all_gather(layer.weight.data, replica_group)
                 layer.weight.data = gathered[: layer.weight.size(0)].clone()
+        # Padding rows of a vocabulary shard must be zero.
         description: Any = layer.weight
         if description.partition_dim == 0:
             _zero_rows(layer.weight, description.full_shape[0], layer.weight.size(0) * description.num_partitions)
@@ -109,6 +125,7 @@ class LayerFactory:
         )
 
     def _rank_stride(self, kind: str) -> int:
+        # Query, key, value and output projections must agree on the order of heads.
         return parallel_state.kv_rank_stride(self.kv_replicas) if kind in _HEADS else 1
 
     def _row(self, input_size: int, output_size: int, *, bias: bool, kind: str) -> RowParallelLinear:
@@ -128,6 +145,7 @@ class LayerFactory:
     def embedding(
         self, name: str, num_embeddings: int, embedding_dim: int, padding_idx: int | None
     ) -> ParallelEmbedding:
+        """Build the vocabulary-parallel embedding ``name`` of the sharding table."""
         assert self.sharding[name] == "vocab", f"the sharding table calls {name} {self.sharding[name]}"
         layer = ParallelEmbedding(
             num_embeddings,
@@ -145,16 +163,18 @@ class LayerFactory:
         return layer
 
     def rms_norm(self, size: int, eps: float) -> RMSNorm:
+        """Build an RMSNorm with replicated weight, tagged under sequence parallelism."""
         sharded = self.parallel.sequence_parallel_enabled
         return RMSNorm(size, eps, sharded, device=self.device, dtype=self.dtype)
 
     def layer_norm(self, size: int, eps: float) -> LayerNorm:
+        """Build a LayerNorm with replicated parameters, tagged under sequence parallelism."""
         sharded = self.parallel.sequence_parallel_enabled
         return LayerNorm(size, eps, device=self.device, dtype=self.dtype, sequence_parallel_enabled=sharded)
 
 
 def _zero_rows(param: nn.Parameter, start: int, stop: int) -> None:
-    """Zero the rows ``start`` to ``stop`` of the full parameter, where this rank holds them."""
+    """Zero the rows ``[start, stop)`` of the full parameter that this rank holds."""
     if param.is_meta:
         return
     ((first, last),) = shard_ranges(param)
@@ -164,14 +184,14 @@ def _zero_rows(param: nn.Parameter, start: int, stop: int) -> None:
 
 
 def resolve_parallel(parallel: ParallelConfig | None, *, sequence_parallel_enabled: bool) -> ParallelConfig:
-    """Check ``parallel`` against the process groups; ``None`` takes T from them.
+    """Return ``parallel`` after a check against the process groups, or for None their config.
 
     Args:
-        parallel: the caller's choice.
-        sequence_parallel_enabled: for ``None``: what the model's config asks for; off at T=1.
+        parallel: config of the caller.
+        sequence_parallel_enabled: for None the setting of the model's config; off if T = 1.
 
     Raises:
-        ValueError: the groups were made for another tensor-parallel size.
+        ValueError: the process groups have another tensor-parallel size.
     """
     size = parallel_state.get_tensor_model_parallel_size()
     if parallel is None:

@@ -18,13 +18,14 @@ from nxd_memopt.parallel_layers.functional.activation_sharding import Activation
 from nxd_memopt.parallel_layers.layers import RowParallelLinear
 from nxd_memopt.parallel_layers.utils import cast_if_autocast_enabled, is_unmodified
 
-_TILE_BYTES = 256 * 2**20  # of the activation's gradient; a further tile costs one more pass over dW
+_TILE_BYTES = 256 * 2**20  # of the activation's gradient; each further tile adds one pass over dW
 
 
 class _FusedGatedMLP(torch.autograd.Function):
-    """``Y = reduce((act(G) * U) W^t)`` on sequence-first rows. Saves G, U and W; the activation is made again.
+    """``Y = reduce((act(G) * U) W^t)`` on sequence-first rows.
 
-    dG and dU take the places of G and U, of which nothing else makes use; a second backward is an error.
+    Saves G, U and W; backward recomputes the activation. dG and dU overwrite G and U, which have no
+    other reader, so a graph supports a single backward.
     """
 
     @staticmethod
@@ -54,9 +55,12 @@ class _FusedGatedMLP(torch.autograd.Function):
             )
         ctx.is_overwritten = True
         (gate, up, weight), (_, _, needs_weight) = saved_inputs(ctx)
+        # On XLA the barrier keeps the activation of forward from being reused, and thus stored.
         gate, up, grad = backend.optimization_barrier([gate, up, grad])
         gathering = ctx.comm.gather(grad, materialize=False)
         weight_grad: Tensor | None = None
+        # For each tile: dA = dY W, one kernel that recomputes A and overwrites G and U with dG and
+        # dU, dW += dY^t A. 4 * F/T FLOPs for each element of dY: two GEMMs.
         for start, grads in _tiles(gathering, gate, 4 * weight.size(1)):
             tile = slice(start, start + grads.size(0))
             activated = gated_activation_gradient(gate[tile], up[tile], grads @ weight, ctx.hidden_act)
@@ -66,12 +70,13 @@ class _FusedGatedMLP(torch.autograd.Function):
                 weight_grad = grads.t() @ activated
             else:
                 weight_grad.addmm_(grads.t(), activated)
+        # gate and up are overwritten: with new versions autograd rejects a use of the old values.
         torch.autograd.graph.increment_version((gate, up))
         return None, None, None, gate, up, weight_grad
 
 
 def _tiles(gathering: ChunkedAllGather, gate: Tensor, operations_per_element: int) -> Iterator[tuple[int, Tensor]]:
-    """The pieces as they arrive, cut so that the activation of one fits ``_TILE_BYTES``."""
+    """Yield chunks of rows as they arrive, split so that the activation fits ``_TILE_BYTES``."""
     most = max(1, _TILE_BYTES // (gate.size(-1) * gate.element_size()))
     for first, rows in gathering.pieces(operations_per_element):
         for start in range(0, rows.size(0), most):
@@ -79,26 +84,27 @@ def _tiles(gathering: ChunkedAllGather, gate: Tensor, operations_per_element: in
 
 
 def fused_gated_mlp(gate: Tensor, up: Tensor, layer: RowParallelLinear, hidden_act: str) -> Tensor:
-    """``layer(act(gate) * up)``, keeping gate and up alone for backward, which overwrites them.
+    """Compute ``layer(act(gate) * up)`` and save only gate and up, which backward overwrites.
 
     Args:
         gate: ``[..., input_size/T]``.
         up: ``[..., input_size/T]``.
-        layer: with ``input_is_parallel``.
+        layer: row-parallel layer with ``input_is_parallel``.
         hidden_act: one of ``ops.activation.ACTIVATIONS``.
 
     Returns:
-        As ``layer``. The weight's gradient is rounded once for each of a few tiles of rows.
+        The output of ``layer``. The weight gradient is rounded once for each tile of rows.
 
     Raises:
-        ValueError: T does not divide the sequence that is to be scattered.
-        RuntimeError: in backward, a second one of one graph.
+        ValueError: T does not divide the sequence length to be scattered.
+        RuntimeError: second backward of one graph.
     """
     gate, up, weight = cast("list[Tensor]", cast_if_autocast_enabled(gate, up, layer.weight))
     layer.require_divisible_sequence(gate.shape)
     comm = layer.activation_sharding()
     first = comm.sequence_first(gate)
     rows = [comm.sequence_first(x).reshape(-1, x.size(-1)) for x in (gate, up)]
+    # The leading dimensions are merged; under sequence parallelism dim 0 of the output is S/T.
     with torch.autocast(gate.device.type, enabled=False):
         handle, held = save_inputs_first(*rows, weight)
         output = cast(Tensor, _FusedGatedMLP.apply(comm, hidden_act, handle, *held))
@@ -110,5 +116,8 @@ def fused_gated_mlp(gate: Tensor, up: Tensor, layer: RowParallelLinear, hidden_a
 
 
 def fused_gated_mlp_supported(gate: Tensor, up: Tensor, layer: torch.nn.Module) -> bool:
-    """Whether ``fused_gated_mlp`` is to be used: one kernel makes the activation beside its gradient, on GPUs."""
+    """Return whether to use ``fused_gated_mlp``: the layer is unmodified and Triton is available.
+
+    The gain is a Triton kernel that computes the activation together with its gradient.
+    """
     return is_unmodified(layer, RowParallelLinear) and can_use_triton(gate, up, cast(RowParallelLinear, layer).weight)

@@ -9,7 +9,7 @@ from nxd_memopt.ops.activation import ACTIVATIONS, activation, gated_activation
 
 
 class Activation(nn.Module):
-    """``act(x)``; ``[..., F/T] -> [..., F/T]``."""
+    """Activation ``act(x)``; ``[..., F/T] -> [..., F/T]``."""
 
     def __init__(self, hidden_act: str) -> None:
         super().__init__()
@@ -20,7 +20,7 @@ class Activation(nn.Module):
 
 
 class GatedActivation(nn.Module):
-    """``act(gate) * up``; SwiGLU for silu (arXiv:2002.05202)."""
+    """Gated activation ``act(gate) * up``, ``[..., F/T]``; SwiGLU for silu (arXiv:2002.05202)."""
 
     def __init__(self, hidden_act: str) -> None:
         super().__init__()

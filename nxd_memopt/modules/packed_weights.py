@@ -1,6 +1,6 @@
 """Keeps the weights of layers with one input adjacent in memory: one matmul instead of several.
 
-The parameters stay apart, under their names; only where their values lie changes.
+The parameters stay separate, with their own names; only their storage is shared.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from nxd_memopt.ops.parts import split_sizes
 
 
 class PackedWeights(nn.Module):
-    """Base of a module that has column-parallel layers ``packed_layers`` of one input.
+    """Base of a module with column-parallel layers ``packed_layers`` that share one input.
 
-    On GPUs only: elsewhere no operator reads and writes joined activations, and a part that is saved for backward would
-    keep the whole alive.
+    Packs on GPUs only. On other devices no operator reads and writes packed activations, and a
+    slice saved for backward would keep the full packed tensor alive.
     """
 
     packed_layers: tuple[str, ...] = ()
 
     def pack_weights(self) -> None:
-        """Move the weights side by side where they are not; costs one copy of them while it runs."""
+        """Copy the weights into one storage unless they are packed; peak memory one extra copy."""
         weights = [cast(nn.Parameter, self.get_submodule(name).weight) for name in self.packed_layers]
         first = weights[0]
         alike = all(w.dtype == first.dtype and w.device == first.device and w.is_contiguous() for w in weights)
@@ -37,13 +37,14 @@ class PackedWeights(nn.Module):
             weight.data = part
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        # ``Module.to`` and similar calls replace the values of each parameter separately.
         super()._apply(fn, recurse)
         self.pack_weights()
         return self
 
 
 def pack_weights(model: nn.Module) -> None:
-    """Let every part of ``model`` that is a ``PackedWeights`` join its weights; after their values were replaced."""
+    """Pack the weights of each ``PackedWeights`` in ``model``; call after values were replaced."""
     for module in model.modules():
         if isinstance(module, PackedWeights):
             module.pack_weights()

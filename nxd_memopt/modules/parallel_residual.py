@@ -1,8 +1,9 @@
 """Parallel branches of one residual stream: one all-gather of the input, one reduction of the outputs.
 
-GPT-J's parallel residual, ``x + attention(norm_1(x)) + mlp(norm_2(x))``, which GPT-NeoX uses (arXiv:2204.06745, section
-2.1): both norms normalise the same x, and both branches' partial outputs belong to the same sum. Instead of two
-all-gathers and two reduce-scatters a layer there is one of each, exact to rounding. T ranks; ``s = S/T``.
+The parallel residual of GPT-J, ``x + attention(norm_1(x)) + mlp(norm_2(x))``, is used by GPT-NeoX
+(arXiv:2204.06745, section 2.1). Both norms normalize the same x, and the partial outputs of both
+branches are terms of one sum. A layer therefore needs one all-gather and one reduce-scatter instead
+of two each; the result is equal up to rounding. T ranks; ``s = S/T``.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ from nxd_memopt.parallel_layers.utils import cast_if_autocast_enabled
 
 
 class _NormalisedColumns(torch.autograd.Function):
-    """``Y_i = norm_i(X) W_i^t + b_i``. Saves this rank's X; what is normalised, gathered and scaled is made anew.
+    """``Y_i = norm_i(X) W_i^t + b_i``, with one all-gather of the normalized X.
 
-    Backward gathers while the inputs' gradients are computed, and reduces their sum while those of the weights are.
+    Saves this rank's X; normalization, gather and affine parts are recomputed in backward. Backward
+    gathers while it computes the first input gradients, and reduces their sum while it computes the
+    weight gradients.
     """
 
     @staticmethod
@@ -34,6 +37,7 @@ class _NormalisedColumns(torch.autograd.Function):
         ctx: Any, x: Tensor, eps: float, comm: ColumnActivationSharding, *parameters: Tensor | None
     ) -> tuple[Tensor, ...]:
         gains, shifts, weights, biases = _by_kind(parameters)
+        # Normalize the shard, gather it once, then apply each branch's gain and shift to the rows.
         normalised, mean, rstd = normalise(x, eps)
         ctx.eps, ctx.comm = eps, comm
         ctx.save_for_backward(x, mean, rstd, *gains, *shifts, *weights)
@@ -48,13 +52,16 @@ class _NormalisedColumns(torch.autograd.Function):
         x, mean, rstd, *saved = ctx.saved_tensors
         count = len(grads)
         gains, shifts, weights = saved[:count], saved[count : 2 * count], saved[2 * count :]
-        x, *output_grads = backend.optimization_barrier([x, *grads])  # nothing of forward is kept in its place
+        # On XLA the barrier keeps forward's normalized and gathered tensors from being reused.
+        x, *output_grads = backend.optimization_barrier([x, *grads])
         normalised, _, _ = normalise(x, ctx.eps)
         gathering = comm.gather(comm.sequence_first(normalised))
         output_grads = [comm.sequence_first(grad) for grad in output_grads]
         by_affine: list[Tensor] = []
 
         def rows(start: int, stop: int) -> Tensor:
+            # d(norm_i output) = dY_i W_i for each branch; one call gives the gradients of the
+            # normalized rows, summed over the branches, and of gains and shifts.
             input_grads = [grad[start:stop] @ weight for grad, weight in zip(output_grads, weights, strict=True)]
             by_rows, part = affine_branches_gradient(gathering.wait()[start:stop], input_grads, gains)
             by_affine.append(part)
@@ -63,13 +70,16 @@ class _NormalisedColumns(torch.autograd.Function):
         shape = (*output_grads[0].shape[:-1], x.size(-1))
         reduction = comm.reduce(rows, shape, x.dtype)
         inputs = affine_branches(gathering.wait(), gains, shifts)
+        # Inputs per branch: gain, shift, weight, bias; needed here: weight and bias.
         wanted = [ctx.needs_input_grad[3:][4 * i + 2 : 4 * i + 4] for i in range(count)]
         by_linear = [
             parameter_grads(x, [grad], needs, [group])
             for x, grad, needs, group in zip(inputs, output_grads, wanted, comm.replica_groups, strict=True)
         ]
         by_affine_sum = torch.stack(by_affine).sum(0) if len(by_affine) > 1 else by_affine[0]
-        if comm.sequence_dimension is None:  # otherwise the gradient hook sums what each rank's outputs contribute
+        # Each rank has the part of its own output columns. Under sequence parallelism the norms'
+        # parameters are tagged, and allreduce_sequence_parallel_gradients sums them later.
+        if comm.sequence_dimension is None:
             by_affine_sum = backend.all_reduce(by_affine_sum, comm.group)
         by_x = normalise_gradient(comm.as_given(reduction.wait().to(x.dtype)), x, mean, rstd)
         results = ((*affine, *linear) for affine, linear in zip(by_affine_sum.to(x.dtype), by_linear, strict=True))
@@ -77,24 +87,26 @@ class _NormalisedColumns(torch.autograd.Function):
 
 
 def _by_kind(parameters: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """Gains, shifts, weights, biases, of ``gain, shift, weight, bias`` for each branch."""
+    """Split ``gain, shift, weight, bias`` of each branch into gains, shifts, weights, biases."""
     return tuple(parameters[kind::4] for kind in range(4))
 
 
 def normalised_column_parallel_linears(
     input: Tensor, *branches: tuple[LayerNorm, ColumnParallelLinear]
 ) -> tuple[Tensor, ...]:
-    """``linear_i(norm_i(X))`` for norms of one input that differ in their affine part only, with one gather of X.
+    """Compute ``linear_i(norm_i(X))`` for norms of one input, with one all-gather of X.
+
+    The norms may differ only in their affine parameters.
 
     Args:
-        input: ``[B, S, H]``, or ``[s, B, H]`` under sequence parallelism, as the linear layers say.
-        branches: norms and column-parallel layers, all of one group.
+        input: ``[B, S, H]``, or ``[s, B, H]`` under sequence parallelism of the linear layers.
+        branches: pairs of a norm and a column-parallel layer, all of one process group.
 
     Returns:
-        Each layer's local output ``[..., output_size/T]``; the sequence dimension is whole.
+        The local output of each layer, ``[..., output_size/T]``, with the full sequence.
 
     Raises:
-        ValueError: norms of different eps.
+        ValueError: the norms have different eps.
     """
     norms, layers = zip(*branches, strict=True)
     if len({norm.eps for norm in norms}) > 1:
@@ -111,12 +123,12 @@ def normalised_column_parallel_linears(
 
 
 def row_parallel_linears(inputs: Sequence[Tensor], layers: Sequence[RowParallelLinear], *, residual: Tensor) -> Tensor:
-    """``residual`` plus row-parallel layers' outputs, ``X_1 A_1^t + b_1 + X_2 A_2^t + b_2``, with the reduction of one.
+    """Compute ``residual + sum_i (X_i A_i^t + b_i)`` with one reduction for all layers.
 
     Args:
         inputs: ``[..., input_size/T]`` for each layer.
-        layers: of one output size and group; the first says how the output is reduced.
-        residual: of the result's shape.
+        layers: row-parallel layers with one output size and group; the first defines the reduction.
+        residual: tensor with the shape of the result.
 
     Returns:
         ``[B, S, H]``, or ``[s, B, H]`` under sequence parallelism.

@@ -28,10 +28,10 @@ from nxd_memopt.parallel_layers.utils import (
 
 
 def kv_size_multiplier(num_key_value_heads: int, tensor_model_parallel_size: int) -> int:
-    """How many ranks share each KV head: 1 while T divides g, else T/g.
+    """Return the number of ranks that share a KV head: 1 if T divides g, else T/g.
 
     Raises:
-        ValueError: when neither of the two divides the other.
+        ValueError: neither of T and g divides the other.
     """
     heads, size = num_key_value_heads, tensor_model_parallel_size
     if heads % size == 0:
@@ -43,32 +43,35 @@ def kv_size_multiplier(num_key_value_heads: int, tensor_model_parallel_size: int
 
 
 class GQAQKVColumnParallelLinear(ShardedModule):
-    """Query, key and value projections of one input with one gather, and one reduction of its gradient.
+    """Query, key and value projections with one all-gather of the input and one reduction of dX.
 
-    Weights ``weight_q``, ``weight_k``, ``weight_v`` (and ``bias_*``), each sharded along its outputs; with ``fuse_qkv``
-    one ``weight_qkv`` whose rows on each rank are that rank's query, key and value rows.
+    The weights ``weight_q``, ``weight_k``, ``weight_v`` (and ``bias_*``) are sharded along their
+    outputs. With ``fuse_qkv`` there is one ``weight_qkv``, and its rows on each rank are that
+    rank's query, key and value rows.
 
-    With ``kv_size_multiplier`` m above 1, m ranks hold the same KV shard, and its gradients are summed over them: m
-    consecutive ranks, or on trn1 ranks T/m apart, ``rank_stride`` (``parallel_layers.rank_order``). A rank's query rows
-    are those of the heads that attend to its KV shard, so a row-parallel output projection of the local heads has its
-    columns in the same order: build it with the same ``rank_stride`` (``output_projection`` finds it otherwise).
+    With ``kv_size_multiplier`` m above 1, m ranks hold the same KV shard, and its gradients are
+    summed over them. These are m consecutive ranks, or on trn1 ranks that are T/m apart: see
+    ``rank_stride`` in ``parallel_layers.rank_order``. A rank's query rows belong to the heads that
+    attend to its KV shard. Build the row-parallel output projection with the same ``rank_stride``,
+    so that its columns have the same order (otherwise ``output_projection`` sets it).
 
     Args:
         input_size: H.
-        output_sizes: ``[query size h*d, key size g*d]``; value is as wide as key.
+        output_sizes: ``[query size h*d, key size g*d]``; the value size equals the key size.
         bias: add biases.
         gather_output: return all columns on every rank, each KV column once.
-        dtype: of the parameters.
-        device: of the parameters.
-        init_method: fills each full weight in place.
+        dtype: dtype of the parameters.
+        device: device of the parameters.
+        init_method: initializes each full weight in place.
         sequence_parallel_enabled: the input is ``[s, B, H]``.
-        kv_size_multiplier: ranks per KV shard; T/g when T exceeds g.
-        reduce_dtype: of the input gradient's reduction.
-        keep_master_weight: keep the full initial weights as ``master_weight_q`` ..., or ``master_weight_qkv``.
-        fuse_qkv: one parameter instead of three; the same numbers.
+        kv_size_multiplier: number of ranks per KV shard; T/g if T exceeds g.
+        reduce_dtype: dtype of the reduction of dX.
+        keep_master_weight: keep the full initial weights as ``master_weight_q`` ..., or
+            ``master_weight_qkv``.
+        fuse_qkv: one parameter instead of three, with the same values.
 
     Returns (forward):
-        ``(q, k, v)``, each ``[..., size per rank]``; sequence whole.
+        ``(q, k, v)``, each ``[..., size per rank]``, with the full sequence.
     """
 
     weight_qkv: nn.Parameter
@@ -99,6 +102,7 @@ class GQAQKVColumnParallelLinear(ShardedModule):
         require_divisible("tensor_model_parallel_size", size, "kv_size_multiplier", kv_size_multiplier)
         self.query_size, self.rank_stride = output_sizes[0], parallel_state.kv_rank_stride(kv_size_multiplier)
         query, kv = _block(output_sizes[0], size, 1), _block(output_sizes[1], size, kv_size_multiplier)
+        # Local rows of each parameter: one block per projection, or all three in weight_qkv.
         self.blocks = {"qkv": (query, kv, kv)} if fuse_qkv else {"q": (query,), "k": (kv,), "v": (kv,)}
         for name, blocks in self.blocks.items():
             rows = sum(block.rows for block in blocks)
@@ -110,6 +114,7 @@ class GQAQKVColumnParallelLinear(ShardedModule):
             for param in self._parameters_of(name):
                 _describe(param, blocks, self.rank_stride)
         self.replica_group = parallel_state.replica_group(kv_size_multiplier, self.rank_stride)
+        # Only key and value gradients are summed over the ranks with the same KV heads.
         self.activation_sharding = ColumnActivationSharding(
             mappings.resolve_group(None),
             0 if sequence_parallel_enabled else None,
@@ -123,7 +128,7 @@ class GQAQKVColumnParallelLinear(ShardedModule):
         return [param for param in candidates if param is not None]
 
     def initialize_weight_biases(self) -> None:
-        """Draw the parameters anew, on the CPU; every tensor-parallel rank calls it, in the same order of layers."""
+        """Initialize on the CPU; all tensor-parallel ranks call it in the same order of layers."""
         init_method = self.init_method or default_weight_init
         full: dict[str, list[Tensor | None]] = {name: [] for name in self.blocks}
         for name, part, bias in self._parts():  # weight, then bias, of query, key and value in turn
@@ -135,7 +140,7 @@ class GQAQKVColumnParallelLinear(ShardedModule):
             setattr(self, f"master_weight_{name}", torch.cat(kept) if kept else None)
 
     def _parts(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-        """Views of query's, key's and value's own rows, each described as the shard that it is."""
+        """Yield views of the rows of query, key and value, each with its own shard attributes."""
         for name, blocks in self.blocks.items():
             rows = [block.rows for block in blocks]
             split = [split_sizes(param.detach(), rows) for param in self._parameters_of(name)]
@@ -159,7 +164,10 @@ class GQAQKVColumnParallelLinear(ShardedModule):
         return column_parallel(input, parameters, self.activation_sharding)
 
     def _project_fused(self, input: Tensor) -> tuple[Tensor, ...]:
-        """One matmul; three where the gradients of key and value are summed over their replicas."""
+        """Project with ``weight_qkv``: one weight, or three slices with replicated KV heads.
+
+        With replicas the gradients of key and value are summed over ranks, that of query is not.
+        """
         rows = [block.rows for block in self.blocks["qkv"]]
         weight, bias = self.weight_qkv, self.bias_qkv
         if self.replica_group is None:
@@ -171,13 +179,18 @@ class GQAQKVColumnParallelLinear(ShardedModule):
         return column_parallel(input, parts, self.activation_sharding)
 
     def _gather(self, output: Tensor, replicas: int = 1) -> Tensor:
-        """All ranks' columns in the full weight's order; of each group of replicas the first."""
+        """Gather all columns in the order of the full weight; one copy of each replica group."""
         gathered = mappings.gather_from_tensor_model_parallel_region(output, self.activation_sharding.group)
         size = parallel_state.get_tensor_model_parallel_size()
         return columns_in_full_order(gathered, size, replicas=replicas, rank_stride=self.rank_stride)
 
 
 def _block(output_size: int, size: int, replicas: int) -> ShardBlock:
+    """Describe the shards of one projection.
+
+    Raises:
+        ValueError: the number of distinct shards does not divide ``output_size``.
+    """
     partitions = size // replicas
     remedy = f"use {padded_size(output_size, partitions)}"
     rows = require_divisible("output_size", output_size, "tensor_model_parallel_size", partitions, remedy)
@@ -185,6 +198,7 @@ def _block(output_size: int, size: int, replicas: int) -> ShardBlock:
 
 
 def _describe(param: Tensor, blocks: tuple[ShardBlock, ...], rank_stride: int) -> None:
+    """Set the shard attributes of ``param``, which consists of ``blocks`` along dim 0."""
     full_shape = (sum(block.full_rows for block in blocks), *param.shape[1:])
     replicas = blocks[0].replicas if len(blocks) == 1 else 1
     set_tensor_model_parallel_attributes(

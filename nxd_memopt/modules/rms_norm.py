@@ -10,15 +10,15 @@ from nxd_memopt.parallel_layers.utils import ShardedModule, is_unmodified, mark_
 
 
 class RMSNorm(ShardedModule):
-    """``ops.norm.rms_norm`` with a weight; ``[..., H] -> [..., H]``.
+    """RMSNorm (``ops.norm.rms_norm``) with a weight; ``[..., H] -> [..., H]``.
 
     Args:
         normalized_shape: H.
         eps: added to the mean square.
         sequence_parallel_enabled: the input is a sequence shard; the weight is tagged for
             ``grads.allreduce_sequence_parallel_gradients``.
-        device: of the weight.
-        dtype: of the weight.
+        device: device of the weight.
+        dtype: dtype of the weight.
     """
 
     def __init__(
@@ -40,14 +40,15 @@ class RMSNorm(ShardedModule):
 
 
 def add_and_norm(norm: nn.Module, hidden: Tensor, added: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """``norm(hidden + added)`` and ``hidden + added``, whose gradients then come together in one pass.
+    """Return ``norm(hidden + added)`` and ``hidden + added``, with one fused kernel if possible.
 
-    A norm that is recomputed, watched or another class is called by itself.
+    In backward the gradients of both results are added in one pass. A norm that is recomputed, has
+    hooks or is of another class is called as a module.
 
     Args:
         norm: usually an ``RMSNorm``.
         hidden: ``[..., H]``, the residual stream.
-        added: ``[..., H]``, what a block adds to it; ``None``: nothing.
+        added: ``[..., H]``, the output of the previous block, or None.
     """
     if isinstance(norm, RMSNorm) and is_unmodified(norm, RMSNorm):
         return add_rms_norm(hidden, added, norm.weight, norm.eps)

@@ -17,6 +17,8 @@ def join_group(rank_groups: list[list[int]]) -> ProcessGroup | None:
         ValueError: ``rank_groups`` is not a partition of the world into groups of equal size.
     """
     world_size = parallel_state.get_world_size()
+    # A partition of equal groups: every rank takes part in one collective with shards of equal
+    # length.
     if sorted(rank for ranks in rank_groups for rank in ranks) != list(range(world_size)):
         raise ValueError(f"sharding_groups {rank_groups} must name each of the world's {world_size} ranks once")
     if len({len(ranks) for ranks in rank_groups}) != 1:

@@ -90,6 +90,7 @@ def to_nxd_layout(
         is_shard = has_elements(value, name, params[position[i]]) and value.numel() == length
         return to_row_shards(value, shape, sharding, group) if is_shard else value
 
+    # torch_xla stores the base optimizer's states under ``base_state`` and leaves ``state`` empty.
     nxd: dict[str, Any] = {
         "state": {},
         "param_groups": [

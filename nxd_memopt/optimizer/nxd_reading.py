@@ -312,6 +312,8 @@ def _places(source: OptimizerFiles, target: Target) -> list[tuple[int, int]]:
             f"{source.files.directory} was written with {source.files.sizes()}: merging the stages needs the "
             "parameters' names: load the model and the optimizer together"
         )
+    # Each stage's files number only the parameters of the stage, group by group, in the model's
+    # order. A parameter of several stages (tied embeddings) is read from the first one.
     places: dict[int, tuple[int, int]] = {}
     numbers = number_parameters(target.param_groups)
     for stage in range(stages):

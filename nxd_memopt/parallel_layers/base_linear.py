@@ -17,10 +17,10 @@ from nxd_memopt.parallel_layers.utils import ShardedModule, set_tensor_model_par
 
 
 class BaseParallelLinear(ShardedModule):
-    """What column- and row-parallel linear layers share.
+    """Base of column- and row-parallel linear layers.
 
-    A layer sets the attributes below; ``set_weight_and_bias_config`` gives the shapes of this rank's shards, and
-    ``initialize_weight_and_bias`` makes the parameters from them.
+    Subclasses set the attributes below. ``set_weight_and_bias_config`` sets the shapes of this
+    rank's shards, and ``initialize_weight_and_bias`` creates the parameters.
     """
 
     weight: nn.Parameter
@@ -41,16 +41,17 @@ class BaseParallelLinear(ShardedModule):
     weight_shape: tuple[int, int]
     weight_partition_dim: int
     bias_shape: tuple[int] | None
-    bias_partition_dim: int | None  # None: every rank holds the whole bias
+    bias_partition_dim: int | None  # None: the bias is replicated
 
     def set_weight_and_bias_config(self) -> None:
         """Set ``weight_shape``, ``bias_shape`` and the dimensions along which they are sharded."""
         raise NotImplementedError
 
     def initialize_weight_and_bias(self) -> None:
-        """Create the parameters, describe them as shards, and draw them."""
+        """Create the parameters, set their shard attributes, and initialize them."""
         self.set_weight_and_bias_config()
         self.weight = nn.Parameter(torch.empty(self.weight_shape, dtype=self.dtype, device=self.device))
+        # Full shapes are without padding: checkpoints store tensors of these shapes.
         self._describe(self.weight, self.weight_partition_dim, (self.output_size, self.full_input_size))
         self.bias = None
         if self.bias_shape is not None:
@@ -59,7 +60,9 @@ class BaseParallelLinear(ShardedModule):
         self.initialize_weight_biases()
 
     def _describe(self, param: nn.Parameter, dim: int | None, full_shape: tuple[int, ...]) -> None:
+        """Set the shard attributes of ``param``, sharded along ``dim`` (None: replicated)."""
         if dim is None:
+            # A replicated bias is added to a sequence shard, so its gradient is a partial sum.
             set_tensor_model_parallel_attributes(param, False, -1, full_shape=full_shape)
             param.sequence_parallel_enabled = self.sequence_parallel_enabled  # pyright: ignore[reportAttributeAccessIssue]
             return
@@ -77,13 +80,16 @@ class BaseParallelLinear(ShardedModule):
         )
 
     def initialize_weight_biases(self) -> None:
-        """Draw weight and bias anew; every tensor-parallel rank calls it, in the same order of layers."""
+        """Initialize weight and bias; all tensor-parallel ranks call it in the same layer order.
+
+        Every rank draws the random stream of the full parameter and keeps its slice.
+        """
         self.init_weight_cpu()
         if self.bias is not None:
             initialize_sharded_(self.bias, default_bias_init(self.full_input_size))
 
     def init_weight_cpu(self) -> None:
-        """Draw the weight anew, on the CPU: see ``initialization.initialize_sharded_``."""
+        """Initialize the weight on the CPU; see ``initialization.initialize_sharded_``."""
         init_method = self.init_method or default_weight_init
         self.master_weight = initialize_sharded_(self.weight, init_method, keep_full=self.keep_master_weight)
 

@@ -21,7 +21,7 @@ from nxd_memopt.parallel_layers.utils import is_sharded, map_distinct_tensors, m
 
 
 class LazySlice(Protocol):
-    """A tensor on disk, read by slice: what ``safetensors.safe_open(...).get_slice(name)`` returns."""
+    """A tensor on disk that is read by slice, e.g. from ``safetensors``' ``get_slice(name)``."""
 
     def get_shape(self) -> list[int]: ...
 
@@ -32,9 +32,10 @@ class LazySlice(Protocol):
 
 
 def full_shape(param: Tensor) -> tuple[int, ...]:
-    """Return the shape of the whole, unpadded tensor of which ``param`` is this rank's shard."""
+    """Return the shape of the full, unpadded tensor of which ``param`` is this rank's shard."""
     shape = list(getattr(param, "full_shape", None) or param.shape)
-    if is_sharded(param) and getattr(param, "full_shape", None) is None:  # described without a full shape: no padding
+    # Without a recorded full shape the parameter has no padding: T shards of equal size.
+    if is_sharded(param) and getattr(param, "full_shape", None) is None:
         shape[_partition_dim(param)] *= cast(Any, param).num_partitions
     return tuple(shape)
 
@@ -49,7 +50,7 @@ def stored_shape(source: Tensor | LazySlice) -> tuple[int, ...]:
 
 
 def require_full_shape(name: str, source: Tensor | LazySlice, param: Tensor) -> None:
-    """Raise ``ValueError`` when ``source`` cannot be the full tensor of the parameter ``name``."""
+    """Raise ValueError if ``source`` cannot be the full tensor of the parameter ``name``."""
     stored, expected = stored_shape(source), full_shape(param)
     if stored != expected:
         raise ValueError(
@@ -59,14 +60,17 @@ def require_full_shape(name: str, source: Tensor | LazySlice, param: Tensor) -> 
 
 
 def local_slice(source: Tensor | LazySlice, param: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-    """Cut this rank's shard of ``param`` out of the full tensor ``source``, on the host.
+    """Copy this rank's shard of ``param`` from the full tensor ``source`` to the host.
 
-    Reads nothing else of ``source``. Padding after the full tensor's end becomes zeros.
+    Reads only the needed slices of ``source``. Padding beyond the full tensor is filled with zeros.
 
     Args:
         source: the full tensor.
-        param: says which slices this rank holds.
-        dtype: of the result; default ``param``'s.
+        param: parameter with the attributes of the shard.
+        dtype: dtype of the result; default the dtype of ``param``.
+
+    Returns:
+        A CPU tensor with the shape of ``param``.
     """
     dtype = dtype or param.dtype
     if not is_sharded(param):
@@ -85,13 +89,17 @@ def local_slice(source: Tensor | LazySlice, param: Tensor, *, dtype: torch.dtype
 
 
 def gather_full_tensor(param: Tensor, *, dtype: torch.dtype | None = None) -> Tensor | None:
-    """Put the shards of ``param`` together, without padding, on the host of tensor-parallel rank 0; ``None`` elsewhere.
+    """Gather the shards of ``param`` on the host of tensor-parallel rank 0, without padding.
 
-    All ranks of the tensor-parallel group call. Costs one full tensor on each device while it runs.
+    All ranks of the tensor-parallel group call this function. Peak memory: one full tensor on each
+    device.
 
     Args:
         param: this rank's shard.
-        dtype: dtype of the result, cast before the gather; default: the parameter's own.
+        dtype: dtype of the result, cast before the gather; default the dtype of ``param``.
+
+    Returns:
+        The full tensor on the CPU of tensor-parallel rank 0, None on other ranks.
     """
     if not is_sharded(param):
         backend.mark_step()
@@ -106,13 +114,19 @@ def gather_full_tensor(param: Tensor, *, dtype: torch.dtype | None = None) -> Te
 
 
 def _join_shards(stacked: Tensor, param: Tensor) -> Tensor:
-    """Undo ``local_slice``: ``stacked`` holds the shards of ranks 0 to T-1 along dim 0."""
+    """Build the full tensor; inverse of ``local_slice``.
+
+    Args:
+        stacked: shards of ranks 0 to T-1, concatenated along dim 0.
+        param: this rank's shard.
+    """
     dim, description = _partition_dim(param), cast(Any, param)
     shape = list(param.shape)
     blocks = getattr(param, "blocks", None)
     shape[dim] = sum(b.full_rows for b in blocks) if blocks else shape[dim] * description.num_partitions
     full = stacked.new_empty(shape)
     shards = stacked.unflatten(0, (-1, param.shape[0]))  # [T, n, ...]
+    # Of m replicas of a partition, the rank at position partition * m is used.
     for partition in range(description.num_partitions):
         rank = rank_at_position(partition * description.replicas, len(shards), description.rank_stride)
         offset = 0
@@ -123,16 +137,16 @@ def _join_shards(stacked: Tensor, param: Tensor) -> Tensor:
 
 
 def require_joinable(local: int, size: int, param: Tensor) -> None:
-    """Raise ``ValueError`` when shards of ``local`` elements of ``size`` ranks are not one full tensor of ``param``'s.
+    """Raise ValueError if shards cannot be concatenated to the full tensor of ``param``.
 
-    Padding is shorter than a shard, so that ``0 <= local * size - length < local`` for ``length`` elements of the full,
-    unpadded tensor along its sharded dimension. Less than 0: ranks are missing, and their elements would become zeros.
-    ``local`` or more: ranks hold replicas.
+    Padding is shorter than a shard: ``0 <= local * size - length < local``, for ``length`` elements
+    of the full, unpadded tensor along the sharded dimension. Below 0, ranks are missing, and their
+    elements would become zeros. At ``local`` or above, ranks hold replicas.
 
     Args:
         local: length of each shard along the sharded dimension.
-        size: tensor-parallel ranks whose shards were found.
-        param: this run's shard, whose description says how the full tensor is divided.
+        size: number of tensor-parallel ranks with a shard.
+        param: this run's shard, with attributes that describe the full tensor.
     """
     dim, shape = _partition_dim(param), full_shape(param)
     found = f"dimension {dim} of a parameter of {list(shape)} is {local} on each of {size} tensor-parallel ranks"
@@ -151,21 +165,22 @@ def require_joinable(local: int, size: int, param: Tensor) -> None:
 
 
 def join_shards(shards: Sequence[Tensor], param: Tensor) -> Tensor:
-    """Return the full tensor, without padding, from the shards of another number of tensor-parallel ranks.
+    """Return the full tensor, without padding, from the shards of another tensor-parallel size.
 
     Args:
-        shards: of ranks 0 to T'-1.
-        param: this run's shard, whose description says how the full tensor is divided.
+        shards: shards of ranks 0 to T'-1.
+        param: this run's shard, with attributes that describe the full tensor.
 
     Raises:
-        ValueError: shards are missing, or the tensor is replicated over some ranks, at either T.
+        ValueError: shards are missing, or ranks hold replicas of the tensor at either T.
     """
     shape, size = full_shape(param), len(shards)
     dim = _partition_dim(param)
     local, length = shards[0].size(dim), shape[dim]
     require_joinable(local, size, param)
     blocks = getattr(param, "blocks", None) or ()
-    # Blocks along dim, each divided over the ranks by itself: those of a fused parameter, or of a stride.
+    # Blocks along dim that are sharded separately: those of a fused parameter, or of a stride.
+    # Block b begins at ``first`` in the full tensor and at ``offset`` in each shard.
     stride = cast(Any, param).partition_stride
     lengths = [block.full_rows // size for block in blocks] or [local // stride] * stride
     full = shards[0].new_zeros(shape)
@@ -180,12 +195,16 @@ def join_shards(shards: Sequence[Tensor], param: Tensor) -> Tensor:
 
 
 def get_sharded_model_dict(model: torch.nn.Module, model_state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Slice a full state dict into this rank's, by the attributes of ``model``'s parameters.
+    """Slice a full state dict for this rank, by the shard attributes of ``model``'s parameters.
 
-    Entries that are not sharded parameters are passed on as they are.
+    Entries that are not sharded parameters are returned unchanged.
+
+    Args:
+        model: model with this rank's shards.
+        model_state_dict: full tensors by parameter name.
 
     Raises:
-        ValueError: when an entry's shape is not the parameter's full shape.
+        ValueError: the shape of an entry differs from the full shape of the parameter.
     """
     describe_output_projections(model)
     params = dict(model.named_parameters(remove_duplicate=False))
@@ -202,22 +221,27 @@ def get_sharded_model_dict(model: torch.nn.Module, model_state_dict: Mapping[str
 
 
 def to_host(value: Any, *, down_cast_bf16: bool = False) -> Any:
-    """Copy nested dicts, lists and tuples with every tensor on the host, without the rest of its storage.
+    """Copy all tensors in nested dicts, lists and tuples to the host, each with its own storage.
 
-    Tied tensors stay one tensor, which a file holds once.
+    Tied tensors stay one tensor, which a file stores once.
+
+    Args:
+        value: nested containers with tensors and plain values.
+        down_cast_bf16: convert fp32 tensors to bf16.
     """
 
     def copied(tensor: Tensor) -> Tensor:
         tensor = tensor.detach().cpu()
         if down_cast_bf16 and tensor.dtype == torch.float32:
             return tensor.to(torch.bfloat16)
+        # A view would be saved with the full storage of its base.
         return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
     return map_distinct_tensors(value, copied)
 
 
 def rank_name(*, with_data_rank: bool = False) -> str:
-    """Return ``tp_rank_XX_pp_rank_XX`` of this rank, with ``_dp_rank_XX`` if asked for."""
+    """Return this rank's ``tp_rank_XX_pp_rank_XX``, optionally with ``_dp_rank_XX``."""
     tensor = parallel_state.get_tensor_model_parallel_rank()
     pipeline = parallel_state.get_pipeline_model_parallel_rank()
     name = f"tp_rank_{tensor:02d}_pp_rank_{pipeline:02d}"
@@ -225,7 +249,7 @@ def rank_name(*, with_data_rank: bool = False) -> str:
 
 
 def is_model_replica_zero() -> bool:
-    """Whether this rank belongs to the copy of the model that writes: data- and context-parallel rank 0."""
+    """Return whether this rank is in the model replica that writes: data and context rank 0."""
     return parallel_state.get_data_parallel_rank() == parallel_state.get_context_model_parallel_rank() == 0
 
 
@@ -237,21 +261,28 @@ def save(
     down_cast_bf16: bool = False,
     master_dp_only: bool = True,
 ) -> None:
-    """Write this rank's ``checkpoint`` to ``output_dir/tp_rank_XX_pp_rank_XX/checkpoint.pt``. Every rank calls.
+    """Write this rank's ``checkpoint`` to ``output_dir/tp_rank_XX_pp_rank_XX/checkpoint.pt``.
+
+    Every rank calls this function.
 
     Args:
-        checkpoint: nested dict of tensors and plain values, usually ``{"model": model.state_dict(), ...}``.
-        output_dir: created if needed; a file of an earlier save is replaced once the new one is complete.
-        save_serially: one tensor-parallel rank at a time, so that a host copies one shard at a time. False is faster.
-        save_xser: write torch_xla's format, the file ``tp_rank_XX_pp_rank_XX`` and one file per tensor in
-            ``tp_rank_XX_pp_rank_XX.tensors``; all ranks at the same time, each copying one tensor at a time.
+        checkpoint: nested dict of tensors and plain values, usually
+            ``{"model": model.state_dict(), ...}``.
+        output_dir: directory, created if needed. A file of an earlier save is replaced when the new
+            one is complete.
+        save_serially: write one tensor-parallel rank at a time, so a host copies one shard at a
+            time. False is faster.
+        save_xser: write torch_xla's format: the file ``tp_rank_XX_pp_rank_XX`` and one file per
+            tensor in ``tp_rank_XX_pp_rank_XX.tensors``. All ranks write at the same time, each
+            copying one tensor at a time.
         down_cast_bf16: write fp32 tensors as bf16.
-        master_dp_only: write from data-parallel rank 0 only. False: every rank writes, ``_dp_rank_XX`` in its name.
+        master_dp_only: write from data-parallel rank 0 only. False: every rank writes, to a name
+            with ``_dp_rank_XX``.
 
     Raises:
-        ValueError, OSError: on every rank, when one cannot write.
+        ValueError, OSError: on every rank, if one rank cannot write.
     """
-    backend.mark_step()  # torch_xla may return wrong values when pending results are read one by one
+    backend.mark_step()  # torch_xla may return wrong values if pending results are read one by one
     writes = is_model_replica_zero() or not master_dp_only
     path = Path(output_dir) / rank_name(with_data_rank=not master_dp_only)
     rank = parallel_state.get_tensor_model_parallel_rank()
@@ -273,7 +304,7 @@ def _down_cast(checkpoint: Mapping[str, Any]) -> Any:
 
 
 def _require_other_kind(path: Path, exists: bool) -> None:
-    """The two formats use one name, for a file and for a directory."""
+    """Raise ValueError if ``exists``: the two formats use one name, for a file and a directory."""
     if exists:
         raise ValueError(
             f"{path} is from a save with the other value of save_xser: remove it, or choose another directory"
@@ -291,22 +322,23 @@ def load(
     master_dp_only: bool = True,
     weights_only: bool = True,
 ) -> Any:
-    """Read a checkpoint, load ``model_or_optimizer`` from it if given, and return it. Every rank calls.
+    """Read and return a checkpoint; load ``model_or_optimizer`` if given. Every rank calls.
 
     Args:
-        chkpt_path: the ``output_dir`` of ``save``, or, with ``sharded=False``, one file with a full state dict.
-        model: as ``model_or_optimizer``.
-        model_or_optimizer: gets the entry ``model_key``.
-        model_key: ``None`` when the file is the state dict itself.
-        load_xser: read what ``save_xser=True`` wrote.
+        chkpt_path: the ``output_dir`` of ``save``, or, with ``sharded=False``, a file with a full
+            state dict.
+        model: same as ``model_or_optimizer``; has precedence.
+        model_or_optimizer: module or optimizer that loads the entry ``model_key``.
+        model_key: key of the state dict, or None if the file is the state dict.
+        load_xser: read the format of ``save_xser=True``.
         sharded: False slices a full state dict for this rank's parameters.
-        strict: for modules: names must match exactly.
+        strict: for modules, names must match exactly.
         master_dp_only: False reads this rank's file of ``master_dp_only=False``.
-        weights_only: files are read without unpickling code, whatever is passed.
+        weights_only: ignored; files are always read without unpickling code.
 
     Raises:
-        ValueError: on every rank, when a file is missing, damaged, does not fit, is of the other format than
-            ``load_xser`` says, or was written for another tensor-parallel size.
+        ValueError: on every rank, if a file is missing, damaged, does not fit, has another format
+            than ``load_xser`` or was written for another tensor-parallel size.
     """
     del weights_only
     target = model if model is not None else model_or_optimizer
@@ -321,7 +353,7 @@ def load(
 
 
 def _sharded_file(directory: Path, load_xser: bool, master_dp_only: bool) -> Path:
-    """Return this rank's file, of a checkpoint with this run's tensor- and pipeline-parallel sizes."""
+    """Return this rank's file, after a check of the checkpoint's parallel sizes and format."""
     path = directory / rank_name(with_data_rank=not master_dp_only)
     if path.exists() and path.is_dir() == load_xser:
         raise ValueError(
@@ -340,6 +372,7 @@ def _sharded_file(directory: Path, load_xser: bool, master_dp_only: bool) -> Pat
 
 
 def _entry(checkpoint: Mapping[str, Any], key: str | None, path: Path) -> Any:
+    """Return the entry ``key`` of ``checkpoint``, or all of it if the key is None."""
     if key is None:
         return checkpoint
     if key not in checkpoint:
@@ -350,7 +383,11 @@ def _entry(checkpoint: Mapping[str, Any], key: str | None, path: Path) -> Any:
 def load_into(
     target: torch.nn.Module | torch.optim.Optimizer, state: Any, *, sharded: bool = True, strict: bool = True
 ) -> None:
-    """``target.load_state_dict(state)``; arguments as of ``load``. A model that it does not fit: ``ValueError``."""
+    """Call ``target.load_state_dict(state)``; see ``load`` for the arguments.
+
+    Raises:
+        ValueError: ``state`` does not fit a module.
+    """
     if not isinstance(target, torch.nn.Module):
         target.load_state_dict(state)
         return

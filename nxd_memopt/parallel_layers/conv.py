@@ -1,6 +1,6 @@
 """Two-dimensional convolutions sharded over their output or their input channels.
 
-``[N, C, H, W]``, T ranks; names and arguments are neuronx-distributed's.
+Shapes are ``[N, C, H, W]`` on T ranks; names and arguments follow neuronx-distributed.
 """
 
 from __future__ import annotations
@@ -23,20 +23,25 @@ IntPair = int | tuple[int, int]
 
 
 class BaseParallelConv(ShardedModule):
-    """What both convolutions share: a weight ``[C_out, C_in, kH, kW]`` sharded along one dimension, and its bias.
+    """Base of the convolutions: a weight ``[C_out, C_in, kH, kW]`` sharded along one dimension.
 
     Args:
-        in_channels: of the whole input.
-        out_channels: of the whole output.
+        in_channels: channels of the full input.
+        out_channels: channels of the full output.
         kernel_size, stride, padding, dilation: as in ``torch.nn.Conv2d``.
-        groups: 1; ``ValueError`` otherwise.
+        groups: must be 1.
         bias: add a bias.
-        padding_mode: ``"zeros"``; ``ValueError`` otherwise.
-        dtype: of the parameters.
-        device: of the parameters.
-        init_method: fills the full weight in place; default that of ``torch.nn.Conv2d``.
-        keep_master_weight: keep the full initial parameters as ``master_weight`` and ``master_bias``.
-        partition_pad: allow a number of channels that T does not divide; zero channels fill up.
+        padding_mode: must be ``"zeros"``.
+        dtype: dtype of the parameters.
+        device: device of the parameters.
+        init_method: initializes the full weight in place; default that of ``torch.nn.Conv2d``.
+        keep_master_weight: keep the full initial parameters as ``master_weight`` and
+            ``master_bias``.
+        partition_pad: allow a number of channels that T does not divide; zero channels are added.
+
+    Raises:
+        ValueError: other ``groups`` or ``padding_mode``, or T does not divide the channels and
+            ``partition_pad`` is False.
     """
 
     partition_dim: int
@@ -85,7 +90,7 @@ class BaseParallelConv(ShardedModule):
         self.initialize_weight_biases()
 
     def initialize_weight_biases(self) -> None:
-        """Draw weight and bias anew, on the CPU; every tensor-parallel rank calls it, in the same order of layers."""
+        """Initialize on the CPU; all tensor-parallel ranks call it in the same order of layers."""
         init_method = self.init_method or default_weight_init
         self.master_weight = initialize_sharded_(self.weight, init_method, keep_full=self.keep_master_weight)
         if self.bias is not None:
@@ -97,10 +102,11 @@ class BaseParallelConv(ShardedModule):
 
 
 class OutputChannelParallelConv2d(BaseParallelConv):
-    """Each rank computes its own output channels, from the whole input.
+    """Convolution with each rank computing its output channels from the full input.
 
-    Forward / backward: identity / all-reduce of dX. Output ``[N, C_out/T, H, W]``, or all channels with
-    ``gather_output``. The remaining arguments are those of ``BaseParallelConv``.
+    Communication in forward / backward: none / all-reduce of dX. The output is
+    ``[N, C_out/T, H, W]``, or has all channels with ``gather_output``. The remaining arguments are
+    the same as in ``BaseParallelConv``.
     """
 
     partition_dim = 0
@@ -113,14 +119,16 @@ class OutputChannelParallelConv2d(BaseParallelConv):
         output = self._convolve(mappings.copy_to_tensor_model_parallel_region(input), self.bias)
         if not self.gather_output:
             return output
+        # Padded channels are last: cut them off.
         return mappings.gather_from_tensor_model_parallel_region_with_dim(output, 1)[:, : self.out_channels]
 
 
 class InputChannelParallelConv2d(BaseParallelConv):
-    """Each rank convolves its own input channels; the results are summed, and the bias added once.
+    """Convolution with each rank convolving its input channels; the results are summed.
 
-    Forward / backward: all-reduce / identity. Input ``[N, C_in/T, H, W]`` with ``input_is_parallel``, otherwise the
-    whole input, which is split here. The remaining arguments are those of ``BaseParallelConv``.
+    Communication in forward / backward: all-reduce / none. The bias is added once, after the sum.
+    The input is ``[N, C_in/T, H, W]`` with ``input_is_parallel``, else the full input, which is
+    split here. The remaining arguments are the same as in ``BaseParallelConv``.
     """
 
     partition_dim = 1
@@ -132,6 +140,7 @@ class InputChannelParallelConv2d(BaseParallelConv):
     def forward(self, input: Tensor) -> Tensor:
         if not self.input_is_parallel:
             size = parallel_state.get_tensor_model_parallel_size()
+            # With partition_pad zeros fill the channels that the input lacks.
             missing = self.channels_per_partition * size - input.size(1)
             input = F.pad(input, (0, 0, 0, 0, 0, missing)) if missing else input
             input = mappings.scatter_input_channels_to_tensor_model_parallel_region(input)

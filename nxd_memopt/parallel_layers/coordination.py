@@ -10,39 +10,41 @@ from typing import Any
 import torch.distributed as dist
 
 MESSAGE_BYTES = 2048
-"""Most bytes of one rank's text in ``share_texts``: 2 MiB in all at 1024 ranks."""
+"""Maximum bytes of one rank's text in ``share_texts``: 2 MiB in total at 1024 ranks."""
 
 
 def share_texts(text: str) -> list[str]:
-    """Return every rank's ``text``, by global rank, cut at ``MESSAGE_BYTES``. Every rank of the world calls.
+    """Return the ``text`` of every rank, by global rank. Every rank of the world calls.
 
-    The texts travel through the key-value store that the ranks met in, on the host. A collective on the device would
-    take part in the graph of a device that records graphs: torch_xla chains the collectives of a graph by a token, so
-    that a collective between two steps makes the next training step another graph, which is compiled again. It would
-    also keep ranks inside the device's runtime, which stops waiting after a time, while rank 0 prepares data or writes.
+    Texts are cut at ``MESSAGE_BYTES`` and exchanged through the key-value store of the rendezvous,
+    on the host. A collective on the device would be part of the recorded graph: torch_xla chains
+    the collectives of a graph by a token, so a collective between two steps changes the graph of
+    the next training step, which is compiled again. It would also block ranks inside the device
+    runtime, which has a timeout, while rank 0 prepares data or writes.
 
     Raises:
-        RuntimeError: when a rank does not arrive within the process group's timeout.
+        RuntimeError: a rank does not arrive within the process group's timeout.
     """
     if not dist.is_initialized():
         return [text]
-    if dist.get_backend() == "fake":  # a pretended world has one process: every rank says the same
+    if dist.get_backend() == "fake":  # a simulated world has one process: all texts are equal
         return [_cut(text)] * dist.get_world_size()
     return _exchange(_cut(text))
 
 
 def _cut(text: str) -> str:
-    """Cut between characters; surrogates, which stand for bytes of a path that is not UTF-8, stay if the text fits."""
+    """Cut ``text`` between characters; keep surrogates (non-UTF-8 bytes of paths) if it fits."""
     encoded = text.encode(errors="surrogatepass")
     return text if len(encoded) <= MESSAGE_BYTES else encoded[:MESSAGE_BYTES].decode(errors="ignore")
 
 
 def _exchange(text: str) -> list[str]:
-    """Rank 0 collects the texts and publishes them under one key, so that each other rank reads one key only.
+    """Collect the texts on rank 0, which publishes them under one key for all other ranks.
 
-    Exchanges are numbered by counting arrivals, which needs no state in the processes: no rank arrives at exchange
-    n + 1 before every rank has arrived at exchange n. Rank 0 stays until everybody has read, since the store may live
-    in its process, and then deletes the exchange's keys, so that the store does not grow.
+    Counting arrivals numbers the exchanges without state in the processes: no rank arrives at
+    exchange n + 1 before every rank has arrived at exchange n. Rank 0 waits until all ranks have
+    read, because its process may host the store. It then deletes the keys, so the store does not
+    grow.
     """
     store: Any = dist.distributed_c10d._get_default_store()
     world_size = dist.get_world_size()
@@ -68,7 +70,13 @@ def _exchange(text: str) -> list[str]:
 
 
 def _wait(store: Any, keys: dict[str, int], number: int) -> None:
-    """Wait for the keys, each set by the rank that it maps to, as long as the process group's timeout."""
+    """Wait for the keys, each set by its rank, up to the timeout of the process group.
+
+    Args:
+        store: key-value store.
+        keys: maps each key to the rank that sets it.
+        number: number of the exchange, for the message.
+    """
     try:
         store.wait(list(keys))
     except RuntimeError as error:  # includes dist.DistStoreError
@@ -89,11 +97,13 @@ def _spell(ranks: list[int]) -> str:
 
 @contextmanager
 def raise_together(task: str) -> Iterator[None]:
-    """Run a block that has no collectives on every rank; when it raises on one, raise on all. Also a barrier.
+    """Run a block without collectives on every rank; if it raises on one, raise on all.
+
+    Also a barrier.
 
     Raises:
-        ValueError: on ranks whose own block succeeded; names ``task``, the failing rank and its message. A failing rank
-            raises its own exception.
+        ValueError: on ranks with a successful block; names ``task``, the failing rank and its
+            message. A failing rank raises its own exception.
     """
     failure: Exception | None = None
     try:
@@ -109,7 +119,10 @@ def raise_together(task: str) -> Iterator[None]:
 
 
 def turns(ranks_at_once: int) -> Iterator[bool]:
-    """Yield, in each round of a host's ranks, whether this rank acts: ``ranks_at_once`` do. Every rank calls."""
+    """Yield in each round whether this rank acts; ``ranks_at_once`` ranks per host act at a time.
+
+    Every rank calls this function and takes part in all rounds.
+    """
     if ranks_at_once < 1:
         raise ValueError(f"ranks that act at the same time must be at least 1, got {ranks_at_once}")
     local_rank = dist.get_node_local_rank(fallback_rank=0) if dist.is_initialized() else 0  # pyright: ignore[reportPrivateImportUsage]

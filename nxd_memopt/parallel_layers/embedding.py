@@ -20,30 +20,31 @@ from nxd_memopt.parallel_layers.utils import (
 
 
 class ParallelEmbedding(ShardedModule):
-    """Embedding whose table ``[V, H]`` is sharded over V (each rank adds the rows it holds) or over H.
+    """Embedding with a table ``[V, H]`` sharded over V or over H.
 
-    ``[B, S] -> [B, S, H]``. With sequence parallelism ``[s, B, H]``, or ``[B, s, H]`` for ``sequence_dimension=1``: the
-    partial sums are reduce-scattered instead of all-reduced.
+    ``[B, S] -> [B, S, H]``. Sharded over V, each rank looks up the rows it holds, and the partial
+    results are summed. With sequence parallelism the output is ``[s, B, H]``, or ``[B, s, H]`` for
+    ``sequence_dimension=1``, and the sum is a reduce-scatter instead of an all-reduce. The sum is
+    exact in any dtype because only one rank contributes a nonzero row.
 
     Args:
         num_embeddings: V.
         embedding_dim: H.
         padding_idx: row that receives no gradient.
-        init_method: fills the full table in place; default standard normal, the row ``padding_idx`` zero.
-        device: of the table; ``"meta"`` draws nothing.
-        dtype: of the table, kept as given.
+        init_method: initializes the full table in place; default standard normal with row
+            ``padding_idx`` zero.
+        device: device of the table; ``"meta"`` skips the initialization.
+        dtype: dtype of the table.
         shard_across_embedding: shard H instead of V.
-        pad: allow a V (or H) that T does not divide; the padding is zero and never looked up.
+        pad: allow a V (or H) that T does not divide; padding is zero and never looked up.
         sequence_parallel_enabled: return a shard along the sequence.
-        sequence_dimension: 0 or 1, see above.
-        tensor_model_parallel_group: default the tensor-parallel group.
-        collect_output: False returns this rank's part: its partial sum, or its columns.
-
-    The reduction is exact in any dtype, since one rank alone adds a row that is not zero.
+        sequence_dimension: dimension of the output that is the sequence, 0 (default) or 1.
+        tensor_model_parallel_group: process group; default the tensor-parallel group.
+        collect_output: False returns this rank's partial sum, or this rank's columns.
 
     Raises:
-        ValueError: T does not divide the sharded size without ``pad``; on the CPU also an index outside ``[0, V)``,
-            which on other devices trips the device's own index check.
+        ValueError: T does not divide the sharded size and ``pad`` is False; on the CPU also an
+            index outside ``[0, V)``, which on other devices fails the device's index check.
     """
 
     def __init__(
@@ -94,12 +95,13 @@ class ParallelEmbedding(ShardedModule):
             table[self.padding_idx].zero_()
 
     def init_weight_cpu(self) -> None:
-        """Draw the table anew, on the CPU; every tensor-parallel rank calls it, in the same order of layers."""
+        """Initialize the table on the CPU; all tensor-parallel ranks call it in the same order."""
         initialize_sharded_(self.weight, self.init_method)
 
     def forward(self, input: Tensor) -> Tensor:
         if input.device.type == "cpu":
             self._check_range(input)
+        # Ids [S, B] give rows [S, B, H]: the reduce-scatter then splits dim 0 without a transpose.
         sequence_first = self.sequence_parallel_enabled and self.sequence_dimension == 0
         ids = input.t() if sequence_first else input
         if self.shard_across_embedding:
@@ -123,22 +125,28 @@ class ParallelEmbedding(ShardedModule):
             )
 
     def _local_rows(self, ids: Tensor) -> Tensor:
-        """Rows that this rank holds, zero elsewhere; an index outside ``[0, V)`` stays outside the local table."""
+        """Return the rows that this rank holds, and zeros for other indices in the vocabulary.
+
+        An index outside ``[0, V)`` stays outside the local table, so that the lookup fails.
+        """
         if backend.group_size(self.tensor_parallel_group) == 1:
             return F.embedding(ids, self.weight)
         per_partition = self.weight.size(0)
         local = ids - backend.group_rank_in_graph(self.tensor_parallel_group) * per_partition
         held = (local >= 0) & (local < per_partition)
         in_vocabulary = (ids >= 0) & (ids < self.num_embeddings)
+        # Indices of other ranks look up row 0 and are masked. Index per_partition is out of range.
         local = torch.where(held, local, torch.where(in_vocabulary, 0, per_partition))
         return F.embedding(local, self.weight).masked_fill(~held.unsqueeze(-1), 0.0)
 
     def _detach_padding(self, rows: Tensor, ids: Tensor) -> Tensor:
+        """Stop the gradient of row ``padding_idx``."""
         if self.padding_idx is None:
             return rows
         return torch.where((ids == self.padding_idx).unsqueeze(-1), rows.detach(), rows)
 
     def _finish_hidden_shards(self, rows: Tensor) -> Tensor:
+        """Gather the columns ``[..., H/T] -> [..., H]`` and scatter the sequence if enabled."""
         group = self.tensor_parallel_group
         rows = mappings.gather_from_tensor_model_parallel_region(rows, group)[..., : self.embedding_dim]
         if self.sequence_parallel_enabled:

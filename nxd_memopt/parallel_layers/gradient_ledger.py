@@ -1,17 +1,15 @@
 """Records which sequence-parallel gradients were summed, so that none is summed twice or left unsummed.
 
-A script may sum gradients itself, through ``mappings.reduce_from_tensor_model_parallel_region(param.grad.data)``, and
-step an optimizer that sums them too. ``param.grad.data`` is another tensor object than ``param.grad``, with another
-version counter, but it has the same storage. The record is therefore made on ``param.grad`` itself, which is found by
-its storage among the parameters that the library has seen.
+A script may sum gradients with ``reduce_from_tensor_model_parallel_region(param.grad.data)`` and
+then step an optimizer that sums them too. ``param.grad.data`` is another tensor object with another
+version counter, but the same storage. So the record is an attribute of ``param.grad``, which is
+found by its storage among the tracked parameters. A record has the gradient's state (this rank's
+part, the sum, or a mixture) and its ``_version``, which every write that autograd sees increments.
+A later write is fine if a backward pass follows it (zeroed, then computed again). Otherwise the
+state is unknown, and asking for it is an error.
 
-The record says what the gradient is: this rank's part, the sum, or a mixture of both; and it has ``grad._version`` of
-that moment, as every write that autograd sees raises it. A write after the sum is understood when a backward pass
-follows it (the gradient was zeroed, then computed again). Otherwise the gradient might be a sum, a part, or a mixture,
-and asking for it is an error.
-
-Two hooks on each parameter follow a backward pass: one sees the incoming gradient, which a script's own hook or
-autograd Function may have summed before it is added; the other one sees the gradient that it was added to.
+Two hooks on each parameter follow a backward pass. The first sees the incoming gradient, which a
+script's hook or autograd Function may have summed; the second sees the gradient after accumulation.
 """
 
 from __future__ import annotations
@@ -29,24 +27,24 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from nxd_memopt.backends import backend
 
-_RECORD = "sequence_sum_record"  # attribute of a gradient; plain values, so that it can be saved with the tensor
-_SUMMED_AT = "sequence_sum_at"  # attribute of a parameter: its own _version when its gradient was summed
-_ARRIVAL = "sequence_sum_arrival"  # attribute of a parameter, from one hook of a backward pass to the other
-_PRUNE_ABOVE = 256  # storages; a training step sums far fewer tensors that are no gradient of a known parameter
+_RECORD = "sequence_sum_record"  # attribute of a gradient; plain values that can be saved with it
+_SUMMED_AT = "sequence_sum_at"  # attribute of a parameter: its _version at its gradient's sum
+_ARRIVAL = "sequence_sum_arrival"  # attribute of a parameter between the two backward hooks
+_PRUNE_ABOVE = 256  # storages; a step sums far fewer tensors that are no known gradient
 
-# What a gradient is. _CLEARED: a sum or a mixture that was written to since, which backward takes to be zeros.
+# States of a gradient. _CLEARED: a sum or mixture that was written to; backward assumes zeros.
 _PART, _SUM, _MIXED, _CLEARED = "part", "sum", "mixed", "cleared"
 
 
 class _Record(NamedTuple):
-    """The gradient's ``_version`` when it was recorded, and what it was."""
+    """The gradient's ``_version`` and state when it was recorded."""
 
     version: int
     state: str
 
 
 class _Arrival(NamedTuple):
-    """An incoming gradient: what it is added to (``None``: nothing), what it is, and the address of its storage."""
+    """Incoming gradient: its destination's state (or None), its own state, its storage address."""
 
     before: str | None
     state: str
@@ -54,13 +52,13 @@ class _Arrival(NamedTuple):
 
 
 def gradient_of(param: Tensor) -> Tensor | None:
-    """The gradient that the optimizer will use: ``main_grad`` where gradients accumulate in fp32."""
+    """Return the gradient for the optimizer: ``main_grad`` if gradients accumulate in fp32."""
     main_grad = getattr(param, "main_grad", None)
     return param.grad if main_grad is None else main_grad
 
 
 def is_sequence_parallel(param: Tensor) -> bool:
-    """Whether ``param`` is tagged: its gradient is the part of this rank's sequence shard."""
+    """Return whether ``param`` is tagged: its gradient is a partial sum over sequence shards."""
     return bool(getattr(param, "sequence_parallel_enabled", False))
 
 
@@ -74,14 +72,14 @@ def _write_record(grad: Tensor, version: int, state: str) -> None:
 
 
 def forget_sum(param: Tensor, grad: Tensor) -> None:
-    """Treat ``grad`` as this rank's part again: it was overwritten by a write that autograd does not count."""
+    """Mark ``grad`` as this rank's part again, after a write that autograd does not count."""
     for tensor, name in ((grad, _RECORD), (param, _SUMMED_AT)):
         if hasattr(tensor, name):
             delattr(tensor, name)
 
 
 def move_sum(source: Tensor, target: Tensor) -> None:
-    """Let ``target``, to which ``source`` was copied, be summed if and only if ``source`` is."""
+    """Give ``target``, a copy of ``source``, the record of ``source``."""
     record = _record_of(source)
     if record is None:
         _write_record(target, target._version, _PART)
@@ -91,25 +89,25 @@ def move_sum(source: Tensor, target: Tensor) -> None:
 
 @contextmanager
 def keep_sums(grads: Iterable[Tensor]) -> Iterator[None]:
-    """Let writes inside, which must be linear (scale, average), leave summed gradients summed."""
+    """Keep summed gradients marked as sums; writes in the block must be linear (scale, average)."""
     writes = [(grad, record, grad._version - record.version) for grad in grads if (record := _record_of(grad))]
     yield
-    # after all of the writes: gradients that are views of one tensor share its version counter
+    # After all writes: gradients that are views of one tensor share its version counter.
     for grad, record, count in writes:
         _write_record(grad, grad._version - count, record.state)
 
 
 def _was_replaced(param: Tensor) -> bool:
-    """Whether ``param.grad``, which has no record, stands for one that was summed after the last update of ``param``.
+    """Return whether ``param.grad`` without a record replaces one summed since the last update.
 
-    ``param.grad = param.grad / 2`` makes a tensor without a record. A gradient that a script computes and assigns in
-    the next step is told apart by the update in between, which raises the version of the parameter.
+    ``param.grad = param.grad / 2`` creates a tensor without a record. A gradient that a script
+    assigns in the next step differs: the update in between increments the version of the parameter.
     """
     return getattr(param, _SUMMED_AT, None) == param._version
 
 
 def _state_of(param: Tensor, grad: Tensor, *, writes: int = 0) -> str:
-    """What the gradient is, apart from the last ``writes`` writes to it."""
+    """Return the state of the gradient before the last ``writes`` writes to it."""
     record = _record_of(grad)
     if record is None:
         return _MIXED if _was_replaced(param) else _PART
@@ -119,7 +117,7 @@ def _state_of(param: Tensor, grad: Tensor, *, writes: int = 0) -> str:
 
 
 def _record_addition(param: Tensor, grad: Tensor, before: str | None, added: str) -> None:
-    """Record ``grad``, of which ``before`` says what it was when a gradient that is ``added`` was added to it."""
+    """Record ``grad`` after a gradient in state ``added`` was added to it in state ``before``."""
     state = added if before in (None, _CLEARED, added) else _MIXED
     _write_record(grad, grad._version, state)
     if state == _SUM:
@@ -130,7 +128,7 @@ def _record_addition(param: Tensor, grad: Tensor, before: str | None, added: str
 
 @contextmanager
 def adding_to_main_grad(param: Tensor) -> Iterator[None]:
-    """Record ``param.main_grad`` after the block, which adds ``param.grad`` to it or makes it a copy of that."""
+    """Record ``param.main_grad`` after the block, which adds or copies ``param.grad`` to it."""
     main_grad: Tensor | None = getattr(param, "main_grad", None)
     if param.grad is None or not is_sequence_parallel(param):
         yield
@@ -144,7 +142,7 @@ def adding_to_main_grad(param: Tensor) -> Iterator[None]:
 
 
 def _before_accumulation(ledger: weakref.ref[GradientLedger], known: weakref.ref[Tensor], grad: Tensor) -> None:
-    """Hook on the incoming gradient, ``grad``: note what it is and what it will be added to."""
+    """Hook on the incoming gradient: store its state and the state of its destination."""
     param, owner = known(), ledger()
     if param is None:
         return
@@ -154,7 +152,7 @@ def _before_accumulation(ledger: weakref.ref[GradientLedger], known: weakref.ref
 
 
 def _after_accumulation(param: Tensor) -> None:
-    """Hook on ``param.grad`` when backward has added to it; ``adding_to_main_grad`` follows where that is in use."""
+    """Hook on ``param.grad`` after accumulation; ``adding_to_main_grad`` may follow."""
     grad = param.grad
     if grad is None:
         return
@@ -162,33 +160,33 @@ def _after_accumulation(param: Tensor) -> None:
         arrival = _Arrival(*getattr(param, _ARRIVAL))
         delattr(param, _ARRIVAL)
         before, added = arrival.before, arrival.state
-    else:  # a graph's replay, which runs the hooks on results alone
+    else:  # replay of a CUDA graph, which runs only the hooks on results
         before, added = _state_of(param, grad, writes=1), _PART
     record = _record_of(grad)
     if record is not None and record.state == _SUM and record.version == grad._version:
-        return  # another hook, which ran before this one, has summed the total
+        return  # another hook ran before this one and has summed the total
     _record_addition(param, grad, before, added)
 
 
 def _note_sum_of_arrival(tensor: Tensor) -> None:
-    """Note that a hook has summed ``tensor`` while a gradient is on its way into a parameter."""
+    """Record that a hook has summed ``tensor`` during a parameter's gradient accumulation."""
     node: Any = torch._C._current_autograd_node()
-    param = getattr(node, "variable", None)  # of AccumulateGrad, whose hooks are running
+    param = getattr(node, "variable", None)  # the parameter of AccumulateGrad, if its hooks run
     if not isinstance(param, Tensor) or not hasattr(param, _ARRIVAL):
         return
     arrival = _Arrival(*getattr(param, _ARRIVAL))
-    # another tensor, such as a clone, may take the incoming gradient's place or be dropped: not known
+    # Another tensor, e.g. a clone, may replace the incoming gradient or be dropped: unknown.
     state = _SUM if arrival.storage == _storage_of(tensor) else _MIXED
     setattr(param, _ARRIVAL, tuple(arrival._replace(state=state)))
 
 
 def _storage_of(tensor: Tensor) -> int:
-    """The address of the tensor's storage; 0 where it has none."""
+    """Return the address of the tensor's storage; 0 if it has none."""
     return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else 0
 
 
 def _is_part_of(inner: Tensor, outer: Tensor) -> bool | None:
-    """Whether ``inner``, of the same storage, lies within ``outer``; ``None`` if they share some elements only."""
+    """Return whether ``inner`` is within ``outer`` in one storage; None for a partial overlap."""
     (start, end), (outer_start, outer_end) = _span(inner), _span(outer)
     if outer_start <= start and end <= outer_end and outer.numel() == outer_end - outer_start:
         return True
@@ -196,7 +194,7 @@ def _is_part_of(inner: Tensor, outer: Tensor) -> bool | None:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """The first element in the storage, and the one after the last."""
+    """Return the tensor's range in its storage: first element, and one after the last."""
     start = int(tensor.storage_offset())
     if tensor.numel() == 0:
         return start, start
@@ -205,11 +203,11 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 
 class _UnknownSums(NamedTuple):
-    """Sums in one storage that are no gradient of a known parameter.
+    """Sums in one storage that are not gradients of a known parameter.
 
     Attributes:
-        storage: keeps its address from being used again, so that a key means one storage.
-        passes: the backward pass that made the sum (-1: none), by first element, one after the last, and their number.
+        storage: weak reference that keeps the address unique while it is a key.
+        passes: maps (first element, one after the last, count) to the backward pass (-1: none).
     """
 
     storage: StorageWeakRef
@@ -218,19 +216,20 @@ class _UnknownSums(NamedTuple):
 
 @dataclass
 class GradientLedger:
-    """The parameters that the library has seen, and the storages of sums that belong to none of them.
+    """Tracked parameters, and the storages of sums that belong to none of them.
 
     Args:
-        functional_mappings: mappings write to no input, also outside autograd: a region that runs twice must not.
+        functional_mappings: no mapping may modify its input, even outside autograd. Set in
+            regions that run twice.
     """
 
     functional_mappings: bool = False
-    _params: dict[int, weakref.ref[Tensor]] = field(default_factory=dict)  # by id: tensors compare by element
-    _unknown_sums: dict[int, _UnknownSums] = field(default_factory=dict)  # by address
+    _params: dict[int, weakref.ref[Tensor]] = field(default_factory=dict)  # by id(param)
+    _unknown_sums: dict[int, _UnknownSums] = field(default_factory=dict)  # by storage address
     _prune_above: int = _PRUNE_ABOVE
 
     def track(self, params: Iterable[Tensor]) -> None:
-        """Recognize sums of these parameters' gradients from now on; parameters are not kept alive."""
+        """Recognize sums of the parameters' gradients from now on; keeps weak references."""
         for param in params:
             if not self._is_tracked(param):
                 self._params[id(param)] = weakref.ref(param)
@@ -241,7 +240,7 @@ class GradientLedger:
         return known is not None and known() is param
 
     def _observe(self, param: Tensor) -> None:
-        """Hook on backward's accumulation; a parameter may be tagged after it was first seen."""
+        """Register the hooks once; a parameter may be tagged after it was first tracked."""
         if not (is_sequence_parallel(param) and param.requires_grad):
             return
         if _after_accumulation in (param._post_accumulate_grad_hooks or {}).values():
@@ -249,20 +248,20 @@ class GradientLedger:
         arrived = functools.partial(_before_accumulation, weakref.ref(self), weakref.ref(param))
         param.register_hook(arrived)
         own = param.register_post_accumulate_grad_hook(_after_accumulation)
-        # First of all hooks, which run in the order of the dictionary: a script's hook may sum what it finds.
+        # Run before other hooks, which may sum the gradient: hooks run in dictionary order.
         hooks: Any = param._post_accumulate_grad_hooks
         for key in [key for key in hooks if key != own.id]:
             hooks[key] = hooks.pop(key)
 
     def needs_sum(self, param: Tensor, grad: Tensor | None = None) -> bool:
-        """Whether the gradient of ``param`` is still this rank's part; it must have one.
+        """Return whether the gradient of ``param`` is still this rank's part.
 
         Args:
-            param: a tagged parameter.
+            param: a tagged parameter with a gradient.
             grad: its gradient; default ``gradient_of(param)``.
 
         Raises:
-            ValueError: it cannot be told, or no sum can be right any more.
+            ValueError: the state is unknown, or the gradient is a mixture that no sum corrects.
         """
         grad = gradient_of(param) if grad is None else grad
         assert grad is not None
@@ -280,8 +279,9 @@ class GradientLedger:
             raise ValueError(_message(param, _MIXTURE))
         if record.version == grad._version:
             return False
-        # Written to, and no backward pass since. Zeros are a sum and a part; this branch alone waits for the device.
-        backend.mark_step()  # torch_xla may return wrong values when pending results are read one by one
+        # Written to without a later backward. Zeros are fine; only this case waits for the device.
+        # torch_xla may return wrong values if pending results are read one by one.
+        backend.mark_step()
         if not grad.detach().any():
             return True
         raise ValueError(_message(param, _WRITTEN))
@@ -302,14 +302,14 @@ class GradientLedger:
 
     @contextmanager
     def writing_sum(self, tensor: Tensor, *, over_tensor_ranks: bool) -> Iterator[None]:
-        """Record the gradients that an in-place sum of ``tensor``, done inside, is the sum of.
+        """Record which gradients an in-place sum of ``tensor`` inside the block covers.
 
         Args:
-            tensor: a gradient, an alias of one, a flat tensor that holds several, or something else.
-            over_tensor_ranks: the ranks of the sum are those that share a sequence.
+            tensor: a gradient, an alias of one, a flat tensor of several, or another tensor.
+            over_tensor_ranks: the sum is over the ranks that share a sequence.
 
         Raises:
-            ValueError: a gradient was summed already, or only a part of it is to be.
+            ValueError: a gradient is already summed, or would be summed in part.
         """
         sharing = self._sharing(tensor)
         inside: list[tuple[Tensor, Tensor]] = []
@@ -329,7 +329,7 @@ class GradientLedger:
             self._note_unknown(tensor)
 
     def _sharing(self, tensor: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Tagged parameters and their gradients, of those in the storage of ``tensor``."""
+        """Return tagged parameters with a gradient in the storage of ``tensor``."""
         if tensor.is_inference() or not tensor.is_floating_point():
             return []
         storage = _storage_of(tensor)
@@ -339,7 +339,7 @@ class GradientLedger:
             if param is None:
                 del self._params[key]
                 continue
-            # both: where gradients accumulate in main_grad, a hook may sum the grad that is to be added to it
+            # Both: with main_grad accumulation, a hook may sum the grad before it is added.
             grads = (param.grad, getattr(param, "main_grad", None)) if is_sequence_parallel(param) else ()
             found += [(param, grad) for grad in grads if grad is not None and _storage_of(grad) == storage]
         return found
@@ -347,7 +347,7 @@ class GradientLedger:
     def _note_unknown(self, tensor: Tensor) -> None:
         if tensor.is_inference() or not tensor.is_floating_point():
             return
-        _write_record(tensor, tensor._version, _SUM)  # for a script that makes this tensor a gradient
+        _write_record(tensor, tensor._version, _SUM)  # a script may assign this tensor to .grad
         _note_sum_of_arrival(tensor)
         key = _storage_of(tensor)
         unknown = self._unknown_sums.setdefault(key, _UnknownSums(StorageWeakRef(tensor.untyped_storage()), {}))
@@ -357,11 +357,12 @@ class GradientLedger:
             self._prune_above = max(_PRUNE_ABOVE, 2 * len(self._unknown_sums))
 
     def _state_of_unknown(self, grad: Tensor) -> str:
-        """What a gradient without a record is, by the sums of its storage: a sum, if this backward pass made it."""
+        """Return the state of an unrecorded gradient: a sum if this backward pass made it."""
         unknown = self._unknown_sums.get(_storage_of(grad))
         state = _PART
         for (start, end, count), graph_task in () if unknown is None else unknown.passes.items():
             first, last = _span(grad)
+            # A dense tensor that contains grad was summed during a backward pass, maybe this one.
             if start <= first and last <= end and count == end - start and graph_task >= 0:
                 is_of_this_pass = graph_task == torch._C._current_graph_task_id()
                 return _SUM if is_of_this_pass else _MIXED

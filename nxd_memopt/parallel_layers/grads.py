@@ -18,11 +18,11 @@ from nxd_memopt.parallel_layers.utils import is_sharded
 
 ParameterSource = nn.Module | torch.optim.Optimizer | Tensor | Iterable[Tensor]
 
-_DEFAULT_BUCKET_BYTES = 128 << 20  # large enough for full bandwidth, small beside a model's gradients
+_DEFAULT_BUCKET_BYTES = 128 << 20  # full bandwidth, but small compared to all gradients
 
 
 def parameters_of(source: ParameterSource) -> list[Tensor]:
-    """A module's, an optimizer's, or the given ones."""
+    """Return the parameters of a module or an optimizer, or the given tensors, as a list."""
     if isinstance(source, Tensor):
         return [source]
     if isinstance(source, nn.Module):
@@ -33,23 +33,25 @@ def parameters_of(source: ParameterSource) -> list[Tensor]:
 
 
 def allreduce_sequence_parallel_gradients(source: ParameterSource) -> None:
-    """Sum, in place, the gradients of parameters that saw only their rank's sequence shard.
+    """Sum, in place, the gradients of parameters that saw only this rank's sequence shard.
 
-    Those are the ones tagged ``sequence_parallel_enabled``: norms and row-parallel biases. Call it after the last
-    backward of a step and before clipping. A gradient that is a sum already is left alone, whether this function, an
-    optimizer or ``mappings.reduce_from_tensor_model_parallel_region`` summed it, so a script and its optimizer may both
-    sum. One flat collective per dtype.
+    These are the parameters tagged ``sequence_parallel_enabled``: norms and row-parallel biases.
+    Call this function after the last backward of a step and before clipping. Gradients that are
+    summed already are skipped, whether this function, an optimizer or
+    ``mappings.reduce_from_tensor_model_parallel_region`` summed them, so a script and its optimizer
+    may both call it. Cost: flat all-reduces of up to 128 MiB for each dtype.
 
-    A sum made by other means (``torch.distributed.all_reduce``, a flat copy) is not seen: call
-    ``mark_sequence_parallel_gradients_summed`` after it. A write that autograd does not count (the replay of a CUDA
-    graph of your own) is not seen either: call ``torch.autograd.graph.increment_version`` after it.
+    Two kinds of writes are not detected. After a sum by other means
+    (``torch.distributed.all_reduce``, a flat copy), call
+    ``mark_sequence_parallel_gradients_summed``. After a write that autograd does not count (the
+    replay of a CUDA graph of your own), call ``torch.autograd.graph.increment_version``.
 
     Args:
         source: a module, an optimizer or parameters.
 
     Raises:
-        ValueError: a gradient was summed and then written to, so that neither this rank's part nor the sum is known to
-            be in it: backward added to it without ``zero_grad()``, or a function of another library scaled it.
+        ValueError: a gradient was modified after it was summed, so it is unknown whether it is the
+            sum: backward added to it without ``zero_grad()``, or another library scaled it.
     """
     group = parallel_state.get_tensor_model_parallel_group()
     if backend.group_size(group) == 1:
@@ -60,10 +62,10 @@ def allreduce_sequence_parallel_gradients(source: ParameterSource) -> None:
 
 
 def mark_sequence_parallel_gradients_summed(source: ParameterSource) -> None:
-    """State that the script has summed the sequence-parallel gradients itself; optimizers then do not.
+    """Declare that the script has summed the sequence-parallel gradients; optimizers then do not.
 
-    Needed only where the sum was not made by this module or by ``mappings.reduce_from_tensor_model_parallel_region``.
-    It holds until the next backward pass.
+    Needed only if neither this module nor ``mappings.reduce_from_tensor_model_parallel_region``
+    computed the sum. The declaration is valid until the next backward pass.
 
     Args:
         source: a module, an optimizer or parameters.
@@ -72,16 +74,16 @@ def mark_sequence_parallel_gradients_summed(source: ParameterSource) -> None:
 
 
 def _sequence_parallel(source: ParameterSource) -> list[Tensor]:
-    """The tagged parameters that have a gradient."""
+    """Return the tagged parameters that have a gradient."""
     return [p for p in parameters_of(source) if is_sequence_parallel(p) and gradient_of(p) is not None]
 
 
 def bucket_allreduce_gradients(source: ParameterSource, *, bucket_bytes: int = _DEFAULT_BUCKET_BYTES) -> None:
-    """Average, in place, gradients over the data-parallel group.
+    """Average gradients in place over the data-parallel group.
 
     Args:
-        source: a module, an optimizer, parameters, or gradients themselves.
-        bucket_bytes: upper size of one collective; a larger gradient goes alone.
+        source: a module, an optimizer, parameters, or gradients.
+        bucket_bytes: maximum bytes of one collective; a larger gradient is reduced alone.
     """
     tensors = parameters_of(source)
     grads = [grad for t in tensors if (grad := gradient_of(t) if isinstance(t, nn.Parameter) else t) is not None]
@@ -101,6 +103,8 @@ def _all_reduce_in_buckets(
     if size == 1:
         return
     for indices in bucket_indices(grads, bucket_bytes):
+        # Flat copy of the bucket, one collective, copy back: one collective for many small
+        # gradients (norm weights have H elements each).
         bucket = [grads[i] for i in indices]
         flat = torch.cat([grad.detach().reshape(-1) for grad in bucket])
         flat = backend.all_reduce(flat.div_(size) if average else flat, group)
@@ -109,7 +113,12 @@ def _all_reduce_in_buckets(
 
 
 def bucket_indices(tensors: Sequence[Tensor], bucket_bytes: int) -> Iterator[list[int]]:
-    """Group the positions of ``tensors`` by dtype and device, in order, up to ``bucket_bytes`` in each group."""
+    """Yield positions of ``tensors`` grouped by dtype and device, in order, in buckets.
+
+    Args:
+        tensors: tensors to group.
+        bucket_bytes: maximum bytes of a bucket; a larger tensor is alone in its bucket.
+    """
     by_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for i, tensor in enumerate(tensors):
         by_kind.setdefault((tensor.dtype, tensor.device), []).append(i)
@@ -128,18 +137,23 @@ def bucket_indices(tensors: Sequence[Tensor], bucket_bytes: int) -> Iterator[lis
 def get_grad_norm(
     source: ParameterSource, norm_type: float = 2.0, *, sharding_group: ProcessGroup | None = None
 ) -> Tensor:
-    """Norm of the whole model's gradient, in fp32 (0-dim), the same on every tensor-parallel rank.
+    """Compute the norm of the full model's gradient; the result is the same on every TP rank.
 
-    Shards are summed over the ranks, each replica of a shared shard counts as its fraction, and parameters that every
-    rank holds count once. Call it after the reductions over sequence and data.
+    Norms of shards are summed over the ranks. A shard with m replicas counts 1/m on each of them,
+    and replicated parameters count once. Call this function after the reductions over sequence and
+    data.
 
     Args:
-        source: a module, an optimizer or parameters; those without a gradient count zero.
-        norm_type: 2, any p >= 1, or infinity.
-        sharding_group: each rank of it holds other elements of every parameter (ZeRO); ``None`` when each holds all.
+        source: a module, an optimizer or parameters; parameters without a gradient are skipped.
+        norm_type: p >= 1 (default 2), or infinity.
+        sharding_group: group of ranks with different elements of every parameter (ZeRO), or None if
+            every rank has all elements.
+
+    Returns:
+        The norm, fp32, 0-dim.
 
     Raises:
-        ValueError: for a norm_type below 1.
+        ValueError: ``norm_type`` is below 1.
     """
     if not norm_type >= 1:
         raise ValueError(f"norm_type must be at least 1 or infinity, got {norm_type}")
@@ -148,6 +162,8 @@ def get_grad_norm(
     replicated = _local_norm([p for p in params if not is_sharded(p)], norm_type)
     group = parallel_state.get_tensor_model_parallel_group()
     op = "max" if norm_type == torch.inf else "sum"
+    # [sharded, replicated] in one collective over the ZeRO group; then only the sharded part is
+    # reduced over the tensor-parallel group.
     sharded, replicated = backend.all_reduce(torch.stack([sharded, replicated]), sharding_group, op=op).unbind()
     if norm_type == torch.inf:
         return torch.maximum(backend.all_reduce(sharded, group, op="max"), replicated)
@@ -155,11 +171,15 @@ def get_grad_norm(
 
 
 def _local_norm(params: list[Tensor], norm_type: float) -> Tensor:
-    """Maximum for infinity, otherwise the sum of p-th powers; each gradient divided among its replicas."""
+    """Return the maximum norm for p = infinity, else the sum of p-th powers of the local norms.
+
+    The gradient of a replicated shard is divided among its replicas. The result is fp32, 0-dim.
+    """
     if not params:
         return torch.zeros((), device=backend.device)
     grads, replicas = zip(*(piece for param in params for piece in _replica_pieces(param)), strict=True)
     wide = torch.float64 if any(grad.dtype == torch.float64 for grad in grads) else torch.float32
+    # One foreach call for all gradients; sums in fp32 (fp64 if a gradient is fp64).
     norms = torch.stack([norm.float() for norm in torch._foreach_norm(grads, norm_type, dtype=wide)])  # pyright: ignore[reportPrivateImportUsage]
     if norm_type == torch.inf:
         return norms.nan_to_num(
@@ -169,7 +189,7 @@ def _local_norm(params: list[Tensor], norm_type: float) -> Tensor:
 
 
 def _replica_pieces(param: Tensor) -> list[tuple[Tensor, int]]:
-    """The gradient in pieces, each with the number of ranks that hold it."""
+    """Return the parts of the gradient, each with the number of ranks that hold it."""
     grad = cast(Tensor, gradient_of(param)).detach()
     blocks = getattr(param, "blocks", None)
     if not blocks:
@@ -185,23 +205,25 @@ def clip_grad_norm(
     *,
     sharding_group: ProcessGroup | None = None,
 ) -> Tensor:
-    """Scale all gradients in place so that the whole model's norm is at most ``max_norm``.
+    """Scale all gradients in place so that the norm of the full model is at most ``max_norm``.
 
     Args:
-        source: a module, an optimizer or parameters (a generator too).
-        max_norm: greatest norm allowed, above 0.
+        source: a module, an optimizer or parameters (also a generator).
+        max_norm: maximum norm, above 0.
         norm_type: see ``get_grad_norm``.
         sharding_group: see ``get_grad_norm``.
 
     Returns:
-        The norm before clipping, fp32, 0-dim; NaN or infinite where a gradient is: check it before the optimizer.
+        The norm before clipping, fp32, 0-dim. It is NaN or infinite if a gradient is: check it
+        before the optimizer step.
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm must be above 0, got {max_norm}: leave clipping out to switch it off")
     params = parameters_of(source)
     total_norm = get_grad_norm(params, norm_type, sharding_group=sharding_group)
-    factor = (max_norm / (total_norm + 1e-6)).clamp(max=1.0)  # 1e-6: torch.nn.utils.clip_grad_norm_'s
+    factor = (max_norm / (total_norm + 1e-6)).clamp(max=1.0)  # 1e-6 as in torch's clip_grad_norm_
     grads = [grad for param in params if (grad := gradient_of(param)) is not None]
+    # keep_sums: scaling is linear, so a summed sequence-parallel gradient stays a sum.
     if grads:
         with keep_sums(grads):
             torch._foreach_mul_([grad.detach() for grad in grads], factor)  # pyright: ignore[reportPrivateImportUsage]

@@ -1,7 +1,8 @@
 """Draws a sharded parameter equal to a slice of the full one, without building the full one.
 
-A torch CPU generator fills a tensor in memory order, so a full parameter can be drawn in chunks of rows from the same
-stream, and each rank keeps its slice of every chunk. All ranks draw the same stream and stay in step.
+A torch CPU generator fills a tensor in memory order. A full parameter can therefore be drawn in
+chunks of rows from one random stream, and each rank keeps its slice of every chunk. All ranks draw
+the same stream and stay in the same state.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from nxd_memopt.parallel_layers.utils import shard_ranges
 
 InitMethod = Callable[[Tensor], object]
 
-_CHUNK_ELEMENTS = 1 << 22  # 16 MiB of fp32: small beside any shard worth sharding, large beside a call's overhead
-_VECTOR = 16  # torch's CPU normal_ draws blocks of 16 values: a chunk of another multiple would leave the stream
+_CHUNK_ELEMENTS = 1 << 22  # 16 MiB of fp32: less than most shards, and few calls for a large one
+_VECTOR = 16  # torch's CPU normal_ draws blocks of 16 values; chunks must be multiples to match it
 _RANDOM = {torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default}
 _ELEMENTWISE = {
     torch.ops.aten.zero_.default,
@@ -32,7 +33,7 @@ _ELEMENTWISE = {
 
 
 class _Recorder(TorchDispatchMode):
-    """Records in-place fills of one tensor; anything else makes the recording incomplete."""
+    """Records in-place fills of one tensor; any other operation makes the recording incomplete."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,33 +51,41 @@ class _Recorder(TorchDispatchMode):
 
     @property
     def streams(self) -> bool:
-        """Whether chunks drawn one after another equal the whole: at most one random fill, and nothing but fills."""
+        """Whether chunks drawn in sequence equal the full tensor.
+
+        True for recordings of fills only, with at most one random fill: a second one would begin
+        after the first has filled the full tensor.
+        """
         return self.complete and sum(func in _RANDOM for func, _, _ in self.fills) <= 1
 
 
 def default_weight_init(weight: Tensor) -> Tensor:
-    """torch.nn.Linear's and Conv2d's: uniform within 1 / sqrt(fan-in)."""
+    """Fill ``weight`` like torch.nn.Linear and Conv2d: uniform within 1 / sqrt(fan-in)."""
     return nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
 
 
 def default_bias_init(fan_in: int) -> InitMethod:
-    """torch.nn.Linear's and Conv2d's: uniform within 1 / sqrt(``fan_in``)."""
+    """Return the init of torch.nn.Linear and Conv2d biases: uniform within 1 / sqrt(``fan_in``)."""
     bound = 1 / math.sqrt(max(fan_in, 1))
     return lambda bias: nn.init.uniform_(bias, -bound, bound)
 
 
 def initialize_sharded_(param: Tensor, init_method: InitMethod, *, keep_full: bool = False) -> Tensor | None:
-    """Fill this rank's shard with its slice of ``init_method(full)``; padding becomes zero.
+    """Fill this rank's shard with its slice of ``init_method(full)``, and padding with zeros.
 
-    ``init_method`` sees the full, unpadded shape, so fan-in and fan-out are the full layer's. It draws on the CPU from
-    the default generator, in fp32 (fp64 for an fp64 parameter). Fills made of one ``normal_`` or ``uniform_`` and
-    scalar arithmetic are drawn in chunks; any other method (orthogonal, say) is run on a full tensor that is dropped at
-    once. A meta parameter is left alone and draws nothing.
+    ``init_method`` gets the full, unpadded shape, so fan-in and fan-out are those of the full
+    layer. It draws on the CPU from the default generator, in fp32 (fp64 for an fp64 parameter).
+    Methods that consist of one ``normal_`` or ``uniform_`` and scalar arithmetic are drawn in
+    chunks of 16 MiB; any other method (e.g. orthogonal) runs on a temporary full tensor. Meta
+    parameters are skipped and draw nothing.
 
     Args:
-        param: described by ``set_tensor_model_parallel_attributes`` with ``full_shape``.
-        init_method: fills the tensor that it is given, in place.
+        param: parameter described by ``set_tensor_model_parallel_attributes`` with ``full_shape``.
+        init_method: fills the given tensor in place.
         keep_full: build the full tensor and return it.
+
+    Returns:
+        The full tensor if ``keep_full``, else None.
     """
     if param.is_meta:
         return None
@@ -101,6 +110,7 @@ def _drawn(init_method: InitMethod, tensor: Tensor) -> Tensor:
 
 def _chunks(shape: tuple[int, ...], dtype: torch.dtype, init_method: InitMethod) -> Iterator[tuple[int, Tensor]]:
     """Yield ``(first row, rows)`` of ``init_method(full)``."""
+    # Record the fills on a meta tensor: no memory, and fork_rng leaves the generator unchanged.
     recorder = _Recorder()
     with torch.random.fork_rng(devices=[]), torch.no_grad(), recorder:
         init_method(torch.empty(shape, dtype=dtype, device="meta"))
@@ -115,7 +125,10 @@ def _chunks(shape: tuple[int, ...], dtype: torch.dtype, init_method: InitMethod)
 
 
 def _row_ranges(shape: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Row ranges of whole vectors; the last one holds the rest and at least one whole vector."""
+    """Return row ranges of whole vectors of 16 values; the last one also has the remainder.
+
+    The last range has at least 16 values, as ``normal_`` uses another algorithm for fewer.
+    """
     row_elements = max(torch.Size(shape[1:]).numel(), 1)
     rows = max(_CHUNK_ELEMENTS // row_elements // _VECTOR, 1) * _VECTOR
     starts = list(range(0, max(shape[0], 1), rows))
@@ -125,11 +138,13 @@ def _row_ranges(shape: tuple[int, ...]) -> list[tuple[int, int]]:
 
 
 def _copy_own_part(param: Tensor, rows: Tensor, first_row: int) -> None:
-    """Copy what this rank holds of ``rows`` (rows ``first_row`` onwards of the full parameter)."""
+    """Copy this rank's part of ``rows``, the rows from ``first_row`` on of the full parameter."""
     description: Any = param
     dim = description.partition_dim if description.tensor_model_parallel else 0
     ranges = shard_ranges(param) if description.tensor_model_parallel else [(0, param.size(0))]
     offset = first_row if dim == 0 else 0
+    # Intersect each of this rank's ranges with the chunk. Sharded along dim 0 the chunk covers
+    # [first_row, first_row + n) of the sharded dimension, else all of it.
     local = 0
     for start, stop in ranges:
         low, high = max(start, offset), min(stop, offset + rows.size(dim))

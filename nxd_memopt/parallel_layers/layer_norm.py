@@ -9,10 +9,11 @@ from nxd_memopt.parallel_layers.utils import ShardedModule, mark_sequence_parall
 
 
 class LayerNorm(ShardedModule, nn.LayerNorm):
-    """``torch.nn.LayerNorm``; the result has the input's dtype.
+    """``torch.nn.LayerNorm`` with the result in the input's dtype.
 
-    With ``sequence_parallel_enabled`` each rank normalises its own tokens, so its weight and bias gradients are partial
-    sums: both are tagged for ``grads.allreduce_sequence_parallel_gradients``.
+    With ``sequence_parallel_enabled`` each rank normalizes its own tokens, so weight and bias
+    gradients are partial sums. Both parameters are tagged for
+    ``grads.allreduce_sequence_parallel_gradients``.
     """
 
     def __init__(
@@ -30,4 +31,4 @@ class LayerNorm(ShardedModule, nn.LayerNorm):
         mark_sequence_parallel(self, sequence_parallel_enabled)
 
     def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input).to(input.dtype)  # autocast makes it fp32
+        return super().forward(input).to(input.dtype)  # autocast returns fp32

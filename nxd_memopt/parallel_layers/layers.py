@@ -1,7 +1,8 @@
 """Column- and row-parallel linear layers with sequence parallelism; also exports the parallel embedding.
 
-Names and arguments are neuronx-distributed's. T ranks; ``s = S/T``; activations are ``[B, S, H]``, or ``[s, B, H]``
-under sequence parallelism (``sequence_dimension=1``: ``[B, s, H]``). Sources: arXiv:1909.08053, arXiv:2205.05198.
+Names and arguments follow neuronx-distributed. T is the tensor-parallel size and ``s = S/T``.
+Activations are ``[B, S, H]``. Under sequence parallelism they are ``[s, B, H]``, or ``[B, s, H]``
+with ``sequence_dimension=1``. Sources: arXiv:1909.08053, arXiv:2205.05198.
 """
 
 from __future__ import annotations
@@ -44,9 +45,11 @@ def _check_padding(pad: bool, stride: int) -> None:
 
 
 def swap_blocks(tensor: Tensor, outer: int, inner: int) -> Tensor:
-    """Reorder the last dimension from ``outer`` groups of ``inner`` blocks to ``inner`` groups of ``outer``.
+    """Reorder the last dimension from ``outer`` groups of ``inner`` blocks to the transposed order.
 
-    With ``inner`` the stride it turns ranks' columns into the full order; with ``outer`` the stride, the reverse.
+    The last dimension is viewed as ``[outer, inner, block]`` and becomes ``[inner, outer, block]``.
+    For a weight with strided blocks, ``outer=T, inner=stride`` maps the concatenated columns of all
+    ranks to the full order; ``outer=stride, inner=T`` is the inverse.
     """
     if outer == 1 or inner == 1:
         return tensor
@@ -54,7 +57,19 @@ def swap_blocks(tensor: Tensor, outer: int, inner: int) -> Tensor:
 
 
 def columns_in_full_order(gathered: Tensor, size: int, *, replicas: int = 1, rank_stride: int = 1) -> Tensor:
-    """Turn the columns of ``size`` ranks, in rank order, into the full parameter's order, each shard once."""
+    """Reorder columns gathered in rank order to the order of the full parameter.
+
+    Args:
+        gathered: ``[..., size * n]``, the n columns of each rank, concatenated in rank order.
+        size: T, the number of ranks.
+        replicas: number of ranks that hold the same shard; one copy of each shard is returned.
+        rank_stride: see ``rank_order``.
+
+    Returns:
+        ``[..., size * n / replicas]``.
+    """
+    # Rank r = a * rank_stride + b holds position b * (size / rank_stride) + a: swapping the two
+    # block dimensions sorts the shards by position. Replicas are then adjacent.
     columns = swap_blocks(gathered, size // rank_stride, rank_stride)
     if replicas == 1:
         return columns
@@ -62,35 +77,40 @@ def columns_in_full_order(gathered: Tensor, size: int, *, replicas: int = 1, ran
 
 
 class ColumnParallelLinear(BaseParallelLinear):
-    """``Y = X A^t + b`` with ``A = [A_1; ...; A_T]`` split along its output rows; rank i computes ``Y_i``.
+    """Linear layer ``Y = X A^t + b`` with ``A = [A_1; ...; A_T]`` split along its output rows.
 
-    Forward / backward: identity / all-reduce of dX; with sequence parallelism all-gather / reduce-scatter along
-    ``sequence_dimension``. Output ``[..., output_size/T]``, or ``[..., output_size]`` with ``gather_output``.
+    Rank i computes ``Y_i = X A_i^t + b_i``. Communication in forward / backward: none / all-reduce
+    of dX; with sequence parallelism all-gather of X / reduce-scatter of dX along
+    ``sequence_dimension``. The output is ``[..., output_size/T]``, or ``[..., output_size]`` with
+    ``gather_output``.
 
     Args:
-        input_size: H, first dimension of A.
-        output_size: full second dimension of A.
-        bias: add a bias, sharded as the output is.
-        gather_output: return all columns on every rank.
-        dtype: of the parameters.
-        device: of the parameters; ``"meta"`` draws nothing.
-        stride: separately sharded blocks along the output, 3 for ``[q; k; v]``.
-        init_method: fills the full weight in place; default that of ``torch.nn.Linear``.
+        input_size: H, number of input features.
+        output_size: number of output features over all ranks.
+        bias: add a bias, sharded like the output.
+        gather_output: all-gather the output columns on every rank.
+        dtype: dtype of the parameters.
+        device: device of the parameters; ``"meta"`` skips the initialization.
+        stride: number of separately sharded blocks along the output, 3 for ``[q; k; v]``.
+        init_method: initializes the full weight in place; default that of ``torch.nn.Linear``.
         sequence_parallel_enabled: the input is a shard along the sequence.
-        sequence_dimension: 0 or 1; which dimension of the input that is.
+        sequence_dimension: dimension of the input that is the sequence, 0 (default) or 1.
         keep_master_weight: keep the full initial weight as ``master_weight``.
         skip_bias_add: return ``(output, bias)`` and leave the addition to the caller.
-        pad: allow an ``output_size`` that T does not divide; zero rows fill up, ``gather_output`` strips them.
-        pad_alignment_size_per_rank: with ``pad``, make each rank's rows a multiple of this.
-        keep_padded_output: with ``gather_output``, return the padding too.
-        tensor_model_parallel_group: default the tensor-parallel group.
-        reduce_dtype: of the gradient's reduction; default the gradient's own.
-        replicas: each shard is held by this many ranks, and its gradient is summed over them.
-        rank_stride: how far apart the ranks are that hold replicas of one shard, or neighbouring shards: see
-            ``rank_order``. Query, key, value and output projection must agree: ``parallel_state.kv_rank_stride``.
+        pad: allow an ``output_size`` that T does not divide. Zero rows are appended, and
+            ``gather_output`` removes the padded columns.
+        pad_alignment_size_per_rank: with ``pad``, make the rows per rank a multiple of this.
+        keep_padded_output: with ``gather_output``, return the padded columns too.
+        tensor_model_parallel_group: process group; default the tensor-parallel group.
+        reduce_dtype: dtype of the reduction of dX; default the dtype of dX.
+        replicas: number of ranks that hold each shard; weight gradients are summed over them.
+        rank_stride: distance between ranks with consecutive shard positions, see ``rank_order``.
+            Query, key, value and output projection must use the same value:
+            ``parallel_state.kv_rank_stride``.
 
     Raises:
-        ValueError: T does not divide ``output_size`` without ``pad``, or ``gather_output`` with sequence parallelism.
+        ValueError: T does not divide ``output_size`` and ``pad`` is False, or ``gather_output`` is
+            used with sequence parallelism.
     """
 
     def __init__(
@@ -133,6 +153,8 @@ class ColumnParallelLinear(BaseParallelLinear):
         self.tensor_parallel_group = mappings.resolve_group(tensor_model_parallel_group)
         require_divisible("tensor_model_parallel_size", self._group_size(), "rank_stride", rank_stride)
         self.rank_stride, self.replica_group = rank_stride, parallel_state.replica_group(replicas, rank_stride)
+        # Replicated shards: T / replicas distinct shards. With pad, each rank's rows are a multiple
+        # of stride * pad_alignment_size_per_rank.
         partitions = self._group_size() // replicas
         padded = padded_size(output_size, partitions * stride * pad_alignment_size_per_rank) if pad else output_size
         remedy = f"pass pad=True or use {padded_size(output_size, partitions * stride)}"
@@ -148,7 +170,7 @@ class ColumnParallelLinear(BaseParallelLinear):
         self.bias_partition_dim = 0
 
     def activation_sharding(self, *replica_groups: ProcessGroup | None) -> ColumnActivationSharding:
-        """How this layer's input meets weights whose shards are replicated over ``replica_groups``."""
+        """Return the sharding of the input, for weights replicated over ``replica_groups``."""
         sequence_dimension = self.sequence_dimension if self.sequence_parallel_enabled else None
         return ColumnActivationSharding(
             self.tensor_parallel_group, sequence_dimension, self.reduce_dtype, replica_groups
@@ -156,27 +178,34 @@ class ColumnParallelLinear(BaseParallelLinear):
 
     def forward(self, input: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         bias = None if self.skip_bias_add else self.bias
+        # With skip_bias_add the caller adds the local bias, e.g. fused with an activation.
         (output,) = column_parallel(input, [(self.weight, bias)], self.activation_sharding(self.replica_group))
         if self.gather_output:
             output = mappings.gather_from_tensor_model_parallel_region(output, self.tensor_parallel_group)
+            # [..., T * n] in rank order -> full order; padded columns are last and are cut off.
             output = self._in_full_order(output)
             output = output if self.keep_padded_output else output[..., : self.output_size]
         return (output, self.bias) if self.skip_bias_add else output
 
     def _in_full_order(self, gathered: Tensor) -> Tensor:
-        """All ranks' columns as the full weight has its rows."""
+        """Return the columns of all ranks in the order of the full weight's rows."""
+        # First undo the order of ranks and drop replicas, then the interleaving of strided blocks.
         size = self._group_size()
         columns = columns_in_full_order(gathered, size, replicas=self.replicas, rank_stride=self.rank_stride)
         return swap_blocks(columns, size // self.replicas, self.stride)
 
 
 def column_parallel_linears(input: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[Tensor, ...]:
-    """Apply several column-parallel layers to one input with the communication of one.
+    """Apply several column-parallel layers to one input with one all-gather and one reduction.
 
-    The first layer says how the input is laid out and which group it belongs to.
+    The first layer defines the process group and the layout of the input.
+
+    Args:
+        input: ``[..., H]``; under sequence parallelism this rank's sequence shard.
+        layers: layers with the same ``input_size``, group and sequence settings.
 
     Returns:
-        Each layer's local output ``[..., output_size/T]``; the sequence dimension is whole.
+        The local output of each layer, ``[..., output_size/T]``, with the full sequence.
     """
     return column_parallel(
         input,
@@ -188,11 +217,18 @@ def column_parallel_linears(input: Tensor, layers: Sequence[ColumnParallelLinear
 def column_parallel(
     input: Tensor, parameters: Sequence[tuple[Tensor, Tensor | None]], comm: ColumnActivationSharding
 ) -> tuple[Tensor, ...]:
-    """``X W_i^t + b_i`` for each pair of parameters; see ``column_parallel_linears``."""
+    """Return ``X W_i^t + b_i`` for each ``(W_i, b_i)``; see ``column_parallel_linears``.
+
+    Args:
+        input: ``[..., H]``.
+        parameters: this rank's weights ``[n_i, H]`` and biases ``[n_i]`` (or None).
+        comm: sharding of the input.
+    """
     if input.size(-1) != parameters[0][0].size(1):
         raise ValueError(
             f"last dimension of the input is {input.size(-1)}, the layer's input_size {parameters[0][0].size(1)}"
         )
+    # Vectors become one row: GEMMs with out= and collectives need rows.
     if input.dim() == 1:
         return tuple(output.squeeze(0) for output in column_parallel(input.unsqueeze(0), parameters, comm))
     x, *flat = cast_if_autocast_enabled(input, *(tensor for pair in parameters for tensor in pair))
@@ -200,28 +236,33 @@ def column_parallel(
 
 
 class RowParallelLinear(BaseParallelLinear):
-    """``Y = X A^t + b`` with ``A = [A_1, ..., A_T]`` split along its input columns; rank i adds ``X_i A_i^t``.
+    """Linear layer ``Y = X A^t + b`` with ``A = [A_1, ..., A_T]`` split along its input columns.
 
-    Forward / backward: all-reduce / identity; with sequence parallelism reduce-scatter / all-gather along
+    Rank i computes the partial sum ``X_i A_i^t``. Communication in forward / backward: all-reduce
+    of Y / none; with sequence parallelism reduce-scatter of Y / all-gather of dY along
     ``sequence_dimension``. The bias is replicated and added once, after the reduction.
 
     Args:
-        input_size: full first dimension of A.
-        output_size: H, second dimension of A.
-        bias: add a bias; under sequence parallelism it is tagged for ``grads.allreduce_sequence_parallel_gradients``.
-        input_is_parallel: the input is ``[..., input_size/T]`` already; otherwise it is split here.
-        stride: separately sharded blocks along the input.
-        sequence_parallel_enabled: return a shard along the sequence; needs ``input_is_parallel``.
+        input_size: number of input features over all ranks.
+        output_size: H, number of output features.
+        bias: add a bias. Under sequence parallelism the bias is tagged for
+            ``grads.allreduce_sequence_parallel_gradients``.
+        input_is_parallel: the input is already ``[..., input_size/T]``; if False it is split here.
+        stride: number of separately sharded blocks along the input.
+        sequence_parallel_enabled: return a sequence shard; needs ``input_is_parallel``.
         skip_bias_add: return ``(output, bias)``.
         pad: allow an ``input_size`` that T does not divide.
-        reduce_output: False returns this rank's partial sum; needs ``bias=False``.
-        reduce_dtype: of the reduction; default the output's own.
-        rank_stride: as of ``ColumnParallelLinear``; that of the query projection whose heads the input comes from.
+        reduce_output: False returns this rank's partial sum; needs ``bias=False`` or
+            ``skip_bias_add``.
+        reduce_dtype: dtype of the reduction; default the dtype of the output.
+        rank_stride: as in ``ColumnParallelLinear``; use the value of the query projection whose
+            heads are the input.
 
-    The remaining arguments are those of ``ColumnParallelLinear``.
+    The remaining arguments are the same as in ``ColumnParallelLinear``.
 
     Raises:
-        ValueError: T does not divide ``input_size`` without ``pad``, or sequence parallelism with a whole input.
+        ValueError: T does not divide ``input_size`` and ``pad`` is False, or sequence parallelism
+            is used with ``input_is_parallel=False``.
     """
 
     def __init__(
@@ -276,6 +317,7 @@ class RowParallelLinear(BaseParallelLinear):
     def forward(self, input: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         local = self._local_input(input)
         output = row_parallel([(local, self.weight)], self) if self.reduce_output else F.linear(local, self.weight)
+        # The bias is replicated: added before the reduction it would count T times.
         if self.skip_bias_add:
             return output, self.bias
         return output if self.bias is None else output + self.bias.to(output.dtype)
@@ -286,6 +328,8 @@ class RowParallelLinear(BaseParallelLinear):
                 raise ValueError(
                     f"last dimension of the input is {input.size(-1)}, the layer's input_size {self.full_input_size}"
                 )
+            # Full order -> rank order, the inverse of ``columns_in_full_order``: [stride, T] blocks
+            # become [T, stride], then shard positions are mapped to ranks.
             padding = self.input_size - self.full_input_size
             input = F.pad(input, (0, padding)) if padding else input
             input = swap_blocks(input, self.stride, self._group_size())
@@ -299,12 +343,12 @@ class RowParallelLinear(BaseParallelLinear):
         return input
 
     def activation_sharding(self) -> ActivationSharding:
-        """How this layer's partial output meets those of the other ranks."""
+        """Return the group, sequence dimension and dtype of the output reduction."""
         sequence_dimension = self.sequence_dimension if self.sequence_parallel_enabled else None
         return ActivationSharding(self.tensor_parallel_group, sequence_dimension, self.reduce_dtype)
 
     def require_divisible_sequence(self, partial_shape: torch.Size) -> None:
-        """``ValueError`` where T does not divide the sequence that is to be scattered."""
+        """Raise ValueError if T does not divide the sequence length to be scattered."""
         if self.sequence_parallel_enabled:
             length, size = partial_shape[self.sequence_dimension], self._group_size()
             remedy = f"pad to {padded_size(length, size)} or turn sequence_parallel_enabled off"
@@ -312,11 +356,19 @@ class RowParallelLinear(BaseParallelLinear):
 
 
 def row_parallel(pairs: Sequence[tuple[Tensor, Tensor]], layer: RowParallelLinear) -> Tensor:
-    """``sum_i X_i W_i^t`` reduced over the ranks as ``layer`` says, without its bias."""
+    """Return ``sum_i X_i W_i^t`` reduced over the ranks as in ``layer``, without the bias.
+
+    Args:
+        pairs: inputs ``[..., n_i/T]`` with their weights ``[H, n_i/T]``.
+        layer: layer that defines group, sequence dimension and dtype of the reduction.
+    """
     if pairs[0][0].dim() == 1:
         return row_parallel([(x.unsqueeze(0), weight) for x, weight in pairs], layer).squeeze(0)
     tensors = cast("list[Tensor]", cast_if_autocast_enabled(*(tensor for pair in pairs for tensor in pair)))
     layer.require_divisible_sequence(tensors[0].shape)
+    # The casts are done above; autocast must not change dtypes inside the Function.
     with torch.autocast(tensors[0].device.type, enabled=False):
+        # Inputs are saved before the Function runs, so that a recompute that ends here skips the
+        # GEMM and its reduction (``ops.early_save``).
         handle, held = save_inputs_first(*tensors)
         return cast(Tensor, RowParallel.apply(layer.activation_sharding(), handle, *held))

@@ -20,7 +20,7 @@ __all__ = ["from_parallel_logits_to_logprobs", "fused_linear_cross_entropy", "pa
 
 @dataclass(frozen=True)
 class _CrossEntropy:
-    """What stays the same for every token."""
+    """Options that are the same for every token."""
 
     group: ProcessGroup | None
     vocab_size: int
@@ -29,12 +29,16 @@ class _CrossEntropy:
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """Two collectives: the maximum, then one sum of ``[3, tokens]``. The gradient is made in forward, in fp32."""
+    """Per-token loss with two collectives: a max, then one sum of ``[3, tokens]`` values.
+
+    The gradient is computed in forward in fp32 and saved in the dtype of the logits.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, options: _CrossEntropy) -> Tensor:
         first_column = backend.group_rank_in_graph(options.group) * logits.size(-1)
         shifted = _subtract_max(logits, first_column, options)
+        # A label of another rank's shard contributes 0 to the sum of target logits.
         local_target = target - first_column
         held = (local_target >= 0) & (local_target < logits.size(-1))
         local_target = torch.where(held, local_target, 0).unsqueeze(-1)
@@ -42,10 +46,12 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         logit_sum = torch.zeros_like(target_logit)
         if options.label_smoothing:
             logit_sum = shifted.masked_fill(shifted == -torch.inf, 0.0).sum(-1)
+        # shifted is not used below: exp_ reuses its memory, [..., V/T] in fp32.
         probabilities = shifted.exp_()
         sums = torch.stack([target_logit, logit_sum, probabilities.sum(-1)])
         target_logit, logit_sum, exp_sum = backend.all_reduce(sums, options.group).unbind()
         smoothing, valid = options.label_smoothing, target != options.ignore_index
+        # loss = log(sum exp(x)) - (1 - e) x_target - e / V sum(x), with x = logits - max.
         loss = exp_sum.log() - (1 - smoothing) * target_logit - smoothing / options.vocab_size * logit_sum
         outside = labels_outside(target, options.vocab_size, options.ignore_index)
         loss = loss.masked_fill(~valid, 0.0)
@@ -60,12 +66,13 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None]:
         (grad,) = ctx.saved_tensors
-        scaled = torch.mul(grad, grad_loss.unsqueeze(-1), out=torch.empty_like(grad))  # one rounding, no fp32 copy
+        # torch.mul with out=: one rounding to the dtype of the logits, without an fp32 copy.
+        scaled = torch.mul(grad, grad_loss.unsqueeze(-1), out=torch.empty_like(grad))
         return scaled, None, None
 
 
 def _subtract_max(logits: Tensor, first_column: int | Tensor, options: _CrossEntropy) -> Tensor:
-    """New fp32 (fp64) logits minus their maximum over the whole vocabulary; minus infinity in padding columns."""
+    """Return new fp32 (fp64) logits minus the maximum over the vocabulary; -inf in padding."""
     own = logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32, copy=True)
     padding = _padding_columns(own, first_column, options)
     if padding is not None:
@@ -75,7 +82,7 @@ def _subtract_max(logits: Tensor, first_column: int | Tensor, options: _CrossEnt
 
 
 def _padding_columns(logits: Tensor, first_column: int | Tensor, options: _CrossEntropy) -> Tensor | None:
-    """``[V/T]`` mask of columns beyond the vocabulary, or ``None`` where no rank has any."""
+    """Return a ``[V/T]`` mask of columns beyond the vocabulary, or None if no rank has any."""
     width = logits.size(-1)
     if width * backend.group_size(options.group) == options.vocab_size:
         return None
@@ -85,9 +92,10 @@ def _padding_columns(logits: Tensor, first_column: int | Tensor, options: _Cross
 def _finish_gradient(
     probabilities: Tensor, local_target: Tensor, held: Tensor, options: _CrossEntropy, first_column: int | Tensor
 ) -> Tensor:
-    """``p - (1 - e) onehot - e / V``, in place."""
+    """Compute ``p - (1 - e) onehot - e / V`` in place; ``e`` is the label smoothing."""
     smoothing = options.label_smoothing
     ones = held.unsqueeze(-1).to(probabilities.dtype)
+    # scatter_add_ of 0 where another rank has the label.
     probabilities.scatter_add_(-1, local_target, (smoothing - 1) * ones)
     if smoothing:
         probabilities.sub_(smoothing / options.vocab_size)
@@ -106,24 +114,25 @@ def parallel_cross_entropy(
     vocab_size: int | None = None,
     process_group: ProcessGroup | None = None,
 ) -> Tensor:
-    """Per-token cross entropy of vocabulary-sharded logits; equals ``torch.nn.functional.cross_entropy``.
+    """Compute the per-token cross entropy of vocabulary-sharded logits.
 
-    Vocabulary-parallel as in arXiv:1909.08053, section 3; label smoothing as in arXiv:1512.00567.
+    Equals ``torch.nn.functional.cross_entropy`` without reduction. Vocabulary-parallel as in
+    arXiv:1909.08053, section 3; label smoothing as in arXiv:1512.00567.
 
     Args:
-        vocab_parallel_logits: ``[..., V/T]``, any floating dtype; left as they are.
-        target: ``[...]`` integer labels over the whole vocabulary, the same on every rank.
+        vocab_parallel_logits: ``[..., V/T]``, any floating dtype; not modified.
+        target: ``[...]`` integer labels over the full vocabulary, the same on every rank.
         label_smoothing: weight of the uniform distribution over the vocabulary, in [0, 1].
-        ignore_index: label whose loss and gradient are zero.
-        vocab_size: V without padding; columns from there on take no part. Default: all columns are vocabulary.
-        process_group: default the tensor-parallel group.
+        ignore_index: label with zero loss and gradient.
+        vocab_size: V without padding; columns from V on are ignored. Default: all columns.
+        process_group: process group; default the tensor-parallel group.
 
     Returns:
-        ``[...]`` losses in fp32 (fp64 for fp64 logits), not reduced; the same on every rank.
+        Losses ``[...]`` in fp32 (fp64 for fp64 logits), not reduced; the same on every rank.
 
     Raises:
-        ValueError: shapes that do not match, a smoothing outside [0, 1], or (on the CPU) a label outside the
-            vocabulary; on other devices such a label's loss is NaN.
+        ValueError: shapes do not match, the smoothing is outside [0, 1], or (on the CPU) a label is
+            outside the vocabulary. On other devices the loss of a label outside is NaN.
     """
     if vocab_parallel_logits.shape[:-1] != target.shape:
         raise ValueError(
@@ -141,16 +150,19 @@ def parallel_cross_entropy(
 
 
 def from_parallel_logits_to_logprobs(vocab_parallel_logits: Tensor, target: Tensor, inference: bool = True) -> Tensor:
-    """Log-probability of each next token, from vocabulary-sharded logits: what preference optimisation sums.
+    """Compute the log-probability of each next token from vocabulary-sharded logits.
+
+    Preference optimization (DPO and similar losses) sums these values.
 
     Args:
         vocab_parallel_logits: ``[B, S, V/T]``; position i predicts token i + 1.
         target: ``[B, S]`` token ids, not shifted.
-        inference: keep nothing for a backward.
+        inference: True disables gradients.
 
     Returns:
-        ``[B, S - 1]``, fp32 (fp64 for fp64 logits), the same on every rank.
+        ``[B, S - 1]`` in fp32 (fp64 for fp64 logits), the same on every rank.
     """
     with torch.set_grad_enabled(torch.is_grad_enabled() and not inference):
+        # The last position predicts the first token after the roll; its value is dropped.
         next_token = target.roll(-1, dims=-1)
         return -parallel_cross_entropy(vocab_parallel_logits, next_token)[:, :-1].contiguous()

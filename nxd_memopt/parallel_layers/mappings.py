@@ -1,9 +1,10 @@
 """Conjugate pairs of communication: each function's forward and backward collective are adjoint.
 
-Tensor region: Megatron-LM (arXiv:1909.08053), figure 3. Sequence region: Korthikanti et al. (arXiv:2205.05198), fig. 5.
-The group defaults to the tensor-parallel group; a group of size 1 makes every mapping the identity. Inputs are never
-written to, except by ``reduce_from_tensor_model_parallel_region`` outside autograd, as in neuronx-distributed. Shapes:
-T ranks, ``s = S/T``.
+Tensor region: Megatron-LM (arXiv:1909.08053), figure 3. Sequence region: Korthikanti et al.
+(arXiv:2205.05198), figure 5. Docstrings name the forward / backward operation. The group defaults
+to the tensor-parallel group; a group of size 1 makes every mapping the identity. Inputs are not
+modified, except by ``reduce_from_tensor_model_parallel_region`` outside autograd, as in
+neuronx-distributed. Shapes: T ranks, ``s = S/T``.
 """
 
 from __future__ import annotations
@@ -37,21 +38,29 @@ def resolve_group(process_group: ProcessGroup | None) -> ProcessGroup | None:
 
 
 def split_along_dim(tensor: Tensor, dim: int, group: ProcessGroup | None) -> Tensor:
-    """This rank's chunk of ``tensor`` along ``dim``."""
+    """Return this rank's chunk of ``tensor`` along ``dim``, contiguous.
+
+    Raises:
+        ValueError: the group size does not divide the dimension.
+    """
     what = "sequence length" if tensor.dim() and dim % tensor.dim() < tensor.dim() - 1 else "last dimension"
     require_divisible(what, tensor.size(dim), "tensor_model_parallel_size", backend.group_size(group))
     return as_contiguous(backend.shard(tensor, dim, group))
 
 
 def gather_along_dim(tensor: Tensor, dim: int, group: ProcessGroup | None) -> Tensor:
-    """All ranks' chunks, concatenated along ``dim`` in rank order."""
+    """Return the chunks of all ranks, concatenated along ``dim`` in rank order."""
     if backend.group_size(group) == 1:
         return tensor
     return backend.all_gather(tensor.movedim(dim, 0), group).movedim(0, dim)
 
 
 def reduce_scatter_along_dim(tensor: Tensor, dim: int, group: ProcessGroup | None) -> Tensor:
-    """This rank's chunk along ``dim`` of the sum over all ranks."""
+    """Return this rank's chunk along ``dim`` of the sum over all ranks.
+
+    Raises:
+        ValueError: the group size does not divide the dimension.
+    """
     size = backend.group_size(group)
     if size == 1:
         return tensor
@@ -64,17 +73,18 @@ def reduce_scatter_along_dim(tensor: Tensor, dim: int, group: ProcessGroup | Non
 
 
 def _split_along_first_dim(tensor: Tensor, process_group: ProcessGroup | None = None) -> Tensor:
-    """NxD's name, which its GPT-NeoX example imports, for ``split_along_dim`` of dimension 0."""
+    """Call ``split_along_dim`` for dimension 0; a name that NxD's GPT-NeoX example imports."""
     return split_along_dim(tensor, 0, resolve_group(process_group))
 
 
 def _gather_along_first_dim(tensor: Tensor, process_group: ProcessGroup | None = None) -> Tensor:
-    """NxD's name, which its GPT-NeoX example imports, for ``gather_along_dim`` of dimension 0."""
+    """Call ``gather_along_dim`` for dimension 0; a name that NxD's GPT-NeoX example imports."""
     return gather_along_dim(tensor, 0, resolve_group(process_group))
 
 
 @contextmanager
 def _functional_mappings() -> Iterator[None]:
+    """Disable in-place sums of ``reduce_from_tensor_model_parallel_region`` inside the block."""
     ledger = parallel_state.gradient_ledger
     before, ledger.functional_mappings = ledger.functional_mappings, True
     try:
@@ -84,10 +94,11 @@ def _functional_mappings() -> Iterator[None]:
 
 
 def functional_contexts() -> ContextPair:
-    """Contexts for a region's forward pass and its recomputation, in which mappings write to no input.
+    """Return contexts for a region's forward pass and its recomputation without in-place mappings.
 
-    The second pass would sum again what the first one wrote to. And where the forward pass of a region runs without
-    gradients, on XLA, all of its activations would be written to, but none of them in the recomputation.
+    A recomputation would sum again a tensor that the forward pass has summed in place. Also, on XLA
+    the forward pass of such a region runs without gradients, so all of its activations would be
+    modified in place there, but none of them in the recomputation.
     """
     return ReusableContext(_functional_mappings), ReusableContext(_functional_mappings)
 
@@ -149,6 +160,7 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: ProcessGroup | None, dim: int, dtype: torch.dtype | None) -> Tensor:
         ctx.dim, ctx.group = dim, group
+        # The reduction runs in ``dtype``; the result is cast back to the tensor's dtype.
         wide = tensor if dtype is None else tensor.to(dtype)
         return as_dtype(reduce_scatter_along_dim(wide, dim, group), tensor.dtype)
 
@@ -178,23 +190,28 @@ def _apply(function: type[torch.autograd.Function], tensor: Tensor, group: Proce
 
 
 def copy_to_tensor_model_parallel_region(tensor: Tensor, process_group: ProcessGroup | None = None) -> Tensor:
-    """Identity / all-reduce. Any shape; replicated in, replicated out."""
+    """Identity / all-reduce. ``tensor`` has any shape and is replicated, as is the result."""
     return _apply(_Copy, tensor, resolve_group(process_group))
 
 
 def reduce_from_tensor_model_parallel_region(tensor: Tensor, process_group: ProcessGroup | None = None) -> Tensor:
-    """All-reduce / identity. Partial sums in, their sum out; outside autograd ``tensor`` itself becomes the sum.
+    """All-reduce / identity. Return the sum of partial sums; outside autograd, sum in place.
 
-    A tensor takes part in autograd if it requires a gradient while gradients are enabled. Otherwise it is written to,
-    so that ``reduce_from_tensor_model_parallel_region(param.grad.data)`` sums a gradient whatever is done with the
-    result; optimizers then do not sum it again. That includes activations under ``torch.no_grad()`` and those computed
-    from frozen parameters: a module that reads its input after this call uses
-    ``functional_reduce_from_tensor_model_parallel_region``, as the layers here do. Regions under
-    ``nxd_memopt.memory.checkpoint`` run twice and keep their inputs in any case.
+    A tensor takes part in autograd if it requires a gradient and gradients are enabled. Any other
+    tensor is modified in place, so ``reduce_from_tensor_model_parallel_region(param.grad.data)``
+    sums a gradient even if the result is dropped; optimizers then do not sum the gradient again.
+    This includes activations under ``torch.no_grad()`` and activations computed from frozen
+    parameters. A module that reads its input after this call should use
+    ``functional_reduce_from_tensor_model_parallel_region``, as the layers of this library do.
+    Regions under ``nxd_memopt.memory.checkpoint`` run twice and never modify their inputs.
+
+    Args:
+        tensor: partial sum of any shape.
+        process_group: process group; default the tensor-parallel group.
 
     Raises:
-        ValueError: ``tensor`` would be written to and has several elements in one place (``expand``), is a gradient
-            that was summed already, or a part of one.
+        ValueError: ``tensor`` would be modified in place and has several elements at one address
+            (``expand``), is a gradient that was summed already, or is a part of such a gradient.
     """
     group = resolve_group(process_group)
     is_recorded = torch.is_grad_enabled() and tensor.requires_grad
@@ -206,17 +223,21 @@ def reduce_from_tensor_model_parallel_region(tensor: Tensor, process_group: Proc
 def functional_reduce_from_tensor_model_parallel_region(
     tensor: Tensor, process_group: ProcessGroup | None = None
 ) -> Tensor:
-    """``reduce_from_tensor_model_parallel_region`` that never writes to ``tensor``."""
+    """All-reduce / identity that never modifies ``tensor``."""
     return _apply(_Reduce, tensor, resolve_group(process_group))
 
 
 def reduce_from_context_model_parallel_region(tensor: Tensor, process_group: ProcessGroup | None = None) -> Tensor:
-    """``reduce_from_tensor_model_parallel_region`` over the context-parallel group by default."""
+    """All-reduce / identity over the context-parallel group by default; may sum in place.
+
+    See ``reduce_from_tensor_model_parallel_region``.
+    """
     group = process_group or parallel_state.get_context_model_parallel_group()
     return tensor if group is None else reduce_from_tensor_model_parallel_region(tensor, group)
 
 
-# torch.compile leaves its graph here: what a traced write sums could not be recorded, and would be summed twice
+# A graph break for torch.compile: a traced in-place sum could not be recorded in the gradient
+# ledger and the gradient would be summed twice.
 @_disable_dynamo
 @torch.no_grad()
 def _reduce_in_place(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -232,6 +253,7 @@ def _reduce_in_place(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def _is_tensor_parallel(group: ProcessGroup) -> bool:
+    """Return whether ``group`` has the ranks of the tensor-parallel group."""
     tensor_parallel = parallel_state.get_tensor_model_parallel_group()
     if group is tensor_parallel or tensor_parallel is None:
         return group is tensor_parallel
@@ -278,11 +300,15 @@ def gather_from_sequence_parallel_region(
     to_model_parallel: bool = True,
     process_group: ProcessGroup | None = None,
 ) -> Tensor:
-    """All-gather / reduce-scatter, or / split. ``[s, ...] -> [S, ...]`` along ``sequence_dimension``.
+    """All-gather / reduce-scatter or split. ``[s, ...] -> [S, ...]`` along ``sequence_dimension``.
 
     Args:
-        to_model_parallel: True when each rank goes on with other work on the result, so that the gradients are partial
-            sums (reduce-scatter); False when all ranks do the same with it, so that the gradients are equal (split).
+        tensor: this rank's sequence shard.
+        sequence_dimension: dimension of the sequence.
+        to_model_parallel: True if ranks continue with different work on the result; gradients are
+            then partial sums and backward is a reduce-scatter. False if all ranks do the same work;
+            gradients are then equal and backward is a split.
+        process_group: process group; default the tensor-parallel group.
     """
     return _apply(_Gather, tensor, resolve_group(process_group), sequence_dimension, to_model_parallel)
 
@@ -296,7 +322,11 @@ def reduce_scatter_to_sequence_parallel_region(
     """Reduce-scatter / all-gather. Partial sums ``[S, ...] -> [s, ...]``.
 
     Args:
-        dtype: dtype of the reduction; the result, and the gradient's gather, keep the tensor's own.
+        tensor: this rank's partial sum.
+        sequence_dimension: dimension of the sequence.
+        process_group: process group; default the tensor-parallel group.
+        dtype: dtype of the reduction; default the dtype of ``tensor``. The result and the
+            all-gather of the gradient keep the dtype of ``tensor``.
     """
     return _apply(_ReduceScatter, tensor, resolve_group(process_group), sequence_dimension, dtype)
 
@@ -305,7 +335,7 @@ def reduce_scatter_to_sequence_parallel_region(
 
 
 def all_to_all_in_expert_parallel_region(tensor: Tensor, process_group: ProcessGroup | None = None) -> Tensor:
-    """All-to-all / all-to-all of equal chunks of dim 0, over the expert-parallel group by default."""
+    """All-to-all / all-to-all of equal chunks of dim 0; default the expert-parallel group."""
     group = process_group or parallel_state.get_expert_model_parallel_group()
     return _apply(_AllToAll, tensor, group)
 
@@ -314,5 +344,5 @@ def all_to_all_in_expert_parallel_region(tensor: Tensor, process_group: ProcessG
 
 
 def transpose_batch_and_sequence(tensor: Tensor) -> Tensor:
-    """``[B, S, ...] <-> [S, B, ...]``, contiguous; the change of layout around sequence parallelism."""
+    """Swap the first two dimensions, ``[B, S, ...] <-> [S, B, ...]``; the result is contiguous."""
     return tensor.transpose(0, 1).contiguous()

@@ -12,28 +12,30 @@ from nxd_memopt.parallel_layers.utils import set_tensor_model_parallel_attribute
 
 
 def describe_output_projections(model: nn.Module, *, strict: bool = True) -> None:
-    """Describe each output projection's columns in the order of its query projection's heads.
+    """Set the shard attributes of each output projection to the order of its query heads.
 
-    Where replicas of KV heads are not on consecutive ranks (``rank_order``), a rank's query heads are not consecutive
-    either, and the output projection's columns on this rank are those of these heads. A ``RowParallelLinear`` that was
-    built without ``rank_stride`` cannot know: neuronx-distributed's models pass nothing. It is found here, as the one
-    row-parallel layer with h * d inputs in the module that also has the ``GQAQKVColumnParallelLinear``.
+    If replicas of KV heads are not on consecutive ranks (``rank_order``), a rank's query heads are
+    not consecutive, and the output projection must hold the columns of the same heads. A
+    ``RowParallelLinear`` built without ``rank_stride`` lacks this information:
+    neuronx-distributed's models do not pass it. This function finds the layer as the only
+    row-parallel layer with h * d inputs in the module that has the ``GQAQKVColumnParallelLinear``.
 
-    Changes descriptions only, not values: what the layer computes is the same, and full tensors that are gathered from
-    it, or sliced for it, have Hugging Face's order of heads. Call it before either; a second call changes nothing.
+    Only attributes change, not values. The layer computes the same result; full tensors gathered
+    from it, or sliced for it, have Hugging Face's order of heads. Call it before gathering or
+    slicing; a second call changes nothing.
 
     Args:
-        model: whose modules are searched.
-        strict: False leaves the layers as they are where the output projection is not found.
+        model: model with the attention modules.
+        strict: False leaves layers unchanged if the output projection is not found.
 
     Raises:
-        ValueError: no such layer, or several, and none was built with ``rank_stride``.
+        ValueError: none or several such layers, and none was built with ``rank_stride``.
     """
     for name, parent in model.named_modules():
         for projection in parent.children():
             stride, query_size = getattr(projection, "rank_stride", 1), getattr(projection, "query_size", None)
             if query_size is None or stride == 1 or getattr(projection, "gather_output", False):
-                continue  # gathered outputs have the full order
+                continue  # gathered outputs are in the full order
             rows = [layer for layer in parent.children() if _reads(layer, query_size)]
             if any(layer.rank_stride == stride for layer in rows):
                 continue
@@ -48,12 +50,16 @@ def describe_output_projections(model: nn.Module, *, strict: bool = True) -> Non
 
 
 def _reads(layer: nn.Module, query_size: int) -> Any:
-    """Whether ``layer`` is row-parallel over the ranks' own query heads; one that splits a full input is not."""
+    """Return whether ``layer`` is row-parallel over the local query heads.
+
+    A layer that splits a full input itself is not: its input is in the full order.
+    """
     is_row_parallel = isinstance(layer, BaseParallelLinear) and layer.weight_partition_dim == 1
     return is_row_parallel and getattr(layer, "input_is_parallel", False) and layer.full_input_size == query_size
 
 
 def _describe(layer: Any, rank_stride: int) -> None:
+    """Set ``rank_stride`` of ``layer`` and the shard attributes that depend on it."""
     layer.rank_stride, weight = rank_stride, layer.weight
     set_tensor_model_parallel_attributes(
         weight,

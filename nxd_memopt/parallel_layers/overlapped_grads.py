@@ -24,25 +24,26 @@ from nxd_memopt.parallel_layers.grads import (
 )
 from nxd_memopt.parallel_layers.parallel_state import gradient_ledger
 
-_BUCKET_BYTES = 25 << 20  # torch DistributedDataParallel's: the last bucket, which nothing hides, stays small
-_MOST_UNDER_WAY = 4  # a bucket under way takes twice its gradients' memory: flat, and reduced
+_BUCKET_BYTES = 25 << 20  # as in DistributedDataParallel: the last bucket overlaps with nothing
+_MOST_UNDER_WAY = 4  # a bucket in progress needs two flat copies of its gradients: input and result
 
 
 class OverlappedGradientReduction:
-    """Sums over sequence shards and averages over data-parallel ranks, as the functions of ``grads``, under backward.
+    """Reduction of gradients during backward: sum over sequence shards, average over data ranks.
 
-    Parameters are put into buckets from the last to the first, as backward usually comes to them; a bucket is reduced
-    when each of its gradients is there, in the order of buckets, so that all ranks agree (arXiv:2006.15704).
+    The results equal those of the functions in ``grads``. Parameters are assigned to buckets from
+    the last to the first, the usual order of backward. A bucket is reduced when all of its
+    gradients are complete, in the order of buckets, so that all ranks agree (arXiv:2006.15704).
 
     Args:
-        source: a module, an optimizer or parameters; those that need no gradient are left out.
-        bucket_bytes: upper size of the parameters of one bucket; a larger one goes alone.
+        source: a module, an optimizer or parameters; parameters that need no gradient are skipped.
+        bucket_bytes: maximum bytes of a bucket's parameters; a larger parameter is alone.
 
     Example::
 
         reduction = OverlappedGradientReduction(model)
         for batch in batches[:-1]:
-            model(batch, labels=batch).loss.backward()       # accumulates
+                model(batch, labels=batch).loss.backward()       # accumulate only
         with reduction.last_backward():
             model(batches[-1], labels=batches[-1]).loss.backward()
         grads.clip_grad_norm(model, 1.0)                     # gradients are reduced
@@ -50,6 +51,8 @@ class OverlappedGradientReduction:
 
     def __init__(self, source: ParameterSource, *, bucket_bytes: int = _BUCKET_BYTES) -> None:
         params = [param for param in reversed(parameters_of(source)) if param.requires_grad]
+        # Sequence-parallel parameters need two reductions, so they have their own buckets. Buckets
+        # are sorted by the parameter that backward reaches last.
         gradient_ledger.track(params)
         shards = [param for param in params if is_sequence_parallel(param)]
         others = [param for param in params if not is_sequence_parallel(param)]
@@ -67,12 +70,13 @@ class OverlappedGradientReduction:
 
     @contextmanager
     def last_backward(self) -> Iterator[None]:
-        """The backward inside completes the gradients; when it is left they are reduced.
+        """Reduce the gradients during the backward inside; they are complete when the block ends.
 
-        Parameters that it does not reach are reduced at its end, if an earlier backward gave them a gradient.
+        Parameters that this backward does not reach are reduced at the end of the block, if an
+        earlier backward gave them a gradient.
 
         Raises:
-            RuntimeError: inside another one.
+            RuntimeError: nested use.
         """
         if self._armed:
             raise RuntimeError("last_backward() inside last_backward(): one backward completes the gradients")
@@ -87,19 +91,25 @@ class OverlappedGradientReduction:
         self._start(self._buckets)
         for bucket in self._buckets:
             bucket.finish()
-        for bucket in self._buckets:  # last: gradients may be views of one tensor, which count writes together
+        # After all buckets: gradients that are views of one tensor share a version counter.
+        for bucket in self._buckets:
             bucket.mark()
 
     def remove(self) -> None:
-        """Take the hooks off the parameters."""
+        """Remove the hooks from the parameters."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
 
     def _arrived(self, bucket: _Bucket, param: Tensor) -> None:
-        """Start what was complete before ``param``: other hooks of its own may not have run yet (``main_grad``)."""
+        """Mark ``param`` as arrived and start the buckets that were complete before.
+
+        The bucket of ``param`` itself starts later, because other hooks of ``param`` may not have
+        run yet, such as the one that adds to ``main_grad``.
+        """
         if not self._armed:
             return
+        # Only the leading complete buckets: every rank must start collectives in the same order.
         self._start(itertools.takewhile(lambda each: not each.missing, self._buckets))
         if id(param) not in bucket.missing:
             raise RuntimeError(
@@ -109,6 +119,8 @@ class OverlappedGradientReduction:
         bucket.missing.remove(id(param))
 
     def _start(self, buckets: Iterable[_Bucket]) -> None:
+        # Give running buckets their second reduction, start the given ones, limit those in
+        # progress.
         for bucket in self._under_way:
             bucket.go_on()
         for bucket in buckets:
@@ -120,7 +132,10 @@ class OverlappedGradientReduction:
 
 
 def _hook(owner: weakref.ref[OverlappedGradientReduction], place: int) -> Callable[[Tensor], None]:
-    """Parameters keep nothing alive that holds them: a cycle through autograd's hooks would never be collected."""
+    """Return a hook that holds a weak reference to ``owner``.
+
+    A reference cycle through autograd hooks is never garbage-collected.
+    """
 
     def arrived(param: Tensor) -> None:
         reduction = owner()
@@ -131,22 +146,23 @@ def _hook(owner: weakref.ref[OverlappedGradientReduction], place: int) -> Callab
 
 
 class _Flight:
-    """Gradients that are reduced as one tensor, over one group after another."""
+    """Gradients that are reduced as one flat tensor, over one process group after another."""
 
     def __init__(self, grads: Sequence[Tensor], groups: Sequence[ProcessGroup | None]) -> None:
         self._grads = grads
         first, *self._groups = groups
         flat = torch.cat([grad.detach().reshape(-1) for grad in grads])
+        # The average over data ranks; the sum over sequence shards is linear, so the order is free.
         flat /= parallel_state.get_data_parallel_size()
         self._pending = backend.all_reduce_async(flat, first)
 
     def go_on(self) -> None:
-        """Start the second of two reductions; the first one has had the time since the last gradient."""
+        """Start the second reduction, if any; wait for the first one, which ran meanwhile."""
         if self._groups:
             self._pending = backend.all_reduce_async(self._pending.wait(), self._groups.pop(0))
 
     def finish(self) -> None:
-        """Wait, and put the results in the gradients' places."""
+        """Wait for the last reduction and copy the results into the gradients."""
         self.go_on()
         reduced = split_sizes(self._pending.wait(), [grad.numel() for grad in self._grads])
         for grad, result in zip(self._grads, reduced, strict=True):
@@ -154,19 +170,20 @@ class _Flight:
 
 
 class _Bucket:
-    """Parameters of one kind, whose gradients are reduced together."""
+    """Parameters of one kind (dtype, device, sequence-parallel or not), reduced together."""
 
     def __init__(self, params: list[Tensor]) -> None:
         self.params = params
         self.reset()
 
     def reset(self) -> None:
+        """Expect all gradients again; call before each reduced backward."""
         self.missing = {id(param) for param in self.params}
         self.is_started = False
         self._flights: list[_Flight] = []
 
     def start(self) -> None:
-        """Reduce the gradients that are there; those that an earlier backward's sum left alone are averaged only."""
+        """Start reducing the existing gradients; sums over sequence shards are only averaged."""
         self.is_started = True
         over_tensor = parallel_state.get_tensor_model_parallel_group()
         over_data = parallel_state.get_data_parallel_group()
@@ -175,6 +192,7 @@ class _Bucket:
         for param in self.params:
             grad = gradient_of(param)
             if grad is not None:
+                # An earlier sum over sequence shards is kept if no gradient was added since.
                 is_part = self._is_summed_over_tensor_ranks and gradient_ledger.needs_sum(param)
                 (parts if is_part else sums).append(grad)
         if parts:
@@ -183,16 +201,18 @@ class _Bucket:
             self._flights.append(_Flight(sums, [over_data]))
 
     def go_on(self) -> None:
+        """Start the second reduction of each flight, where there is one."""
         for flight in self._flights:
             flight.go_on()
 
     def finish(self) -> None:
+        """Wait for all flights and copy the results into the gradients."""
         for flight in self._flights:
             flight.finish()
         self._flights.clear()
 
     def mark(self) -> None:
-        """For the plain functions, which then leave the sums over sequence shards alone."""
+        """Record the sums over sequence shards, so that the functions of ``grads`` skip them."""
         if self._is_summed_over_tensor_ranks:
             gradient_ledger.mark_summed(self.params)
 

@@ -16,7 +16,7 @@ from nxd_memopt.parallel_layers.utils import copy_tensor_model_parallel_attribut
 
 
 def get_number_of_extra_heads(n_head: int, tp_degree: int) -> int:
-    """How many heads to add to ``n_head`` so that ``tp_degree`` divides it."""
+    """Return how many heads to add to ``n_head`` so that ``tp_degree`` divides the sum."""
     return padded_size(n_head, tp_degree) - n_head
 
 
@@ -27,18 +27,20 @@ def pad_model(
     wrapped_classes: Iterable[type[nn.Module]] = (),
     pad_hook_fn: Callable[[nn.Module, float], object] | None = None,
 ) -> nn.Module:
-    """Grow, in place, parallel layers by zeros to the size that they have for a padded number of heads.
+    """Pad parallel layers in place with zeros to their size for a padded number of heads.
+
+    Column-parallel layers grow along their outputs, row-parallel layers along their inputs. Load
+    the weights of an unpadded checkpoint before padding.
 
     Args:
-        model: built for ``n_heads`` heads.
-        tp_degree: size to divide the heads by.
-        n_heads: heads of the model as it is.
-        wrapped_classes: only modules of these classes, and what they hold, are padded; default the whole model.
-        pad_hook_fn: called with each padded module and ``padded heads / n_heads``, to adapt its own head counts.
+        model: model built for ``n_heads`` heads.
+        tp_degree: tensor-parallel size that must divide the padded number of heads.
+        n_heads: number of heads of ``model``.
+        wrapped_classes: pad only modules of these classes and their submodules; default all.
+        pad_hook_fn: called with each module and ``padded heads / n_heads``, to adapt head counts.
 
     Returns:
-        ``model``. Column-parallel layers grow along their outputs, row-parallel ones along their inputs; load the
-        weights of an unpadded checkpoint before padding.
+        ``model``.
     """
     ratio = (n_heads + get_number_of_extra_heads(n_heads, tp_degree)) / n_heads
     classes = tuple(wrapped_classes)
@@ -62,11 +64,13 @@ def _pad_linear(layer: ColumnParallelLinear | RowParallelLinear, ratio: float) -
 
 
 def _grown(param: nn.Parameter, dim: int, ratio: float) -> nn.Parameter:
+    """Return ``param`` with zeros appended along ``dim`` and the shard attributes updated."""
     extra = round(param.size(dim) * ratio) - param.size(dim)
     padding = (0, extra) if dim == param.dim() - 1 else (0, 0, 0, extra)
     grown = nn.Parameter(F.pad(param.detach(), padding), requires_grad=param.requires_grad)
     copy_tensor_model_parallel_attributes(grown, param)
-    description: Any = grown  # zeros lie behind each shard: checkpoints from here on hold the grown full parameter
+    # Each shard ends with zeros, so checkpoints written from now on have the padded full shape.
+    description: Any = grown
     full_shape = list(description.full_shape)
     full_shape[dim] = grown.size(dim) * description.num_partitions
     description.full_shape = tuple(full_shape)
@@ -82,9 +86,9 @@ def generate_padding_mask(
     *,
     rank_stride: int | None = None,
 ) -> Tensor:
-    """Which of this rank's query heads are real: boolean ``[num_heads_with_pad / tp_degree]``.
+    """Return a mask of this rank's real query heads: boolean ``[num_heads_with_pad / tp_degree]``.
 
-    Each KV head's padding is on the last of the ranks that hold a replica of it.
+    The padding of each KV head is on the last of the ranks that hold a replica of the KV head.
 
     Args:
         num_heads: query heads of the model.
@@ -92,12 +96,14 @@ def generate_padding_mask(
         num_kv_heads: KV heads.
         tp_degree: tensor-parallel size.
         tp_rank: tensor-parallel rank.
-        rank_stride: how far apart replicas of a KV head are; default as the layers have them.
+        rank_stride: distance between replicas of a KV head; default the layers' value.
     """
     per_rank = num_heads_with_pad // tp_degree
     replicas = max(tp_degree // num_kv_heads, 1)
     if rank_stride is None:
         rank_stride = backend.kv_rank_stride(tp_degree, replicas)
     kv_heads_per_rank = num_kv_heads * replicas // tp_degree
+    # The query heads of a KV shard are numbered over the ranks with its replicas. This rank has
+    # per_rank heads from ``first`` on; heads beyond the real ones of the KV shard are padding.
     first = per_rank * (position_of_rank(tp_rank, tp_degree, rank_stride) % replicas)
     return torch.arange(first, first + per_rank) < num_heads // num_kv_heads * kv_heads_per_rank

@@ -16,12 +16,12 @@ from nxd_memopt.parallel_layers.rank_grid import RankGroups, rank_grid, remainin
 from nxd_memopt.parallel_layers.rank_order import replica_groups
 
 Group = Any
-"""``ProcessGroup | None``; with ``as_list=True`` the ``RankGroups`` that it belongs to."""
+"""``ProcessGroup | None``; with ``as_list=True`` the ``RankGroups`` of all groups."""
 
 
 @dataclass(frozen=True)
 class _Axis:
-    """One parallel dimension: this rank's group and the partition of the world that it belongs to."""
+    """One parallel dimension: this rank's group and the partition of the world into groups."""
 
     rank_groups: RankGroups
     ranks: list[int]
@@ -49,16 +49,16 @@ _STATE = _State()
 gradient_ledger = GradientLedger()
 _SINGLE_PROCESS = _Axis(rank_groups=[[0]], ranks=[0], group=None)
 SAVES_UNDER_WAY: list[Any] = []
-"""The tagged checkpoint that is being written in the background, if there is one; see ``trainer.background``."""
+"""The tagged checkpoint being written in the background, if any; see ``trainer.background``."""
 
 
 def get_global_rank() -> int:
-    """This rank in the world; 0 in a single process."""
+    """Return this rank in the world; 0 in a single process."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def get_world_size() -> int:
-    """Ranks of the world; 1 in a single process."""
+    """Return the number of ranks in the world; 1 in a single process."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
@@ -71,26 +71,26 @@ def initialize_model_parallel(
     skip_collective_init: bool = False,
     mesh_only: bool = False,
 ) -> dict[str, RankGroups]:
-    """Create the process groups; every rank of the world calls it, with the same sizes.
+    """Create the process groups. Every rank of the world calls this with the same sizes.
 
-    The rank grid is ``[pipeline, data, context, tensor]``, tensor fastest; expert layers see the same ranks as
-    ``[pipeline, expert data, expert, tensor]`` (neuronx-distributed's order). Where the device's links ask for another
-    order of the ranks, the backend's ``device_order`` gives it.
+    The rank grid is ``[pipeline, data, context, tensor]``, tensor fastest. For expert layers the
+    same ranks are ``[pipeline, expert data, expert, tensor]`` (neuronx-distributed's order). The
+    backend's ``device_order`` may reorder the ranks to match the links between devices.
 
     Args:
-        tensor_model_parallel_size: ranks that share one layer.
-        pipeline_model_parallel_size: ranks that share one stack of layers.
-        context_parallel_size: ranks that share one sequence.
-        expert_model_parallel_size: ranks that share one set of experts.
-        skip_collective_init: leave out the first collective over the world, which sets up Neuron's runtime on trn1.
+        tensor_model_parallel_size: number of ranks that share a layer.
+        pipeline_model_parallel_size: number of ranks that share a stack of layers.
+        context_parallel_size: number of ranks that share a sequence.
+        expert_model_parallel_size: number of ranks that share a set of experts.
+        skip_collective_init: skip the first collective of the world (Neuron runtime setup on trn1).
         mesh_only: only return the rank groups; create nothing.
 
     Returns:
-        For each dimension the partition of the world's ranks.
+        The partition of the world's ranks for each dimension.
 
     Raises:
-        ValueError: when the sizes do not divide the world.
-        RuntimeError: when it was called before, without ``destroy_model_parallel`` between.
+        ValueError: the sizes do not divide the world size.
+        RuntimeError: the groups exist already: call ``destroy_model_parallel`` first.
     """
     if model_parallel_is_initialized() and not mesh_only:
         raise RuntimeError("model parallelism is initialized already: call destroy_model_parallel() first")
@@ -117,7 +117,7 @@ def _create_axis(rank_groups: RankGroups) -> _Axis:
 
 
 def destroy_model_parallel() -> None:
-    """Forget every group and random stream; the world's own process group stays."""
+    """Destroy every group and random stream; the default process group of the world stays."""
     backend.release_groups()
     for axis in _all_axes():
         if axis.group is not None and dist.is_initialized():
@@ -151,12 +151,12 @@ def _group(name: str, as_list: bool) -> Group:
 
 
 def process_groups() -> list[ProcessGroup]:
-    """Every group that exists; a copy of a module shares them."""
+    """Return all existing groups; copies of a module share them."""
     return [axis.group for axis in _all_axes() if axis.group is not None]
 
 
 def group_of(rank_groups: RankGroups) -> ProcessGroup | None:
-    """This rank's group of a partition of the world; created where no dimension has it. Every rank calls."""
+    """Return this rank's group of a partition of the world, created if needed. Every rank calls."""
     for axis in _all_axes():
         if axis.rank_groups == rank_groups:
             return axis.group
@@ -165,19 +165,19 @@ def group_of(rank_groups: RankGroups) -> ProcessGroup | None:
 
 
 def rng_states() -> dict[str, Tensor]:
-    """The named random streams' device generator states, by name; see ``parallel_layers.random``."""
+    """Return the generator states of the named random streams; see ``parallel_layers.random``."""
     return _STATE.rng_states
 
 
 def initialize_kv_group(kv_shared_group_size: int = 1, sequential_ranks_in_group: bool = False) -> ProcessGroup | None:
-    """Create, once per size, the groups of tensor-parallel ranks that hold the same KV heads. Every rank calls.
+    """Create, once per size, the groups of ranks that hold the same KV heads. Every rank calls.
 
     Args:
-        kv_shared_group_size: ranks that share a KV head.
-        sequential_ranks_in_group: neighbours on every platform; default: the platform's order, see ``kv_rank_stride``.
+        kv_shared_group_size: number of ranks that share a KV head.
+        sequential_ranks_in_group: use consecutive ranks; default the order of ``kv_rank_stride``.
 
     Raises:
-        ValueError: the size does not divide the tensor-parallel size, or its groups exist in another order.
+        ValueError: size does not divide T, or the groups exist with another order of ranks.
     """
     stride = kv_rank_stride(kv_shared_group_size)
     if sequential_ranks_in_group and stride > 1:
@@ -195,9 +195,9 @@ def initialize_kv_group(kv_shared_group_size: int = 1, sequential_ranks_in_group
 
 
 def kv_rank_stride(kv_shared_group_size: int) -> int:
-    """Return how far apart the ranks are that hold the same KV heads (``rank_order``); creates no group.
+    """Return the distance between ranks with the same KV heads (``rank_order``); create no group.
 
-    That of the groups where they exist, else the one that the backend asks for: 1 for neighbours, T/m on trn1.
+    The distance of existing groups, else the backend's choice: 1 (neighbors), or T/m on trn1.
     """
     size = get_tensor_model_parallel_size()
     require_divisible("tensor_model_parallel_size", size, "kv_shared_group_size", kv_shared_group_size)
@@ -207,12 +207,12 @@ def kv_rank_stride(kv_shared_group_size: int) -> int:
 
 
 def kv_rank_strides() -> dict[int, int]:
-    """``kv_rank_stride`` of each size that ``initialize_kv_group`` was called with."""
+    """Return ``kv_rank_stride`` of each size that ``initialize_kv_group`` was called with."""
     return dict(_STATE.kv_rank_strides)
 
 
 def replica_group(replicas: int, rank_stride: int) -> ProcessGroup | None:
-    """This rank's group of those that hold the same of ``T / replicas`` shards; ``None`` for one. Every rank calls."""
+    """Return the ranks that hold this rank's shard, or None for 1 replica. Every rank calls."""
     if replicas == 1:
         return None
     if rank_stride == kv_rank_stride(replicas):
@@ -221,7 +221,7 @@ def replica_group(replicas: int, rank_stride: int) -> ProcessGroup | None:
 
 
 def get_kv_shared_group(kv_shared_group_size: int, as_list: bool = False) -> Group:
-    """The group made by ``initialize_kv_group`` for this size."""
+    """Return the group that ``initialize_kv_group`` created for this size."""
     if kv_shared_group_size not in _STATE.kv_groups:
         raise RuntimeError(f"no KV groups of size {kv_shared_group_size}: call initialize_kv_group first")
     axis = _STATE.kv_groups[kv_shared_group_size]
@@ -229,7 +229,7 @@ def get_kv_shared_group(kv_shared_group_size: int, as_list: bool = False) -> Gro
 
 
 def destroy_kv_group() -> None:
-    """Forget the groups of ``initialize_kv_group``."""
+    """Destroy the groups of ``initialize_kv_group``."""
     for axis in _STATE.kv_groups.values():
         if axis.group is not None and dist.is_initialized():
             dist.destroy_process_group(axis.group)
@@ -237,10 +237,10 @@ def destroy_kv_group() -> None:
 
 
 def initialize_token_shuffle_group(token_shuffle_group_size: int = 1) -> None:
-    """Cut the data-parallel groups into runs of ``token_shuffle_group_size`` ranks, which exchange tokens.
+    """Split data-parallel groups into runs of consecutive ranks that exchange tokens.
 
     Raises:
-        ValueError: when the size does not divide the data-parallel size.
+        ValueError: the size does not divide the data-parallel size.
     """
     size = token_shuffle_group_size
     require_divisible("data-parallel size", get_data_parallel_size(), "token_shuffle_group_size", size)
@@ -281,7 +281,7 @@ def get_tensor_model_parallel_rank() -> int:
 
 
 def get_tensor_model_parallel_src_rank() -> int:
-    """Global rank of the first member of this rank's tensor-parallel group."""
+    """Return the global rank of the first member of this rank's tensor-parallel group."""
     return _axis("tensor").ranks[0]
 
 
@@ -302,7 +302,7 @@ def get_data_parallel_rank() -> int:
 
 
 def get_data_parallel_src_rank() -> int:
-    """Global rank of the first member of this rank's data-parallel group."""
+    """Return the global rank of the first member of this rank's data-parallel group."""
     return _axis("data").ranks[0]
 
 
@@ -339,13 +339,13 @@ def get_context_model_parallel_rank() -> int:
 
 
 def get_context_model_parallel_src_tgt_pairs() -> RankGroups:
-    """``[source, target]`` of each step around the ring of this rank's context-parallel group."""
+    """Return ``[source, target]`` for each step around this rank's context-parallel ring."""
     ranks = _axis("context").ranks
     return [[rank, ranks[(i + 1) % len(ranks)]] for i, rank in enumerate(ranks)]
 
 
 def get_zero1_sharding_groups() -> RankGroups:
-    """The ranks that hold the same parameters: those of one pipeline stage and one tensor-parallel rank."""
+    """Return groups with equal parameters: same pipeline stage and same tensor-parallel rank."""
     context_groups = get_context_model_parallel_replica_groups()
     stages, copies = get_pipeline_model_parallel_size(), get_data_parallel_size()
     stride = len(context_groups) // (stages * copies)  # context groups are ordered [stage, data, tensor]

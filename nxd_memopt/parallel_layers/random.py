@@ -1,7 +1,8 @@
 """Random streams under tensor parallelism: one replicated over the ranks, one per rank.
 
-Dropout on replicated activations must agree on all tensor-parallel ranks: it draws from the device's default generator,
-seeded alike. Dropout on shards (attention heads, sequence shards) must differ: it draws inside ``fork()``.
+Dropout on replicated activations must be equal on all tensor-parallel ranks: it draws from the
+device's default generator, which is seeded equally. Dropout on shards (attention heads, sequence
+shards) must differ between ranks: it draws inside ``fork()``.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from nxd_memopt.ops.autograd import ReusableContext
 from nxd_memopt.parallel_layers import parallel_state
 
 MODEL_PARALLEL_STREAM = "model-parallel-rng"
-_TENSOR_PARALLEL_OFFSET = 2718  # Megatron-LM's and neuronx-distributed's
+_TENSOR_PARALLEL_OFFSET = 2718  # as in Megatron-LM and neuronx-distributed
 
 
 class RNGStatesTracker:
-    """Named streams of the device's generator; the states live in ``parallel_state`` and go with it."""
+    """Named random streams of the device generator; ``parallel_state`` stores their states."""
 
     def add(self, name: str, seed: int) -> None:
-        """Start the stream ``name`` at ``seed``; the generator itself is left as it was."""
+        """Create the stream ``name`` with ``seed``; the device generator is left unchanged."""
         before = backend.get_rng_state()
         backend.manual_seed(seed)
         parallel_state.rng_states()[name] = backend.get_rng_state()
@@ -41,10 +42,10 @@ class RNGStatesTracker:
 
     @contextmanager
     def fork(self, name: str = MODEL_PARALLEL_STREAM) -> Iterator[None]:
-        """Draw from the stream ``name``; afterwards the generator goes on where it was.
+        """Draw from the stream ``name`` inside the block; then restore the default generator.
 
         Raises:
-            RuntimeError: the stream was never seeded, and ranks would draw alike.
+            RuntimeError: the stream was never seeded, so all ranks would draw the same numbers.
         """
         states = parallel_state.rng_states()
         if name not in states:
@@ -63,7 +64,11 @@ def get_rng_tracker() -> RNGStatesTracker:
 
 
 def model_parallel_manual_seed(seed: int) -> None:
-    """Seed the replicated stream with ``seed``, on host and device, and this rank's own with ``seed + 2718 + rank``."""
+    """Seed all random streams of this rank.
+
+    The replicated stream, on host and device, gets ``seed``. This rank's own stream gets
+    ``seed + 2718 + tensor-parallel rank``.
+    """
     torch.manual_seed(seed)
     backend.manual_seed(seed)
     rank = parallel_state.get_tensor_model_parallel_rank()
@@ -76,7 +81,7 @@ get_xla_rng_tracker = get_rng_tracker
 
 @contextmanager
 def fork_if(condition: bool) -> Iterator[None]:
-    """``get_rng_tracker().fork()`` when ``condition`` holds, else nothing."""
+    """Enter ``get_rng_tracker().fork()`` if ``condition`` is True, else do nothing."""
     if condition:
         with get_rng_tracker().fork():
             yield
@@ -85,9 +90,9 @@ def fork_if(condition: bool) -> Iterator[None]:
 
 
 def replay_contexts() -> ContextPair:
-    """Contexts for a forward pass and its recomputation, in which the streams draw the same numbers.
+    """Return contexts for a forward pass and its recomputation that draw the same numbers.
 
-    The default generator is the backend's ``checkpoint``'s business; this is about the tracker's streams.
+    They handle the tracker's streams; the backend's ``checkpoint`` handles the default generator.
     """
     tracker = get_rng_tracker()
     at_forward: dict[str, Tensor] = {}

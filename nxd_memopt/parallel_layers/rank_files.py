@@ -1,12 +1,14 @@
 """Finds the rank files of a checkpoint that neuronx-distributed or this library wrote, and which ranks they belong to.
 
-Layouts, ``XX`` being a rank of two digits or more:
+Layouts, with ``XX`` a rank of at least two digits:
 
-- ``dp_rank_XX_tp_rank_XX_pp_rank_XX.pt``: the trainer's, in ``TAG/model`` and ``TAG/optim``; also as xser.
-- ``tp_rank_XX_pp_rank_XX/checkpoint.pt``, ``tp_rank_XX_pp_rank_XX`` (xser), both also with ``_dp_rank_XX``:
-  ``parallel_layers.checkpointing.save``'s.
-- ``optim.dp_rank_XX.tp_rank_XX``: ``NeuronZero1Optimizer.save_sharded_state_dict``'s.
-- ``full_tp_rank_XX_pp_rank_XX.pt``: NxD's ``convert_zero_checkpoints.py``, one file for all data-parallel ranks.
+- ``dp_rank_XX_tp_rank_XX_pp_rank_XX.pt``: the trainer, in ``TAG/model`` and ``TAG/optim``;
+  also xser.
+- ``tp_rank_XX_pp_rank_XX/checkpoint.pt``, ``tp_rank_XX_pp_rank_XX`` (xser), both optionally with
+  ``_dp_rank_XX``: ``parallel_layers.checkpointing.save``.
+- ``optim.dp_rank_XX.tp_rank_XX``: ``NeuronZero1Optimizer.save_sharded_state_dict``.
+- ``full_tp_rank_XX_pp_rank_XX.pt``: NxD's ``convert_zero_checkpoints.py``, one file for all
+  data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -34,14 +36,14 @@ Ranks = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class RankFiles:
-    """The files of one directory, one for each combination of ranks.
+    """Files of one directory, one for each combination of ranks.
 
     Attributes:
-        directory: where they are.
-        files: file by data-, tensor- and pipeline-parallel rank.
-        data_parallel_size: of the run that wrote the files; 1 for replicated content.
-        tensor_model_parallel_size: likewise.
-        pipeline_model_parallel_size: likewise.
+        directory: directory of the files.
+        files: files by data-, tensor- and pipeline-parallel rank.
+        data_parallel_size: size in the run that wrote the files; 1 for replicated content.
+        tensor_model_parallel_size: size in the run that wrote the files.
+        pipeline_model_parallel_size: size in the run that wrote the files.
     """
 
     directory: Path
@@ -51,10 +53,10 @@ class RankFiles:
     pipeline_model_parallel_size: int
 
     def file(self, tensor_rank: int, pipeline_rank: int = 0, data_rank: int = 0) -> Path:
-        """Return the file of the ranks given.
+        """Return the file of the given ranks.
 
         Raises:
-            ValueError: when the checkpoint has no such rank.
+            ValueError: the checkpoint has no such rank.
         """
         ranks = (data_rank, tensor_rank, pipeline_rank)
         if ranks not in self.files:
@@ -62,7 +64,7 @@ class RankFiles:
         return self.files[ranks]
 
     def sizes(self) -> str:
-        """Return the sizes in words, for messages."""
+        """Return the sizes as text for messages."""
         return (
             f"tensor_model_parallel_size {self.tensor_model_parallel_size}, "
             f"pipeline_model_parallel_size {self.pipeline_model_parallel_size} and "
@@ -74,12 +76,13 @@ def find_rank_files(directory: str | Path, kind: Literal["model", "optim"] = "mo
     """Return the rank files of ``directory``.
 
     Args:
-        directory: the one that holds the files, not its parent.
-        kind: of the files' content; a directory may hold both.
+        directory: the directory of the files, not its parent.
+        kind: content of the files; a directory may have both kinds.
 
     Raises:
-        ValueError: when there are none, some ranks are missing, several layouts are mixed, or the layout is one that
-            is not supported: expert parallelism, or torch.distributed.checkpoint (``use_zero1_dcp=True``).
+        ValueError: there are no files, ranks are missing, several layouts are mixed, or the layout
+            is not supported: expert parallelism or torch.distributed.checkpoint
+            (``use_zero1_dcp=True``).
     """
     path = Path(directory)
     if not path.is_dir():
@@ -99,6 +102,7 @@ def find_rank_files(directory: str | Path, kind: Literal["model", "optim"] = "mo
 
 
 def _refuse_other_layouts(path: Path, names: list[str]) -> None:
+    """Raise ValueError for torch.distributed.checkpoint and expert-parallel files."""
     distributed = [name for name in names if name in _DISTRIBUTED_CHECKPOINT]
     if distributed:
         raise ValueError(
@@ -114,6 +118,11 @@ def _refuse_other_layouts(path: Path, names: list[str]) -> None:
 
 
 def _match(path: Path, names: list[str], pattern: re.Pattern[str]) -> dict[Ranks, Path]:
+    """Return the files with names that match ``pattern``, by rank.
+
+    Raises:
+        ValueError: two files belong to the same ranks.
+    """
     files: dict[Ranks, Path] = {}
     for name in names:
         match = pattern.fullmatch(name)
@@ -125,12 +134,18 @@ def _match(path: Path, names: list[str], pattern: re.Pattern[str]) -> dict[Ranks
                 raise ValueError(
                     f"{path} holds two files of {_spell(ranks)}, {other} and {name}: remove the one of another save"
                 )
+            # A directory has torch.save's checkpoint.pt; a file is xser or the trainer's.
             nested = path / name / "checkpoint.pt"
             files[ranks] = nested if (path / name).is_dir() else path / name
     return files
 
 
 def _complete(path: Path, files: dict[Ranks, Path]) -> RankFiles:
+    """Return the files of all ranks up to the largest ones.
+
+    Raises:
+        ValueError: a rank's file is missing.
+    """
     data, tensor, pipeline = (1 + max(ranks[i] for ranks in files) for i in range(3))
     wanted = [(d, t, p) for d in range(data) for t in range(tensor) for p in range(pipeline)]
     missing = [_spell(ranks) for ranks in wanted if ranks not in files or not files[ranks].is_file()]

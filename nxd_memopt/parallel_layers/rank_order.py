@@ -1,19 +1,22 @@
 """Computes which ranks hold replicas of a KV shard, and which shard of a full parameter each rank holds.
 
-Pure functions of integers. T ranks share a layer; each KV shard has m replicas (``replicas``, neuronx-distributed's
-``kv_size_multiplier``). The shards of a full parameter, in its own order, have positions 0 to T-1; ``rank_stride`` says
-which rank has which position: ranks that are ``rank_stride`` apart have consecutive positions.
+Pure functions of integers. T ranks share a layer; each KV shard has m replicas (``replicas``,
+neuronx-distributed's ``kv_size_multiplier``). The shards of a full parameter have positions 0 to
+T-1 in the order of the parameter. ``rank_stride`` maps ranks to positions: ranks that are
+``rank_stride`` apart have consecutive positions.
 
     position_of_rank(r) = (r mod rank_stride) * (T / rank_stride) + r // rank_stride
 
-A query projection's rank r holds query shard ``position_of_rank(r)`` of T (consecutive heads), an output projection the
-columns of the same heads, and a key or value projection KV shard ``position_of_rank(r) // m`` of T/m. Since positions
-``p * m`` to ``p * m + m - 1`` are the query shards that attend to KV shard p, every rank's query heads find their KV
-heads on their own rank, for every ``rank_stride`` that divides T.
+Rank r of a query projection holds query shard ``position_of_rank(r)`` of T (consecutive heads). An
+output projection holds the columns of the same heads. A key or value projection holds KV shard
+``position_of_rank(r) // m`` of T/m. Positions ``p * m`` to ``p * m + m - 1`` are the query shards
+that attend to KV shard p, so every rank has the KV heads of its query heads, for every
+``rank_stride`` that divides T.
 
-Two values are used. ``rank_stride = 1``: replicas are neighbours (``torch.repeat_interleave``; neuronx-distributed on
-trn2, and every other device). ``rank_stride = T/m``: replicas are T/m ranks apart (``Tensor.repeat``;
-neuronx-distributed on trn1, whose cores are linked at this distance): rank r holds KV shard ``r mod (T/m)``.
+Two values are used. ``rank_stride = 1``: replicas are on consecutive ranks
+(``torch.repeat_interleave``; neuronx-distributed on trn2, and all other devices). ``rank_stride =
+T/m``: replicas are T/m ranks apart (``Tensor.repeat``; neuronx-distributed on trn1, which has links
+between cores at this distance): rank r holds KV shard ``r mod (T/m)``.
 
 Example: T = 8, two KV heads, m = 4, eight query heads; query heads 0 to 3 attend to KV head 0::
 
@@ -28,26 +31,26 @@ from __future__ import annotations
 
 
 def position_of_rank(rank: int, size: int, rank_stride: int) -> int:
-    """Return the position, in the full parameter's order, of the query shard that ``rank`` of ``size`` holds."""
+    """Return the position of the query shard that ``rank`` of ``size`` ranks holds."""
     return rank % rank_stride * (size // rank_stride) + rank // rank_stride
 
 
 def rank_at_position(position: int, size: int, rank_stride: int) -> int:
-    """Return the rank that holds the query shard at ``position``: the inverse of ``position_of_rank``."""
+    """Return the rank with the query shard at ``position``; inverse of ``position_of_rank``."""
     shards_per_run = size // rank_stride
     return position % shards_per_run * rank_stride + position // shards_per_run
 
 
 def kv_shard_of_rank(rank: int, size: int, replicas: int, rank_stride: int) -> int:
-    """Return which of the ``size / replicas`` shards of keys and values ``rank`` holds."""
+    """Return which of the ``size / replicas`` key and value shards ``rank`` holds."""
     return position_of_rank(rank, size, rank_stride) // replicas
 
 
 def replica_ranks(size: int, replicas: int, rank_stride: int) -> list[list[int]]:
-    """Return, for each KV shard in order, the ranks that hold it, ascending.
+    """Return, for each KV shard in order, the ranks that hold it, in ascending order.
 
-    ``replica_ranks(32, 4, 8)`` is ``[[0, 8, 16, 24], [1, 9, 17, 25], ...]``, ``replica_ranks(32, 4, 1)`` is
-    ``[[0, 1, 2, 3], [4, 5, 6, 7], ...]``.
+    ``replica_ranks(32, 4, 8)`` is ``[[0, 8, 16, 24], [1, 9, 17, 25], ...]``.
+    ``replica_ranks(32, 4, 1)`` is ``[[0, 1, 2, 3], [4, 5, 6, 7], ...]``.
     """
     return [
         sorted(rank_at_position(position, size, rank_stride) for position in range(first, first + replicas))

@@ -1,9 +1,10 @@
 """Reads and writes tensor files: those of ``torch.save``, and torch_xla's xser files with one file per tensor.
 
-An xser checkpoint is the file ``NAME``, in which each tensor is replaced by a reference with a number N, and the
-directory ``NAME.tensors`` with ``tensor_N.pt``. neuronx-distributed's trainer adds ``NAME.info.pt``, which gives each
-tensor's dtype and shape. The reference's class belongs to torch_xla, which need not be installed: the file names the
-class, and ``torch.load(weights_only=True)`` is told to build the stand-in below for that name. Nothing is unpickled.
+An xser checkpoint consists of the file ``NAME``, with a reference number N for each tensor, and the
+directory ``NAME.tensors`` with ``tensor_N.pt``. neuronx-distributed's trainer adds ``NAME.info.pt``
+with the dtype and shape of each tensor. The class of the references belongs to torch_xla, which need
+not be installed: ``torch.load(weights_only=True)`` builds the substitute class below for that name.
+No code is unpickled.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ XSER_INTERNAL_REFERENCE = "neuronx_distributed.trainer.checkpoint._InternalTenso
 
 
 class TensorReference:
-    """Stands for the tensor in ``tensor_{tid}.pt``; written as torch_xla's class of the same name."""
+    """Reference to the tensor in ``tensor_{tid}.pt``; written as torch_xla's class of this name."""
 
     tid: int
 
@@ -36,12 +37,12 @@ class TensorReference:
 
 
 class StoredTensor:
-    """A tensor of an xser checkpoint that has not been read; ``load()`` reads it.
+    """Tensor of an xser checkpoint that is not read yet; ``load()`` reads it.
 
     Args:
         path: the checkpoint's file, without ``.tensors``.
-        tid: the tensor's number.
-        info: what ``NAME.info.pt`` says about it, ``dtype`` and ``shape``; empty if there is no such file.
+        tid: number of the tensor.
+        info: entry of ``NAME.info.pt`` with ``dtype`` and ``shape``; empty without such a file.
     """
 
     def __init__(self, path: Path, tid: int, info: Mapping[str, Any]) -> None:
@@ -49,13 +50,15 @@ class StoredTensor:
 
     @property
     def file(self) -> Path:
+        """Path of ``tensor_N.pt``."""
         return tensors_directory(self.path) / f"tensor_{self.tid}.pt"
 
     def load(self) -> Tensor:
         """Return the tensor, mapped from its file.
 
         Raises:
-            ValueError: when the file is missing or damaged, or is not the tensor that the checkpoint describes.
+            ValueError: the file is missing or damaged, or differs from the checkpoint's
+                description.
         """
         if not self.file.is_file():
             raise ValueError(self._describe_missing())
@@ -83,10 +86,12 @@ class StoredTensor:
 
 
 def tensors_directory(path: Path) -> Path:
+    """Return ``NAME.tensors`` for the xser checkpoint ``path``."""
     return path.with_name(f"{path.name}.tensors")
 
 
 def info_file(path: Path) -> Path:
+    """Return ``NAME.info.pt`` for the xser checkpoint ``path``."""
     return path.with_name(f"{path.name}.info.pt")
 
 
@@ -94,27 +99,27 @@ def info_file(path: Path) -> Path:
 
 
 def read_tensors(path: Path, *, mmap: bool = True) -> Any:
-    """Read a file written by ``torch.save`` or an xser checkpoint: tensors, containers and plain values only.
+    """Read a ``torch.save`` file or an xser checkpoint: tensors, containers and plain values.
 
     Args:
-        path: of the file.
-        mmap: map the tensors, so that only what is used is read; the file must then outlive them.
+        path: path of the file.
+        mmap: map the tensors, so only used parts are read; the file must then outlive them.
 
     Raises:
-        ValueError: when a file is missing, cut short, or holds other Python objects.
+        ValueError: a file is missing, truncated, or has other Python objects.
     """
     content = read_stored(path, mmap=mmap)
     return _map_leaves(content, StoredTensor, lambda stored: stored.load() if mmap else stored.load().clone())
 
 
 def read_stored(path: Path, *, mmap: bool = True) -> Any:
-    """``read_tensors``, but with a ``StoredTensor`` in place of each tensor of an xser checkpoint."""
+    """Read like ``read_tensors``, but return a ``StoredTensor`` for each tensor of an xser file."""
     content = _load(path, mmap=mmap)
     references: list[TensorReference] = []
     _map_leaves(content, TensorReference, references.append)
     if not references:
         return content
-    # The number becomes part of a file's name: text such as "../x" would name a file elsewhere.
+    # The number becomes part of a file name; text such as "../x" would name another file.
     bad = [tid for tid in (getattr(ref, "tid", None) for ref in references) if type(tid) is not int or tid < 0]
     if bad:
         raise ValueError(f"{path} refers to the tensor {bad[0]!r}, not to a number: copy or save it again")
@@ -125,20 +130,20 @@ def read_stored(path: Path, *, mmap: bool = True) -> Any:
 
 
 def resolve(value: Tensor | StoredTensor) -> Tensor:
-    """Return the tensor, read if it is stored."""
+    """Return the tensor, read from disk if needed."""
     return value.load() if isinstance(value, StoredTensor) else value
 
 
 def _load(path: Path, *, mmap: bool) -> Any:
     if not path.is_file():
         raise ValueError(f"{path} does not exist: check the directory and the tensor-parallel size it was saved with")
-    # NxD's internal reference has the number too; it stays in files where a tensor was inside a list.
+    # NxD's internal reference has a number too; it remains in files if a tensor was inside a list.
     references = [(TensorReference, XSER_REFERENCE), (TensorReference, XSER_INTERNAL_REFERENCE)]
     try:
         with torch.serialization.safe_globals(references):  # pyright: ignore[reportArgumentType]
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and zipfile.is_zipfile(path))
-    except Exception as error:  # a damaged pickle fails in many ways: TypeError, IndexError, struct.error
-        # torch's message ends with the advice to turn weights_only off, which would run code of the file.
+    except Exception as error:  # a damaged pickle raises TypeError, IndexError, struct.error, ...
+        # torch's message recommends weights_only=False, which would run code of the file: cut it.
         reason = (str(error).splitlines() or [type(error).__name__])[0].split(" Re-running `torch.load`")[0]
         raise ValueError(
             f"{path} ({path.stat().st_size} bytes) cannot be read: {reason} "
@@ -147,7 +152,7 @@ def _load(path: Path, *, mmap: bool) -> Any:
 
 
 def _map_leaves(value: Any, kind: type, function: Callable[[Any], Any]) -> Any:
-    """``map_tensors`` for leaves of the class ``kind``."""
+    """Apply ``function`` to all leaves of the class ``kind``, like ``map_tensors``."""
     if isinstance(value, kind):
         return function(value)
     if isinstance(value, Mapping):
@@ -161,11 +166,12 @@ def _map_leaves(value: Any, kind: type, function: Callable[[Any], Any]) -> Any:
 
 
 def write_tensors(path: Path, checkpoint: Any) -> None:
-    """Write what ``read_tensors`` reads; an existing file is replaced once the new one is complete."""
+    """Write a file for ``read_tensors``; replace an existing file when the new one is complete."""
     _write(path, checkpoint, pickle)
 
 
 def _write(path: Path, checkpoint: Any, pickle_module: Any) -> None:
+    # Write to a temporary name, then rename: the rename is atomic within one file system.
     path.parent.mkdir(parents=True, exist_ok=True)
     incomplete = _incomplete(path)
     try:
@@ -178,15 +184,15 @@ def _write(path: Path, checkpoint: Any, pickle_module: Any) -> None:
 
 
 def write_xser(path: Path, checkpoint: Any, *, info: bool = False) -> None:
-    """Write ``checkpoint`` as an xser checkpoint: ``path``, and one file per tensor in ``path.tensors``.
+    """Write an xser checkpoint: the file ``path`` and one file per tensor in ``path.tensors``.
 
-    An earlier checkpoint at ``path`` is removed before the new tensors take its place, so that a kill leaves no file
-    that refers to another save's tensors. One tensor at a time is copied to the host.
+    An earlier checkpoint at ``path`` is removed before the new tensors replace its tensors, so a
+    kill cannot leave a file that refers to tensors of another save. Peak host memory: one tensor.
 
     Args:
-        path: of the file with the references.
+        path: path of the file with the references.
         checkpoint: nested containers, plain values and tensors.
-        info: also write ``path.info.pt``, which neuronx-distributed's trainer needs to load.
+        info: also write ``path.info.pt``, which neuronx-distributed's trainer needs for loading.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     directory, infos = tensors_directory(path), {}
@@ -197,7 +203,8 @@ def write_xser(path: Path, checkpoint: Any, *, info: bool = False) -> None:
     def store(tensor: Tensor) -> TensorReference:
         tid = len(infos)
         infos[tid] = {"dtype": tensor.dtype, "shape": tensor.shape, "expert_model_parallel": False}
-        host = tensor.detach().cpu()  # contiguous and without the rest of its storage
+        # The clone is contiguous and has its own storage: torch.save writes full storages.
+        host = tensor.detach().cpu()
         torch.save(host.clone(memory_format=torch.contiguous_format), incomplete / f"tensor_{tid}.pt")
         return TensorReference(tid)
 
@@ -216,6 +223,7 @@ def write_xser(path: Path, checkpoint: Any, *, info: bool = False) -> None:
 
 
 def _incomplete(path: Path) -> Path:
+    """Return the temporary name next to ``path``, unique for this rank."""
     return path.with_name(f"{path.name}.rank_{parallel_state.get_global_rank()}.incomplete")
 
 
@@ -223,7 +231,7 @@ _PICKLER: Any = pickle._Pickler  # pyright: ignore[reportAttributeAccessIssue] #
 
 
 class _ReferencePickler(_PICKLER):
-    """A pickler that stores the stand-in class under torch_xla's name, which other picklers would want to import."""
+    """Pickler that writes the substitute class under torch_xla's name without importing it."""
 
     def save_global(self, obj: Any, name: str | None = None) -> None:
         if obj is TensorReference:
@@ -235,7 +243,7 @@ class _ReferencePickler(_PICKLER):
 
 
 def _reference_pickle() -> ModuleType:
-    """Return what ``torch.save`` takes as ``pickle_module``."""
+    """Return a module to pass to ``torch.save`` as ``pickle_module``."""
     module = ModuleType("reference_pickle")
     for name in ("Unpickler", "UnpicklingError", "dump", "load", "dumps", "loads", "HIGHEST_PROTOCOL"):
         setattr(module, name, getattr(pickle, name))

@@ -28,17 +28,17 @@ SHARD_ATTRIBUTES = (
     "sequence_parallel_enabled",
     "blocks",
 )
-"""What the layers set on parameters; other tools may rely on each of them."""
+"""Attributes that the layers set on parameters; other tools may rely on each of them."""
 
 
 @dataclass(frozen=True)
 class ShardBlock:
-    """Rows of a fused parameter that are sharded by themselves; ``param.blocks`` lists them in order.
+    """Rows of a fused parameter that are sharded separately; ``param.blocks`` lists them in order.
 
     Attributes:
-        full_rows: rows of the whole block over all ranks.
-        rows: rows of it that each rank holds.
-        replicas: how many ranks hold the same rows.
+        full_rows: rows of the block over all ranks.
+        rows: rows of the block on each rank.
+        replicas: number of ranks that hold the same rows.
     """
 
     full_rows: int
@@ -47,17 +47,17 @@ class ShardBlock:
 
 
 def divide(numerator: int, denominator: int) -> int:
-    """Integer division that must not leave a remainder (``ValueError``)."""
+    """Divide without remainder; raise ValueError if there is one."""
     return require_divisible("size", numerator, "divisor", denominator)
 
 
 def padded_size(size: int, multiple: int) -> int:
-    """The smallest multiple of ``multiple`` that is at least ``size``."""
+    """Return the smallest multiple of ``multiple`` that is at least ``size``."""
     return -(-size // multiple) * multiple
 
 
 def check_sequence_dimension(sequence_dimension: int | None) -> int:
-    """Return the dimension, 0 for ``None``; ``ValueError`` for anything but 0 and 1."""
+    """Return the dimension, 0 for None; raise ValueError for anything but None, 0 and 1."""
     if sequence_dimension not in (None, 0, 1):
         raise ValueError(f"sequence_dimension must be 0 ([S, B, H]) or 1 ([B, S, H]), got {sequence_dimension}")
     return sequence_dimension or 0
@@ -78,13 +78,14 @@ def set_tensor_model_parallel_attributes(
     """Describe ``tensor`` as one of ``num_partitions`` shards of a full parameter.
 
     Args:
-        is_parallel: False for a parameter that every rank holds whole.
+        tensor: the local parameter; the attributes are set on it.
+        is_parallel: False for a replicated parameter.
         dim: the sharded dimension.
-        stride: how many separately sharded blocks the full parameter is made of along ``dim`` (3 for ``[q, k, v]``).
-        num_partitions: distinct shards; -1 stands for the tensor-parallel size over ``replicas``.
+        stride: number of separately sharded blocks along ``dim`` (3 for ``[q, k, v]``).
+        num_partitions: number of distinct shards; -1 for T / ``replicas``.
         full_shape: shape of the full parameter without padding.
-        replicas: how many ranks hold each shard (KV heads when T exceeds them).
-        rank_stride: how far apart ranks are that hold neighbouring shards, or replicas of one; see ``rank_order``.
+        replicas: number of ranks that hold each shard (KV heads if T exceeds them).
+        rank_stride: distance between ranks with consecutive shard positions, see ``rank_order``.
         rank: this rank in the group that shares the parameter; default its tensor-parallel rank.
     """
     if num_partitions < 0:
@@ -104,20 +105,23 @@ def copy_tensor_model_parallel_attributes(destination: Tensor, source: Tensor) -
 
 
 def is_sharded(param: Tensor) -> bool:
-    """True when different tensor-parallel ranks hold different parts of the parameter."""
+    """Return whether tensor-parallel ranks hold different parts of the parameter."""
     return getattr(param, "tensor_model_parallel", False)
 
 
 def shard_ranges(param: Tensor, *, rank: int | None = None) -> list[tuple[int, int]]:
-    """Half-open index ranges along ``partition_dim`` of the padded full parameter that a rank holds, in local order.
+    """Return a rank's index ranges along ``partition_dim`` of the padded full parameter.
 
-    With n partitions and stride k the full dimension is k blocks ``[A_1 .. A_n] [B_1 .. B_n] ...``; partition i holds
-    ``[A_i B_i ...]``. Indices at or beyond ``full_shape[partition_dim]`` are padding. A parameter with ``blocks`` is
-    sharded block by block.
+    With n partitions and stride k the full dimension is k blocks ``[A_1 .. A_n] [B_1 .. B_n] ...``;
+    partition i holds ``[A_i B_i ...]``. Indices from ``full_shape[partition_dim]`` on are padding.
+    A parameter with ``blocks`` is sharded block by block.
 
     Args:
         param: a parameter described by ``set_tensor_model_parallel_attributes``.
-        rank: rank in the group that shares the parameter; default this one.
+        rank: rank in the group that shares the parameter; default this rank.
+
+    Returns:
+        Half-open ranges ``(start, stop)``, in the order of the local elements.
     """
     description: Any = param
     partition = description.partition_index
@@ -133,6 +137,7 @@ def shard_ranges(param: Tensor, *, rank: int | None = None) -> list[tuple[int, i
 
 
 def _block_ranges(blocks: tuple[ShardBlock, ...], position: int) -> list[tuple[int, int]]:
+    # A block with m replicas has size / m distinct shards: m consecutive positions share one.
     ranges, first = [], 0
     for block in blocks:
         start = first + position // block.replicas * block.rows
@@ -142,13 +147,20 @@ def _block_ranges(blocks: tuple[ShardBlock, ...], position: int) -> list[tuple[i
 
 
 def requires_init_pg_override() -> bool:
-    """Whether ``init_process_group`` needs ``init_method="pjrt://"``: an early torch_xla did, no backend here does."""
+    """Return whether ``init_process_group`` needs ``init_method="pjrt://"``.
+
+    Early torch_xla needed it; no backend of this library does.
+    """
     return False
 
 
 def cast_if_autocast_enabled(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Cast floating-point tensors as autocast does for a matmul; an autograd Function's backward runs without it."""
-    # Not the backend's device: on Neuron it may be asked of the runtime, which a layer that is compiled cannot do.
+    """Cast floating-point tensors to the autocast dtype, as autocast does for a matmul.
+
+    Needed by autograd Functions, because their backward runs without autocast.
+    """
+    # The device of the tensors, not of the backend: on Neuron the backend may query the runtime for
+    # its device, which is not possible inside a compiled layer.
     device_type = next(tensor.device.type for tensor in tensors if tensor is not None)
     if not torch.is_autocast_enabled(device_type):
         return tensors
@@ -157,14 +169,14 @@ def cast_if_autocast_enabled(*tensors: Tensor | None) -> tuple[Tensor | None, ..
 
 
 def bit_equal(first: Tensor, second: Tensor) -> bool:
-    """Whether dtypes, shapes and all bits are equal; unlike for ``torch.equal``, a NaN equals itself."""
+    """Return whether dtypes, shapes and all bits are equal; a NaN equals itself here."""
     if first.dtype != second.dtype or first.shape != second.shape:
         return False
     return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (first, second)))
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Nested dicts, lists and tuples with ``function`` of every tensor; other values as they are."""
+    """Apply ``function`` to every tensor in nested dicts, lists and tuples; keep other values."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, Mapping):
@@ -175,9 +187,9 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def map_distinct_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """``map_tensors``, with one call for tensors that are the same elements, such as tied weights.
+    """Apply ``map_tensors`` with one call for tensors with the same elements, such as tied weights.
 
-    torch_xla's tensors do not say which storage is theirs; each is taken for another one.
+    torch_xla's tensors do not expose their storage, so each of them is treated as distinct.
     """
     results: dict[Any, Tensor] = {}
 
@@ -194,7 +206,11 @@ def map_distinct_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> An
 
 
 def move_model_to_device(model: nn.Module, device: torch.device) -> None:
-    """Move in place; shard attributes and ties survive, also where ``Module.to`` would make new parameters."""
+    """Move ``model`` in place and keep shard attributes and ties.
+
+    ``Module.to`` may create new parameters, which loses both. Meta tensors become uninitialized.
+    """
+    # By id, so that tied parameters stay tied.
     moved: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, param in module.named_parameters(recurse=False):
@@ -207,26 +223,32 @@ def move_model_to_device(model: nn.Module, device: torch.device) -> None:
 
 
 def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return ``tensor`` on ``device``; an uninitialized tensor for a meta tensor."""
     return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
 
 
 def mark_sequence_parallel(module: nn.Module, enabled: bool) -> None:
-    """Tag the module's own parameters: under sequence parallelism their gradients are partial sums."""
+    """Tag the module's own parameters: under sequence parallelism their gradients are partial."""
     for param in module.parameters(recurse=False):
         param.sequence_parallel_enabled = enabled  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def is_unmodified(module: nn.Module, cls: type[nn.Module]) -> bool:
-    """Whether calling ``module`` does what ``cls.forward`` says and nothing else: no other class, forward or hook."""
+    """Return whether calling ``module`` runs ``cls.forward`` and nothing else.
+
+    False for subclasses, a replaced ``forward``, and module or global hooks. Fused paths use
+    it to decide whether they may bypass ``module.__call__``.
+    """
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     is_watched = any(hooks) or torch.nn.modules.module._has_any_global_hook()
     return type(module) is cls and "forward" not in vars(module) and not is_watched
 
 
 class ShardedModule(nn.Module):
-    """A module whose parameters keep their shard attributes where torch replaces or copies the parameters.
+    """Module that keeps shard attributes if torch replaces or copies its parameters.
 
-    That is ``to_empty``, ``load_state_dict(assign=True)`` and ``copy.deepcopy``; a copy shares the process groups.
+    This happens in ``to_empty``, ``load_state_dict(assign=True)`` and ``copy.deepcopy``. Copies
+    share the process groups.
     """
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -241,6 +263,7 @@ class ShardedModule(nn.Module):
         self._describe_like(before)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # Process groups cannot be copied: the memo makes the copy share them.
         for group in parallel_state.process_groups():
             memo[id(group)] = group
         copied = self.__class__.__new__(self.__class__)
@@ -250,6 +273,7 @@ class ShardedModule(nn.Module):
         return copied
 
     def _describe_like(self, described: Mapping[str, Tensor | None]) -> None:
+        """Copy the shard attributes of ``described`` to parameters that were replaced."""
         for name, param in self._parameters.items():
             source = described.get(name)
             if param is not None and source is not None and param is not source:
@@ -257,12 +281,13 @@ class ShardedModule(nn.Module):
 
 
 def leave_process_groups() -> None:
-    """Forget every group, the world's too, and stop their threads: the last call of a program.
+    """Destroy every process group, also the world's, and stop their threads; call it last.
 
-    A group's threads stop when the last reference to it is gone. One that drops a tensor while Python shuts down is
-    killed inside a destructor, which ends the process by SIGABRT.
+    The threads of a group stop when the last reference to the group is dropped. A thread that drops
+    a tensor during interpreter shutdown is killed inside a destructor, and the process ends with
+    SIGABRT.
     """
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
-    gc.collect()  # models and optimizers hold groups too
+    gc.collect()  # models and optimizers in reference cycles hold groups too

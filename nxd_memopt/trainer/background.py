@@ -64,6 +64,7 @@ class TagSave:
         for name in list(self._states):
             worker.heartbeat()
             self._write(name, self._states.pop(name))  # frees the copy after it is written
+        # A marker file per rank replaces a barrier, which the thread must not run.
         rank_file(self._incomplete, self._rank, _WRITTEN).touch()
         if self._rank == 0:
             wait_for_ranks(self._incomplete, self._world_size, _WRITTEN, worker.check_cancelled)

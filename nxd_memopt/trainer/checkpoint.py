@@ -162,6 +162,7 @@ def load_checkpoint(
             not fit.
     """
     _refuse(use_zero1_dcp=use_zero1_dcp)
+    # A running asynchronous save may still write the checkpoint that is loaded.
     finish_saves()
     source = find_tag(Path(path), tag)
     with raise_together(f"loading {source}"):
@@ -213,6 +214,7 @@ def _own_states(model: Any, optimizer: Any, *, zero1_optimizer: bool) -> dict[st
     if model is not None and is_model_replica_zero():
         states[f"model/{own_file_name(data_rank=0)}"] = functools.partial(_state, model)
     inner = unwrap(optimizer)
+    # Called on every rank, also on ranks that write nothing: it may all-gather.
     sharded_state = inner.nxd_state_dict() if isinstance(inner, NeuronZero1Optimizer) else None
     is_sharded = zero1_optimizer or is_sharded_optimizer(optimizer)
     if optimizer is not None and (is_sharded or is_model_replica_zero()):

@@ -130,6 +130,7 @@ def _filled(section: str, given: Mapping[str, Any] | None, defaults: Mapping[str
 
 def _mixed_precision(given: Mapping[str, Any] | None, zero_one_enabled: bool) -> dict[str, Any]:
     """Return ``mixed_precision_config`` with defaults, which follow ``zero_one_enabled``."""
+    # Defaults depend on each other: ZeRO-1 implies masters, and masters are saved.
     masters = (given or {}).get("use_master_weights", zero_one_enabled)
     defaults = {
         "use_master_weights": masters,

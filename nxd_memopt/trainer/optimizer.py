@@ -117,6 +117,8 @@ def initialize_parallel_optimizer(
         parameters: parameters or parameter groups.
         defaults: passed to ``optimizer_class``.
     """
+    # Masters and fp32 accumulation are features of ``NeuronZero1Optimizer``; with groups of one
+    # rank it has them without sharding.
     options, precision = nxd_config["optimizer_config"], nxd_config["mixed_precision_config"]
     if not options["zero_one_enabled"] and not precision["use_master_weights"] and not precision["use_fp32_grad_acc"]:
         return NxDOptimizer(for_this_device(optimizer_class)(parameters, **defaults), nxd_config)

@@ -289,6 +289,8 @@ def _names(source: Path, optimizer: torch.optim.Optimizer, model: Any) -> tuple[
     files = find_rank_files(source / "optim", "optim")
     if files.pipeline_model_parallel_size == 1 or not isinstance(model, nn.Module):
         return [], []
+    # Parameter groups order the optimizer's files, names tell the stage: both are needed to merge
+    # stages.
     by_param = {id(param): name for name, param in model.named_parameters()}
     params = [param for group in optimizer.param_groups for param in group["params"]]
     unnamed = [tuple(cast(Tensor, param).shape) for param in params if id(param) not in by_param]

@@ -197,6 +197,7 @@ def _find(directory: Path, tag: str | None) -> str:
         read_json(unmarked / MANIFEST)  # raises for a manifest that is damaged or not a JSON object
     if wanted and (unmarked / "model").is_dir() and not (unmarked / BEGUN).exists():
         return wanted
+    # Tell an interrupted save from a wrong tag.
     missing = "no complete checkpoint" if tag is None else f"no complete checkpoint {tag!r}"
     if wanted and (unmarked / BEGUN).is_file():
         missing += f" ({unmarked / DONE} is missing: its save was interrupted)"

@@ -1,6 +1,6 @@
 """Makes the performance tables from recorded rows and, on demand, the plots.
 
-python -m scripts.bench.report            # exit 1 if README's table is not that of the rows
+python -m scripts.bench.report            # exit 1 if README.md or docs/benchmarks.md is out of date
 python -m scripts.bench.report --write
 python -m scripts.bench.report --plots build/plots
 """
@@ -15,8 +15,20 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-DEVICE = "NVIDIA H200"  # of README's figures; rows of others stay in their files
-README, BENCHMARKS = ROOT / "README.md", ROOT / "docs" / "benchmarks"
+DEVICE = "NVIDIA H200"  # of the tables; rows of other devices are in the CSV files only
+README, PAGE, BENCHMARKS = ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "benchmarks"
+README_SETTINGS = (  # model, T, tokens
+    ("llama3-8b", "1", "8192"),
+    ("llama3-8b", "1", "32768"),
+    ("llama3-8b", "2", "8192"),
+    ("llama3-8b", "4", "8192"),
+    ("gpt-neox-20b", "2", "8192"),
+    ("gpt-neox-20b", "4", "8192"),
+)
+OPTIMIZER = (
+    "AdamW with bf16 parameters, gradients and states (8 bytes per parameter; 6 where the setting has the optimizer in "
+    "backward, which keeps no gradients)"
+)
 BEGIN, END = "<!-- made by scripts.bench.report -->\n", "<!-- end -->\n"
 Row = dict[str, str]
 
@@ -70,13 +82,21 @@ def _with_numbers(setting: tuple[str, ...]) -> tuple[tuple[int, str], ...]:
     return tuple((int(part), "") if part.isdigit() else (0, part) for part in setting)
 
 
-def step_lines() -> list[str]:
+def step_lines(settings: Sequence[tuple[str, str, str]] | None = None) -> list[str]:
+    """Return a table of full training steps; of ``settings`` alone, one line each, where they are given."""
+    races = latest_races(rows_of("train_step"), ("model", "tensor_parallel", "tokens"))
+    if settings is not None:
+        by_setting: dict[tuple[str, str, str], list[Row]] = {}
+        for race in races:
+            key = (race[0]["model"], race[0]["tensor_parallel"], race[0]["tokens"])
+            by_setting.setdefault(key, race)
+        races = [by_setting[setting] for setting in settings if setting in by_setting]
     lines = [
         "| model | T | tokens | setting | ours: tokens/s/GPU | MFU | GiB "
         "| best peer: tokens/s/GPU | GiB | ratio | commit |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for race in latest_races(rows_of("train_step"), ("model", "tensor_parallel", "tokens")):
+    for race in races:
         done = {row["variant"]: row for row in race}
         names = sorted(done, key=lambda name: _speed(done[name]))
         best = [name for name in names if _is_ours(name)][-1:] + [name for name in names if not _is_ours(name)][-1:]
@@ -153,36 +173,56 @@ def _head_cell(row: Row) -> str:
     return f"{float(row['ms']):.1f}, {float(row['over_floor']):.3f}, {float(row['peak_gib']):.2f}"
 
 
-def section() -> str:
-    """What stands between the markers."""
+def readme_section() -> str:
+    """Return what is between README's markers."""
+    return (
+        f"Full training steps on {DEVICE} ({measured_on()}), batch 1, random weights, {OPTIMIZER}. Each line's peer "
+        "ran in the same run; every setting, and its command, is in [docs/benchmarks.md](docs/benchmarks.md).\n\n"
+        + "\n".join(step_lines(README_SETTINGS))
+        + "\n"
+    )
+
+
+def measured_on() -> str:
+    """Return the first and the last date of the recorded steps."""
     steps = rows_of("train_step")
     if not steps:
-        raise ValueError(f"{BENCHMARKS / 'train_step.csv'} has no rows of {DEVICE}: README's table is made from them")
-    first, last = min(row["date"] for row in steps), max(row["date"] for row in steps)
-    dates = first if first == last else f"{first} to {last}"
+        raise ValueError(f"{BENCHMARKS / 'train_step.csv'} has no rows of {DEVICE}: the tables are made from them")
+    first = min(row["date"] for row in steps)
+    last = max(row["date"] for row in steps)
+    return first if first == last else f"{first} to {last}"
+
+
+def page() -> str:
+    """Return docs/benchmarks.md."""
     parts = [
-        f"Whole training steps on {DEVICE}, {dates}, bf16, batch 1; each line's peer ran in the same run, "
-        "the last in which the setting's fastest peer ran, or a faster one. Eager "
-        "steps of 2,048 tokens wait for the host, whose speed differs from run to run. Ours takes FlashAttention-4 "
-        "where the rows' `peers` name it as installed, a peer where its own name does. "
-        "Versions and commands are in [docs/benchmarks/train_step.csv](docs/benchmarks/train_step.csv).",
+        "# Benchmarks",
+        "Written by `python -m scripts.bench.report --write` from the rows in `docs/benchmarks/`.",
+        "## Full training steps",
+        f"{DEVICE}, {measured_on()}, batch 1, random weights, {OPTIMIZER}. Each line's peer ran in the same run, the "
+        "last run that contains the setting's fastest peer or a faster one. Eager steps of 2,048 tokens are limited by "
+        "the host, whose speed differs between runs. Ours uses FlashAttention-4 where the rows' `peers` list it as "
+        "installed; a peer uses it where its name says so. Versions and commands: "
+        "[train_step.csv](benchmarks/train_step.csv).",
         "\n".join(step_lines()),
-        "Tokens/s/GPU and GiB by the number of GPUs, in the fastest setting of the last day on which each was "
-        "measured, and its commit: figures of different commits do not say how the code scales.",
+        "## By number of GPUs",
+        "Ours, tokens/s/GPU and GiB, in the fastest setting of the last day on which each was measured, with its "
+        "commit: figures of different commits do not show how the code scales.",
         "\n".join(scaling_lines()),
     ]
     heads = head_lines()
     if heads:
         parts += [
-            "Linear layer + cross entropy, forward and backward: milliseconds, times the floor (its three matmuls), "
-            "GiB above the inputs ([rows](docs/benchmarks/linear_cross_entropy.csv)). `liger n`: `chunk_mem_const`.",
+            "## Linear layer + cross entropy",
+            "Forward and backward: milliseconds, multiple of the floor (its three matmuls), GiB above the inputs "
+            "([rows](benchmarks/linear_cross_entropy.csv)). `liger n`: `chunk_mem_const`.",
             "\n".join(heads),
         ]
     return "\n\n".join(parts) + "\n"
 
 
 def with_section(text: str) -> str:
-    """``text`` with ``section()`` between its markers.
+    """Return ``text`` with ``readme_section()`` between its markers.
 
     Raises:
         ValueError: a marker is missing, or there twice.
@@ -194,7 +234,7 @@ def with_section(text: str) -> str:
             )
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}{section()}{END}{after}"
+    return f"{before}{BEGIN}{readme_section()}{END}{after}"
 
 
 def plots(folder: Path) -> list[Path]:
@@ -232,7 +272,7 @@ def _bars(axes: Any, rows: Sequence[Row], column: str, label: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="put the table into README.md")
+    parser.add_argument("--write", action="store_true", help="write the tables of README.md and docs/benchmarks.md")
     parser.add_argument("--plots", type=Path, help="write PNG files there")
     args = parser.parse_args()
     if args.plots:
@@ -242,9 +282,11 @@ def main() -> int:
     made = with_section(text)
     if args.write:
         README.write_text(made, encoding="utf-8")
-    elif made != text:
+        PAGE.write_text(page(), encoding="utf-8")
+    elif made != text or not PAGE.exists() or PAGE.read_text(encoding="utf-8") != page():
         print(
-            "README.md's performance table is not that of docs/benchmarks: run python -m scripts.bench.report --write"
+            "README.md or docs/benchmarks.md differs from the rows of docs/benchmarks: "
+            "run python -m scripts.bench.report --write"
         )
         return 1
     return 0

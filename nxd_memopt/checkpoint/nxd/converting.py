@@ -144,6 +144,8 @@ def from_nxd(
     require_replaceable(path)
     incomplete = incomplete_path(path)
     try:
+        # Written next to the target and renamed at the end: a failure leaves an earlier export
+        # intact.
         incomplete.mkdir(parents=True)
         for line in (f"{weights.directory}: {weights.describe()}", *report):
             progress(line)

@@ -166,6 +166,8 @@ def open_weights(
     size = tensor_model_parallel_size or files.tensor_model_parallel_size
     if size != files.tensor_model_parallel_size:
         raise ValueError(f"{files.directory} was written with {files.sizes()}, not {size}: pass the files' size")
+    # The files do not record form and replicas: the form follows from the names, the number of
+    # replicas from the shapes, and the order from the values.
     shards, extras = read_state_dicts(files, model_key)
     form = find_form(shards)
     layout = Layout(size, query_key_value_stride=query_key_value_stride, accept_drift=accept_drift)

@@ -129,6 +129,8 @@ def _match_sources(rules: list[Rule], sources: Sources, config: Mapping[str, Any
     head = rules[-1].parts[0].name
     for part in (part for rule in rules for part in rule.parts):
         names = OUTPUT_HEADS if part.name == head else (part.name,)
+        # The head has two names on disk; with tied embeddings it may be absent and equals the
+        # embedding.
         stored = next((name for name in names if name in sources), None)
         if stored is None and part.name == head and config.get("tie_word_embeddings"):
             stored = rules[0].parts[0].name

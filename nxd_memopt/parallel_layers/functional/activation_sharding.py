@@ -15,13 +15,14 @@ from nxd_memopt.ops.autograd import as_dtype
 
 @dataclass(frozen=True)
 class ActivationSharding:
-    """The group over which a layer's activations are sharded, and along which dimension.
+    """Process group and dimension over which a layer's activations are sharded.
 
     Args:
-        group: of the ranks.
-        sequence_dimension: which dimension of a shard is the sequence; ``None``: activations are replicated.
-        reduce_dtype: of reductions; ``None``: the tensors' own.
-        hides_launch_latency: as for ``Backend.start_all_gather``.
+        group: process group.
+        sequence_dimension: dimension of a shard that is the sequence, or None for replicated
+            activations.
+        reduce_dtype: dtype of reductions, or None for the dtype of the tensors.
+        hides_launch_latency: see ``Backend.start_all_gather``.
     """
 
     group: ProcessGroup | None
@@ -30,32 +31,38 @@ class ActivationSharding:
     hides_launch_latency: bool = field(default=False, kw_only=True)
 
     def sequence_first(self, x: Tensor) -> Tensor:
+        """Return a view of ``x`` with the sequence as dimension 0."""
         return x.movedim(self.sequence_dimension, 0) if self.sequence_dimension else x
 
     def as_given(self, x: Tensor) -> Tensor:
-        """The inverse of ``sequence_first``."""
+        """Return ``x`` with the sequence moved back; the inverse of ``sequence_first``."""
         return x.movedim(0, self.sequence_dimension) if self.sequence_dimension else x
 
     def gather(self, shard: Tensor, *, materialize: bool = True) -> ChunkedAllGather:
         """Start the all-gather ``[s, ...] -> [S, ...]``; a no-op without sequence parallelism.
 
         Args:
-            materialize: all rows are needed in one tensor too, by ``wait()``, not only as chunks.
+            shard: ``[s, ...]``, this rank's rows.
+            materialize: also make one tensor of all rows available with ``wait()``, not just the
+                chunks.
         """
+        # A group of None has one rank: the "gathered" tensor is the input itself.
         group = None if self.sequence_dimension is None else self.group
         return backend.start_all_gather(
             shard, group, materialize=materialize, hides_launch_latency=self.hides_launch_latency
         )
 
     def reduce(self, rows: Callable[[int, int], Tensor], shape: Sequence[int], dtype: torch.dtype) -> ChunkedReduction:
-        """Sum ``rows(start, stop)``, this rank's part of ``[S, ...]``, over the ranks; a shard of it, or all.
+        """Start the sum of ``[S, ...]`` over the ranks, computing the rows chunk by chunk.
 
-        Matmuls behind it run while the last rows are under way.
+        Each chunk is sent while the next one is computed. GEMMs launched after this call overlap
+        with the last chunk. The result is this rank's sequence shard, or the full sum for
+        replicated activations.
 
         Args:
-            rows: computes a range of them.
-            shape: of all of them.
-            dtype: of what ``rows`` returns.
+            rows: ``rows(start, stop)`` returns this rank's partial sum of a range of rows.
+            shape: shape of the full partial sum, ``[S, ...]``.
+            dtype: dtype of the tensors that ``rows`` returns.
         """
         wide = self.reduce_dtype or dtype
         scattered = self.sequence_dimension is not None
@@ -65,7 +72,7 @@ class ActivationSharding:
         try:
             for start, stop in reduction.pieces:
                 reduction.put(start, as_dtype(rows(start, stop), wide))
-        except BaseException:  # out of memory, say, after which a script may go on with the next batch
+        except BaseException:  # e.g. out of memory, after which a script may try the next batch
             reduction.abandon()
             raise
         return reduction

@@ -1,7 +1,8 @@
 """Autograd functions of column- and row-parallel linear layers, whose matmuls overlap with their collectives.
 
-T ranks; ``s = S/T``. Tensors are sequence-first inside, whatever ``sequence_dimension`` the caller has: a piece of a
-gather or of a reduction is a range of the sequence. Sources: arXiv:1909.08053, arXiv:2205.05198.
+T is the tensor-parallel size, ``s = S/T``. Tensors are sequence-first inside these functions for
+every ``sequence_dimension``, because a chunk of a gather or of a reduction is a range of the
+sequence. Sources: arXiv:1909.08053, arXiv:2205.05198.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from nxd_memopt.parallel_layers.functional.activation_sharding import Activation
 
 @dataclass(frozen=True)
 class ColumnActivationSharding(ActivationSharding):
-    """How column-parallel weights of one input meet that input and its gradient.
+    """Sharding of one input of several column-parallel weights, and of the input's gradient.
 
     Args:
-        replica_groups: for each weight the ranks that hold the same shard.
+        replica_groups: for each weight the group of ranks that hold the same shard, or None.
     """
 
     replica_groups: tuple[ProcessGroup | None, ...]
@@ -41,23 +42,26 @@ def products(
     biases: Sequence[Tensor | None] | None = None,
     inputs_of: Callable[[Tensor], Sequence[Tensor]] | None = None,
 ) -> list[Tensor]:
-    """``X_i W_i^t + b_i`` for the X that is being gathered, computed as rows arrive.
+    """Compute ``X_i W_i^t + b_i`` while X is gathered, chunk by chunk.
 
     Args:
-        gathering: of X, ``[S, ..., H]``.
+        gathering: all-gather of X, ``[S, ..., H]``.
         weights: ``[n_i, H]``.
-        biases: ``[n_i]`` or ``None`` each; default none.
-        inputs_of: makes the X_i from rows of X; default X for each weight.
+        biases: ``[n_i]`` or None for each weight; default no biases.
+        inputs_of: returns the X_i of a chunk of X; default X for each weight.
 
     Returns:
-        ``[S, ..., n_i]`` each.
+        A tensor ``[S, ..., n_i]`` for each weight.
     """
     biases = biases or [None] * len(weights)
     results: list[Tensor] = []
+    # 2 * sum(n_i) FLOPs for each element of X tell the gather how long a chunk keeps the GEMMs
+    # busy.
     for start, rows in gathering.pieces(2 * sum(weight.size(0) for weight in weights)):
         inputs = [rows] * len(weights) if inputs_of is None else inputs_of(rows)
         if rows.size(0) == gathering.length:
             return [F.linear(*each) for each in zip(inputs, weights, biases, strict=True)]
+            # All rows arrived at once: no output buffer to fill in parts.
         shape = (gathering.length, *rows.shape[1:-1])
         results = results or [rows.new_empty((*shape, weight.size(0))) for weight in weights]
         for result, x, weight, bias in zip(results, inputs, weights, biases, strict=True):
@@ -73,18 +77,20 @@ def _linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) ->
 
 
 class ColumnParallel(torch.autograd.Function):
-    """``Y_i = X W_i^t + b_i`` for several weights of one input; one collective each for X, and for dX.
+    """``Y_i = X W_i^t + b_i`` for several weights; one all-gather of X, one reduction of dX.
 
-    Backward saves the sequence shard only and gathers it again, while dX is computed; dX is reduced while dW is.
+    Only the sequence shard of X is saved. Backward gathers X again while it computes dX, and
+    reduces dX while it computes dW.
     """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, comm: ColumnActivationSharding, weight: Tensor, *others: Tensor | None
     ) -> tuple[Tensor, ...]:
-        # The first tensor has a name of its own. Without gradients, dynamo (torch 2.9 to 2.13,
-        # AutogradFunctionVariable.call_apply) leaves ctx out where the arguments are as many as the parameters: with
-        # ``*parameters`` alone that was the case for one weight and its bias. Pairs after a named one never are.
+        # ``weight`` is a named parameter because dynamo (torch 2.9 to 2.13,
+        # AutogradFunctionVariable.call_apply) drops ctx in no-grad mode if the number of arguments
+        # equals the number of parameters. With ``*parameters`` alone that happens for one weight
+        # and its bias; with a named first tensor it cannot happen.
         parameters = (weight, *others)
         weights, biases = cast("tuple[Tensor, ...]", parameters[0::2]), parameters[1::2]
         ctx.comm = comm
@@ -97,9 +103,13 @@ class ColumnParallel(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         comm: ColumnActivationSharding = ctx.comm
         x, *weights = ctx.saved_tensors
-        x, *behind = backend.optimization_barrier([x, *grads])  # the second gather is not the first one's copy
+        # On XLA the barrier keeps common-subexpression elimination from reusing forward's gathered
+        # X, which would keep the full X alive between forward and backward.
+        x, *behind = backend.optimization_barrier([x, *grads])
         needs_input, _, *needs_parameters = ctx.needs_input_grad
         output_grads = [comm.sequence_first(grad) for grad in behind]
+        # Order of launches: all-gather X, dX GEMM (overlaps with the gather), reduction of dX, dW
+        # GEMM (overlaps with the reduction).
         gathering = comm.gather(comm.sequence_first(x)) if any(needs_parameters[0::2]) else None
         reduction = input_grad_reduction(comm, output_grads, weights) if needs_input else None
         whole = x if gathering is None else gathering.wait()
@@ -111,8 +121,9 @@ class ColumnParallel(torch.autograd.Function):
 def _joint_products(
     gathering: ChunkedAllGather, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
 ) -> Sequence[Tensor]:
-    """Of weights that lie side by side the outputs do so too, from one matmul."""
+    """Return ``products``; with packed weights one GEMM computes all of them, as column views."""
     whole = packed_view(weights, 0)
+    # One GEMM needs one bias of sum(n_i) elements: all layers have a bias or none has.
     given = [bias for bias in biases if bias is not None]
     if whole is None or len(given) not in (0, len(weights)):
         return products(gathering, weights, biases)
@@ -124,7 +135,12 @@ def _joint_products(
 def input_grad_reduction(
     comm: ActivationSharding, grads: Sequence[Tensor], weights: Sequence[Tensor]
 ) -> ChunkedReduction:
-    """Start to sum ``dY_i W_i`` over the ranks; those of one rank are accumulated inside the matmuls, or by one."""
+    """Start reducing ``dX = sum_i dY_i W_i`` over the ranks.
+
+    The local terms are accumulated with addmm, or computed by one GEMM if both the gradients and
+    the weights are packed.
+    """
+    # Packed: [dY_1, ..., dY_k] @ [W_1; ...; W_k] is the sum over i, accumulated inside the GEMM.
     whole_grad, whole_weight = packed_view(grads, -1), packed_view(weights, 0)
     if whole_grad is not None and whole_weight is not None:
         grads, weights = [whole_grad], [whole_weight]
@@ -142,13 +158,16 @@ def input_grad_reduction(
 def parameter_grads(
     x: Tensor, grads: Sequence[Tensor], needed: Sequence[bool], replica_groups: Sequence[ProcessGroup | None]
 ) -> list[Tensor | None]:
-    """``dW_i = dY_i^t X`` and ``db_i``, summed over the ranks that hold replicas of weight i.
+    """Compute ``dW_i = dY_i^t X`` and ``db_i``, summed over the ranks that hold replicas of W_i.
 
     Args:
         x: ``[S, ..., H]``.
         grads: dY_i, ``[S, ..., n_i]``.
-        needed: for each i, whether dW_i and db_i are wanted; the others are ``None``.
-        replica_groups: for each i.
+        needed: for each i two flags, whether dW_i and db_i are needed.
+        replica_groups: for each i the ranks that hold W_i, or None.
+
+    Returns:
+        ``[dW_1, db_1, dW_2, db_2, ...]``, with None for gradients that are not needed.
     """
     results: list[Tensor | None] = []
     weight_grads = _weight_grads(_flat(x), grads, needed[0::2])
@@ -159,6 +178,7 @@ def parameter_grads(
 
 
 def _weight_grads(x: Tensor, grads: Sequence[Tensor], needed: Sequence[bool]) -> Sequence[Tensor | None]:
+    # Packed gradients [S, ..., sum n_i] give all dW_i in one GEMM.
     whole = packed_view(grads, -1) if all(needed) else None
     if whole is not None:
         return split_sizes(_flat(whole).t() @ x, [grad.size(-1) for grad in grads])
@@ -170,14 +190,16 @@ def _flat(x: Tensor) -> Tensor:
 
 
 class RowParallel(torch.autograd.Function):
-    """``Y = reduce(sum_i X_i W_i^t)``: all-reduce / identity; over sequence shards reduce-scatter / all-gather of dY.
+    """``Y = reduce(sum_i X_i W_i^t)`` for inputs and weights sharded over the input features.
 
-    Rows are sent while others are computed; backward computes dX from rows of dY as they arrive.
+    Forward / backward communication: all-reduce / none; with sequence parallelism reduce-scatter of
+    Y / all-gather of dY. Chunks of Y are sent while the next ones are computed; backward computes
+    dX from chunks of dY as they arrive.
     """
 
     @staticmethod
     def forward(ctx: Any, comm: ActivationSharding, handle: SavedInputs | None, x: Tensor, *others: Tensor) -> Tensor:
-        factors = (x, *others)  # x has a name of its own for the reason given in ColumnParallel.forward
+        factors = (x, *others)  # x is a named parameter for the reason in ColumnParallel.forward
         inputs, weights = factors[0::2], factors[1::2]
         ctx.comm = comm
         link_saved_inputs(ctx, handle, *factors)
@@ -185,7 +207,9 @@ class RowParallel(torch.autograd.Function):
 
         def rows(start: int, stop: int) -> Tensor:
             parts = [x[start:stop] for x in first]
-            output = F.linear(parts[0], weights[0])  # no view, which its user could not write to
+            # F.linear, because the output must not be a view: autograd forbids in-place changes of
+            # a view that a Function returns.
+            output = F.linear(parts[0], weights[0])
             for part, weight in zip(parts[1:], weights[1:], strict=True):
                 _flat(output).addmm_(_flat(part), weight.t())
             return output
@@ -200,6 +224,7 @@ class RowParallel(torch.autograd.Function):
         factors, wanted = saved_inputs(ctx)
         inputs, weights = factors[0::2], factors[1::2]
         gathering = comm.gather(comm.sequence_first(grad))
+        # dX_i = dY W_i for each chunk of dY; dW_i = dY^t X_i needs all rows of dY.
         input_grads = products(gathering, [weight.t() for weight in weights])
         whole = _flat(gathering.wait())
         results: list[Tensor | None] = []

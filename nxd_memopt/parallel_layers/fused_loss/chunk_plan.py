@@ -1,9 +1,10 @@
 """Plans the chunks of the fused loss; the first chunk's logits reuse the dW and dX buffers.
 
-Logits are vocabulary-first, ``[V, R]``. The weight's gradient ``[V, H]`` is as large as the logits of H tokens, and
-nothing is in it before the first chunk is done: that chunk's logits are put there, so that one chunk holds more than H
-tokens, and their gradient's product with the input then overwrites them range by range. Later chunks use the rows of
-the input's gradient that are not written yet, and ``spare`` elements beside them.
+Logits are vocabulary-first, ``[V, R]`` for R tokens. The weight gradient ``[V, H]`` has as many
+elements as the logits of H tokens and is empty until the first chunk is done. The first chunk's
+logits are therefore stored in the dW buffer, which allows a chunk of more than H tokens. Their
+gradient times the input then overwrites them, one vocabulary range after another. Later chunks use
+the rows of dX that are not written yet, plus ``spare`` elements.
 """
 
 from __future__ import annotations
@@ -15,18 +16,23 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-ALIGNMENT = 8  # tokens: 16 bytes of bf16, what the fast matmuls ask of a stride
-_MULTIPLE = 64  # tokens of a chunk that is not the last
-_WINDOW_ROWS = (1024, 4096)  # at least, at most: vocabulary rows that are computed aside and copied at a time
+ALIGNMENT = 8  # tokens; 16 bytes of bf16, the stride alignment that fast GEMMs need
+_MULTIPLE = 64  # tokens; every chunk but the last has a multiple of this
+_WINDOW_ROWS = (1024, 4096)  # minimum and maximum vocabulary rows computed in the window at a time
 
 
 def aligned(tokens: int, multiple: int = ALIGNMENT) -> int:
+    """Round ``tokens`` up to a multiple."""
     return -(-tokens // multiple) * multiple
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Local rows ``[start, stop)``; ``tokens`` are those of all ranks that gather theirs, padded to ``ALIGNMENT``."""
+    """Local rows ``[start, stop)`` of the input that are processed together.
+
+    ``tokens`` counts the rows of all ranks that gather theirs, padded to ``ALIGNMENT``.
+    ``in_weight_grad``: the chunk's logits are stored in the dW buffer.
+    """
 
     start: int
     stop: int
@@ -36,17 +42,20 @@ class Chunk:
 
 @dataclass(frozen=True)
 class StoragePlan:
-    """Sizes in elements of the logits.
+    """Chunks of one pass and the memory for their logits; sizes are in elements of the logits.
+
+    Memory: the dW buffer, and the tail, one allocation of ``[dX | spare]``. A chunk may use the
+    tail after its own rows of dX.
 
     Args:
         rows: local rows of the input.
-        gathered: how many ranks' rows make a chunk.
-        exchanged: elements beside the logits that communication needs for each token of a chunk.
-        vocab: V, local.
+        gathered: number of ranks whose rows are gathered into a chunk.
+        exchanged: elements that communication needs for each token of a chunk, next to the logits.
+        vocab: V, local rows of the weight.
         hidden: H.
-        spare: room beside the gradients.
-        input_grad: the input's gradient is wanted.
-        weight_grad: elements that the weight's gradient occupies for each of V; 0 if it may not be used.
+        spare: elements available in addition to the gradients.
+        input_grad: dX is needed and stored in the tail.
+        weight_grad: elements of the dW buffer for each vocabulary row; 0 if logits must not use it.
     """
 
     rows: int
@@ -60,6 +69,7 @@ class StoragePlan:
 
     @cached_property
     def chunks(self) -> tuple[Chunk, ...]:
+        """All chunks, in order; they cover ``[0, rows)``."""
         chunks, done = [], 0
         while done < self.rows:
             chunk = self._next(done)
@@ -69,19 +79,19 @@ class StoragePlan:
 
     @cached_property
     def tail(self) -> int:
-        """Elements to allocate for the input's gradient and, behind it, what the chunks need beside."""
+        """Elements to allocate for dX and, after it, the largest chunk's remaining logits."""
         return max([self._input_grad_rows(self.rows), *(self._tail_of(chunk) for chunk in self.chunks)])
 
     def kept(self, chunk: Chunk) -> int:
-        """How many vocabulary rows of ``chunk`` lie in the weight gradient's memory; the others lie in the tail."""
+        """Return how many vocabulary rows of the logits are in dW; the tail has the rest."""
         return min(self.vocab, self.vocab * self.weight_grad // chunk.tokens) if chunk.in_weight_grad else 0
 
     def offset(self, chunk: Chunk) -> int:
-        """Where the tail is free for ``chunk``: behind its own rows of the input's gradient."""
+        """Return where the tail is free for the chunk: after the chunk's own rows of dX."""
         return aligned(self._input_grad_rows(chunk.stop))
 
     def window(self, chunk: Chunk) -> tuple[int, int]:
-        """Offset in the tail, and vocabulary rows, of the window for what ``overwriting_ranges`` calls not direct."""
+        """Return tail offset and rows of the window for indirect ``overwriting_ranges``."""
         offset = self.offset(chunk) + (self.vocab - self.kept(chunk)) * chunk.tokens
         return offset, min((self.tail - offset) // self.weight_grad, _WINDOW_ROWS[1])
 
@@ -89,23 +99,29 @@ class StoragePlan:
         return rows * self.hidden if self.input_grad else 0
 
     def _tail_of(self, chunk: Chunk) -> int:
+        """Return the elements of the tail that the chunk needs, including dX up to its end."""
         window = self._least_window if chunk.in_weight_grad else 0
         return self.offset(chunk) + (self.vocab - self.kept(chunk)) * chunk.tokens + window
 
     @property
     def _least_window(self) -> int:
         return min(self.vocab, _WINDOW_ROWS[0]) * self.weight_grad
+        """Elements of the smallest window: rows of dW that are computed aside, then copied."""
 
     def _next(self, done: int) -> Chunk:
+        # Free elements: rows of dX from ``done`` on, plus spare. ``_fitting`` subtracts the chunk's
+        # own dX rows, which are written while its logits are still in use.
         free = self._input_grad_rows(self.rows) + self.spare - self._input_grad_rows(done)
         rows = self._fitting(done, free)
         if done or rows == self.rows or not self.weight_grad:
             return Chunk(done, done + rows, aligned(rows * self.gathered))
+        # The first chunk can use the dW buffer too, less the window that overwriting it needs.
         rows = max(rows, self._fitting(done, free - self._least_window + self.vocab * self.weight_grad))
         return Chunk(0, rows, aligned(rows * self.gathered), in_weight_grad=True)
 
     def _fitting(self, done: int, free: int) -> int:
-        """As many rows as ``free`` elements serve, at least the smallest chunk."""
+        """Return how many rows fit into ``free`` elements, at least the smallest chunk."""
+        # Each row needs its logits and communication buffers on every gathering rank, and its dX.
         fitting = free // (self.gathered * (self.vocab + self.exchanged) + self._input_grad_rows(1))
         multiple = max(1, _MULTIPLE // self.gathered)
         rest = self.rows - done
@@ -115,26 +131,36 @@ class StoragePlan:
 def overwriting_ranges(
     vocab: int, kept: int, tokens: int, width: int, window_rows: int
 ) -> Iterator[tuple[int, int, bool]]:
-    """Ranges of the vocabulary in an order in which ``[V, width]`` may overwrite the ``[kept, tokens]`` it is made of.
+    """Yield vocabulary ranges in an order in which dW can overwrite the logits' gradient.
 
-    Both start at the same address. Yields ``(start, stop, direct)``; a range that is not direct would overwrite what
-    it is made of: it has at most ``window_rows`` rows, to be computed elsewhere and copied.
+    dW is ``[vocab, width]``. The gradient's first ``kept`` rows are ``[kept, tokens]``, start at
+    the same address and are the operand of the GEMM that computes dW.
+
+    Yields:
+        ``(start, stop, direct)``. A range that is not direct would overwrite its own operand: it
+        has at most ``window_rows`` rows, is computed in the window and then copied.
     """
     if tokens < width:
         assert kept == vocab, f"{kept} of {vocab} rows of {tokens} tokens lie where rows of {width} will"
         yield from _from_the_end(vocab, tokens, width, window_rows)
         return
+    # tokens >= width: dW rows grow more slowly than gradient rows, so go forward. With the gradient
+    # rows [0, start) consumed, dW rows up to start * tokens // width can be written directly. Rows
+    # from ``kept`` on have their gradient in the tail and are always direct.
     start = 0
     while start < vocab:
         end = kept if start < kept else vocab
         stop = min(end, start * tokens // width) if start < kept else end
         direct = stop - start >= min(window_rows, end - start)
+        # Ranges shorter than the window go through the window: fewer, larger GEMMs.
         stop = stop if direct else min(end, start + window_rows)
         yield start, stop, direct
         start = stop
 
 
 def _from_the_end(vocab: int, tokens: int, width: int, window_rows: int) -> Iterator[tuple[int, int, bool]]:
+    # tokens < width: dW rows are longer than gradient rows, so go backward. Rows [start, stop) of
+    # dW begin at start * width, after the unconsumed gradient rows, which end at stop * tokens.
     stop = vocab
     while stop:
         start = -(-stop * tokens // width)
@@ -145,7 +171,10 @@ def _from_the_end(vocab: int, tokens: int, width: int, window_rows: int) -> Iter
 
 
 def matmul_into(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool = False) -> Tensor:
-    """``out = a b`` or ``out += a b``; ``out`` may be wider than ``a`` and ``b``, and is then summed in its dtype."""
+    """Compute ``out = a b`` or ``out += a b``.
+
+    ``out`` may have a wider dtype than ``a`` and ``b``; the sum is then accumulated in that dtype.
+    """
     if out.dtype == a.dtype:
         return torch.addmm(out, a, b, out=out) if accumulate else torch.mm(a, b, out=out)
     if out.is_cuda:

@@ -1,6 +1,7 @@
 """The language-model head and its loss in one: cross entropy of ``X W^t`` without all logits in memory.
 
-Vocabulary-parallel softmax: arXiv:1909.08053, section 3. Gradients are made in forward, as Liger-Kernel does.
+Vocabulary-parallel softmax: arXiv:1909.08053, section 3. Gradients are computed in forward, as in
+Liger-Kernel.
 """
 
 from __future__ import annotations
@@ -28,16 +29,22 @@ DEFAULT_LOGITS_BYTES = 256 * 2**20
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """``x`` is ``[rows, H]``, ``weight`` ``[V/T, H]``, ``target`` ``[gathered, rows]``; losses as ``target``."""
+    """Loss of ``x [rows, H]``, ``weight [V/T, H]`` and ``target [gathered, rows]``.
+
+    The output is 0-dim, or has the shape of ``target`` for ``reduction="none"``.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, target: Tensor, options: HeadOptions, with_grad: bool) -> Tensor:
         ctx.options, ctx.grads = options, None
         valid = target != options.ignore_index
+        # "none": the gradient of each token's loss is unknown before backward, which recomputes the
+        # logits. Otherwise forward computes dX and dW, and backward multiplies them by a scalar.
         in_backward = options.reduction == "none"
         if in_backward:
             ctx.save_for_backward(x, weight, target)
         scale = _token_scale(valid, options, wide_dtype(x.dtype))
+        # Without gradients a chunk costs one GEMM (logits) instead of three (logits, dX, dW).
         needs = (False, False) if in_backward or not with_grad else ctx.needs_input_grad[:2]
         losses, *grads = ChunkedLinearCrossEntropy(x, weight, target, scale, options, needs).run()
         if not in_backward:
@@ -51,7 +58,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         options: HeadOptions = ctx.options
         if options.reduction == "none":
             x, weight, target = ctx.saved_tensors
-            x, grad_loss = backend.optimization_barrier([x, grad_loss])  # the logits are made anew, not kept
+            # The barrier makes XLA recompute the logits instead of keeping forward's.
+            x, grad_loss = backend.optimization_barrier([x, grad_loss])
             scale = grad_loss.masked_fill(target == options.ignore_index, 0.0)
             _, *grads = ChunkedLinearCrossEntropy(x, weight, target, scale, options, ctx.needs_input_grad[:2]).run()
             return *grads, None, None, None
@@ -60,18 +68,23 @@ class LinearCrossEntropy(torch.autograd.Function):
                 "the fused loss keeps its gradients for one backward: compute the loss again, or use "
                 "parallel_cross_entropy for a graph that is kept"
             )
-        grads, ctx.grads = ctx.grads, None  # autograd then owns them, and need not copy them into .grad
+        # Drop the references: autograd can then move the gradients into .grad without a copy.
+        grads, ctx.grads = ctx.grads, None
         return *(grad if grad is None else _multiplied(grad, grad_loss) for grad in grads), None, None, None
 
 
 def _token_scale(valid: Tensor, options: HeadOptions, dtype: torch.dtype) -> Tensor:
+    """Return the factor of each token's loss: 0 if ignored, else 1 ("sum") or 1/count ("mean")."""
     scale = valid.to(dtype)
     return scale / scale.sum().clamp(min=1) if options.reduction == "mean" else scale
 
 
 def _multiplied(grad: Tensor, factor: Tensor) -> Tensor:
+    """Return ``grad * factor`` for a 0-dim ``factor``, in place where possible."""
     if can_use_triton(grad):
         return cuda.multiply_(grad, factor)
+    # On the CPU reading the factor is free, and it is 1 unless the loss is scaled. On other devices
+    # ``.item()`` would wait for the device.
     if grad.device.type == "cpu":
         return grad if factor.item() == 1.0 else grad.mul_(factor)
     return (grad * factor).to(grad.dtype)
@@ -95,42 +108,49 @@ def fused_linear_cross_entropy(
     accumulate_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Cross entropy of ``hidden @ weight.t()``; equals ``torch.nn.functional.cross_entropy`` of the whole logits.
+    """Compute the cross entropy of ``hidden @ weight.t()`` without storing all logits.
 
-    The gradients are made in forward (for ``reduction="none"`` in backward, from logits made anew), so that memory
-    for ``logits_bytes`` of logits beside the gradients is enough. The loss allows one backward.
+    The result equals ``torch.nn.functional.cross_entropy`` of the full logits. Gradients are
+    computed in forward (for ``reduction="none"`` in backward, from recomputed logits), so
+    ``logits_bytes`` of logits in addition to the gradients are enough. The loss supports a single
+    backward.
 
     Args:
-        hidden: ``[..., H]``; under sequence parallelism a shard, ``[s, B, H]``.
-        weight: ``[V/T, H]``, this rank's rows of the head's weight, padded alike on all ranks.
-        target: integer labels, as ``hidden`` without H and with the whole sequence; the same on every rank.
+        hidden: ``[..., H]``; under sequence parallelism this rank's shard, ``[s, B, H]``.
+        weight: ``[V/T, H]``, this rank's rows of the head's weight, padded equally on all ranks.
+        target: integer labels with the shape of ``hidden`` without H and with the full sequence;
+            the same on every rank.
         label_smoothing: weight of the uniform distribution over the vocabulary, in [0, 1].
-        ignore_index: label whose loss and gradient are zero.
-        reduction: ``"mean"`` over the labels that count (0 where none does), ``"sum"``, or ``"none"``.
-        z_loss_weight: adds this times the squared log-sum-exp to a token's loss (arXiv:2204.02311).
-        softcap: c in ``c tanh(logits / c)`` (arXiv:2408.00118); default none.
-        vocab_size: V without padding. Default: all rows are vocabulary.
+        ignore_index: label with zero loss and gradient.
+        reduction: ``"mean"`` over the labels that are not ignored (0 if there is none), ``"sum"``,
+            or ``"none"``.
+        z_loss_weight: factor of the squared log-sum-exp in a token's loss (arXiv:2204.02311).
+        softcap: c in ``c tanh(logits / c)`` (arXiv:2408.00118); default no softcap.
+        vocab_size: V without padding; default all rows of all ranks.
         sequence_parallel_enabled: ``hidden`` is a shard along the sequence.
-        sequence_dimension: 0 (default) or 1: which dimension of ``hidden`` that is.
-        process_group: default the tensor-parallel group.
-        logits_bytes: memory beside the gradients for a chunk's logits. More makes fewer chunks, each of which costs an
-            addition to dW, rounded to its dtype.
-        accumulate_dtype: of dW while chunks are added; default the weight's. fp32 adds 4 bytes for each weight.
-        reduce_dtype: of the reduction of dX over ranks; default its own.
+        sequence_dimension: dimension of ``hidden`` that is the sequence, 0 (default) or 1.
+        process_group: process group; default the tensor-parallel group.
+        logits_bytes: bytes for a chunk's logits in addition to the gradients. A larger value gives
+            fewer chunks; each chunk costs one addition to dW, rounded to the dtype of dW.
+        accumulate_dtype: dtype of dW while chunks are added; default the weight's dtype. fp32 needs
+            4 more bytes for each weight.
+        reduce_dtype: dtype of the reduction of dX over ranks; default the dtype of dX.
 
     Returns:
-        fp32 (fp64 for fp64): 0-dim, or for ``"none"`` as ``target``; the same on every rank.
+        A loss in fp32 (fp64 for fp64 inputs), 0-dim, or with the shape of ``target`` for
+        ``"none"``; the same on every rank.
 
     Raises:
-        ValueError: shapes that do not match, options outside their range, or (on the CPU) a label outside the
-            vocabulary; on other devices such a label's loss is NaN.
-        RuntimeError: a second backward of one loss.
+        ValueError: shapes do not match, options are outside their range, or (on the CPU) a label is
+            outside the vocabulary. On other devices the loss of a label outside is NaN.
+        RuntimeError: second backward of one loss.
     """
     group = resolve_group(process_group)
     columns = weight.size(0) * backend.group_size(group)
     terms = LossTerms(vocab_size or columns, label_smoothing, z_loss_weight, softcap)
     _check(hidden, weight, target, columns, reduction, terms, logits_bytes)
     sharded = sequence_parallel_enabled and backend.group_size(group) > 1
+    # Sequence first: target [S, B] then reshapes to [T, s * B], one row of labels for each rank.
     if sharded and check_sequence_dimension(sequence_dimension):
         hidden, target = hidden.movedim(1, 0), target.movedim(1, 0)
     options = HeadOptions(group, sharded, ignore_index, reduction, logits_bytes, accumulate_dtype, reduce_dtype, terms)
@@ -141,6 +161,7 @@ def fused_linear_cross_entropy(
         )
     hidden, weight = cast("list[Tensor]", cast_if_autocast_enabled(hidden, weight))
     x, labels = hidden.reshape(-1, hidden.size(-1)), target.reshape(options.gathered, -1)
+    # On devices other than the CPU a mask instead of an error: a check would wait for the device.
     outside = labels_outside(target, terms.vocab_size, ignore_index)
     with torch.autocast(hidden.device.type, enabled=False):
         loss = cast(Tensor, _apply(x, weight, labels, options, torch.is_grad_enabled()))
@@ -151,6 +172,7 @@ def fused_linear_cross_entropy(
 
 
 @torch.compiler.disable(reason="it lays out memory by hand and compiles its kernels itself")
+# A separate function, because torch.compile must not trace the in-place memory layout.
 def _apply(x: Tensor, weight: Tensor, labels: Tensor, options: HeadOptions, with_grad: bool) -> Tensor:
     return cast(Tensor, LinearCrossEntropy.apply(x, weight, labels, options, with_grad))
 

@@ -1,0 +1,58 @@
+"""Counts lines of code: without blank lines, comments and docstrings."""
+
+from __future__ import annotations
+
+import ast
+import io
+import tokenize
+from collections.abc import Iterator
+
+_NO_CODE = (
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENCODING,
+    tokenize.ENDMARKER,
+)
+
+
+def code_lines(source: str) -> set[int]:
+    """Return the numbers of the lines that hold code; a statement over several lines counts each of them."""
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in _NO_CODE:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    return lines - docstring_lines(source)
+
+
+def docstring_lines(source: str) -> set[int]:
+    """Return the numbers of the lines of docstrings, those after constants and fields included."""
+    lines: set[int] = set()
+    for node in _docstrings(ast.parse(source)):
+        assert node.end_lineno is not None
+        lines.update(range(node.lineno, node.end_lineno + 1))
+    return lines
+
+
+def comments(source: str) -> list[str]:
+    """Return the comments, but for instructions to tools."""
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    found = [token.string for token in tokens if token.type == tokenize.COMMENT]
+    return [comment for comment in found if not comment.startswith(("# pyright:", "# noqa", "# type:", "#!"))]
+
+
+def docstrings(source: str) -> list[str]:
+    """Return the texts of all docstrings."""
+    return [ast.literal_eval(node.value) for node in _docstrings(ast.parse(source))]
+
+
+def _docstrings(tree: ast.Module) -> Iterator[ast.Expr]:
+    for parent in ast.walk(tree):
+        if not isinstance(parent, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        for node in parent.body:
+            is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+            if is_text and isinstance(node.value.value, str):
+                yield node
