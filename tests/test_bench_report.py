@@ -103,10 +103,12 @@ def test_plots_are_written(monkeypatch, tmp_path):
 
 
 def test_readme_has_one_line_for_each_of_its_settings(monkeypatch):
-    rows = [row("ours", 300), row("peer", 200), row("ours", 90, tokens=64), row("peer", 80, tokens=64)]
-    rows += [row("ours", 80, command="full", recompute="full"), row("peer", 40, command="full", recompute="full")]
+    rows = []
+    for command, tokens, recompute in (("a", 8192, "none"), ("b", 8192, "full"), ("c", 64, "none")):
+        rows.append(row("ours", 300, command=command, tokens=tokens, recompute=recompute))
+        rows.append(row("peer", 200, command=command, tokens=tokens, recompute=recompute))
     monkeypatch.setattr(report, "rows_of", lambda _: rows)
-    assert len(report.step_lines()) == 5
+    assert len(report.step_lines()) == 2 + 3
     lines = report.step_lines([("m", "4", "64"), ("m", "4", "8192"), ("absent", "4", "64")])
     assert [line.split(" | ")[2] for line in lines[2:]] == ["64", "8,192"]
 
