@@ -58,6 +58,7 @@ class BackgroundSaver:
         self, directory: str | Path, *, keep: int = 2, pool: HostPool | None = None, stall_s: float = STALL_S
     ) -> None:
         self._directory, self._keep, self._stall_s = Path(directory), keep, stall_s
+        # None on devices that cannot copy next to compute: the snapshot then copies synchronously.
         self._transfers = backend.host_transfers()
         self.pool = pool or HostPool(pinned=self._transfers is not None)
         self._worker: Worker | None = None
@@ -71,6 +72,8 @@ class BackgroundSaver:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
+            # After an exception the other ranks may not reach a collective: only wait for this
+            # rank's thread.
             if error is None:
                 self.finish()
             elif self._worker is not None:
@@ -167,6 +170,7 @@ class BackgroundSaver:
 
         For ZeRO-1 the base optimizer gets the hook too, because its step makes the updates.
         """
+        # By id: the same optimizer is saved many times, and a hook must be registered once.
         for each in () if optimizer is None else StoredOptimizer(optimizer).steps:
             if id(each) not in self._hooked:
                 self._hooked[id(each)] = (each, each.register_step_pre_hook(self._before_step))
@@ -189,6 +193,8 @@ def _write(save: RankSave, snapshot: Snapshot, worker: Worker) -> None:
 
     def pieces_of(index: int) -> Iterator[Tensor]:
         for piece in snapshot.pieces_of(index):
+            # One heartbeat per chunk (at most 32 MiB) tells ``Worker.end`` that the save makes
+            # progress.
             worker.heartbeat()
             yield piece
 

@@ -119,6 +119,8 @@ def _require_groups_of_model(name: str, param: Any) -> None:
     have.
     """
     size = parallel_state.get_tensor_model_parallel_size()
+    # A sharded parameter has num_partitions shards with ``replicas`` ranks each; their product is
+    # T.
     built_for = param.num_partitions * getattr(param, "replicas", 1) if is_sharded(param) else size
     if built_for != size:
         raise ValueError(
@@ -193,6 +195,7 @@ def require_replaceable(target: Path) -> None:
         return
     if not target.is_dir():
         raise ValueError(f"{target} is a file: pass a directory")
+    # An export is replaced by a new directory. Refuse anything that the user could lose.
     content = list(target.iterdir())
     if content and not (target / "config.json").is_file():
         raise ValueError(f"{target} is neither empty nor an export (no config.json): choose another directory")
@@ -208,6 +211,7 @@ def _finish(model: torch.nn.Module, target: Path, shards: Shards, dtype: torch.d
     """Write the index, the config and the remaining files, and replace ``target``."""
     incomplete = incomplete_path(target)
     if len(shards) > 1:
+        # A single file needs no index.
         weight_map = {name: file_name for file_name, params in shards.items() for name in params}
         index = {"metadata": {"total_size": _total_bytes(shards, dtype)}, "weight_map": weight_map}
         (incomplete / WEIGHTS_INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -88,6 +88,8 @@ def _open_indexed(index: Path, stack: ExitStack) -> Sources:
             f"{index} lists {len(missing)} of {len(shards)} files that are not there: {missing[:5]}: copy them"
         )
     opened = {shard: _open_file(index.parent / shard, stack) for shard in shards}
+    # Check all names before a model changes: an index and its files may come from different
+    # exports.
     for name, shard in weight_map.items():
         if name not in opened[shard]:
             raise ValueError(f"{index} places {name!r} in {shard}, which lacks it: copy both files again")

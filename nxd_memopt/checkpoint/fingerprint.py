@@ -25,6 +25,8 @@ def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Flatten ``config`` to dotted names and JSON values, with ``nan`` and ``inf`` encoded by
     ``plain.encode``.
     """
+    # Through JSON, because the saved configuration was: tuples become lists, for example, before
+    # the comparison.
     return {
         name: _encoded(value) for name, value in _flatten(json.loads(json.dumps(config, default=_to_plain))).items()
     }

@@ -46,5 +46,6 @@ def _convert(gguf: Path, target: Path) -> None:
             f"{gguf} ({size} bytes) cannot be converted: {type(error).__name__}: {error}: "
             "download it again, or use a model type and quantization that transformers can dequantize"
         ) from error
+    # Parameters only: transformers registers tied weights once, and the model computes its buffers.
     parameters = {name: param.detach().contiguous() for name, param in model.named_parameters()}
     write_safetensors(target / WEIGHTS, parameters)

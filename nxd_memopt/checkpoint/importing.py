@@ -90,6 +90,7 @@ def load_sources(model: torch.nn.Module, sources: Sources, directory: Path) -> N
     Raises:
         ValueError: before any parameter changes, if names or shapes differ from the model's.
     """
+    # A ValueError below names tensors; the directory is added here.
     try:
         # Names and shapes are checked for all tensors before the first parameter changes.
         targets = match_names(model, sources.keys())

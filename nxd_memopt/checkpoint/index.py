@@ -59,6 +59,7 @@ def read_checked_json(path: Path) -> dict[str, Any]:
         ValueError: the file is damaged or was altered.
     """
     content = read_json(path)
+    # JSON is normalized by sorting the keys: the checksum covers the content, not its formatting.
     recorded = content.pop("checksum", None)
     found = _checksum(content)
     if recorded != found:
@@ -221,6 +222,8 @@ class Index:
             for box in boxes:
                 shared = overlap(wanted, (box.offset, box.size))
                 if shared is not None:
+                    # ``shared`` is in coordinates of the full tensor; ``within`` converts it to
+                    # coordinates of the wanted box and of the stored box.
                     stored = self._read(box, self.dtype(name))
                     target[within(shared, wanted)] = stored[within(shared, (box.offset, box.size))]
                     filled += math.prod(shared[1])
@@ -258,6 +261,7 @@ class Index:
             ValueError: the name is not listed, or would lead out of the directory.
         """
         if name not in self._files:
+            # The index may come from elsewhere: a name such as ``../x`` must not be opened.
             sizes = self.content["files"]
             if name not in sizes or Path(name).name != name:
                 raise ValueError(

@@ -128,6 +128,7 @@ def parts_of(param: Tensor, *, rank: int = 0, size: int = 1) -> list[Part]:
     # several ranges).
     shape = tuple(param.shape)
     elements = math.prod(shape)
+    # ceil(n / D) elements per rank; the range of the last ranks is clipped to the n elements.
     length = padded_size(elements, size) // size
     begin, end = min(rank * length, elements), min((rank + 1) * length, elements)
     ranges = _dimension_ranges(param)
@@ -139,6 +140,7 @@ def parts_of(param: Tensor, *, rank: int = 0, size: int = 1) -> list[Part]:
             part = _cut(offset, box, position, dim, (local, full, count), holders)
             if part is not None:
                 parts.append(part)
+        # Boxes follow one another in the stored tensor, in row-major order.
         position += math.prod(box)
     return parts
 
@@ -191,6 +193,7 @@ def _dimension_ranges(param: Tensor) -> list[tuple[int, int, int, tuple[int, ...
             f"process groups have {len(tensor_ranks)}: initialize_model_parallel with the model's size"
         )
     length = full_shape(param)[description.partition_dim % param.dim()]
+    # Ranks with an identical range are replicas of it.
     of_ranks = [set(shard_ranges(param, rank=rank)) for rank in tensor_ranks]
     # Ranges may reach into the padding after the full length: clip them.
     ranges, local = [], 0
@@ -234,6 +237,7 @@ def split_part(part: Part, max_elements: int) -> list[Part]:
 
 def overlap(first: FlatBox, second: FlatBox) -> FlatBox | None:
     """Return the intersection of two boxes, or None if it is empty."""
+    # Per dimension: [max of the starts, min of the ends); empty if one size is not positive.
     low = tuple(max(a, b) for a, b in zip(first[0], second[0], strict=True))
     high = tuple(min(a + m, b + n) for a, m, b, n in zip(*first, *second, strict=True))
     size = tuple(b - a for a, b in zip(low, high, strict=True))

@@ -68,6 +68,7 @@ def load_optimizer(index: Index, optimizer: torch.optim.Optimizer, model: nn.Mod
     states = _states_by_parameter(index)
     # Masters are read below. Without this, they would be cut from the loaded parameters first.
     stored.mark_masters_synced()
+    # Parameters without states in the checkpoint must start without states here, too.
     stored.base.state.clear()
     # Options of each parameter's group decide where torch expects the step.
     groups = {id(param): group for group in stored.base.param_groups for param in group["params"]}
@@ -99,6 +100,7 @@ def _load_groups(saved: list[dict[str, Any]], optimizer: StoredOptimizer, names:
     groups = optimizer.param_groups
     current = [[name_of(p, names) for p in group["params"] if p.requires_grad] for group in groups]
     stored = [group["parameters"] for group in saved]
+    # The order within a group may differ: states are found by name.
     if [set(group) for group in current] != [set(group) for group in stored]:
         differing = sorted({name for group in stored for name in group} ^ {name for group in current for name in group})
         raise ValueError(
@@ -133,6 +135,8 @@ def _load_master(index: Index, optimizer: StoredOptimizer, each: StoredParameter
     Raises:
         ValueError: the checkpoint has a master and the optimizer has none.
     """
+    # Three cases: no stored master (cut from the weights), a stored master that this optimizer
+    # cannot keep (error), and a stored master.
     name = f"optimizer.{MASTER}.{name_of(each.param, names)}"
     # Without a stored master, the optimizer's tensor starts from the model's values: exact if the
     # dtypes are equal.

@@ -126,6 +126,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, names: Mapping[int, str]
         # Master and states of a parameter are sharded identically: one list of boxes for all of
         # them.
         parts = parts_of(each.param, rank=each.rank, size=each.size)
+        # A master in the parameter's dtype equals the parameter and is not stored.
         if stored.has_master(each):
             yield _like_parameter(MASTER, name, each, each.stored.detach(), parts)
         for key, value in stored.states_of(each).items():
@@ -229,6 +230,8 @@ def owned_parts(logicals: list[FullTensorShard]) -> list[tuple[FullTensorShard, 
         # holders.
         mine = []
         for part in logical.parts:
+            # Replicated boxes (norms, KV replicas) are written by one tensor-parallel rank per
+            # tensor.
             if part.holders[turn % len(part.holders)] != tensor_rank:
                 continue
             size_bytes = part.elements * logical.stored.element_size()

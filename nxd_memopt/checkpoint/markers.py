@@ -37,6 +37,7 @@ def wait_for_ranks(directory: Path, world_size: int, suffix: str, heartbeat: Hea
     Raises:
         AbandonedError: a rank has failed, or was told that another rank has failed.
     """
+    # Files are polled instead of a collective: the caller is a thread, and a rank may have died.
     missing = list(range(world_size))
     while missing:
         for rank in missing:

@@ -59,6 +59,7 @@ def match_names(model: torch.nn.Module, stored: Collection[str]) -> dict[str, Te
     known: set[str] = set()
     missing: list[str] = []
     for entry in wanted:
+        # All stored aliases are known, but the tensor is read from the first one.
         found = [name for name in _aliases(entry.names) if name in stored]
         known.update(found)
         if found:

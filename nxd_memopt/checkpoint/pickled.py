@@ -110,6 +110,7 @@ def read_version_1(
         manifest = read_json(checkpoint / MANIFEST)
         if not isinstance(manifest.get("step"), int) or not isinstance(manifest.get("config"), dict):
             raise ValueError(f"{checkpoint / MANIFEST} has no step and config: copy it again")
+    # Version 1 stores one file per rank: world size and T must match.
     sizes = parallel_sizes()
     current = flat_config(config) | {name: sizes[name] for name in _SIZES}
     ignored = set(not_compared) - set(_SIZES)

@@ -149,6 +149,7 @@ class RankSave:
         """
         require_visible(self.incomplete)
         entries = [source.entry for source in self.sources]
+        # Checksums are computed while the bytes are written, so each byte is read once.
         checksums = write_file(self.incomplete / self.file, entries, pieces_of)
         for entry, checksum in zip(entries, checksums, strict=True):
             self._places[entry.key]["crc32"] = checksum
@@ -178,6 +179,8 @@ class RankSave:
         Raises:
             ValueError: the boxes of the ranks do not cover every full tensor.
         """
+        # Merge, write the index, remove the fragments, rename: before the rename the directory does
+        # not count as a checkpoint.
         paths = [rank_file(self.incomplete, rank, _COMPLETE) for rank in range(self._head["sizes"]["world_size"])]
         fragments = [read_checked_json(path) for path in paths]
         content = {

@@ -231,6 +231,7 @@ class Snapshot:
         """
         pieces = [piece for i in chosen for piece in self._pieces[i]]
         for first in range(0, len(pieces), _WINDOW_PIECES):
+            # One transfer (one event) per window instead of one per chunk.
             window = pieces[first : first + _WINDOW_PIECES]
             assert self.transfers is not None and self._begun is not None
             transfer = self.transfers.copy_out(self._pairs(window), self._begun)
@@ -250,6 +251,7 @@ class Snapshot:
     def _memory(self, piece: _Piece) -> Tensor:
         """Return the memory of the chunk's block, taking it from the pool if needed."""
         block = self._blocks[piece.block]
+        # Blocks whose chunks are all read in place never take memory.
         if block.memory is None:
             block.memory = self.pool.take(OWNER)
         return block.memory
@@ -323,6 +325,8 @@ class Snapshot:
             if self._failure is not None:
                 raise self._failure
             block = self._blocks[piece.block]
+            # Read in place, from host memory: copied to the staging buffer under the lock, so that
+            # ``before_update`` waits until the bytes are safe.
             if not piece.is_copied:
                 self._require_unchanged(index)
                 # numpy copies in this thread only; torch would use threads that compete with

@@ -83,6 +83,8 @@ def prepare_step(parent: Path, step: int, keep: int) -> None:
     """
     if step < 0 or keep < 1:
         raise ValueError(f"step must be at least 0 and keep at least 1, got step {step} and keep {keep}")
+    # A later step belongs to another run or to a run that was resumed from an earlier checkpoint:
+    # saving here would make ``find_latest`` return the wrong one.
     later = [other for other in complete_steps(parent) if other > step]
     if later:
         raise ValueError(

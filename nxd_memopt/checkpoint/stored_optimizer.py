@@ -77,6 +77,8 @@ class StoredOptimizer:
                 f"{type(base).__name__} has {len(others)} of {len(base.state)} states that are of none of its "
                 f"parameters, the first is of {first}: pass the optimizer whose param_groups have what it updates"
             )
+        # A wrapper that names its inner optimizer differently would look like an optimizer before
+        # its first step.
         if known and not base.state and _has_states_elsewhere(base):
             raise ValueError(
                 f"{type(base).__name__} has {len(known)} parameters and its attribute 'state' is empty, but an "

@@ -190,6 +190,7 @@ class TensorFile:
             ValueError: the header or the bytes differ from the index.
         """
         stored = self._header.get(entry.key)
+        # Header, index and length must agree before the bytes are read.
         expected = {"dtype": _CODES[entry.dtype], "shape": list(entry.shape)}
         begin = self._begin(stored)
         if stored != {**expected, "data_offsets": [begin, begin + entry.size_bytes]}:

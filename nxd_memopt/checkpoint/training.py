@@ -67,6 +67,7 @@ def save_training_state(
     save = begin_save(directory, step, state, config, keep)
     task = f"saving {save.target}"
     reader = HostReader()
+    # Every rank writes its file; only if all succeed, rank 0 writes the index.
     with raise_together(task):
         # No snapshot: the tensors are read directly, because training waits for the save.
         save.write(lambda i: reader.pieces(save.sources[i]))

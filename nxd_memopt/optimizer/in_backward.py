@@ -64,6 +64,8 @@ class OptimizerInBackward:
         self._updated.add(param)
         grads.allreduce_sequence_parallel_gradients([param])
         grads.bucket_allreduce_gradients([param])
+        # The optimizer keeps its own states and options; it only sees a group with a single
+        # parameter.
         with self._only(group, param):
             self.optimizer.step()
         param.grad = None

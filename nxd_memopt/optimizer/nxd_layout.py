@@ -56,6 +56,7 @@ def cut_rows(full: Tensor, rank: int, size: int) -> Tensor:
     """
     full = full.reshape(1) if full.dim() == 0 else full
     rows = padded_size(full.size(0), size) // size
+    # ``F.pad`` takes pairs from the last dimension to the first: only dimension 0 grows.
     padded = F.pad(full, [0, 0] * (full.dim() - 1) + [0, rows * size - full.size(0)])
     return padded.narrow(0, rank * rows, rows)
 

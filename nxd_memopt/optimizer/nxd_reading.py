@@ -345,9 +345,11 @@ def _groups(stored: Sequence[Mapping[str, Any]], target: Target, trained: Sequen
     The optimizer's own value is used if the files have none, or if the option depends on the
     device.
     """
+    # Position among all parameters -> number among the trained ones.
     new_number = {i: number for number, i in enumerate(trained)}
     groups = []
     for options, own, positions in zip(stored, target.options, number_parameters(target.param_groups), strict=True):
+        # Later entries win: own defaults < options in the files < device options of this run.
         kept = {name: value for name, value in own.items() if name in OPTIONS_OF_THE_DEVICE}
         params = [new_number[i] for i in positions if i in new_number]
         groups.append({**own, **options, **kept, "params": params})

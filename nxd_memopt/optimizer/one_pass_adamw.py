@@ -71,6 +71,7 @@ class AdamW(torch.optim.AdamW):
         for step in steps:
             step.add_(1)
         beta1, beta2 = group["betas"]
+        # All parameters of the group go to one call of the kernel, not several calls per parameter.
         updates = [
             cuda.Update(*update, step=int(step))
             for *update, step in zip(params, grads, means, squares, steps, strict=True)

@@ -60,6 +60,7 @@ def cut_blocks(param: Tensor, group: ProcessGroup | None) -> tuple[ShardBlock, .
         elements = max(min(stop, first + length) - max(start, first), 0)
         cut.append(ShardBlock(block.full_rows * row_elements, elements, block.replicas))
         start = stop
+    # The blocks must add up to the length of the shard.
     padding = length - sum(block.rows for block in cut)
     return (*cut, ShardBlock(0, padding, 1))
 

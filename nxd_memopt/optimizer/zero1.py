@@ -219,6 +219,8 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        # Per step and parameter element: one reduce-scatter of the gradients, the all-reduces of
+        # the (scalar) norm, an update of 1/D of the elements, and one all-gather of the parameters.
         self.reduce_gradients()
         self.update_parameters()
         return loss
@@ -239,6 +241,8 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         full = [self._full_gradient(param) for param in params]
         reduced = reduce_scatter_mean(full, self.sharding_group, bucket_bytes=self._reduce_bytes)
         for each, grad in zip(self._sharded, reduced, strict=True):
+            # The reduction runs in the gradients' dtype; only this rank's 1/D of the elements is
+            # cast to fp32.
             each.shard.grad = grad.to(self.optimizer_dtype)
         shards = [each.shard for each in self._sharded]
         self._grad_norm = grads.clip_grad_norm(shards, self.max_norm, sharding_group=self.sharding_group)
@@ -275,6 +279,7 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
 
     def _gather_parameters(self) -> None:
         """All-gather the masters into the parameters, cast to the parameters' dtypes."""
+        # Parameters that the optimizer updates in place (no sharding, no masters) need no copy.
         separate = [each for each in self._sharded if each.shard is not each.param]
         params, shards = [each.param.detach() for each in separate], [each.shard.detach() for each in separate]
         all_gather_into(params, shards, self.sharding_group, bucket_bytes=self._gather_bytes)
@@ -289,6 +294,8 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         """Raise an error if the parameters are not sharded, or other ones require gradients now."""
         if not self.inited:
             raise RuntimeError("parameters are not sharded yet: call init_zero() before the first step")
+        # The base optimizer has shards of the parameters that were trainable at ``init_zero``: a
+        # parameter that was frozen or unfrozen since would be updated wrongly or not at all.
         trained = [id(param) for group in self.param_groups for param in group["params"] if param.requires_grad]
         sharded = [id(each.param) for each in self._sharded]
         if trained != sharded:
@@ -308,6 +315,7 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         self._require_shards()
         self._take_over_weights()
         self._copy_options(self.param_groups, self.base_optimizer.param_groups)
+        # A master in the parameter's dtype equals the parameter: it is not stored.
         masters = {
             i: each.shard.detach()
             for i, each in enumerate(self._sharded)
@@ -373,6 +381,9 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         with coordination.raise_together("loading the optimizer"):
             self._require_fit(state_dict)
         for each in self._sharded:
+            # First cut all masters from the parameters, then overwrite those that the state has. A
+            # state without masters (``save_master_weights=False``) continues from the rounded
+            # parameters.
             if each.shard is not each.param:
                 each.shard.copy_(cut_shard(each.param.detach(), self.sharding_group))
         self.base_optimizer.load_state_dict({name: state_dict[name] for name in ("state", "param_groups")})

@@ -75,6 +75,7 @@ def _layer_classes(model: Any) -> tuple[type[nn.Module], ...]:
     """
     if hasattr(model, "decoder_layers"):
         return tuple({type(layer) for layer in model.decoder_layers()})
+    # transformers lists the classes of its decoder layers there.
     names = getattr(model, "_no_split_modules", None) or ()
     classes = tuple({type(module) for module in model.modules() if type(module).__name__ in names})
     if not classes:

@@ -53,6 +53,7 @@ class TagSave:
             require_visible(incomplete)
             # Fail before the copy if the host has too little memory.
             pool.claim(_size_bytes(states), OWNER)
+            # Tensors that occur several times are copied once, which keeps ties and memory.
             self._states = map_distinct_tensors(states, _copied)
         self._worker = Worker(target, self._work, lambda text: report_failure(incomplete, self._rank, text))
 

@@ -216,6 +216,8 @@ def _own_states(model: Any, optimizer: Any, *, zero1_optimizer: bool) -> dict[st
     inner = unwrap(optimizer)
     # Called on every rank, also on ranks that write nothing: it may all-gather.
     sharded_state = inner.nxd_state_dict() if isinstance(inner, NeuronZero1Optimizer) else None
+    # Sharded states: every data-parallel rank writes its own file. Otherwise the first replica
+    # writes.
     is_sharded = zero1_optimizer or is_sharded_optimizer(optimizer)
     if optimizer is not None and (is_sharded or is_model_replica_zero()):
         data_rank = parallel_state.get_data_parallel_rank() if is_sharded else 0

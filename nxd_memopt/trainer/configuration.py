@@ -111,6 +111,7 @@ def join_parallel_state(config: Mapping[str, Any]) -> None:
     """
     _require_offered(config)
     size = config["tensor_parallel_size"]
+    # A script may have created the groups itself; only T must agree.
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
     existing = parallel_state.get_tensor_model_parallel_size()

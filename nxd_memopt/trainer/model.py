@@ -37,6 +37,7 @@ class NxDModel(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            # Attributes that the wrapper lacks (``config``, methods) are the model's.
             return getattr(super().__getattr__("module"), name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

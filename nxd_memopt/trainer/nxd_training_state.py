@@ -111,6 +111,8 @@ def _open(path: Path, model: nn.Module, layout_options: Mapping[str, Any], group
     weights = open_weights(path, config, **layout_options)
     rules = {rule.name: rule for rule in build_rules(config, weights.layout, weights.form)}
     source = OptimizerFiles(find_rank_files(path / "optim", "optim"))
+    # Three name spaces: Hugging Face names (model), NxD's names (files of the model), numbers
+    # (files of the optimizer).
     joined, _ = as_hugging_face(weights, config)
     targets = {id(param): name for name, param in match_names(model, joined).items()}
     model_files = find_rank_files(path / "model")
@@ -182,6 +184,8 @@ def _read(run: _Run, optimizer: NeuronZero1Optimizer, sharding: Sequence[int]) -
             is_elements = isinstance(value, Tensor) and value.dim() > 0
             values[name] = _shard(run, rule, part, (stage, number), name, param, sharding) if is_elements else value
         if "master" in values:
+            # ``read_tensor_parallel_shard`` returns masters like states; ``load_state_dict`` takes
+            # them separately.
             masters[i] = values.pop("master")
         if values:
             state[i] = values
@@ -194,6 +198,8 @@ def _shard(
     """Return this rank's shard of one state: joined over the files' D and T, cut for this run's T
     and D.
     """
+    # Flat shards over D -> shard of each of T ranks -> full Hugging Face tensor -> this rank's
+    # slice -> flat shard of this rank.
     shape = rule.local_shape(run.layout)
     shards = [read_tensor_parallel_shard(run.source, place, rank, name, shape) for rank in range(run.layout.size)]
     full = rule.join(part, shards, run.layout)

@@ -93,6 +93,7 @@ class NxDOptimizer(torch.optim.Optimizer):
         grads.allreduce_sequence_parallel_gradients(self.params)
         if not options["zero_one_enabled"]:
             grads.bucket_allreduce_gradients(self.params)
+        # ``NeuronZero1Optimizer`` clips in its own step, on shards.
         if isinstance(self.optimizer, NeuronZero1Optimizer):
             self.optimizer.step()
             self._grad_norm = self.optimizer.grad_norm

@@ -163,6 +163,7 @@ def _kv_blocks(param: Tensor) -> list[tuple[int, int]]:
     blocks = getattr(param, "blocks", None)
     if not blocks:
         return [(0, param.size(0))] if is_sharded(param) and getattr(param, "replicas", 1) > 1 else []
+    # A fused parameter has several blocks in a row; only blocks with replicas are returned.
     rows, start = [], 0
     for block in blocks:
         rows += [(start, start + block.rows)] if block.replicas > 1 else []
@@ -248,6 +249,7 @@ def _load_unsharded(source: Path, optimizer: Any, model: Any) -> None:
     if isinstance(optimizer, dict):
         _require_own_sizes(files)
         data_size = parallel_state.get_data_parallel_size()
+        # A dict is filled with this rank's file as it is: states cannot be cut for another D.
         if files.data_parallel_size not in (1, data_size):
             raise ValueError(
                 f"{files.directory} was written with {files.sizes()}, this run has {data_size} data-parallel ranks: "
@@ -258,6 +260,7 @@ def _load_unsharded(source: Path, optimizer: Any, model: Any) -> None:
         optimizer.update(read_tensors(own, mmap=False))
         return
     _require_unsharded(files, optimizer)
+    # Same sizes: torch's own loading. Other sizes: states are joined and cut per parameter.
     if _has_own_sizes(files):
         load_into(optimizer, read_tensors(files.file(rank), mmap=False))
         return

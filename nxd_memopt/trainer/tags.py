@@ -85,6 +85,7 @@ def _has_ended(path: Path) -> bool:
     # Another host or container: its process ids mean nothing here.
     if process_ids != _process_ids():
         return False
+    # This process has no other running save (``finish_saves`` ran first).
     if process_id == os.getpid():
         return True
     try:
@@ -149,6 +150,7 @@ def _is_neuronx_distributed(path: Path) -> bool:
 
 def _written_ns(path: Path) -> int:
     """Return the time at which the checkpoint was completed, in nanoseconds."""
+    # The marker is written last, so its time is that of the completed save.
     marker = next(path / name for name in (DONE, MANIFEST) if (path / name).is_file())
     return marker.stat().st_mtime_ns
 

@@ -136,6 +136,7 @@ def _llama_attention(prefix: str, form: QKVForm, sizes: tuple[int, int, int]) ->
     query = Part(f"{prefix}.q_proj.weight", "query", (query_size, hidden))
     key, value = (Part(f"{prefix}.{name}_proj.weight", "kv", (kv_size, hidden)) for name in "kv")
     output = _rule(f"{prefix}.o_proj.weight", "query_row", (hidden, query_size))
+    # One parameter with three parts, [q, k, v] along dimension 0 in each rank's shard.
     if form in ("stacked", "fused"):
         name = f"{prefix}.qkv_proj.{'weight_qkv' if form == 'fused' else 'weight'}"
         return [Rule(name, (query, key, value)), output]
@@ -184,6 +185,8 @@ def _gpt_neox(config: Mapping[str, Any], layout: Layout, form: QKVForm) -> list[
     rules = [_rule("gpt_neox.embed_in.weight", "column", (vocab, hidden))]
     for i in range(config["num_hidden_layers"]):
         layer = f"gpt_neox.layers.{i}"
+        # Rows [h, 3, d] in Hugging Face's order; with stride 3 the sample shards each third of the
+        # rows.
         qkv, stride = f"{layer}.attention.query_key_value", layout.query_key_value_stride
         rules += [
             *_layer_norm(f"{layer}.input_layernorm", hidden),

@@ -188,6 +188,7 @@ def read_state_dicts(files: RankFiles, model_key: str = "model") -> tuple[dict[s
     merged: dict[str, Shards] = {}
     extras: dict[str, str] = {}
     for stage in range(files.pipeline_model_parallel_size):
+        # Every stage has T files with the same names; each name gets the list of its T shards.
         by_rank = [
             _state_dict(files.file(rank, stage), model_key, extras) for rank in range(files.tensor_model_parallel_size)
         ]
@@ -319,6 +320,8 @@ def as_hugging_face(weights: NxDWeights, config: Mapping[str, Any]) -> tuple[dic
     Raises:
         ValueError: a parameter of the model is missing, or the files have unknown tensors.
     """
+    # Rules without shards are missing parameters; shards without a rule are buffers or unknown
+    # tensors.
     rules = {rule.name: rule for rule in build_rules(config, weights.layout, weights.form)}
     tied = bool(config.get("tie_word_embeddings"))
     head = next(reversed(rules))
