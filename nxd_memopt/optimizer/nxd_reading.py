@@ -221,7 +221,7 @@ class _ParameterReader:
             if low < high:
                 pieces.append(self._flat(name, tensor_rank, data_rank, length)[low - first : high - first])
             first += length
-        # No chunk overlaps if the whole range is padding (a parameter with fewer than D elements).
+        # No chunk overlaps if the full range is padding (a parameter with fewer than D elements).
         found = torch.cat(pieces) if pieces else resolve(self.first[name]).new_zeros(0)
         return F.pad(found, (0, stop - start - found.numel()))
 

@@ -31,7 +31,13 @@ _DEFAULT_BUCKET_MB = 128
 
 @dataclass
 class _Sharded:
-    """A trained parameter, this rank's shard of it, and the version at which both were equal."""
+    """A trained parameter, this rank's shard of it, and the version at which both were equal.
+
+    Attributes:
+        param: the model's parameter.
+        shard: this rank's master elements; ``param`` itself if neither sharded nor cast.
+        version: ``param._version`` when both were last equal.
+    """
 
     param: nn.Parameter
     shard: nn.Parameter
@@ -97,14 +103,16 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         lazy_init: shard at ``init_zero()`` instead of in the constructor.
         bucket_cap_mb_all_gather: MiB of one rank's all-gather input; 0 means 128 / group size.
         bucket_cap_mb_reduce_scatter: MiB of gradients in one reduce-scatter; 0 means 128.
-        use_grad_acc_hook: accumulate gradients in ``param.main_grad`` in ``optimizer_dtype``.
+        use_grad_acc_hook: accumulate gradients of narrower parameters in ``param.main_grad``, in
+            ``optimizer_dtype``.
         save_master_weights: put masters of another dtype than their parameters into ``state_dict``.
             Without them a resumed run starts from the rounded parameters.
         higher_cc_precision: reduce gradients in ``optimizer_dtype``.
         defaults: passed to ``optimizer_class``.
 
     Raises:
-        ValueError: a group does not match the process groups, or context parallelism is enabled.
+        ValueError: a group does not match the process groups, or context parallelism is enabled:
+            gradients would not be reduced over context-parallel ranks.
     """
 
     inited = False
