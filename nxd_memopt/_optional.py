@@ -12,32 +12,37 @@ from types import ModuleType
 from packaging.version import InvalidVersion, Version
 
 TRANSFORMERS_VERSION = "5.0"
-"""Earliest version of transformers whose configs the models and the Hugging Face checkpoint functions read."""
+"""Earliest transformers version with the configs that models and checkpoint functions read."""
 
 
 class MissingDependencyError(ImportError):
-    """An optional package is not installed, too old or cannot be imported; the message has the remedy."""
+    """An optional package is not installed, is too old or cannot be imported.
+
+    The message has the remedy.
+    """
 
 
 def require_transformers(feature: str, *, extra: str = "models") -> ModuleType:
     """Import transformers for ``feature`` and return it.
 
-    The version is the imported module's, not the installed distribution's: the two differ when another copy stands
-    earlier on ``sys.path``.
+    The version that is checked is the imported module's, not the installed distribution's. The two
+    differ if another copy comes earlier on ``sys.path``.
 
     Args:
-        feature: what needs transformers, as a user knows it; begins the message.
-        extra: of this distribution, which installs it.
+        feature: name, known to users, of the feature that needs transformers; begins the message.
+        extra: extra of this distribution that installs transformers.
 
     Raises:
-        MissingDependencyError: transformers is not installed, is older than ``TRANSFORMERS_VERSION``, or cannot be
-            imported; names the version that is needed, what was found, and the command that installs it.
+        MissingDependencyError: transformers is not installed, is older than
+            ``TRANSFORMERS_VERSION``, or cannot be imported. The message has the required version,
+            what was found, and the command that installs it.
     """
     needed = f"{feature} needs transformers {TRANSFORMERS_VERSION} or newer"
     command = f"pip install 'nxd_memopt[{extra}]'"
     try:
         transformers = importlib.import_module("transformers")
     except ImportError as error:
+        # an ImportError from inside transformers means that it is installed and broken
         is_absent = isinstance(error, ModuleNotFoundError) and error.name == "transformers"
         found = "it is not installed" if is_absent else f"the installed one cannot be imported ({error})"
         raise MissingDependencyError(f"{needed}, and {found}: {command}", name="transformers") from error
@@ -60,10 +65,15 @@ def require_transformers(feature: str, *, extra: str = "models") -> ModuleType:
 
 
 def require_installed(feature: str, *modules: str, extra: str) -> None:
-    """Check, without importing them, that ``modules`` are installed.
+    """Check that ``modules`` are installed, without importing them.
+
+    Args:
+        feature: name of the feature that needs them; begins the message.
+        modules: dotted names.
+        extra: extra of this distribution that installs them.
 
     Raises:
-        MissingDependencyError: names those that are not, and the ``extra`` of this distribution that installs them.
+        MissingDependencyError: modules are missing; the message names them and the ``extra``.
     """
     missing = [module for module in modules if not _is_importable(module)]
     if missing:
@@ -75,20 +85,23 @@ def require_installed(feature: str, *modules: str, extra: str) -> None:
 
 @functools.cache
 def why_missing(module: str, *, at_least: tuple[str, str] | None = None, **functions: tuple[str, ...]) -> str | None:
-    """Why ``module`` cannot be called; ``None``: it can. Imports it, once.
+    """Return why ``module`` cannot be used, or None if it can. The module is imported once.
 
     Args:
         module: dotted name.
-        at_least: the distribution that it is of, and the earliest version that will do.
-        functions: its names that are used, each with the parameters that it must have; of an empty tuple only the name
-            is looked for.
+        at_least: name of the distribution with the module, and the earliest version that is
+            accepted.
+        functions: names in the module that are used, each with the parameters that it must have;
+            with an empty tuple only the name is checked.
     """
     reason = _outdated(*at_least) if at_least else None
     if reason is not None:
         return reason
     try:
+        # Import the module: only then are missing shared libraries and the functions' signatures
+        # known.
         found = importlib.import_module(module)
-    except Exception as error:  # packages raise errors of their own where kernels were, or where a device is missing
+    except Exception as error:  # of any type, if a kernel or a device is missing
         return f"{module} cannot be imported: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     absent = [name for name in functions if not hasattr(found, name)]
     if absent:
@@ -97,6 +110,7 @@ def why_missing(module: str, *, at_least: tuple[str, str] | None = None, **funct
         if not parameters:
             continue
         try:
+            # built-in functions may have no signature
             known = inspect.signature(getattr(found, name)).parameters
         except (TypeError, ValueError) as error:
             return f"{module}.{name} cannot be asked for its parameters: {error}"
@@ -107,26 +121,28 @@ def why_missing(module: str, *, at_least: tuple[str, str] | None = None, **funct
 
 
 def installed(*distributions: str) -> list[str]:
-    """Return ``name version`` of the distributions that are installed."""
+    """Return ``name version`` of each distribution that is installed."""
     return [f"{name} {metadata.version(name)}" for name in distributions if any(metadata.distributions(name=name))]
 
 
 def _outdated(distribution: str, earliest: str) -> str | None:
+    """Return why ``distribution`` is missing or older than ``earliest``, or None."""
     try:
         version = metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return f"{distribution} is not installed"
     try:
         is_older = _is_older(version, earliest)
-    except (InvalidVersion, TypeError):  # a broken installation's is None
+    except (InvalidVersion, TypeError):  # the version of a broken installation is None
         return f"{distribution} has version {version!r}, not one that can be compared with {earliest}"
     return f"{distribution} {version} is older than {earliest}" if is_older else None
 
 
 def _is_importable(module: str) -> bool:
+    """Return whether ``module`` can be found, without importing it."""
     try:
         return find_spec(module) is not None
-    except ImportError:  # of an import hook that refuses the module
+    except ImportError:  # from an import hook that refuses the module
         return False
 
 

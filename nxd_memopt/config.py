@@ -20,12 +20,20 @@ ConfigT = TypeVar("ConfigT")
 def require_divisible(what: str, value: int, by: str, divisor: int, remedy: str = "") -> int:
     """Return ``value // divisor``.
 
+    Args:
+        what: name of the value, for the message.
+        value: number to divide.
+        by: name of the divisor, for the message.
+        divisor: at least 1.
+        remedy: replaces the message's own remedy.
+
     Raises:
-        ValueError: when it leaves a remainder; states both values and the remedy.
+        ValueError: the division leaves a remainder; the message has both values and the remedy.
     """
     if divisor < 1:
         raise ValueError(f"{by} must be at least 1, got {divisor}")
     if value % divisor:
+        # the nearest multiples of the divisor; 0 is no remedy
         lower, upper = value // divisor * divisor, -(-value // divisor) * divisor
         near = f"{lower} or {upper}" if lower else f"{upper}"
         remedy = remedy or f"use {near} for {what}, or a {by} that divides {value}"
@@ -34,7 +42,7 @@ def require_divisible(what: str, value: int, by: str, divisor: int, remedy: str 
 
 
 def require_one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
-    """Raise ``ValueError`` naming the nearest allowed value when ``value`` is none of ``allowed``."""
+    """Raise ``ValueError``, with the nearest allowed value, if ``value`` is not in ``allowed``."""
     if value not in allowed:
         raise ValueError(f"{name} {value!r} is not one of {list(allowed)}{_nearest(value, allowed)}")
 
@@ -47,8 +55,13 @@ def _nearest(value: object, allowed: tuple[object, ...]) -> str:
 def from_mapping(cls: type[ConfigT], values: Mapping[str, Any], *, section: str) -> ConfigT:
     """Build the dataclass ``cls`` from a mapping such as a YAML section.
 
+    Args:
+        cls: dataclass to build.
+        values: field names and values.
+        section: name of the section, for messages.
+
     Raises:
-        ValueError: for a key that ``cls`` does not have; names the nearest one that it has.
+        ValueError: a key is not a field of ``cls``; the message has the nearest field name.
     """
     if not isinstance(values, Mapping):
         raise ValueError(f"{section} must be a mapping of option names to values, got {type(values).__name__}")
@@ -61,15 +74,17 @@ def from_mapping(cls: type[ConfigT], values: Mapping[str, Any], *, section: str)
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How one model is split over processes.
+    """Options for splitting one model over processes.
 
     Args:
         tensor_model_parallel_size: T, the number of ranks that share one layer.
-        sequence_parallel_enabled: shard the residual stream along the sequence, ``[S/T, B, H]`` (arXiv:2205.05198).
-        reduce_dtype: ``None`` reduces the linear layers' partial outputs and input gradients in their own dtype;
-            ``"float32"`` reduces them in fp32 at twice the bytes for bf16.
-        use_cpu_initialization: True draws initial weights on the CPU, equal for every T. False lets each rank draw its
-            own shards on its device: fast for large models, but other weights for another T.
+        sequence_parallel_enabled: shard the residual stream along the sequence, ``[S/T, B, H]``
+            (arXiv:2205.05198).
+        reduce_dtype: ``None`` reduces the linear layers' partial outputs and input gradients in
+            their own dtype; ``"float32"`` reduces them in fp32 at twice the bytes for bf16.
+        use_cpu_initialization: True draws initial weights on the CPU, equal for every T. False lets
+            each rank draw its own shards on its device, which is fast for large models, but gives
+            different weights for each T.
     """
 
     tensor_model_parallel_size: int = 1
@@ -79,6 +94,7 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         size = self.tensor_model_parallel_size
+        # type(), not isinstance(): a bool is an int too
         if type(size) is not int:
             raise ValueError(f"tensor_model_parallel_size must be an integer, got {size!r}")
         if type(self.sequence_parallel_enabled) is not bool:
@@ -95,31 +111,38 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    """Which memory techniques are applied to a model. Names and values are Megatron's and NeMo's.
+    """Memory techniques for a model. Names and values follow Megatron and NeMo.
 
     Args:
-        recompute_granularity: ``None`` keeps every activation; ``"full"`` keeps only each layer's input and runs the
-            layer again in backward; ``"selective"`` does so for the named submodules.
-        recompute_method: for ``"full"``: ``"uniform"`` recomputes all layers in chunks of ``recompute_num_layers``;
-            ``"block"`` only the first ``recompute_num_layers`` layers. ``None`` means every layer on its own.
+        recompute_granularity: ``None`` keeps every activation; ``"full"`` keeps only each layer's
+            input and recomputes the layer in backward; ``"selective"`` recomputes only the named
+            submodules.
+        recompute_method: for ``"full"``: ``"uniform"`` recomputes all layers in chunks of
+            ``recompute_num_layers``; ``"block"`` recomputes only the first ``recompute_num_layers``
+            layers. ``None`` recomputes each layer separately.
         recompute_num_layers: layers per chunk (``uniform``) or recomputed layers (``block``).
-        recompute_modules: for ``"selective"``: any of ``core_attn``, ``attn``, ``norm``, ``mlp_act``, ``mlp``; default
-            ``("core_attn",)``.
-        recompute_keep_core_attn: with ``"full"``: keep what the attention kernel returns (``[B, h/T, S, d]`` a layer,
-            and its log-sum-exps) instead of running it again; at long sequences it is most of a layer's time.
-        cpu_offloading: NeMo's switch beside the number; ``None`` is what the number says.
-        cpu_offloading_num_layers: the first so many layers keep their activations in host memory between forward and
-            backward; ``"full"`` recompute then is of the layers behind them. Needs an NVIDIA GPU.
-        attention_backend: ``"auto"`` takes for each call the first of the device's implementations that can serve it;
-            a name takes that one or fails: ``"flash4"`` (FlashAttention-4, of the package flash-attn-4), ``"cudnn"``,
-            ``"flash"`` (FlashAttention-2) and ``"efficient"`` (xFormers') are NVIDIA GPUs' kernels, ``"sdpa"``
-            PyTorch's choice elsewhere, ``"tiled"`` plain PyTorch without S x S scores, ``"nki"`` AWS Neuron's flash
-            kernels, ``"math"`` the reference, which materialises S x S scores.
-        fused_linear_cross_entropy: compute the loss without ever holding the logits whole
-            (``loss_functions.fused_linear_cross_entropy``); the head's module is then not called. ``False`` makes the
-            logits, as ``return_logits`` does.
-        selective_activation_checkpointing_is_enabled: NxD's switch for ``recompute_granularity="selective"`` with
-            ``recompute_modules=("core_attn",)``.
+        recompute_modules: for ``"selective"``: any of ``core_attn``, ``attn``, ``norm``,
+            ``mlp_act``, ``mlp``; default ``("core_attn",)``.
+        recompute_keep_core_attn: with ``"full"``: keep the results of the attention kernel
+            (``[B, h/T, S, d]`` per layer, and its log-sum-exps) instead of recomputing them; at
+            long sequences the kernel takes most of a layer's time.
+        cpu_offloading: NeMo's switch in addition to the number of layers; ``None`` follows the
+            number.
+        cpu_offloading_num_layers: this many first layers keep their activations in host memory
+            between forward and backward; ``"full"`` recompute then applies to the layers after
+            them. Needs an NVIDIA GPU.
+        attention_backend: ``"auto"`` takes, for each call, the first of the device's
+            implementations that can run it. A name takes that implementation or fails: ``"flash4"``
+            (FlashAttention-4, from the package flash-attn-4), ``"cudnn"``, ``"flash"``
+            (FlashAttention-2) and ``"efficient"`` (from xFormers) are kernels for NVIDIA GPUs,
+            ``"sdpa"`` is PyTorch's choice on other devices, ``"tiled"`` is plain PyTorch without
+            S x S scores, ``"nki"`` are AWS Neuron's flash kernels, and ``"math"`` is the reference,
+            which materialises S x S scores.
+        fused_linear_cross_entropy: compute the loss without ever materialising all logits
+            (``loss_functions.fused_linear_cross_entropy``); the head's module is then not called.
+            ``False`` computes the logits, as does ``return_logits``.
+        selective_activation_checkpointing_is_enabled: NxD's switch for
+            ``recompute_granularity="selective"`` with ``recompute_modules=("core_attn",)``.
     """
 
     recompute_granularity: Literal["selective", "full"] | None = None
@@ -148,6 +171,7 @@ class MemoryConfig:
             raise ValueError(
                 "selective_activation_checkpointing_is_enabled=True contradicts recompute_granularity='full': set one"
             )
+        # the dataclass is frozen: resolve the switch once, so that readers see only NeMo's names
         object.__setattr__(self, "recompute_granularity", "selective")
 
     def _check_recompute_modules(self) -> None:
@@ -164,6 +188,7 @@ class MemoryConfig:
                 f"recompute_modules {list(names)} needs recompute_granularity 'selective', got "
                 f"{self.recompute_granularity!r}: set it, or leave recompute_modules out"
             )
+        # YAML gives a list: store a tuple, which is immutable
         object.__setattr__(self, "recompute_modules", tuple(names))
 
     def _check_recompute(self) -> None:

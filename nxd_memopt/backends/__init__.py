@@ -23,13 +23,14 @@ BACKENDS: dict[str, type[Backend]] = {
 
 
 def select_backend(requested: str | None = None) -> tuple[Backend, str]:
-    """Return the backend and why it was chosen.
+    """Return the backend and the reason for choosing it.
 
     Args:
-        requested: a name from ``BACKENDS``, or ``None`` for the first one that this machine has.
+        requested: a name from ``BACKENDS``, or ``None`` for the first backend that this machine
+            has.
 
     Raises:
-        ValueError: for an unknown name, or for a backend that this machine lacks. There is no fallback.
+        ValueError: the name is unknown, or this machine lacks the backend. There is no fallback.
     """
     if requested:
         return _described(_require_backend(requested), [f"NXD_MEMOPT_BACKEND={requested}"])

@@ -9,15 +9,15 @@ import torch
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """What decides which implementations of causal attention can run.
+    """Properties of a causal attention call that decide which implementations can run it.
 
     Args:
         query_shape: ``[B, h, S, d]``.
-        kv_heads: g.
-        masked: there is a mask beside causality.
-        packed: rows hold several documents, which do not see each other.
+        kv_heads: g, the number of KV heads.
+        masked: there is a mask in addition to causality.
         dropout_p: probability of dropping an attention weight.
         dtype: of query, key and value.
+        packed: rows contain several documents, and attention is within each document.
     """
 
     query_shape: tuple[int, ...]
@@ -44,7 +44,15 @@ class AttentionCall:
         sequence_multiple: int = 1,
         packs: bool = False,
     ) -> str | None:
-        """Why a flash kernel that takes neither mask nor dropout cannot serve the call; ``None``: it can."""
+        """Return why a flash kernel without mask and dropout cannot run the call, or None.
+
+        Args:
+            kernel: name for the message.
+            max_head_dim: largest d.
+            head_dim_multiple: d must be a multiple of this number.
+            sequence_multiple: S must be a multiple of this number.
+            packs: the kernel supports packed documents.
+        """
         if self.dropout_p > 0:
             return f"{kernel} has no dropout, got {self.dropout_p}"
         if self.masked:

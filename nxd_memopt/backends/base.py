@@ -26,38 +26,46 @@ Result = TypeVar("Result", covariant=True)
 
 
 class Capture(Protocol[Result]):
-    """Recorded work of a device. Every replay works on the memory that the recording's tensors had."""
+    """Recorded device work, such as a CUDA graph.
+
+    Each replay uses the memory of the recorded tensors.
+    """
 
     @property
     def result(self) -> Result:
-        """What the recorded function returned; each replay writes its tensors."""
+        """Return the result of the recorded function. Each replay overwrites its tensors."""
         ...
 
-    def replay(self) -> None: ...
+    def replay(self) -> None:
+        """Run the recorded work again. The inputs are updated in place before the call."""
+        ...
 
 
 ContextPair = tuple[AbstractContextManager[None], AbstractContextManager[None]]
 
 
 class Backend(ABC):
-    """One device family.
+    """Contract of one device family.
 
-    Collectives work along dim 0, return new tensors and never write to their input. A group of ``None`` or of size 1
-    returns its input. Reductions run in the input's dtype.
+    Collectives operate along dim 0, return new tensors and never write to their input. With a group
+    of ``None`` or of size 1 a collective returns its input. Reductions run in the input's dtype.
     """
 
     name: str
     distributed_backend: str
     device: torch.device
     attention_implementations: tuple[str, ...]
-    """Names understood by ``ops.attention``, best first; the last is ``"math"``, which runs always."""
+    """Names for ``ops.attention``, best first. The last one is ``"math"``, which can always run."""
     equal_heads_implementations: tuple[str, ...] = ()
-    """Those that want a KV head for each query head: K and V are repeated for them."""
+    """Implementations without grouped-query support, for which K and V are repeated to h heads."""
     views_share_memory: bool = True
-    """A view and its base are one memory, so that writing into a part of a tensor saves another tensor."""
+    """Whether a view and its base share memory, so that writing to a slice needs no new tensor."""
     scalars_are_compiled: bool = False
-    """A Python number in an operation may become a constant of a compiled kernel, so that every new value, such as each
-    step's learning rate, is another compilation: numbers that change are passed as 0-dim tensors."""
+    """Whether a Python number in an operation may become a constant of a compiled kernel.
+
+    Each new value, such as the learning rate of the next step, is then another compilation. Pass
+    numbers that change as 0-dim tensors.
+    """
 
     @classmethod
     @abstractmethod
@@ -66,88 +74,119 @@ class Backend(ABC):
 
     @classmethod
     def passed_over_reason(cls) -> str | None:
-        """Return why the backend is not chosen unasked, or ``None`` if it may be."""
+        """Return why automatic selection skips the backend, or ``None`` if it may be chosen."""
         return cls.unavailable_reason()
 
     def description(self) -> str:
-        """What the backend runs on, for people; part of ``BACKEND_REASON``."""
+        """Return what the backend runs on, in words; part of ``BACKEND_REASON``."""
         return f"{self.name} on {self.device}"
 
     def describe_overlap(self) -> str:
-        """How tensor parallelism's communication runs beside matmuls, for people."""
+        """Return in words how tensor-parallel communication overlaps with matmuls."""
         return "collectives run between matmuls"
 
     # Processes and groups
 
     @abstractmethod
     def init_process_group(self, **kwargs: Any) -> None:
-        """Join the world that torchrun's environment describes; without one, stay a single process."""
+        """Join the world that torchrun's environment variables describe.
+
+        Without these variables the process stays a single process.
+        """
 
     @abstractmethod
     def new_group(self, rank_groups: Sequence[Sequence[int]]) -> ProcessGroup | None:
-        """Create all of ``rank_groups`` (every rank passes the same partition of the world) and return this rank's."""
+        """Create all of ``rank_groups`` and return the group of this rank.
+
+        Args:
+            rank_groups: a partition of the world, the same on every rank.
+        """
 
     def initialize_collectives(self) -> None:
-        """Run a first collective over the world, where the device's runtime sets its links up that way."""
+        """Run a first collective over the world, if the runtime needs one to set up links."""
         return
 
     def release_groups(self) -> None:
-        """Free what is kept for groups: they are about to be destroyed."""
+        """Free what is cached for process groups, before the groups are destroyed."""
         return
 
     def device_order(self, world_size: int, tensor_model_parallel_size: int) -> list[int]:
-        """Global ranks in the order in which tensor-parallel groups take them; neighbours share the fastest links."""
+        """Return the global ranks in the order in which tensor-parallel groups take them.
+
+        Neighbours in this order share the fastest links.
+        """
         del tensor_model_parallel_size
         return list(range(world_size))
 
     def kv_rank_stride(self, tensor_model_parallel_size: int, replicas: int) -> int:
-        """How far apart in a tensor-parallel group the ``replicas`` ranks are that hold one KV head: 1 for neighbours.
+        """Return the distance between ranks of a tensor-parallel group that share one KV head.
 
-        Called where groups are made; layers and parameters record the value (``parallel_layers.rank_order``).
+        Args:
+            tensor_model_parallel_size: T, the size of the group.
+            replicas: number of ranks that hold the same KV head.
+
+        Returns:
+            1 for adjacent ranks. Layers and parameters record the value when groups are created
+            (``parallel_layers.rank_order``).
         """
         del tensor_model_parallel_size, replicas
         return 1
 
     @abstractmethod
-    def group_size(self, group: ProcessGroup | None) -> int: ...
+    def group_size(self, group: ProcessGroup | None) -> int:
+        """Return the number of ranks in ``group``; 1 for ``None``."""
+        ...
 
     @abstractmethod
     def group_rank(self, group: ProcessGroup | None) -> int:
-        """This rank in ``group``, for descriptions and files; a forward or backward uses ``group_rank_in_graph``."""
+        """Return this rank in ``group`` as an int, for descriptions and files.
+
+        Forward and backward passes use ``group_rank_in_graph``.
+        """
 
     def group_rank_in_graph(self, group: ProcessGroup | None) -> int | Tensor:
-        """This rank in ``group``: a 0-dim device tensor where all ranks must trace one graph, otherwise an int."""
+        """Return this rank in ``group`` for use in forward and backward passes.
+
+        The rank is a 0-dim device tensor where all ranks must trace one graph, and an int
+        otherwise.
+        """
         return self.group_rank(group)
 
     @abstractmethod
     def shard(self, tensor: Tensor, dim: int, group: ProcessGroup | None) -> Tensor:
-        """This rank's chunk of ``tensor`` along ``dim``, which the group's size divides; may share its storage."""
+        """Return this rank's chunk of ``tensor`` along ``dim``; the chunk may be a view.
+
+        The size of ``group`` must divide ``dim``.
+        """
 
     # Collectives
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, group: ProcessGroup | None, op: str = "sum") -> Tensor:
-        """Reduce with ``"sum"``, ``"max"`` or ``"min"``."""
+        """Reduce with ``op``, which is ``"sum"``, ``"max"`` or ``"min"``."""
 
     @abstractmethod
     def all_gather(self, tensor: Tensor, group: ProcessGroup | None) -> Tensor:
-        """``[n, ...] -> [n * size, ...]``, in rank order."""
+        """Concatenate the shards of all ranks in rank order, ``[n, ...] -> [n * size, ...]``."""
 
     @abstractmethod
     def reduce_scatter(self, tensor: Tensor, group: ProcessGroup | None) -> Tensor:
-        """``[n, ...] -> [n / size, ...]``: this rank's chunk of the sum."""
+        """Return this rank's chunk of the sum over ranks, ``[n, ...] -> [n / size, ...]``."""
 
     @abstractmethod
     def all_to_all(self, tensor: Tensor, group: ProcessGroup | None) -> Tensor:
-        """Send equal chunk ``i`` of dim 0 to rank ``i``; receive in rank order. Same shape."""
+        """Send chunk ``i`` of dim 0 to rank ``i`` and receive in rank order; the shape is kept."""
 
     def reduce_scatter_mean_list(self, tensors: Sequence[Tensor], group: ProcessGroup | None) -> list[Tensor]:
-        """Return this rank's chunk of each tensor's mean over ``group``, ``[D * n_i] -> [n_i]``, by one collective.
+        """Return this rank's chunk of each tensor's mean over ``group``, ``[D * n_i] -> [n_i]``.
 
-        The tensors, of one dtype, become the matrix ``[D, sum of n_i]``, whose row i goes to rank i: one copy of all
-        tensors.
+        All tensors have one dtype. They are copied once, into a ``[D, sum of n_i]`` matrix that one
+        reduce-scatter sums; row i goes to rank i.
         """
         size = self.group_size(group)
+        # One collective instead of one per tensor. Row i of the matrix is chunk i of every tensor,
+        # so that the scatter along dim 0 sends each rank its chunks of all tensors. The division is
+        # in place in the copy.
         rows = torch.cat([tensor.view(size, -1) for tensor in tensors], dim=1)
         chunk = self.reduce_scatter(rows.div_(size).view(-1), group)
         chunks = []
@@ -158,21 +197,28 @@ class Backend(ABC):
         return chunks
 
     def all_gather_list(self, tensors: Sequence[Tensor], group: ProcessGroup | None) -> Iterator[Tensor]:
-        """Yield each tensor's chunks of all ranks, ``[n_i] -> [D * n_i]``, gathered by one collective; one dtype."""
+        """Yield the full tensor of each shard, ``[n_i] -> [D * n_i]``, with one all-gather.
+
+        All shards have one dtype.
+        """
         size = self.group_size(group)
         rows = self.all_gather(torch.cat(list(tensors)), group).view(size, -1)  # [D, sum of n_i]
         start = 0
         for tensor in tensors:
+            # columns [start, start + n_i) are tensor i's chunks of all ranks, copied into [D * n_i]
             yield rows.narrow(1, start, tensor.numel()).reshape(-1)
             start += tensor.numel()
 
     def all_reduce_async(self, tensor: Tensor, group: ProcessGroup | None) -> Pending:
+        """Start ``all_reduce`` (sum). By default the result is complete on return."""
         return Completed(self.all_reduce(tensor, group))
 
     def all_gather_async(self, tensor: Tensor, group: ProcessGroup | None) -> Pending:
+        """Start ``all_gather``. By default the result is complete on return."""
         return Completed(self.all_gather(tensor, group))
 
     def reduce_scatter_async(self, tensor: Tensor, group: ProcessGroup | None) -> Pending:
+        """Start ``reduce_scatter``. By default the result is complete on return."""
         return Completed(self.reduce_scatter(tensor, group))
 
     def start_all_gather(
@@ -183,13 +229,15 @@ class Backend(ABC):
         materialize: bool = True,
         hides_launch_latency: bool = False,
     ) -> ChunkedAllGather:
-        """``all_gather_async`` whose rows may arrive in pieces.
+        """Start an all-gather along dim 0 whose rows may arrive in chunks.
 
         Args:
-            tensor: this rank's chunk.
-            group: of the ranks.
-            materialize: all rows are wanted in one tensor, by ``wait()``, which is not called otherwise.
-            hides_launch_latency: the device has long work; the host's time to start pieces does not count.
+            tensor: shard of this rank, ``[n, ...]``.
+            group: process group of the all-gather.
+            materialize: gather all rows into one tensor, for ``wait()``. Without it ``wait()`` must
+                not be called.
+            hides_launch_latency: the device has enough queued work to hide the host's time to
+                launch the chunks.
         """
         del materialize, hides_launch_latency
         return UnchunkedAllGather(self.all_gather_async(tensor, group))
@@ -203,14 +251,15 @@ class Backend(ABC):
         scattered: bool,
         hides_launch_latency: bool = False,
     ) -> ChunkedReduction:
-        """``reduce_scatter_async``, or ``all_reduce_async`` when not ``scattered``, of a tensor handed over in pieces.
+        """Start a sum over ranks of a tensor that is handed over in chunks.
 
         Args:
-            shape: of the whole tensor, ``[n, ...]``.
-            dtype: of its pieces.
-            group: of the ranks.
-            scattered: each rank wants its chunk only.
-            hides_launch_latency: as for ``start_all_gather``.
+            shape: of the full tensor, ``[n, ...]``.
+            dtype: of the chunks.
+            group: process group of the reduction.
+            scattered: reduce-scatter, so that each rank gets only its own chunk; otherwise
+                all-reduce.
+            hides_launch_latency: see ``start_all_gather``.
         """
         del dtype, hides_launch_latency
         start = self.reduce_scatter_async if scattered else self.all_reduce_async
@@ -230,67 +279,81 @@ class Backend(ABC):
     # Execution and memory
 
     def attention_refusal(self, implementation: str, call: AttentionCall) -> str | None:
-        """Why ``implementation`` fails on this device, or materialises S x S there; ``None``: it serves ``call``."""
+        """Return why ``implementation`` cannot run ``call`` on this device, or ``None`` if it can.
+
+        A kernel that would materialise S x S scores on this device counts as one that cannot run.
+        """
         del implementation, call
         return None
 
     @contextmanager
     def outside_step(self) -> Iterator[None]:
-        """Keep collectives that are not part of a training step out of its graph, on devices that record graphs.
+        """Keep collectives that are not part of a training step out of the step's graph.
 
-        Such a device chains the collectives of one graph. Without this fence a collective that runs between two steps
-        is chained to those of the next step, whose graph then is another one and is compiled again.
+        A device that records graphs chains the collectives of one graph. Without this fence a
+        collective between two steps is chained to the collectives of the next step. The next step's
+        graph then differs and is compiled again.
         """
         self.mark_step()
         yield
         self.mark_step()
 
     def mark_step(self) -> None:
-        """End the step: a device that records graphs lazily runs what it recorded."""
+        """End the step: a device that records graphs lazily compiles and runs its graph."""
         return
 
     def synchronize(self) -> None:
-        """Wait until the device has finished its work."""
+        """Wait until the device has finished all queued work."""
         return
 
     @abstractmethod
     def memory_allocated(self) -> int | None:
-        """Bytes in use now; ``None`` where the device does not tell."""
+        """Return the bytes in use, or ``None`` if the device does not report them."""
 
     @abstractmethod
     def max_memory_allocated(self) -> int | None:
-        """Peak bytes since the last reset; ``None`` where the device does not tell."""
+        """Return the peak bytes since the last reset, or ``None`` if they are not reported."""
 
     @abstractmethod
     def reset_peak_memory_stats(self) -> None: ...
 
     def optimization_barrier(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return ``tensors`` so that a compiler cannot merge work behind the barrier with work before it."""
+        """Return ``tensors`` after a compiler barrier.
+
+        A compiler cannot merge work on the returned tensors with work on the given ones.
+        """
         return list(tensors)
 
     def check_recompute(self) -> None:
-        """Raise ``ValueError`` where the device's compiler is set up so that recomputation would save no memory."""
+        """Raise ``ValueError`` if the device's compiler settings make recompute save no memory."""
         return
 
     def capture_refusal(self) -> str | None:
-        """Why ``capture`` records nothing on this device; ``None``: it does."""
+        """Return why ``capture`` is not available on this device, or ``None`` if it is."""
         return f"needs an NVIDIA GPU, and the backend is {self.name}"
 
     def rehearsal(self) -> AbstractContextManager[None]:
-        """Inside, what will be captured runs as it is, and sets up what the captured work will use."""
+        """Return a context for warm-up runs before ``capture``.
+
+        Work inside it runs eagerly and sets up the resources that the captured work will use.
+        """
         return nullcontext()
 
     def capture(self, function: Callable[[], Result], *, beside: Capture[Any] | None = None) -> Capture[Result]:
-        """Record the device's work of ``function``. A failure leaves no trace in the backend.
+        """Record the device work of ``function``. A failure leaves the backend's state unchanged.
 
         Args:
-            function: has run before, in a ``rehearsal`` and on tensors of the same shapes.
-            beside: an earlier recording, which never runs at the same time: both use the same memory.
+            function: has run before, in ``rehearsal`` and on tensors of the same shapes.
+            beside: an earlier recording that never runs at the same time; the two share one memory
+                pool.
         """
         raise NotImplementedError(self.capture_refusal())
 
     def host_transfers(self) -> HostTransfers | None:
-        """What copies between the device's memory and the host's beside the device's work; ``None``: nothing does."""
+        """Return the copies between device and host memory that overlap with the device's work.
+
+        ``None`` means that the device has no such copies.
+        """
         return None
 
     @abstractmethod
@@ -303,20 +366,22 @@ class Backend(ABC):
         early_stop: bool = True,
         **kwargs: Any,
     ) -> Any:
-        """Run ``function``, keep only its inputs, and run it again in backward with the same random numbers.
+        """Run ``function``, save only its inputs, and recompute it in backward.
 
-        ``context_fn`` returns one context manager for the forward pass and one for the recomputation. The other options
-        are those of ``torch.utils.checkpoint.checkpoint``.
+        The recomputation draws the same random numbers. ``context_fn`` returns one context manager
+        for the forward pass and one for the recomputation. The other options are the options of
+        ``torch.utils.checkpoint.checkpoint``.
         """
 
     def compile_refusal(self) -> str | None:
-        """Why ``compile`` would not compile anything here; ``None``: it does."""
+        """Return why ``compile`` would compile nothing here, or ``None`` if it compiles."""
         return None
 
     @abstractmethod
     def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function`` as one graph of static shapes.
+        """Compile ``function`` into one graph with static shapes.
 
-        Each combination of input shapes, and of gradients being recorded or not, is compiled at its first call. What
-        one graph cannot hold is an error of torch's at that call; nothing runs eagerly in its place.
+        Each combination of input shapes and grad mode is compiled at its first call. Code that does
+        not fit into one graph raises torch's error at that call; nothing falls back to eager
+        execution.
         """

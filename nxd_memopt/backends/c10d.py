@@ -15,14 +15,14 @@ from torch.utils.checkpoint import checkpoint
 from nxd_memopt.backends.base import Backend, ContextPair
 from nxd_memopt.backends.collectives import Completed, Pending
 
-# torch 2.13 renames the two; 2.9 to 2.12 have the old names only
+# torch 2.13 renames both functions; torch 2.9 to 2.12 have only the old names
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
 class _Work:
-    """A started torch.distributed collective; keeps its input alive until it has been read."""
+    """Started torch.distributed collective. It keeps its input alive until it has been read."""
 
     def __init__(self, work: dist.Work | None, source: Tensor, result: Tensor) -> None:
         self._work, self._source, self._result = work, source, result
@@ -34,7 +34,11 @@ class _Work:
 
 
 class _TracedWork:
-    """A collective in a graph that torch.compile traces: functional, since dynamo refuses handles of the others."""
+    """Collective in a graph that torch.compile traces.
+
+    It is a functional collective, because dynamo does not trace the handles of in-place
+    collectives.
+    """
 
     def __init__(self, started: Tensor) -> None:
         self._started = started
@@ -44,7 +48,7 @@ class _TracedWork:
 
 
 class C10dBackend(Backend):
-    """A device whose collectives torch.distributed runs eagerly, with asynchronous handles."""
+    """Device with eager torch.distributed collectives and asynchronous handles."""
 
     def describe_overlap(self) -> str:
         return f"{self.distributed_backend}'s collectives start before the matmuls that do not need them"
@@ -63,6 +67,7 @@ class C10dBackend(Backend):
             ) from error
 
     def new_group(self, rank_groups: Sequence[Sequence[int]]) -> ProcessGroup | None:
+        # new_group is a collective of the world: each rank creates every group, in the same order.
         mine = None
         for ranks in rank_groups:
             assert list(ranks) == sorted(ranks), (
@@ -112,6 +117,7 @@ class C10dBackend(Backend):
             return Completed(tensor)
         if torch.compiler.is_compiling():
             return _TracedWork(torch.ops._c10d_functional.all_reduce(tensor.contiguous(), "sum", group.group_name))
+        # dist.all_reduce is in place: the copy keeps the contract that the input stays unchanged
         result = tensor.clone(memory_format=torch.contiguous_format)
         return _Work(dist.all_reduce(result, group=group, async_op=True), tensor, result)
 
@@ -145,7 +151,7 @@ class C10dBackend(Backend):
         early_stop: bool = True,
         **kwargs: Any,
     ) -> Any:
-        # options at their defaults are left out: dynamo would refuse to follow them
+        # Pass only options that differ from their defaults: dynamo does not trace the others.
         if context_fn is not None:
             kwargs["context_fn"] = context_fn
         if determinism_check != "default":
@@ -155,13 +161,13 @@ class C10dBackend(Backend):
         return checkpoint(function, *args, use_reentrant=False, **kwargs)
 
     def compile_refusal(self) -> str | None:
-        import torch._dynamo  # takes a second: only where something is compiled
+        import torch._dynamo  # takes a second: import only when something is compiled
 
-        # torch.compile would return the function itself, without a word
+        # torch.compile would silently return the function itself
         if torch._dynamo.config.disable or os.environ.get("TORCHDYNAMO_DISABLE") == "1":
             return "needs torch.compile, which TORCH_COMPILE_DISABLE or TORCHDYNAMO_DISABLE turns off: unset it"
         return None
 
     def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """By torch's default compiler, Inductor."""
+        """Compile with Inductor, torch's default compiler."""
         return torch.compile(function, fullgraph=True, dynamic=False)

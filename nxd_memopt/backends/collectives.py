@@ -9,13 +9,15 @@ from torch import Tensor
 
 
 class Pending(Protocol):
-    """A collective under way. ``wait()`` returns its result and may be called once."""
+    """Collective in progress."""
 
-    def wait(self) -> Tensor: ...
+    def wait(self) -> Tensor:
+        """Return the result; call at most once."""
+        ...
 
 
 class Completed:
-    """A ``Pending`` that has its result already: what a device without asynchronous collectives returns."""
+    """``Pending`` with a complete result, for devices without asynchronous collectives."""
 
     def __init__(self, result: Tensor) -> None:
         self._result = result
@@ -25,62 +27,68 @@ class Completed:
 
 
 class ChunkedAllGather(Protocol):
-    """An all-gather along dim 0 whose rows can be used as they arrive.
+    """All-gather along dim 0 whose rows can be used as they arrive.
 
-    Whoever uses rows gives that work to the device before the group's next gather starts, on the stream of this one:
-    the rows may lie in memory that is used again.
+    The rows may be in a buffer that the group's next gather overwrites. Enqueue all work that reads
+    the rows before that gather starts, on the stream on which this gather started.
     """
 
     @property
     def length(self) -> int:
-        """``n * size``, of all rows."""
+        """Return the number of rows of all ranks, ``n * size``."""
         ...
 
     def pieces(self, operations_per_element: float = 0) -> Iterable[tuple[int, Tensor]]:
-        """Where rows begin, and the rows, in the order of their arrival, together all of them; to be iterated once.
+        """Yield ``(first row, rows)`` in order of arrival, covering all rows; iterate once.
 
         Args:
-            operations_per_element: floating-point operations that the user does with each element. The more, the longer
-                it takes, and the more rows arrive meanwhile and come as one piece.
+            operations_per_element: floating-point operations that the caller spends on each
+                element. With more operations, more rows arrive during the caller's work, and more
+                rows are yielded as one chunk.
         """
         ...
 
     def wait(self, *, copy: bool = False) -> Tensor:
-        """Return ``[n * size, ...]``, in rank order; read-only: in a group of one rank it is the shard itself.
+        """Return all rows, ``[n * size, ...]``, in rank order.
+
+        The result is read-only: in a group of one rank it is the shard itself.
 
         Args:
-            copy: the result must stay valid after the group's next gather, which otherwise may overwrite it. Call
-                before that gather starts.
+            copy: return a copy that the group's next gather does not overwrite. Call before that
+                gather starts.
         """
         ...
 
 
 class ChunkedReduction(Protocol):
-    """A sum over ranks to which each hands its ``[n, ...]`` piece by piece.
+    """Sum over ranks of ``[n, ...]`` tensors that each rank hands over in chunks.
 
-    Between the first piece and ``wait()`` no other reduction of the group starts.
+    No other reduction of the group may start between the first chunk and ``wait()``.
     """
 
     @property
     def pieces(self) -> Sequence[tuple[int, int]]:
-        """The ranges of rows to hand over, in the best order."""
+        """Return the row ranges ``(start, stop)`` to hand over, in the best order."""
         ...
 
     def put(self, start: int, rows: Tensor) -> None:
-        """Hand over the piece that begins at ``start``."""
+        """Hand over the chunk that begins at row ``start``."""
         ...
 
     def abandon(self) -> None:
-        """The pieces that are left will not come; the other ranks' sums are then of no use."""
+        """Give up the remaining chunks. The sums of the other ranks are then invalid."""
         ...
 
     def wait(self) -> Tensor:
-        """``[n / size, ...]``, this rank's chunk of the sum (or all of it: see ``start_reduction``)."""
+        """Return this rank's chunk of the sum, ``[n / size, ...]``.
+
+        Without ``scattered`` (see ``Backend.start_reduction``) return the full sum, ``[n, ...]``.
+        """
         ...
 
 
 class UnchunkedAllGather:
-    """All rows arrive together."""
+    """``ChunkedAllGather`` whose rows arrive all at once."""
 
     def __init__(self, pending: Pending) -> None:
         self._pending = pending
@@ -95,14 +103,15 @@ class UnchunkedAllGather:
         return ((0, self.wait()),)
 
     def wait(self, *, copy: bool = False) -> Tensor:
-        del copy  # the result has memory of its own
+        del copy  # the result has its own memory; no later gather overwrites it
+        # Pending.wait() may be called once, but pieces() and length need the result too
         if self._result is None:
             self._result = self._pending.wait()
         return self._result
 
 
 class UnchunkedReduction:
-    """All rows are handed over together to the collective ``start``."""
+    """``ChunkedReduction`` that hands all rows at once to the collective ``start``."""
 
     def __init__(self, rows: int, start: Callable[[Tensor], Pending]) -> None:
         self.pieces = ((0, rows),)

@@ -14,9 +14,9 @@ from nxd_memopt.backends.neuron.topology import PLATFORM_OVERRIDE, neuron_kv_ran
 
 
 class CpuBackend(C10dBackend):
-    """Any CPU. Memory figures are the resident bytes of the process, from Linux's /proc where it exists.
+    """CPU device. Memory figures are the process's resident bytes, from Linux's /proc if it exists.
 
-    Where ``NEURON_PLATFORM_TARGET_OVERRIDE`` names a platform, ranks have that platform's order.
+    If ``NEURON_PLATFORM_TARGET_OVERRIDE`` names a platform, ranks are ordered as on that platform.
     """
 
     name = "cpu"
@@ -31,7 +31,8 @@ class CpuBackend(C10dBackend):
         return None
 
     def device_order(self, world_size: int, tensor_model_parallel_size: int) -> list[int]:
-        if PLATFORM_OVERRIDE not in os.environ:  # the machine itself may be Trainium: its links carry none of this
+        # even on a Trainium host: gloo does not use its links
+        if PLATFORM_OVERRIDE not in os.environ:
             return super().device_order(world_size, tensor_model_parallel_size)
         return neuron_order(os.environ, world_size, tensor_model_parallel_size)
 
@@ -56,18 +57,22 @@ class CpuBackend(C10dBackend):
         return resident_bytes("VmHWM")
 
     def reset_peak_memory_stats(self) -> None:
-        """Restart the peak from the present figure, where the kernel allows it (Linux 4.0 and newer)."""
+        """Restart the peak at the current figure, if the kernel allows it (Linux 4.0 and newer)."""
         reset_resident_peak()
 
 
 def reset_resident_peak() -> None:
+    """Reset VmHWM of this process to its VmRSS; do nothing without Linux's /proc."""
     clear_refs = Path("/proc/self/clear_refs")
     if clear_refs.exists():
         clear_refs.write_text("5", encoding="ascii")
 
 
 def resident_bytes(field: str) -> int:
-    """The process's ``VmRSS`` (resident now) or ``VmHWM`` (its peak), in bytes."""
+    """Return ``VmRSS`` (resident now) or ``VmHWM`` (peak) of this process, in bytes.
+
+    Without /proc return the peak of getrusage for both.
+    """
     status = Path("/proc/self/status")
     if not status.exists():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

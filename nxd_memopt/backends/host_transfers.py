@@ -10,48 +10,61 @@ from torch import Tensor
 
 
 class Transfer(Protocol):
-    """A copy under way."""
+    """Copy in progress, or a point in the device's work."""
 
     def wait(self) -> None:
-        """Let the device's following work wait for it."""
+        """Make the device's subsequent work on the current stream wait for the transfer."""
         ...
 
-    def is_done(self) -> bool: ...
+    def is_done(self) -> bool:
+        """Return whether the transfer has finished, without waiting."""
+        ...
 
     def synchronize(self) -> None:
-        """Let the host wait for it."""
+        """Make the host wait for the transfer."""
         ...
 
 
 class HostTransfers(Protocol):
-    """Copies of one device; all tensors are 1-D of bytes."""
+    """Copies between one device and its host. All tensors are 1-D and uint8."""
 
     device: torch.device
 
     def to_host(self, source: Tensor) -> tuple[Tensor, Transfer]:
-        """A copy of ``source`` in host memory, made when the work that makes ``source`` is done."""
+        """Start a copy of ``source`` to host memory, after the queued work that computes it.
+
+        The caller keeps ``source`` alive until the transfer is done.
+        """
         ...
 
     def mark(self) -> Transfer:
-        """The point that the device's work has reached when it has done what the calling thread has queued so far."""
+        """Return a transfer that is done when all work queued so far by this thread is done."""
         ...
 
     def copy_out(self, pairs: Iterable[tuple[Tensor, Tensor]], after: Transfer) -> Transfer:
-        """Copy to each pinned host tensor the device's tensor next to it, when ``after`` is done; any thread may call.
+        """Copy each device tensor into the pinned host tensor of its pair, once ``after`` is done.
 
-        The caller keeps both alive until the transfer is done. ``pairs`` may be a generator that runs device work: it
-        belongs to the copies, next to the device's other work.
+        Any thread may call. The caller keeps both tensors alive until the transfer is done.
+        ``pairs`` may be a generator that runs device work; that work runs with the copies and
+        overlaps with the device's other work.
+
+        Args:
+            pairs: ``(host, device)`` tensors.
+            after: transfer to wait for.
         """
         ...
 
     def to_device(self, host: Tensor, after: Transfer) -> tuple[Tensor, Transfer]:
-        """A copy of ``host`` in the device's memory, made when ``after`` is done."""
+        """Start a copy of ``host`` to device memory, once ``after`` is done."""
         ...
 
     def keep_pace(self) -> None:
-        """Let the host not run far ahead of the device: it then knows soon which copies are done."""
+        """Keep the host from running far ahead of the device.
+
+        The host then learns soon which copies are done.
+        """
         ...
 
     def free_bytes(self) -> int:
-        """What the device could still allocate."""
+        """Return the bytes that the device could still allocate."""
         ...

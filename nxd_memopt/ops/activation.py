@@ -28,15 +28,20 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "silu": F.silu,
 }
-"""By Hugging Face's ``hidden_act``."""
+"""Activation functions by their names in Hugging Face's ``hidden_act``."""
 
 
 def activation(name: str) -> Callable[[Tensor], Tensor]:
-    """The function called ``name``; ``ValueError`` names the nearest one that exists."""
+    """Return the activation function called ``name``.
+
+    Raises:
+        ValueError: the name is unknown; the message has the nearest known name.
+    """
     require_one_of("hidden_act", name, tuple(ACTIVATIONS))
     return ACTIVATIONS[name]
 
 
+# (dy, x) -> dy * act'(x), by the same names
 _GRADIENTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "gelu": torch.ops.aten.gelu_backward,
     "gelu_fast": partial(torch.ops.aten.gelu_backward, approximate="tanh"),
@@ -48,12 +53,17 @@ _GRADIENTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def gated_activation(gate: Tensor, up: Tensor, name: str) -> Tensor:
-    """``act(gate) * up``, elementwise; SwiGLU for ``"silu"``, GeGLU for the GELUs (arXiv:2002.05202).
+    """Return ``act(gate) * up``, elementwise.
+
+    The result is SwiGLU for ``"silu"`` and GeGLU for the GELUs (arXiv:2002.05202).
 
     Args:
         gate: ``[..., F]``.
         up: ``[..., F]``.
         name: one of ``ACTIVATIONS``.
+
+    Returns:
+        ``[..., F]``.
     """
     if name in cuda.KINDS and gate.shape == up.shape and can_use_triton(gate, up):
         return cuda.gated_activation(gate, up, cuda.KINDS[name])
@@ -61,16 +71,21 @@ def gated_activation(gate: Tensor, up: Tensor, name: str) -> Tensor:
 
 
 def gated_activation_gradient(gate: Tensor, up: Tensor, grad: Tensor, name: str) -> Tensor:
-    """Put the gradients of ``gated_activation`` by gate and up in their places; return its value.
+    """Overwrite ``gate`` and ``up`` with their gradients, and return ``act(gate) * up``.
 
     Args:
         gate: ``[rows, F]``, overwritten.
         up: ``[rows, F]``, overwritten.
-        grad: ``[rows, F]``, of the value; may be overwritten.
+        grad: ``[rows, F]``, gradient of the result; may be overwritten.
         name: one of ``ACTIVATIONS``.
+
+    Returns:
+        ``[rows, F]``, which may be the memory of ``grad``.
     """
     if name in cuda.KINDS and can_use_triton(gate, up, grad):
         return cuda.gated_activation_gradient(gate, up, grad, cuda.KINDS[name])
+    # dgate = grad * up * act'(gate) and dup = grad * act(gate). Each is computed in full before it
+    # overwrites its input, and the value before both.
     activated = activation(name)(gate)
     value = activated * up
     gate.copy_(_GRADIENTS[name](grad * up, gate))

@@ -10,7 +10,9 @@ from torch import Tensor
 
 
 class StepNumbers(NamedTuple):
-    """The numbers of an update that change from step to step, each 0-dim, in the dtype of the arithmetic.
+    """Numbers of an update that change from step to step, as 0-dim tensors.
+
+    Their dtype is the dtype of the arithmetic.
 
     Args:
         decay: ``1 - lr * weight_decay``; ``None`` without weight decay.
@@ -31,10 +33,18 @@ def arithmetic_dtype(param: Tensor) -> torch.dtype:
 def step_numbers(
     step: int, param: Tensor, *, lr: float, betas: tuple[float, float], weight_decay: float
 ) -> StepNumbers:
-    """Return the numbers of update ``step``, counted from 1, on the device and in the arithmetic of ``param``.
+    """Return the numbers of update ``step`` on the device and in the arithmetic dtype of ``param``.
 
-    They are computed on the host, in float64: a power of a device tensor would be a kernel of its own, and its fp32
-    result wrong in the last digits, as ``1 - beta2 ** step`` is near 0 in the first steps.
+    They are computed on the host in float64. A power of a device tensor would be another kernel,
+    and its fp32 result would be wrong in the last digits, because ``1 - beta2 ** step`` is near 0
+    in the first steps.
+
+    Args:
+        step: number of the update, counted from 1.
+        param: parameter that is updated.
+        lr: learning rate.
+        betas: decay of the first and second moment.
+        weight_decay: decoupled weight decay.
     """
 
     def on_device(number: float) -> Tensor:
@@ -57,15 +67,15 @@ def adamw_update(
     betas: tuple[float, float],
     eps: float,
 ) -> None:
-    """Update ``param``, ``mean`` and ``square`` in place as ``torch.optim.AdamW`` does.
+    """Update ``param``, ``mean`` and ``square`` in place, as ``torch.optim.AdamW`` does.
 
-    ``betas`` and ``eps`` are the run's constants, so kernels may contain them. Tensors narrower than fp32 are updated
-    in fp32 and rounded when they are stored: ``1 - lr * weight_decay`` itself would have 8 bits in bf16, where 0.9999
-    is 1.
+    ``betas`` and ``eps`` are constant over a run, so kernels may contain them as constants. Tensors
+    narrower than fp32 are updated in fp32 and rounded when they are stored. In bf16,
+    ``1 - lr * weight_decay`` itself would have 8 bits, and 0.9999 would round to 1.
 
     Args:
         param: of any shape and floating-point dtype.
-        grad: of ``param``'s shape; read.
+        grad: gradient, of ``param``'s shape; not modified.
         mean: first moment, of ``param``'s shape.
         square: second moment, of ``param``'s shape.
         numbers: from ``step_numbers`` for this parameter's device and dtype.
@@ -73,12 +83,18 @@ def adamw_update(
         eps: added to the root of the second moment, after the bias correction.
     """
     wide = arithmetic_dtype(param)
+    # Tensors in the arithmetic dtype are updated in place; .to() copies only narrower ones, which
+    # are written back at the end.
     new_param, new_mean, new_square, wide_grad = (tensor.to(wide) for tensor in (param, mean, square, grad))
     if numbers.decay is not None:
         new_param.mul_(numbers.decay)
+    # m = beta1 * m + (1 - beta1) * g and v = beta2 * v + (1 - beta2) * g^2. The rates are
+    # constants.
     new_mean.lerp_(wide_grad, 1 - betas[0])
     new_square.mul_(betas[1]).addcmul_(wide_grad, wide_grad, value=1 - betas[1])
-    # the order of torch's addcdiv_, whose factor can only be a number: the results are equal to the last bit
+    # Same order of operations as torch's addcdiv_, which takes only a number as its factor: the
+    # results
+    # are bitwise equal to torch.optim.AdamW.
     denominator = (new_square.sqrt() / numbers.root).add_(eps)
     new_param.add_((new_mean * numbers.negative_step_size).div_(denominator))
     for tensor, updated in ((param, new_param), (mean, new_mean), (square, new_square)):

@@ -20,6 +20,7 @@ from nxd_memopt.ops.cuda import attention as cuda
 from nxd_memopt.ops.neuron import attention as nki
 from nxd_memopt.ops.packed import PackedDocuments, attention_by_document, flash_attention
 
+# Limits of this library's implementations; the backend knows the limits of PyTorch's kernels.
 _REFUSALS: dict[str, Callable[[AttentionCall], str | None]] = {
     "flash4": cuda.refusal,
     "tiled": tiled.refusal,
@@ -32,7 +33,7 @@ _SDPA_KERNELS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 _WELCOME_SHAPE = (1, 1, 2048, 64)
-"""A query that no implementation refuses: what is left to decide is the machine and the dropout."""
+"""Query shape that every implementation supports: only the device and dropout can rule one out."""
 
 
 def attention_implementation(
@@ -45,21 +46,22 @@ def attention_implementation(
     dropout_p: float = 0.0,
     attention_backend: str = "auto",
 ) -> tuple[str, str]:
-    """The implementation that runs for one call, and why.
+    """Return the name of the implementation that runs for one call, and the reason.
 
-    ``"auto"`` is the first of the device's ``attention_implementations`` that can serve the call.
+    ``"auto"`` takes the first of the device's ``attention_implementations`` that can run the call.
 
     Args:
         query_shape: ``[B, h, S, d]``.
-        kv_heads: g.
+        kv_heads: g, the number of KV heads.
         dtype: of query, key and value.
-        masked: there is a mask beside causality.
-        packed: rows hold several documents.
+        masked: there is a mask in addition to causality.
+        packed: rows contain several documents.
         dropout_p: probability of dropping an attention weight.
         attention_backend: one of ``config.ATTENTION_BACKENDS``.
 
     Raises:
-        ValueError: an implementation was named that cannot serve the call. It is never replaced.
+        ValueError: the named implementation cannot run the call. It is never replaced by another
+            one.
     """
     require_one_of("attention_backend", attention_backend, ATTENTION_BACKENDS)
     call = AttentionCall(tuple(query_shape), kv_heads, masked, dropout_p, dtype, packed)
@@ -68,6 +70,7 @@ def attention_implementation(
         if reason is not None:
             raise ValueError(f"attention_backend {attention_backend!r} cannot be met: {reason}; or use 'auto'")
         return attention_backend, f"attention_backend={attention_backend}"
+    # The first implementation that can run wins; the refusals of the others explain the choice.
     passed_over: list[str] = []
     for name in backend.attention_implementations:
         reason = _refusal(name, call)
@@ -78,12 +81,18 @@ def attention_implementation(
 
 
 def select_attention(attention_backend: str, dropout_p: float = 0.0, *, head_dim: int = _WELCOME_SHAPE[-1]) -> str:
-    """The implementation for lengths that suit it, which a model can count on when it is built.
+    """Return the implementation that a model can count on at build time, for suitable lengths.
 
-    Warns where dropout costs ``"auto"`` every implementation that does without S x S weights.
+    Warn if ``"auto"`` is left with ``"math"``, which materialises S x S weights, for example
+    because of dropout.
+
+    Args:
+        attention_backend: one of ``config.ATTENTION_BACKENDS``.
+        dropout_p: probability of dropping an attention weight.
+        head_dim: d.
 
     Raises:
-        ValueError: an unknown name, or one that this machine, the dropout or the head size rules out.
+        ValueError: the name is unknown, or the machine, the dropout or the head size rules it out.
     """
     name, reason = attention_implementation(
         (*_WELCOME_SHAPE[:-1], head_dim),
@@ -102,7 +111,7 @@ def select_attention(attention_backend: str, dropout_p: float = 0.0, *, head_dim
 
 
 def describe_attention() -> str:
-    """The device's implementations in order of preference, and what is amiss with any."""
+    """Return the device's usable implementations, best first, and why the others cannot run."""
     call = AttentionCall(_WELCOME_SHAPE, 1, masked=False, dropout_p=0.0, dtype=torch.bfloat16)
     reasons = {name: _refusal(name, call) for name in backend.attention_implementations}
     missing = [f"no {name}: {reason}" for name, reason in reasons.items() if reason]
@@ -110,7 +119,10 @@ def describe_attention() -> str:
 
 
 def _refusal(name: str, call: AttentionCall) -> str | None:
-    """Why this machine or the implementation cannot serve ``call``; what is to be imported for it is asked last."""
+    """Return why this machine or the implementation cannot run ``call``, or None if it can.
+
+    Optional packages are imported last, only if nothing else rules the implementation out.
+    """
     if name not in backend.attention_implementations:
         return f"backend {backend.name} has {list(backend.attention_implementations)} on this device"
     reason = _own_refusal(name, call) or backend.attention_refusal(name, call)
@@ -130,15 +142,18 @@ def core_attention(
     mask: Tensor | PackedDocuments | None = None,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """Causal attention, ``softmax(Q K^t / sqrt(d)) V``; query head i reads KV head ``i // (h/g)``.
+    """Return causal attention, ``softmax(Q K^t / sqrt(d)) V``.
+
+    Query head i reads KV head ``i // (h/g)``.
 
     Args:
         query: ``[B, h, S, d]``.
         key: ``[B, g, S, d]``, g divides h.
         value: ``[B, g, S, d]``.
-        implementation: what ``attention_implementation`` returned; ``"math"`` materialises ``[B, h, S, S]``.
-        mask: boolean ``[B, 1, S, S]``, True where a query may look, causality included; documents that do not see each
-            other; ``None``: causal alone.
+        implementation: result of ``attention_implementation``; ``"math"`` materialises
+            ``[B, h, S, S]``.
+        mask: boolean ``[B, 1, S, S]``, True where a query may attend, with causality included; or
+            documents with attention within each one; ``None`` for causality alone.
         dropout_p: probability of dropping an attention weight.
 
     Returns:
@@ -147,11 +162,14 @@ def core_attention(
     masked, packed = isinstance(mask, Tensor), isinstance(mask, PackedDocuments)
     call = AttentionCall(tuple(query.shape), key.size(1), masked, dropout_p, attention_dtype(query), packed)
     reason = _own_refusal(implementation, call)
+    # attention_implementation() has checked this; a direct call with another shape fails here
     assert reason is None, reason
     if isinstance(mask, PackedDocuments):
         return _packed_attention(query, key, value, mask, implementation, dropout_p)
     if implementation == "math":
         return _reference_attention(query, key, value, mask, dropout_p)
+    # Autocast casts the inputs of PyTorch's SDPA. The implementations below are custom Functions,
+    # whose inputs are cast here.
     if implementation == "sdpa" or implementation in _SDPA_KERNELS:
         return _sdpa(query, key, value, mask, dropout_p, implementation)
     with _one_dtype_under_autocast(query, key, value) as (query, key, value):
@@ -166,6 +184,7 @@ def _packed_attention(
     query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments, implementation: str, dropout_p: float
 ) -> Tensor:
     if implementation == "math":
+        # the reference materialises [B, 1, S, S]
         mask = documents.mask() & causal_mask(query.size(2), query.device)
         return _reference_attention(query, key, value, mask, dropout_p)
     if implementation == "sdpa":
@@ -186,8 +205,10 @@ def _sdpa(
     repeats = query.size(1) // key.size(1)
     if repeats > 1 and implementation in backend.equal_heads_implementations:
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    # enable_gqa leaves the repetition of KV heads for h/g query heads to the kernel
     gqa = query.size(1) != key.size(1)
     kernel = _SDPA_KERNELS.get(implementation)
+    # A mask includes causality, and SDPA takes either a mask or is_causal.
     with nullcontext() if kernel is None else sdpa_kernel(kernel):
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, dropout_p=dropout_p, is_causal=mask is None, enable_gqa=gqa
@@ -195,14 +216,18 @@ def _sdpa(
 
 
 def attention_dtype(query: Tensor) -> torch.dtype:
-    """In which fused kernels get query, key and value: under autocast that one's."""
+    """Return the dtype of query, key and value in fused kernels: autocast's, if it is enabled."""
     device_type = query.device.type
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else query.dtype
 
 
 @contextmanager
 def _one_dtype_under_autocast(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """What autocast does for a fused kernel: its dtype for all; inside it is off, as it is in backward."""
+    """Cast ``tensors`` to autocast's dtype and disable autocast inside, as in backward.
+
+    This is what autocast does for PyTorch's own fused kernels. Without autocast the tensors are
+    unchanged.
+    """
     device_type = tensors[0].device.type
     if not torch.is_autocast_enabled(device_type):
         yield tensors
@@ -213,11 +238,13 @@ def _one_dtype_under_autocast(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _reference_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float) -> Tensor:
+    """Materialise the ``[B, h, S, S]`` scores; softmax in fp32, or in fp64 for fp64."""
     repeats = query.size(1) // key.size(1)
     key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
     if mask is None:
         mask = causal_mask(query.size(2), query.device)
     scores = query @ key.transpose(-1, -2) * query.size(-1) ** -0.5
+    # the least number, not -inf: a row that is masked everywhere would be NaN
     scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
     weights = torch.softmax(scores, dim=-1, dtype=wide).to(query.dtype)
@@ -237,4 +264,5 @@ def padding_and_causal_mask(attention_mask: Tensor) -> Tensor:
     keep = attention_mask.bool()[:, None, None, :]
     causal = causal_mask(attention_mask.size(1), attention_mask.device)
     itself = torch.eye(attention_mask.size(1), dtype=torch.bool, device=attention_mask.device)
+    # [B, 1, 1, S] & [S, S] -> [B, 1, S, S]
     return (keep & causal) | itself

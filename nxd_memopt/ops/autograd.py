@@ -12,10 +12,15 @@ from torch import Tensor
 
 
 class ReusableContext:
-    """Enters a new context of ``factory`` each time: a graph that is retained recomputes its regions again."""
+    """Context manager that enters a new context of ``factory`` each time.
+
+    A retained graph recomputes its regions in every backward pass, and enters the context each
+    time.
+    """
 
     def __init__(self, factory: Callable[[], AbstractContextManager[None]]) -> None:
         self._factory = factory
+        # a stack, for entries that nest
         self._active: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> None:
@@ -28,17 +33,18 @@ class ReusableContext:
 
 
 def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate the ``backward`` of a ``torch.autograd.Function``: under ``create_graph=True`` it raises.
+    """Make the ``backward`` of a ``torch.autograd.Function`` raise under ``create_graph=True``.
 
-    torch's ``once_differentiable`` raises only when the incoming gradient itself requires one: the gradient of a norm
-    of ``d sum(y) / dx`` would lack its terms.
+    torch's ``once_differentiable`` raises only if the incoming gradient itself requires a gradient.
+    With it, the gradient of a norm of ``d sum(y) / dx`` would silently lack terms.
 
     Raises:
-        RuntimeError: second derivatives were asked for.
+        RuntimeError: second derivatives were requested.
     """
 
     @functools.wraps(backward)
     def once(ctx: Any, *grads: Any) -> Any:
+        # grad mode is enabled in backward only under create_graph=True
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError("second derivatives of parallel layers are not supported: leave create_graph out")
         return backward(ctx, *grads)
@@ -47,14 +53,14 @@ def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """``tensor.to(dtype)`` of what a Function returns, left out where it would do nothing.
+    """Return ``tensor.to(dtype)``, or ``tensor`` itself if it already has ``dtype``.
 
-    torch 2.11's dynamo traces a Function whose forward returns such a copy that is none as one without gradients. No
-    error says so.
+    Use it for results of a Function's forward: if forward returns a no-op ``.to()``, torch 2.11's
+    dynamo silently drops the Function's gradients.
     """
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def as_contiguous(tensor: Tensor) -> Tensor:
-    """``tensor.contiguous()``, likewise."""
+    """Return ``tensor.contiguous()``, or ``tensor`` if it is contiguous; see ``as_dtype``."""
     return tensor if tensor.is_contiguous() else tensor.contiguous()

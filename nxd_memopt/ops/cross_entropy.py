@@ -1,6 +1,7 @@
 """Cross entropy on local vocabulary-first logits ``[V, R]``: partial sums, loss, gradient.
 
-Vocabulary-first, since then any range of vocabulary is contiguous, and no width of it is misaligned for the matmuls.
+Logits are vocabulary-first because any range of the vocabulary is then contiguous, and no range is
+misaligned for the matmuls.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ from nxd_memopt.ops.cuda.support import can_use_triton
 
 @dataclass(frozen=True)
 class LossTerms:
-    """What a token's loss is made of: ``lse - (1 - e) x_t - e / V sum(x) + z lse^2`` with ``x = c tanh(logit / c)``.
+    """Terms of the loss of one token.
+
+    The loss is ``lse - (1 - e) x_t - e / V sum(x) + z lse^2`` with ``x = c tanh(logit / c)``.
 
     Args:
         vocab_size: V over all ranks, without padding.
         label_smoothing: e (arXiv:1512.00567).
-        z_loss_weight: z, of the squared log-sum-exp (arXiv:2204.02311, section 5).
-        softcap: c (arXiv:2408.00118, section 2.2); ``None`` leaves the logits as they are.
+        z_loss_weight: z, weight of the squared log-sum-exp (arXiv:2204.02311, section 5).
+        softcap: c (arXiv:2408.00118, section 2.2); ``None`` leaves the logits unchanged.
     """
 
     vocab_size: int
@@ -33,38 +36,47 @@ class LossTerms:
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums are held in: fp64 for fp64, else fp32."""
+    """Return the dtype of sums: fp64 for fp64, and fp32 otherwise."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def local_sums(logits: Tensor, local_target: Tensor, terms: LossTerms, valid: int | Tensor | None = None) -> Tensor:
-    """Per token: log-sum-exp, the target's logit (0 if not held) and, under smoothing, the sum of logits.
+    """Return the sums over this rank's part of the vocabulary that the loss of each token needs.
+
+    The sums are the log-sum-exp, the target's logit (0 if it is not in this part) and, with
+    smoothing, the sum of the logits.
 
     Args:
-        logits: ``[v, R]``, a part of the vocabulary.
-        local_target: ``[R]``, row of ``logits``; outside ``[0, v)`` it is held elsewhere.
-        terms: of the loss.
-        valid: how many rows are vocabulary, the others are padding (below 1: none is); ``None``: all.
+        logits: ``[v, R]``, this rank's part of the vocabulary.
+        local_target: ``[R]``, the target's row in ``logits``; outside ``[0, v)`` it is not in this
+            part.
+        terms: terms of the loss.
+        valid: number of rows that are vocabulary; the rest is padding (below 1: all rows);
+            ``None``: no padding.
 
     Returns:
         ``[2, R]`` or ``[3, R]``, fp32 (fp64 for fp64).
     """
     if can_use_triton(logits):
         return cuda.local_sums(logits, local_target, terms, valid)
+    # an fp32 copy [v, R] of the logits, which the Triton kernels do without
     capped = _without_padding(_capped(logits, terms), valid, -torch.inf)
     sums = [capped.logsumexp(0), _target_logit(logits, local_target, terms)]
     if terms.label_smoothing:
+        # padding is -inf here, which must not enter the sum
         sums.append(capped.masked_fill(capped == -torch.inf, 0.0).sum(0))
     return torch.stack(sums)
 
 
 def combined_sums(parts: Tensor) -> Tensor:
-    """``[parts, n, R] -> [n, R]``: the sums over the whole vocabulary."""
+    """Combine the sums of all parts of the vocabulary, ``[parts, n, R] -> [n, R]``."""
+    # The log-sum-exp of the parts' log-sum-exps is the full one. The target's logit is non-zero in
+    # at most one part, and sums of logits add up.
     return torch.cat([parts[:, :1].logsumexp(0), parts[:, 1:].sum(0)])
 
 
 def token_losses(sums: Tensor, terms: LossTerms) -> Tensor:
-    """``[n, R] -> [R]``."""
+    """Return the loss of each token from the combined sums, ``[n, R] -> [R]``."""
     log_sum_exp, target_logit = sums[0], sums[1]
     loss = log_sum_exp - (1 - terms.label_smoothing) * target_logit
     if terms.label_smoothing:
@@ -80,31 +92,46 @@ def logits_gradient(
     terms: LossTerms,
     valid: int | Tensor | None = None,
 ) -> Tensor:
-    """Gradient of ``sum(scale * loss)`` by the logits, in their dtype; takes their storage where it can.
+    """Return the gradient of ``sum(scale * loss)`` with respect to the logits, in their dtype.
+
+    The gradient overwrites the logits where the device's views share memory.
 
     Args:
-        logits: ``[v, R]``; overwritten where the device's views share memory.
-        log_sum_exp: ``[R]`` over the whole vocabulary.
+        logits: ``[v, R]``.
+        log_sum_exp: ``[R]``, over the full vocabulary.
         scale: ``[R]``, 0 for tokens that do not count.
-        local_target: as for ``local_sums``.
-        terms: of the loss.
-        valid: as for ``local_sums``; the gradient of padding is 0.
+        local_target: see ``local_sums``.
+        terms: terms of the loss.
+        valid: see ``local_sums``; the gradient of padding is 0.
+
+    Returns:
+        ``[v, R]``.
     """
+    # d(lse)/dx = softmax p, so d(z lse^2)/dx = 2 z lse p: z-loss only scales the softmax term
     softmax_scale = scale * (1 + 2 * terms.z_loss_weight * log_sum_exp) if terms.z_loss_weight else scale
     if can_use_triton(logits):
         return cuda.logits_gradient(logits, log_sum_exp, softmax_scale, scale, local_target, terms, valid)
     capped = _capped(logits, terms)
+    # d loss / dx = p (1 + 2 z lse) - (1 - e) onehot(target) - e / V, times dx/dlogit = 1 - (x /
+    # c)^2 with soft-capping
     grad = (capped - log_sum_exp).exp() * softmax_scale
     rows = torch.arange(logits.size(0), device=logits.device).unsqueeze(-1)
     grad = grad - torch.where(rows == local_target, (1 - terms.label_smoothing) * scale, 0.0)
     grad = grad - terms.label_smoothing / terms.vocab_size * scale if terms.label_smoothing else grad
     grad = grad * (1 - (capped / terms.softcap).square()) if terms.softcap else grad
+    # padding has p = exp(logit - lse) above 0, but no part in the loss
     grad = _without_padding(grad, valid, 0.0)
     return logits.copy_(grad) if backend.views_share_memory else grad.to(logits.dtype)
 
 
 def labels_outside(target: Tensor, vocab_size: int, ignore_index: int) -> Tensor | None:
-    """Labels that are no vocabulary: an error on the CPU; elsewhere a mask, for asking would stall the device."""
+    """Return a mask of the labels outside the vocabulary, or None on the CPU, where they raise.
+
+    Only the CPU can check the labels without stalling the device.
+
+    Raises:
+        ValueError: on the CPU, for a label that is neither in the vocabulary nor ``ignore_index``.
+    """
     outside = ((target < 0) | (target >= vocab_size)) & (target != ignore_index)
     if target.device.type != "cpu":
         return outside
@@ -131,5 +158,6 @@ def _without_padding(values: Tensor, valid: int | Tensor | None, fill: float) ->
 
 def _target_logit(logits: Tensor, local_target: Tensor, terms: LossTerms) -> Tensor:
     held = (local_target >= 0) & (local_target < logits.size(0))
+    # gather needs valid indices: take row 0 for targets of other parts, and mask the result to 0
     picked = logits.gather(0, torch.where(held, local_target, 0).unsqueeze(0)).squeeze(0)
     return _capped(picked, terms).masked_fill(~held, 0.0)

@@ -23,7 +23,7 @@ _TORCH = {
 
 
 def describe_fused() -> list[str]:
-    """One line for each operation."""
+    """Return one line of text per fused operation."""
     reason = unavailable_reason(backend.device)
     chosen = "Triton" if reason is None else "plain PyTorch"
     lines = [f"{name}: {chosen} ({why if reason is None else reason})" for name, why in _TRITON.items()]

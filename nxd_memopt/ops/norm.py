@@ -14,28 +14,38 @@ _NATIVE_LAYER_NORM = ("cpu", "cuda")  # devices with PyTorch's own kernels, back
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension (arXiv:1910.07467), LLaMA's rounding.
+    """Return ``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension (arXiv:1910.07467).
+
+    As in LLaMA, the normalised values are rounded to x's dtype before the weight is applied.
 
     Args:
-        x: ``[..., H]``; normalised in fp32 (fp64 for fp64), rounded to x's dtype before the weight is applied.
+        x: ``[..., H]``; normalised in fp32 (fp64 for fp64).
         weight: ``[H]``.
         eps: added to the mean square.
+
+    Returns:
+        ``[..., H]``.
     """
     if can_use_triton(x, weight):
         return cuda.add_rms_norm(x, None, weight, eps)[0]
     wide = x if x.dtype == torch.float64 else x.float()
+    # [..., H] * [..., 1]
     normalised = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    # rounded before the weight, as in LLaMA
     return weight * normalised.to(x.dtype)
 
 
 def add_rms_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """``rms_norm(x + added)`` and ``x + added``, the residual stream that goes on; ``None`` adds nothing.
+    """Return ``rms_norm(x + added)`` and the sum ``x + added``, which is the next residual stream.
 
     Args:
         x: ``[..., H]``.
-        added: ``[..., H]`` or ``None``.
+        added: ``[..., H]``, or ``None`` to add nothing.
         weight: ``[H]``.
         eps: added to the mean square.
+
+    Returns:
+        ``[..., H]`` and ``[..., H]``.
     """
     if can_use_triton(x, weight) and (added is None or (added.shape == x.shape and can_use_triton(x, added))):
         return cuda.add_rms_norm(x, added, weight, eps)
@@ -44,11 +54,16 @@ def add_rms_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) ->
 
 
 def normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """LayerNorm without its affine part (arXiv:1607.06450): ``(x - mean) * rstd`` of the last dimension, mean, rstd.
+    """Return ``(x - mean) * rstd``, mean and rstd: LayerNorm without its affine part.
+
+    See arXiv:1607.06450.
 
     Args:
-        x: ``[..., H]``; statistics in fp32 (fp64 for fp64), the result in x's dtype.
+        x: ``[..., H]``; statistics in fp32 (fp64 for fp64).
         eps: added to the variance.
+
+    Returns:
+        ``[..., H]`` in x's dtype, and twice ``[..., 1]``.
     """
     if x.device.type in _NATIVE_LAYER_NORM:
         return torch.native_layer_norm(x, [x.size(-1)], None, None, eps)
@@ -59,23 +74,35 @@ def normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def normalise_gradient(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
-    """Gradient by x of what ``normalise`` returned first; shapes as there."""
+    """Return the gradient of ``normalise``'s first result with respect to ``x``.
+
+    Args:
+        grad: ``[..., H]``, gradient of the first result.
+        x: ``[..., H]``, input of ``normalise``.
+        mean: ``[..., 1]``, from ``normalise``.
+        rstd: ``[..., 1]``, from ``normalise``.
+    """
     if x.device.type in _NATIVE_LAYER_NORM:
+        # gradients of x, weight, bias
         wanted = [True, False, False]
         return torch.ops.aten.native_layer_norm_backward(grad, x, [x.size(-1)], mean, rstd, None, None, wanted)[0]
     wide = grad.to(rstd.dtype)
     normalised = (x - mean) * rstd
+    # With y = (x - mean) * rstd: dx = rstd * (dy - mean(dy) - y * mean(dy * y)), means over H.
     along = (wide * normalised).mean(-1, keepdim=True)
     return (rstd * (wide - wide.mean(-1, keepdim=True) - normalised * along)).to(x.dtype)
 
 
 def affine_branches(normalised: Tensor, gains: Sequence[Tensor], shifts: Sequence[Tensor]) -> list[Tensor]:
-    """``normalised * gain + shift`` for each pair.
+    """Return ``normalised * gain + shift`` for each pair of gain and shift.
 
     Args:
         normalised: ``[..., H]``.
         gains: ``[H]`` each.
         shifts: ``[H]`` each.
+
+    Returns:
+        ``[..., H]`` each.
     """
     if len(gains) == 2 and can_use_triton(normalised, *gains, *shifts):
         return cuda.affine_branches(normalised, gains, shifts)
@@ -85,20 +112,22 @@ def affine_branches(normalised: Tensor, gains: Sequence[Tensor], shifts: Sequenc
 def affine_branches_gradient(
     normalised: Tensor, grads: Sequence[Tensor], gains: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of ``affine_branches``.
+    """Return the gradients of ``affine_branches``.
 
     Args:
         normalised: ``[..., H]``.
-        grads: ``[..., H]`` each, of its results.
+        grads: ``[..., H]`` each, gradients of the results.
         gains: ``[H]`` each.
 
     Returns:
-        By ``normalised``, in its dtype; and ``[branches, 2, H]`` in fp32 (fp64 for fp64), by each gain and shift.
+        The gradient with respect to ``normalised``, in its dtype, and the gradients with respect to
+        each gain and shift, ``[branches, 2, H]`` in fp32 (fp64 for fp64).
     """
     if len(gains) == 2 and can_use_triton(normalised, *grads, *gains):
         return cuda.affine_branches_gradient(normalised, grads, gains)
     wide = torch.float64 if normalised.dtype == torch.float64 else torch.float32
     flat = normalised.reshape(-1, normalised.size(-1)).to(wide)
+    # Per branch: dx += dy * gain, dgain = sum over rows of dy * x, dshift = sum over rows of dy.
     by_normalised, by_affine = torch.zeros_like(flat), []
     for grad, gain in zip(grads, gains, strict=True):
         wide_grad = grad.reshape(flat.shape).to(wide)

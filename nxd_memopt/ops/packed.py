@@ -14,11 +14,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class PackedDocuments:
-    """Where the documents of a batch lie.
+    """Boundaries of the documents of a batch.
 
     Args:
-        boundaries: ``[N + 1]``, int32: where each of N documents starts in the batch's B * S tokens, row after row, and
-            last B * S. Equal neighbours are empty documents, which may fill up a tensor of fixed length.
+        boundaries: ``[N + 1]``, int32: the start of each of N documents in the batch's B * S
+            tokens, row after row, and B * S at the end. Equal neighbours are empty documents, which
+            can pad the tensor to a fixed length.
         ids: ``[B, S]``, the number of each token's document.
     """
 
@@ -27,29 +28,40 @@ class PackedDocuments:
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, batch_size: int, sequence_length: int) -> PackedDocuments:
-        """From cumulative lengths, as FlashAttention's ``cu_seqlens``.
+        """Create from cumulative lengths, as in FlashAttention's ``cu_seqlens``.
+
+        Args:
+            cu_seqlens: ``[N + 1]`` integers.
+            batch_size: B.
+            sequence_length: S.
 
         Raises:
-            ValueError: not one-dimensional integers; on the CPU also numbers that do not divide the rows into documents
-                (on other devices asking would stall the device).
+            ValueError: ``cu_seqlens`` is not one-dimensional integers. On the CPU also if the
+                numbers do not divide the rows into documents; on other devices this check would
+                stall the device.
         """
         if cu_seqlens.dim() != 1 or cu_seqlens.size(0) < 2 or cu_seqlens.is_floating_point():
             raise ValueError(f"cu_seqlens must be integers [N + 1], got {cu_seqlens.dtype} {list(cu_seqlens.shape)}")
         total = batch_size * sequence_length
         if cu_seqlens.device.type == "cpu":
             _check(cu_seqlens, total, sequence_length)
+        # [B * S + 1]: the last element is for documents that end with the batch
         starts = torch.zeros(total + 1, dtype=torch.int64, device=cu_seqlens.device)
         ends = cu_seqlens[1:].to(torch.int64)
-        ids = starts.index_add(0, ends, torch.ones_like(ends)).cumsum(0)[:total]  # how many documents ended before
+        # a token's document number is the number of documents that ended before it
+        ids = starts.index_add(0, ends, torch.ones_like(ends)).cumsum(0)[:total]
         return cls(cu_seqlens.to(torch.int32).contiguous(), ids.view(batch_size, sequence_length))
 
     def positions(self) -> Tensor:
-        """``[B, S]``: each token's position in its document."""
+        """Return the position of each token in its document, ``[B, S]``."""
         tokens = torch.arange(self.ids.numel(), device=self.ids.device).view_as(self.ids)
         return tokens - self.boundaries[self.ids]
 
     def mask(self) -> Tensor:
-        """Boolean ``[B, 1, S, S]``, True for tokens of one document, in either order: what the reference needs."""
+        """Return a boolean mask ``[B, 1, S, S]``, True for two tokens of one document.
+
+        The mask is symmetric, without causality. The reference implementation uses it.
+        """
         return (self.ids.unsqueeze(-1) == self.ids.unsqueeze(-2)).unsqueeze(1)
 
 
@@ -59,6 +71,7 @@ def _check(cu_seqlens: Tensor, total: int, sequence_length: int) -> None:
         raise ValueError(f"cu_seqlens must go from 0 to the batch's {total} tokens, got {first} to {last}")
     if bool((cu_seqlens.diff() < 0).any()):
         raise ValueError(f"cu_seqlens must not decrease, got {cu_seqlens.tolist()}")
+    # the first token of each row must be a boundary
     rows = torch.arange(0, total, sequence_length, dtype=cu_seqlens.dtype)
     crossed = rows[~torch.isin(rows, cu_seqlens)].tolist()
     if crossed:
@@ -66,7 +79,7 @@ def _check(cu_seqlens: Tensor, total: int, sequence_length: int) -> None:
 
 
 def varlen_attention() -> Callable[..., Any] | None:
-    """PyTorch's flash attention over packed documents; ``None`` before torch 2.10."""
+    """Return PyTorch's flash attention for packed documents, or None before torch 2.10."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -75,7 +88,7 @@ def varlen_attention() -> Callable[..., Any] | None:
 
 
 def flash_attention(query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments) -> Tensor:
-    """Causal attention inside each document by the kernel for variable lengths.
+    """Return causal attention within each document, with the kernel for variable lengths.
 
     Args:
         query: ``[B, h, S, d]``.
@@ -88,10 +101,13 @@ def flash_attention(query: Tensor, key: Tensor, value: Tensor, documents: Packed
     """
     attend = varlen_attention()
     assert attend is not None
-    known = inspect.signature(attend).parameters  # torch 2.10 has is_causal, later ones windows
+    # torch 2.10 has is_causal, later versions have windows
+    known = inspect.signature(attend).parameters
+    # causal: a window without limit to the left and of 0 to the right
     options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
     if "enable_gqa" in known:
         options["enable_gqa"] = query.size(1) != key.size(1)
+    # the batch's rows become one row of B * S tokens with N documents
     flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]  # [B * S, heads, d]
     longest = query.size(2)
     output = attend(*flat, documents.boundaries, documents.boundaries, longest, longest, **options)
@@ -101,14 +117,23 @@ def flash_attention(query: Tensor, key: Tensor, value: Tensor, documents: Packed
 def attention_by_document(
     query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments, attend: Callable[..., Tensor]
 ) -> Tensor:
-    """``attend`` called for each document by itself: for the CPU, where their lengths can be asked.
+    """Call ``attend`` for each document separately; for the CPU, where lengths are known.
 
-    Shapes as for ``flash_attention``; ``attend`` takes query, key and value of one document, ``[1, heads, length, d]``.
+    Args:
+        query: ``[B, h, S, d]``.
+        key: ``[B, g, S, d]``.
+        value: ``[B, g, S, d]``.
+        documents: of the batch.
+        attend: takes query, key and value of one document, ``[1, heads, length, d]``.
+
+    Returns:
+        ``[B, h, S, d]``.
     """
     length, starts = query.size(2), documents.boundaries.tolist()
     rows: list[list[Tensor]] = [[] for _ in range(query.size(0))]
     for start, stop in pairwise(starts):
         if stop > start:
+            # no document crosses a row, so a row's outputs concatenate along S in order
             row, first = divmod(start, length)
             parts = (x[row : row + 1].narrow(2, first, stop - start) for x in (query, key, value))
             rows[row].append(attend(*parts))

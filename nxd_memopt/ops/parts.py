@@ -15,13 +15,20 @@ from nxd_memopt.ops.packed_view import packed_view
 def split_sizes(x: Tensor, sizes: Sequence[int], dim: int = 0) -> tuple[Tensor, ...]:
     """Return consecutive views of ``x`` along ``dim``, part i with ``sizes[i]`` elements.
 
-    Stands for ``x.split(sizes, dim)``. With functionalization disabled (``XLA_DISABLE_FUNCTIONALIZATION=1``, the
-    default of AWS's torch-neuronx) torch_xla 2.9 returns wrong data for a split by a list of sizes along any dimension
-    but the first (pytorch/xla#8640); ``narrow`` is right in both modes and makes the same views elsewhere.
+    Replaces ``x.split(sizes, dim)``. With functionalization disabled
+    (``XLA_DISABLE_FUNCTIONALIZATION=1``, the default of AWS's torch-neuronx), torch_xla 2.9 returns
+    wrong data for a split with a list of sizes along any dimension but the first
+    (pytorch/xla#8640). ``narrow`` is correct in both modes, and creates the same views on other
+    devices.
+
+    Args:
+        x: tensor to split.
+        sizes: lengths of the parts along ``dim``.
+        dim: dimension to split.
 
     Raises:
-        ValueError: when the sizes do not add up to the length of ``dim``.
-        RuntimeError: in backward, when second derivatives are asked for.
+        ValueError: the sizes do not add up to the length of ``dim``.
+        RuntimeError: in backward, if second derivatives are requested.
     """
     if sum(sizes) != x.size(dim):
         raise ValueError(f"sizes {list(sizes)} add up to {sum(sizes)}, but dimension {dim} has {x.size(dim)} elements")
@@ -40,10 +47,10 @@ def _narrowed(x: Tensor, sizes: Sequence[int], dim: int) -> tuple[Tensor, ...]:
 
 
 class _SplitSizes(torch.autograd.Function):
-    """Views / concatenation of the gradients.
+    """Forward: views. Backward: concatenation of the gradients.
 
-    Autograd's own backward of ``narrow`` pads each gradient with zeros to the size of ``x`` and adds them up. Gradients
-    that are adjacent in one buffer already are not copied.
+    Autograd's own backward of ``narrow`` pads each gradient with zeros to the size of ``x``, and
+    adds the padded tensors. Gradients that are already adjacent in one buffer are not copied.
     """
 
     @staticmethod
@@ -54,5 +61,6 @@ class _SplitSizes(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        # gradients that a kernel wrote next to each other need no copy
         adjacent = packed_view(grads, ctx.dim)
         return torch.cat(grads, dim=ctx.dim) if adjacent is None else adjacent, None, None

@@ -9,12 +9,15 @@ from nxd_memopt.ops.cuda.support import can_use_triton
 
 
 def add_residual(residual: Tensor, output: Tensor, bias: Tensor) -> Tensor:
-    """``residual + (output + bias)``.
+    """Return ``residual + (output + bias)``.
 
     Args:
         residual: ``[..., H]``.
         output: ``[..., H]``.
         bias: ``[H]``, of the block's last layer.
+
+    Returns:
+        ``[..., H]``.
     """
     if residual.shape == output.shape and bias.shape == output.shape[-1:] and can_use_triton(residual, output, bias):
         return cuda.add_residual(residual, output, bias)

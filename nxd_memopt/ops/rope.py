@@ -17,18 +17,19 @@ ROPE_TYPES = ("default", "linear", "llama3")
 
 
 def rope_frequencies(rotary_dim: int, rope_parameters: Mapping[str, Any]) -> Tensor:
-    """Inverse frequencies ``[rotary_dim / 2]``, fp32 on the CPU (arXiv:2104.09864).
+    """Return the inverse frequencies ``[rotary_dim / 2]``, fp32 on the CPU (arXiv:2104.09864).
 
     Args:
-        rotary_dim: how many dimensions of a head are rotated.
-        rope_parameters: a Hugging Face config's: ``rope_type`` (``default``, ``linear``, ``llama3``), ``rope_theta``
-            and the type's own values.
+        rotary_dim: number of dimensions of a head that are rotated.
+        rope_parameters: a Hugging Face config's ``rope_type`` (``default``, ``linear``,
+            ``llama3``), ``rope_theta`` and the values of the type.
 
     Raises:
-        ValueError: for another rope_type; names the known ones.
+        ValueError: the rope_type is unknown; the message has the known types.
     """
     kind = rope_parameters.get("rope_type", "default")
     require_one_of("rope_type", kind, ROPE_TYPES)
+    # theta^(-2i / rotary_dim) for i in [0, rotary_dim / 2), always on the CPU in fp32
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64, device="cpu").float() / rotary_dim
     frequencies = 1.0 / (rope_parameters["rope_theta"] ** exponents)
     if kind == "linear":
@@ -37,10 +38,15 @@ def rope_frequencies(rotary_dim: int, rope_parameters: Mapping[str, Any]) -> Ten
 
 
 def _scale_llama3(frequencies: Tensor, rope_parameters: Mapping[str, Any]) -> Tensor:
-    """Llama 3.1 (arXiv:2407.21783): long waves are slowed by ``factor``, short ones kept, those between blended."""
+    """Scale the frequencies as Llama 3.1 does (arXiv:2407.21783).
+
+    Long waves are slowed by ``factor``, short waves are kept, and the waves between the two limits
+    are blended.
+    """
     factor = rope_parameters["factor"]
     low, high = rope_parameters["low_freq_factor"], rope_parameters["high_freq_factor"]
     context = rope_parameters["original_max_position_embeddings"]
+    # blend is 0 at the long wavelength context / low, and 1 at the short wavelength context / high
     wavelengths = 2 * math.pi / frequencies
     blend = (context / wavelengths - low) / (high - low)
     blended = (1 - blend) * frequencies / factor + blend * frequencies
@@ -50,27 +56,39 @@ def _scale_llama3(frequencies: Tensor, rope_parameters: Mapping[str, Any]) -> Te
 
 
 def rope_tables(frequencies: Tensor, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosine and sine ``[B, S, rotary_dim]`` for positions ``[B, S]``; computed in fp32, rounded to ``dtype``."""
+    """Return cosine and sine ``[B, S, rotary_dim]``, computed in fp32 and rounded to ``dtype``.
+
+    Args:
+        frequencies: ``[rotary_dim / 2]``, from ``rope_frequencies``.
+        position_ids: ``[B, S]``.
+        dtype: of the tables.
+    """
     angles = position_ids.unsqueeze(-1).float() * frequencies.to(position_ids.device)
+    # Hugging Face's half-split convention: dimensions i and i + rotary_dim / 2 rotate by one angle.
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 def rotate_half(x: Tensor) -> Tensor:
+    """Return ``(-x_2, x_1)`` for the halves ``(x_1, x_2)`` of the last dimension."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((-second, first), dim=-1)
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first ``rotary_dim`` dimensions of each head, pass the rest.
+    """Rotate the first ``rotary_dim`` dimensions of each head, and pass the others through.
 
     Args:
         x: queries or keys ``[B, heads, S, d]``.
         cos: ``[B, S, rotary_dim]``.
         sin: ``[B, S, rotary_dim]``.
+
+    Returns:
+        ``[B, heads, S, d]``.
     """
     if can_use_triton(x, cos, sin) and not cos.requires_grad:
         return cuda.apply_rope(x, cos, sin)
+    # [B, 1, S, rotary_dim] broadcasts over heads
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     rotary_dim = cos.size(-1)
     rotated, passed = x[..., :rotary_dim], x[..., rotary_dim:]
@@ -81,19 +99,23 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def apply_rope_qkv(
     query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, *, in_place: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rotate query and key; value passes.
+    """Rotate query and key, and pass value through.
 
-    Where the three are parts of one projection's output their gradients lie side by side as they do. The results do not
-    keep that output alive, value is copied; but with ``in_place`` they are its parts.
+    If the three are chunks of one projection's output, their gradients are adjacent in memory in
+    the same way. The results do not keep that output alive, because value is copied; with
+    ``in_place`` the results are chunks of it.
 
     Args:
         query: ``[B, h, S, d]``.
         key: ``[B, g, S, d]``.
         value: ``[B, g, S, d]``.
         cos: ``[B, S, rotary_dim]`` or ``[1, S, rotary_dim]``.
-        sin: as ``cos``.
-        in_place: nobody else reads the projection's output, or the gradients of what is returned: the kernels may
-            rotate both where they are, and copy nothing.
+        sin: shape of ``cos``.
+        in_place: no other code reads the projection's output or the gradients of the results, so
+            the kernels may rotate both in place and copy nothing.
+
+    Returns:
+        Shapes of query, key and value.
     """
     if can_use_triton(query, key, value, cos, sin) and not cos.requires_grad:
         return cuda.apply_rope_qkv(query, key, value, cos, sin, in_place=in_place)

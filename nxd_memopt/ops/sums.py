@@ -9,7 +9,7 @@ from nxd_memopt.ops.cuda.support import can_use_triton
 
 
 def column_sums(x: Tensor) -> Tensor:
-    """Over all dimensions but the last; fp16 and bf16 are summed in fp32 and rounded once.
+    """Sum over all dimensions but the last; fp16 and bf16 are summed in fp32 and rounded once.
 
     Args:
         x: ``[..., N]``.

@@ -1,7 +1,8 @@
 """Causal attention by tiles in plain PyTorch: no S x S matrix exists, in forward or in backward.
 
-Where a compiler sees the whole graph, it is free to make all tiles first and use them afterwards: S x S again. So each
-tile waits behind a barrier for what the tile before it made. Eager devices have no barrier, and need none.
+A compiler that sees the full graph may compute all tiles first and use them later, which needs
+S x S memory again. Each tile therefore waits, at a barrier, for the results of the previous tile.
+Eager devices have no barrier and need none.
 """
 
 from __future__ import annotations
@@ -25,15 +26,16 @@ _TILE_MULTIPLE = 128
 
 
 def refusal(call: AttentionCall) -> str | None:
-    """Why ``tiled_attention`` cannot serve ``call``; ``None``: it can."""
+    """Return why ``tiled_attention`` cannot run ``call``, or None if it can."""
     return f"tiled attention has no dropout, got {call.dropout_p}" if call.dropout_p > 0 else None
 
 
 def tile_length(sequence_length: int) -> int:
-    """Positions per tile: 512, and for S above 4096 an eighth of S, rounded up to a multiple of 128.
+    """Return the positions per tile: S / 8 rounded up to a multiple of 128, and at least 512.
 
-    8 x 8 tiles, of which causality leaves 36, bound the operations that a compiled graph gets per layer whatever S is;
-    the scores alive are a 64th of S x S.
+    With at most 8 x 8 tiles, of which causality needs 36, the number of operations per layer in a
+    compiled graph is bounded for every S. The scores of one tile are 1/64 of S x S for long
+    sequences.
     """
     eighth = -(-sequence_length // _MOST_TILES)
     return max(_SHORTEST_TILE, -(-eighth // _TILE_MULTIPLE) * _TILE_MULTIPLE)
@@ -42,17 +44,19 @@ def tile_length(sequence_length: int) -> int:
 def tiled_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *, tile: int | None = None
 ) -> Tensor:
-    """``softmax(Q K^t / sqrt(d)) V`` with a running softmax over tiles of keys (arXiv:2112.05682, 2205.14135).
+    """Return ``softmax(Q K^t / sqrt(d)) V`` with a running softmax over tiles of keys.
 
-    Saves query, key, value, output and one number per query; backward computes the scores of each tile again. Keys and
-    values are not repeated for their query heads. Sums run in fp32, for float64 in float64.
+    See arXiv:2112.05682 and arXiv:2205.14135. Saves query, key, value, output and one number per
+    query; backward recomputes the scores of each tile. Keys and values are not repeated for their
+    query heads. Sums run in fp32, or in float64 for float64.
 
     Args:
         query: ``[B, h, S, d]``.
         key: ``[B, g, S, d]``, g divides h.
         value: ``[B, g, S, d]``.
-        mask: boolean ``[B, 1, S, S]``, True where a query may look, at least once in each row; or integers ``[B, S]``:
-            a query sees the keys of its own number. Causality is added.
+        mask: boolean ``[B, 1, S, S]``, True where a query may attend, with at least one True per
+            row; or integers ``[B, S]``: a query sees the keys with its own number. Causality is
+            added.
         tile: positions per tile; default ``tile_length(S)``.
 
     Returns:
@@ -63,7 +67,10 @@ def tiled_attention(
 
 
 class _TiledAttention(torch.autograd.Function):
-    """forward: ``O = softmax(S) V`` by tiles; backward: the tiles again, ``P = exp(S - lse)``."""
+    """Forward: ``O = softmax(S) V`` by tiles.
+
+    Backward: recompute the tiles, ``P = exp(S - lse)``.
+    """
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, tile: int) -> Tensor:
@@ -80,7 +87,7 @@ class _TiledAttention(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        # behind a barrier, or a compiler that sees both passes keeps forward's tiles for backward
+        # Without the barrier, a compiler that sees both passes saves forward's tiles for backward.
         *saved, grad_output = backend.optimization_barrier([*ctx.saved_tensors, grad_output])
         return *_backward(grad_output, *saved, spans=ctx.spans), None, None
 
@@ -99,9 +106,16 @@ def _attend(
     *,
     after: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """Output ``[B, h, t, d]`` and log of the sum of exponentials ``[B, h, t, 1]`` of the queries in ``rows``."""
+    """Return output and log-sum-exp of the queries in ``rows``.
+
+    Returns:
+        ``[B, h, t, d]`` and ``[B, h, t, 1]``.
+    """
     groups, wide = key.size(1), _wide(query)
     tile, *_ = backend.optimization_barrier([_rows(query, rows, groups), *after])  # [B, g, r*t, d]
+    # Running softmax. Over the keys seen so far: m = max of the scores, l = sum of exp(s - m), and
+    # o = sum of exp(s - m) v. A new tile with a larger maximum rescales l and o by exp(m_old -
+    # m_new).
     maximum = tile.new_full((*tile.shape[:-1], 1), torch.finfo(wide).min, dtype=wide)
     total, summed = torch.zeros_like(maximum), torch.zeros_like(tile, dtype=wide)
     for cols in _visible(rows, spans):
@@ -126,10 +140,16 @@ def _backward(
     *,
     spans: Sequence[Span],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """With ``P = exp(S - lse)`` and ``D = rowsum(dO O)``: dV = P^t dO, dS = P (dO V^t - D), dQ = dS K, dK = dS^t Q."""
+    """Return dQ, dK and dV by tiles.
+
+    With ``P = exp(S - lse)`` and ``D = rowsum(dO O)``: dV = P^t dO, dS = P (dO V^t - D), dQ = dS K,
+    dK = dS^t Q.
+    """
     groups, wide, dtype = key.size(1), _wide(query), query.dtype
     dot = (grad.to(wide) * output).sum(-1, keepdim=True)  # [B, h, S, 1]
     by_rows = {rows: tuple(_rows(tensor, rows, groups) for tensor in (query, grad, log_sum_exp, dot)) for rows in spans}
+    # dQ accumulates over the outer loop, so all its tiles stay in fp32: 2 x the bytes of a bf16 Q.
+    # dK and dV of one tile are complete after the inner loop.
     dquery = {rows: torch.zeros_like(tiles[0], dtype=wide) for rows, tiles in by_rows.items()}
     dkeys, dvalues, after = [], [], []
     for cols in spans:
@@ -139,6 +159,7 @@ def _backward(
             if cols not in _visible(rows, spans):
                 continue
             query_tile, grad_tile, *_ = backend.optimization_barrier([query_tile, grad_tile, *after])
+            # tensors of scores are [B, g, r*t, c], of one pair of tiles at a time
             weights = (_scores(query_tile, key_tile, mask, rows, cols) - lse_tile).exp()
             dvalue += (weights.to(dtype).transpose(-1, -2) @ grad_tile).to(wide)
             dweights = (grad_tile @ value_tile.transpose(-1, -2)).to(wide)
@@ -157,22 +178,31 @@ def _wide(tensor: Tensor) -> torch.dtype:
 
 
 def _visible(rows: Span, spans: Sequence[Span]) -> list[Span]:
-    """The tiles of keys that some query of ``rows`` may see: those that do not begin behind its last."""
+    """Return the tiles of keys that some query of ``rows`` may see.
+
+    Causality leaves the tiles that do not begin after the queries' tile.
+    """
     return [cols for cols in spans if cols[0] <= rows[0]]
 
 
 def _rows(tensor: Tensor, rows: Span, groups: int) -> Tensor:
-    """``[B, h, S, n] -> [B, g, r*t, n]``: a KV head's r query heads below each other, so that it is not repeated."""
+    """Reshape ``[B, h, S, n] -> [B, g, r*t, n]``, with the r query heads of a KV head as more rows.
+
+    The KV head is therefore not repeated.
+    """
     return tensor.unflatten(1, (groups, -1)).narrow(3, *rows).flatten(2, 3)
 
 
 def _heads(tensor: Tensor, rows: Span) -> Tensor:
-    """``[B, g, r*t, n] -> [B, h, t, n]``."""
+    """Reshape ``[B, g, r*t, n] -> [B, h, t, n]``."""
     return tensor.unflatten(2, (-1, rows[1])).flatten(1, 2)
 
 
 def _scores(query_tile: Tensor, key_tile: Tensor, mask: Tensor | None, rows: Span, cols: Span) -> Tensor:
-    """``[B, g, r*t, c]``, fp32 or float64; the dtype's least number where a query may not look."""
+    """Return the scores ``[B, g, r*t, c]``, in fp32 or float64.
+
+    Scores of hidden keys are the dtype's least number.
+    """
     wide = _wide(query_tile)
     scores = (query_tile @ key_tile.transpose(-1, -2)).to(wide) * query_tile.size(-1) ** -0.5
     hidden = _hidden(mask, rows, cols, scores.device)
@@ -183,7 +213,10 @@ def _scores(query_tile: Tensor, key_tile: Tensor, mask: Tensor | None, rows: Spa
 
 
 def _hidden(mask: Tensor | None, rows: Span, cols: Span, device: torch.device) -> Tensor | None:
-    """True where a query may not look: ``[t, c]``, with a mask ``[B, 1, 1, t, c]``; ``None``: it may everywhere."""
+    """Return a mask that is True where a query may not look, or None if it may look everywhere.
+
+    The mask is ``[t, c]`` for causality alone, and ``[B, 1, 1, t, c]`` with ``mask``.
+    """
     hidden = None
     if rows == cols:  # the only tile that the diagonal crosses
         hidden = torch.ones(rows[1], cols[1], dtype=torch.bool, device=device).triu(1)

@@ -16,12 +16,12 @@ _SWITCHES = {
     "flash": ("flash", "NVTE_FLASH_ATTN"),
     "efficient": ("mem_efficient", None),
 }
-"""The name in ``torch.backends.cuda.enable_*_sdp``, and Transformer Engine's variable."""
+"""Name in ``torch.backends.cuda.enable_*_sdp``, and Transformer Engine's environment variable."""
 
 
 @dataclass(frozen=True)
 class _Limits:
-    """What one of PyTorch's kernels serves, backward included."""
+    """Inputs that one of PyTorch's kernels supports in forward and backward."""
 
     dtypes: tuple[torch.dtype, ...]
     max_head_dim: int
@@ -40,7 +40,14 @@ _LIMITS = {
 
 
 def implementations(major: int) -> tuple[str, ...]:
-    """In order of preference on a GPU of this major compute capability; Hopper's is measured, see docs/benchmarks."""
+    """Return the attention implementations of a GPU in order of preference.
+
+    The order for Hopper is measured, see docs/benchmarks.
+
+    Args:
+        major: major compute capability, such as 9 for Hopper.
+    """
+    # PyTorch's flash and cuDNN kernels need compute capability 8.0; flash4 is for 9.0 and newer.
     if major < 8:
         fused: tuple[str, ...] = ()
     elif major == 8:
@@ -53,7 +60,10 @@ def implementations(major: int) -> tuple[str, ...]:
 
 
 def refusal(implementation: str, call: AttentionCall) -> str | None:
-    """Why the kernel does not run: its switches, then what it cannot serve. ``None``: nothing is said against it."""
+    """Return why the kernel cannot run ``call``, or None if nothing rules it out.
+
+    Switches are checked first, then the kernel's limits.
+    """
     reason = _switched_off_by(implementation)
     limits = _LIMITS.get(implementation)
     if reason is not None or limits is None:
@@ -79,6 +89,7 @@ def _switched_off_by(implementation: str) -> str | None:
     torch_switch, variable = _SWITCHES.get(implementation, (None, None))
     if variable is not None and os.environ.get(variable) == "0":
         return f"{variable}=0 switches it off: unset it"
-    if torch_switch is None or getattr(torch._C, f"_get_{torch_switch}_sdp_enabled")():  # which dynamo can call
+    # dynamo can trace this call
+    if torch_switch is None or getattr(torch._C, f"_get_{torch_switch}_sdp_enabled")():
         return None
     return f"torch.backends.cuda.enable_{torch_switch}_sdp(False) switched it off"

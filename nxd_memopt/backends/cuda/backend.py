@@ -24,15 +24,16 @@ from nxd_memopt.backends.cuda.transfers import CudaTransfers
 from nxd_memopt.backends.host_transfers import HostTransfers
 
 PEER_MEMORY_SWITCH = "NXD_MEMOPT_PEER_MEMORY"
-# A smaller chunk moves in less time than the host takes to start its pieces. Between two measurements of eager steps on
-# four H200 (7e6e26a, whose signals cost the host more): with chunks of 16 MiB (LLaMA-3-8B) 437 ms, over NCCL 276; of
-# 24 MiB (GPT-NeoX-20B) 546, over NCCL 548.
+# Smallest shard for peer memory: a smaller one moves in less time than the host takes to launch its
+# chunks. The value is between two measurements of eager steps on four H200 (at 7e6e26a, whose
+# signals cost the host more): shards of 16 MiB (LLaMA-3-8B) 437 ms, with NCCL 276 ms; shards of
+# 24 MiB (GPT-NeoX-20B) 546 ms, with NCCL 548 ms.
 _PEER_MEMORY_BYTES = 20 << 20
-_PEER_MEMORY_BYTES_AHEAD = 1 << 20  # where the host is not waited for, as in a graph
+_PEER_MEMORY_BYTES_AHEAD = 1 << 20  # if launch latency is hidden, as in a graph
 
 
 class CudaBackend(C10dBackend):
-    """NVIDIA GPUs, one per process: the one that torchrun's LOCAL_RANK names."""
+    """NVIDIA GPUs, one per process, selected by torchrun's LOCAL_RANK."""
 
     name = "cuda"
     distributed_backend = "nccl"
@@ -49,7 +50,7 @@ class CudaBackend(C10dBackend):
         major, _ = torch.cuda.get_device_capability(self.device)
         self.attention_implementations = cuda_attention.implementations(major)
         self._peer_memories: dict[ProcessGroup, PeerMemory | None] = {}
-        self._is_recording = False  # a graph of its own, or rehearsing for one
+        self._is_recording = False  # capturing a graph of this backend, or warming up for one
         self._peak_bytes = 0
         self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
 
@@ -61,6 +62,7 @@ class CudaBackend(C10dBackend):
 
     def init_process_group(self, **kwargs: Any) -> None:
         torch.cuda.set_device(self.device)
+        # with device_id NCCL initialises eagerly, on this rank's device
         super().init_process_group(**{"device_id": self.device, **kwargs})
 
     def start_all_gather(
@@ -87,6 +89,7 @@ class CudaBackend(C10dBackend):
         scattered: bool,
         hides_launch_latency: bool = False,
     ) -> ChunkedReduction:
+        # The size of one rank's chunk of the sum decides. All-reduces always use NCCL.
         own_bytes = math.prod(shape) * dtype.itemsize // self.group_size(group)
         memory = self._peer_memory(group, own_bytes, hides_launch_latency) if scattered else None
         if memory is None:
@@ -94,14 +97,17 @@ class CudaBackend(C10dBackend):
         return PeerReduction(memory, shape[0])
 
     def _peer_memory(self, group: ProcessGroup | None, own_bytes: int, hides_launch_latency: bool) -> PeerMemory | None:
-        """What serves an operation in which each rank's chunk has ``own_bytes``; ``None``: NCCL does."""
+        """Return the peer memory for shards of ``own_bytes``, or None if NCCL is to be used."""
         if group is None or group.size() == 1 or torch.compiler.is_compiling():
             return None
-        if _is_capturing() and not self._is_recording:  # before others' replays the ranks do not meet
+        # ranks do not meet before replays of other code's graphs
+        if _is_capturing() and not self._is_recording:
             return None
         ahead = hides_launch_latency or self._is_recording
         if own_bytes < (_PEER_MEMORY_BYTES_AHEAD if ahead else _PEER_MEMORY_BYTES):
             return None
+        # A refusal is cached too. All ranks decide alike: sizes and settings are equal on all of
+        # them.
         if group not in self._peer_memories:
             usable = self.peer_memory_refusal(get_process_group_ranks(group)) is None
             self._peer_memories[group] = PeerMemory(group, self.device) if usable else None
@@ -126,11 +132,15 @@ class CudaBackend(C10dBackend):
             self._is_recording = False
 
     def capture(self, function: Callable[[], Result], *, beside: Capture[Any] | None = None) -> _Graph[Result]:
+        # Drain peer memory first, so that nothing in the graph waits for work outside it. The order
+        # of the contexts matters: barriers are inside the capture, the restoring of slots is
+        # outside of it.
         memories, graph = self._memories(), torch.cuda.CUDAGraph()
         for memory in memories:
             memory.settle()
         assert beside is None or isinstance(beside, _Graph)
         self._keep_peak(self._unseen_bytes())
+        # graphs that never run at the same time may share one pool
         pool = torch.cuda.graph_pool_handle() if beside is None else beside.graph.pool()
         with ExitStack() as stack:
             for memory in memories:
@@ -140,21 +150,26 @@ class CudaBackend(C10dBackend):
             for memory in memories:
                 stack.enter_context(memory.captured())
             result = function()
+        # During the capture the allocator counted the tensors in a shared pool: do not add the pool
+        # again.
         held = 0 if beside is None else _unused_bytes(beside.graph)
-        self._keep_peak(self._unseen_bytes() - held)  # a shared pool's bytes were in the allocator's eyes
+        self._keep_peak(self._unseen_bytes() - held)
         self._graphs.add(graph)
         return _Graph(graph, memories, result)
 
     @contextmanager
     def _captured_into(self, graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
-        """``torch.cuda.graph``, which leaves a failed capture's stream current, and its pool in use."""
+        """Capture into ``graph``, and clean up after a failure.
+
+        ``torch.cuda.graph`` leaves the stream of a failed capture current, and its pool in use.
+        """
         before = torch.cuda.current_stream(self.device)
-        try:  # NCCL's own thread goes on
+        try:  # thread_local: NCCL's own thread may go on calling CUDA
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 yield
         except BaseException:
             torch.cuda.set_stream(before)
-            with suppress(RuntimeError):  # where the capture could be ended, the pool has been
+            with suppress(RuntimeError):  # torch has already released the pool if the capture ended
                 torch._C._cuda_endAllocateToPool(self.device.index, pool)
             raise
 
@@ -175,11 +190,14 @@ class CudaBackend(C10dBackend):
         return f"{super().describe_overlap()} ({refusal or 'one GPU is visible'})"
 
     def peer_memory_refusal(self, ranks: Sequence[int], local_size: int | None = None) -> str | None:
-        """Why the global ``ranks`` do not gather and reduce through each other's memory; all of them must say the same.
+        """Return why ``ranks`` cannot use peer memory, or None if they can.
+
+        All ranks of the group must reach the same answer.
 
         Args:
-            ranks: of one group.
-            local_size: ranks on each host, of which each has the GPU of its local rank; default torchrun's.
+            ranks: global ranks of one group.
+            local_size: ranks on each host, each of which has the GPU of its local rank; default:
+                torchrun's LOCAL_WORLD_SIZE.
         """
         if os.environ.get(PEER_MEMORY_SWITCH) == "0":
             return f"{PEER_MEMORY_SWITCH}=0 switches it off"
@@ -189,6 +207,7 @@ class CudaBackend(C10dBackend):
         devices = [rank % local_size for rank in ranks]
         if max(devices) >= torch.cuda.device_count():
             return f"{local_size} ranks share a host and {torch.cuda.device_count()} GPUs are visible to this one"
+        # both directions of each pair
         for one, other in itertools.permutations(devices, 2):
             if not torch.cuda.can_device_access_peer(one, other):
                 return f"GPU {one} cannot map the memory of GPU {other}"
@@ -198,7 +217,9 @@ class CudaBackend(C10dBackend):
         return cuda_attention.refusal(implementation, call)
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._is_recording and _is_capturing():  # the generator's state cannot be read, and nothing is drawn
+        # During capture the generator's state cannot be read. Captured functions draw no random
+        # numbers.
+        if self._is_recording and _is_capturing():
             kwargs["preserve_rng_state"] = False
         return super().checkpoint(function, *args, **kwargs)
 
@@ -224,13 +245,21 @@ class CudaBackend(C10dBackend):
         return max(self._peak_bytes, torch.cuda.max_memory_allocated(self.device) + self._unseen_bytes())
 
     def _unseen_bytes(self) -> int:
-        """In use, and unknown to the caching allocator, or free in its eyes: a graph's tensors between replays."""
+        """Return the bytes in use that the caching allocator does not report.
+
+        These are symmetric memory, which the allocator does not manage, and CUDA-graph pools, which
+        it counts as free between replays.
+        """
+        # graphs that share a pool count once
         pools = {graph.pool(): graph for graph in self._graphs}
         peers = sum(memory.allocated_bytes() for memory in self._memories())
         return peers + sum(_unused_bytes(graph) for graph in pools.values())
 
     def _keep_peak(self, unseen_bytes: int) -> None:
-        """Note the allocator's peak and ``unseen_bytes`` beside it, which are about to change."""
+        """Record the allocator's peak plus ``unseen_bytes``, and restart the allocator's peak.
+
+        Call before ``unseen_bytes`` changes.
+        """
         self._peak_bytes = max(self._peak_bytes, torch.cuda.max_memory_allocated(self.device) + unseen_bytes)
         torch.cuda.reset_peak_memory_stats(self.device)
 
@@ -240,7 +269,7 @@ class CudaBackend(C10dBackend):
 
 
 def _unused_bytes(graph: torch.cuda.CUDAGraph) -> int:
-    """Of the graph's pool, where no tensor lives now, but some do while it runs."""
+    """Return the bytes of the graph's pool without a live tensor now, but in use during replays."""
     segments = torch.cuda.memory_snapshot(graph.pool())
     return sum(segment["total_size"] - segment["allocated_size"] for segment in segments)
 
@@ -250,7 +279,7 @@ def _is_capturing() -> bool:
 
 
 class _Graph(Generic[Result]):
-    """A ``Capture``; operations on its peer memories that nobody has asked for end before it runs."""
+    """``Capture`` of a CUDA graph. A replay first finishes pending peer-memory operations."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, memories: Sequence[PeerMemory], result: Result) -> None:
         self.graph, self.result, self._memories = graph, result, memories

@@ -1,8 +1,8 @@
 """All-gathers and reductions through memory that the GPUs of one host map into each other (NVLink or PCIe).
 
-Each rank pushes its rows into the others' memory by the copy engines, and a 4-byte signal behind them, so that matmuls
-keep all multiprocessors; NCCL's kernels would take some from the matmul beside them. A matmul waits for the rows it
-needs only, and starts on this rank's own at once. NVLink multicast is not used.
+Copy engines push the rows of each rank into the memory of the other ranks, followed by a 4-byte
+signal. Matmuls keep all multiprocessors; NCCL's kernels would take some of them. A matmul starts on
+the rank's own rows at once and waits only for the rows that it needs. NVLink multicast is not used.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from torch.distributed import ProcessGroup
 _SLOTS = 2  # see PeerMemory.next_slot
 _MOST_VIEWS = 256
 _SUM_BLOCK = 4096
-_OPERATIONS_PER_BYTE = 1750  # of a bf16 matmul while a byte arrives: H200, 650 TFLOP/s beside copies of 375 GB/s
-_GRANULARITY_BYTES = 2**21  # what CUDA maps at once
-_TIMEOUT_MS = 600_000  # NCCL's default: a rank that died must not leave the others waiting for ever
+# FLOP of a bf16 matmul per byte that arrives: H200, 650 TFLOP/s next to copies of 375 GB/s
+_OPERATIONS_PER_BYTE = 1750
+_GRANULARITY_BYTES = 2**21  # granularity of CUDA's memory mappings
+_TIMEOUT_MS = 600_000  # NCCL's default: a failed rank must not block the others for ever
 
 
 class _Slot:
-    """Memory of one size on every rank, each mapped into all, with a word for each pair of ranks."""
+    """Equal buffers on all ranks, mapped by all ranks, with a signal word per pair of ranks."""
 
     def __init__(self, size_bytes: int, group: ProcessGroup, device: torch.device) -> None:
         import torch.distributed._symmetric_memory as symmetric
 
         self.size_bytes = size_bytes
         self._rank = group.rank()
-        torch.cuda.empty_cache()  # what the allocator keeps free is out of the mapping's reach
+        torch.cuda.empty_cache()  # the mapping cannot use blocks that the allocator caches
         try:
             self._memory = symmetric.empty(size_bytes, dtype=torch.uint8, device=device)
             self._handle: Any = symmetric.rendezvous(self._memory, group)
@@ -43,34 +44,36 @@ class _Slot:
                 "NXD_MEMOPT_PEER_MEMORY=0 on all of them"
             ) from error
         self._write = torch.ops.symm_mem.stream_write_value32_.default
-        self._views: dict[tuple[int, tuple[int, ...], torch.dtype, int], Tensor] = {}  # a new one takes microseconds
+        # a new view costs microseconds
+        self._views: dict[tuple[int, tuple[int, ...], torch.dtype, int], Tensor] = {}
         self._pads = [self._handle.get_signal_pad(rank, (group.size(),), torch.uint32) for rank in range(group.size())]
         self._own_pad = self._handle.get_signal_pad(self._rank, (group.size(),), torch.int32)
 
     def of(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> Tensor:
-        """The memory of ``rank`` as a tensor, from its ``offset``-th element on."""
+        """Return the memory of ``rank`` as a tensor that begins at element ``offset``."""
         key = (rank, shape, dtype, offset)
         if key not in self._views:
             if len(self._views) >= _MOST_VIEWS:
                 self._views.clear()
-            with torch.inference_mode(False):  # training writes to it too
+            with torch.inference_mode(False):  # training writes to this memory too
                 self._views[key] = self._handle.get_buffer(*key)
         return self._views[key]
 
     def signal(self, rank: int) -> None:
-        """When the current stream comes here, tell ``rank`` that this rank's rows are there.
+        """Tell ``rank``, when the current stream gets here, that this rank's rows have arrived.
 
-        ``cuStreamWriteValue32`` is ordered behind the rows of its stream. A graph runs signals of another stream only
-        behind the last of the copies that follow each other.
+        ``cuStreamWriteValue32`` is ordered after the preceding copies on its stream. A CUDA graph
+        would run signals of another stream only after the last of several consecutive copies.
         """
         self._write(self._pads[rank], self._rank, 1)
 
     def meet(self) -> None:
-        """Let the current stream wait until those of all ranks come here."""
-        self._handle.barrier(1, _TIMEOUT_MS)  # the signals of rows are those of channel 0
+        """Make the current stream wait until the streams of all ranks reach this call."""
+        self._handle.barrier(1, _TIMEOUT_MS)  # channel 0 carries the signals of rows
 
     def wait_for(self, ranks: Sequence[int]) -> None:
-        """Let the current stream wait for the signals of ``ranks``."""
+        """Make the current stream wait for the signals of ``ranks``."""
+        # one kernel launch for all words; without Triton one launch per rank
         if len(ranks) > 1 and _has_triton():
             wait_for_signals(self._own_pad, ranks)
             return
@@ -79,26 +82,31 @@ class _Slot:
 
 
 class PeerMemory:
-    """Some ranks' slots, and streams of their copies. All ranks start the same operations in one order."""
+    """Slots and copy streams of one group. All ranks start the same operations in one order."""
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         self._group, self.device = group, device
         self.rank, self.size = group.rank(), group.size()
+        # High-priority streams: one for copies to other ranks, one for local copies of own rows.
         self.sending, self.keeping = (torch.cuda.Stream(device, priority=-1) for _ in range(2))
         self._made = torch.cuda.Event()
+        # the last stream that used slots
         self._used_on = torch.cuda.current_stream(device)
         self._slots: dict[tuple[type, int], _Slot] = {}
-        self._outgrown: list[_Slot] = []  # captured graphs may use them still
+        self._outgrown: list[_Slot] = []  # captured graphs may still use these slots
+        # becomes True with the first capture and stays so, since graphs may replay at any time
         self._is_captured = False
+        # index of the slot that each kind of operation used last
         self._started: dict[type, int] = {PeerAllGather: 0, PeerReduction: 0}
         self._unfinished: dict[type, _Operation] = {}
 
     def next_slot(self, operation: _Operation, size_bytes: int) -> _Slot:
-        """The other slot of this kind of operation, that every rank has done with.
+        """Return the slot of this kind of operation that every rank has finished with.
 
-        Its last use is two operations ago, and each rank had given its stream all that reads it before it began the one
-        in between, as the contract asks. That one's signals follow on those streams, and this rank's stream waited for
-        them: at the latest here.
+        Double buffering: the slot's last use is two operations ago. By contract, every rank
+        enqueued its last read of the slot before it started the operation in between. That
+        operation's signals come after these reads, and this rank's stream has waited for the
+        signals, at the latest in this call.
         """
         kind, stream = type(operation), operation.stream
         if kind in self._unfinished:
@@ -107,7 +115,9 @@ class PeerMemory:
         index = (self._started[kind] + 1) % _SLOTS
         slot = self._slots.get((kind, index))
         if slot is None or slot.size_bytes < size_bytes:
-            torch.cuda.synchronize(self.device)  # the rendezvous waits for all ranks: nobody uses the old one
+            # the rendezvous waits for all ranks: no rank uses the old slot
+            torch.cuda.synchronize(self.device)
+            # captured graphs replay on the old slot: keep it from then on
             outgrown = [] if slot is None or not self._is_captured else [slot]
             rounded = -(-size_bytes // _GRANULARITY_BYTES) * _GRANULARITY_BYTES
             with torch.inference_mode(False):
@@ -117,6 +127,7 @@ class PeerMemory:
         return slot
 
     def _finish(self, operation: _Operation, stream: torch.cuda.Stream) -> None:
+        """Finish ``operation`` on its own stream, and make ``stream`` wait for that stream."""
         try:
             with torch.cuda.stream(operation.stream):
                 operation.finish()
@@ -126,31 +137,28 @@ class PeerMemory:
             _let_wait(stream, operation.stream)
 
     def _use_on(self, stream: torch.cuda.Stream) -> None:
-        """Let ``stream`` wait for the one that used slots last, to which all that reads them was given."""
+        """Make ``stream`` wait for the stream that used slots last, which has all their readers."""
         if stream != self._used_on:
             _let_wait(stream, self._used_on)
             self._used_on = stream
 
     def settle(self) -> None:
-        """Let the current stream wait for all that uses slots; operations that nobody has asked for end."""
+        """Finish all pending operations, and make the current stream wait for all uses of slots."""
         stream = torch.cuda.current_stream(self.device)
         for operation in list(self._unfinished.values()):
             self._finish(operation, stream)
         self._use_on(stream)
 
     def meet(self) -> None:
-        """Let the current stream wait until those of all ranks come here: every slot is free then.
-
-        The operations behind it have the same slots each time.
-        """
+        """Make the current stream wait for the streams of all ranks; every slot is then free."""
         self.settle()
         if self._slots:
             next(iter(self._slots.values())).meet()
-        self._started = dict.fromkeys(self._started, 0)
+        self._started = dict.fromkeys(self._started, 0)  # each run starts with the same slots
 
     @contextmanager
     def captured(self) -> Iterator[None]:
-        """Around what a graph records: its slots do not take turns with those of what runs before and behind it."""
+        """Put barriers around a capture: its slots do not alternate with slots used outside."""
         self._is_captured = True
         self.meet()
         yield
@@ -158,11 +166,12 @@ class PeerMemory:
 
     @contextmanager
     def restored_on_failure(self) -> Iterator[None]:
-        """Around a capture: where it fails, up to its end, nothing that it began was given to the device."""
+        """Undo the operations of a capture that fails; none of them was enqueued on the device."""
         before = dict(self._started), self._used_on
         try:
             yield
         except BaseException:
+            # Captured copies and signals never ran: undoing the host's bookkeeping is enough.
             for operation in self._unfinished.values():
                 operation.drop()
             self._unfinished.clear()
@@ -171,7 +180,7 @@ class PeerMemory:
 
     @contextmanager
     def copying(self, stream: torch.cuda.Stream, main: torch.cuda.Stream, done: torch.cuda.Event) -> Iterator[None]:
-        """Inside, on ``stream``, behind all that ``main`` has been given; ``done`` is its end."""
+        """Run copies on ``stream`` after the work queued on ``main``; then record ``done``."""
         self._made.record(main)
         stream.wait_event(self._made)
         torch.cuda.set_stream(stream)
@@ -182,50 +191,54 @@ class PeerMemory:
             torch.cuda.set_stream(main)
 
     def forget(self, operation: _Operation) -> None:
-        """It is finished, and its tensors are not kept alive."""
+        """Drop the reference to a finished operation, which frees its tensors."""
         if self._unfinished.get(type(operation)) is operation:
             del self._unfinished[type(operation)]
 
     def allocated_bytes(self) -> int:
-        """This rank's share; the caching allocator does not count it."""
+        """Return this rank's bytes in slots, which the caching allocator does not count."""
         return sum(slot.size_bytes for slot in (*self._slots.values(), *self._outgrown))
 
     def others(self, step: int) -> Iterator[int]:
-        """The other ranks in the order in which rows are sent to them (1), or arrive from them (-1)."""
+        """Yield the other ranks in the order of sends to them (1) or arrivals from them (-1)."""
         for distance in range(1, self.size):
             yield (self.rank + step * distance) % self.size
 
 
 class _Operation:
-    """What gathers and reductions share: rows on their way, and the main stream's part in it."""
+    """Common part of gathers and reductions: rows in flight, and the waits of the main stream."""
 
     def __init__(self, memory: PeerMemory) -> None:
         self._memory = memory
-        self.stream = torch.cuda.current_stream(memory.device)  # takes as long as a launch: looked up once
-        self._sending: list[Tensor] = []  # alive until the main stream has waited for their copies
-        self._sent = torch.cuda.Event()  # its own: what later operations send need not be waited for
+        # looked up once: costs as much as a launch
+        self.stream = torch.cuda.current_stream(memory.device)
+        # keep alive until the main stream has waited for the copies
+        self._sending: list[Tensor] = []
+        self._sent = torch.cuda.Event()  # one event per operation: do not wait for later sends
         self._is_finished = False
 
     def _send(self, rows: Tensor, ranks: Iterable[int], slot: _Slot) -> None:
-        """Push ``rows`` to its place in the memory of each of ``ranks``: that of this rank's number."""
+        """Push ``rows`` into this rank's block in the memory of each of ``ranks``, and signal."""
         memory, shape = self._memory, tuple(rows.shape)
         self._sending.append(rows)
         with memory.copying(memory.sending, self.stream, self._sent):
             for rank in ranks:
+                # rank r's rows begin at element r * n of every slot; the signal follows on the same
+                # stream
                 slot.of(rank, shape, rows.dtype, memory.rank * rows.numel()).copy_(rows)
                 slot.signal(rank)
 
     def _receive(self) -> None:
-        """Let the current stream wait for what has not arrived."""
+        """Make the current stream wait for the rows that have not arrived."""
         raise NotImplementedError
 
     def drop(self) -> None:
-        """It never ran."""
+        """Mark the operation as finished; it never ran."""
         self._is_finished = True
         self._sending.clear()
 
     def finish(self) -> None:
-        """Let the operation's stream, which is the current one, wait for all that arrives and all that leaves."""
+        """Make the operation's stream, the current one, wait for incoming and outgoing rows."""
         if not self._is_finished:
             self._receive()
             self._sent.wait(self.stream)
@@ -235,15 +248,17 @@ class _Operation:
 
 
 def _let_wait(stream: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
-    if not torch.cuda.is_current_stream_capturing():  # before a capture the device was idle
+    if not torch.cuda.is_current_stream_capturing():  # the device was idle before the capture
         stream.wait_stream(other)
 
 
 class PeerAllGather(_Operation):
-    """See ``pieces.ChunkedAllGather``. The others' rows come into this rank's slot.
+    """``collectives.ChunkedAllGather`` into this rank's slot.
 
     Args:
-        materialize: as for ``Backend.start_all_gather``; this rank's own rows are copied there only then.
+        memory: of the group.
+        shard: rows of this rank, ``[n, ...]``.
+        materialize: see ``Backend.start_all_gather``; copy this rank's own rows into the slot too.
     """
 
     def __init__(self, memory: PeerMemory, shard: Tensor, *, materialize: bool = True) -> None:
@@ -257,18 +272,21 @@ class PeerAllGather(_Operation):
         self._whole = slot.of(memory.rank, (self.length, *shard.shape[1:]), shard.dtype)
         self._missing = list(memory.others(-1))
         self._send(self._shard, memory.others(1), slot)
+        # Own rows are copied on another stream, and for wait() only: pieces() yields the shard
+        # itself.
         if materialize:
             with memory.copying(memory.keeping, self.stream, self._kept):
                 self._whole[memory.rank * shard.size(0) :][: shard.size(0)].copy_(self._shard)
 
     def _receive(self, count: int | None = None) -> None:
+        # self._missing is in order of arrival: wait for the first ``count`` ranks, or for all
         self._slot.wait_for(self._missing[:count])
         del self._missing[:count]
         if self._is_materialized and not self._missing:
             self._kept.wait(self.stream)
 
     def pieces(self, operations_per_element: float = 0) -> Iterator[tuple[int, Tensor]]:
-        """Own rows, then those that should have arrived."""
+        """Yield this rank's own rows, then blocks of the rows that should have arrived."""
         own = self._shard.size(0)
         yield self._memory.rank * own, self._shard
         blocks = arrivals(self._missing, operations_per_element / (self._shard.element_size() * _OPERATIONS_PER_BYTE))
@@ -277,6 +295,7 @@ class PeerAllGather(_Operation):
                 self._receive(len(block))
             else:
                 self.finish()
+            # ranks of a block descend: the rows of block[-1] come first in memory
             yield block[-1] * own, self._whole[block[-1] * own : (block[0] + 1) * own]
 
     def wait(self, *, copy: bool = False) -> Tensor:
@@ -286,14 +305,16 @@ class PeerAllGather(_Operation):
 
 
 def arrivals(sources: Sequence[int], pace: float) -> list[list[int]]:
-    """``sources``, ranks in the order in which their rows arrive, cut where their user should wait for more.
+    """Cut ``sources`` into blocks, at the points where the user should wait for more rows.
 
     Args:
-        sources: consecutive and descending, but for one wrap.
-        pace: how many chunks arrive while the user works on one.
+        sources: ranks in order of arrival; consecutive and descending, except for one wrap-around.
+        pace: number of chunks that arrive while the user works on one.
     """
     blocks: list[list[int]] = []
-    now, taken = pace, 0  # in arrivals of a chunk; the user's own chunk is done
+    # Time in units of one chunk's arrival; at ``pace`` the user has finished its own chunk. Each
+    # block is what has arrived by then, at least one chunk, cut where the row order wraps around.
+    now, taken = pace, 0
     while taken < len(sources):
         arrived = min(len(sources), max(taken + 1, int(now)))
         now = max(now, arrived) + pace * (arrived - taken)
@@ -305,11 +326,12 @@ def arrivals(sources: Sequence[int], pace: float) -> list[list[int]]:
 
 
 class PeerReduction(_Operation):
-    """See ``pieces.ChunkedReduction``. Each rank sums what all have sent it, in fp32 and in the order of ranks."""
+    """``collectives.ChunkedReduction`` that sums the rows of all ranks in fp32, in rank order."""
 
     def __init__(self, memory: PeerMemory, length: int) -> None:
         super().__init__(memory)
         self._own_length = length // memory.size
+        # Other ranks' rows first: their copies overlap with the matmuls of the next chunks.
         order = (*memory.others(1), memory.rank)
         self.pieces = [(rank * self._own_length, (rank + 1) * self._own_length) for rank in order]
         self._slot: _Slot | None = None
@@ -322,17 +344,20 @@ class PeerReduction(_Operation):
             self._slot = self._memory.next_slot(self, rows.nbytes * self._memory.size)
         rank = start // self._own_length
         self._missing.remove(rank)
+        # own rows stay where they are until the sum reads them
         if rank == self._memory.rank:
             self._own = rows
         else:
             self._send(rows, (rank,), self._slot)
 
     def abandon(self) -> None:
-        """The others still get their signals, without which they would wait, now or in a later operation."""
+        """Send the missing signals: without them other ranks would wait, now or later."""
         if self._slot is None:
             self.drop()
         else:
             with self._memory.copying(self._memory.sending, self.stream, self._sent):
+                # A signal without rows: ranks that wait for it sum stale rows, which abandon()
+                # permits.
                 for rank in self._missing:
                     if rank != self._memory.rank:
                         self._slot.signal(rank)
@@ -353,10 +378,12 @@ class PeerReduction(_Operation):
 
 
 def sum_over_ranks(own: Tensor, parts: Tensor, rank: int) -> Tensor:
-    """Sum of ``parts``, ``[size, ...]``, of which ``rank``'s is ``own``; in the order of ranks, in fp32 at least."""
+    """Sum ``parts``, ``[size, ...]``, in rank order, in fp32 or wider; ``own`` is for ``rank``."""
     if len(parts) == 2:
+        # one addition rounds once, as a sum in fp32 does
         return own + parts[1 - rank]
     if own.dtype == torch.float64 or not _has_triton():
+        # own rows complete the slot: [size, ...] is summed by one torch kernel
         parts[rank].copy_(own)
         return parts.sum(0)
     result, count = torch.empty_like(own), own.numel()
@@ -366,7 +393,7 @@ def sum_over_ranks(own: Tensor, parts: Tensor, rank: int) -> Tensor:
 
 
 def wait_for_signals(pad: Tensor, ranks: Sequence[int], timeout_ms: int = _TIMEOUT_MS) -> None:
-    """Let the current stream wait, in one kernel, until the words of ``ranks`` in ``pad`` are 1, and make them 0."""
+    """Make the current stream wait for words ``ranks`` of ``pad`` to be 1, and reset them to 0."""
     bits = sum(1 << rank for rank in ranks)
     _kernels().wait_for_signals[(1,)](pad, bits, timeout_ms, len(pad), num_warps=1)
 

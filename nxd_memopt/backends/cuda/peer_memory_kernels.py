@@ -17,7 +17,10 @@ def sum_over_ranks(
     RANK: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
-    """``parts`` holds ``count`` elements of each rank, and nothing yet for ``RANK``, whose are ``own``; fp32 sums."""
+    """Sum ``parts``, ``[SIZE, count]``, over ranks in fp32; ``own`` replaces the part of ``RANK``.
+
+    The part of ``RANK`` in ``parts`` is not read.
+    """
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = place < count
     total = tl.zeros([BLOCK], tl.float32)
@@ -26,17 +29,20 @@ def sum_over_ranks(
             total += tl.load(own + place, mask=mask, other=0.0).to(tl.float32)
         else:
             total += tl.load(parts + place, mask=mask, other=0.0).to(tl.float32)
-        parts += count  # never rank * count, which 32 bits may not hold
+        parts += count  # pointer increments: rank * count may exceed 32 bits
     tl.store(result + place, total.to(result.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["ranks"])
 def wait_for_signals(pad, ranks, timeout_ms, SIZE: tl.constexpr):  # noqa: N803
-    """Until each rank whose bit is set in ``ranks`` has written 1 into its word of ``pad``, which becomes 0 again.
+    """Wait until each rank whose bit is set in ``ranks`` has written 1 into its word of ``pad``.
 
-    After ``timeout_ms`` it fails, and with it all that the device is given.
+    Each word is reset to 0. After ``timeout_ms`` the kernel traps: all later work on the device
+    fails.
     """
     limit = globaltimer() + timeout_ms.to(tl.int64) * 1_000_000
+    # One thread block polls the words one after the other. The compare-and-swap resets a word in
+    # the same step; acquire at system scope makes the rows of that rank visible.
     for rank in range(SIZE):
         if (ranks >> rank) & 1:
             seen = tl.atomic_cas(pad + rank, 1, 0, sem="acquire", scope="sys")

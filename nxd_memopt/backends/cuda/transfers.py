@@ -12,6 +12,8 @@ from nxd_memopt.backends.host_transfers import Transfer
 
 
 class _Recorded:
+    """``Transfer`` that is done when ``stream`` reaches its present end."""
+
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._event = torch.cuda.Event()
         self._event.record(stream)
@@ -27,13 +29,13 @@ class _Recorded:
 
 
 class CudaTransfers:
-    """A stream each way, since copy engines work in both directions at once.
+    """``HostTransfers`` with one stream per direction: copy engines work in both directions.
 
-    Pinned memory comes from PyTorch's caching allocator, which waits for the copies before it gives memory out again,
-    and rounds sizes up to powers of two.
+    Pinned memory comes from PyTorch's caching host allocator. The allocator waits for pending
+    copies before it reuses a block, and rounds sizes up to powers of two.
     """
 
-    _AHEAD = 2
+    _AHEAD = 2  # calls of keep_pace() that the host may run ahead of the device
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -42,6 +44,7 @@ class CudaTransfers:
 
     def to_host(self, source: Tensor) -> tuple[Tensor, Transfer]:
         host = torch.empty(source.numel(), dtype=torch.uint8, pin_memory=True)
+        # The copy waits for the work queued so far; the current stream does not wait for the copy.
         self._out.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._out):
             host.copy_(source, non_blocking=True)
@@ -59,8 +62,10 @@ class CudaTransfers:
 
     def to_device(self, host: Tensor, after: Transfer) -> tuple[Tensor, Transfer]:
         target = torch.empty(host.numel(), dtype=torch.uint8, device=self.device)
+        # The block belongs to the current stream, but the copy on another stream writes it.
         target.record_stream(self._back)
-        self._back.wait_stream(torch.cuda.current_stream(self.device))  # whoever had that memory may still use it
+        # its previous user may still run
+        self._back.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._back):
             after.wait()
             target.copy_(host, non_blocking=True)
@@ -70,6 +75,7 @@ class CudaTransfers:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))
         self._reached.append(event)
+        # wait for the device to reach the call of _AHEAD calls ago
         if len(self._reached) > self._AHEAD:
             self._reached.popleft().synchronize()
 

@@ -1,8 +1,9 @@
 """Activation checkpointing for devices that compile a full step: a barrier keeps the recomputation.
 
-A compiler that sees forward and backward in one graph merges equal work, and with it the recomputation into the forward
-pass. A barrier on ``[*saved inputs, grad of the output]`` makes the recomputation depend on the gradient, so that it is
-other work and cannot start before backward has come here.
+A compiler that sees forward and backward in one graph merges equal operations, and so merges the
+recomputation into the forward pass. A barrier on ``[*saved inputs, grad of the output]`` makes the
+recomputation depend on the gradient. The operations then differ from the forward pass, and cannot
+start before backward reaches the region.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from nxd_memopt.backends.base import Backend, ContextPair
 
 @dataclass
 class _Region:
-    """What is run twice; ``leaves`` holds ``None`` where a saved tensor goes."""
+    """Function that runs twice, with its arguments.
+
+    ``leaves`` has ``None`` in place of each tensor.
+    """
 
     backend: Backend
     function: Callable[..., Any]
@@ -33,6 +37,7 @@ class _Region:
     output_structure: pytree.TreeSpec | None = None
 
     def run(self, tensors: list[Tensor]) -> list[Any]:
+        # arguments in their first structure: saved tensors take the places of None
         waiting = iter(tensors)
         leaves = [next(waiting) if leaf is None else leaf.value for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.structure)
@@ -46,11 +51,13 @@ class _Constant:
 
 
 class _BarrierCheckpoint(torch.autograd.Function):
-    """Keeps the tensors of a region's arguments; backward runs the region again behind a barrier."""
+    """Save a region's tensor arguments, and recompute the region after a barrier in backward."""
 
     @staticmethod
     def forward(ctx: Any, region: _Region, forward_context: Any, anchor: Tensor, *tensors: Tensor) -> tuple[Any, ...]:
-        del anchor  # requires a gradient, so that parameters inside the region get theirs whatever the arguments do
+        # The anchor requires a gradient, so backward runs and the region's parameters get gradients
+        # even if no argument requires one.
+        del anchor
         ctx.region = region
         ctx.save_for_backward(*tensors)
         with torch.no_grad(), forward_context:
@@ -62,18 +69,26 @@ class _BarrierCheckpoint(torch.autograd.Function):
         region: _Region = ctx.region
         inputs, output_grads = _behind_barrier(region.backend, ctx.saved_tensors, grads)
         needed = ctx.needs_input_grad[3:]
+        # Detached leaves: the nested backward pass ends here and does not run into the history of
+        # the arguments.
         leaves = [tensor.detach().requires_grad_(needs) for tensor, needs in zip(inputs, needed, strict=True)]
         with _replayed(region):
             outputs = region.run(leaves)
         both = zip(outputs, output_grads, strict=True)
         pairs = [(output, grad) for output, grad in both if isinstance(output, Tensor) and output.requires_grad]
+        # Accumulates into .grad of the parameters directly, and of the leaves, whose gradients are
+        # returned.
         if pairs:
             torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
         return None, None, None, *(leaf.grad for leaf in leaves)
 
 
 def _require_plain_backward() -> None:
-    """The nested backward pass has no second derivative, and adds to ``grad`` of every parameter inside."""
+    """Raise ``ValueError`` unless backward is a plain ``backward()`` call.
+
+    The nested backward pass has no second derivatives, and accumulates into ``grad`` of every
+    parameter of the region.
+    """
     if torch.is_grad_enabled():
         raise ValueError("recomputed regions have no second derivatives: create_graph=True needs a model without them")
     if not torch.autograd._is_checkpoint_valid():  # pyright: ignore[reportPrivateImportUsage]
@@ -86,14 +101,17 @@ def _require_plain_backward() -> None:
 def _behind_barrier(
     backend: Backend, saved: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]
 ) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Return the saved tensors and the output gradients, as results of one common barrier."""
     present = [grad for grad in grads if grad is not None]
+    # one barrier over inputs and gradients ties the recomputation to the incoming gradient
     fresh = iter(backend.optimization_barrier([*saved, *present]))
     return [next(fresh) for _ in saved], [None if grad is None else next(fresh) for grad in grads]
 
 
 @contextmanager
 def _replayed(region: _Region) -> Iterator[None]:
-    """The random states, the precision and the streams that the forward pass had."""
+    """Restore the random states, autocast settings and contexts of the forward pass."""
+    # The host generator is saved too: the region may draw on either device.
     now = _rng_states(region.backend)
     _set_rng_states(region.backend, region.rng_states)
     try:
@@ -119,14 +137,15 @@ def barrier_checkpoint(
     context_fn: Callable[[], ContextPair] | None = None,
     **kwargs: Any,
 ) -> Any:
-    """``Backend.checkpoint`` for a device whose compiler sees the whole step.
+    """Implement ``Backend.checkpoint`` for a device whose compiler sees the full step.
 
-    Arguments and results may be nested lists, tuples and dicts of tensors and other values; tensors that ``function``
-    computes with and that have a history must be among the arguments.
+    Arguments and results may be nested lists, tuples and dicts of tensors and other values. Tensors
+    with an autograd history that ``function`` uses must be among the arguments.
 
     Raises:
-        ValueError: when no tensor is found in the result. In backward: for ``torch.autograd.grad``, ``inputs=`` and
-            ``create_graph=True``, as parameters used inside get their gradients from a nested backward pass.
+        ValueError: no tensor is found in the result. In backward: for ``torch.autograd.grad``,
+            ``inputs=`` and ``create_graph=True``, because parameters of the region get their
+            gradients from a nested backward pass.
     """
     forward_context, recompute_context = context_fn() if context_fn else (nullcontext(), nullcontext())
     leaves, structure = pytree.tree_flatten((args, kwargs))
@@ -144,6 +163,7 @@ def barrier_checkpoint(
             "dtype": torch.get_autocast_dtype(device_type),
         },
     )
+    # the random states and the autocast settings above are the ones of the forward pass
     anchor = torch.empty((), device=backend.device, requires_grad=True)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     outputs = _BarrierCheckpoint.apply(region, forward_context, anchor, *tensors)

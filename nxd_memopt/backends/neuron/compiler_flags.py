@@ -6,32 +6,36 @@ import re
 import shlex
 
 DEFAULT_LEVEL = 2
-"""neuronx-cc's own, where no flag names one."""
+"""neuronx-cc's default, if no flag names a level."""
 RECOMPUTE_LEVEL = 1
 """The only level for which AWS documents that recomputation is not merged with the forward pass."""
 
 
 def optimization_level(flags: str) -> int:
-    """The level that neuronx-cc will use: the last of ``-O1``, ``-O 1``, ``--optlevel 1``, ``--optlevel=1``.
+    """Return the level that neuronx-cc will use, which is the last one in ``flags``.
+
+    Accepted spellings are ``-O1``, ``-O 1``, ``--optlevel 1`` and ``--optlevel=1``.
 
     Raises:
-        ValueError: the flags cannot be split into words, or a level is no number.
+        ValueError: the flags cannot be split into words, or a level is not a number.
     """
     _, levels = _parse(flags)
     return levels[-1] if levels else DEFAULT_LEVEL
 
 
 def with_optimization_level(flags: str, level: int) -> str:
-    """``flags`` with every level that they name replaced by one ``-O<level>`` at the end."""
+    """Return ``flags`` with all their levels replaced by one ``-O<level>`` at the end."""
     others, _ = _parse(flags)
     return shlex.join([*others, f"-O{level}"])
 
 
 def recompute_error(flags: str | None) -> str | None:
-    """Why recompute would save no memory under these NEURON_CC_FLAGS, and the flags to set; ``None`` if it would.
+    """Return why recompute would save no memory with these flags, or None if it would.
+
+    The text includes the flags to set.
 
     Args:
-        flags: the variable's value, ``None`` where it is not set.
+        flags: value of NEURON_CC_FLAGS, or ``None`` if it is not set.
     """
     flags = flags or ""
     level = optimization_level(flags)
@@ -47,7 +51,7 @@ def recompute_error(flags: str | None) -> str | None:
 
 
 def _parse(flags: str) -> tuple[list[str], list[int]]:
-    """Split into words that name no level, and levels in order."""
+    """Return the words that name no level, and the levels in order."""
     try:
         words = iter(shlex.split(flags))
     except ValueError as error:
@@ -57,6 +61,7 @@ def _parse(flags: str) -> tuple[list[str], list[int]]:
     for word in words:
         found = re.fullmatch(r"-O(.*)|--optlevel(?:=(.*))?", word)
         if found:
+            # the level is part of the word, or the next word except after an empty --optlevel=
             level = found[1] or found[2] or ("" if word.endswith("=") else next(words, ""))
             if not level.isdecimal():
                 raise ValueError(f"NEURON_CC_FLAGS {flags!r}: {word} needs a level from 1 to 3, got {level!r}")

@@ -39,17 +39,22 @@ _LATE_FALLBACK = (
     f"CPU silently and slowly: export {_NO_SILENT_FALLBACK}=1 before Python starts (nxd-memopt launch does)"
 )
 _FALLBACK_SET_LATE = _PACKAGE in sys.modules and _NO_SILENT_FALLBACK not in os.environ
-"""``import torch`` loads the package (torch's device autoload), so its settings may have been read before this line."""
+"""Whether the package was loaded before the variable was set.
+
+``import torch`` loads the package (torch's device autoload), so the package may have read its
+settings before this line.
+"""
 
 
 class NeuronBackend(C10dBackend):
-    """Trainium2 and 3 through TorchNeuron, one logical core per process.
+    """Trainium2 and Trainium3 through TorchNeuron, one logical core per process.
 
-    TorchNeuron's process group assigns the device: its index is the process's rank on this host, whatever
-    NEURON_RT_VISIBLE_CORES was before, and it must be made before the first tensor on the device.
+    TorchNeuron's process group assigns the device. The device index is the process's rank on this
+    host, whatever NEURON_RT_VISIBLE_CORES was before. The group must be created before the first
+    tensor on the device.
 
-    Operations that fail on the device would silently run on the CPU; unless the environment says otherwise, the
-    backend has them raise.
+    Operations that fail on the device would silently run on the CPU. Unless the environment says
+    otherwise, the backend makes them raise.
     """
 
     name = "neuron"
@@ -57,7 +62,7 @@ class NeuronBackend(C10dBackend):
     attention_implementations = ("sdpa", "tiled", "math")
     views_share_memory = False  # not known to hold on the beta
     equal_heads_implementations = ("sdpa",)
-    scalars_are_compiled = True  # by torch.compile, and by eager operations as far as AWS documents them
+    scalars_are_compiled = True  # by torch.compile, and by eager operations according to AWS
 
     def __init__(self) -> None:
         self._device_module = _import_device_module()
@@ -67,10 +72,11 @@ class NeuronBackend(C10dBackend):
 
     @property
     def device(self) -> torch.device:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """This process's device.
+        """Return the device of this process.
 
-        Until the process group exists it has no index: ``neuron`` alone means the current device whenever a tensor is
-        made, so code that kept it is right afterwards too. ``neuron:0`` would be another process's core.
+        The device has no index until the process group exists: ``neuron`` without an index means
+        the current device whenever a tensor is created, so code that saved it stays correct.
+        ``neuron:0`` would be another process's core.
         """
         if self._assigned_device is None and dist.is_initialized():
             self._assigned_device = torch.device("neuron", self._device_module.current_device())
@@ -87,7 +93,7 @@ class NeuronBackend(C10dBackend):
             return reason
         try:
             device_count = _import_device_module().device_count()
-        except Exception as error:  # a missing driver or runtime library shows as whatever its loader raises
+        except Exception as error:  # the loader of a missing driver or library may raise anything
             return f"{_PACKAGE} cannot be imported: {type(error).__name__}: {error}"
         return None if device_count else f"{_found()} is native, but no Neuron device is visible"
 
@@ -108,10 +114,12 @@ class NeuronBackend(C10dBackend):
     # Processes and groups
 
     def init_process_group(self, **kwargs: Any) -> None:
-        """As ``Backend.init_process_group``; call it before the first tensor on the device, or the runtime refuses.
+        """Join the world; see ``Backend.init_process_group``.
+
+        Call before the first tensor on the device; the runtime refuses later calls.
 
         Raises:
-            ValueError: this process would not get one core of its own.
+            ValueError: this process would not get exactly one core.
         """
         if "RANK" in os.environ and not dist.is_initialized():
             _require_a_core(self._device_module.device_count())
@@ -123,12 +131,13 @@ class NeuronBackend(C10dBackend):
     def kv_rank_stride(self, tensor_model_parallel_size: int, replicas: int) -> int:
         return neuron_kv_rank_stride(os.environ, tensor_model_parallel_size, replicas)
 
-    # Collectives: the device reduces integers in fp32, which is exact to 2^24 only. Integers are gathered, which moves
-    # them as they are, and reduced on the host.
+    # Collectives. The device reduces integers in fp32, which is exact only up to 2^24. Integers are
+    # all-gathered, which does not change their bits, and reduced on the host.
 
     def all_reduce(self, tensor: Tensor, group: ProcessGroup | None, op: str = "sum") -> Tensor:
         if not _is_integer(tensor) or self.group_size(group) == 1:
             return super().all_reduce(tensor, group, op)
+        # [...] -> [size, ...]
         gathered = self.all_gather(tensor.unsqueeze(0), group).cpu()
         reduced = {"sum": gathered.sum, "max": gathered.amax, "min": gathered.amin}[op](0)
         return reduced.to(device=tensor.device, dtype=tensor.dtype)
@@ -140,6 +149,7 @@ class NeuronBackend(C10dBackend):
 
     def reduce_scatter_async(self, tensor: Tensor, group: ProcessGroup | None) -> Pending:
         if _is_integer(tensor):
+            # summed on the host by all_reduce; this rank keeps its chunk
             return Completed(self.shard(self.all_reduce(tensor, group), 0, group))
         return super().reduce_scatter_async(tensor, group)
 
@@ -157,7 +167,10 @@ class NeuronBackend(C10dBackend):
     # Execution and memory
 
     def attention_refusal(self, implementation: str, call: AttentionCall) -> str | None:
-        """Outside its kernel's limits the device's SDPA materialises S x S without a word."""
+        """Return why ``implementation`` cannot run ``call``, or None if it can.
+
+        Outside the limits of its kernel the device's SDPA silently materialises S x S scores.
+        """
         if implementation != "sdpa":
             return None
         return call.unsuited(
@@ -168,7 +181,7 @@ class NeuronBackend(C10dBackend):
         self._device_module.synchronize()
 
     def memory_allocated(self) -> int:
-        """Bytes of tensors; what compiled graphs use inside themselves is not among them."""
+        """Return the bytes of tensors, without the internal memory of compiled graphs."""
         self.synchronize()
         return self._device_module.memory_allocated(self._device_module.current_device())
 
@@ -181,7 +194,10 @@ class NeuronBackend(C10dBackend):
         self._device_module.reset_peak_memory_stats(self._device_module.current_device())
 
     def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """TorchNeuron compiles static shapes alone: another shape is another compilation, never a dynamic one."""
+        """Compile with TorchNeuron, which supports static shapes only.
+
+        Every other shape is another compilation.
+        """
         return torch.compile(function, backend="neuron", fullgraph=True, dynamic=False)
 
 
@@ -190,15 +206,17 @@ def _is_integer(tensor: Tensor) -> bool:
 
 
 def _require_a_core(device_count: int) -> None:
-    """Check what TorchNeuron's process group asserts later, without a reason: each process has one core.
+    """Raise ``ValueError`` unless this process gets exactly one core.
 
-    With NEURON_RT_VISIBLE_CORES unset, a process sees all cores of the host and the group takes that of its local rank.
+    TorchNeuron's process group asserts this later, without a reason. With NEURON_RT_VISIBLE_CORES
+    unset, a process sees all cores of the host, and the group takes the core of its local rank.
 
     Args:
         device_count: logical cores that this process sees before the group exists.
 
     Raises:
-        ValueError: more than one core was given to the process, or its local rank is not among the host's cores.
+        ValueError: more than one core was given to the process, or its local rank is not among the
+            host's cores.
     """
     visible = os.environ.get(_VISIBLE_CORES)
     if visible:
@@ -217,21 +235,25 @@ def _require_a_core(device_count: int) -> None:
 
 
 def _import_device_module() -> Any:
-    """Return ``torch.neuron``, which importing the package registers; first restrain the fallback to the CPU."""
+    """Return ``torch.neuron``, which importing the package registers.
+
+    Before the import, restrict the fallback to the CPU.
+    """
     os.environ.setdefault(_NO_SILENT_FALLBACK, "1")
     importlib.import_module(_PACKAGE)
     return getattr(torch, "neuron")  # noqa: B009 (type checkers know torch without it)
 
 
 def _not_native_reason() -> str | None:
-    """Why the installed package is not TorchNeuron; imports nothing.
+    """Return why the installed package is not TorchNeuron, or None if it is; imports nothing.
 
-    torch-xla's build has the same import name and a ``torch.neuron`` too. It has ``xla_impl`` in place of
-    ``neuron_dynamo_backend``, and its versions follow torch up to 2.9.
+    torch-xla's build has the same import name and also a ``torch.neuron``. It has ``xla_impl``
+    instead of ``neuron_dynamo_backend``, and its versions follow torch up to 2.9.
     """
     locations = _package_locations()
     if locations is None:
         return f"{_PACKAGE} is not installed"
+    # PathFinder searches the package's directory without importing the package
     if PathFinder.find_spec(f"{_PACKAGE}.neuron_dynamo_backend", locations) is not None:
         return None
     version = _version()
@@ -243,6 +265,7 @@ def _not_native_reason() -> str | None:
 
 
 def _package_locations() -> list[str] | None:
+    # torch's device autoload may already have imported the package
     loaded = sys.modules.get(_PACKAGE)
     if loaded is not None:
         return list(getattr(loaded, "__path__", []))

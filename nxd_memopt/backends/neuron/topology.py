@@ -7,17 +7,20 @@ from collections.abc import Mapping
 from pathlib import Path
 
 PLATFORM_OVERRIDE = "NEURON_PLATFORM_TARGET_OVERRIDE"
-"""Environment variable that names the platform instead of the machine."""
+"""Environment variable that names the platform in place of the machine's own."""
 _TRN1_STRIDED_SIZE = 4
 _TRN2_CORES = 128
 PHYSICAL_CORES_PER_CHIP = 8
-"""Of Trainium2 and Trainium3; LNC of them make one worker."""
+"""For Trainium2 and Trainium3. A worker uses LNC physical cores."""
 TRN2_ROWS_AROUND_TORUS = (0, 3, 1, 2)
-"""A trn2 node's rows of chips in an order in which neighbours are linked."""
+"""Rows of chips of a trn2 node, in an order in which neighbours are linked."""
 
 
 def neuron_order(environment: Mapping[str, str], world_size: int, tensor_model_parallel_size: int) -> list[int]:
-    """Global ranks in the order in which this machine's tensor-parallel groups take them; elsewhere neighbours."""
+    """Return the global ranks in the order in which tensor-parallel groups take them.
+
+    On platforms other than trn1 and trn2 the order is ``0, 1, 2, ...``.
+    """
     platform = platform_target(environment)
     workers_per_node = int(environment.get("LOCAL_WORLD_SIZE", world_size))
     if platform == "trn1":
@@ -31,17 +34,21 @@ def neuron_order(environment: Mapping[str, str], world_size: int, tensor_model_p
 
 
 def neuron_kv_rank_stride(environment: Mapping[str, str], tensor_model_parallel_size: int, replicas: int) -> int:
-    """How far apart in a tensor-parallel group the ``replicas`` ranks are that hold the same KV head.
+    """Return the distance in a tensor-parallel group between the ranks that share one KV head.
 
-    On trn1, and on inf2, which has its chips, T/replicas: at T = 32 with 4 replicas the groups are
-    ``[0, 8, 16, 24], [1, 9, 17, 25], ...``, the groups of 4 that a node links. Elsewhere neighbours.
+    The distance is T/replicas on trn1, and on inf2, which has the same chips: at T = 32 with 4
+    replicas the groups are ``[0, 8, 16, 24], [1, 9, 17, 25], ...``, the groups of 4 that a node
+    links. It is 1 elsewhere.
     """
     strided = replicas > 1 and platform_target(environment) in ("trn1", "inf2")
     return tensor_model_parallel_size // replicas if strided else 1
 
 
 def platform_target(environment: Mapping[str, str]) -> str:
-    """``"trn2"``, ``"trn3"``, ...: what ``NEURON_PLATFORM_TARGET_OVERRIDE`` names, or else the machine; or ``""``."""
+    """Return ``"trn2"``, ``"trn3"``, ..., or ``""`` on other machines.
+
+    ``NEURON_PLATFORM_TARGET_OVERRIDE`` takes precedence over the machine's product name.
+    """
     override = environment.get(PLATFORM_OVERRIDE)
     product = Path("/sys/devices/virtual/dmi/id/product_name")  # on EC2 the instance type
     named = override or (product.read_text(encoding="ascii", errors="replace") if product.exists() else "")
@@ -50,10 +57,10 @@ def platform_target(environment: Mapping[str, str]) -> str:
 
 
 def logical_nc_config(environment: Mapping[str, str]) -> int:
-    """LNC, the physical cores of one worker; trn2's and trn3's default is 2.
+    """Return LNC, the number of physical cores of one worker; 2 is the default of trn2 and trn3.
 
     Raises:
-        ValueError: neither 1 nor 2, or two variables that differ.
+        ValueError: the value is neither 1 nor 2, or two variables differ.
     """
     names = ("NEURON_LOGICAL_NC_CONFIG", "NEURON_RT_VIRTUAL_CORE_SIZE")
     given = {name: environment[name] for name in names if name in environment}
@@ -68,16 +75,17 @@ def logical_nc_config(environment: Mapping[str, str]) -> int:
 
 
 def trn1_order(world_size: int, tensor_model_parallel_size: int, *, workers_per_node: int) -> list[int]:
-    """Global ranks in the order in which trn1's tensor-parallel groups take them.
+    """Return the global ranks in the order in which trn1's tensor-parallel groups take them.
 
-    A trn1 node links the cores of a group of 4 only when they lie a quarter of the node apart: at T = 4 the groups are
-    ``[0, 8, 16, 24], [1, 9, 17, 25], ...`` of a node of 32 workers. Every other size takes neighbours, as do nodes that
-    4 does not divide.
+    A trn1 node links the cores of a group of 4 only if they are a quarter of the node apart. At
+    T = 4 on a node of 32 workers the groups are ``[0, 8, 16, 24], [1, 9, 17, 25], ...``. Every
+    other T, and every node size that 4 does not divide, takes consecutive ranks.
     """
     size = tensor_model_parallel_size
     if size != _TRN1_STRIDED_SIZE or workers_per_node % size or world_size % workers_per_node:
         return list(range(world_size))
     stride = workers_per_node // size
+    # ranks start, start + stride, ...: one from each quarter of the node
     within = [start + step * stride for start in range(stride) for step in range(size)]
     return _repeat_per_node(within, world_size)
 
@@ -85,11 +93,12 @@ def trn1_order(world_size: int, tensor_model_parallel_size: int, *, workers_per_
 def trn2_order(
     world_size: int, tensor_model_parallel_size: int, *, logical_nc_config: int, workers_per_node: int
 ) -> list[int]:
-    """Global ranks in the order in which trn2's tensor-parallel groups take them.
+    """Return the global ranks in the order in which trn2's tensor-parallel groups take them.
 
-    The cores of a trn2 node form a torus of 4 rows; rows 0 and 3 are linked, rows 1 and 2 are. A group of two rows is
-    therefore made of linked rows: T = 32 at LNC 2, ``[0..15, 48..63], [16..31, 32..47]``, and T = 64 at LNC 1. Every
-    other size takes neighbours, as does a node of which only a part takes part.
+    The cores of a trn2 node form a torus of 4 rows. Rows 0 and 3 are linked, and rows 1 and 2 are
+    linked. A group of two rows is therefore made of linked rows. At T = 32 and LNC 2 the groups are
+    ``[0..15, 48..63], [16..31, 32..47]``; T = 64 and LNC 1 takes the same rows. Every other T, and
+    every partly used node, takes consecutive ranks.
 
     Args:
         world_size: workers of all nodes.
@@ -100,10 +109,12 @@ def trn2_order(
     full_node = _TRN2_CORES // logical_nc_config
     if tensor_model_parallel_size * 2 != full_node or workers_per_node != full_node or world_size % full_node:
         return list(range(world_size))
+    # T is half of the node: each group takes two rows, which are neighbours in this order
     row = full_node // len(TRN2_ROWS_AROUND_TORUS)
     within = [rank for first in TRN2_ROWS_AROUND_TORUS for rank in range(first * row, (first + 1) * row)]
     return _repeat_per_node(within, world_size)
 
 
 def _repeat_per_node(within: list[int], world_size: int) -> list[int]:
+    """Repeat the order within one node for all nodes of the world."""
     return [node + rank for node in range(0, world_size, len(within)) for rank in within]

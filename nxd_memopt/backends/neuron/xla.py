@@ -27,19 +27,21 @@ _FUNCTIONALIZATION = "XLA_DISABLE_FUNCTIONALIZATION"
 
 
 class XlaBackend(C10dBackend):
-    """Lazy tensors: operations are recorded, and compiled and run once a step, at ``mark_step``.
+    """Lazy tensors: operations are recorded, then compiled and run once per step, at ``mark_step``.
 
-    Collectives become part of the graph: they name the groups of all ranks and leave the layout open, and the rank is
-    held in a device tensor, so that all ranks compile one graph. On a CPU (``PJRT_DEVICE=CPU``) several ranks are
-    simulated: the layers are the same, gloo carries each collective through the host, which ends the graph there.
+    Collectives are part of the graph. They name the groups of all ranks and leave the layout open,
+    and the rank is data in a device tensor, so that all ranks compile the same graph. On a CPU
+    (``PJRT_DEVICE=CPU``) several ranks are simulated: the layers are the same, but gloo carries
+    each collective through the host, which ends the graph there.
     """
 
     name = "xla"
     attention_implementations = ("nki", "tiled", "math")
-    views_share_memory = False  # the graph is functional
+    views_share_memory = False  # in a functional graph a write to a view makes a new tensor
 
     def __init__(self) -> None:
         _prefer_neuron_cores()
+        # both set variables that torch_xla reads: before its import
         self.functionalization_note = _enable_functionalization()
         import torch_xla  # pyright: ignore[reportMissingImports]
         import torch_xla.core.xla_model as xm  # pyright: ignore[reportMissingImports]
@@ -49,6 +51,7 @@ class XlaBackend(C10dBackend):
         self.device = torch_xla.device()
         self.is_simulated = xr.device_type() == "CPU"
         self.distributed_backend = "gloo" if self.is_simulated else "xla"
+        # group name -> the partition of the world with this group
         self._rank_groups: dict[str, list[list[int]]] = {}
         self._ranks_in_graph: dict[str, Tensor] = {}
         self._recompute_checked = False
@@ -88,7 +91,10 @@ class XlaBackend(C10dBackend):
         super().init_process_group(**kwargs)
 
     def new_group(self, rank_groups: Sequence[Sequence[int]]) -> ProcessGroup | None:
-        """As ``Backend.new_group``; on devices the group's mesh names all groups, so that the graph is every rank's."""
+        """Create all of ``rank_groups`` and return this rank's; see ``Backend.new_group``.
+
+        On devices the group's mesh names all groups, so that every rank traces the same graph.
+        """
         groups = [list(ranks) for ranks in rank_groups]
         if dist.get_backend() == "xla":
             mine = next(ranks for ranks in groups if dist.get_rank() in ranks)
@@ -100,10 +106,15 @@ class XlaBackend(C10dBackend):
         return group
 
     def initialize_collectives(self) -> None:
-        """Sum one number over the world: Neuron's runtime sets up collectives with all workers, not with one group."""
+        """Sum one number over the world.
+
+        Neuron's runtime sets up collectives with all workers at once, not with the workers of one
+        group.
+        """
         if not dist.is_initialized() or self._through_host:
             return
-        with self.outside_step():  # the result must live until the block's graph runs: dead tensors are left out
+        # keep the result alive until the graph runs: torch_xla drops dead tensors
+        with self.outside_step():
             _total = self.all_reduce(torch.zeros(1).to(self.device), dist.group.WORLD)
 
     def device_order(self, world_size: int, tensor_model_parallel_size: int) -> list[int]:
@@ -113,7 +124,7 @@ class XlaBackend(C10dBackend):
         return neuron_kv_rank_stride(os.environ, tensor_model_parallel_size, replicas)
 
     def _groups(self, group: ProcessGroup | None) -> list[list[int]]:
-        """The partition of the world that ``group`` belongs to: a graph's collective names all of it."""
+        """Return the partition of the world with ``group``, all of which a collective names."""
         assert group is not None
         if group is dist.group.WORLD:
             return [list(range(dist.get_world_size()))]
@@ -139,7 +150,7 @@ class XlaBackend(C10dBackend):
         return self._rank_tensor(group).squeeze(0)
 
     def _rank_tensor(self, group: ProcessGroup) -> Tensor:
-        """``[1]`` int64 on the device: data that the graph reads, never a constant of it."""
+        """Return this rank as ``[1]`` int64 on the device, which is input data of the graph."""
         if group.group_name not in self._ranks_in_graph:
             self._ranks_in_graph[group.group_name] = torch.tensor([self.group_rank(group)]).to(self.device)
         return self._ranks_in_graph[group.group_name]
@@ -147,6 +158,8 @@ class XlaBackend(C10dBackend):
     def shard(self, tensor: Tensor, dim: int, group: ProcessGroup | None) -> Tensor:
         if group is None or self.group_size(group) == 1:
             return tensor
+        # index_select with the rank as data, not narrow with the rank as a number: the same graph
+        # on all ranks
         chunks = tensor.unflatten(dim, (self.group_size(group), -1))
         return chunks.index_select(dim % tensor.dim(), self._rank_tensor(group)).squeeze(dim % tensor.dim())
 
@@ -157,7 +170,10 @@ class XlaBackend(C10dBackend):
         return dist.get_backend() == "gloo"
 
     def _on_host(self, tensor: Tensor) -> Tensor:
-        """Copy ``tensor`` to the host; torch_xla may return wrong values when pending results are read one by one."""
+        """Copy ``tensor`` to the host after running the pending graph.
+
+        torch_xla may return wrong values when pending results are read one by one.
+        """
         self.mark_step()
         return tensor.cpu()
 
@@ -166,6 +182,7 @@ class XlaBackend(C10dBackend):
             return tensor
         if self._through_host:
             return super().all_reduce(self._on_host(tensor), group, op).to(self.device)
+        # pin_layout=False leaves the layout to the compiler, here and in the other collectives
         return self._xm.all_reduce(op, tensor, groups=self._groups(group), pin_layout=False)
 
     def all_gather(self, tensor: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -182,13 +199,19 @@ class XlaBackend(C10dBackend):
         if self._through_host:
             return super().reduce_scatter_async(self._on_host(tensor), group).wait().to(self.device)
         groups = self._groups(group)
+        # scale 1.0, scatter dimension 0, one chunk per rank
         return self._xm.reduce_scatter("sum", tensor, 1.0, 0, size, groups=groups, pin_layout=False)
 
     def reduce_scatter_mean_list(self, tensors: Sequence[Tensor], group: ProcessGroup | None) -> list[Tensor]:
-        """As ``Backend.reduce_scatter_mean_list``; torch_xla's list collectives take the tensors without a copy."""
+        """Return this rank's chunk of each tensor's mean over ``group``, ``[D * n_i] -> [n_i]``.
+
+        torch_xla's list collectives take the tensors as they are, without the copy of
+        ``Backend.reduce_scatter_mean_list``.
+        """
         size = self.group_size(group)
         if size == 1 or self._through_host:
             return super().reduce_scatter_mean_list(tensors, group)
+        # divide before the sum, as the default implementation does
         parts = [tensor / size for tensor in tensors]
         return self._xm.reduce_scatter("sum", parts, 1.0, 0, size, groups=self._groups(group), pin_layout=False)
 
@@ -206,7 +229,8 @@ class XlaBackend(C10dBackend):
             return super().all_to_all(self._on_host(tensor), group).to(self.device)
         return self._xm.all_to_all(tensor, 0, 0, size, groups=self._groups(group), pin_layout=False)
 
-    # in the graph there is nothing to wait for: the base class's complete results, not C10dBackend's handles
+    # A graph has no asynchronous handles to wait for: use the complete results of Backend, not the
+    # handles of C10dBackend.
     all_reduce_async = Backend.all_reduce_async
     all_gather_async = Backend.all_gather_async
     reduce_scatter_async = Backend.reduce_scatter_async
@@ -214,10 +238,10 @@ class XlaBackend(C10dBackend):
     # Random state
 
     def manual_seed(self, seed: int) -> None:
-        self._xm.set_rng_state(seed % 2**_SEED_BITS)  # as torch takes a negative one
+        self._xm.set_rng_state(seed % 2**_SEED_BITS)  # torch maps negative seeds in the same way
 
     def get_rng_state(self) -> Tensor:
-        """The seed as 8 bytes: torch_xla's whole state is one unsigned 64-bit number."""
+        """Return the seed as 8 bytes; torch_xla's full state is one unsigned 64-bit number."""
         seed = self._xm.get_rng_state() % 2**_SEED_BITS
         return torch.tensor(list(seed.to_bytes(_SEED_BITS // 8, "little")), dtype=torch.uint8)
 
@@ -234,6 +258,7 @@ class XlaBackend(C10dBackend):
 
     def synchronize(self) -> None:
         self._torch_xla.sync()
+        # sync() starts the graph; the host waits for it here
         self._xm.wait_device_ops()
 
     def memory_allocated(self) -> int | None:
@@ -245,16 +270,20 @@ class XlaBackend(C10dBackend):
     def _memory(self, field: str) -> int | None:
         try:
             return self._xm.get_memory_info(self.device)[field]
-        except RuntimeError:  # "UNIMPLEMENTED": the device's runtime keeps no such figures
+        except RuntimeError:  # "UNIMPLEMENTED": the device's runtime has no memory statistics
             return None
 
     def reset_peak_memory_stats(self) -> None:
-        """Restart the peak where the simulation runs; NeuronCores keep theirs for the life of the process."""
+        """Restart the peak in simulations.
+
+        NeuronCores keep their peak for the life of the process.
+        """
         if self.is_simulated:
             reset_resident_peak()
 
     def optimization_barrier(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        behind = [tensor.clone() for tensor in tensors]  # records no operation; the barrier is set in place
+        # records no operation; the barrier call is in place
+        behind = [tensor.clone() for tensor in tensors]
         self._xm.optimization_barrier_(behind)
         return behind
 
@@ -277,7 +306,11 @@ class XlaBackend(C10dBackend):
         early_stop: bool = True,
         **kwargs: Any,
     ) -> Any:
-        """As ``Backend.checkpoint``; the determinism check is of the results' shapes alone."""
+        """Recompute ``function`` in backward after a barrier; see ``Backend.checkpoint``.
+
+        ``determinism_check`` and ``early_stop`` are ignored: the full function runs again, and only
+        the shapes of its results are compared.
+        """
         del determinism_check, early_stop  # the full function runs again
         self.check_recompute()
         return barrier_checkpoint(self, function, *args, context_fn=context_fn, **kwargs)
@@ -286,7 +319,7 @@ class XlaBackend(C10dBackend):
         return "is not for the backend xla, which records and compiles each step already"
 
     def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function`` itself: the whole step is recorded and compiled already."""
+        """Return ``function`` itself: each step is already recorded and compiled as one graph."""
         return function
 
 
@@ -295,12 +328,13 @@ def _neuron_devices() -> list[Path]:
 
 
 def _enable_functionalization() -> str:
-    """Turn torch_xla's functionalization on unless the user has chosen; return what holds, for people.
+    """Enable torch_xla's functionalization unless the user has chosen, and return the setting.
 
-    AWS's torch-neuronx leaves it off when nothing is set. Without it, torch_xla 2.9 returns wrong data for
-    ``Tensor.split`` with a list of sizes along any dimension but the first (pytorch/xla#8640). This library avoids such
-    splits and is correct in both modes; other model code may not. torch_xla reads the variable whenever it makes a
-    tensor, so that a program which sets it too late has tensors of both modes.
+    AWS's torch-neuronx leaves functionalization off when nothing is set. Without it, torch_xla 2.9
+    returns wrong data for ``Tensor.split`` with a list of sizes along any dimension but the first
+    (pytorch/xla#8640). This library avoids these splits and is correct in both modes; other model
+    code may not be. torch_xla reads the variable each time it creates a tensor, so a program that
+    sets it too late has tensors of both modes.
     """
     if _FUNCTIONALIZATION not in os.environ:
         os.environ[_FUNCTIONALIZATION] = "0"
@@ -317,5 +351,5 @@ def _enable_functionalization() -> str:
 
 
 def _prefer_neuron_cores() -> None:
-    """Name the device that PJRT is to open, unless the user has."""
+    """Set the device that PJRT opens, unless the user has set it."""
     os.environ.setdefault("PJRT_DEVICE", "NEURON" if _neuron_devices() else "CPU")

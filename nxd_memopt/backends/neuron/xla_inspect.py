@@ -11,19 +11,20 @@ from pathlib import Path
 from torch import Tensor
 
 DISABLED_PASS = "cse_barrier_expander"
-"""XLA:CPU's pass that removes optimization barriers before its last common-subexpression elimination."""
+"""XLA:CPU pass that removes optimization barriers before the last CSE pass."""
 
 
 def dump_flags(directory: Path) -> str:
-    """The ``XLA_FLAGS`` that make XLA:CPU keep barriers and write what it compiled into ``directory``."""
+    """Return ``XLA_FLAGS`` that make XLA:CPU keep barriers and dump HLO text to ``directory``."""
     return f"--xla_dump_to={directory} --xla_dump_hlo_as_text --xla_disable_hlo_passes={DISABLED_PASS}"
 
 
 def dump_directory() -> Path:
-    """Where XLA writes what it compiles.
+    """Return the directory to which XLA dumps the modules that it compiles.
 
     Raises:
-        RuntimeError: ``XLA_FLAGS`` lacks one of ``dump_flags``. XLA reads it once, when torch_xla is imported.
+        RuntimeError: ``XLA_FLAGS`` lacks one of ``dump_flags``. XLA reads the variable once, when
+            torch_xla is imported.
     """
     found = os.environ.get("XLA_FLAGS", "")
     flags = {name: value for name, _, value in (word.partition("=") for word in shlex.split(found))}
@@ -38,14 +39,17 @@ def dump_directory() -> Path:
 
 
 def dumped_modules() -> set[str]:
-    """Names of the modules that XLA has compiled and dumped so far in this process or another."""
+    """Return the names of the modules that XLA has compiled and dumped.
+
+    Modules of other processes with the same directory are included.
+    """
     suffix = ".before_optimizations.txt"
     return {file.name.removesuffix(suffix) for file in dump_directory().glob(f"*{suffix}")}
 
 
 @contextmanager
 def pretended_rank(world_size: int, rank: int) -> Iterator[None]:
-    """Trace as ``rank`` of ``world_size`` would; the graphs can be compiled, but not run."""
+    """Trace as ``rank`` of ``world_size`` would. The graphs can be compiled but not run."""
     import torch_xla  # pyright: ignore[reportMissingImports]
     import torch_xla.runtime as xr  # pyright: ignore[reportMissingImports]
 
@@ -55,19 +59,20 @@ def pretended_rank(world_size: int, rank: int) -> Iterator[None]:
         yield
     finally:
         xr._WORLD_SIZE, xr._ORDINAL = before
-        # torch_xla chains collectives through a token: the next graph starts a chain of its own
+        # torch_xla chains collectives through a token: reset it, so that the next graph starts a
+        # new chain
         torch_xla._XLAC._set_all_reduce_token(str(torch_xla.device()), None)
 
 
 def traced_hlo(outputs: Sequence[Tensor]) -> str:
-    """The graph that ``outputs`` stand for, as HLO text; nothing is compiled."""
+    """Return the graph of ``outputs`` as HLO text, without compiling it."""
     import torch_xla  # pyright: ignore[reportMissingImports]
 
     return torch_xla._XLAC._get_xla_tensors_hlo(list(outputs))
 
 
 def compile_only(outputs: Sequence[Tensor]) -> None:
-    """Compile the graph that ``outputs`` stand for; nothing is run."""
+    """Compile the graph of ``outputs`` without running it."""
     import torch_xla  # pyright: ignore[reportMissingImports]
 
     torch_xla._XLAC._xla_warm_up_cache(list(outputs), [])

@@ -25,15 +25,17 @@ def _update_chunk(
     CHUNK: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
-    """The rates are 1 - beta, made in float64: of fp32's 0.999 it would be off by 1e-5."""
+    """Update ``CHUNK`` elements from ``first``. The rates are ``1 - beta``, computed in float64."""
     step_size = lr / correction
     for block in range(CHUNK // BLOCK):
         place = first + block * BLOCK + tl.arange(0, BLOCK)
         mask = place < size
         g = tl.load(grad + place, mask=mask, other=0.0).to(tl.float32)
         m = tl.load(mean + place, mask=mask, other=0.0).to(tl.float32)
-        m = tl.where(mean_rate < 0.5, m + (g - m) * mean_rate, g - (g - m) * (1.0 - mean_rate))  # as torch.lerp
+        # m + (g - m) * (1 - beta1), in the two forms that torch.lerp uses
+        m = tl.where(mean_rate < 0.5, m + (g - m) * mean_rate, g - (g - m) * (1.0 - mean_rate))
         v = beta2 * tl.load(square + place, mask=mask, other=0.0).to(tl.float32) + square_rate * g * g
+        # decoupled weight decay, then the step of the bias-corrected moments
         p = tl.load(param + place, mask=mask, other=0.0).to(tl.float32) * (1.0 - lr * weight_decay)
         p -= step_size * m / (tl.sqrt(v) / root_of_correction + eps)
         tl.store(param + place, p.to(param.dtype.element_ty), mask=mask)
@@ -43,13 +45,15 @@ def _update_chunk(
 
 @triton.jit
 def _address(addresses, index, like, ALIGNED: tl.constexpr):  # noqa: N803
+    """Return entry ``index`` of a table row as a pointer of the type of ``like``."""
     address = tl.load(addresses + index).to(like.dtype)
     return tl.multiple_of(address, 16) if ALIGNED else address
 
 
 @triton.jit
 def _tensor_of(table, count, chunk):
-    """The last row whose first chunk is not behind ``chunk``."""
+    """Return the last row whose first chunk is not after ``chunk``, by binary search."""
+    # invariant: first chunk of row low <= chunk < first chunk of row high
     low, high = 0, count
     while high - low > 1:
         middle = (low + high) // 2
@@ -77,10 +81,10 @@ def adamw(
     CHUNK: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
-    """One chunk of one of ``count`` tensors a program.
+    """Update one chunk of one of ``count`` tensors per program.
 
-    A row of ``table``: four addresses, the tensor's size, the number of its first chunk. ``*_like`` carry nothing but
-    the types of the addresses.
+    A row of ``table`` has four addresses, the tensor's size and the number of its first chunk.
+    ``*_like`` only carry the types of the addresses.
     """
     chunk = tl.program_id(0)
     tensor = _tensor_of(table, count, chunk)
@@ -125,7 +129,8 @@ def adamw_of_one(
     CHUNK: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
-    """One chunk a program of one tensor, of which the device needs no table."""
+    """Update one chunk of a single tensor per program, without a table on the device."""
+    # 64-bit offsets: a tensor may have more than 2^31 elements
     first = tl.program_id(0).to(tl.int64) * CHUNK
     _update_chunk(
         param,

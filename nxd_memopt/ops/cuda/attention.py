@@ -17,9 +17,11 @@ from nxd_memopt.ops.packed import PackedDocuments
 from nxd_memopt.ops.packed_view import Layout
 
 _DTYPES = (torch.bfloat16, torch.float16)
-_DISTRIBUTION, _TESTED = "flash-attn-4", "4.0.0b36"  # earlier betas lack parts that their parameters do not show
+# Earlier betas lack parts, which does not show in their signatures.
+_DISTRIBUTION, _TESTED = "flash-attn-4", "4.0.0b36"
 _KERNELS = "flash_attn.cute.interface"
-# private functions of a beta: an operator needs the log-sum-exps, backward apart, and places for the results
+# Private functions of a beta: the operator needs the log-sum-exps, a separate backward, and output
+# buffers that it passes in.
 _PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 _PARAMETERS = {
     "_flash_attn_fwd": ("q", "k", "v", "causal", "out", "return_lse", *_PACKED),
@@ -27,18 +29,21 @@ _PARAMETERS = {
 }
 
 
-@torch.compiler.assume_constant_result  # a compiler would follow the import
+@torch.compiler.assume_constant_result  # otherwise dynamo traces the import
 def unavailable_reason() -> str | None:
-    """Why the kernels cannot be called; ``None``: they can. The first call imports them, which takes seconds."""
+    """Return why the kernels cannot be called, or None if they can.
+
+    The first call imports them, which takes seconds.
+    """
     reason = why_missing(_KERNELS, at_least=(_DISTRIBUTION, _TESTED), **_PARAMETERS)
     return None if reason is None else f"{reason}; {_DISTRIBUTION}=={_TESTED} is known to work, on CUDA 13 with [cu13]"
 
 
 def refusal(call: AttentionCall) -> str | None:
-    """Why ``flash4_attention`` cannot serve ``call``; ``None``: it can.
+    """Return why ``flash4_attention`` cannot run ``call``, or None if it can.
 
-    The kernels take other multiples of 8 too; of those that were tried, 8, 16, 40 and 48 had wrong gradients on an H200
-    (4.0.0b36).
+    The kernels accept other multiples of 8 as head size, but of the sizes that were tried 8, 16, 40
+    and 48 had wrong gradients on an H200 (4.0.0b36).
     """
     if call.dtype not in _DTYPES:
         return f"flash4 takes {[str(dtype) for dtype in _DTYPES]}, got {call.dtype}"
@@ -46,16 +51,17 @@ def refusal(call: AttentionCall) -> str | None:
 
 
 def flash4_attention(query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments | None = None) -> Tensor:
-    """Causal ``softmax(Q K^t / sqrt(d)) V``, inside each document; saves its inputs, output and one number per query.
+    """Return causal ``softmax(Q K^t / sqrt(d)) V``, within each document.
 
-    A kernel is compiled at its first call, which takes seconds. Backward differs from run to run in its last bits,
-    unless ``torch.use_deterministic_algorithms`` was asked for.
+    Saves its inputs, output and one number per query. A kernel is compiled at its first call, which
+    takes seconds. Backward differs from run to run in the last bits, unless
+    ``torch.use_deterministic_algorithms`` is set.
 
     Args:
         query: ``[B, h, S, d]``, bf16 or fp16, d a multiple of 32 up to 128.
         key: ``[B, g, S, d]``, g divides h.
         value: ``[B, g, S, d]``.
-        documents: of the batch; ``None``: each row is one.
+        documents: of the batch; ``None``: each row is one document.
 
     Returns:
         ``[B, h, S, d]``.
@@ -70,25 +76,32 @@ def flash4_attention(query: Tensor, key: Tensor, value: Tensor, documents: Packe
 
 
 def _readable(x: Tensor) -> Tensor:
-    """Kernels read a head's elements side by side, and no dimension that ``expand`` made (``sum``'s gradient, say)."""
+    """Return ``x``, or a contiguous copy if the kernels cannot read its layout.
+
+    The kernels need adjacent elements in a head, and no expanded dimension (stride 0), as in the
+    gradient of ``sum``.
+    """
     return x if x.stride(-1) == 1 and 0 not in x.stride() else x.contiguous()
 
 
 @torch.library.custom_op("nxd_memopt::flash4", mutates_args=())
 def flash4(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor | None, longest: int) -> tuple[Tensor, Tensor]:
-    """The output, and the log-sum-exps in fp32: an operator, which recompute can keep and a compiler need not see into.
+    """Return the output, and the log-sum-exps in fp32.
+
+    A custom operator, so that recompute can keep its output and a compiler does not trace into it.
 
     Args:
         query: ``[B, S, h, d]``; packed ``[B * S, h, d]``.
         key: ``[B, S, g, d]``; packed ``[B * S, g, d]``.
-        value: as key.
-        boundaries: ``PackedDocuments``'; ``None``: not packed.
-        longest: no document is longer; read only where packed.
+        value: shape of key.
+        boundaries: ``PackedDocuments.boundaries``; ``None``: not packed.
+        longest: upper bound of the documents' lengths; read only if packed.
 
     Returns:
-        as query, and ``[B, h, S]``; packed ``[h, B * S]``.
+        Output in the shape of query, and ``[B, h, S]``; packed ``[h, B * S]``.
     """
-    output = torch.empty_like(query)  # in the order of its memory too, which the model's next layer wants
+    # with query's memory order, which suits the model's next layer
+    output = torch.empty_like(query)
     with _kernels() as kernels:
         _, log_sum_exp, *_ = kernels._flash_attn_fwd(
             q=query, k=key, v=value, causal=True, out=output, return_lse=True, **_packed_options(boundaries, longest)
@@ -99,6 +112,7 @@ def flash4(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor | None,
 @flash4.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor | None, longest: int) -> tuple[Tensor, Tensor]:
     del key, value, boundaries, longest
+    # log-sum-exps: [B, S, h, d] -> [B, h, S]; packed [B * S, h, d] -> [h, B * S]
     sizes = [*query.shape[:-3], query.size(-2), query.size(-3)]
     return torch.empty_like(query), query.new_empty(sizes, dtype=torch.float32)
 
@@ -136,7 +150,10 @@ def _flash4_backward(
 
 @contextmanager
 def _kernels() -> Iterator[Any]:
-    """They are compiled where they are called, which may fail, and ``auto`` may have chosen them unasked."""
+    """Import the kernels, and add a hint to errors raised while they run.
+
+    The kernels are compiled at the call, which may fail, and ``"auto"`` may have chosen them.
+    """
     try:
         yield importlib.import_module(_KERNELS)
     except Exception as error:
@@ -151,20 +168,23 @@ def _packed_options(boundaries: Tensor | None, longest: int) -> dict[str, Any]:
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     query, key, value, boundaries, ctx.longest = inputs
     ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)  # nor zeros for it
+    ctx.set_materialize_grads(False)  # no zeros for the gradient of the log-sum-exps
     ctx.save_for_backward(query, key, value, *output, boundaries)
 
 
 @first_derivative_only
 def _backward(ctx: Any, grad_output: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if grad_output is None:
+        # one per input of flash4
         return (None,) * 5
     *saved, boundaries = ctx.saved_tensors
-    grads = Layout.of(*saved[:3]).empty(saved[0])  # one projection's query, key and value get theirs as one tensor
+    # If query, key and value are chunks of one projection's output, so are their gradients: the
+    # projection's backward reads all three as one tensor, without a copy.
+    grads = Layout.of(*saved[:3]).empty(saved[0])
     _flash4_backward(_readable(grad_output), *saved, boundaries, ctx.longest, *grads)
     return *grads, None, None
 
 
 flash4.register_autograd(_backward, setup_context=_keep_for_backward)
 FLASH4_OPERATOR = torch.ops.nxd_memopt.flash4.default
-"""What dispatch modes see of ``flash4``."""
+"""Operator that dispatch modes see for ``flash4``."""

@@ -1,6 +1,8 @@
 """Triton implementation of ``ops.cross_entropy``: one pass for the sums, one in place for the gradient.
 
-Both are bound by memory: 2 and 4 bytes a logit in bf16. A program covers 128 tokens and a range of the vocabulary.
+Both passes are bound by memory: 2 and 4 bytes per logit in bf16.
+
+A program covers 128 tokens and a range of the vocabulary.
 """
 
 from __future__ import annotations
@@ -12,10 +14,10 @@ from torch import Tensor
 
 from nxd_memopt.ops.cuda.support import power_of_2
 
-_TOKENS = 128  # of one tile
+_TOKENS = 128  # per tile
 _FEW_TOKENS = 16  # 64 bytes of fp32
-_SUM_ROWS, _GRADIENT_ROWS = 16, 32  # of one tile
-_SUM_RANGE, _GRADIENT_RANGE = 1024, 256  # vocabulary rows of one program
+_SUM_ROWS, _GRADIENT_ROWS = 16, 32  # per tile
+_SUM_RANGE, _GRADIENT_RANGE = 1024, 256  # vocabulary rows per program
 _MULTIPLY_BLOCK, _MULTIPLY_PROGRAMS = 4096, 2048
 
 
@@ -26,16 +28,20 @@ def _kernels() -> Any:
 
 
 def _clamped(valid: int | Tensor | None, vocab: int) -> int:
+    """Return ``valid`` limited to ``[0, vocab]``."""
     assert not isinstance(valid, Tensor), "on CUDA a rank knows itself as an int"
     return vocab if valid is None else min(max(valid, 0), vocab)
 
 
 def local_sums(logits: Tensor, local_target: Tensor, terms: Any, valid: int | Tensor | None) -> Tensor:
-    """As ``ops.cross_entropy.local_sums``; fp32."""
+    """Implement ``ops.cross_entropy.local_sums`` in fp32, with two kernel launches."""
     kernels = _kernels()
     vocab, tokens = logits.shape
     ranges, with_sum = -(-vocab // _SUM_RANGE), terms.label_smoothing > 0
+    # First launch: log-sum-exp (and sum) of each range of 1,024 vocabulary rows. Second launch:
+    # combine the ranges, and read the target's logit.
     partial = torch.empty((1 + with_sum, ranges, tokens), dtype=torch.float32, device=logits.device)
+    # without smoothing partial[-1] is the log-sum-exps, and the kernels do not use it as sums
     softcap: dict[str, Any] = {"softcap": terms.softcap or 1.0, "SOFTCAP": terms.softcap is not None}
     kernels.sums[(-(-tokens // _TOKENS), ranges)](
         logits,
@@ -80,9 +86,11 @@ def logits_gradient(
     terms: Any,
     valid: int | Tensor | None,
 ) -> Tensor:
-    """As ``ops.cross_entropy.logits_gradient``, in place."""
+    """Implement ``ops.cross_entropy.logits_gradient`` in place, with one kernel launch."""
     kernels = _kernels()
     vocab, tokens = logits.shape
+    # Grid: blocks of tokens x ranges of the vocabulary. Tokens are contiguous; rows may have any
+    # stride, as in a slice of a larger buffer.
     kernels.gradient[(-(-tokens // _TOKENS), -(-vocab // _GRADIENT_RANGE))](
         logits,
         logits.stride(0),
@@ -108,8 +116,13 @@ def logits_gradient(
 
 
 def multiply_(tensor: Tensor, factor: Tensor) -> Tensor:
-    """``tensor *= factor`` for a 0-dim ``factor``; reads and writes nothing where it is 1, without asking the host."""
+    """Multiply ``tensor`` in place by the 0-dim ``factor``.
+
+    If the factor is 1, the kernel neither reads nor writes the tensor. The host does not wait for
+    the factor.
+    """
     kernels = _kernels()
+    # A bounded number of programs, each with a loop: with factor 1 each of them reads one number.
     programs = min(-(-tensor.numel() // _MULTIPLY_BLOCK), _MULTIPLY_PROGRAMS)
     kernels.multiply[(programs,)](tensor, factor.float(), tensor.numel(), BLOCK=_MULTIPLY_BLOCK, num_warps=4)
     return tensor

@@ -8,17 +8,19 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from nxd_memopt.ops.cuda.approximate_kernels import exp2
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
-_LOWEST = tl.constexpr(-(2.0**126))  # exact in bf16; times log2(e) still finite, so that a difference of two is not NaN
+# Exact in bf16, and still finite times log2(e): a difference of two such numbers is not NaN.
+_LOWEST = tl.constexpr(-(2.0**126))
 
 
 @triton.jit
 def _tanh(x):
+    """Return tanh(x) = 1 - 2 / (1 + e^2x)."""
     return 1.0 - 2.0 / (1.0 + exp2(2.0 * _LOG2_E * x))
 
 
 @triton.jit
 def _tile(logits, rows, last, stride, token, is_token, softcap, SOFTCAP: tl.constexpr):  # noqa: N803
-    """``[ROWS, TOKENS]`` in fp32; the lowest number where there is no logit."""
+    """Load ``[ROWS, TOKENS]`` logits in fp32, soft-capped; ``_LOWEST`` where there is no logit."""
     mask = (rows < last)[:, None] & is_token[None, :]
     x = tl.load(logits + rows[:, None] * stride + token[None, :], mask=mask, other=_LOWEST).to(tl.float32)
     return tl.where(mask, softcap * _tanh(x / softcap), _LOWEST) if SOFTCAP else x
@@ -39,8 +41,11 @@ def sums(
     ROWS: tl.constexpr,  # noqa: N803
     TOKENS: tl.constexpr,  # noqa: N803
 ):
-    """Each element of the tile keeps a maximum and a sum of its own, so that threads exchange nothing until the end;
-    four tiles at a time share one rescaling of that sum."""
+    """Compute log-sum-exp and sum of a range of the vocabulary for ``TOKENS`` tokens per program.
+
+    Each element of the tile has its own running maximum and sum, so that threads exchange nothing
+    until the end. Four tiles at a time share one rescaling of the sum.
+    """
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     first = tl.program_id(1).to(tl.int64) * RANGE
     last = tl.minimum(first + RANGE, vocab)
@@ -48,6 +53,7 @@ def sums(
     maximum = tl.full([ROWS, TOKENS], _LOWEST, tl.float32)
     exp_sum = tl.zeros([ROWS, TOKENS], tl.float32)
     total = tl.zeros([ROWS, TOKENS], tl.float32)
+    # rows at or after ``last`` load _LOWEST; the final rescaling removes them from the sum
     for start in range(first, last, 4 * ROWS):
         rows = start + tl.arange(0, ROWS)
         a = _tile(logits, rows, last, stride, token, is_token, softcap, SOFTCAP)
@@ -57,12 +63,15 @@ def sums(
         if WITH_SUM:
             total += tl.where(a > _LOWEST, a, 0.0) + tl.where(b > _LOWEST, b, 0.0)
             total += tl.where(c > _LOWEST, c, 0.0) + tl.where(d > _LOWEST, d, 0.0)
+        # exp(x - max) as exp2 of scaled arguments: one multiply-add and one instruction per logit,
+        # and one rescaling of the running sum per four tiles.
         largest = tl.maximum(tl.maximum(tl.maximum(a, b), tl.maximum(c, d)), maximum)
         offset = largest * _LOG2_E
         exp_sum *= exp2(maximum * _LOG2_E - offset)
         exp_sum += exp2(a * _LOG2_E - offset) + exp2(b * _LOG2_E - offset)
         exp_sum += exp2(c * _LOG2_E - offset) + exp2(d * _LOG2_E - offset)
         maximum = largest
+    # combine the ROWS partial sums of each token: [ROWS, TOKENS] -> [TOKENS]
     whole = tl.max(maximum, 0)
     exp_sums = tl.sum(exp_sum * exp2((maximum - whole[None, :]) * _LOG2_E), 0)
     place = tl.program_id(1) * tokens + token
@@ -88,14 +97,18 @@ def token_sums(
     RANGES: tl.constexpr,  # noqa: N803
     TOKENS: tl.constexpr,  # noqa: N803
 ):
-    """The ranges' log-sum-exps together, and the target's logit; a few tokens a program, so that many run at once."""
+    """Combine the log-sum-exps of all ranges, and read the target's logit.
+
+    A program handles few tokens, so that many programs run at once.
+    """
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     is_token = token < tokens
     row = tl.arange(0, RANGES)
     mask = (row < ranges)[:, None] & is_token[None, :]
     place = row[:, None] * tokens + token[None, :]
     parts = tl.load(log_sum_exps + place, mask=mask, other=_LOWEST)
-    largest = tl.maximum(tl.max(parts, 0), _LOWEST)  # a range of padding alone has -inf
+    largest = tl.maximum(tl.max(parts, 0), _LOWEST)  # a range with padding only has -inf
+    # lse = m + ln(sum of exp(lse_i - m)) over the ranges; ln = log2 / log2(e)
     exp_sum = tl.sum(tl.where(mask, exp2((parts - largest[None, :]) * _LOG2_E), 0.0), 0)
     tl.store(result + token, largest + tl.log2(exp_sum) / _LOG2_E, mask=is_token)
     label = tl.load(target + token, mask=is_token, other=-1)
@@ -130,7 +143,16 @@ def gradient(
     ROWS: tl.constexpr,  # noqa: N803
     TOKENS: tl.constexpr,  # noqa: N803
 ):
-    """The label's element is made apart, from the logit read before the others are overwritten."""
+    """Overwrite the logits with their gradient.
+
+    Per logit x: ``p_scale * softmax - uniform_weight * weight``, times the slope of soft-capping;
+    the label's element also loses ``target_weight * weight``. ``p_scale`` is scale * (1 + 2 z lse),
+    ``target_weight`` is 1 - e and ``uniform_weight`` is e / V.
+
+    The label's element is computed separately, from its logit. The logit is read before any thread
+    overwrites it, and its gradient is stored after the loop; a barrier separates each of the two
+    from the loop.
+    """
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     is_token = token < tokens
     lse = tl.load(log_sum_exp + token, mask=is_token, other=0.0) * _LOG2_E
@@ -143,6 +165,7 @@ def gradient(
     label_place = logits + label * stride + token
     label_logit = tl.load(label_place, mask=labelled, other=0.0).to(tl.float32)
     tl.debug_barrier()
+    # the constexpr options remove the branches that a loss does not use
     for start in range(first, last, ROWS):
         rows = start + tl.arange(0, ROWS)
         mask = (rows < last)[:, None] & is_token[None, :]
@@ -170,6 +193,7 @@ def gradient(
 
 @triton.jit
 def multiply(tensor, factor, size, BLOCK: tl.constexpr):  # noqa: N803
+    """Multiply ``tensor`` by the device scalar ``factor``, unless it is 1."""
     by = tl.load(factor)
     if by != 1.0:
         for start in range(tl.program_id(0).to(tl.int64) * BLOCK, size, tl.num_programs(0) * BLOCK):

@@ -21,15 +21,20 @@ def rms_norm_forward(
     ADDS: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
-    """One row a program; with ``ADDS`` of ``x + added``, which is rounded and written too."""
+    """Normalise one row per program.
+
+    With ``ADDS`` normalise ``x + added``, which is rounded and written too.
+    """
     row = tl.program_id(0).to(tl.int64) * hidden
     column = tl.arange(0, BLOCK)
     mask = column < hidden
+    # 64-bit row offsets, since rows * H may exceed 2^31; columns beyond H load 0
     values = tl.load(x + row + column, mask=mask, other=0.0).to(tl.float32)
     if ADDS:
         summed = (values + tl.load(added + row + column, mask=mask, other=0.0).to(tl.float32)).to(x.dtype.element_ty)
         tl.store(total + row + column, summed, mask=mask)
-        values = summed.to(tl.float32)
+        values = summed.to(tl.float32)  # statistics of the rounded sum, which backward reads
+    # the row is in registers: one read of x, one write of y
     scale = tl.rsqrt(tl.sum(values * values, 0) / hidden + eps)
     tl.store(rstd + tl.program_id(0), scale)
     normalised = (values * scale).to(x.dtype.element_ty)  # rounded before the weight, as LLaMA does
@@ -52,20 +57,24 @@ def rms_norm_backward(
     BLOCK: tl.constexpr,  # noqa: N803
     STAGES: tl.constexpr,  # noqa: N803
 ):
-    """A range of rows a program, which writes its part of the weight's gradient in fp32; with ``ADDS`` plus dtotal.
+    """Compute dx and a part of the weight's gradient for a range of rows per program.
 
-    ``STAGES``: rows whose loads are under way at once.
+    The part is in fp32. With ``ADDS``, ``dtotal`` is added to dx. ``STAGES`` is the number of rows
+    whose loads are in flight at once.
     """
     first = tl.program_id(0).to(tl.int64) * rows_each
     column = tl.arange(0, BLOCK)
     mask = column < hidden
     scale_of = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
+    # the weight's gradient accumulates in registers over the rows of this program
     sums = tl.zeros([BLOCK], tl.float32)
     for row in tl.range(first, tl.minimum(first + rows_each, rows), num_stages=STAGES):
         place = row * hidden + column
         scale = tl.load(rstd + row)
         normalised = tl.load(x + place, mask=mask, other=0.0).to(tl.float32) * scale
         grad = tl.load(dy + place, mask=mask, other=0.0).to(tl.float32)
+        # With n = x * rstd and y = n * w: dw = sum over rows of dy * n, with n rounded as in
+        # forward; dn = dy * w; dx = rstd * (dn - n * mean(dn * n)).
         sums += grad * normalised.to(x.dtype.element_ty).to(tl.float32)
         grad *= scale_of
         along = tl.sum(grad * normalised, 0) / hidden
@@ -78,7 +87,7 @@ def rms_norm_backward(
 
 @triton.jit
 def add_residual(residual, output, bias, y, hidden, BLOCK: tl.constexpr):  # noqa: N803
-    """Rounded once."""
+    """Compute ``residual + (output + bias)``, rounded once."""
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < hidden
     place = tl.program_id(0).to(tl.int64) * hidden + column
@@ -90,6 +99,7 @@ def add_residual(residual, output, bias, y, hidden, BLOCK: tl.constexpr):  # noq
 
 @triton.jit
 def affine_forward(x, gain_1, gain_2, shift_1, shift_2, y_1, y_2, hidden, BLOCK: tl.constexpr):  # noqa: N803
+    """Compute ``x * gain + shift`` for two branches; x is read once."""
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < hidden
     place = tl.program_id(0).to(tl.int64) * hidden + column
@@ -117,13 +127,18 @@ def affine_backward(
     ROWS: tl.constexpr,  # noqa: N803
     COLUMNS: tl.constexpr,  # noqa: N803
 ):
-    """A range of rows and of columns a program; its part of the gains' and shifts' gradients in fp32."""
+    """Compute dx and parts of the gains' and shifts' gradients in fp32.
+
+    A program handles a range of rows and a block of columns.
+    """
     first = tl.program_id(0).to(tl.int64) * rows_each
     last = tl.minimum(first + rows_each, rows)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     is_column = column < hidden
     scale_1 = tl.load(gain_1 + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
     scale_2 = tl.load(gain_2 + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    # dgain = sum over rows of dy * x, dshift = sum over rows of dy, per branch; the sum over the
+    # tile's rows comes after the loop.
     by_gain_1 = tl.zeros([ROWS, COLUMNS], tl.float32)
     by_gain_2 = tl.zeros([ROWS, COLUMNS], tl.float32)
     by_shift_1 = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -140,6 +155,7 @@ def affine_backward(
         by_gain_2 += grad_2 * values
         by_shift_1 += grad_1
         by_shift_2 += grad_2
+    # one row of parts per range: [4 * H] = gain 1, shift 1, gain 2, shift 2
     target = parts + tl.program_id(0).to(tl.int64) * 4 * hidden + column
     tl.store(target, tl.sum(by_gain_1, 0), mask=is_column)
     tl.store(target + hidden, tl.sum(by_shift_1, 0), mask=is_column)
@@ -158,15 +174,19 @@ def column_sums(
     ROWS: tl.constexpr,  # noqa: N803
     COLUMNS: tl.constexpr,  # noqa: N803
 ):
-    """A range of rows and a block of columns a program: each range's sums, in fp32 until they are stored."""
+    """Sum a range of rows for a block of columns per program.
+
+    The sums are in fp32 until they are stored.
+    """
     first = tl.program_id(0).to(tl.int64) * rows_each
     last = tl.minimum(first + rows_each, rows)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     is_column = column < columns
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for start in tl.range(0, rows_each, ROWS, num_stages=3):  # loads run ahead
+    for start in tl.range(0, rows_each, ROWS, num_stages=3):  # prefetches rows
         row = first + start + tl.arange(0, ROWS)
         mask = (row < last)[:, None] & is_column[None, :]
+        # per-element accumulators: the sum over ROWS comes after the loop
         total += tl.load(x + row[:, None] * row_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
     target = sums + tl.program_id(0).to(tl.int64) * columns + column
     tl.store(target, tl.sum(total, 0).to(sums.dtype.element_ty), mask=is_column)
@@ -174,37 +194,45 @@ def column_sums(
 
 @triton.jit
 def _silu(x):
+    """Return x s and its derivative s (1 + x (1 - s)), with s = sigmoid(x)."""
     gate = tl.sigmoid(x)
     return x * gate, gate * (1.0 + x * (1.0 - gate))
 
 
 @triton.jit
 def _gelu(x):
-    """With the normal distribution as ``exp(-x^2 / 2)``, which the derivative needs too, times a polynomial.
+    """Return x P(x) and its derivative, where P is the normal distribution function.
 
-    In ``1 / (1 + p |x|)``, after Abramowitz and Stegun 7.1.26; these coefficients have the least greatest error of
-    their degree, 1e-8. Compiled for Hopper it is 21 instructions an element forward and 26 backward; the same with
-    division and ``tl.exp``, which mind the ends of fp32's range, and erfc's nine coefficients was 37 and 48.
+    P(x) is ``exp(-x^2 / 2)``, which the derivative needs too, times a polynomial in
+    ``1 / (1 + p |x|)``, after Abramowitz and Stegun 7.1.26. These coefficients minimise the largest
+    error for their degree, 1e-8. Compiled for Hopper, an element takes 21 instructions forward and
+    26 backward. With division and ``tl.exp``, which handle the ends of fp32's range, and erfc's
+    nine coefficients it took 37 and 48.
     """
     t = reciprocal(1.0 + 0.38890873 * tl.abs(x))
     series = 0.37985809 + t * (-0.25901972 + t * 0.053662392)
     series = t * (0.15079169 + t * (0.19542128 + t * (-0.020713727 + t * series)))
+    # exp(-x^2 / 2) as a power of 2: 0.72134752 = log2(e) / 2
     bell = exp2(x * x * -0.7213475204444817)
-    beyond = series * bell  # of |x|
+    beyond = series * bell  # 1 - P(|x|)
     below = tl.where(x < 0, beyond, 1.0 - beyond)
+    # d/dx (x P(x)) = P(x) + x p(x), with the density p(x) = bell / sqrt(2 pi)
     return x * below, below + x * 0.3989422804014327 * bell
 
 
 @triton.jit
 def _tanh_gelu(x):
-    gate = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))  # (1 + tanh(u)) / 2 is sigmoid(2 u)
+    """Return x s and its derivative, with s = sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3)."""
+    # (1 + tanh(u)) / 2 = sigmoid(2 u)
+    gate = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    # d(2 u)/dx; 1.5957691 = 2 sqrt(2 / pi), 0.134145 = 3 * 0.044715
     slope = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
     return x * gate, gate + x * gate * (1.0 - gate) * slope
 
 
 @triton.jit
 def _activated(x, KIND: tl.constexpr):  # noqa: N803
-    """Value and derivative."""
+    """Return value and derivative of the activation ``KIND``."""
     if KIND == "silu":
         value, slope = _silu(x)
     elif KIND == "gelu":
@@ -216,6 +244,7 @@ def _activated(x, KIND: tl.constexpr):  # noqa: N803
 
 @triton.jit
 def activation_forward(x, y, count, KIND: tl.constexpr, BLOCK: tl.constexpr):  # noqa: N803
+    """Compute ``act(x)`` for one block per program."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = place < count
     value, _ = _activated(tl.load(x + place, mask=mask, other=0.0).to(tl.float32), KIND)
@@ -224,6 +253,7 @@ def activation_forward(x, y, count, KIND: tl.constexpr, BLOCK: tl.constexpr):  #
 
 @triton.jit
 def activation_backward(x, dy, dx, count, KIND: tl.constexpr, BLOCK: tl.constexpr):  # noqa: N803
+    """Compute ``dy * act'(x)`` for one block per program."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = place < count
     _, slope = _activated(tl.load(x + place, mask=mask, other=0.0).to(tl.float32), KIND)
@@ -243,9 +273,11 @@ def gated_forward(
     KIND: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
+    """Compute ``act(gate) * up`` for a block of one row per program; ``*_row`` are row strides."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
+    # gate and up may be halves of one [rows, 2 F] tensor: each has its own row stride
     value, _ = _activated(tl.load(gate + row * gate_row + column, mask=mask, other=0.0).to(tl.float32), KIND)
     factor = tl.load(up + row * up_row + column, mask=mask, other=0.0).to(tl.float32)
     tl.store(y + row * y_row + column, (value * factor).to(y.dtype.element_ty), mask=mask)
@@ -270,13 +302,17 @@ def gated_backward(
     WITH_VALUE: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
-    """Every element is read before any is written: results may take the places of what they are made of."""
+    """Compute the gradients of ``act(gate) * up``, and the value too with ``WITH_VALUE``.
+
+    Every element is read before any is written, so results may overwrite the inputs.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
     value, slope = _activated(tl.load(gate + row * gate_row + column, mask=mask, other=0.0).to(tl.float32), KIND)
     factor = tl.load(up + row * up_row + column, mask=mask, other=0.0).to(tl.float32)
     grad = tl.load(dy + row * dy_row + column, mask=mask, other=0.0).to(tl.float32)
+    # dup = dy * act(gate), dgate = dy * up * act'(gate)
     tl.store(dup + row * dup_row + column, (grad * value).to(dup.dtype.element_ty), mask=mask)
     tl.store(dgate + row * dgate_row + column, (grad * factor * slope).to(dgate.dtype.element_ty), mask=mask)
     if WITH_VALUE:

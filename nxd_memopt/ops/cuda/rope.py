@@ -20,6 +20,8 @@ def _kernel() -> Any:
 
 
 class _Rope(torch.autograd.Function):
+    """Rotation of one tensor; backward rotates the gradient with the transposed matrix."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
@@ -33,7 +35,11 @@ class _Rope(torch.autograd.Function):
 
 
 class _RopeQKV(torch.autograd.Function):
-    """Of joined tensors; in their places, so that only what is rotated passes through memory, or apart from them."""
+    """Rotation of query and key that are chunks of one tensor together with value.
+
+    In place only the rotated dimensions are read and written. Otherwise all three are written to
+    new memory.
+    """
 
     @staticmethod
     def forward(
@@ -41,6 +47,7 @@ class _RopeQKV(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.layout, ctx.in_place = Layout.of(query, key, value), in_place
         ctx.save_for_backward(cos, sin)
+        # in place: detach() gives new tensors on the same memory, see increment_version below
         given = (query, key, value)
         results = [x.detach() for x in given] if in_place else [torch.empty_like(x) for x in given]
         _turn_all(given, results, cos, sin, in_place=in_place, transposed=False)
@@ -49,7 +56,9 @@ class _RopeQKV(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        in_place = ctx.in_place and ctx.layout.is_that_of(*grads)  # as attention's backward may have made them
+        # attention's backward may have created them in this layout
+        in_place = ctx.in_place and ctx.layout.is_that_of(*grads)
+        # gradients in the layout of the inputs, so that the projection's backward sees one tensor
         results = grads if in_place else ctx.layout.empty(grads[0])
         _turn_all(grads, results, *ctx.saved_tensors, in_place=in_place, transposed=True)
         return *results, None, None, None
@@ -58,25 +67,35 @@ class _RopeQKV(torch.autograd.Function):
 def _turn_all(
     given: Sequence[Tensor], results: Sequence[Tensor], cos: Tensor, sin: Tensor, *, in_place: bool, transposed: bool
 ) -> None:
-    """Query and key are turned, as one where their heads lie in a row; value passes."""
+    """Rotate query and key into ``results``, and copy value unless ``in_place``.
+
+    Query and key take one launch if their heads are adjacent in memory.
+    """
+    # [B, h, S, d] and [B, g, S, d] with adjacent heads are one [B, h + g, S, d]: one launch
     whole, turned = packed_view(given[:2], 1), packed_view(results[:2], 1)
     pairs = zip(given[:2], results[:2], strict=True) if whole is None or turned is None else [(whole, turned)]
     for x, y in pairs:
         _turned(x, cos, sin, y, transposed=transposed, in_place=in_place)
     if in_place:
-        torch.autograd.graph.increment_version(given[:2])  # whoever kept them meets autograd's error
+        torch.autograd.graph.increment_version(given[:2])  # autograd raises if they were saved
     else:
         _copied(given[2], cos, results[2])
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor, *, transposed: bool, in_place: bool = False) -> Tensor:
-    """``x`` rotated into ``y``, with ``in_place`` the same memory; both ``[B, h, S, d]`` in any layout of heads."""
+    """Rotate ``x`` into ``y`` and return ``y``.
+
+    With ``in_place`` both are the same memory. Shapes are ``[B, h, S, d]``, in any order of memory
+    with contiguous heads.
+    """
     x = x if x.stride(-1) == 1 else x.contiguous()
     assert y.stride(-1) == 1
     cos, sin = cos.contiguous(), sin.contiguous()
     batch, heads, tokens, head_dim = x.shape
     rotary_dim = cos.size(-1)
+    # in place the dimensions that are not rotated are already at their destination
     rest = 0 if in_place else head_dim - rotary_dim
+    # one program per token, with all heads
     _kernel()[(tokens, batch)](
         x,
         y,
@@ -84,6 +103,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor, *, transposed: bool,
         sin,
         *x.stride()[:3],
         *y.stride()[:3],
+        # stride 0 broadcasts one table [1, S, rotary_dim] over the batch
         0 if cos.size(0) == 1 else cos.stride(0),
         heads,
         head_dim,
@@ -98,20 +118,24 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor, *, transposed: bool,
 
 
 def _copied(x: Tensor, cos: Tensor, y: Tensor) -> Tensor:
-    """``x`` turned in none of its columns: at the memory's speed, of which ``Tensor.copy_`` reaches a third here."""
+    """Copy ``x`` into ``y`` with the RoPE kernel and no rotated dimension.
+
+    The copy runs at memory bandwidth; ``Tensor.copy_`` reaches a third of it here.
+    """
     nothing = cos[..., :0]
     return _turned(x, nothing, nothing, y, transposed=False)
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """As ``ops.rope.apply_rope``, rounded once."""
+    """Implement ``ops.rope.apply_rope``; the result is rounded once."""
     return cast(Tensor, _Rope.apply(x, cos, sin))
 
 
 def apply_rope_qkv(
     query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, *, in_place: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As ``ops.rope.apply_rope_qkv``."""
+    """Implement ``ops.rope.apply_rope_qkv``."""
+    # chunks of one projection's output: only then can gradients be written as one tensor
     is_joined = all(x.stride(-1) == 1 for x in (query, key, value)) and Layout.of(query, key, value).span is not None
     if not is_joined:
         return apply_rope(query, cos, sin), apply_rope(key, cos, sin), value
@@ -120,5 +144,9 @@ def apply_rope_qkv(
 
 
 def _is_dispatch_watched() -> bool:
-    """Selective checkpointing, say, may keep what a matmul returned, and hand it out again."""
+    """Return whether a dispatch mode is active.
+
+    Selective checkpointing, for example, may keep the output of a matmul and return it again in the
+    recomputation.
+    """
     return torch._C._len_torch_dispatch_stack() > 0

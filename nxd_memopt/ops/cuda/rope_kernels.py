@@ -27,10 +27,15 @@ def rope(
     HALF: tl.constexpr,  # noqa: N803
     REST: tl.constexpr,  # noqa: N803
 ):
-    """All heads of one token; the transposed rotation is the gradient's."""
+    """Rotate all heads of one token per program.
+
+    Dimension i forms a pair with dimension i + half. ``TRANSPOSED`` applies the transposed
+    rotation, for gradients. ``REST`` dimensions after the rotated ones are copied.
+    """
     token, batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     column = tl.arange(0, HALF)
     is_column = column < half
+    # a token's table row has 2 * half = rotary_dim entries
     table = batch * table_batch + token * 2 * half + column
     cos_1 = tl.load(cos + table, mask=is_column, other=0.0).to(tl.float32)[None, :]
     cos_2 = tl.load(cos + table + half, mask=is_column, other=0.0).to(tl.float32)[None, :]
@@ -40,8 +45,11 @@ def rope(
     source = x + batch * x_batch + token * x_token + head[:, None] * x_head
     target = y + batch * y_batch + token * y_token + head[:, None] * y_head
     mask = (head < heads)[:, None] & is_column[None, :]
+    # both halves are read before either is written, so y may be x
     first = tl.load(source + column[None, :], mask=mask, other=0.0).to(tl.float32)
     second = tl.load(source + half + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    # y_1 = x_1 cos_1 - x_2 sin_1 and y_2 = x_2 cos_2 + x_1 sin_2; the tables of both halves may
+    # differ. The gradient is the transposed matrix times (dy_1, dy_2).
     if TRANSPOSED:
         turned_1, turned_2 = first * cos_1 + second * sin_2, second * cos_2 - first * sin_1
     else:

@@ -13,23 +13,28 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @functools.cache
 def has_triton() -> bool:
+    """Return whether Triton is installed, without importing it."""
     return find_spec("triton") is not None
 
 
 def unavailable_reason(device: torch.device) -> str | None:
-    """Why no kernel can run for tensors on ``device``; ``None``: they can."""
+    """Return why no kernel can run for tensors on ``device``, or None if kernels can run."""
     if device.type != "cuda":
         return f"the kernels are for NVIDIA GPUs, the device is {device.type}"
     return None if has_triton() else "Triton is not installed"
 
 
 def power_of_2(size: int) -> int:
-    """The least that is not below ``size``: Triton's blocks have such lengths."""
+    """Return the least power of 2 that is at least ``size``, as Triton's blocks require."""
     return 1 << (size - 1).bit_length()
 
 
 def can_use_triton(*tensors: Tensor) -> bool:
-    """All on one NVIDIA GPU, of one dtype that the kernels take, not inside torch.compile, which fuses by itself."""
+    """Return whether the Triton kernels can run on ``tensors``.
+
+    All tensors must be on one NVIDIA GPU, of one supported dtype, and not empty. Inside
+    torch.compile the answer is False, since the compiler fuses operations itself.
+    """
     first = tensors[0]
     if not first.is_cuda or first.dtype not in _DTYPES or torch.compiler.is_compiling() or not has_triton():
         return False

@@ -20,19 +20,21 @@ _MAX_HEAD_DIM = 128
 
 
 def unavailable_reason() -> str | None:
-    """Why the kernels cannot be imported; ``None``: they can."""
+    """Return why the kernels cannot be imported, or None if they can."""
     return why_missing(_KERNELS, flash_fwd=(), flash_attn_bwd=(), FlashConfig=())
 
 
 def refusal(call: AttentionCall) -> str | None:
-    """Why ``nki_attention`` cannot serve ``call``; ``None``: it can."""
+    """Return why ``nki_attention`` cannot run ``call``, or None if it can."""
     if call.dtype not in _DTYPES:
         return f"the NKI kernel takes {[str(dtype) for dtype in _DTYPES]}, got {call.dtype}"
     return call.unsuited("the NKI kernel", sequence_multiple=_SEQUENCE_MULTIPLE, max_head_dim=_MAX_HEAD_DIM)
 
 
 def nki_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Causal ``softmax(Q K^t / sqrt(d)) V``; saves query, key, value, output and one number per query.
+    """Return causal ``softmax(Q K^t / sqrt(d)) V``.
+
+    Saves query, key, value, output and one number per query.
 
     Args:
         query: ``[B, h, S, d]``, bf16 or fp32, S a multiple of 2048, d at most 128.
@@ -47,9 +49,12 @@ def nki_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 class _NkiAttention(torch.autograd.Function):
-    """forward: ``flash_fwd``, one program per KV head; backward: ``flash_attn_bwd``, one per query head.
+    """Forward: ``flash_fwd``, one program per KV head.
 
-    The kernels want ``[B, h, d, S]``, forward's value apart. The transposed copies are made again in backward.
+    Backward: ``flash_attn_bwd``, one per query head.
+
+    The kernels take ``[B, h, d, S]``, except for the value in forward. Backward transposes again
+    instead of saving the transposed copies.
     """
 
     @staticmethod
@@ -61,6 +66,7 @@ class _NkiAttention(torch.autograd.Function):
             value.contiguous(),
             _seed(query),
             use_causal_mask=True,
+            # training: return the log-sum-exps too
             config=kernels.FlashConfig(training=True),
             **_precision_and_scale(query),
         )  # [B, h, S, d], [B, h, 128, S/128]
@@ -70,11 +76,13 @@ class _NkiAttention(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, ...]:
-        # behind a barrier, or the compiler keeps forward's transposed copies for backward
+        # Without the barrier the compiler saves forward's transposed copies for backward.
         saved = backend.optimization_barrier([*ctx.saved_tensors, grad_output])
         query, key, value, output, log_sum_exp, grad_output = saved
-        repeats = query.size(1) // key.size(1)  # backward has no grouped heads
+        # flash_attn_bwd has no grouped heads: repeat K and V
+        repeats = query.size(1) // key.size(1)
         repeated = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
+        # contiguous [B, h, d, S] copies
         layout = [_head_dim_first(tensor) for tensor in (query, *repeated, output, grad_output.to(output.dtype))]
         kernels = importlib.import_module(_KERNELS)
         dquery, dkey, dvalue = kernels.flash_attn_bwd[query.size(0), query.size(1)](
@@ -89,16 +97,20 @@ def _head_dim_first(tensor: Tensor) -> Tensor:
 
 
 def _seed(query: Tensor) -> Tensor:
-    return torch.zeros(1, dtype=torch.int32, device=query.device)  # of dropout, which is off
+    return torch.zeros(1, dtype=torch.int32, device=query.device)  # of dropout, which is disabled
 
 
 def _precision_and_scale(query: Tensor) -> dict[str, Any]:
-    """Under ``mixed_precision`` the kernels multiply in bf16: right for bf16, a silent loss for fp32."""
+    """Return the kernel options for precision and softmax scale.
+
+    With ``mixed_precision`` the kernels multiply in bf16: correct for bf16, a silent loss of
+    precision for fp32.
+    """
     return {"mixed_precision": query.dtype == torch.bfloat16, "softmax_scale": query.size(-1) ** -0.5}
 
 
 def _sum_over_repeats(grad: Tensor, repeats: int) -> Tensor:
-    """``[B, h, d, S] -> [B, g, d, S]``, summed in fp32."""
+    """Sum over the query heads of each KV head in fp32, ``[B, h, d, S] -> [B, g, d, S]``."""
     if repeats == 1:
         return grad
     return grad.unflatten(1, (-1, repeats)).sum(2, dtype=torch.float32).to(grad.dtype)
