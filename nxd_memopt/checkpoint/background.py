@@ -1,9 +1,10 @@
 """Writes training checkpoints while training goes on.
 
-A save has two parts. The calling thread takes a snapshot (``snapshot.py``), which costs next to nothing when the save
-begins. A thread of low priority writes the rank's file; on rank 0 it also waits until the other ranks' files are there,
-looking at the shared directory, and completes the checkpoint. That thread runs without collectives: ranks agree on the
-outcome in ``poll`` and ``finish``, which every rank calls in its main thread.
+A save has two parts. The calling thread takes a snapshot (``snapshot.py``), which copies almost
+nothing when the save begins. A low-priority thread writes the rank's file. On rank 0 the thread
+also waits for the files of the other ranks by polling the shared directory, and then completes the
+checkpoint. The thread runs no collectives: the ranks agree on the result in ``poll`` and
+``finish``, which every rank calls in its main thread.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from nxd_memopt.parallel_layers.coordination import raise_together
 
 
 class BackgroundSaver:
-    """Saves training checkpoints while training goes on, one at a time. Use it as a context manager.
+    """Context manager that saves training checkpoints while training goes on, one at a time.
 
         with BackgroundSaver(directory) as saver:
             for batch in batches:
@@ -39,23 +40,25 @@ class BackgroundSaver:
                 if is_due:
                     saver.save(step, state, config)
 
-    The checkpoint holds the state as it is when ``save`` is called. Parameters must be updated by ``state.optimizer``,
-    whose step first completes the snapshot; another write to them is an error of the save, except through
-    ``Tensor.data``, which is not seen: call ``before_update`` before such a write. A program that leaves the block by
-    an exception waits for a save under way as long as it makes progress, and never leaves half a checkpoint.
+    The checkpoint contains the state at the call of ``save``. Parameters must be updated by
+    ``state.optimizer``, whose step first completes the snapshot. Any other write to the parameters
+    makes the save fail, except a write through ``Tensor.data``, which is not detected: call
+    ``before_update`` before it. If an exception leaves the block, the program waits for a running
+    save as long as the save makes progress. A partial checkpoint never becomes visible.
 
     Args:
-        directory: of the run; all ranks must see it.
-        keep: complete checkpoints to leave.
-        pool: host memory for copies; default one without a limit, pinned on GPUs. A snapshot takes at most what this
-            rank writes, on a GPU all of it.
-        stall_s: seconds without progress after which a program that ends abandons the save.
+        directory: directory of the run; all ranks must see it.
+        keep: number of complete checkpoints to keep.
+        pool: host memory for copies; default a pool without a limit, pinned on GPUs. A snapshot
+            takes at most the bytes that this rank writes, and on a GPU all of them.
+        stall_s: seconds without progress after which an ending program abandons the save.
     """
 
     def __init__(
         self, directory: str | Path, *, keep: int = 2, pool: HostPool | None = None, stall_s: float = STALL_S
     ) -> None:
         self._directory, self._keep, self._stall_s = Path(directory), keep, stall_s
+        # None on devices that cannot copy next to compute: the snapshot then copies synchronously.
         self._transfers = backend.host_transfers()
         self.pool = pool or HostPool(pinned=self._transfers is not None)
         self._worker: Worker | None = None
@@ -69,6 +72,8 @@ class BackgroundSaver:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
+            # After an exception the other ranks may not reach a collective: only wait for this
+            # rank's thread.
             if error is None:
                 self.finish()
             elif self._worker is not None:
@@ -77,22 +82,30 @@ class BackgroundSaver:
             self._close()
 
     def reserve(self, state: TrainingState) -> None:
-        """Allocate the host memory of a snapshot of ``state`` now, rather than in the step that saves first.
+        """Allocate the host memory for a snapshot of ``state`` now instead of in the first step
+        that saves.
 
         Raises:
-            ValueError: on every rank, when one has too little; names the required and the available bytes.
+            ValueError: on every rank, if one has too little memory; the message has the required
+                and the available bytes.
         """
         with raise_together("reserving host memory for checkpoints"):
+            # Step and configuration do not matter: only the size of this rank's tensors is used.
             save = RankSave(self._directory, 0, state, {}, self._keep)
             self.pool.reserve(save.size_bytes, OWNER)
 
     def save(self, step: int, state: TrainingState, config: Mapping[str, Any]) -> None:
-        """Begin to save; an earlier save is finished first. Every rank calls, between two optimizer steps.
+        """Start a save after finishing the previous one.
+
+        Every rank calls, between two optimizer steps.
 
         Raises:
-            ValueError, OSError: on every rank, when the earlier save failed or this one cannot begin.
+            ValueError, OSError: on every rank, if the previous save failed or this one cannot
+                start.
         """
         self.finish()
+        # Three phases, each with an agreement of the ranks: describe and create the directory, take
+        # the snapshot, start the writer.
         save = begin_save(self._directory, step, state, config, self._keep)
         snapshot: Snapshot | None = None
         try:
@@ -103,46 +116,61 @@ class BackgroundSaver:
             self._worker = Worker(save.target, partial(_write, save, snapshot), save.report_failure)
         except BaseException:
             if snapshot is not None:
-                snapshot.close()  # it was another rank that cannot save
+                snapshot.close()  # another rank has failed: return this rank's memory
             raise
         self._snapshot = snapshot
 
     def before_update(self) -> None:
-        """Complete the snapshot. The optimizer's step calls it; call it before any other write to the state."""
+        """Complete the snapshot.
+
+        The optimizer's step calls it; call it before any other write to the state.
+        """
         if self._snapshot is not None:
             self._snapshot.before_update()
 
     @property
     def is_busy(self) -> bool:
-        """Whether a save is under way; ``poll`` and ``finish`` find it done, on all ranks at the same call."""
+        """Whether a save is running.
+
+        All ranks see the end of a save at the same ``poll`` or ``finish``.
+        """
         return self._worker is not None
 
     def poll(self) -> None:
-        """Look whether the save under way is done. Every rank calls, once a step; costs nothing when there is none.
+        """Check whether the running save is done.
+
+        Every rank calls, once per step. Free if no save is running.
 
         Raises:
-            ValueError, OSError: on every rank, when the save failed on one; the checkpoints before it are complete.
+            ValueError, OSError: on every rank, if the save failed on one; earlier checkpoints stay
+                complete.
         """
         if self._worker is not None and self._worker.poll():
             self._take_result()
 
     def finish(self) -> None:
-        """Wait until the save under way is done. Every rank calls.
+        """Wait until the running save is done. Every rank calls.
 
         Raises:
-            ValueError, OSError: as of ``poll``.
+            ValueError, OSError: see ``poll``.
         """
         if self._worker is not None:
             self._worker.finish()
             self._take_result()
 
     def _take_result(self) -> None:
+        """Forget the ended save and raise its error, if it failed."""
+        # Reset first: after an error the saver can be used for the next save.
         worker, self._worker, self._snapshot = self._worker, None, None
         assert worker is not None
         worker.raise_failure()
 
     def _hook(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Let every step of ``optimizer`` complete the snapshot first; the one inside of ZeRO-1 makes the updates."""
+        """Complete the snapshot before each step of ``optimizer``.
+
+        For ZeRO-1 the base optimizer gets the hook too, because its step makes the updates.
+        """
+        # By id: the same optimizer is saved many times, and a hook must be registered once.
         for each in () if optimizer is None else StoredOptimizer(optimizer).steps:
             if id(each) not in self._hooked:
                 self._hooked[id(each)] = (each, each.register_step_pre_hook(self._before_step))
@@ -158,19 +186,26 @@ class BackgroundSaver:
 
 
 def _write(save: RankSave, snapshot: Snapshot, worker: Worker) -> None:
-    """Write this rank's part, and on rank 0 complete the checkpoint; runs in the worker's thread."""
+    """Write this rank's file, and on rank 0 complete the checkpoint.
+
+    Runs in the worker's thread.
+    """
 
     def pieces_of(index: int) -> Iterator[Tensor]:
         for piece in snapshot.pieces_of(index):
+            # One heartbeat per chunk (at most 32 MiB) tells ``Worker.end`` that the save makes
+            # progress.
             worker.heartbeat()
             yield piece
 
     try:
         snapshot.start_copies()
-        lower_priority()  # only now: the next update waits for the copies to have been started
+        # Lower the priority only now: the next update waits until the copies are launched.
+        lower_priority()
         save.write(pieces_of)
     finally:
         snapshot.close()
+    # The snapshot's memory is returned before rank 0 waits for the other ranks.
     if save.is_rank_zero:
         save.wait_for_ranks(worker.check_cancelled)
         save.complete()

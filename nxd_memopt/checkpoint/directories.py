@@ -10,22 +10,22 @@ from pathlib import Path
 
 
 def incomplete_path(target: Path) -> Path:
-    """Return the sibling in which the successor of ``target`` is written."""
+    """Return the sibling directory in which a new version of ``target`` is written."""
     return target.with_name(f".{target.name}.incomplete")
 
 
 def replaced_path(target: Path) -> Path:
-    """Return the sibling in which the predecessor waits while its successor moves in."""
+    """Return the sibling path of the previous version while the new version is renamed."""
     return target.with_name(f".{target.name}.replaced")
 
 
 def replace_directory(complete: Path, target: Path) -> None:
-    """Rename ``complete`` to ``target`` and remove the directory that was there.
+    """Rename ``complete`` to ``target`` and remove the previous directory.
 
-    Two renames, as no portable call swaps directories: a kill between them leaves the predecessor under
-    ``replaced_path``, from where ``restore_interrupted`` brings it back.
+    It takes two renames, because no portable call swaps directories. A kill between the two leaves
+    the previous version at ``replaced_path``; ``restore_interrupted`` renames it back.
     """
-    if os.path.lexists(target):  # a link too, also one to nowhere
+    if os.path.lexists(target):  # also true for a dangling symbolic link
         target.rename(replaced_path(target))
     complete.rename(target)
     flush_to_disk(target.parent)
@@ -33,7 +33,8 @@ def replace_directory(complete: Path, target: Path) -> None:
 
 
 def restore_interrupted(target: Path) -> None:
-    """Undo what a killed ``replace_directory`` left behind."""
+    """Undo an interrupted ``replace_directory``."""
+    # If the new version is in place, only the removal of the previous one was interrupted.
     predecessor = replaced_path(target)
     if predecessor.exists() and not target.exists():
         predecessor.rename(target)
@@ -42,7 +43,10 @@ def restore_interrupted(target: Path) -> None:
 
 
 def remove_directory(path: Path) -> None:
-    """Remove ``path`` with its content; of a symbolic link the link alone; nothing when it is absent."""
+    """Remove ``path`` and its content.
+
+    Remove only the link of a symbolic link. Do nothing if ``path`` is absent.
+    """
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.exists():
@@ -50,7 +54,7 @@ def remove_directory(path: Path) -> None:
 
 
 def flush_to_disk(path: Path) -> None:
-    """Have the file or directory survive a crash of the host."""
+    """Flush a file or directory to the disk (fsync), so that it survives a crash of the host."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -60,7 +64,7 @@ def flush_to_disk(path: Path) -> None:
 
 @contextmanager
 def remedy_for_damage(checkpoint: Path) -> Iterator[None]:
-    """Add to a ``ValueError`` about a damaged file how to go on without ``checkpoint``."""
+    """Add to a ``ValueError`` about a damaged file the advice to delete ``checkpoint``."""
     try:
         yield
     except ValueError as error:

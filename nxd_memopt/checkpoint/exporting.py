@@ -30,7 +30,7 @@ MAX_SHARD_SIZE_BYTES = 5 * 2**30
 _WEIGHT_FILE = re.compile(r"(pytorch_)?model(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
 
 Shards = dict[str, dict[str, Tensor]]
-"""File name to stored name to parameter."""
+"""Parameters by file name and stored name."""
 
 
 def save_pretrained(
@@ -40,23 +40,28 @@ def save_pretrained(
     max_shard_size_bytes: int = MAX_SHARD_SIZE_BYTES,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write ``model`` as safetensors with its config, for ``AutoModelForCausalLM.from_pretrained``. Every rank calls.
+    """Write ``model`` as safetensors with its config, for ``AutoModelForCausalLM.from_pretrained``.
 
-    The first data-parallel replica gathers one file's parameters at a time on its first rank, which writes: its host
-    needs ``max_shard_size_bytes``, each device of the replica one full parameter. The files are written next to
-    ``directory`` and renamed when complete. An earlier export in ``directory`` is replaced then; other files in it (a
+    Every rank calls.
+
+    The first data-parallel replica gathers the parameters of one file at a time on its first rank,
+    which writes them. The host of this rank needs ``max_shard_size_bytes``; each device of the
+    replica needs one full parameter. The files are written next to ``directory`` and renamed when
+    complete. An earlier export in ``directory`` is replaced at this point; other files in it (a
     tokenizer) stay.
 
     Args:
-        model: with ``config``, and ``generation_config`` if it has one.
-        directory: must be absent, empty, or an export (it has ``config.json``) without subdirectories.
-        max_shard_size_bytes: upper bound of a file, unless one parameter alone is larger.
-        dtype: dtype of the floating-point weights on disk; default: the parameters' own.
+        model: a model with ``config`` and, optionally, ``generation_config``.
+        directory: must be absent, empty, or an export (it has ``config.json``) without
+            subdirectories.
+        max_shard_size_bytes: upper bound of a file in bytes, unless a single parameter is larger.
+        dtype: dtype of the floating-point weights on disk; default: the dtypes of the parameters.
 
     Raises:
-        ValueError, OSError: on every rank, when that rank cannot write; an earlier export is left as it was.
-        ImportError: on the writing rank, when transformers, which writes the config, is not installed or too old;
-            on the others a ``ValueError``.
+        ValueError, OSError: on every rank, if the writing rank fails; an earlier export is left
+            unchanged.
+        ImportError: on the writing rank, if transformers, which writes the config, is missing or
+            too old; all other ranks raise ``ValueError``.
     """
     backend.mark_step()  # torch_xla may return wrong values when pending results are read one by one
     target = Path(directory).resolve()
@@ -68,6 +73,7 @@ def save_pretrained(
             require_transformers("nxd_memopt.checkpoint.save_pretrained")  # before anything is gathered or written
             _prepare(target, _total_bytes(shards, dtype))
     try:
+        # One file at a time bounds the host memory of the writing rank.
         for file_name, params in shards.items():
             tensors = _gather(params, dtype)
             with raise_together(task):
@@ -82,16 +88,18 @@ def save_pretrained(
 
 
 def plan_shards(model: torch.nn.Module, max_shard_size_bytes: int, dtype: torch.dtype | None) -> Shards:
-    """Distribute the model's tensors over files, in order; the same on every rank.
+    """Assign the model's tensors to files, in order. The result is the same on every rank.
 
     Raises:
-        ValueError: when a parameter has no values yet (meta device) or the size is not positive.
+        ValueError: a parameter is on the meta device, or the size is not positive.
     """
     if max_shard_size_bytes < 1:
         raise ValueError(f"max_shard_size_bytes must be at least 1, got {max_shard_size_bytes}")
     groups: list[dict[str, Tensor]] = [{}]
     room = max_shard_size_bytes
     for entry in named_tensors(model):
+        # Greedy: start a new file if the tensor does not fit the remaining bytes, unless the file
+        # is empty.
         _require_groups_of_model(entry.names[0], entry.tensor)
         if entry.tensor.is_meta:
             raise ValueError(f"{entry.names[0]} is on the meta device: load or initialize the model before saving it")
@@ -107,7 +115,12 @@ def plan_shards(model: torch.nn.Module, max_shard_size_bytes: int, dtype: torch.
 
 
 def _require_groups_of_model(name: str, param: Any) -> None:
+    """Raise ``ValueError`` if a parameter was sharded for another T than the process groups
+    have.
+    """
     size = parallel_state.get_tensor_model_parallel_size()
+    # A sharded parameter has num_partitions shards with ``replicas`` ranks each; their product is
+    # T.
     built_for = param.num_partitions * getattr(param, "replicas", 1) if is_sharded(param) else size
     if built_for != size:
         raise ValueError(
@@ -117,17 +130,24 @@ def _require_groups_of_model(name: str, param: Any) -> None:
 
 
 def _stored_name(model: torch.nn.Module, name: str) -> str:
-    """GPT-NeoX's output head is ``embed_out`` on disk, which every version of transformers reads."""
+    """Return the name on disk.
+
+    GPT-NeoX's output head is ``embed_out``, which every version of transformers reads.
+    """
     if name == "lm_head.weight" and getattr(getattr(model, "config", None), "model_type", "") == "gpt_neox":
         return "embed_out.weight"
     return name
 
 
 def _stored_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype on disk: ``dtype`` for floating-point tensors, else the dtype of
+    ``tensor``.
+    """
     return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
 def _full_bytes(tensor: Tensor, dtype: torch.dtype | None) -> int:
+    """Return the bytes of the full tensor on disk."""
     return math.prod(full_shape(tensor)) * _stored_dtype(tensor, dtype).itemsize
 
 
@@ -136,21 +156,28 @@ def _total_bytes(shards: Shards, dtype: torch.dtype | None) -> int:
 
 
 def _gather(params: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Return the full tensors on tensor-parallel rank 0 of the first replica, nothing elsewhere."""
+    """Return the full tensors on tensor-parallel rank 0 of the first replica, and nothing on all
+    other ranks.
+    """
     if not is_model_replica_zero():
         return {}
+    # Every rank of the first replica takes part in the all-gathers; only the first one receives a
+    # tensor.
     gathered = {name: gather_full_tensor(param, dtype=_stored_dtype(param, dtype)) for name, param in params.items()}
     return {name: tensor for name, tensor in gathered.items() if tensor is not None}
 
 
 def _prepare(target: Path, total_bytes: int) -> None:
-    """Make sure of the place, and create the directory to write into."""
+    """Check that ``target`` can be replaced and has enough space, and create the directory to write
+    into.
+    """
     restore_interrupted(target)
     require_replaceable(target)
     try:
         incomplete_path(target).mkdir(parents=True)
     except OSError as error:
         raise ValueError(f"cannot write {target}: {error}: choose a directory that this user can create") from error
+    # Fail before the gathers, not when the disk is full.
     free_bytes = shutil.disk_usage(incomplete_path(target)).free
     if free_bytes < total_bytes:
         shutil.rmtree(incomplete_path(target))
@@ -161,11 +188,14 @@ def _prepare(target: Path, total_bytes: int) -> None:
 
 
 def require_replaceable(target: Path) -> None:
-    """Raise ``ValueError`` unless ``target`` is absent, empty, or an export without subdirectories."""
+    """Raise ``ValueError`` unless ``target`` is absent, empty, or an export without
+    subdirectories.
+    """
     if not target.exists():
         return
     if not target.is_dir():
         raise ValueError(f"{target} is a file: pass a directory")
+    # An export is replaced by a new directory. Refuse anything that the user could lose.
     content = list(target.iterdir())
     if content and not (target / "config.json").is_file():
         raise ValueError(f"{target} is neither empty nor an export (no config.json): choose another directory")
@@ -178,17 +208,26 @@ def require_replaceable(target: Path) -> None:
 
 
 def _finish(model: torch.nn.Module, target: Path, shards: Shards, dtype: torch.dtype | None) -> None:
+    """Write the index, the config and the remaining files, and replace ``target``."""
     incomplete = incomplete_path(target)
     if len(shards) > 1:
+        # A single file needs no index.
         weight_map = {name: file_name for file_name, params in shards.items() for name in params}
         index = {"metadata": {"total_size": _total_bytes(shards, dtype)}, "weight_map": weight_map}
         (incomplete / WEIGHTS_INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     _write_config(model, incomplete, dtype or next(iter(named_tensors(model))).tensor.dtype)
+    # The tokenizer, for example, is copied before the rename, so the new directory is complete at
+    # once.
     keep_other_files(target, incomplete)
     replace_directory(incomplete, target)
 
 
 def _write_config(model: torch.nn.Module, directory: Path, dtype: torch.dtype) -> None:
+    """Write ``config.json`` with the stored dtype, and ``generation_config.json`` if the model has
+    one.
+    """
+    # Transformers reads dtype and architectures from the config; the model's own config stays
+    # unchanged.
     config = copy.deepcopy(cast("PretrainedConfig", model.config))
     config.dtype = dtype
     config.architectures = config.architectures or [type(model).__name__]
@@ -199,7 +238,7 @@ def _write_config(model: torch.nn.Module, directory: Path, dtype: torch.dtype) -
 
 
 def keep_other_files(source: Path, directory: Path) -> None:
-    """Copy what an export does not write, such as the tokenizer."""
+    """Copy the files that an export does not write, such as the tokenizer."""
     for path in source.iterdir() if source.exists() else ():
         if not _WEIGHT_FILE.fullmatch(path.name) and not (directory / path.name).exists():
             shutil.copy2(path, directory / path.name)

@@ -22,7 +22,11 @@ Sources = dict[str, Tensor | LazySlice]
 
 
 def require_directory(directory: str | Path) -> Path:
-    """Return ``directory`` as a path, or raise ``ValueError`` when there is none."""
+    """Return ``directory`` as a path.
+
+    Raises:
+        ValueError: there is no such directory; the message has a remedy.
+    """
     path = Path(directory)
     if path.is_dir():
         return path
@@ -34,15 +38,15 @@ def require_directory(directory: str | Path) -> Path:
 
 
 def find_weights(directory: Path) -> Path | None:
-    """Return the weight file or index that transformers would read, or ``None``."""
+    """Return the weight file or index that transformers would read, or None."""
     return next((directory / name for name in _CANDIDATES if (directory / name).is_file()), None)
 
 
 def find_gguf(directory: Path) -> Path | None:
-    """Return the directory's only GGUF file when it has no other weights, else ``None``.
+    """Return the only GGUF file of a directory without other weights, or None.
 
     Raises:
-        ValueError: when it has several.
+        ValueError: the directory has several GGUF files.
     """
     files = sorted(directory.glob("*.gguf"))
     if not files or find_weights(directory) is not None:
@@ -54,10 +58,12 @@ def find_gguf(directory: Path) -> Path | None:
 
 @contextmanager
 def open_weights(directory: Path) -> Iterator[Sources]:
-    """Open all weight files of ``directory``: tensors by name, read from disk when they are indexed.
+    """Open all weight files of ``directory``.
+
+    Yield tensors by name, which are read from disk when they are indexed.
 
     Raises:
-        ValueError: when there are none, one is missing, or one is damaged.
+        ValueError: there are no weights, or a file is missing or damaged.
     """
     found = find_weights(require_directory(directory))
     if found is None:
@@ -70,16 +76,20 @@ def open_weights(directory: Path) -> Iterator[Sources]:
 
 
 def _open_indexed(index: Path, stack: ExitStack) -> Sources:
+    """Return the tensors of all files that ``index`` lists."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{index} has no weight_map: copy the index again from where the checkpoint came from")
     shards = sorted(set(weight_map.values()))
+    # A name with a path separator could point outside of the directory: treat it as missing.
     missing = [name for name in shards if Path(name).name != name or not (index.parent / name).is_file()]
     if missing:
         raise ValueError(
             f"{index} lists {len(missing)} of {len(shards)} files that are not there: {missing[:5]}: copy them"
         )
     opened = {shard: _open_file(index.parent / shard, stack) for shard in shards}
+    # Check all names before a model changes: an index and its files may come from different
+    # exports.
     for name, shard in weight_map.items():
         if name not in opened[shard]:
             raise ValueError(f"{index} places {name!r} in {shard}, which lacks it: copy both files again")
@@ -87,9 +97,12 @@ def _open_indexed(index: Path, stack: ExitStack) -> Sources:
 
 
 def _open_file(path: Path, stack: ExitStack) -> Sources:
+    """Return the tensors of one file: slices of a safetensors file, tensors of a PyTorch file."""
     if path.suffix != ".safetensors":
         return _require_tensors(path, read_tensors(path))
     try:
+        # Slices read only their bytes; the handle stays open until the caller leaves
+        # ``open_weights``.
         handle = stack.enter_context(safe_open(path, framework="pt"))
         return {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118 (not a mapping)
     except (SafetensorError, OSError) as error:
@@ -99,13 +112,18 @@ def _open_file(path: Path, stack: ExitStack) -> Sources:
 
 
 def _require_tensors(path: Path, content: Any) -> Sources:
+    """Return ``content``, or raise ``ValueError`` if it is not a dict of tensors."""
     if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
         raise ValueError(f"{path} is not a state dict of tensors: pass a directory saved by save_pretrained")
     return content
 
 
 def write_safetensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write ``tensors`` so that they survive a crash of the host; ``OSError`` names the file and the remedy."""
+    """Write ``tensors`` and flush them to the disk.
+
+    Raises:
+        OSError: the file cannot be written; the message has the file and the remedy.
+    """
     try:
         save_file(tensors, path, metadata={"format": "pt"})
         flush_to_disk(path)
@@ -114,7 +132,11 @@ def write_safetensors(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object, or raise ``ValueError`` naming the file."""
+    """Return the JSON object in ``path``.
+
+    Raises:
+        ValueError: the file cannot be read or is not a JSON object.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -13,7 +13,7 @@ from nxd_memopt.parallel_layers import parallel_state
 
 
 def parallel_sizes() -> dict[str, int]:
-    """Return the sizes that a checkpoint records: world, T and D."""
+    """Return the sizes that a checkpoint records: world size, T and D."""
     return {
         "world_size": parallel_state.get_world_size(),
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_size(),
@@ -22,14 +22,18 @@ def parallel_sizes() -> dict[str, int]:
 
 
 def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Flatten ``config`` to dotted names and JSON values; ``nan`` and ``inf`` as ``plain.encode`` has them."""
+    """Flatten ``config`` to dotted names and JSON values, with ``nan`` and ``inf`` encoded by
+    ``plain.encode``.
+    """
+    # Through JSON, because the saved configuration was: tuples become lists, for example, before
+    # the comparison.
     return {
         name: _encoded(value) for name, value in _flatten(json.loads(json.dumps(config, default=_to_plain))).items()
     }
 
 
 def _encoded(value: Any) -> Any:
-    """Make values comparable, nan too, which differs from itself; what is encoded already stays."""
+    """Encode a value for comparison: nan differs from itself. An encoded value does not change."""
     return encode(decode(value, _no_tensor), _no_tensor)
 
 
@@ -38,12 +42,14 @@ def _no_tensor(tensor: Any) -> Any:
 
 
 def _to_plain(value: Any) -> Any:
+    """Convert a value that JSON cannot store: a dataclass to a dict, anything else to a string."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
     return str(value)
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested ``values`` by dotted name."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         flat.update(_flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
@@ -53,7 +59,12 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def require_same_config(
     checkpoint: Path, saved: Mapping[str, Any], current: Mapping[str, Any], not_compared: Collection[str] = ()
 ) -> None:
-    """Raise ``ValueError`` naming every field that differs, with both values; ``not_compared`` may differ."""
+    """Raise ``ValueError`` naming every field that differs, with both values.
+
+    ``not_compared`` may differ.
+    """
+    # The union of both key sets, in order: a field that exists on one side only is a difference
+    # too.
     differences = [
         f"{name} was {_spell(saved, name)} and is {_spell(current, name)}"
         for name in dict.fromkeys([*saved, *current])
@@ -68,4 +79,5 @@ def require_same_config(
 
 
 def _spell(values: Mapping[str, Any], name: str) -> str:
+    """Return a value for an error message."""
     return repr(decode(values[name], _no_tensor)) if name in values else "absent"

@@ -15,13 +15,15 @@ from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
 
 @contextmanager
 def weights_directory(directory: Path) -> Iterator[Path]:
-    """Yield a directory with safetensors or PyTorch weights: ``directory`` itself, or a conversion of its GGUF file.
+    """Yield a directory with safetensors or PyTorch weights: ``directory``, or a conversion of its
+    GGUF file.
 
-    Every rank calls. Rank 0 of the world converts, in fp32, into its temporary directory (``TMPDIR``), which all ranks
-    must see: they run on one host, or ``TMPDIR`` is shared. The block must end with ``raise_together``, so that no rank
-    still reads when the conversion is removed.
+    Every rank calls. Global rank 0 converts to fp32 in a temporary directory (``TMPDIR``), which
+    all ranks must see: they run on one host, or ``TMPDIR`` is shared. The block must end with
+    ``raise_together``: after it no rank reads the conversion, and rank 0 removes it.
     """
     with ExitStack() as stack:
+        # Only rank 0 searches and converts; the other ranks learn the location from rank 0.
         location = directory
         with raise_together(f"reading {directory}"):
             gguf = find_gguf(require_directory(directory)) if parallel_state.is_global_rank_zero() else None
@@ -32,16 +34,18 @@ def weights_directory(directory: Path) -> Iterator[Path]:
 
 
 def _convert(gguf: Path, target: Path) -> None:
+    """Write the dequantized weights of ``gguf`` to ``target``, in the format of safetensors."""
     auto_model = require_transformers(f"reading {gguf}", extra="gguf").AutoModelForCausalLM
     try:
         model = auto_model.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
     except ImportError as error:
         raise ValueError(f"{gguf} needs more packages: {error}: pip install 'nxd_memopt[gguf]'") from error
-    except Exception as error:  # the reader of a damaged file fails in many ways
+    except Exception as error:  # a damaged file raises many types of errors
         size = gguf.stat().st_size
         raise ValueError(
             f"{gguf} ({size} bytes) cannot be converted: {type(error).__name__}: {error}: "
             "download it again, or use a model type and quantization that transformers can dequantize"
         ) from error
+    # Parameters only: transformers registers tied weights once, and the model computes its buffers.
     parameters = {name: param.detach().contiguous() for name, param in model.named_parameters()}
     write_safetensors(target / WEIGHTS, parameters)

@@ -23,16 +23,18 @@ if TYPE_CHECKING:
 
 
 def load_config(directory: str | Path) -> PretrainedConfig:
-    """Read the Hugging Face config of a local directory, from ``config.json`` or from its GGUF file.
+    """Return the Hugging Face config of a local directory, from ``config.json`` or from its GGUF
+    file.
 
     Raises:
-        ValueError: when there is none, or its model type is unknown.
-        ImportError: transformers is not installed, or too old.
+        ValueError: there is no config, or its model type is unknown.
+        ImportError: transformers is missing or too old.
     """
     transformers = require_transformers("nxd_memopt.checkpoint.load_config")
     path = require_directory(directory)
     if not (path / "config.json").is_file():
         return _load_gguf_config(transformers.AutoConfig, path)
+    # Check the model type here: the error then names the nearest known type.
     model_type = read_json(path / "config.json").get("model_type")
     known = transformers.CONFIG_MAPPING
     if model_type not in known:
@@ -43,28 +45,31 @@ def load_config(directory: str | Path) -> PretrainedConfig:
 
 
 def _load_gguf_config(auto_config: Any, path: Path) -> PretrainedConfig:
+    """Return the config in the metadata of the only GGUF file of ``path``."""
     gguf = find_gguf(path)
     if gguf is None:
         raise ValueError(f"{path} has no config.json: copy it from where the weights came from")
     try:
         return auto_config.from_pretrained(path, gguf_file=gguf.name, local_files_only=True)
-    except Exception as error:  # the reader of a damaged file fails in many ways
+    except Exception as error:  # a damaged file raises many types of errors
         raise ValueError(
             f"{gguf} has no readable config: {type(error).__name__}: {error}: download it again"
         ) from error
 
 
 def load_pretrained(model: torch.nn.Module, directory: str | Path) -> None:
-    """Load ``model`` from a Hugging Face directory. Every rank calls; each reads only its own slices.
+    """Load ``model`` from a Hugging Face directory. Every rank calls and reads only its own slices.
 
-    Reads ``model.safetensors``, ``pytorch_model.bin``, their sharded forms, or a single ``*.gguf`` file (converted once
-    by rank 0, see ``gguf.weights_directory``). Parameters on the meta device are created on the backend's device; tied
-    parameters stay tied; values are cast to the parameter's dtype. The host holds one shard of one parameter at a time.
+    Supported are ``model.safetensors``, ``pytorch_model.bin``, their sharded forms, and a single
+    ``*.gguf`` file (converted once by rank 0, see ``gguf.weights_directory``). Parameters on the
+    meta device are created on the backend's device. Tied parameters stay tied. Values are cast to
+    the dtype of the parameter. The host stores one shard of one parameter at a time.
 
     Raises:
-        ValueError: on every rank, before any parameter changes, when files are missing or damaged, or when names or
-            shapes are not the model's.
-        ImportError: a GGUF file needs transformers, which is not installed, or too old; other formats need none.
+        ValueError: on every rank, before any parameter changes, if files are missing or damaged, or
+            if names or shapes differ from the model's.
+        ImportError: a GGUF file needs transformers, which is missing or too old; all other formats
+            work without it.
     """
     with (
         weights_directory(Path(directory)) as location,
@@ -75,22 +80,28 @@ def load_pretrained(model: torch.nn.Module, directory: str | Path) -> None:
 
 
 def load_sources(model: torch.nn.Module, sources: Sources, directory: Path) -> None:
-    """Load ``model`` from full tensors by name; each rank reads its own slices.
+    """Load ``model`` from full tensors by name. Each rank reads its own slices.
 
     Args:
-        directory: named in errors.
+        model: the model to fill.
+        sources: full tensors, or lazy slices of them, by name.
+        directory: named in error messages.
 
     Raises:
-        ValueError: before any parameter changes, when names or shapes are not the model's.
+        ValueError: before any parameter changes, if names or shapes differ from the model's.
     """
+    # A ValueError below names tensors; the directory is added here.
     try:
+        # Names and shapes are checked for all tensors before the first parameter changes.
         targets = match_names(model, sources.keys())
         for name, param in targets.items():
             require_full_shape(name, sources[name], param)
     except ValueError as error:
         raise ValueError(f"{directory}: {error}") from None
+    # Meta tensors are replaced after the loop, all at once: until then ``targets`` refers to the
+    # old ones.
     created: dict[int, Tensor] = {}
-    for name in sources:  # in the order of the files
+    for name in sources:  # sequential reads: the order of the files
         if name in targets:
             _fill(targets[name], local_slice(sources[name], targets[name]), created)
     _replace_tensors(model, created)
@@ -98,7 +109,10 @@ def load_sources(model: torch.nn.Module, sources: Sources, directory: Path) -> N
 
 
 def _fill(param: Tensor, local: Tensor, created: dict[int, Tensor]) -> None:
-    """Copy ``local`` into ``param``; for a meta tensor enter its successor into ``created``, by the old one's id."""
+    """Copy ``local`` into ``param``.
+
+    For a meta tensor store a new tensor in ``created``, by the id of ``param``.
+    """
     if not param.is_meta:
         with torch.no_grad():
             param.copy_(local)
@@ -106,12 +120,13 @@ def _fill(param: Tensor, local: Tensor, created: dict[int, Tensor]) -> None:
     successor = local.to(backend.device)
     if isinstance(param, torch.nn.Parameter):
         successor = torch.nn.Parameter(successor, requires_grad=param.requires_grad)
-    for name, value in vars(param).items():  # sharding attributes, and whatever the user set
+    for name, value in vars(param).items():  # sharding attributes and user attributes
         setattr(successor, name, value)
     created[id(param)] = successor
 
 
 def _replace_tensors(model: torch.nn.Module, created: dict[int, Tensor]) -> None:
+    """Replace meta tensors in all modules. Tied names share an id, so they stay tied."""
     for module in model.modules():
         for registry in (module._parameters, module._buffers):
             for name, tensor in registry.items():

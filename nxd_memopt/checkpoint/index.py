@@ -1,7 +1,8 @@
 """The JSON index of a training checkpoint: what it holds, in which file and at which place of the full tensor.
 
-Version 2 of the format. ``tensors`` has, for each full tensor, its shape, dtype and boxes: offset and size in the full
-tensor, file, key in that file, and the CRC-32 of its bytes. The index has a checksum of itself. It is written last.
+Version 2 of the format. ``tensors`` has the shape, the dtype and the boxes of each full tensor. A
+box has an offset and a size in the full tensor, a file, a key in the file, and the CRC-32 of its
+bytes. The index contains a checksum of itself. It is written last.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from nxd_memopt.checkpoint.stream import DTYPES, Entry, TensorFile
 INDEX = "index.json"
 FORMAT = "nxd_memopt training checkpoint"
 VERSION = 2
-_ROWS = 512  # boxes that are compared with all others at a time
+_ROWS = 512  # boxes per block of the pairwise comparison
 
 
 def versions() -> dict[str, str]:
@@ -37,9 +38,14 @@ def versions() -> dict[str, str]:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write ``content`` with its checksum; the file is complete or absent, also after a crash of the host."""
+    """Write ``content`` with its checksum.
+
+    The file is complete or absent, also after a crash of the host.
+    """
     incomplete = path.with_name(f"{path.name}.incomplete")
-    text = json.dumps({**content, "checksum": _checksum(content)}, allow_nan=False)  # JSON has neither nan nor inf
+    # Flush before the rename, and the directory after it: otherwise a crash could leave an empty
+    # file under the final name.
+    text = json.dumps({**content, "checksum": _checksum(content)}, allow_nan=False)
     incomplete.write_text(text + "\n", encoding="utf-8")
     flush_to_disk(incomplete)
     incomplete.replace(path)
@@ -47,12 +53,13 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_checked_json(path: Path) -> dict[str, Any]:
-    """Read what ``write_json`` wrote.
+    """Return the content that ``write_json`` wrote.
 
     Raises:
         ValueError: the file is damaged or was altered.
     """
     content = read_json(path)
+    # JSON is normalized by sorting the keys: the checksum covers the content, not its formatting.
     recorded = content.pop("checksum", None)
     found = _checksum(content)
     if recorded != found:
@@ -61,18 +68,20 @@ def read_checked_json(path: Path) -> dict[str, Any]:
 
 
 def _checksum(content: Mapping[str, Any]) -> str:
+    """Return the CRC-32 of ``content`` as JSON with sorted keys."""
     return f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"
 
 
 def merge_tensors(fragments: list[dict[str, Any]]) -> dict[str, Any]:
-    """Put the boxes of all ranks together.
+    """Merge the boxes of all ranks.
 
     Raises:
-        ValueError: ranks disagree on a full tensor, or its boxes do not cover it exactly once.
+        ValueError: ranks disagree on a full tensor, or the boxes do not cover it exactly once.
     """
     merged: dict[str, Any] = {}
     for rank, fragment in enumerate(fragments):
         for name, tensor in fragment["tensors"].items():
+            # The first rank with a tensor sets shape and dtype; every other rank must agree.
             known = merged.setdefault(name, {"shape": tensor["shape"], "dtype": tensor["dtype"], "boxes": []})
             if (known["shape"], known["dtype"]) != (tensor["shape"], tensor["dtype"]):
                 raise ValueError(
@@ -86,8 +95,13 @@ def merge_tensors(fragments: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _require_exact_cover(name: str, tensor: Mapping[str, Any]) -> None:
-    """Boxes within the tensor that do not overlap and have as many elements as it has cover it exactly."""
+    """Raise ``ValueError`` unless the boxes cover the full tensor exactly once.
+
+    Boxes inside the tensor that do not overlap and have as many elements as the tensor cover it
+    exactly.
+    """
     shape, boxes = tensor["shape"], tensor["boxes"]
+    # Inside, disjoint and of the right total size together imply an exact cover.
     covered = sum(math.prod(box["size"]) for box in boxes)
     expected = math.prod(shape)
     inside = all(
@@ -110,6 +124,7 @@ def _require_exact_cover(name: str, tensor: Mapping[str, Any]) -> None:
 
 
 def _overlap(boxes: list[Any]) -> bool:
+    """Return whether any two boxes share an element."""
     if len(boxes) < 2:
         return False
     low = np.array([box["offset"] for box in boxes])  # [n, dimensions]
@@ -117,6 +132,9 @@ def _overlap(boxes: list[Any]) -> bool:
     pairs = 0
     for first in range(0, len(boxes), _ROWS):
         rows = slice(first, first + _ROWS)
+        # [rows, n, dimensions]: two boxes overlap if their ranges overlap in every dimension.
+        # Blocks
+        # of rows bound the memory of the n x n comparison.
         shared = np.minimum(high[rows, None], high[None]) > np.maximum(low[rows, None], low[None])
         pairs += int(shared.all(axis=2).sum())
     return pairs > len(boxes)  # each overlaps itself
@@ -124,7 +142,7 @@ def _overlap(boxes: list[Any]) -> bool:
 
 @dataclass(frozen=True)
 class Box:
-    """A stored box of a full tensor."""
+    """A stored box of a full tensor, with the file and the key of its bytes."""
 
     offset: Shape
     size: Shape
@@ -135,10 +153,13 @@ class Box:
 
 @dataclass
 class Index:
-    """A checkpoint's index, with what reads its tensors.
+    """The index of a checkpoint, and access to its tensors.
+
+    Args:
+        directory: directory of the checkpoint.
 
     Raises:
-        ValueError: (constructor) the index is damaged, altered, or of an unsupported version.
+        ValueError: the index is damaged, altered, or of an unsupported version.
     """
 
     directory: Path
@@ -152,20 +173,22 @@ class Index:
                 f"{path} has format {self.content.get('format')!r}, version {self.content.get('version')!r}; "
                 f"{FORMAT!r}, version {VERSION} is read here: install the version of nxd_memopt that wrote it"
             )
+        # Files are opened when a box needs them: a rank reads only the files of its own boxes.
         self._files: dict[str, TensorFile] = {}
         self._last: tuple[tuple[str, str], Tensor] | None = None
 
     @property
     def step(self) -> int:
+        """Optimizer steps done."""
         return self.content["step"]
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """World, tensor- and data-parallel size of the run that wrote it."""
+        """World, tensor- and data-parallel size of the run that wrote the checkpoint."""
         return self.content["sizes"]
 
     def names(self, prefix: str) -> Iterator[str]:
-        """Yield the full tensors whose names begin with ``prefix``, without it."""
+        """Yield the names of the full tensors that start with ``prefix``, without the prefix."""
         for name in self.content["tensors"]:
             if name.startswith(prefix):
                 yield name.removeprefix(prefix)
@@ -174,13 +197,17 @@ class Index:
         return name in self.content["tensors"]
 
     def shape(self, name: str) -> Shape:
+        """Return the shape of a full tensor."""
         return tuple(self.content["tensors"][name]["shape"])
 
     def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a full tensor."""
         return DTYPES[self.content["tensors"][name]["dtype"]]
 
     def assemble(self, name: str, parts: list[Part], shape: Shape) -> Tensor:
-        """Return a tensor of ``shape`` on the host with ``parts`` of the full tensor ``name``; padding is zero.
+        """Return a host tensor of ``shape`` that contains ``parts`` of the full tensor ``name``.
+
+        Padding is zero.
 
         Raises:
             ValueError: a file is missing, damaged or altered, or the boxes do not cover the parts.
@@ -188,11 +215,15 @@ class Index:
         local = torch.zeros(shape, dtype=self.dtype(name))
         boxes = [_box(box) for box in self.content["tensors"][name]["boxes"]]
         for part in parts:
+            # Copy the intersection of the wanted box with each stored box. Stored boxes do not
+            # overlap, so the copied elements must add up to the elements of the part.
             target, filled = part.of(local), 0
             wanted = (part.offset, part.size)
             for box in boxes:
                 shared = overlap(wanted, (box.offset, box.size))
                 if shared is not None:
+                    # ``shared`` is in coordinates of the full tensor; ``within`` converts it to
+                    # coordinates of the wanted box and of the stored box.
                     stored = self._read(box, self.dtype(name))
                     target[within(shared, wanted)] = stored[within(shared, (box.offset, box.size))]
                     filled += math.prod(shared[1])
@@ -210,18 +241,27 @@ class Index:
         return self._read(box, DTYPES[stored["dtype"]])
 
     def _read(self, box: Box, dtype: torch.dtype) -> Tensor:
-        """Return a box's bytes, verified; parts of one parameter often need the same box in turn."""
+        """Return the verified tensor of a box.
+
+        The last box is cached: consecutive parts of one parameter often need the same box.
+        """
+        # Only the last box is cached, which bounds the host memory.
         place = (box.file, box.key)
         if self._last is None or self._last[0] != place:
-            self._last = None  # frees it before the next one is read
+            self._last = None  # free the previous box before the next one is read
             with remedy_for_damage(self.directory):
                 tensor = self._file(box.file).read(Entry(box.key, dtype, box.size), box.checksum)
             self._last = (place, tensor)
         return self._last[1]
 
     def _file(self, name: str) -> TensorFile:
-        """Return a file of the checkpoint; a name that would lead out of its directory is refused."""
+        """Return an open file of the checkpoint.
+
+        Raises:
+            ValueError: the name is not listed, or would lead out of the directory.
+        """
         if name not in self._files:
+            # The index may come from elsewhere: a name such as ``../x`` must not be opened.
             sizes = self.content["files"]
             if name not in sizes or Path(name).name != name:
                 raise ValueError(
@@ -233,4 +273,5 @@ class Index:
 
 
 def _box(stored: Mapping[str, Any]) -> Box:
+    """Return the box of a JSON entry."""
     return Box(tuple(stored["offset"]), tuple(stored["size"]), stored["file"], stored["key"], stored["crc32"])

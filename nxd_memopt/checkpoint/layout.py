@@ -1,8 +1,8 @@
 """Describes which boxes of a full tensor a rank's parameter, or its flat ZeRO-1 shard, consists of.
 
-A checkpoint that does not depend on T, D and ZeRO-1 stores boxes of full tensors: an offset and a size in each
-dimension. Everything here follows from ``shard_ranges`` and ``full_shape`` of the parameter; nothing is read from a
-device.
+A checkpoint that does not depend on T, D and ZeRO-1 stores boxes of full tensors: an offset and a
+size in each dimension. All results follow from ``shard_ranges`` and ``full_shape`` of the
+parameter; no device memory is read.
 """
 
 from __future__ import annotations
@@ -20,20 +20,28 @@ from nxd_memopt.parallel_layers.utils import is_sharded, padded_size, shard_rang
 
 Shape = tuple[int, ...]
 FlatBox = tuple[Shape, Shape]
-"""Offset and size of a box whose elements are consecutive in row-major order."""
+"""Offset and size of a box.
+
+The elements of a box from ``boxes_of_range`` are consecutive in row-major order.
+"""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One box of a full tensor and where its elements are in this rank's stored tensor.
+    """One box of a full tensor and its place in this rank's stored tensor.
 
-    ``stored.flatten()[start : start + prod(view)].view(view)``, narrowed along ``dim`` from ``first`` to ``size[dim]``,
-    is the box. ``dim`` is 0 with ``view == size`` where the box is contiguous in the stored tensor.
+    ``stored.flatten()[start : start + prod(view)].view(view)``, narrowed along ``dim`` from
+    ``first`` to ``first + size[dim]``, is the box. If the box is contiguous in the stored tensor,
+    ``view == size`` and ``dim`` is 0.
 
     Attributes:
-        offset: of the box in the full tensor.
-        size: of the box, as many dimensions as the full tensor.
-        holders: tensor-parallel ranks that store the same box (KV replicas, parameters that are not sharded).
+        offset: offset of the box in the full tensor.
+        size: size of the box, with the dimensions of the full tensor.
+        start: first element of the view in the flat stored tensor.
+        view: shape of the view.
+        dim: dimension along which the view is narrowed.
+        first: first index of the box along ``dim``.
+        holders: tensor-parallel ranks that store the same box (KV replicas, unsharded parameters).
     """
 
     offset: Shape
@@ -46,10 +54,12 @@ class Part:
 
     @property
     def elements(self) -> int:
+        """Number of elements of the box."""
         return math.prod(self.size)
 
     @property
     def is_contiguous(self) -> bool:
+        """Whether the box is contiguous in the stored tensor."""
         return self.view == self.size
 
     def of(self, stored: Tensor) -> Tensor:
@@ -59,21 +69,28 @@ class Part:
 
 
 def boxes_of_range(shape: Shape, start: int, stop: int) -> list[FlatBox]:
-    """Return the boxes that the elements ``start`` to ``stop`` of a row-major tensor of ``shape`` consist of, in order.
+    """Return the boxes that cover the elements ``start`` to ``stop`` of a row-major tensor of
+    ``shape``, in order.
 
-    Let ``row`` be the elements of one index of dimension 0. The range is the rest of a row that has begun, full rows,
-    and the beginning of a last row; the two incomplete rows are ranges of a tensor with one dimension less. A range of
-    a tensor with k dimensions gives at most 2k - 1 boxes: both ends descend at most k - 1 dimensions and leave one box
-    in each, and one box of full rows lies between them. The boxes of a range within one row are those of that row.
+    Let ``row`` be the number of elements of one index of dimension 0. The range consists of the end
+    of a first row, a number of full rows, and the beginning of a last row. The two incomplete rows
+    are ranges of a tensor with one dimension less. A range of a tensor with k dimensions gives at
+    most 2k - 1 boxes: each end descends at most k - 1 dimensions and leaves one box in each of
+    them, and one box of full rows is between the ends. A range within one row is passed on to the
+    boxes of this row.
+
+    Example: elements 1 to 8 of a [3, 3] tensor are [0, 1:3], [1:2, 0:3] and [2, 0:2].
     """
     if start >= stop:
         return []
     if not shape:
         return [((), ())]
+    # first and last: rows of the first and of the last element.
     row = math.prod(shape[1:])
     first, last = start // row, (stop - 1) // row
     if first == last and stop - start < row:
         return _within(first, shape, start - first * row, stop - first * row)
+    # Three ranges: rest of a started first row, full rows, start of an incomplete last row.
     boxes: list[FlatBox] = []
     if start % row:
         boxes += _within(first, shape, start % row, row)
@@ -87,23 +104,31 @@ def boxes_of_range(shape: Shape, start: int, stop: int) -> list[FlatBox]:
 
 
 def _within(index: int, shape: Shape, start: int, stop: int) -> list[FlatBox]:
-    """Boxes of a range inside index ``index`` of dimension 0."""
+    """Return the boxes of a range inside index ``index`` of dimension 0."""
     return [((index, *offset), (1, *size)) for offset, size in boxes_of_range(shape[1:], start, stop)]
 
 
 def parts_of(param: Tensor, *, rank: int = 0, size: int = 1) -> list[Part]:
-    """Return the boxes of the full tensor that a tensor stored for ``param`` consists of; padding belongs to none.
+    """Return the boxes of the full tensor that a tensor stored for ``param`` consists of, without
+    padding.
 
     Args:
-        param: this rank's parameter, described as the layers do.
-        rank: which of ``size`` equal parts of the flattened parameter is stored, padded to a multiple of ``size``.
-        size: ranks of the ZeRO-1 sharding group; 1 when the stored tensor has the parameter's shape.
+        param: this rank's parameter, with the sharding attributes of the layers.
+        rank: index of the stored chunk among ``size`` equal chunks of the flattened parameter,
+            padded to a multiple of ``size``.
+        size: number of ranks in the ZeRO-1 sharding group; 1 if the stored tensor has the
+            parameter's shape.
 
     Raises:
-        ValueError: the parameter was built for another tensor-parallel size than the process groups have.
+        ValueError: the parameter was built for another tensor-parallel size than the process groups
+            have.
     """
+    # Two mappings in a row: flat ZeRO-1 range -> boxes of the local parameter [begin, end), and
+    # each of these boxes -> one part per contiguous range of the full tensor (a fused weight has
+    # several ranges).
     shape = tuple(param.shape)
     elements = math.prod(shape)
+    # ceil(n / D) elements per rank; the range of the last ranks is clipped to the n elements.
     length = padded_size(elements, size) // size
     begin, end = min(rank * length, elements), min((rank + 1) * length, elements)
     ranges = _dimension_ranges(param)
@@ -115,6 +140,7 @@ def parts_of(param: Tensor, *, rank: int = 0, size: int = 1) -> list[Part]:
             part = _cut(offset, box, position, dim, (local, full, count), holders)
             if part is not None:
                 parts.append(part)
+        # Boxes follow one another in the stored tensor, in row-major order.
         position += math.prod(box)
     return parts
 
@@ -122,12 +148,13 @@ def parts_of(param: Tensor, *, rank: int = 0, size: int = 1) -> list[Part]:
 def _cut(
     offset: Shape, box: Shape, position: int, dim: int, span: tuple[int, int, int], holders: tuple[int, ...]
 ) -> Part | None:
-    """Return the part of a local box whose indices along ``dim`` are in ``span``; ``None`` when there are none.
+    """Return the part of a local box with indices in ``span`` along ``dim``, or None if it is
+    empty.
 
     Args:
-        offset: of the box in the local parameter.
-        box: its size.
-        position: of its first element in the stored tensor.
+        offset: offset of the box in the local parameter.
+        box: size of the box.
+        position: index of its first element in the stored tensor.
         dim: the sharded dimension.
         span: first local index, first index in the full tensor, and count.
         holders: tensor-parallel ranks that store these indices.
@@ -135,21 +162,25 @@ def _cut(
     if not box:
         return Part((), (), position, (), 0, 0, holders)
     local, full, count = span
+    # Intersection of the box with the span along ``dim``, in local indices.
     low, high = max(offset[dim], local), min(offset[dim] + box[dim], local + count)
     if low >= high:
         return None
+    # low - local is the distance from the start of the span; the span starts at ``full`` in the
+    # full tensor.
     target = (*offset[:dim], full + low - local, *offset[dim + 1 :])
     size = (*box[:dim], high - low, *box[dim + 1 :])
     first = low - offset[dim]
-    if math.prod(box[:dim]) == 1:  # the box's leading dimension: what is cut out of it stays contiguous
+    # All dimensions before ``dim`` have length 1: a range along ``dim`` is contiguous in memory.
+    if math.prod(box[:dim]) == 1:
         return Part(target, size, position + first * math.prod(box[dim + 1 :]), size, 0, 0, holders)
     return Part(target, size, position, box, dim, first, holders)
 
 
 def _dimension_ranges(param: Tensor) -> list[tuple[int, int, int, tuple[int, ...]]]:
-    """Local index, index in the full tensor, count and holders of each range along the sharded dimension.
+    """Return (local index, full index, count, holders) of each range along the sharded dimension.
 
-    Padding, which lies at the end of the full dimension, is left out.
+    The padding at the end of the full dimension is left out.
     """
     tensor_ranks = range(parallel_state.get_tensor_model_parallel_size())
     if not is_sharded(param):
@@ -162,7 +193,9 @@ def _dimension_ranges(param: Tensor) -> list[tuple[int, int, int, tuple[int, ...
             f"process groups have {len(tensor_ranks)}: initialize_model_parallel with the model's size"
         )
     length = full_shape(param)[description.partition_dim % param.dim()]
+    # Ranks with an identical range are replicas of it.
     of_ranks = [set(shard_ranges(param, rank=rank)) for rank in tensor_ranks]
+    # Ranges may reach into the padding after the full length: clip them.
     ranges, local = [], 0
     for start, stop in shard_ranges(param):
         holders = tuple(rank for rank in tensor_ranks if (start, stop) in of_ranks[rank])
@@ -172,15 +205,22 @@ def _dimension_ranges(param: Tensor) -> list[tuple[int, int, int, tuple[int, ...
 
 
 def split_part(part: Part, max_elements: int) -> list[Part]:
-    """Cut ``part`` along its first dimension into boxes of at most ``max_elements``, but of one index at least.
+    """Cut ``part`` along its first dimension longer than 1 into boxes of at most ``max_elements``
+    elements.
 
-    Each box has a checksum of its own, and a reader that needs a part of a box must read all of it.
+    A box has at least one index, and may be larger than ``max_elements``. Each box gets its own
+    checksum. A reader that needs a part of a box must read the full box.
     """
     if part.elements <= max_elements or not part.size:
         return [part]
     axis = next((i for i, n in enumerate(part.size) if n > 1), 0)
+    # A narrowed view is split only along a dimension before ``dim``, where each chunk of the view
+    # is
+    # again a range of the flat tensor.
     if not part.is_contiguous and axis >= part.dim:
         return [part]
+    # ``row`` elements of the box per index of ``axis``; ``stored_row`` elements of the stored view,
+    # which is larger if the box is narrowed.
     row = part.elements // part.size[axis]
     step = max(1, max_elements // row)
     stored_row = math.prod(part.view[axis + 1 :])
@@ -196,7 +236,8 @@ def split_part(part: Part, max_elements: int) -> list[Part]:
 
 
 def overlap(first: FlatBox, second: FlatBox) -> FlatBox | None:
-    """Return the box that two boxes share, or ``None``."""
+    """Return the intersection of two boxes, or None if it is empty."""
+    # Per dimension: [max of the starts, min of the ends); empty if one size is not positive.
     low = tuple(max(a, b) for a, b in zip(first[0], second[0], strict=True))
     high = tuple(min(a + m, b + n) for a, m, b, n in zip(*first, *second, strict=True))
     size = tuple(b - a for a, b in zip(low, high, strict=True))
@@ -204,15 +245,17 @@ def overlap(first: FlatBox, second: FlatBox) -> FlatBox | None:
 
 
 def within(box: FlatBox, outer: FlatBox) -> tuple[slice, ...]:
-    """Return the index of ``box`` in a tensor that holds ``outer``."""
+    """Return the index of ``box`` in a tensor that stores the box ``outer``."""
     return tuple(slice(a - b, a - b + n) for a, n, b in zip(*box, outer[0], strict=True))
 
 
 def choose_data_rank(load_bytes: list[int], holders: Sequence[int], size_bytes: int, turn: int) -> int:
-    """Return which data-parallel rank writes a box that ``holders`` store, and count it in ``load_bytes``.
+    """Return the data-parallel rank that writes a box stored by ``holders``, and add it to
+    ``load_bytes``.
 
-    Every holder must come to the same answer: loads are compared only where all data-parallel ranks are holders, and
-    have therefore counted the same boxes; otherwise the holders take turns.
+    Every holder must compute the same answer. Loads are only compared if all data-parallel ranks
+    are holders, because only these boxes are counted by all ranks. Otherwise the holders take
+    turns.
     """
     if len(holders) < len(load_bytes):
         return holders[turn % len(holders)]

@@ -29,6 +29,7 @@ def load_model(index: Index, model: nn.Module) -> None:
         ValueError: names, shapes or dtypes differ, or a file is damaged.
     """
     targets = match_names(model, list(index.names("model.")))
+    # Check all tensors before the first one changes.
     for name, target in targets.items():
         _require_alike(index, f"model.{name}", full_shape(target), target.dtype)
     for name, target in targets.items():
@@ -37,6 +38,7 @@ def load_model(index: Index, model: nn.Module) -> None:
 
 
 def _require_alike(index: Index, name: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> None:
+    """Raise ``ValueError`` if a full tensor has another shape or dtype in the checkpoint."""
     stored = index.dtype(name)
     if index.shape(name) != shape or (dtype is not None and stored != dtype):
         raise ValueError(
@@ -47,12 +49,15 @@ def _require_alike(index: Index, name: str, shape: tuple[int, ...], dtype: torch
 
 @torch.no_grad()
 def load_optimizer(index: Index, optimizer: torch.optim.Optimizer, model: nn.Module) -> list[str]:
-    """Fill masters, states and options; return warnings about state that was not restored bit for bit.
+    """Fill masters, states and options.
+
+    Return warnings about state that is not restored bit for bit.
 
     Call it after ``load_model``.
 
     Raises:
-        ValueError: the checkpoint has none, the parameter groups differ, or the checkpoint has more than fits.
+        ValueError: the checkpoint has no optimizer, the parameter groups differ, or the checkpoint
+            has states of other parameters.
     """
     names, content = parameter_names(model), index.content["optimizer"]
     if content is None:
@@ -61,8 +66,11 @@ def load_optimizer(index: Index, optimizer: torch.optim.Optimizer, model: nn.Mod
     stored, notes = StoredOptimizer(optimizer), []
     _load_groups(content["groups"], stored, names)
     states = _states_by_parameter(index)
-    stored.mark_masters_synced()  # masters are read below, not cut from the parameters on the device
+    # Masters are read below. Without this, they would be cut from the loaded parameters first.
+    stored.mark_masters_synced()
+    # Parameters without states in the checkpoint must start without states here, too.
     stored.base.state.clear()
+    # Options of each parameter's group decide where torch expects the step.
     groups = {id(param): group for group in stored.base.param_groups for param in group["params"]}
     without_master = [each for each in stored.parameters if not _load_master(index, stored, each, names)]
     if without_master:
@@ -72,6 +80,7 @@ def load_optimizer(index: Index, optimizer: torch.optim.Optimizer, model: nn.Mod
         )
     for each in stored.parameters:
         name = name_of(each.param, names)
+        # Plain values come from the JSON index, tensors from the files.
         state: dict[Any, Any] = dict(content["numbers"].get(name, {}))
         for key in states.get(name, ()):
             state[key] = _state_tensor(index, key, name, each, groups[id(each.stored)])
@@ -86,11 +95,12 @@ def _load_groups(saved: list[dict[str, Any]], optimizer: StoredOptimizer, names:
     """Restore the options of each parameter group.
 
     Raises:
-        ValueError: the parameters are grouped in another way.
+        ValueError: the parameters are grouped differently.
     """
     groups = optimizer.param_groups
     current = [[name_of(p, names) for p in group["params"] if p.requires_grad] for group in groups]
     stored = [group["parameters"] for group in saved]
+    # The order within a group may differ: states are found by name.
     if [set(group) for group in current] != [set(group) for group in stored]:
         differing = sorted({name for group in stored for name in group} ^ {name for group in current for name in group})
         raise ValueError(
@@ -102,7 +112,10 @@ def _load_groups(saved: list[dict[str, Any]], optimizer: StoredOptimizer, names:
 
 
 def _states_by_parameter(index: Index) -> dict[str, list[str]]:
-    """Return which states the checkpoint has of each parameter; neither parameter nor state names are known before."""
+    """Return the names of the states of each parameter in the checkpoint.
+
+    Parameter names contain dots, state names do not: the first dot separates the two.
+    """
     found: dict[str, list[str]] = {}
     parameters = set(index.names("model."))
     for full_name in index.names("optimizer."):
@@ -115,12 +128,18 @@ def _states_by_parameter(index: Index) -> dict[str, list[str]]:
 
 
 def _load_master(index: Index, optimizer: StoredOptimizer, each: StoredParameter, names: Mapping[int, str]) -> bool:
-    """Fill what the optimizer keeps of one parameter; return False where it needs a master that the checkpoint lacks.
+    """Fill the optimizer's tensor of one parameter.
+
+    Return False if it needs a master that the checkpoint lacks.
 
     Raises:
-        ValueError: the checkpoint has a master and the optimizer keeps none.
+        ValueError: the checkpoint has a master and the optimizer has none.
     """
+    # Three cases: no stored master (cut from the weights), a stored master that this optimizer
+    # cannot keep (error), and a stored master.
     name = f"optimizer.{MASTER}.{name_of(each.param, names)}"
+    # Without a stored master, the optimizer's tensor starts from the model's values: exact if the
+    # dtypes are equal.
     parts, shape = parts_of(each.param, rank=each.rank, size=each.size), tuple(each.stored.shape)
     if name not in index:
         if each.stored is not each.param:
@@ -137,18 +156,25 @@ def _load_master(index: Index, optimizer: StoredOptimizer, each: StoredParameter
 
 
 def _state_tensor(index: Index, key: str, name: str, each: StoredParameter, group: Mapping[str, Any]) -> Tensor:
+    """Return one state of one parameter: this rank's shard, or a step counter."""
     full_name = f"optimizer.{key}.{name}"
     shape = index.shape(full_name)
+    # A state in the parameter's shape is sharded like the parameter; all others are equal on all
+    # ranks.
     if shape == full_shape(each.param):
         parts = parts_of(each.param, rank=each.rank, size=each.size)
         return index.assemble(full_name, parts, tuple(each.stored.shape)).to(each.stored.device)
     value = index.assemble(full_name, parts_of(torch.empty(shape, device="meta")), shape)
-    # torch's optimizers count steps on the host, unless the step is a part of a kernel or of a graph.
+    # torch's optimizers count steps on the host. A fused kernel or a CUDA graph needs the step on
+    # the device.
     on_device = bool(value.dim()) or group.get("fused") or group.get("capturable")
     return value.to(each.stored.device) if on_device else value
 
 
 def _require_all_used(index: Index, names: Iterable[str]) -> None:
+    """Raise ``ValueError`` if the checkpoint has states of parameters that the optimizer does not
+    train.
+    """
     known = set(names)
     unused = [name for name in index.names("optimizer.") if name.partition(".")[2] not in known]
     if unused:

@@ -1,7 +1,8 @@
 """Names the full tensors that a model and its optimizer consist of, and says which boxes of them this rank stores.
 
-``model.<parameter>`` under the model's (Hugging Face's) parameter names, ``optimizer.master.<parameter>`` for master
-weights that are wider than their parameter, ``optimizer.<state>.<parameter>`` for states such as ``exp_avg``, ``step``.
+Names are ``model.<parameter>`` with the model's (Hugging Face's) parameter names,
+``optimizer.master.<parameter>`` for master weights of another dtype than their parameter, and
+``optimizer.<state>.<parameter>`` for states such as ``exp_avg`` and ``step``.
 """
 
 from __future__ import annotations
@@ -22,21 +23,23 @@ from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.checkpointing import full_shape
 
 MAX_BOX_BYTES = 256 << 20
-"""A reader needs a box as a whole to verify its checksum."""
+"""Upper bound of a box, 256 MiB. A reader must read a complete box to verify its checksum."""
 
 
 @dataclass(frozen=True)
 class TrainingState:
-    """What a training checkpoint holds.
+    """The content of a training checkpoint.
 
     Args:
-        model: its parameters and persistent buffers.
-        optimizer: of the model's parameters, if there is one: a torch optimizer, ``NeuronZero1Optimizer``, or a wrapper
-            that has one of them as ``optimizer``, such as ``NxDOptimizer``. States are numbers, or tensors of dimension
-            0 or of their parameter's shape.
-        shared: nested plain values and tensors that are equal on all ranks, such as the position in the data.
-        per_rank: nested plain values and tensors of this rank, such as random states; given back only where T and D are
-            those of the run that wrote them.
+        model: its parameters and persistent buffers are saved.
+        optimizer: an optimizer of the model's parameters, or None: a torch optimizer,
+            ``NeuronZero1Optimizer``, or a wrapper with one of them as attribute ``optimizer``, such
+            as ``NxDOptimizer``. States are numbers, or tensors of dimension 0 or of their
+            parameter's shape.
+        shared: nested plain values and tensors that are equal on all ranks, such as the position in
+            the data.
+        per_rank: nested plain values and tensors of this rank, such as random states. They are only
+            restored if T and D are those of the run that wrote them.
     """
 
     model: nn.Module
@@ -47,15 +50,15 @@ class TrainingState:
 
 @dataclass(frozen=True)
 class FullTensorShard:
-    """A full tensor and what this rank stores of it.
+    """A full tensor and the part of it that this rank stores.
 
     Attributes:
-        name: in the checkpoint.
-        shape: of the full tensor.
+        name: name in the checkpoint.
+        shape: shape of the full tensor.
         stored: this rank's tensor.
         parts: the boxes that ``stored`` consists of.
         holders: data-parallel ranks that store the same elements.
-        is_updated_by_optimizer: ``stored`` changes in ``optimizer.step()`` alone.
+        is_updated_by_optimizer: whether ``stored`` changes only in ``optimizer.step()``.
     """
 
     name: str
@@ -67,14 +70,19 @@ class FullTensorShard:
 
     @property
     def dtype(self) -> str:
+        """Name of the dtype in the index."""
         return dtype_name(self.stored.dtype, self.name)
 
 
 def model_tensors(model: nn.Module) -> Iterator[FullTensorShard]:
-    """Yield the model's parameters and persistent buffers, tied ones once under their first name."""
+    """Yield the model's parameters and persistent buffers.
+
+    Tied ones appear once, under their first name.
+    """
     for entry in named_tensors(model):
         if entry.tensor.is_meta:
             raise ValueError(f"{entry.names[0]} is on the meta device: load or initialize the model before saving it")
+        # Buffers may change in forward: a snapshot must copy them at once.
         yield FullTensorShard(
             f"model.{entry.names[0]}",
             full_shape(entry.tensor),
@@ -91,7 +99,11 @@ def parameter_names(model: nn.Module) -> dict[int, str]:
 
 
 def name_of(param: Tensor, names: Mapping[int, str]) -> str:
-    """Return the name of an optimizer's parameter in the model."""
+    """Return the name of an optimizer's parameter in the model.
+
+    Raises:
+        ValueError: the parameter is not in the model.
+    """
     if id(param) not in names:
         raise ValueError(
             f"the optimizer holds a parameter of shape {list(param.shape)} that is not the model's: build the "
@@ -101,17 +113,20 @@ def name_of(param: Tensor, names: Mapping[int, str]) -> str:
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Iterator[FullTensorShard]:
-    """Yield master weights and states that are tensors.
+    """Yield master weights and all states that are tensors.
 
     Raises:
-        ValueError: a state of a sharded parameter has neither the parameter's shape nor dimension 0, has a name that a
-            checkpoint cannot hold, or is a value other than a tensor with tensors inside.
+        ValueError: a state of a sharded parameter has neither the parameter's shape nor dimension
+            0, a name cannot be stored, or a list, tuple or dict contains a tensor.
     """
     stored = StoredOptimizer(optimizer)
     stored.require_all_states()
     for each in stored.parameters:
         name = name_of(each.param, names)
+        # Master and states of a parameter are sharded identically: one list of boxes for all of
+        # them.
         parts = parts_of(each.param, rank=each.rank, size=each.size)
+        # A master in the parameter's dtype equals the parameter and is not stored.
         if stored.has_master(each):
             yield _like_parameter(MASTER, name, each, each.stored.detach(), parts)
         for key, value in stored.states_of(each).items():
@@ -123,7 +138,11 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, names: Mapping[int, str]
 
 
 def _require_state_name(key: Any, name: str) -> None:
-    """Names are stored as ``optimizer.<key>.<parameter>``: a reader takes the text up to the second dot for the key."""
+    """Raise ``ValueError`` for a state name that cannot be stored.
+
+    Names are stored as ``optimizer.<key>.<parameter>``. A reader takes the text up to the second
+    dot as the key.
+    """
     if not isinstance(key, str) or not key or "." in key or key == MASTER:
         raise ValueError(
             f"optimizer state {key!r} of {name} is a tensor: its name must be a string without dots other than "
@@ -132,10 +151,10 @@ def _require_state_name(key: Any, name: str) -> None:
 
 
 def _require_no_tensor(value: Any, where: str) -> None:
-    """States other than tensors are stored once, for all ranks: a tensor inside would be rank 0's shard on every rank.
+    """Raise ``ValueError`` if ``value`` contains a tensor.
 
-    Raises:
-        ValueError: names the state and the place of the tensor in it.
+    States other than tensors are stored once for all ranks. A tensor inside them would become rank
+    0's shard on every rank.
     """
     if isinstance(value, Tensor):
         raise ValueError(
@@ -151,8 +170,10 @@ def _require_no_tensor(value: Any, where: str) -> None:
 
 
 def _state_tensor(key: str, name: str, each: StoredParameter, value: Tensor, parts: list[Part]) -> FullTensorShard:
+    """Return the shard of a state: like its parameter, or equal on all ranks (step counters)."""
     if value.shape == each.stored.shape:
         return _like_parameter(key, name, each, value, parts)
+    # Any shape can be stored if the parameter is not sharded at all.
     whole = each.size == 1 and full_shape(each.param) == tuple(each.param.shape)
     if value.dim() and not whole:
         raise ValueError(
@@ -164,11 +185,12 @@ def _state_tensor(key: str, name: str, each: StoredParameter, value: Tensor, par
 
 
 def _like_parameter(key: str, name: str, each: StoredParameter, value: Tensor, parts: list[Part]) -> FullTensorShard:
+    """Return a shard that is sharded like its parameter."""
     return FullTensorShard(f"optimizer.{key}.{name}", full_shape(each.param), value, parts, each.holders)
 
 
 def optimizer_numbers(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
-    """Return the states that are no tensors, by parameter name and state."""
+    """Return the states that are not tensors, by parameter name and state."""
     stored = StoredOptimizer(optimizer)
     numbers = {}
     for each in stored.parameters:
@@ -179,7 +201,9 @@ def optimizer_numbers(optimizer: torch.optim.Optimizer, names: Mapping[int, str]
 
 
 def optimizer_groups(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[dict[str, Any]]:
-    """Return the parameter groups: names of the trained parameters, and options such as the learning rate."""
+    """Return the parameter groups: names of the trained parameters, and options such as the
+    learning rate.
+    """
     return [
         {
             "parameters": [name_of(param, names) for param in group["params"] if param.requires_grad],
@@ -190,17 +214,24 @@ def optimizer_groups(optimizer: torch.optim.Optimizer, names: Mapping[int, str])
 
 
 def owned_parts(logicals: list[FullTensorShard]) -> list[tuple[FullTensorShard, list[Part]]]:
-    """Return which boxes this rank writes: each box of a full tensor is written by one rank.
+    """Return the boxes that this rank writes.
 
-    Of tensor-parallel ranks that store the same box one writes, by turns; of data-parallel ranks the one that has least
-    to write so far. Every rank comes to the same answers, since all of them list the same tensors in the same order.
+    Each box of a full tensor is written by exactly one rank.
+
+    Tensor-parallel ranks that store the same box take turns. Of the data-parallel ranks the one
+    with the fewest bytes so far writes. Every rank computes the same answer, because all ranks list
+    the same tensors in the same order.
     """
     tensor_rank, data_rank = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_data_parallel_rank()
     load_bytes = [0] * parallel_state.get_data_parallel_size()
     owned = []
     for turn, logical in enumerate(logicals):
+        # ``turn`` is the position of the tensor in the list: consecutive tensors go to different
+        # holders.
         mine = []
         for part in logical.parts:
+            # Replicated boxes (norms, KV replicas) are written by one tensor-parallel rank per
+            # tensor.
             if part.holders[turn % len(part.holders)] != tensor_rank:
                 continue
             size_bytes = part.elements * logical.stored.element_size()
@@ -211,4 +242,5 @@ def owned_parts(logicals: list[FullTensorShard]) -> list[tuple[FullTensorShard, 
 
 
 def _all_data_ranks() -> tuple[int, ...]:
+    """Return all data-parallel ranks."""
     return tuple(range(parallel_state.get_data_parallel_size()))

@@ -9,30 +9,35 @@ from pathlib import Path
 POLL_S = 0.1
 FAILED = ".failed"
 Heartbeat = Callable[[], None]
-"""Called while something is waited for or written; raises to abandon it."""
+"""Called during a wait or a write. Raises an exception to abandon it."""
 
 
 class AbandonedError(Exception):
-    """The program ends or another rank has failed: this save is left incomplete, and earlier checkpoints stay."""
+    """The program ends or another rank has failed: this save stays incomplete, and earlier
+    checkpoints are kept.
+    """
 
 
 def rank_file(directory: Path, rank: int, suffix: str) -> Path:
-    """Return a rank's file in ``directory``."""
+    """Return the path of a rank's file in ``directory``."""
     return directory / f"rank_{rank:05d}{suffix}"
 
 
 def report_failure(directory: Path, rank: int, message: str) -> None:
-    """Let rank 0 know, which may be waiting for this rank's files."""
+    """Write a file that tells rank 0, which may be waiting for this rank's files, about a
+    failure.
+    """
     if directory.is_dir():
         rank_file(directory, rank, FAILED).write_text(message, encoding="utf-8", errors="backslashreplace")
 
 
 def wait_for_ranks(directory: Path, world_size: int, suffix: str, heartbeat: Heartbeat) -> None:
-    """Wait until every rank's file with ``suffix`` is there. Rank 0 calls, without collectives.
+    """Wait until every rank's file with ``suffix`` exists. Rank 0 calls, without collectives.
 
     Raises:
-        AbandonedError: a rank has failed, or was told that another has.
+        AbandonedError: a rank has failed, or was told that another rank has failed.
     """
+    # Files are polled instead of a collective: the caller is a thread, and a rank may have died.
     missing = list(range(world_size))
     while missing:
         for rank in missing:

@@ -13,7 +13,9 @@ from torch import Tensor
 from nxd_memopt.parallel_layers.output_projection import describe_output_projections
 
 OUTPUT_HEADS = ("lm_head.weight", "embed_out.weight")
-"""The output head is called ``embed_out`` in GPT-NeoX files and before transformers 5, ``lm_head`` otherwise."""
+"""Names of the output head: ``embed_out`` in GPT-NeoX files of transformers before version 5, else
+``lm_head``.
+"""
 
 _OLD_BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attention\.bias|attention\.masked_bias)$")
 _SHOWN = 5
@@ -21,14 +23,18 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class NamedTensor:
-    """A parameter or persistent buffer with all of its names, tied ones included, the model's first name first."""
+    """A parameter or persistent buffer with all of its names (tied tensors have several), the
+    model's first name first.
+    """
 
     names: tuple[str, ...]
     tensor: Tensor
 
 
 def named_tensors(model: torch.nn.Module) -> list[NamedTensor]:
-    """Return what a checkpoint of ``model`` holds, each tensor once."""
+    """Return the tensors that a checkpoint of ``model`` holds, each tensor once."""
+    # The columns of attention output projections follow the query heads, whose order depends on the
+    # KV replicas: describe this sharding before it is read.
     describe_output_projections(model)
     names: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
@@ -41,22 +47,26 @@ def named_tensors(model: torch.nn.Module) -> list[NamedTensor]:
 def match_names(model: torch.nn.Module, stored: Collection[str]) -> dict[str, Tensor]:
     """Return the model's tensors by the name under which each is stored.
 
-    Tied tensors take their first stored name. Buffers that old checkpoints hold and the model computes are passed over.
+    Tied tensors take their first stored name. Buffers in old checkpoints that the model computes
+    are ignored.
 
     Raises:
-        ValueError: when a tensor is not stored, or a stored name is not the model's; names them and the nearest match.
+        ValueError: a tensor is not stored, or a stored name is not the model's; the message has the
+            nearest match.
     """
     wanted = named_tensors(model)
     matched: dict[str, Tensor] = {}
     known: set[str] = set()
     missing: list[str] = []
     for entry in wanted:
+        # All stored aliases are known, but the tensor is read from the first one.
         found = [name for name in _aliases(entry.names) if name in stored]
         known.update(found)
         if found:
             matched[found[0]] = entry.tensor
         else:
             missing.append(entry.names[0])
+    # With tied embeddings a stored output head is redundant: neither required nor unexpected.
     if getattr(getattr(model, "config", None), "tie_word_embeddings", False):
         known.update(OUTPUT_HEADS)
     unexpected = [name for name in stored if name not in known and not _OLD_BUFFERS.search(name)]
@@ -65,10 +75,12 @@ def match_names(model: torch.nn.Module, stored: Collection[str]) -> dict[str, Te
 
 
 def _aliases(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return all names under which a tensor may be stored."""
     return names + OUTPUT_HEADS if any(name in OUTPUT_HEADS for name in names) else names
 
 
 def _raise_on_difference(missing: list[str], unexpected: list[str], known: list[str]) -> None:
+    """Raise ``ValueError`` if there are missing or unexpected names."""
     problems = []
     if missing:
         problems.append(f"lacks {len(missing)} that the model has: {_spell(missing, unexpected)}")
@@ -83,6 +95,7 @@ def _raise_on_difference(missing: list[str], unexpected: list[str], known: list[
 
 
 def _spell(names: Iterable[str], candidates: list[str]) -> str:
+    """Return the first names for an error message, each with the most similar candidate."""
     names = list(names)
     spelled = []
     for name in names[:_SHOWN]:

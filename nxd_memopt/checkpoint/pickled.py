@@ -16,33 +16,36 @@ from nxd_memopt.parallel_layers.checkpointing import read_tensors, to_host, writ
 from nxd_memopt.parallel_layers.tensor_files import info_file, tensors_directory, write_xser
 
 MANIFEST = "manifest.json"
-BEGUN, DONE = "checkpoint", "done"  # neuronx-distributed's markers of a save that began, and of a complete one
-_SIZES = ("world_size", "tensor_model_parallel_size")  # that version 1 compared
+# neuronx-distributed's marker files of a save that has begun, and of a complete save.
+BEGUN, DONE = "checkpoint", "done"
+_SIZES = ("world_size", "tensor_model_parallel_size")  # sizes that version 1 compares
 
 
 def write_into(checkpoint: Path, name: str, state: Any, *, use_xser: bool = False) -> None:
-    """``write_flushed`` to the file ``name`` of a checkpoint whose directory rank 0 has created.
+    """Write ``state`` to the file ``name`` of a checkpoint directory that rank 0 has created, and
+    flush it.
 
     Raises:
-        ValueError: the directory is not visible here.
+        ValueError: the directory is not visible on this host.
     """
     require_visible(checkpoint)
     write_flushed(checkpoint / name, state, use_xser=use_xser)
 
 
 def write_flushed(path: Path, state: Any, *, use_xser: bool = False) -> None:
-    """Write plain ``state`` to ``path``, so that it survives a crash of the host.
+    """Write plain ``state`` to ``path`` and flush it to the disk.
 
     Args:
-        path: of the file; its directory is created if needed.
+        path: the file; its directory is created if needed.
         state: nested containers, plain values and tensors.
-        use_xser: write ``path`` with references, ``path.info.pt``, and one file per tensor in ``path.tensors``.
+        use_xser: write ``path`` with references, ``path.info.pt``, and one file per tensor in
+            ``path.tensors``.
     """
     written = [path]
     if use_xser:
         write_xser(path, state, info=True)
         tensors = tensors_directory(path)
-        # The directory's own entries are flushed too: a file that the directory does not name is lost.
+        # Flush the directory's entries too: a file without a directory entry is lost.
         written += [*tensors.iterdir(), tensors, info_file(path)]
     else:
         write_tensors(path, to_host(state))
@@ -51,16 +54,19 @@ def write_flushed(path: Path, state: Any, *, use_xser: bool = False) -> None:
 
 
 def require_visible(checkpoint: Path) -> None:
-    """Raise ``ValueError`` where the directory that rank 0 has created is not to be seen."""
+    """Raise ``ValueError`` if the directory that rank 0 has created is not visible on this host."""
     if not checkpoint.is_dir():
         raise ValueError(f"{checkpoint}, created by rank 0, is not visible here: use a directory that all hosts share")
 
 
 def write_manifest(checkpoint: Path, content: Mapping[str, Any]) -> None:
-    """Declare ``checkpoint`` complete; with ``content`` go the versions that wrote it and the order of KV replicas."""
+    """Declare ``checkpoint`` complete by writing ``content``, the versions of the writer, and the
+    order of KV replicas.
+    """
+    # The entry for one replica keeps the table from being empty; see ``require_kv_order``.
     strides = {"1": 1, **{str(size): stride for size, stride in parallel_state.kv_rank_strides().items()}}
     manifest = {**content, "kv_rank_strides": strides, "versions": versions()}
-    # Renamed when it is on the disk: a kill leaves the manifest complete or absent.
+    # Rename after the flush: a kill leaves the manifest either complete or absent.
     incomplete = checkpoint / f".{MANIFEST}.incomplete"
     incomplete.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     flush_to_disk(incomplete)
@@ -69,15 +75,17 @@ def write_manifest(checkpoint: Path, content: Mapping[str, Any]) -> None:
 
 
 def require_kv_order(checkpoint: Path) -> None:
-    """Raise ``ValueError`` where the rank files' KV heads and query heads belong to other ranks than the model's.
+    """Raise ``ValueError`` if the files' KV heads and query heads are ordered differently over
+    ranks than the model's.
 
-    A checkpoint without a manifest of ours is taken to be of this platform, as neuronx-distributed takes it.
+    A checkpoint without this library's manifest is assumed to come from this platform, as in
+    neuronx-distributed.
     """
     path = checkpoint / MANIFEST
     saved = read_json(path).get("kv_rank_strides", {}) if path.is_file() else None
     for size, stride in parallel_state.kv_rank_strides().items():
-        # Versions that stored no stride of 1 left the table empty. A count that a table lacks was another number of
-        # replicas in that run, which is refused by its shapes.
+        # Versions that did not store a stride of 1 left the table empty. A count that is not in the
+        # table was another number of replicas in that run; the check of the shapes refuses it.
         stored = saved.get(str(size), stride if saved else 1) if saved is not None else stride
         if stored != stride:
             raise ValueError(
@@ -91,15 +99,18 @@ def require_kv_order(checkpoint: Path) -> None:
 def read_version_1(
     checkpoint: Path, config: Mapping[str, Any], not_compared: Collection[str]
 ) -> tuple[int, dict[str, Any]]:
-    """Return step and this rank's nested state of a training checkpoint of version 1: one ``torch.save`` file a rank.
+    """Return the step and this rank's nested state of a version-1 training checkpoint: one
+    ``torch.save`` file per rank.
 
     Raises:
-        ValueError: a file is damaged, or the configuration, the world size or T are not those of the run that wrote it.
+        ValueError: a file is damaged, or the configuration, the world size or T differ from those
+            of the run that wrote it.
     """
     with remedy_for_damage(checkpoint):
         manifest = read_json(checkpoint / MANIFEST)
         if not isinstance(manifest.get("step"), int) or not isinstance(manifest.get("config"), dict):
             raise ValueError(f"{checkpoint / MANIFEST} has no step and config: copy it again")
+    # Version 1 stores one file per rank: world size and T must match.
     sizes = parallel_sizes()
     current = flat_config(config) | {name: sizes[name] for name in _SIZES}
     ignored = set(not_compared) - set(_SIZES)

@@ -13,7 +13,7 @@ _PLAIN = (bool, int, float, str, bytes, type(None))
 
 
 def require_plain(value: Any, where: str) -> None:
-    """Refuse what neither JSON nor ``torch.load(weights_only=True)`` would give back.
+    """Require a value that JSON and ``torch.load(weights_only=True)`` can restore.
 
     Raises:
         ValueError: names the place in ``where`` and the type.
@@ -32,10 +32,12 @@ def require_plain(value: Any, where: str) -> None:
 
 
 def encode(value: Any, put: Callable[[Tensor], str]) -> Any:
-    """Return ``value`` as JSON values: what JSON lacks is an object with one key that begins with ``$``.
+    """Return ``value`` as JSON values.
+
+    A type that JSON lacks becomes an object with one key that starts with ``$``.
 
     Args:
-        value: what ``require_plain`` accepts.
+        value: a value that ``require_plain`` accepts.
         put: stores a tensor and returns the name under which ``decode`` finds it.
     """
     if isinstance(value, Tensor):
@@ -43,6 +45,7 @@ def encode(value: Any, put: Callable[[Tensor], str]) -> Any:
     if isinstance(value, Mapping):
         if all(type(key) is str and not key.startswith("$") for key in value):
             return {key: encode(item, put) for key, item in value.items()}
+        # Keys that are not strings, or that could be mistaken for an encoded type.
         return {"$items": [[encode(key, put), encode(item, put)] for key, item in value.items()]}
     if isinstance(value, tuple):
         return {"$tuple": [encode(item, put) for item in value]}
@@ -56,12 +59,14 @@ def encode(value: Any, put: Callable[[Tensor], str]) -> Any:
 
 
 def decode(value: Any, get: Callable[[str], Tensor]) -> Any:
-    """Undo ``encode``; ``get`` returns the tensor of a name."""
+    """Return the value that ``encode`` encoded; ``get`` returns the tensor of a name."""
     if isinstance(value, list):
         return [decode(item, get) for item in value]
     if not isinstance(value, dict):
         return value
     if len(value) == 1:
+        # An object with one key may be an encoded type; ``encode`` never produces a plain ``$``
+        # key.
         ((kind, content),) = value.items()
         if kind == "$tensor":
             return get(content)

@@ -1,7 +1,8 @@
 """Writes one rank's part of a training checkpoint, and on rank 0 the index that makes the checkpoint complete.
 
-Each rank writes ``rank_XXXXX.safetensors`` and then ``rank_XXXXX.json``, which says that the first is complete and what
-is in it. Rank 0 merges these into ``index.json`` and renames the directory. A failed rank leaves ``rank_XXXXX.failed``.
+Each rank writes ``rank_XXXXX.safetensors`` and then ``rank_XXXXX.json``, which lists the content
+and marks the first file as complete. Rank 0 merges the JSON files into ``index.json`` and renames
+the directory. A failed rank writes ``rank_XXXXX.failed``.
 """
 
 from __future__ import annotations
@@ -39,17 +40,17 @@ _COMPLETE = ".json"
 
 
 class RankSave:
-    """What one rank writes of a checkpoint.
+    """One rank's part of a checkpoint.
 
     Args:
-        directory: of the run.
+        directory: directory of the run.
         step: optimizer steps done.
-        state: what is saved. Plain values are taken over now, tensors when they are read.
-        config: recorded, and compared by a resumed run.
-        keep: complete checkpoints to leave.
+        state: the state to save. Plain values are copied now, tensors when they are read.
+        config: recorded in the checkpoint and compared by a resumed run.
+        keep: number of complete checkpoints to keep.
 
     Raises:
-        ValueError: the state holds what cannot be stored.
+        ValueError: the state contains something that cannot be stored.
     """
 
     def __init__(
@@ -60,7 +61,9 @@ class RankSave:
         self._rank = parallel_state.get_global_rank()
         self.file = rank_file(self.incomplete, self._rank, ".safetensors").name
         self._fragment: dict[str, Any] = {"file": self.file, "tensors": {}, "plain_tensors": {}}
-        self._places: dict[str, dict[str, Any]] = {}  # key in the file -> where its checksum belongs
+        # Key in the file -> JSON entry that receives the checksum.
+        self._places: dict[str, dict[str, Any]] = {}
+        # The file order sorts by element size (alignment); keys are unique within the rank.
         sources = [*self._tensor_sources(state), *self._plain_sources(state)]
         by_key = {source.entry.key: source for source in sources}
         self.sources = [by_key[entry.key] for entry in in_file_order(source.entry for source in sources)]
@@ -79,14 +82,17 @@ class RankSave:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the rank's tensors."""
+        """Bytes of the tensors that this rank writes."""
         return sum(source.entry.size_bytes for source in self.sources)
 
     def _tensor_sources(self, state: TrainingState) -> list[Source]:
+        """Return the sources of this rank's boxes and record the boxes in the fragment."""
         logicals = list(model_tensors(state.model))
         if state.optimizer is not None:
             logicals += optimizer_tensors(state.optimizer, parameter_names(state.model))
         sources = []
+        # Every tensor enters the fragment, also without boxes of this rank: ranks must agree on all
+        # shapes.
         for logical, parts in owned_parts(logicals):
             boxes: list[dict[str, Any]] = []
             for part in parts:
@@ -100,7 +106,10 @@ class RankSave:
         return sources
 
     def _plain_sources(self, state: TrainingState) -> list[Source]:
-        """Encode the nested plain values; their tensors become sources that are copied when the save begins."""
+        """Encode the nested plain values.
+
+        Their tensors become sources that are copied when the save begins.
+        """
         sources: list[Source] = []
 
         def put(tensor: Tensor) -> str:
@@ -110,12 +119,14 @@ class RankSave:
             place = {"shape": list(tensor.shape), "dtype": dtype, "file": self.file}
             self._fragment["plain_tensors"][key] = self._places[key] = place
             shape = tuple(tensor.shape)
+            # One box that covers the complete tensor.
             part = Part((0,) * len(shape), shape, 0, shape, 0, 0, (0,))
             entry = Entry(key, DTYPES[dtype], shape)
             sources.append(Source(entry, tensor, part, is_updated_by_optimizer=False))
             return key
 
         plain: dict[str, Any] = {"per_rank": dict(state.per_rank)}
+        # Values that are equal on all ranks are stored once, by rank 0.
         if parallel_state.is_global_rank_zero():
             plain["shared"] = dict(state.shared)
             if state.optimizer is not None:
@@ -128,26 +139,32 @@ class RankSave:
         return sources
 
     def write(self, pieces_of: Callable[[int], Iterable[Tensor]]) -> None:
-        """Write this rank's files, flushed; ``pieces_of`` gives the bytes of ``sources[i]`` in pieces.
+        """Write this rank's files and flush them.
+
+        ``pieces_of(i)`` yields the bytes of ``sources[i]`` in chunks.
 
         Raises:
-            OSError: the disk is full, or the directory is gone.
-            ValueError: the directory is not visible here.
+            OSError: the disk is full, or the directory was removed.
+            ValueError: the directory is not visible on this host.
         """
         require_visible(self.incomplete)
         entries = [source.entry for source in self.sources]
+        # Checksums are computed while the bytes are written, so each byte is read once.
         checksums = write_file(self.incomplete / self.file, entries, pieces_of)
         for entry, checksum in zip(entries, checksums, strict=True):
             self._places[entry.key]["crc32"] = checksum
+        # The fragment is written last: its presence means that the tensor file is complete.
         self._fragment["bytes"] = len(encode_header(entries)) + self.size_bytes
         write_json(rank_file(self.incomplete, self._rank, _COMPLETE), self._fragment)
 
     def report_failure(self, message: str) -> None:
-        """Let rank 0 know, which may be waiting for this rank's files."""
+        """Tell rank 0, which may be waiting for this rank's files, about a failure."""
         report_failure(self.incomplete, self._rank, message)
 
     def wait_for_ranks(self, heartbeat: Heartbeat) -> None:
-        """Wait until every rank's files are complete. Rank 0 calls, without collectives: it looks at the directory.
+        """Wait until every rank's files are complete.
+
+        Rank 0 calls, without collectives: it polls the directory.
 
         Raises:
             AbandonedError: a rank has failed.
@@ -155,11 +172,15 @@ class RankSave:
         wait_for_ranks(self.incomplete, self._head["sizes"]["world_size"], _COMPLETE, heartbeat)
 
     def complete(self) -> None:
-        """Write the index, put the checkpoint in its place, and remove old ones. Rank 0 calls, after all ``write``.
+        """Write the index, rename the directory, and remove old checkpoints.
+
+        Rank 0 calls, after ``write`` of all ranks.
 
         Raises:
-            ValueError: the ranks' boxes do not make up every full tensor.
+            ValueError: the boxes of the ranks do not cover every full tensor.
         """
+        # Merge, write the index, remove the fragments, rename: before the rename the directory does
+        # not count as a checkpoint.
         paths = [rank_file(self.incomplete, rank, _COMPLETE) for rank in range(self._head["sizes"]["world_size"])]
         fragments = [read_checked_json(path) for path in paths]
         content = {
@@ -179,11 +200,14 @@ class RankSave:
 
 
 def _tensor(logical: FullTensorShard, boxes: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the index entry of a full tensor."""
     return {"shape": list(logical.shape), "dtype": logical.dtype, "boxes": boxes}
 
 
 def _key(name: str, offset: tuple[int, ...], size: tuple[int, ...], shape: tuple[int, ...]) -> str:
-    """The full tensor's name, with the box where it is not all of it: ``model.norm.weight[0:8]``."""
+    """Return the name of the full tensor, with the range of a partial box:
+    ``model.norm.weight[0:8]``.
+    """
     if math.prod(size) == math.prod(shape):
         return name
     return f"{name}[{','.join(f'{start}:{start + count}' for start, count in zip(offset, size, strict=True))}]"

@@ -1,17 +1,18 @@
 """Keeps the bytes of a training state as they were when a save began, while training goes on.
 
-Parameters, masters and optimizer states change in ``optimizer.step()`` alone. A snapshot therefore need not be complete
-when the save begins, only when the next update does:
+Parameters, masters and optimizer states change only in ``optimizer.step()``. A snapshot must
+therefore be complete at the next update, not when the save begins:
 
-- tensors on the host are read by the writer where they are; what it has not read when ``before_update`` is called is
-  copied then. The copy costs nothing where forward and backward give the writer time enough;
-- tensors on a GPU are copied to pinned memory on a stream of their own, next to forward and backward; the writer's
-  thread queues the copies. ``before_update`` lets the device's update wait for them;
-- tensors of other devices (XLA) are copied one at a time when the save begins.
+- Tensors on the host are read in place by the writer. ``before_update`` copies the ones that are
+  not yet read. If forward and backward take long enough, nothing is copied.
+- Tensors on a GPU are copied to pinned memory on a separate stream, overlapped with forward and
+  backward. The writer's thread launches the copies. ``before_update`` makes the update wait for the
+  copies on the device.
+- Tensors of other devices (XLA) are copied one at a time when the save begins.
 
-A tensor that was written to before it was copied is an error: its version counter tells. On a GPU every write before
-``before_update`` is one, as the copies may be under way. Writes through ``Tensor.data`` are not counted, and
-not seen.
+A write to a tensor before it is copied is an error, detected by the version counter. On a GPU every
+write before ``before_update`` is an error, because the copies may be running. Writes through
+``Tensor.data`` are not counted and not detected.
 """
 
 from __future__ import annotations
@@ -30,15 +31,21 @@ from nxd_memopt.checkpoint.stream import PIECE_BYTES, Entry, bytes_of
 from nxd_memopt.memory.host_pool import HostPool
 
 OWNER = "checkpoint snapshot"
+# Copies are launched in windows of 32 chunks (of up to 32 MiB); about two windows are queued at a
+# time.
 _WINDOW_PIECES, _WINDOWS = 32, 2
 
 
 @dataclass(frozen=True)
 class Source:
-    """What an entry of a file is made of: a part of a tensor that may be on a device.
+    """The content of one file entry: a part of a tensor that may be on a device.
 
     Attributes:
-        is_updated_by_optimizer: the tensor changes in ``optimizer.step()`` alone, not in forward.
+        entry: the entry of the file.
+        stored: this rank's tensor.
+        part: the box of ``stored`` that is written.
+        is_updated_by_optimizer: whether the tensor changes only in ``optimizer.step()`` and not in
+            forward.
     """
 
     entry: Entry
@@ -47,32 +54,36 @@ class Source:
     is_updated_by_optimizer: bool = True
 
     def flat(self, stored: Tensor | None = None) -> Tensor:
-        """Return the part's bytes, 1-D uint8, where ``stored`` is; a view of it where the part is contiguous."""
+        """Return the part's bytes, 1-D uint8, on the device of ``stored``; a view if the part is
+        contiguous.
+        """
         stored = self.stored if stored is None else stored
         return bytes_of(self.part.of(stored.contiguous()).contiguous())
 
 
 class HostReader:
-    """Reads the bytes of sources, in order, on the host; devices that compile graphs compile none.
+    """Reads the bytes of sources, in order, on the host, without compiling graphs on
+    graph-compiling devices.
 
-    A part of a tensor of such a device would be a graph of its own: the full tensor is copied, once for all of its
-    parts, which follow each other in a file. One such copy exists at a time.
+    Slicing a tensor on such a device would compile a graph for each slice. The full tensor is
+    copied instead, once for all of its parts, which are consecutive in a file. One such copy exists
+    at a time.
     """
 
     def __init__(self) -> None:
-        self._last: tuple[Tensor, Tensor] | None = None  # a tensor and its copy on the host
+        self._last: tuple[Tensor, Tensor] | None = None  # a device tensor and its host copy
 
     def flat(self, source: Source) -> Tensor:
-        """Return the bytes of ``source``, 1-D uint8, as they are now: on the host, or on a GPU."""
+        """Return the current bytes of ``source``, 1-D uint8, on the host or on a GPU."""
         if source.stored.device.type in ("cpu", "cuda"):
             return source.flat()
         if self._last is None or self._last[0] is not source.stored:
-            self._last = None  # frees it before the next one is made
+            self._last = None  # free the previous copy before the next one is made
             self._last = (source.stored, source.stored.cpu())
         return source.flat(self._last[1])
 
     def pieces(self, source: Source) -> Iterator[Tensor]:
-        """Yield the bytes of ``source`` as they are now, on the host, in pieces of bounded size."""
+        """Yield the current bytes of ``source`` on the host, in chunks of bounded size."""
         flat = self.flat(source)
         for begin in range(0, flat.numel(), PIECE_BYTES):
             yield flat[begin : begin + PIECE_BYTES].cpu()
@@ -80,7 +91,16 @@ class HostReader:
 
 @dataclass
 class _Piece:
-    """Consecutive bytes of a source, of one block at most."""
+    """A chunk of consecutive bytes of a source, inside one block.
+
+    Attributes:
+        source: the source.
+        begin: first byte in the source.
+        end: one after the last byte in the source.
+        block: index of the block.
+        at: first byte in the block.
+        is_copied: whether the block contains the bytes, or a copy was launched.
+    """
 
     source: Source
     begin: int
@@ -90,12 +110,19 @@ class _Piece:
     is_copied: bool = False
 
     def place(self, block: Tensor) -> Tensor:
+        """Return the chunk's bytes in ``block``."""
         return block[self.at : self.at + self.end - self.begin]
 
 
 @dataclass
 class _Block:
-    """A block of the snapshot: pieces that have yet to be written, and its memory once something was copied to it."""
+    """A block of the snapshot.
+
+    Attributes:
+        waiting: number of chunks that are not yet written.
+        memory: the block's memory, allocated at the first copy.
+        copied: device copies into the block.
+    """
 
     waiting: int = 0
     memory: Tensor | None = None
@@ -104,12 +131,12 @@ class _Block:
 
 @dataclass
 class Snapshot:
-    """The bytes of ``sources``, in order, as they are when it is made.
+    """The bytes of ``sources``, in order, at the time of construction.
 
     Args:
-        sources: what is written, in the order of the file.
-        pool: where copies go.
-        transfers: of the device that most of the tensors are on, if it can copy next to its work.
+        sources: the sources in the order of the file.
+        pool: host memory for copies.
+        transfers: asynchronous copies of the device, or None if it has none.
     """
 
     sources: Sequence[Source]
@@ -120,9 +147,10 @@ class Snapshot:
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
+        # Version counters at the start of the save; any later difference is a write.
         self._versions = [source.stored._version for source in self.sources]
         self._staging = np.empty(self.pool.block_bytes, dtype=np.uint8)
-        self._by_device: list[int] = []  # sources whose copies the device makes next to its work
+        self._by_device: list[int] = []  # sources that are copied asynchronously by the device
         self._begun: Transfer | None = None
         self._started: list[Transfer] = []
         self._copies_launched = threading.Event()
@@ -136,11 +164,12 @@ class Snapshot:
             raise
 
     def _cut(self) -> None:
-        """Lay the sources' bytes out over blocks, one after the other."""
+        """Assign the bytes of the sources to blocks, one after the other."""
         position, block_bytes = 0, self.pool.block_bytes
         for source in self.sources:
             pieces, begin, size_bytes = [], 0, source.entry.size_bytes
             while begin < size_bytes:
+                # A source may span several blocks, and a block may contain several small sources.
                 block, at = divmod(position, block_bytes)
                 count = min(size_bytes - begin, block_bytes - at)
                 pieces.append(_Piece(source, begin, begin + count, block, at))
@@ -151,7 +180,12 @@ class Snapshot:
             self._pieces.append(pieces)
 
     def _begin(self) -> None:
-        """Copy what cannot wait for ``before_update``."""
+        """Copy the sources that may change before ``before_update``, or that cannot be copied
+        asynchronously.
+        """
+        # GPU tensors that forward changes are copied now; GPU tensors that only the optimizer
+        # changes are copied later by the writer's thread; the host tensors of the optimizer wait
+        # for the update.
         now: list[int] = []
         reader, waits_for_update = HostReader(), False
         for i, source in enumerate(self.sources):
@@ -166,14 +200,16 @@ class Snapshot:
         if self.transfers is not None:
             self._begun = self.transfers.mark()
         for transfer in self._copy_on_device(now):
-            transfer.wait()  # what forward changes: the device's next work waits
+            # Forward changes these tensors: make the device's next work wait for the copies.
+            transfer.wait()
         self._is_complete = not (waits_for_update or self._by_device)
 
     def start_copies(self) -> None:
-        """Start the copies that a device makes next to its other work; the thread that reads the snapshot calls it.
+        """Launch the asynchronous device copies. The thread that reads the snapshot calls it.
 
-        To queue a thousand copies takes a tenth of a second, and a thread that fills the device's queue waits in it:
-        neither should be the training's. At most two windows of copies are queued at a time.
+        Launching a thousand copies takes a tenth of a second, and a thread that fills the device's
+        queue blocks. Neither should happen in the training thread. At most two windows of copies
+        are queued at a time.
         """
         try:
             for _ in self._copy_on_device(self._by_device):
@@ -183,15 +219,19 @@ class Snapshot:
             self._copies_launched.set()
 
     def _has_async_copies(self, source: Source) -> bool:
+        """Return whether the tensor of ``source`` is on the device of ``transfers``."""
         return self.transfers is not None and source.stored.device.type == self.transfers.device.type
 
     def _copy_on_device(self, chosen: Sequence[int]) -> Iterator[Transfer]:
-        """Start the copies of the sources ``chosen`` window by window, and yield each window's transfer.
+        """Launch the copies of the sources ``chosen`` window by window, and yield each window's
+        transfer.
 
-        Versions are compared later, when an update begins or the copy has landed: a write may meet a copy under way.
+        Versions are compared later, when an update begins or the copy is done: a write may overlap
+        with a running copy.
         """
         pieces = [piece for i in chosen for piece in self._pieces[i]]
         for first in range(0, len(pieces), _WINDOW_PIECES):
+            # One transfer (one event) per window instead of one per chunk.
             window = pieces[first : first + _WINDOW_PIECES]
             assert self.transfers is not None and self._begun is not None
             transfer = self.transfers.copy_out(self._pairs(window), self._begun)
@@ -201,6 +241,7 @@ class Snapshot:
             yield transfer
 
     def _pairs(self, window: Iterable[_Piece]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield (host chunk, device chunk) for each chunk of ``window``."""
         for piece in window:
             with self._lock:
                 target = piece.place(self._memory(piece))
@@ -208,36 +249,43 @@ class Snapshot:
             yield target, piece.source.flat()[piece.begin : piece.end]
 
     def _memory(self, piece: _Piece) -> Tensor:
+        """Return the memory of the chunk's block, taking it from the pool if needed."""
         block = self._blocks[piece.block]
+        # Blocks whose chunks are all read in place never take memory.
         if block.memory is None:
             block.memory = self.pool.take(OWNER)
         return block.memory
 
     def _copy(self, piece: _Piece, flat: Tensor) -> None:
+        """Copy one chunk synchronously."""
         piece.place(self._memory(piece)).copy_(flat[piece.begin : piece.end])
         piece.is_copied = True
 
     def before_update(self) -> None:
-        """Complete the snapshot. Call it before anything writes to the tensors; later calls do nothing.
+        """Complete the snapshot. Call it before any write to the tensors; later calls do nothing.
 
-        Errors are raised in the writer, so that ``step()`` never fails on one rank only.
+        Errors are raised in the writer's thread, so that ``step()`` never fails on one rank only.
         """
         if self._is_complete:
             return
+        # Wait until all copies are launched, then make the device's next work wait for the copies.
+        # The host does not wait for the copies themselves.
         if self._by_device:
             self._copies_launched.wait()
         for transfer in self._started:
             transfer.wait()
+        # Writer and training thread may reach a chunk at the same time: only one of them copies it.
         with self._lock:
-            if self._is_complete:  # closed meanwhile by the writer, which has failed
+            if self._is_complete:  # the writer failed and closed the snapshot meanwhile
                 return
             try:
                 self._copy_remaining()
-            except Exception as error:  # of pinned memory that cannot be allocated too, a RuntimeError
+            except Exception as error:  # also RuntimeError: pinned memory cannot be allocated
                 self._failure = error
             self._is_complete = True
 
     def _copy_remaining(self) -> None:
+        """Check the versions of the sources and copy the chunks that are not yet copied or read."""
         for i in self._by_device:
             self._require_unchanged(i)  # the copies may have been under way when it was written to
         for i, pieces in enumerate(self._pieces):
@@ -249,6 +297,7 @@ class Snapshot:
                     self._copy(piece, flat)
 
     def _require_unchanged(self, index: int) -> None:
+        """Raise ``ValueError`` if the tensor was written to after the save began."""
         source = self.sources[index]
         if source.stored._version != self._versions[index]:
             raise ValueError(
@@ -258,28 +307,35 @@ class Snapshot:
             )
 
     def pieces_of(self, index: int) -> Iterator[Tensor]:
-        """Yield the bytes of source ``index``; for one other thread, which asks for the sources in order.
+        """Yield the bytes of source ``index``.
+
+        One other thread may call it, in the order of the sources.
 
         Raises:
-            ValueError: something wrote to a tensor before it was copied, or the pool has no block left.
-            RuntimeError: the host's memory could not be allocated or pinned.
+            ValueError: a tensor was written to before it was copied, or the pool has no block left.
+            RuntimeError: host memory could not be allocated or pinned.
         """
         for piece in self._pieces[index]:
             yield self._read(piece, index)
             self._release(piece)
 
     def _read(self, piece: _Piece, index: int) -> Tensor:
+        """Return the bytes of one chunk, from its block or directly from the tensor on the host."""
         with self._lock:
             if self._failure is not None:
                 raise self._failure
             block = self._blocks[piece.block]
+            # Read in place, from host memory: copied to the staging buffer under the lock, so that
+            # ``before_update`` waits until the bytes are safe.
             if not piece.is_copied:
                 self._require_unchanged(index)
-                # numpy copies in this thread alone; torch would start threads, which would compete with training's
+                # numpy copies in this thread only; torch would use threads that compete with
+                # training.
                 live = piece.source.flat()[piece.begin : piece.end].numpy()
                 np.copyto(self._staging[: len(live)], live)
                 piece.is_copied = True
                 return torch.from_numpy(self._staging[: len(live)])
+        # A block may contain chunks of several windows: wait for all of the block's copies.
         for transfer in block.copied:
             transfer.synchronize()
         with self._lock:
@@ -289,6 +345,7 @@ class Snapshot:
         return piece.place(block.memory)
 
     def _release(self, piece: _Piece) -> None:
+        """Count a chunk as written, and return its block to the pool after the last chunk."""
         with self._lock:
             block = self._blocks[piece.block]
             block.waiting -= 1
@@ -301,10 +358,13 @@ class Snapshot:
             self.pool.give_back(memory, OWNER)
 
     def close(self) -> None:
-        """Give all memory back; nothing may be read any more, and ``before_update`` copies nothing more."""
+        """Return all memory to the pool.
+
+        Nothing may be read afterwards, and ``before_update`` copies nothing.
+        """
         self._copies_launched.set()
         for transfer in self._started:
-            transfer.synchronize()  # a copy under way still writes to the memory
+            transfer.synchronize()  # a running copy still writes to the memory
         with self._lock:
             for block in self._blocks:
                 self._give_back(block)

@@ -13,24 +13,27 @@ from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
 
 _STEP = re.compile(r"step_(\d{8,})")
 _REPLACED_STEP = re.compile(r"\.step_(\d{8,})\.replaced")
-_INCOMPLETE_STEP = re.compile(r"step_\d{8,}\.tmp|\.step_\d{8,}\.replaced\.tmp")  # the second of a killed ``prune``
+# The second form is left by an interrupted ``prune``.
+_INCOMPLETE_STEP = re.compile(r"step_\d{8,}\.tmp|\.step_\d{8,}\.replaced\.tmp")
 
 
 def step_directory(directory: str | Path, step: int) -> Path:
-    """Return where the checkpoint of ``step`` is, once complete."""
+    """Return the directory of the complete checkpoint of ``step``."""
     return Path(directory) / f"step_{step:08d}"
 
 
 def incomplete_directory(directory: str | Path, step: int) -> Path:
-    """Return where the checkpoint of ``step`` is written."""
+    """Return the directory in which the checkpoint of ``step`` is written."""
     return Path(directory) / f"step_{step:08d}.tmp"
 
 
 def require_writable(directory: str | Path) -> None:
-    """Create ``directory`` and write into it from every rank; call it before training starts. Every rank calls.
+    """Create ``directory`` and write a file from every rank.
+
+    Every rank calls, before training starts.
 
     Raises:
-        ValueError: on every rank, when one cannot.
+        ValueError: on every rank, if one cannot write.
     """
     probe = Path(directory) / f".writable_{parallel_state.get_global_rank()}"
     with raise_together(f"writing to {directory}"):
@@ -45,9 +48,12 @@ def require_writable(directory: str | Path) -> None:
 
 
 def complete_steps(directory: Path) -> dict[int, Path]:
-    """Complete checkpoints by step, including one that a killed replacement of the same step left behind."""
+    """Return the complete checkpoints by step, including the previous version left by an
+    interrupted replacement.
+    """
     found: dict[int, Path] = {}
     for path in directory.iterdir() if directory.is_dir() else ():
+        # A previous version counts only while the new one is not in place.
         moved, renamed = _REPLACED_STEP.fullmatch(path.name), _STEP.fullmatch(path.name)
         match = renamed or moved
         if match and _is_complete(path) and (renamed or int(match[1]) not in found):
@@ -60,7 +66,7 @@ def _is_complete(path: Path) -> bool:
 
 
 def find_latest(directory: str | Path) -> Path | None:
-    """Return the last complete checkpoint as rank 0 sees it, or ``None``. Every rank calls."""
+    """Return the last complete checkpoint that rank 0 sees, or None. Every rank calls."""
     latest = ""
     with raise_together(f"searching {directory}"):
         if parallel_state.is_global_rank_zero():
@@ -70,13 +76,15 @@ def find_latest(directory: str | Path) -> Path | None:
 
 
 def prepare_step(parent: Path, step: int, keep: int) -> None:
-    """Remove what killed saves left behind and create the directory to write into. Rank 0 calls.
+    """Remove the remains of interrupted saves and create the directory to write into. Rank 0 calls.
 
     Raises:
-        ValueError: for a step or a ``keep`` out of range, or when ``parent`` has a later step.
+        ValueError: ``step`` or ``keep`` is out of range, or ``parent`` has a later step.
     """
     if step < 0 or keep < 1:
         raise ValueError(f"step must be at least 0 and keep at least 1, got step {step} and keep {keep}")
+    # A later step belongs to another run or to a run that was resumed from an earlier checkpoint:
+    # saving here would make ``find_latest`` return the wrong one.
     later = [other for other in complete_steps(parent) if other > step]
     if later:
         raise ValueError(
@@ -88,6 +96,7 @@ def prepare_step(parent: Path, step: int, keep: int) -> None:
 
 
 def _clean(parent: Path) -> None:
+    """Remove incomplete checkpoints and undo interrupted replacements."""
     parent.mkdir(parents=True, exist_ok=True)
     for path in list(parent.iterdir()):
         match = _REPLACED_STEP.fullmatch(path.name)
@@ -100,6 +109,7 @@ def _clean(parent: Path) -> None:
 def prune(parent: Path, keep: int) -> None:
     """Remove all but the newest ``keep`` complete checkpoints."""
     for path in list(complete_steps(parent).values())[:-keep]:
-        incomplete = path.with_name(f"{path.name}.tmp")  # no longer complete from the first removed file on
+        # Rename first: a kill during the removal must not leave a directory that looks complete.
+        incomplete = path.with_name(f"{path.name}.tmp")
         path.rename(incomplete)
         remove_directory(incomplete)

@@ -19,12 +19,13 @@ MASTER = "master"
 
 
 class StoredOptimizer:
-    """One interface to a torch optimizer, to ``NeuronZero1Optimizer``, and to wrappers such as ``NxDOptimizer``.
+    """One interface to a torch optimizer, to ``NeuronZero1Optimizer``, and to wrappers such as
+    ``NxDOptimizer``.
 
-    A wrapper is an optimizer that has the wrapped one as its attribute ``optimizer``.
+    A wrapper is an optimizer with the wrapped optimizer as attribute ``optimizer``.
 
     Args:
-        optimizer: as the program uses it.
+        optimizer: the optimizer that the program uses.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -33,9 +34,14 @@ class StoredOptimizer:
 
     @cached_property
     def parameters(self) -> list[StoredParameter]:
-        """What the optimizer updates for each parameter; ZeRO-1 first cuts masters from parameters written to."""
+        """The tensors that the optimizer updates, by parameter.
+
+        ZeRO-1 first cuts masters from parameters that were written to.
+        """
         if self._zero1 is not None:
             return self._zero1.stored_parameters()
+        # Without ZeRO-1 every data-parallel rank stores the full state of its tensor-parallel
+        # shard.
         params = [param for group in self._optimizer.param_groups for param in group["params"]]
         holders = tuple(range(parallel_state.get_data_parallel_size()))
         return [StoredParameter(param, param, 0, 1, holders) for param in params]
@@ -47,7 +53,7 @@ class StoredOptimizer:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups that the program and its learning-rate schedule see."""
+        """The parameter groups that the program and its learning-rate schedule use."""
         return self._optimizer.param_groups
 
     @property
@@ -56,12 +62,14 @@ class StoredOptimizer:
         return [self._optimizer] if self._zero1 is None else [self._optimizer, self.base]
 
     def require_all_states(self) -> None:
-        """Refuse states that ``base.state`` does not have by parameter: a checkpoint would lack them without a word.
+        """Refuse states that are not in ``base.state`` by parameter: a checkpoint would silently
+        lack them.
 
         Raises:
-            ValueError: a state is of none of the parameters, or another optimizer inside of this one has the states.
+            ValueError: a state belongs to no parameter, or an inner optimizer has the states.
         """
         base, known = self.base, {id(each.stored) for each in self.parameters}
+        # Compare by identity: == of tensors is element-wise.
         others = [key for key in base.state if id(key) not in known]
         if others:
             first = f"a tensor of shape {list(others[0].shape)}" if isinstance(others[0], Tensor) else repr(others[0])
@@ -69,6 +77,8 @@ class StoredOptimizer:
                 f"{type(base).__name__} has {len(others)} of {len(base.state)} states that are of none of its "
                 f"parameters, the first is of {first}: pass the optimizer whose param_groups have what it updates"
             )
+        # A wrapper that names its inner optimizer differently would look like an optimizer before
+        # its first step.
         if known and not base.state and _has_states_elsewhere(base):
             raise ValueError(
                 f"{type(base).__name__} has {len(known)} parameters and its attribute 'state' is empty, but an "
@@ -80,19 +90,25 @@ class StoredOptimizer:
         return self.base.state.get(each.stored, {})
 
     def has_master(self, each: StoredParameter) -> bool:
-        """Whether the stored parameter holds more than the parameter, and is to be saved."""
+        """Return whether the stored tensor has another dtype than the parameter and is to be
+        saved.
+        """
         saves = self._zero1 is None or self._zero1.save_master_weights
         return saves and each.stored is not each.param and each.stored.dtype != each.param.dtype
 
     def mark_masters_synced(self) -> None:
-        """Take parameters and masters as they are now for equal: both were read from one checkpoint."""
+        """Treat the current parameters and masters as equal, after both were read from one
+        checkpoint.
+        """
         if self._zero1 is not None:
             self._zero1.mark_masters_synced()
 
     def load_options(self, saved: list[Mapping[str, Any]]) -> None:
-        """Restore the options of each group; those of the device, such as ``capturable``, stay as they are.
+        """Restore the options of each group.
 
-        A learning rate stays a tensor, or a number, as it is here: a GPU's run may have a tensor in its place.
+        Options of the device, such as ``capturable``, do not change.
+
+        A learning rate keeps its type, tensor or number: a run on a GPU may use a tensor.
         """
         for group, options in zip(self.param_groups, saved, strict=True):
             for option, value in options.items():
@@ -103,11 +119,13 @@ class StoredOptimizer:
 
 
 def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the innermost optimizer of nested wrappers."""
     inner = vars(optimizer).get("optimizer")
     return _unwrapped(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
 
 
 def _of_the_kind_of(present: Any, value: Any) -> Any:
+    """Return ``value`` as a tensor or a number, like ``present``."""
     if isinstance(present, Tensor):
         return torch.as_tensor(value, dtype=present.dtype, device=present.device)
     if isinstance(present, (int, float)) and isinstance(value, Tensor) and not value.dim():
@@ -116,7 +134,7 @@ def _of_the_kind_of(present: Any, value: Any) -> Any:
 
 
 def _has_states_elsewhere(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer among the attributes has states, or ``state_dict``, where it is not torch's, gives some."""
+    """Return whether an inner optimizer, or an overridden ``state_dict``, has states."""
     if any(inner.state for inner in _inner_optimizers(optimizer)):
         return True
     is_torchs = type(optimizer).state_dict is torch.optim.Optimizer.state_dict
@@ -124,6 +142,7 @@ def _has_states_elsewhere(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _inner_optimizers(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
+    """Yield the optimizers among the attributes, also in lists and tuples."""
     for value in vars(optimizer).values():
         for each in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(each, torch.optim.Optimizer):

@@ -1,8 +1,8 @@
 """Writes and reads safetensors files tensor by tensor, in bounded host memory, with a checksum of each tensor.
 
-The format (https://huggingface.co/docs/safetensors): 8 bytes with the header's length, a JSON header with dtype, shape
-and byte range of each tensor, then the tensors' bytes without gaps. All sizes are known before the first byte is
-written, so no tensor has to wait in host memory for another one.
+The format (https://huggingface.co/docs/safetensors): 8 bytes with the length of the header, a JSON
+header with dtype, shape and byte range of each tensor, then the bytes of the tensors without gaps.
+All sizes are known before the first byte is written, so tensors are streamed one after the other.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from torch import Tensor
 from nxd_memopt.checkpoint.layout import Shape
 
 PIECE_BYTES = 32 << 20
-"""Bytes that are copied to the host, added to the checksum and written at a time."""
+"""Chunk size, 32 MiB: bytes that are copied to the host, added to the checksum and written at a
+time.
+"""
 _CODES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -38,7 +40,7 @@ _CODES = {
     torch.bool: "BOOL",
 }
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _CODES}
-"""Dtypes that can be stored, by the name that an index gives them."""
+"""Dtypes that can be stored, by their name in the index."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,11 @@ class Entry:
 
 
 def dtype_name(dtype: torch.dtype, tensor: str) -> str:
-    """Return the name of ``dtype`` in an index, or raise ``ValueError`` naming ``tensor``."""
+    """Return the name of ``dtype`` in the index.
+
+    Raises:
+        ValueError: safetensors cannot store the dtype; the message has the name ``tensor``.
+    """
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
         raise ValueError(f"{tensor} has dtype {dtype}, which safetensors does not store: use one of {sorted(DTYPES)}")
@@ -63,12 +69,14 @@ def dtype_name(dtype: torch.dtype, tensor: str) -> str:
 
 
 def in_file_order(entries: Iterable[Entry]) -> list[Entry]:
-    """Sort by falling size of an element, so that every tensor is aligned where a reader maps the file."""
+    """Return the entries by decreasing element size, which aligns every tensor in a memory-mapped
+    file.
+    """
     return sorted(entries, key=lambda entry: -entry.dtype.itemsize)
 
 
 def encode_header(entries: Sequence[Entry]) -> bytes:
-    """Return length and header of a file with ``entries`` in this order."""
+    """Return the length and the header of a file with ``entries`` in this order."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     begin = 0
     for entry in entries:
@@ -80,24 +88,26 @@ def encode_header(entries: Sequence[Entry]) -> bytes:
         }
         begin = end
     encoded = json.dumps(header, separators=(",", ":")).encode()
+    # Pad the header with spaces to a multiple of 8 bytes: the data then starts aligned.
     encoded += b" " * (-len(encoded) % 8)
     return len(encoded).to_bytes(8, "little") + encoded
 
 
 def write_file(path: Path, entries: Sequence[Entry], pieces_of: Callable[[int], Iterable[Tensor]]) -> list[int]:
-    """Write ``entries`` to ``path``, flush it to the disk, and return the CRC-32 of each.
+    """Write ``entries`` to ``path``, flush it to the disk, and return the CRC-32 of each entry.
 
     Args:
         path: a new file.
-        entries: in the order of the file.
-        pieces_of: gives the bytes of the i-th entry in order, as 1-D uint8 tensors on the host; each is consumed before
-            the next is requested (the buffer is reused).
+        entries: the entries in the order of the file.
+        pieces_of: yields the bytes of the i-th entry in order, as 1-D uint8 host tensors. Each
+            chunk is used before the next one is requested, so the buffer may be reused.
 
     Raises:
-        OSError: the file cannot be written, for instance because the disk is full.
+        OSError: the file cannot be written, for example because the disk is full.
     """
     checksums = []
     try:
+        # Unbuffered, because chunks are large; ``_write_all`` handles short writes.
         with path.open("xb", buffering=0) as file:
             _write_all(file, memoryview(encode_header(entries)))
             for i, entry in enumerate(entries):
@@ -116,12 +126,13 @@ def write_file(path: Path, entries: Sequence[Entry], pieces_of: Callable[[int], 
 
 
 def _write_all(file: Any, content: memoryview) -> None:
+    """Write all bytes: an unbuffered ``write`` may write only some."""
     while content:
         content = content[file.write(content) :]
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor's memory as 1-D uint8; shares the storage."""
+    """Return the memory of a contiguous tensor as 1-D uint8, sharing the storage."""
     flat = tensor.view(-1)
     return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
 
@@ -131,11 +142,11 @@ def _view(content: Tensor) -> memoryview:
 
 
 class TensorFile:
-    """A file of a checkpoint, read tensor by tensor; every tensor is compared with what the index says of it.
+    """A file of a checkpoint, read tensor by tensor. Every tensor is verified against the index.
 
     Args:
-        path: of the file.
-        size_bytes: of the file, as the index has it.
+        path: the file.
+        size_bytes: size of the file according to the index.
 
     Raises:
         ValueError: the file is missing, has another size, or has no readable header.
@@ -153,6 +164,7 @@ class TensorFile:
         self._header, self._data = self._read_header()
 
     def _read_header(self) -> tuple[dict[str, Any], int]:
+        """Return the header and the offset of the first tensor."""
         try:
             with self._path.open("rb") as file:
                 length = int.from_bytes(file.read(8), "little")
@@ -167,7 +179,7 @@ class TensorFile:
 
     @staticmethod
     def _begin(stored: Any) -> int:
-        """First byte of an entry of the header, which may be damaged: 0 then."""
+        """Return the first byte of a header entry, or 0 if the entry is damaged."""
         offsets = stored.get("data_offsets") if isinstance(stored, dict) else None
         return offsets[0] if isinstance(offsets, list) and offsets and isinstance(offsets[0], int) else 0
 
@@ -175,9 +187,10 @@ class TensorFile:
         """Return the tensor ``entry`` on the host.
 
         Raises:
-            ValueError: the header or the bytes differ from what the index says.
+            ValueError: the header or the bytes differ from the index.
         """
         stored = self._header.get(entry.key)
+        # Header, index and length must agree before the bytes are read.
         expected = {"dtype": _CODES[entry.dtype], "shape": list(entry.shape)}
         begin = self._begin(stored)
         if stored != {**expected, "data_offsets": [begin, begin + entry.size_bytes]}:
@@ -189,6 +202,7 @@ class TensorFile:
         with self._path.open("rb", buffering=0) as file:
             file.seek(self._data + begin)
             _read_into(file, _view(bytes_of(tensor)))
+        # The checksum also detects a short read: the rest of ``tensor`` is uninitialized.
         found = zlib.crc32(_view(bytes_of(tensor)))
         if found != checksum:
             raise ValueError(
@@ -199,8 +213,9 @@ class TensorFile:
 
 
 def _read_into(file: Any, content: memoryview) -> None:
+    """Fill ``content`` from ``file``."""
     while content:
         count = file.readinto(content)
         if not count:
-            return  # cut short since it was opened: the checksum differs
+            return  # the file was truncated after it was opened: the checksum will differ
         content = content[count:]

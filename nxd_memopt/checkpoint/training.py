@@ -24,13 +24,15 @@ from nxd_memopt.parallel_layers.coordination import raise_together
 
 @dataclass(frozen=True)
 class Restored:
-    """What ``load_training_state`` found besides model and optimizer.
+    """The result of ``load_training_state`` apart from model and optimizer.
 
     Attributes:
         step: optimizer steps done.
-        shared: of the ``TrainingState`` that was saved.
-        per_rank: this rank's own values; ``None`` where T or D are not those of the run that wrote them.
-        notes: what of the resumed run is not exact, for people; empty for an exact resume.
+        shared: ``TrainingState.shared`` of the saved state.
+        per_rank: this rank's own values, or None if T or D differ from those of the run that wrote
+            them.
+        notes: messages about parts of the run that are not resumed exactly; empty for an exact
+            resume.
     """
 
     step: int
@@ -42,26 +44,32 @@ class Restored:
 def save_training_state(
     directory: str | Path, step: int, *, state: TrainingState, config: Mapping[str, Any], keep: int = 2
 ) -> Path:
-    """Write ``directory/step_XXXXXXXX`` and return its path; it is complete on return. Every rank calls.
+    """Write ``directory/step_XXXXXXXX`` and return its path.
 
-    Tensors are copied to the host and written one at a time, in pieces of bounded size. Rank 0 writes the index last
-    and renames the finished directory, then removes all but the newest ``keep`` checkpoints: a kill at any moment
-    leaves the last complete one. All ranks must see the same ``directory``.
+    The checkpoint is complete on return. Every rank calls.
+
+    Tensors are copied to the host and written one at a time, in chunks of bounded size. Rank 0
+    writes the index last, renames the finished directory, and then removes all but the newest
+    ``keep`` checkpoints. A kill at any moment leaves the last complete checkpoint. All ranks must
+    see the same ``directory``.
 
     Args:
-        directory: of the run; see ``require_writable``.
+        directory: directory of the run; see ``require_writable``.
         step: optimizer steps done.
-        state: what is saved.
-        config: what a resumed run must have in common; compared by ``load_training_state``.
-        keep: complete checkpoints to leave, this one included; at least 1.
+        state: the state to save.
+        config: options that a resumed run must share; compared by ``load_training_state``.
+        keep: number of complete checkpoints to keep, this one included; at least 1.
 
     Raises:
-        ValueError, OSError: on every rank, when one cannot write, or when ``directory`` has a later step.
+        ValueError, OSError: on every rank, if one cannot write, or if ``directory`` has a later
+            step.
     """
     save = begin_save(directory, step, state, config, keep)
     task = f"saving {save.target}"
     reader = HostReader()
+    # Every rank writes its file; only if all succeed, rank 0 writes the index.
     with raise_together(task):
+        # No snapshot: the tensors are read directly, because training waits for the save.
         save.write(lambda i: reader.pieces(save.sources[i]))
     with raise_together(task):
         if parallel_state.is_global_rank_zero():
@@ -72,7 +80,10 @@ def save_training_state(
 def begin_save(
     directory: str | Path, step: int, state: TrainingState, config: Mapping[str, Any], keep: int
 ) -> RankSave:
-    """Describe this rank's part of a checkpoint and create the directory to write it into. Every rank calls."""
+    """Describe this rank's part of a checkpoint and create the directory to write into.
+
+    Every rank calls.
+    """
     backend.mark_step()  # torch_xla may return wrong values when pending results are read one by one
     with raise_together(f"saving step {step} to {directory}"):
         save = RankSave(directory, step, state, config, keep)
@@ -88,21 +99,23 @@ def load_training_state(
     config: Mapping[str, Any],
     not_compared: Collection[str] = (),
 ) -> Restored:
-    """Put the last complete checkpoint into the model and optimizer of ``state``. Every rank calls.
+    """Load the last complete checkpoint into the model and optimizer of ``state``.
 
-    T, D and ZeRO-1 may differ from those of the run that wrote it; parameters, masters and optimizer states are the
-    same bits. A checkpoint of version 1 (``rank_XXXXX.pt``) needs the same world size, T and ZeRO-1; all its other
-    entries are ``shared`` and ``per_rank`` of the result.
+    Every rank calls.
+
+    T, D and ZeRO-1 may differ from the run that wrote it; parameters, masters and optimizer states
+    are bit-identical. A version-1 checkpoint (``rank_XXXXX.pt``) needs the same world size, T and
+    ZeRO-1. All of its other entries are returned in both ``shared`` and ``per_rank``.
 
     Args:
-        directory: of the run.
-        state: its model and optimizer are filled; its other fields are not used.
+        directory: directory of the run.
+        state: its model and optimizer are filled; all other fields are ignored.
         config: as passed to ``save_training_state``.
         not_compared: dotted names of fields of ``config`` that may differ.
 
     Raises:
-        ValueError: on every rank, when there is none, a file is missing, cut short or altered, or ``config`` differs;
-            names every differing field.
+        ValueError: on every rank, if there is no checkpoint, a file is missing, truncated or
+            altered, or ``config`` differs; the message names every differing field.
     """
     latest = find_latest(directory)
     with raise_together(f"resuming from {directory}"):
@@ -114,15 +127,18 @@ def load_training_state(
     with raise_together(f"resuming from {latest}"):
         _load_version_1(latest, rest, state)
     if state.optimizer is not None:
-        state.optimizer.load_state_dict(rest.pop("optimizer"))  # gathers parameters: outside of raise_together
+        # Not inside raise_together: loading all-gathers the parameters.
+        state.optimizer.load_state_dict(rest.pop("optimizer"))
     return Restored(step, rest, rest)
 
 
 def _load(index: Index, state: TrainingState, config: Mapping[str, Any], not_compared: Collection[str]) -> Restored:
+    """Load a checkpoint of version 2."""
     require_same_config(index.directory, index.content["config"], flat_config(config), not_compared)
     load_model(index, state.model)
     notes = [] if state.optimizer is None else load_optimizer(index, state.optimizer, state.model)
     shared = decode(index.content["shared"], index.plain_tensor)
+    # Values of one rank, such as random states, have no meaning at other parallel sizes.
     if parallel_sizes() == index.sizes:
         rank = parallel_state.get_global_rank()
         return Restored(index.step, shared, decode(index.content["per_rank"][rank], index.plain_tensor), notes)
@@ -130,6 +146,7 @@ def _load(index: Index, state: TrainingState, config: Mapping[str, Any], not_com
 
 
 def _load_version_1(latest: Path, rest: dict[str, Any], state: TrainingState) -> None:
+    """Load the model of a version-1 checkpoint, after checking its entries."""
     wanted = ["model"] if state.optimizer is None else ["model", "optimizer"]
     missing = [name for name in wanted if name not in rest]
     if missing:

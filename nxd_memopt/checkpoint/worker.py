@@ -13,21 +13,25 @@ from nxd_memopt.checkpoint.markers import AbandonedError
 from nxd_memopt.parallel_layers.coordination import share_texts
 
 STALL_S = 60.0
-"""How long a program that ends waits for a save without progress, before the save is abandoned."""
+"""Seconds without progress after which an ending program abandons a save."""
 JOIN_S = 1.0
-"""How long ``finish`` waits for this rank's thread before it looks whether another rank has failed."""
+"""Seconds that ``finish`` waits for this rank's thread between checks for failures of other
+ranks.
+"""
 _LOWEST_PRIORITY = 19
 _BUSY, _DONE = "busy", "done"
 
 
 class Worker:
-    """One save under way. The thread runs without collectives; the main threads agree in ``poll``.
+    """A running save.
 
-    A program that ends while the save is under way waits for it as long as it makes progress.
+    The thread runs no collectives; the main threads agree on the result in ``poll``.
+
+    A program that ends during the save waits for it as long as it makes progress.
 
     Args:
-        target: what is saved, for messages.
-        work: runs in the thread; it calls ``heartbeat`` or ``check_cancelled`` every now and then.
+        target: the checkpoint, for messages.
+        work: runs in the thread and regularly calls ``heartbeat`` or ``check_cancelled``.
         report_failure: called in the thread with the message of an error.
     """
 
@@ -38,7 +42,8 @@ class Worker:
         self._progress = 0
         self._stop = threading.Event()
         self._why_stopped = "the program ended before the save was complete"
-        # A daemon, for which the interpreter does not wait: rank 0 may be waiting for ranks that have died.
+        # A daemon thread, because the interpreter must not wait for it: rank 0 may be waiting for
+        # dead ranks.
         self._thread = threading.Thread(target=self._run, name=f"save {target.name}", daemon=True)
         self._thread.start()
         atexit.register(self._at_exit)
@@ -51,13 +56,15 @@ class Worker:
             self._report(error)
 
     def _report(self, error: Exception) -> None:
+        """Try to tell rank 0 about an error by a file."""
         try:
             self._report_failure(str(error))
-        except OSError as second:  # a full disk, mostly: ``poll`` tells the other ranks, and stops rank 0's wait
+        # Usually a full disk. ``poll`` tells the other ranks and stops rank 0's wait.
+        except OSError as second:
             error.add_note(f"rank 0 could not be told: {second}")
 
     def heartbeat(self) -> None:
-        """Count progress. Called by the work.
+        """Count progress. The work calls it.
 
         Raises:
             AbandonedError: the program ends, or another rank has failed.
@@ -66,11 +73,15 @@ class Worker:
         self.check_cancelled()
 
     def check_cancelled(self) -> None:
-        """As ``heartbeat``, without progress: while the work waits for something."""
+        """Raise ``AbandonedError`` like ``heartbeat``, without counting progress.
+
+        Call it in waiting loops.
+        """
         if self._stop.is_set():
             raise AbandonedError(self._why_stopped)
 
     def _status(self) -> str:
+        """Return this rank's status: busy, done, or its error."""
         if self._thread.is_alive():
             return _BUSY
         return _DONE if self._error is None else f"{type(self._error).__name__}: {self._error}"
@@ -78,9 +89,11 @@ class Worker:
     def poll(self) -> bool:
         """Return whether the save has ended on all ranks; the same on all ranks. Every rank calls.
 
-        A failure on one rank stops the others' writers: rank 0 would wait for the failed rank's files for ever.
+        A failure on one rank stops the writers of all ranks: rank 0 would otherwise wait forever
+        for the failed rank's files.
         """
         self._reports = share_texts(self._status())
+        # Every rank computes this from the same shared reports.
         failed = self._first_failure()
         if failed is not None:
             self._why_stopped = f"rank {failed} failed: {self._reports[failed]}"
@@ -88,23 +101,33 @@ class Worker:
         return _BUSY not in self._reports
 
     def _first_failure(self) -> int | None:
-        """The rank whose own error ended the save: one that was stopped reports ``AbandonedError``."""
+        """Return the first rank with an error of its own, else the first stopped rank, or None.
+
+        A rank that was stopped because of another rank reports ``AbandonedError``.
+        """
         failed = [rank for rank, report in enumerate(self._reports) if report not in (_BUSY, _DONE)]
         own_errors = [rank for rank in failed if not self._reports[rank].startswith(AbandonedError.__name__)]
         return next(iter([*own_errors, *failed]), None)
 
     def finish(self) -> None:
-        """Wait until the save has ended on all ranks; an interrupt (Ctrl-C) gets through. Every rank calls."""
+        """Wait until the save has ended on all ranks.
+
+        Ctrl-C interrupts the wait. Every rank calls.
+        """
         while True:
+            # Short joins: another rank may fail while this thread still writes.
             self._thread.join(timeout=JOIN_S)
             if self.poll():
                 return
 
     def raise_failure(self) -> None:
-        """Raise on every rank when the save failed on one, after ``poll`` returned True or ``finish``.
+        """Raise on every rank if the save failed on one.
+
+        Call it after ``poll`` returned True, or after ``finish``.
 
         Raises:
-            ValueError: another rank failed; names it and its message. A failing rank raises its own exception.
+            ValueError: another rank failed; the message has its rank and error. A failing rank
+                raises its own exception.
         """
         atexit.unregister(self._at_exit)
         if self._error is not None and not isinstance(self._error, AbandonedError):
@@ -114,13 +137,16 @@ class Worker:
             raise ValueError(f"saving {self._target} failed on rank {failed}: {self._reports[failed]}")
 
     def end(self, stall_s: float, error: BaseException | None = None) -> None:
-        """Wait while there is progress, then abandon the save; without collectives, which other ranks may not answer.
+        """Wait while there is progress, then abandon the save.
+
+        Runs no collectives, because other ranks may not take part.
 
         Args:
             stall_s: seconds without progress.
-            error: why the program ends; gets a note when the save did not complete.
+            error: the reason why the program ends; gets a note if the save did not complete.
         """
         atexit.unregister(self._at_exit)
+        # One round lasts up to ``stall_s``; a round without a heartbeat ends the wait.
         before = -1
         while self._thread.is_alive() and self._progress != before:
             before = self._progress
@@ -136,6 +162,6 @@ class Worker:
 
 
 def lower_priority() -> None:
-    """Let the calling thread run where others leave a core idle; Linux has priorities of threads."""
+    """Give the calling thread the lowest priority. Only Linux has priorities per thread."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)

@@ -14,23 +14,29 @@ COMPILE = (None, "layer")
 
 
 def apply_memory(model: Recomputable, memory: MemoryConfig, *, compile: Literal["layer"] | None = None) -> None:
-    """Apply what ``memory`` and ``compile`` name; calling it again replaces the earlier choice.
+    """Apply the techniques that ``memory`` and ``compile`` select.
 
-    The order, from the inside of a layer to its outside:
+    A second call replaces the first choice.
 
-    1. Recompute of parts of a layer. It is part of the graph, and decides what the graph keeps for backward.
+    The order, from the inside of a layer to the outside:
+
+    1. Recompute of parts of a layer. It is part of the compiled graph and decides what the graph
+       saves for backward.
     2. Compile.
-    3. Recompute of layers. A checkpoint around compiled layers keeps their inputs alone, whatever the compiler does.
-    4. Offload. Its hooks are Python code and stay outside the graph; what they send to the host is what the compiled
-       layer keeps.
+    3. Recompute of full layers. A checkpoint around compiled layers saves only the inputs of the
+       layers, independent of the compiler's choices.
+    4. Offload. The offload hooks are Python code and stay outside the graph. They send the tensors
+       that the compiled layer saves to the host.
 
     Args:
-        model: gives its decoder layers and the modules that can be recomputed.
-        memory: recompute and offload.
-        compile: ``"layer"`` compiles each decoder layer, as one graph of static shapes.
+        model: a model that lists its decoder layers and the modules that can be recomputed.
+        memory: recompute and offload options.
+        compile: ``"layer"`` compiles each decoder layer as one graph with static shapes; None
+            compiles nothing.
 
     Raises:
-        ValueError: a number of layers that the model does not have, or a technique that the device does not.
+        ValueError: an option names more layers than the model has, or a technique that the device
+            does not support.
     """
     require_one_of("compile", compile, COMPILE)
     layers, offloaded = model.decoder_layers(), memory.cpu_offloading_num_layers
@@ -42,9 +48,13 @@ def apply_memory(model: Recomputable, memory: MemoryConfig, *, compile: Literal[
         )
     if offloaded > len(layers):
         raise ValueError(f"cpu_offloading_num_layers {offloaded} exceeds the model's {len(layers)} layers: lower it")
+    # Start from unwrapped forwards: each technique below captures the forwards that it finds.
     remove_offload(layers)
     remove_compile(layers)
     remove_recompute(model)
+    # Recompute of parts runs inside the compiled graph: chunks must exist before ``apply_compile``
+    # groups layers by chunk. Otherwise layers are compiled first, because the checkpoint of a chunk
+    # captures the (compiled) forwards of all layers of the chunk.
     if compile == "layer" and recomputes_parts(memory):
         require_recompute_in_graphs()
         apply_recompute(model, memory)

@@ -20,25 +20,31 @@ from nxd_memopt.modules.attention import CoreAttention
 from nxd_memopt.modules.dropout import ParallelDropout
 from nxd_memopt.ops.packed import PackedDocuments
 
-_BY_DOCUMENT = {"auto", "sdpa"}  # attention backends that call sdpa for each document, on CPUs
+# Attention backends that, on CPUs, call sdpa once for each packed document.
+_BY_DOCUMENT = {"auto", "sdpa"}
 
 
 def apply_compile(layers: Sequence[nn.Module]) -> None:
-    """Let each of ``layers`` run as one compiled graph; parameters and their names stay as they are.
+    """Compile each of ``layers`` as one graph. Parameters and parameter names do not change.
 
-    torch.compile keeps graphs by the code that they were made from, and guards on what the code read. Layers of one
-    shape read equal values, so the first layer is compiled and the others run its graph.
+    torch.compile caches graphs by code object and guards on the values that the code read. Layers
+    of equal shapes read equal values, so the first layer is compiled and the other layers reuse the
+    graph.
 
-    Layers that a recomputed chunk runs (``recompute_method="uniform"``) are part of the graph of its first layer.
+    Layers that a recomputed chunk runs (``recompute_method="uniform"``) become part of the graph of
+    the first layer of the chunk.
 
     Raises:
-        ValueError: the device compiles no layers, or the layers draw dropout from a rank's own random stream.
+        ValueError: the device compiles no layers, or a layer draws dropout from a per-rank random
+            stream.
     """
     refusal = backend.compile_refusal()
     if refusal is not None:
         raise ValueError(f"compile 'layer' {refusal}; or set compile to null")
     for layer in layers:
         _require_traceable_dropout(layer)
+    # A layer that is passed over runs inside the graph of the chunk's first layer. It gets no
+    # wrapper, but the first layer's wrapper needs its parameters for the gradient hooks.
     chunks: list[list[nn.Module]] = []
     for layer in layers:
         if is_passed_over(layer):
@@ -56,29 +62,36 @@ def remove_compile(layers: Sequence[nn.Module]) -> None:
 
 
 def is_compiled(layer: nn.Module) -> bool:
-    """Whether ``apply_compile`` compiled ``layer``; not for a layer that is part of another one's graph."""
+    """Return whether ``apply_compile`` wrapped ``layer``; False for a layer inside another layer's
+    graph.
+    """
     return is_wrapped(layer, "compile")
 
 
 class CompiledForward:
-    """A layer's forward, compiled at its first call.
+    """A layer's forward, compiled at the first call.
 
-    An object and no closure: ``copy.deepcopy`` of a model, or pickle, makes one that runs the copy's parameters.
+    It is an object rather than a closure: ``copy.deepcopy`` and pickle rebuild it for the
+    parameters of the copied model.
 
     Args:
-        layers: whose parameters the graph reads.
-        forward: of the first of ``layers``.
+        layers: the layers whose parameters the graph reads.
+        forward: forward of the first of ``layers``.
     """
 
     def __init__(self, layers: Sequence[nn.Module], forward: Forward) -> None:
         self._layers, self._forward = layers, forward
+        # torch.compile is lazy: graph and kernels are built at the first call.
         self._compiled = backend.compile(forward)
         self._gradients = _Gradients()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Imported at the first call: torch._dynamo is not needed by models that are not compiled.
         from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
         _require_traceable_documents(self._layers, (*args, *kwargs.values()))
+        # Without gradients there is nothing to separate. Parameters are checked at every call,
+        # because a parameter may be replaced after the first call.
         if torch.is_grad_enabled():
             self._gradients.watch(self._layers)
         try:
@@ -98,23 +111,28 @@ class CompiledForward:
 
 
 class _Gradients:
-    """Gives each parameter a gradient of its own memory.
+    """Hooks that give each parameter a gradient with separate memory.
 
-    Where two parameters have equal gradients, as the biases of GPT-NeoX's two parallel branches do, Inductor computes
-    one and returns two views of it (seen with torch 2.13). Autograd takes both over as ``.grad``, since it looks at
-    references to the tensors only. What is then added in place to one, by the next micro-batch, by clipping or by a
-    reduction over ranks, is added to the other too.
+    If two parameters have equal gradients (the biases of GPT-NeoX's two parallel branches, for
+    example), Inductor computes one gradient and returns two views of it (seen with torch 2.13).
+    Autograd steals both views as ``.grad``, because it only checks the reference counts of the
+    tensors. A later in-place write to one gradient, by the next micro-batch, by clipping or by an
+    all-reduce, would then change the other gradient too.
 
-    A hook on each parameter sees the gradient before autograd takes it over, and copies one that overlaps another.
+    A hook on each parameter sees the gradient before autograd steals it and clones a gradient that
+    overlaps another one.
     """
 
     def __init__(self) -> None:
-        self._watched = WeakIdKeyDictionary()  # of parameters, whose == is no identity
+        self._watched = WeakIdKeyDictionary()  # keyed by identity: == of parameters is element-wise
         self._indices = itertools.count()
         self._spans: dict[int, tuple[int, int]] = {}
 
     def watch(self, layers: Sequence[nn.Module]) -> None:
-        """Put the hook on each parameter that does not have it yet: a loaded state may have replaced some."""
+        """Register the hook on each parameter that lacks it.
+
+        Loading a state dict may have replaced parameters.
+        """
         for layer in layers:
             for param in layer.parameters():
                 if param.requires_grad and param not in self._watched:
@@ -123,24 +141,28 @@ class _Gradients:
 
 
 def _arrived(spans: dict[int, tuple[int, int]], index: int, grad: Tensor) -> Tensor | None:
-    """A copy of ``grad`` if it shares memory with one in ``spans``.
+    """Return a copy of ``grad`` if it shares memory with a gradient in ``spans``, or None.
 
-    All gradients of a graph are there before the first is taken over, so none has been freed and its memory used again.
-    The hook refers to ``spans`` alone: with a reference to the parameter it would never be collected.
+    The graph returns all gradients before autograd stores the first one. No gradient has been freed
+    by then, so equal addresses mean shared memory. The hook refers to ``spans`` and not to the
+    parameter: a reference to the parameter would form a cycle through autograd hooks, which is
+    never garbage-collected.
     """
     if index in spans:  # the first gradient of another backward pass
         spans.clear()
+    # Byte range [first, last) of the gradient: the last element is at sum((n_i - 1) * stride_i).
     first = grad.data_ptr()
     last = first + grad.element_size() * (
         1 + sum((n - 1) * stride for n, stride in zip(grad.shape, grad.stride(), strict=True))
     )
+    # Linear in the number of gradients so far; a layer has about ten parameters.
     is_shared = any(first < other_last and other_first < last for other_first, other_last in spans.values())
     spans[index] = (first, last)
     return grad.clone() if is_shared else None
 
 
 class _Product(torch.autograd.Function):
-    """A matmul as this library's layers make it: inside an autograd Function."""
+    """A matmul inside an autograd Function, as in this library's linear layers."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -155,10 +177,11 @@ class _Product(torch.autograd.Function):
 
 @functools.cache
 def graphs_recompute() -> bool:
-    """Whether this torch recomputes, inside a compiled graph, what an autograd Function computed; found by trying.
+    """Return whether torch recomputes the result of an autograd Function inside a compiled graph.
 
-    torch 2.11 traces the Function's operations without the tags that ask for their recomputation, and keeps the results
-    of matmuls: no error, no memory saved. torch 2.9 and 2.13 do what is asked.
+    A small graph is compiled to find out. torch 2.11 traces the operations of the Function without
+    the tags that request recomputation and saves the results of matmuls: it raises no error and
+    saves no memory. torch 2.9 and 2.13 recompute.
     """
 
     def square(x: Tensor, weight: Tensor) -> Tensor:
@@ -173,16 +196,19 @@ def graphs_recompute() -> bool:
         kept.append(tensor.numel())
         return tensor
 
+    # Inputs have 8 and 128 elements, x @ weight has 4 x 64 = 256. If the product is recomputed, the
+    # largest saved tensor is an input, smaller than 256 elements.
     x = torch.ones(4, 2, requires_grad=True)
-    weight = torch.ones(2, 64, requires_grad=True)  # x @ weight, of 256 elements, is larger than both
+    weight = torch.ones(2, 64, requires_grad=True)
     compiled = torch.compile(recomputed, backend="aot_eager_decomp_partition", fullgraph=True, dynamic=False)
+    # The pack hook records the element count of every tensor that the compiled graph saves.
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         compiled(x, weight)
     return max(kept) < 4 * 64
 
 
 def require_recompute_in_graphs() -> None:
-    """Raise ``ValueError`` where torch drops the recomputation of parts of a compiled layer."""
+    """Raise ``ValueError`` if torch drops the recomputation of parts of a compiled layer."""
     if not graphs_recompute():
         raise ValueError(
             f"compile 'layer' and recompute of parts of a layer (selective, or recompute_keep_core_attn): torch "
@@ -192,7 +218,12 @@ def require_recompute_in_graphs() -> None:
 
 
 def _require_traceable_dropout(layer: nn.Module) -> None:
-    """Each rank's own random stream is a state that is put into the generator, which no graph can hold."""
+    """Raise ``ValueError`` if ``layer`` draws dropout from a per-rank random stream.
+
+    The stream is selected by setting the generator's state, which a graph cannot contain.
+    """
+    # Dropout draws per-rank numbers only on sharded activations, and only with a positive
+    # probability.
     for name, module in layer.named_modules():
         if isinstance(module, CoreAttention):
             probability = module.dropout
@@ -208,7 +239,11 @@ def _require_traceable_dropout(layer: nn.Module) -> None:
 
 
 def _require_traceable_documents(layers: Sequence[nn.Module], inputs: Iterable[Any]) -> None:
-    """PyTorch's attention is called for each document by itself, and no graph holds calls of unknown number."""
+    """Raise ``ValueError`` if a CPU batch packs documents and attention runs sdpa once per
+    document.
+
+    The number of calls depends on the batch, so one static graph cannot contain the calls.
+    """
     packed = any(isinstance(each, PackedDocuments) and each.ids.device.type == "cpu" for each in inputs)
     if not packed:
         return

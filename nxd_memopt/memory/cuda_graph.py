@@ -14,12 +14,13 @@ from nxd_memopt.backends import Capture, backend
 from nxd_memopt.parallel_layers.gradient_ledger import forget_sum, move_sum
 from nxd_memopt.parallel_layers.random import get_rng_tracker
 
-WARM_UP_CALLS = 2  # run as they are: kernels are compiled and chosen, and memory between ranks is mapped
+# Eager calls before the capture: they compile and autotune kernels and map memory between ranks.
+WARM_UP_CALLS = 2
 
 
 @dataclass
 class _Recording:
-    """A pass on the device, the tensors that it reads, and the loss that it leaves."""
+    """A captured forward and backward with its static input tensors and its static loss."""
 
     inputs: tuple[Tensor, ...]
     work: Capture[Tensor]
@@ -27,24 +28,32 @@ class _Recording:
 
 @dataclass
 class _Pass:
-    """What is known of the passes of one shape."""
+    """State of one input shape: warm-up calls and recordings.
 
-    reaches: list[bool]  # which parameters, with gradients
+    Attributes:
+        reaches: for each parameter, whether it receives a gradient.
+        calls: warm-up calls so far.
+        writing: the recording that overwrites ``.grad``.
+        adding: the recording that accumulates into ``.grad``.
+    """
+
+    reaches: list[bool]
     calls: int = 0
     writing: _Recording | None = None
     adding: _Recording | None = None
 
 
 class GraphedLoss:
-    """A loss and its backward, recorded for each shape of the inputs and replayed from then on.
+    """A loss and its backward, captured once per input shape and replayed afterwards.
 
-    A pass is thousands of kernels. Where tensor parallelism leaves a rank a small share of each, the host takes longer
-    to launch them than the device to run them; a recording is launched as one.
+    A forward and backward pass launches thousands of kernels. If tensor parallelism leaves each
+    rank a small share of each kernel, launching takes the host longer than running takes the
+    device. A replay is a single launch.
 
-    Gradients come into ``.grad`` as by ``backward()``: they add to what is there, and hooks of
-    ``register_post_accumulate_grad_hook`` run, after the whole pass. The first two calls for a shape run as they are.
-    The memory of the recordings, gradients with it, is kept as long as this object lives: a gradient that is to outlive
-    the next call must be cloned.
+    Gradients are accumulated into ``.grad`` as by ``backward()``. Hooks of
+    ``register_post_accumulate_grad_hook`` run after the complete pass. The first two calls for a
+    shape run eagerly. The memory of the recordings, gradients included, is kept as long as this
+    object lives: clone a gradient that must outlive the next call.
 
     Example::
 
@@ -54,42 +63,47 @@ class GraphedLoss:
         optimizer.zero_grad()
 
     Args:
-        parameters: all that the loss gives gradients, and frozen ones that it reads. They keep their memory: other
-            ones put in their places later, by ``load_state_dict(assign=True)`` say, would not be seen.
-        loss_of: maps tensors to a scalar loss. Nothing else that it reads may change between calls, ``train()`` and
-            ``eval()`` included; it asks the device for no value and draws no random numbers. Other hooks, and its
-            Python code, run while it is recorded only.
+        parameters: all tensors that receive gradients from the loss, and the frozen parameters that
+            the loss reads. Their memory must not move: the recordings do not see parameters that
+            are replaced later, for example by ``load_state_dict(assign=True)``.
+        loss_of: maps tensors to a scalar loss. Any other value that it reads must not change
+            between calls, including ``train()`` and ``eval()``. It must not copy values to the host
+            (``.item()``) and must not draw random numbers. Its Python code and all other hooks run
+            only during the warm-up calls and the capture.
 
     Raises:
-        TypeError: ``parameters`` holds something else.
-        ValueError: the device records nothing, or no parameter requires a gradient.
+        TypeError: ``parameters`` contains something other than leaf tensors.
+        ValueError: the device cannot capture graphs, or no parameter requires a gradient.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], loss_of: Callable[..., Tensor]) -> None:
         refusal = backend.capture_refusal()
         if refusal is not None:
             raise ValueError(f"a loss as one CUDA graph {refusal}: use loss_of and backward() themselves")
+        # Tied parameters appear once. Frozen parameters are kept too, to detect that they moved.
         self._given = _unique_leaves(parameters)
         self._parameters = [parameter for parameter in self._given if parameter.requires_grad]
         if not self._parameters:
             raise ValueError(f"none of {len(self._given)} parameters requires a gradient: pass model.parameters()")
         self._loss_of = loss_of
-        self._grads: list[Tensor | None] = [None] * len(self._parameters)  # where all recordings leave them
+        # Static gradient buffers: all recordings write or accumulate into the same ones.
+        self._grads: list[Tensor | None] = [None] * len(self._parameters)
         self._passes: dict[tuple[tuple[torch.Size, torch.dtype], ...], _Pass] = {}
         self._last: Capture[Tensor] | None = None
-        self._addresses: list[int] = []  # of what the recordings read
+        self._addresses: list[int] = []  # data pointers of the parameters that the recordings read
 
     def __call__(self, *inputs: Tensor) -> Tensor:
-        """The loss, detached; the parameters' ``.grad`` are there.
+        """Return the detached loss and accumulate gradients into the parameters' ``.grad``.
 
         Args:
-            inputs: tensors on the device that require no gradient.
+            inputs: tensors on the device that do not require gradients.
 
         Raises:
-            TypeError: an input, or what ``loss_of`` returns, is no tensor.
-            ValueError: another input, the call is inside ``torch.autocast`` or ``torch.no_grad``, parameters were
-                frozen, released or moved, or the loss gives gradients to others than ``parameters``.
-            RuntimeError: the loss draws random numbers, or cannot be recorded.
+            TypeError: an input or the return value of ``loss_of`` is not a tensor.
+            ValueError: an input is on another device or requires a gradient, the call is inside
+                ``torch.autocast`` or ``torch.no_grad``, parameters were frozen, unfrozen or moved,
+                or the loss has gradients for tensors that are not in ``parameters``.
+            RuntimeError: the loss draws random numbers or cannot be captured.
         """
         self._check(inputs)
         shapes = tuple((tensor.shape, tensor.dtype) for tensor in inputs)
@@ -99,6 +113,8 @@ class GraphedLoss:
             known.calls += 1
             return loss
         recording = self._recording(known, inputs)
+        # The graph reads fixed addresses: copy the inputs to the static tensors, replay, and return
+        # a copy of the static loss, which the next replay overwrites.
         for static, given in zip(recording.inputs, inputs, strict=True):
             static.copy_(given)
         recording.work.replay()
@@ -112,6 +128,8 @@ class GraphedLoss:
             if given.device.type != backend.device.type or given.requires_grad:
                 wanted = f"must be on {backend.device} and require no gradient"
                 raise ValueError(f"input {i} {wanted}, got {given.device}, requires_grad={given.requires_grad}")
+        # Recordings contain the backward of exactly the parameters that were trainable at
+        # construction, at the addresses of the capture.
         if [id(p) for p in self._given if p.requires_grad] != [id(p) for p in self._parameters]:
             raise ValueError("parameters were frozen or released: make another GraphedLoss")
         if self._addresses and self._addresses != [parameter.data_ptr() for parameter in self._given]:
@@ -125,6 +143,9 @@ class GraphedLoss:
             raise ValueError("autocast around a call would not reach its recording: put it inside loss_of")
 
     def _run(self, known: _Pass, inputs: tuple[Tensor, ...]) -> Tensor:
+        """Run one warm-up call eagerly and note the parameters that receive gradients."""
+        # A replay would repeat the random numbers of the capture. A random state that differs after
+        # the forward means that the loss draws numbers.
         random_states = _random_states()
         with backend.rehearsal(), self._noting(known.reaches):
             loss = self._loss_of(*inputs)
@@ -138,7 +159,10 @@ class GraphedLoss:
         return loss.detach()
 
     def _require_known(self, loss: Tensor) -> None:
-        """A recording would leave the gradients of other tensors where nobody finds them."""
+        """Raise an error unless all gradients of ``loss`` go to the known parameters.
+
+        A recording would write the gradients of other tensors into memory that no caller can find.
+        """
         if not isinstance(loss, Tensor):
             raise TypeError(f"loss_of returned a {type(loss).__name__}: return the loss, a tensor of one element")
         known = {id(parameter) for parameter in self._parameters}
@@ -151,7 +175,12 @@ class GraphedLoss:
 
     @contextmanager
     def _noting(self, reaches: list[bool]) -> Iterator[None]:
-        """Which parameters get gradients inside; other hooks may take those away at once."""
+        """Set ``reaches[i]`` for each parameter that receives a gradient inside the block.
+
+        Other hooks may remove a gradient immediately, so ``.grad`` after the pass does not tell.
+        """
+        # ``i=i`` binds the index at definition; the hook sets a flag and reads no values from the
+        # device.
         handles = [
             parameter.register_post_accumulate_grad_hook(lambda _, i=i: reaches.__setitem__(i, True))
             for i, parameter in enumerate(self._parameters)
@@ -163,7 +192,15 @@ class GraphedLoss:
                 handle.remove()
 
     def _recording(self, known: _Pass, inputs: tuple[Tensor, ...]) -> _Recording:
-        """Of the first shape there is one that writes gradients; all others add to them, after zeros where need be."""
+        """Return the recording to replay, capturing it if needed, with ``.grad`` prepared for the
+        replay.
+
+        The graph of the first captured shape overwrites ``.grad``. Every other graph accumulates
+        into ``.grad``, which is zeroed first if a parameter has no gradient.
+        """
+        # Overwriting saves one pass of zeros over all gradients. It is possible only if no
+        # parameter has a gradient, and only for the shape whose capture allocated the gradients in
+        # the graph's memory.
         before = [parameter.grad for parameter in self._parameters]
         try:
             if all(grad is None for grad in before):
@@ -177,18 +214,27 @@ class GraphedLoss:
             for parameter, grad in zip(self._parameters, before, strict=True):
                 parameter.grad = grad
             if not any(each.writing or each.adding for each in self._passes.values()):
-                self._grads = [None] * len(self._parameters)  # out of memory, say: it is not held
+                # After a failure, such as out of memory, release the buffers: no recording uses
+                # them.
+                self._grads = [None] * len(self._parameters)
             raise
         return known.adding
 
     def _record_writing(self, known: _Pass, inputs: tuple[Tensor, ...]) -> None:
+        """Capture the recording that overwrites gradients; its gradients become the static
+        buffers.
+        """
         for each in self._passes.values():
-            each.adding = None  # it adds to gradients of a pass that ran as it is
+            # It accumulates into the gradients of an eager pass, which are replaced below.
+            each.adding = None
         self._grads = [None] * len(self._parameters)
         known.writing = self._record(known, inputs)
         self._grads = [parameter.grad for parameter in self._parameters]
 
     def _record(self, known: _Pass, inputs: tuple[Tensor, ...]) -> _Recording:
+        """Capture forward and backward for inputs of this shape."""
+        # ``.grad`` decides what the capture contains: None allocates and writes, a tensor
+        # accumulates.
         static, had = tuple(tensor.clone() for tensor in inputs), [p.grad is not None for p in self._parameters]
 
         def run() -> Tensor:
@@ -197,6 +243,7 @@ class GraphedLoss:
             return loss.detach()
 
         try:
+            # All recordings run one after another, so ``beside`` lets them share one memory pool.
             with _hooks_laid_aside(self._parameters):
                 work = backend.capture(run, beside=self._last)
         except torch.OutOfMemoryError:
@@ -206,6 +253,8 @@ class GraphedLoss:
                 "the loss cannot be recorded (does it ask the device for a value, such as .item(), or copy from the "
                 f"host?): {error}"
             ) from error
+        # A gradient that exists only after the capture must have existed in the warm-up calls too.
+        # Otherwise replays would not hand it to the parameter.
         gains = [p.grad is not None and not grad for p, grad in zip(self._parameters, had, strict=True)]
         if any(now and not earlier for now, earlier in zip(gains, known.reaches, strict=True)):
             raise RuntimeError(
@@ -217,24 +266,36 @@ class GraphedLoss:
 
     @torch.no_grad()
     def _give_grads(self, known: _Pass) -> None:
+        """Set ``.grad`` to the static gradients and run the hooks, as backward would."""
         places = zip(self._parameters, self._grads, known.reaches, strict=True)
         reached = [(parameter, grad) for parameter, grad, is_reached in places if is_reached and grad is not None]
-        torch.autograd.graph.increment_version([grad for _, grad in reached])  # a replay writes behind autograd's back
+        # A replay writes to the gradients without autograd's knowledge: raise their version
+        # counters.
+        torch.autograd.graph.increment_version([grad for _, grad in reached])
         for parameter, grad in reached:
+            # A gradient of None means that the replay overwrote the static buffer: a sum over
+            # sequence shards that was recorded for the old values is no longer valid.
             if parameter.grad is None:
                 forget_sum(parameter, grad)  # the replay overwrote what an earlier step summed
             parameter.grad = grad
+        # Hooks run after all gradients are set: a hook may read gradients of other parameters.
         for parameter, _ in reached:
             for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
                 hook(parameter)
 
     @torch.no_grad()
     def _take_grads(self, known: _Pass) -> None:
-        """What the parameters have, moved to where recordings add to it; at first that is where it is."""
+        """Move the present gradients into the static buffers that recordings accumulate into.
+
+        On the first call the present gradients become the static buffers, without a copy.
+        """
         for i, (parameter, reached) in enumerate(zip(self._parameters, known.reaches, strict=True)):
             grad = self._grads[i]
             if not reached or (grad is not None and parameter.grad is grad):
                 continue
+            # Three cases: adopt the present gradient as static buffer; zero the buffer (no
+            # gradient); copy the present gradient into the buffer and transfer the record that says
+            # whether it is summed.
             if grad is None:
                 grad = self._grads[i] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             elif parameter.grad is None:
@@ -256,7 +317,8 @@ def _unique_leaves(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
 
 
 def _leaves(loss: Tensor) -> list[Tensor]:
-    """Whose gradients backward would make."""
+    """Return the leaf tensors that receive gradients in the backward of ``loss``."""
+    # Depth-first walk of the autograd graph; AccumulateGrad nodes have the leaf as ``variable``.
     found: list[Tensor] = []
     seen: set[Any] = set()
     nodes: list[Any] = [loss.grad_fn]
@@ -270,12 +332,17 @@ def _leaves(loss: Tensor) -> list[Tensor]:
 
 
 def _random_states() -> list[Tensor]:
+    """Return the random states of the host, the device and the tensor-parallel rng tracker."""
     return [torch.get_rng_state(), backend.get_rng_state(), *get_rng_tracker().get_states().values()]
 
 
 @contextmanager
 def _hooks_laid_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Hooks on complete gradients have a state of their own, which a recording would not see."""
+    """Disable post-accumulate hooks inside the block.
+
+    Hooks on complete gradients keep Python state, which a capture would not update. They run after
+    each replay instead.
+    """
     laid_aside = [(hooks, dict(hooks)) for p in parameters if (hooks := p._post_accumulate_grad_hooks)]
     for hooks, _ in laid_aside:
         hooks.clear()

@@ -9,24 +9,26 @@ import torch
 from torch import Tensor
 
 BLOCK_BYTES = 32 << 20
-"""A power of two: PyTorch rounds pinned allocations up to the next one."""
+"""Block size, 32 MiB. A power of two, because PyTorch rounds pinned allocations up to one."""
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 
 
 class HostPool:
-    """Hands out blocks of host memory, and keeps those that come back for the next taker.
+    """A pool of host memory blocks that keeps returned blocks for the next user.
 
-    Blocks are allocated when they are needed for the first time or by ``reserve``: pinning or first touching 1 GiB
-    takes up to a second, which should not fall into a training step. Threads may share a pool.
+    Blocks are allocated at the first ``take`` that needs them, or by ``reserve``. Pinning or first
+    touching 1 GiB takes up to a second, which should not fall into a training step. The pool is
+    thread-safe.
 
     Args:
-        limit_bytes: bound on what the pool allocates; ``None``: the host's available memory alone bounds it.
-        pinned: page-locked memory, which a GPU copies to and from while the host does other work.
-        block_bytes: of each block.
+        limit_bytes: upper bound of the pool's allocations in bytes; None limits it only by the
+            available host memory.
+        pinned: use page-locked memory, which a GPU copies to and from asynchronously.
+        block_bytes: size of each block in bytes.
 
     Raises:
-        ValueError: ``limit_bytes`` holds no block.
+        ValueError: ``limit_bytes`` is smaller than one block.
     """
 
     def __init__(self, limit_bytes: int | None = None, *, pinned: bool = False, block_bytes: int = BLOCK_BYTES) -> None:
@@ -42,32 +44,36 @@ class HostPool:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of all blocks, in use or not."""
+        """Bytes of all allocated blocks, in use or free."""
         return self._allocated * self.block_bytes
 
     def ledger(self) -> dict[str, int]:
-        """Return the bytes in use by owner."""
+        """Return the bytes in use, by owner."""
         with self._lock:
             return self._used()
 
     def reserve(self, size_bytes: int, owner: str) -> None:
-        """Preallocate ``size_bytes`` for later ``take`` calls of ``owner``.
+        """Allocate blocks now for later ``take`` calls of ``owner`` that need ``size_bytes`` in
+        total.
 
         Raises:
-            ValueError: as of ``take``.
+            ValueError: see ``take``.
         """
         with self._lock:
+            # Round up to full blocks, less the free ones.
             missing = -(-size_bytes // self.block_bytes) - len(self._free)
             if missing > 0:
                 self._require(missing * self.block_bytes, owner)
                 for _ in range(missing):
-                    self._free.append(self._allocate())  # one by one: a failure leaves the earlier ones to ``take``
+                    # Appended one by one: after a failure the earlier blocks remain usable.
+                    self._free.append(self._allocate())
 
     def take(self, owner: str) -> Tensor:
-        """Return a block, 1-D uint8.
+        """Return a block, 1-D uint8 of ``block_bytes`` elements.
 
         Raises:
-            ValueError: the limit or the host's memory is exhausted; names the required and the available bytes.
+            ValueError: the limit or the host's memory is exhausted; the message has the required
+                and the available bytes.
         """
         with self._lock:
             if not self._free:
@@ -77,36 +83,48 @@ class HostPool:
             return self._free.pop()
 
     def give_back(self, block: Tensor, owner: str) -> None:
-        """Return a block that ``owner`` took; its content may be overwritten from now on."""
+        """Return ``block``, which ``owner`` took, to the pool.
+
+        The pool may overwrite it from now on.
+        """
         with self._lock:
             assert self._taken.get(owner, 0) > 0, f"{owner} holds no block"
             self._taken[owner] -= 1
             self._free.append(block)
 
     def claim(self, size_bytes: int, owner: str) -> None:
-        """Count memory that ``owner`` allocates outside the pool.
+        """Count ``size_bytes`` of memory that ``owner`` allocates outside the pool against the
+        limit.
 
         Raises:
-            ValueError: as of ``take``.
+            ValueError: see ``take``.
         """
         with self._lock:
             self._require(size_bytes, owner)
             self._claimed[owner] = self._claimed.get(owner, 0) + size_bytes
 
     def release(self, size_bytes: int, owner: str) -> None:
-        """Take out of the ledger what ``owner`` claimed and has freed."""
+        """Remove ``size_bytes`` from the claims of ``owner``, which has freed the memory."""
         with self._lock:
             assert self._claimed.get(owner, 0) >= size_bytes, f"{owner} claims fewer bytes"
             self._claimed[owner] -= size_bytes
 
     def _used(self) -> dict[str, int]:
+        """Return the bytes in use by owner, without owners that use none.
+
+        The caller holds the lock.
+        """
         used = {owner: count * self.block_bytes for owner, count in self._taken.items()}
         for owner, size_bytes in self._claimed.items():
             used[owner] = used.get(owner, 0) + size_bytes
         return {owner: size_bytes for owner, size_bytes in used.items() if size_bytes}
 
     def _require(self, required: int, owner: str) -> None:
+        """Raise ``ValueError`` unless ``required`` more bytes fit the limit and the host."""
+        # Free blocks count too: they stay allocated until the pool is collected.
         held = self.allocated_bytes + sum(self._claimed.values())
+        # Two bounds: the pool's own limit counts all blocks and claims; the host's available memory
+        # only has to hold the new allocation.
         if self._limit_bytes is not None and held + required > self._limit_bytes:
             used, left = self._used(), self._limit_bytes - held
             raise ValueError(
@@ -124,27 +142,33 @@ class HostPool:
         block = torch.empty(self.block_bytes, dtype=torch.uint8, pin_memory=self._pinned)
         if not self._pinned:
             block.zero_()  # first touched here, not in a training step
-        self._allocated += 1  # now that it is there
+        self._allocated += 1  # after the allocation, which may fail
         return block
 
 
 def available_host_bytes() -> int | None:
-    """Return what processes here can still allocate; ``None`` where the system does not tell (Linux does)."""
+    """Return the bytes that processes in this container can still allocate, or None if the system
+    does not report it.
+
+    Linux reports the host's memory in /proc/meminfo and the container's limit in the cgroup.
+    """
     if not _MEMINFO.is_file():
         return None
     fields = dict(line.split(":", 1) for line in _MEMINFO.read_text(encoding="utf-8").splitlines())
     available = int(fields["MemAvailable"].split()[0]) << 10
+    # A container's cgroup limit may be lower than the memory of the host.
     limit = _read_number(_CGROUP / "memory.max")
     used = _read_number(_CGROUP / "memory.current")
     if limit is None or used is None:
         return available
-    # The page cache counts as used but is given up on demand.
+    # The cgroup counts the page cache as used, but the kernel reclaims inactive file pages on
+    # demand.
     statistics = (_CGROUP / "memory.stat").read_text(encoding="utf-8").splitlines()
     inactive = next((int(line.split()[1]) for line in statistics if line.startswith("inactive_file ")), 0)
     return min(available, limit - used + inactive)
 
 
 def _read_number(path: Path) -> int | None:
-    """Return the number in a cgroup's file; ``None`` for ``max``, and where there is no such file."""
+    """Return the number in a cgroup file, or None for ``max`` and for a missing file."""
     text = path.read_text(encoding="utf-8").strip() if path.is_file() else "max"
     return None if text == "max" else int(text)

@@ -1,7 +1,8 @@
 """Offloads activations of the first layers to host memory between forward and backward.
 
-The first layers' activations are the longest unused ones, and have the whole forward to leave and the whole backward to
-come back, beside the device's work (TransformerEngine's and Megatron's ``cpu_offloading`` choose the same ones).
+The activations of the first layers are unused for the longest time. They have the rest of forward
+to be copied to the host and most of backward to be copied back, overlapped with compute.
+TransformerEngine's and Megatron-LM's ``cpu_offloading`` choose the same layers.
 """
 
 from __future__ import annotations
@@ -19,25 +20,28 @@ from torch import Tensor, nn
 from nxd_memopt.backends import HostTransfers, Transfer
 from nxd_memopt.memory.wrapping import unwrap_forward, wrap_forward
 
-_LEAST_BYTES = 1 << 20  # smaller ones stay: they are many and hold nothing
+_LEAST_BYTES = 1 << 20  # smaller storages stay on the device: many transfers, little memory
 
 
 class _Storage:
-    """The memory of saved tensors, on the device, on its way, or on the host."""
+    """The storage of saved tensors, on the device, in transfer, or on the host."""
 
     def __init__(self, transfers: HostTransfers, device: Tensor) -> None:
         self._transfers = transfers
         self.size_bytes = device.numel()
         self.device: Tensor | None = device
+        # The copy starts when the work that produces the tensor is done. ``device`` is kept until
+        # ``_let_go`` frees it.
         self._host, self.sent = transfers.to_host(device)
         self._returned: Transfer | None = None
 
     def fetch(self) -> None:
-        """Start to bring it back, unless it is there."""
+        """Start the copy back to the device, unless the storage is on the device."""
         if self.device is None:
             self.device, self._returned = self._transfers.to_device(self._host, self.sent)
 
     def on_device(self) -> Tensor:
+        """Return the device memory, 1-D uint8; the current stream waits for the copy."""
         self.fetch()
         if self._returned is not None:
             self._returned.wait()
@@ -47,8 +51,11 @@ class _Storage:
 
 @dataclass(frozen=True)
 class _Kept:
-    """A saved tensor that stays; ``alias`` counts writes with it. Itself it could be an output of the node that saves
-    it, and keep that node alive."""
+    """A saved tensor that stays on the device.
+
+    ``alias`` is a detached alias with the same version counter. The tensor itself could be an
+    output of the node that saves it and would keep the node alive in a reference cycle.
+    """
 
     alias: Tensor
     version: int
@@ -58,7 +65,12 @@ class _Kept:
         return cls(tensor.detach(), tensor._version)
 
     def tensor(self) -> Tensor:
-        """Raises ``RuntimeError`` as autograd does, whose own check does not see behind hooks."""
+        """Return the tensor.
+
+        Raises:
+            RuntimeError: the tensor was written to after it was saved. Autograd's own check does
+                not cover tensors that pass through saved-tensor hooks.
+        """
         if self.alias._version != self.version:
             raise RuntimeError(
                 f"a tensor of shape {list(self.alias.shape)} that an offloaded layer saved for backward was written to "
@@ -70,7 +82,11 @@ class _Kept:
 
 @dataclass(frozen=True)
 class _View:
-    """A saved tensor as a part of a storage that leaves."""
+    """A saved tensor as a view of an offloaded storage.
+
+    Attributes:
+        place: storage offset, size and stride, in elements.
+    """
 
     storage: _Storage
     dtype: torch.dtype
@@ -82,14 +98,16 @@ class _View:
 
 
 class ActivationOffload:
-    """Runs layers, and keeps what they save for backward in host memory.
+    """Runs layers and keeps their saved tensors in host memory.
 
     Args:
-        transfers: of the device.
+        transfers: asynchronous copies between device and host.
     """
 
     def __init__(self, transfers: HostTransfers) -> None:
         self._transfers = transfers
+        # Weak references: only the autograd graph keeps storages alive, so a dropped graph frees
+        # them.
         self._leaving: deque[weakref.ref[_Storage]] = deque()
         self._saved_before: list[weakref.ref[_Storage]] = []
         self._layer_bytes = 0
@@ -99,33 +117,50 @@ class ActivationOffload:
         return copy
 
     def run(self, layer: nn.Module, forward: Callable[..., Any], hidden: Any, *context: Any) -> Any:
-        """``forward(hidden, *context)`` of ``layer``; what it saves, but for parameters and ``context``, goes away."""
+        """Return ``forward(hidden, *context)`` of ``layer`` and offload the tensors that it saves
+        for backward.
+
+        Parameters, tensors in ``context``, and storages below 1 MiB stay on the device.
+        """
         if not torch.is_grad_enabled():
             return forward(hidden, *context)
+        # Parameters and the context are alive anyway: a host copy frees nothing.
         stays = {tensor.untyped_storage().data_ptr() for tensor in (*layer.parameters(), *_tensors_in(context))}
+        # Keyed by address: views of one storage share a single transfer.
         saved: dict[int, _Storage] = {}
         watched: list[_Kept] = []
         pack = functools.partial(self._pack, stays, saved, watched)
         with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
             output = forward(hidden, *context)
-        for kept in watched:  # what leaves cannot be watched longer
+        # Check for in-place writes now: after the device memory is freed no version counter is
+        # left.
+        for kept in watched:
             kept.tensor()
+        # Bytes of the last layer estimate the bytes that the next layer will need.
         references = [weakref.ref(storage) for storage in saved.values()]
         self._layer_bytes = sum(storage.size_bytes for storage in saved.values())
-        saved.clear()  # autograd keeps the hooks, and what they hold, as long as the graph
+        # Autograd keeps the pack hook, and the lists bound to it, as long as the graph.
+        saved.clear()
         watched.clear()
         self._end_layer(output, references)
         return output
 
     def run_behind(self, forward: Callable[..., Any], hidden: Any, *context: Any) -> Any:
-        """``forward(hidden, *context)`` of a layer whose activations stay, while others leave and come back."""
+        """Return ``forward(hidden, *context)`` of a layer that keeps its activations on the device.
+
+        It also advances the transfers of the offloaded layers before it.
+        """
         output = forward(hidden, *context)
         if torch.is_grad_enabled():
             self._end_layer(output, [])
         return output
 
     def _end_layer(self, output: Any, saved: list[weakref.ref[_Storage]]) -> None:
-        """The layer's backward will begin with fetching what the layer before it saved."""
+        """Register the prefetch for backward and free the storages that have reached the host.
+
+        The gradient of this layer's output arrives when backward of this layer starts. At that
+        point the storages of the previous layer are fetched, one layer ahead of their use.
+        """
         if self._saved_before and isinstance(output, Tensor) and output.requires_grad:
             output.register_hook(functools.partial(_fetch, self._saved_before))
         self._saved_before = saved
@@ -133,8 +168,11 @@ class ActivationOffload:
 
     def _pack(self, stays: set[int], saved: dict[int, _Storage], watched: list[_Kept], tensor: Tensor) -> _Kept | _View:
         storage = tensor.untyped_storage()
+        # Offload complete storages, once per storage: several saved tensors are often views of one
+        # storage.
         address = storage.data_ptr()
-        is_lazy = tensor.is_conj() or tensor.is_neg()  # a storage does not say so
+        # A storage does not record the conj and neg bits of a lazy view.
+        is_lazy = tensor.is_conj() or tensor.is_neg()
         if address in stays or is_lazy or storage.nbytes() < _LEAST_BYTES:
             return _Kept.of(tensor)
         if address not in saved:
@@ -145,16 +183,25 @@ class ActivationOffload:
         return _View(saved[address], tensor.dtype, (int(tensor.storage_offset()), tensor.size(), tensor.stride()))
 
     def _unpack(self, packed: _Kept | _View) -> Tensor:
-        self._leaving.clear()  # backward has begun: what is still here stays
+        # Backward has begun: storages that are still on the device stay there.
+        self._leaving.clear()
         return packed.tensor()
 
     def _let_go(self) -> None:
-        """Free the device's memory of what has left, and wait for more where the next layer might find none."""
+        """Free the device memory of storages whose copy is complete.
+
+        If free memory is at most twice the last layer's saved bytes, wait for incomplete copies
+        too.
+        """
         if self._leaving:
             self._transfers.keep_pace()
         while self._leaving:
+            # Copies complete in order: stop at the first incomplete one. A dead reference means
+            # that autograd dropped the storage.
             storage = self._leaving[0]()
             if storage is not None and not storage.sent.is_done():
+                # Waiting stalls the compute stream; it pays only if the next layer could run out of
+                # memory.
                 if self._transfers.free_bytes() > 2 * self._layer_bytes:
                     break
                 storage.sent.wait()
@@ -180,9 +227,15 @@ def _tensors_in(values: Any) -> Iterator[Tensor]:
 
 
 def apply_offload(layers: Sequence[nn.Module], num_layers: int, transfers: HostTransfers) -> None:
-    """Let the first ``num_layers`` of ``layers`` keep their activations on the host; replaces an earlier choice."""
+    """Keep the activations of the first ``num_layers`` of ``layers`` on the host.
+
+    Replaces an earlier choice.
+    """
+    # One object for all layers: the transfers of one layer overlap with the compute of the next.
     offload = ActivationOffload(transfers)
     for i, layer in enumerate(layers):
+        # The wrapper is a partial of ``partial`` itself: called with a forward, it returns a bound
+        # forward. Unlike a closure, ``copy.deepcopy`` copies it together with the layer.
         run = functools.partial(functools.partial, offload.run, layer) if i < num_layers else None
         wrap_forward(layer, "offload", run or functools.partial(functools.partial, offload.run_behind))
 

@@ -22,14 +22,19 @@ from nxd_memopt.parallel_layers.random import replay_contexts
 
 
 class Recomputable(Protocol):
-    """A model whose parts recomputation can name."""
+    """A model that names the parts that can be recomputed."""
 
     def decoder_layers(self) -> Sequence[nn.Module]:
-        """The transformer layers, in order; each returns its first argument's successor."""
+        """Return the transformer layers in order.
+
+        Each maps its first argument to the next hidden states.
+        """
         ...
 
     def recompute_modules(self) -> Mapping[str, Sequence[nn.Module]]:
-        """For each of ``config.RECOMPUTE_MODULES`` the modules of all layers that bear the name."""
+        """Return, for each name in ``config.RECOMPUTE_MODULES``, the modules with this name of all
+        layers.
+        """
         ...
 
 
@@ -45,35 +50,43 @@ def checkpoint(
     early_stop: bool = True,
     **kwargs: Any,
 ) -> Any:
-    """Run ``function`` keeping only its inputs; backward runs it again with the same random numbers, in all streams.
+    """Run ``function`` and save only its inputs.
 
-    It takes the arguments of ``torch.utils.checkpoint.checkpoint``, on every backend. On XLA, where torch's function
-    fails, optimization barriers separate the recomputation from the forward pass, which the compiler would otherwise
-    merge it with. The result and its gradients equal those without recomputation bit for bit on a deterministic
-    device.
+    Backward runs it again with the same random numbers in all streams.
+
+    The arguments are those of ``torch.utils.checkpoint.checkpoint``, on every backend. On XLA,
+    where torch's function fails, optimization barriers separate the recomputation from the forward
+    pass; otherwise the compiler would merge both. On a deterministic device the result and the
+    gradients equal the ones without recomputation bit for bit.
 
     Args:
-        function: called with ``args`` and ``kwargs``; on XLA it returns tensors in lists, tuples and dicts, and tensors
-            with a history that it computes with are among its arguments.
-        keep_core_attn: keep what fused attention kernels return, so that they do not run again.
-        use_reentrant: accepted for compatibility: one implementation serves both, with keyword arguments, nested
-            results and inputs that require no gradient.
-        preserve_rng_state: accepted for compatibility: random numbers are always the same.
-        context_fn: returns a context manager for the forward pass and one for the recomputation.
-        determinism_check: ``"default"`` or ``"none"``: compare the recomputed tensors' shapes and dtypes with the
-            first ones'. On XLA, those of the results.
-        debug: False. torch's own function names the operators of both passes in errors, on CPU and CUDA.
-        early_stop: stop the recomputation when all saved tensors are there; on XLA it runs to its end.
+        function: called with ``args`` and ``kwargs``. On XLA it returns tensors in lists, tuples
+            and dicts, and all tensors with autograd history that it uses must be among its
+            arguments.
+        keep_core_attn: save the outputs of fused attention kernels, so that backward does not run
+            the kernels again.
+        use_reentrant: accepted for compatibility and ignored. One implementation supports keyword
+            arguments, nested results and inputs that require no gradient.
+        preserve_rng_state: accepted for compatibility and ignored. Random numbers are always the
+            same.
+        context_fn: returns one context manager for the forward pass and one for the recomputation.
+        determinism_check: ``"default"`` compares shapes and dtypes of the recomputed tensors with
+            the first ones (on XLA, of the results); ``"none"`` compares nothing.
+        debug: must be False. torch's own function names the operators of both passes in errors, on
+            CPU and CUDA.
+        early_stop: stop the recomputation when all saved tensors are available. On XLA the
+            recomputation always runs to the end.
 
     Raises:
-        ValueError: an option has another value; on XLA also when the compiler's flags would undo the recomputation:
-            they must say ``-O1``.
+        ValueError: an option has an unsupported value; on XLA also if the compiler flags would undo
+            the recomputation: the flags must contain ``-O1``.
     """
     del use_reentrant, preserve_rng_state
     if determinism_check not in _DETERMINISM_CHECKS:
         raise ValueError(f"determinism_check must be one of {list(_DETERMINISM_CHECKS)}, got {determinism_check!r}")
     if debug:
         raise ValueError("debug=True is not offered here: leave it out, or use torch.utils.checkpoint on CPU and CUDA")
+    # Without gradients nothing is saved, so there is nothing to recompute.
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     return backend.checkpoint(
@@ -87,10 +100,15 @@ def checkpoint(
 
 
 def _contexts(given: Callable[[], ContextPair] | None, *, keep_core_attn: bool) -> Callable[[], ContextPair] | None:
+    """Return the context function that combines the caller's contexts with the library's, or None
+    if there are none.
+    """
+    # From outside to inside: rng replay, functional mappings (no in-place writes to inputs, because
+    # the region runs twice), the caller's contexts, selective saving.
     contexts = [given] if given is not None else []
     if keep_core_attn:
         contexts.append(keeping_contexts)
-    if not torch.compiler.is_compiling():  # dynamo follows no contexts of our own
+    if not torch.compiler.is_compiling():  # dynamo cannot trace custom context managers
         contexts.insert(0, functional_contexts)
         if parallel_state.rng_states():
             contexts.insert(0, replay_contexts)
@@ -100,6 +118,7 @@ def _contexts(given: Callable[[], ContextPair] | None, *, keep_core_attn: bool) 
 
 
 def _both(first: Callable[[], ContextPair], second: Callable[[], ContextPair]) -> Callable[[], ContextPair]:
+    """Return a context function that nests the contexts of ``second`` inside those of ``first``."""
     return functools.partial(both_contexts, first, second)
 
 
@@ -107,7 +126,7 @@ _DETERMINISM_CHECKS = ("default", "none")
 
 
 class _Checkpointed:
-    """A module's forward, to be run under ``checkpoint``."""
+    """A module's forward that runs under ``checkpoint``."""
 
     def __init__(self, forward: Forward) -> None:
         self.forward = forward
@@ -119,19 +138,24 @@ class _Checkpointed:
 def _checkpointed(forward: Forward) -> Forward:
     """Return ``forward`` under ``checkpoint``, as a bound method.
 
-    torch.compile guards on a replaced forward by identity, on a bound method by the identity of its function. With
-    partials each layer would be a graph of its own, and the ninth an error (``torch._dynamo.config.recompile_limit``).
+    torch.compile guards on a replaced forward by identity, but on a bound method by the identity of
+    its function. With partials each layer would get a separate graph, and the ninth layer would
+    raise an error (``torch._dynamo.config.recompile_limit``).
     """
     return _Checkpointed(forward).run
 
 
 def _under_function_modes(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let recomputation see what forward saw, such as torch's default device: torch runs backward without the modes."""
+    """Return ``function`` with the function modes of this call, such as torch's default device.
+
+    torch runs backward, and with it the recomputation, without these modes.
+    """
     modes = [] if torch.compiler.is_compiling() else overrides._get_current_function_mode_stack()
     return functools.partial(_run_under, modes, function) if modes else function
 
 
 def _run_under(modes: Sequence[AbstractContextManager[Any]], function: Callable[..., Any], *args: Any, **kwargs: Any):
+    """Run ``function`` inside those of ``modes`` that are not active."""
     active = overrides._get_current_function_mode_stack()
     with ExitStack() as stack:
         for mode in modes:
@@ -141,12 +165,15 @@ def _run_under(modes: Sequence[AbstractContextManager[Any]], function: Callable[
 
 
 def apply_recompute(model: Recomputable, memory: MemoryConfig) -> None:
-    """Replace the forward of the modules that ``memory`` names; parameters and their names stay as they are.
+    """Replace the forward of the modules that ``memory`` selects.
 
-    Calling it again replaces the earlier choice.
+    Parameters and parameter names do not change.
+
+    A second call replaces the first choice.
 
     Raises:
-        ValueError: ``recompute_num_layers`` exceeds, or for ``uniform`` does not divide, the number of layers.
+        ValueError: ``recompute_num_layers`` exceeds the number of layers, or, for ``uniform``, does
+            not divide it.
     """
     remove_recompute(model)
     if memory.recompute_granularity is not None:
@@ -154,6 +181,7 @@ def apply_recompute(model: Recomputable, memory: MemoryConfig) -> None:
     if memory.recompute_granularity == "full":
         if memory.recompute_keep_core_attn:
             _require_keepable(model.recompute_modules()["core_attn"])
+        # Layers whose activations are offloaded are not recomputed as well.
         _apply_full(list(model.decoder_layers())[memory.cpu_offloading_num_layers :], memory)
     elif memory.recompute_granularity == "selective":
         named = model.recompute_modules()
@@ -164,26 +192,30 @@ def apply_recompute(model: Recomputable, memory: MemoryConfig) -> None:
 
 
 def recomputes_parts(memory: MemoryConfig) -> bool:
-    """Whether backward keeps something from inside a recomputed layer, which takes part in a compiled layer's graph."""
+    """Return whether a recomputed layer saves inner tensors, in which case recompute is part of the
+    compiled graph.
+    """
     return memory.recompute_granularity == "selective" or (
         memory.recompute_granularity == "full" and memory.recompute_keep_core_attn
     )
 
 
 def recompute_module(module: nn.Module) -> None:
-    """Let one module run under ``checkpoint``; calling it again changes nothing."""
+    """Run one module under ``checkpoint``. A second call changes nothing."""
     backend.check_recompute()
     if not is_recomputed(module):
         wrap_forward(module, "recompute", _checkpointed)
 
 
 def is_recomputed(module: nn.Module) -> bool:
-    """Whether ``module`` by itself runs under ``checkpoint``."""
+    """Return whether ``module`` itself runs under ``checkpoint``."""
     return is_wrapped(module, "recompute") or is_wrapped(module, "traced_recompute")
 
 
 def is_passed_over(layer: nn.Module) -> bool:
-    """Whether ``layer`` returns its input, because the first layer of its recomputed chunk runs it."""
+    """Return whether ``layer`` returns its input unchanged, because the first layer of its chunk
+    runs it.
+    """
     return layer.__dict__.get("forward") is _pass_on
 
 
@@ -196,11 +228,18 @@ def remove_recompute(model: Recomputable) -> None:
 
 
 def _apply_full(layers: list[nn.Module], memory: MemoryConfig) -> None:
+    """Checkpoint ``layers`` in chunks of ``recompute_num_layers``.
+
+    ``block`` recomputes the first ``recompute_num_layers`` layers one by one. ``uniform``
+    recomputes all layers in chunks of ``recompute_num_layers`` layers, which saves one input per
+    chunk.
+    """
     num_layers = memory.recompute_num_layers or 1
     if not layers:
         raise ValueError("recompute_granularity 'full' is left no layer by cpu_offloading_num_layers: leave one out")
     if num_layers > len(layers):
         raise ValueError(f"recompute_num_layers {num_layers} exceeds the model's {len(layers)} layers: lower it")
+    # ``block``: chunks of one layer, over the first layers only.
     if memory.recompute_method == "block":
         layers, num_layers = layers[:num_layers], 1
     if len(layers) % num_layers:
@@ -213,6 +252,7 @@ def _apply_full(layers: list[nn.Module], memory: MemoryConfig) -> None:
 
 
 def _require_keepable(modules: Sequence[nn.Module]) -> None:
+    """Raise ``ValueError`` if an attention implementation is not a single fused operator."""
     found = {str(getattr(module, "implementation", None)) for module in modules}
     if not found <= set(KEEPABLE_ATTENTION):
         raise ValueError(
@@ -222,9 +262,15 @@ def _require_keepable(modules: Sequence[nn.Module]) -> None:
 
 
 def _checkpoint_chunk(layers: list[nn.Module], *, keep_core_attn: bool) -> None:
-    """The chunk's first layer runs the whole chunk under one checkpoint, the others pass their input on."""
+    """Run the complete chunk under one checkpoint in its first layer; the other layers return their
+    input.
+    """
+    # The chunk keeps its place in the model's loop: the first layer runs the forwards of all
+    # layers, and the other layers pass the hidden states on.
     first, *others = layers
     rest = [layer.forward for layer in others]
+    # A policy on operators sees nothing inside a compiled graph: this checkpoint must be traced
+    # into it.
     technique: Technique = "traced_recompute" if keep_core_attn else "recompute"
     wrap_forward(first, technique, functools.partial(_checkpointed_chunk, rest, keep_core_attn))
     for layer in others:
@@ -232,6 +278,7 @@ def _checkpoint_chunk(layers: list[nn.Module], *, keep_core_attn: bool) -> None:
 
 
 def _checkpointed_chunk(rest: Sequence[Forward], keep_core_attn: bool, forward: Forward) -> Forward:
+    """Return a forward that runs ``forward`` and then ``rest`` under one checkpoint."""
     run = functools.partial(_run_chunk, [forward, *rest])
     return functools.partial(checkpoint, run, keep_core_attn=keep_core_attn)
 
@@ -253,6 +300,9 @@ def _pass_on(hidden: Any, *context: Any) -> Any:
 
 
 def _warn_if_useless(named: Mapping[str, Sequence[nn.Module]], memory: MemoryConfig) -> None:
+    """Warn if only ``core_attn`` is recomputed and no layer materializes the S x S attention
+    scores.
+    """
     implementations = {getattr(module, "implementation", None) for module in named["core_attn"]}
     if memory.recompute_modules == ("core_attn",) and "math" not in implementations:
         warnings.warn(

@@ -1,7 +1,8 @@
 """Keeps the results of fused attention kernels in regions that are otherwise recomputed.
 
-By PyTorch's selective checkpointing: the kernels' operators are named, and their outputs (the context and the
-log-sum-exps) are handed out again when the region runs for the second time.
+Uses PyTorch's selective activation checkpointing. The policy names the kernels' operators. Their
+outputs (the context and the log-sum-exps) are saved in forward and returned when the region runs
+again.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from nxd_memopt.ops.autograd import ReusableContext
 from nxd_memopt.ops.cuda.attention import FLASH4_OPERATOR
 
 KEEPABLE_ATTENTION = ("sdpa", "flash4", "cudnn", "flash", "efficient")
-"""Implementations whose kernel is one operator."""
+"""Attention implementations that run as a single operator, which the policy can name."""
 
 _OPERATORS = {FLASH4_OPERATOR} | {
     getattr(torch.ops.aten, name).default
@@ -33,16 +34,22 @@ _OPERATORS = {FLASH4_OPERATOR} | {
 
 
 def _policy(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Return ``MUST_SAVE`` for fused attention operators and ``PREFER_RECOMPUTE`` for all other
+    operators.
+    """
     del ctx, args, kwargs
     return CheckpointPolicy.MUST_SAVE if operator in _OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 keeping_contexts: Callable[[], ContextPair] = functools.partial(create_selective_checkpoint_contexts, _policy)  # pyright: ignore
-"""One context for the forward pass, which keeps, and one for the recomputation, which hands out."""
+"""Return a context that saves (forward pass) and a context that returns the saved results
+(recomputation).
+"""
 
 
 def both_contexts(first: Callable[[], ContextPair], second: Callable[[], ContextPair]) -> ContextPair:
-    """The contexts of ``first``, with those of ``second`` inside them."""
+    """Return the context pair of ``first`` with the context pair of ``second`` nested inside."""
+    # A retained graph recomputes its regions again: each entry builds new nested contexts.
     (first_forward, first_again), (second_forward, second_again) = first(), second()
     forward = functools.partial(_nested, first_forward, second_forward)
     again = functools.partial(_nested, first_again, second_again)

@@ -12,40 +12,48 @@ Forward = Callable[..., Any]
 Wrapper = Callable[[Forward], Forward]
 Technique = Literal["traced_recompute", "compile", "recompute", "offload"]
 
-# Full recompute is outside the compiled graph. Inside, the compiler would decide what is kept, by tags on operations;
-# torch 2.11 drops the tags of operations in autograd Functions, and then keeps the outputs of all matmuls (measured:
-# 676 MiB instead of 64 MiB a layer of LLaMA-3-8B at 8,192 tokens). Recompute of a part of the layer has to be inside
-# (``traced_recompute``), and is refused where the tags are dropped. Offloading is outside: its hooks are Python code,
-# which no graph can hold, and they receive what the compiled layer keeps for backward.
+# Full recompute is outside the compiled graph. Inside, the compiler would decide what is saved, by
+# tags on operations. torch 2.11 drops the tags of operations in autograd Functions and then saves
+# the outputs of all matmuls (measured: 676 MiB instead of 64 MiB per layer of LLaMA-3-8B at 8,192
+# tokens). Recompute of a part of the layer must be inside (``traced_recompute``) and is refused by
+# torch versions that drop the tags. Offload is outside: its hooks are Python code, which a graph
+# cannot contain, and they receive the tensors that the compiled layer saves for backward.
 _INNER_FIRST: tuple[Technique, ...] = ("traced_recompute", "compile", "recompute", "offload")
 _STATE = "_wrapped_forward"
 
 
 def wrap_forward(module: nn.Module, technique: Technique, wrapper: Wrapper) -> None:
-    """Let ``module`` run ``wrapper(forward)``; one of the same technique is replaced, parameters keep their names.
+    """Replace the forward of ``module`` by ``wrapper(forward)``. Parameter names do not change.
 
-    ``wrapper`` is to be made of partials: ``copy.deepcopy`` of a model copies those with it, and would share a closure.
+    A wrapper of the same technique is replaced. Build ``wrapper`` from partials: ``copy.deepcopy``
+    of a model copies partials with the model, but shares closures.
     """
     _set(module, {**_wrappers(module), technique: wrapper})
 
 
 def unwrap_forward(module: nn.Module, technique: Technique) -> None:
-    """Undo ``wrap_forward``, if it was done; the other techniques stay."""
+    """Undo ``wrap_forward`` for one technique, if it is applied; the other techniques stay."""
     wrappers = dict(_wrappers(module))
     if wrappers.pop(technique, None) is not None:
         _set(module, wrappers)
 
 
 def is_wrapped(module: nn.Module, technique: Technique) -> bool:
+    """Return whether ``technique`` is applied to ``module``."""
     return technique in _wrappers(module)
 
 
 def _wrappers(module: nn.Module) -> Mapping[Technique, Wrapper]:
+    """Return the wrappers of ``module`` by technique."""
     return module.__dict__[_STATE][1] if _STATE in module.__dict__ else {}
 
 
 def _set(module: nn.Module, wrappers: Mapping[Technique, Wrapper]) -> None:
-    own = module.__dict__.pop(_STATE, (module.__dict__.get("forward"),))[0]  # None: the class's
+    """Rebuild the forward of ``module`` from its original forward and ``wrappers``, innermost
+    first.
+    """
+    # ``own`` is a forward that the user set on the instance, or None for the forward of the class.
+    own = module.__dict__.pop(_STATE, (module.__dict__.get("forward"),))[0]
     module.__dict__.pop("forward", None)
     if own is not None:
         module.__dict__["forward"] = own

@@ -12,28 +12,29 @@ from torch import Tensor
 from nxd_memopt.backends import backend
 
 Numbers = dict[tuple[Any, ...], tuple[float | Tensor, float | Tensor]]
-"""Step size and decay, by update, device and dtype."""
+"""Step size and decay by (step, device, dtype)."""
 
 
 class AdamW_FP32OptimParams(torch.optim.Optimizer):  # noqa: N801 (neuronx-distributed's name)
-    """Adam with decoupled weight decay (arXiv:1711.05101), moments in fp32, or in float64 for float64 gradients.
+    """Adam with decoupled weight decay (arXiv:1711.05101), moments in fp32, or in float64 for
+    float64 gradients.
 
-    Weight decay follows the Adam update and sees its result, as in Hugging Face's AdamW; ``torch.optim.AdamW`` decays
-    first. The two differ by ``lr * weight_decay`` times one update.
+    Weight decay is applied after the Adam update, to its result, as in Hugging Face's AdamW.
+    ``torch.optim.AdamW`` decays first. The two differ by ``lr * weight_decay`` times one update.
 
     Args:
         params: parameters or groups.
-        lr: learning rate, at least 0; a number or a tensor of one element, which is read only.
+        lr: learning rate, at least 0; a number or a tensor of one element, which is only read.
         betas: decay of the first and second moment, each in [0, 1).
         eps: added to the root of the second moment, before the bias correction; at least 0.
         weight_decay: at least 0.
-        correct_bias: divide the moments by their warm-up factors.
-        no_deprecation_warning: for callers that pass it: this class is not deprecated, nothing is warned of.
-        differentiable: only False.
-        capturable: only False.
+        correct_bias: divide the moments by ``1 - beta ** step``.
+        no_deprecation_warning: accepted for compatibility and ignored; this class never warns.
+        differentiable: must be False.
+        capturable: must be False.
 
     Raises:
-        ValueError: for a value outside its range.
+        ValueError: a value is outside its range.
     """
 
     def __init__(
@@ -80,8 +81,11 @@ class AdamW_FP32OptimParams(torch.optim.Optimizer):  # noqa: N801 (neuronx-distr
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Put a saved state back; torch's own method would round the moments to the parameters' dtype."""
+        """Load a saved state. torch's own method would round the moments to the dtype of the
+        parameters.
+        """
         super().load_state_dict(state_dict)
+        # ``super()`` loads steps and options; copy the moments again in the dtype of the file.
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
         for index, param in zip(saved, params, strict=True):
@@ -91,35 +95,46 @@ class AdamW_FP32OptimParams(torch.optim.Optimizer):  # noqa: N801 (neuronx-distr
 
 
 def _update(param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any], numbers: Numbers) -> None:
+    """Update one parameter and its moments."""
     if not state:
+        # fp32 for bf16, fp16 and fp32 gradients; float64 stays float64.
         wide = torch.promote_types(grad.dtype, torch.float32)
         state.update(step=0, exp_avg=torch.zeros_like(grad, dtype=wide), exp_avg_sq=torch.zeros_like(grad, dtype=wide))
     state["step"] += 1
     mean, mean_of_squares = state["exp_avg"], state["exp_avg_sq"]
     beta1, beta2 = group["betas"]
     wide_grad = grad.to(mean.dtype)
+    # m = beta1 m + (1 - beta1) g, v = beta2 v + (1 - beta2) g^2
     mean.mul_(beta1).add_(wide_grad, alpha=1 - beta1)
     mean_of_squares.mul_(beta2).addcmul_(wide_grad, wide_grad, value=1 - beta2)
+    # All parameters of one step share the step size: on compiled backends it is one small
+    # host-to-device copy per step and dtype, not one per parameter.
     key = (state["step"], mean.device, mean.dtype)
     if key not in numbers:
         numbers[key] = _step_size(state["step"], group, mean), _operand(1 - group["lr"] * group["weight_decay"], mean)
     step_size, decay = numbers[key]
+    # p = (p - step_size m / (sqrt(v) + eps)) (1 - lr weight_decay), in fp32; ``copy_`` rounds once.
     updated = param.to(mean.dtype)
     updated = updated - step_size * mean / mean_of_squares.sqrt().add_(group["eps"])
     param.copy_(updated.mul_(decay))
 
 
 def _step_size(step: int, group: dict[str, Any], mean: Tensor) -> float | Tensor:
+    """Return the learning rate times the ratio of the bias corrections of both moments."""
     size = group["lr"]
     if group["correct_bias"]:
         beta1, beta2 = group["betas"]
-        # not in place: a learning rate may be a tensor, which is the group's
+        # Not in place: a tensor learning rate belongs to the group.
         size = size * (math.sqrt(1 - beta2**step) / (1 - beta1**step))
     return _operand(size, mean)
 
 
 def _operand(number: float | Tensor, tensor: Tensor) -> float | Tensor:
-    """Return ``number`` for an operation with ``tensor``: 0-dim where a number would be compiled into the kernel."""
+    """Return ``number`` as an operand of ``tensor``: a 0-dim tensor if numbers are compiled into
+    kernels.
+
+    A number that changes in each step would otherwise compile new kernels in each step.
+    """
     if not backend.scalars_are_compiled:
         return number
     return torch.as_tensor(number, dtype=tensor.dtype).to(tensor.device)

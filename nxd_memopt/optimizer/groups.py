@@ -10,8 +10,15 @@ from nxd_memopt.parallel_layers import parallel_state
 
 
 def join_group(rank_groups: list[list[int]]) -> ProcessGroup | None:
-    """This rank's group of the partition; ``None`` where it is alone."""
+    """Return this rank's process group of the partition ``rank_groups``, or None if the groups have
+    one rank.
+
+    Raises:
+        ValueError: ``rank_groups`` is not a partition of the world into groups of equal size.
+    """
     world_size = parallel_state.get_world_size()
+    # A partition of equal groups: every rank takes part in one collective with shards of equal
+    # length.
     if sorted(rank for ranks in rank_groups for rank in ranks) != list(range(world_size)):
         raise ValueError(f"sharding_groups {rank_groups} must name each of the world's {world_size} ranks once")
     if len({len(ranks) for ranks in rank_groups}) != 1:
@@ -22,12 +29,14 @@ def join_group(rank_groups: list[list[int]]) -> ProcessGroup | None:
 
 
 def require_no_context_parallelism() -> None:
+    """Raise ``ValueError`` if context parallelism is enabled."""
     size = parallel_state.get_context_model_parallel_size()
     if size > 1:
         raise ValueError(f"context_parallel_size {size}: gradients are not reduced over context-parallel ranks; use 1")
 
 
 def require_tensor_parallel_groups(rank_groups: Sequence[Sequence[int]] | None) -> None:
+    """Raise ``ValueError`` if ``rank_groups`` is neither None nor the tensor-parallel groups."""
     expected = parallel_state.get_tensor_model_parallel_replica_groups()
     if rank_groups is not None and [list(ranks) for ranks in rank_groups] != expected:
         raise ValueError(

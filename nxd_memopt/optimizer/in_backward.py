@@ -15,21 +15,23 @@ from nxd_memopt.parallel_layers.parallel_state import gradient_ledger
 
 
 class OptimizerInBackward:
-    """Step ``optimizer`` for each parameter when backward has made its gradient; the model's gradients never coexist.
+    """Steps ``optimizer`` for each parameter as soon as its gradient is complete, and frees the
+    gradient.
 
-    It saves the bytes of all gradients but the largest (2 a parameter in bf16), for one backward a step: gradients
-    cannot be accumulated, nor clipped by their common norm. Those of sequence shards are first summed over the
-    tensor-parallel ranks, and all are averaged over the data-parallel ranks, parameter by parameter.
+    It saves the bytes of all gradients but the largest (2 bytes per parameter in bf16). In exchange
+    a step has exactly one backward: gradients can neither be accumulated nor clipped by their
+    common norm. Gradients of sequence shards are first summed over the tensor-parallel ranks. All
+    gradients are averaged over the data-parallel ranks, parameter by parameter.
 
-    ``torchtune.training.memory.OptimizerInBackwardWrapper`` does the same with an optimizer for each parameter; here it
-    is one, whose groups, state and learning-rate schedule are as without this. Keep this object: when it is gone,
-    backward makes gradients as before.
+    ``torchtune.training.memory.OptimizerInBackwardWrapper`` uses one optimizer per parameter. Here
+    a single optimizer keeps its groups, states and learning-rate schedule. Keep a reference to this
+    object: when it is garbage-collected, backward accumulates gradients as usual.
 
     Args:
-        optimizer: updates each parameter by its own gradient alone, as SGD, Adam and their like do.
+        optimizer: must update each parameter from its own gradient alone, as SGD and Adam do.
 
     Raises:
-        ValueError: a parameter does not require a gradient, or has one already.
+        ValueError: a parameter does not require a gradient, or already has one.
 
     Example::
 
@@ -40,6 +42,7 @@ class OptimizerInBackward:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
+        # Keep the full groups: ``_only`` replaces the groups during each step.
         self._params = [list(group["params"]) for group in optimizer.param_groups]
         self._updated: set[Tensor] = set()
         gradient_ledger.track(param for params in self._params for param in params)
@@ -50,21 +53,28 @@ class OptimizerInBackward:
                 self._hooks.append(param.register_post_accumulate_grad_hook(_hook(weakref.ref(self), i)))
 
     def _update(self, group: int, param: Tensor) -> None:
+        """Reduce the gradient of ``param``, update ``param``, and free the gradient."""
         if param in self._updated:
             raise RuntimeError(
                 f"a second gradient of a parameter of shape {list(param.shape)} before step(): one backward a step, "
                 "gradients cannot be accumulated"
             )
+        # These collectives need the same order of hooks on all ranks, which run the same autograd
+        # graph.
         self._updated.add(param)
         grads.allreduce_sequence_parallel_gradients([param])
         grads.bucket_allreduce_gradients([param])
+        # The optimizer keeps its own states and options; it only sees a group with a single
+        # parameter.
         with self._only(group, param):
             self.optimizer.step()
         param.grad = None
 
     @contextmanager
     def _only(self, group: int, param: Tensor) -> Iterator[None]:
-        """The optimizer sees one parameter."""
+        """Restrict the optimizer to one parameter inside the block."""
+        # ``optimizer.step()`` updates all parameters that have gradients. Other gradients may exist
+        # but are not reduced yet.
         for i, each in enumerate(self.optimizer.param_groups):
             each["params"] = [param] if i == group else []
         try:
@@ -74,28 +84,28 @@ class OptimizerInBackward:
                 each["params"] = params
 
     def step(self) -> None:
-        """End the step, in whose backward the parameters were updated.
+        """End the step. The parameters were already updated in backward.
 
         Raises:
-            RuntimeError: none was.
+            RuntimeError: no parameter was updated.
         """
         if not self._updated:
             raise RuntimeError("no parameter had a gradient since the last step(): call backward() first")
         self._updated.clear()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing is left to clear; for training loops that call it."""
+        """Do nothing: backward has freed the gradients. Training loops may call it."""
         del set_to_none
 
     def remove(self) -> None:
-        """Let backward make gradients as before."""
+        """Remove the hooks. Backward accumulates gradients as usual afterwards."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's, so that a schedule can set their learning rates."""
+        """The optimizer's parameter groups. A schedule sets the learning rates here."""
         return self.optimizer.param_groups
 
     def state_dict(self) -> dict[str, Any]:
@@ -106,7 +116,10 @@ class OptimizerInBackward:
 
 
 def _hook(owner: weakref.ref[OptimizerInBackward], group: int) -> Callable[[Tensor], None]:
-    """Parameters do not keep their optimizer alive: a cycle through autograd's hooks would never be collected."""
+    """Return a hook that holds a weak reference to ``owner``.
+
+    A strong reference would form a cycle through autograd hooks, which is never garbage-collected.
+    """
 
     def update(param: Tensor) -> None:
         optimizer = owner()
@@ -117,6 +130,7 @@ def _hook(owner: weakref.ref[OptimizerInBackward], group: int) -> Callable[[Tens
 
 
 def _require_fresh(param: Tensor) -> None:
+    """Raise ``ValueError`` if ``param`` does not require a gradient or already has one."""
     if not param.requires_grad or param.grad is not None:
         raise ValueError(
             f"a parameter of shape {list(param.shape)} has requires_grad={param.requires_grad} and "

@@ -14,19 +14,24 @@ from nxd_memopt.parallel_layers.gradient_ledger import adding_to_main_grad
 
 
 def accumulate_in(dtype: torch.dtype, parameters: Iterable[Tensor]) -> list[RemovableHandle]:
-    """Let each backward add to ``parameter.main_grad`` in ``dtype``, and free ``grad``.
+    """Accumulate each parameter's gradient in ``param.main_grad`` in ``dtype`` and free
+    ``param.grad``.
 
-    A bf16 sum of 256 micro-batches would lose the late ones, each of which is near the sum's rounding step. Parameters
-    that have ``dtype`` already keep their ``grad``. ``parallel_layers.grads`` reads ``main_grad`` in place of ``grad``.
+    A bf16 sum of 256 micro-batches would lose the late ones, because each is about as small as the
+    rounding step of the sum. Parameters that already have ``dtype`` keep ``grad``.
+    ``parallel_layers.grads`` reads ``main_grad`` instead of ``grad``.
 
     Returns:
-        The hooks' handles, to remove them by.
+        Handles that remove the hooks.
     """
     hook = functools.partial(_add_to_main_grad, dtype)
     return [p.register_post_accumulate_grad_hook(hook) for p in parameters if p.dtype != dtype and p.requires_grad]
 
 
 def _add_to_main_grad(dtype: torch.dtype, parameter: Any) -> None:
+    """Add ``parameter.grad`` to ``parameter.main_grad`` and free it."""
+    # The first micro-batch casts, which allocates the accumulator; later micro-batches add in
+    # place. ``grad`` is freed immediately in both cases.
     accumulated = getattr(parameter, "main_grad", None)
     with adding_to_main_grad(parameter):
         if accumulated is None:
@@ -37,7 +42,7 @@ def _add_to_main_grad(dtype: torch.dtype, parameter: Any) -> None:
 
 
 def clear_main_grad(parameters: Iterable[Any], *, set_to_none: bool) -> None:
-    """Drop, or zero, every ``main_grad``."""
+    """Drop (``set_to_none``) or zero every ``main_grad``."""
     for parameter in parameters:
         if getattr(parameter, "main_grad", None) is None:
             continue

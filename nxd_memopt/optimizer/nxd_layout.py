@@ -1,10 +1,12 @@
 """Writes ZeRO-1 states in neuronx-distributed's layout.
 
-With D data-parallel ranks, torch_xla pads dimension 0 of a parameter ``[n_0, ...]`` to a multiple of D and gives rank i
-the rows ``[i R, (i + 1) R)``, R = ceil(n_0 / D). This library's shards are elements: rank i has ``[i c, (i + 1) c)`` of
-the flat parameter, c = ceil(n / D). Where D divides n_0, the two are the same elements.
+With D data-parallel ranks, torch_xla pads dimension 0 of a parameter ``[n_0, ...]`` to a multiple
+of D. Rank i stores the rows ``[i R, (i + 1) R)``, R = ceil(n_0 / D). This library shards by
+elements: rank i stores ``[i c, (i + 1) c)`` of the flat parameter, c = ceil(n / D). If D divides
+n_0, both are the same elements.
 
-torch_xla cannot shard a 0-dim parameter. Its states and master are written as those of a parameter of shape ``[1]``.
+torch_xla cannot shard a 0-dim parameter. Its states and master are written as for a parameter of
+shape ``[1]``.
 """
 
 from __future__ import annotations
@@ -23,19 +25,23 @@ from nxd_memopt.parallel_layers.utils import padded_size
 
 
 def to_row_shards(flat: Tensor, shape: Sequence[int], sharding: Sequence[int], group: ProcessGroup | None) -> Tensor:
-    """Return the rows that torch_xla gives this rank, ``[R, ...]``, from this rank's flat shard.
+    """Return the rows that torch_xla assigns to this rank, ``[R, ...]``, from this rank's flat
+    shard.
 
-    Where D does not divide the rows, all ranks of the group call, and each gathers one parameter.
+    If D does not divide the rows, all ranks of the group must call: each all-gathers the full
+    parameter.
 
     Args:
-        flat: this rank's shard, of ceil(n / D) elements.
-        shape: of the parameter on this tensor-parallel rank.
+        flat: this rank's shard, 1-D of ceil(n / D) elements.
+        shape: shape of the parameter on this tensor-parallel rank, ``[n_0, ...]``.
         sharding: ``[rank, D]``.
-        group: the ranks that share the parameter.
+        group: the sharding group.
     """
     rank, size = sharding
     shape = shape or (1,)
     rows = padded_size(shape[0], size) // size
+    # If D divides n_0, c = R n_1 n_2 ...: the flat shard is exactly the R rows, without
+    # communication.
     if shape[0] % size == 0:
         return flat.view(rows, *shape[1:])
     with backend.outside_step():
@@ -45,9 +51,12 @@ def to_row_shards(flat: Tensor, shape: Sequence[int], sharding: Sequence[int], g
 
 
 def cut_rows(full: Tensor, rank: int, size: int) -> Tensor:
-    """Return rows ``[rank R, (rank + 1) R)`` of ``full`` padded with zero rows to a multiple of ``size``."""
+    """Return rows ``[rank R, (rank + 1) R)`` of ``full``, zero-padded to a multiple of ``size``
+    rows.
+    """
     full = full.reshape(1) if full.dim() == 0 else full
     rows = padded_size(full.size(0), size) // size
+    # ``F.pad`` takes pairs from the last dimension to the first: only dimension 0 grows.
     padded = F.pad(full, [0, 0] * (full.dim() - 1) + [0, rows * size - full.size(0)])
     return padded.narrow(0, rank * rows, rows)
 
@@ -58,24 +67,31 @@ def to_nxd_layout(
     masters: Mapping[int, Tensor],
     group: ProcessGroup | None,
 ) -> dict[str, Any]:
-    """Return the state dict that torch_xla's ``ZeroRedundancyOptimizer.load_state_dict`` takes. All of group call.
+    """Return the state dict for torch_xla's ``ZeroRedundancyOptimizer.load_state_dict``.
+
+    All ranks of the group call.
 
     Args:
-        state: of ``NeuronZero1Optimizer.state_dict()``, whose numbers count the trained parameters only.
-        param_groups: the optimizer's, frozen parameters included: torch_xla numbers those too.
-        masters: flat, by the numbers in ``state``; of all its parameters, or of none.
+        state: ``NeuronZero1Optimizer.state_dict()``, which numbers only the trained parameters.
+        param_groups: the optimizer's groups, frozen parameters included: torch_xla numbers frozen
+            parameters too.
+        masters: flat masters by the numbers in ``state``; of all parameters, or empty.
         group: the sharding group.
     """
     sharding = state["sharding"]
     params = [param for options in param_groups for param in options["params"]]
+    # ``position[k]`` is the number of the k-th trained parameter among all parameters.
     position = [i for i, param in enumerate(params) if param.requires_grad]
 
     def rows(i: int, value: Any, name: str) -> Any:
         shape = params[position[i]].shape
+        # A state with one value per element of the shard is converted; step counters and scalars
+        # are copied.
         length = padded_size(math.prod(shape), sharding[1]) // sharding[1]
         is_shard = has_elements(value, name, params[position[i]]) and value.numel() == length
         return to_row_shards(value, shape, sharding, group) if is_shard else value
 
+    # torch_xla stores the base optimizer's states under ``base_state`` and leaves ``state`` empty.
     nxd: dict[str, Any] = {
         "state": {},
         "param_groups": [
@@ -91,21 +107,25 @@ def to_nxd_layout(
     }
     if masters:
         stored = {position[i]: rows(i, master, "master") for i, master in masters.items()}
+        # torch_xla keeps masters of frozen parameters too. The optimizer has none: cut them from
+        # the parameters.
         frozen = {i: cut_rows(p.detach().float(), *sharding) for i, p in enumerate(params) if i not in stored}
         nxd["sharded_master_weights"] = dict(sorted({**stored, **frozen}.items()))
     return nxd
 
 
 def has_elements(value: Any, name: str, param: Tensor) -> bool:
-    """Whether the state ``name`` has an element for each of the parameter's, unlike a step counter.
+    """Return whether the state ``name`` has one value per element of ``param``, unlike a step
+    counter.
 
-    The states of a 0-dim parameter have no dimension either: the counter is known by the name that torch gives it.
+    The states of a 0-dim parameter have no dimension either. Its counter is recognized by torch's
+    name, ``step``.
     """
     return isinstance(value, Tensor) and (value.dim() > 0 or (param.dim() == 0 and name != "step"))
 
 
 def number_parameters(param_groups: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-    """Return the parameters' numbers by group, counted over all groups."""
+    """Return the numbers of the parameters by group, counted over all groups."""
     numbers, start = [], 0
     for options in param_groups:
         stop = start + len(options["params"])

@@ -1,7 +1,8 @@
 """Reads ZeRO-1 states from the rank files of any tensor-, pipeline- and data-parallel sizes.
 
-The flat shards of all data-parallel ranks, one after another, are the flat parameter followed by padding, both in
-torch_xla's layout (see ``nxd_layout``) and in this library's; the length of a shard is all that differs.
+The concatenated flat shards of all data-parallel ranks are the flat parameter followed by padding.
+This is true for torch_xla's layout (see ``nxd_layout``) and for this library's; only the length of
+a shard differs.
 """
 
 from __future__ import annotations
@@ -29,19 +30,22 @@ _ENTRIES = {
     *("dp_rank", "tp_rank"),
 }
 OPTIONS_OF_THE_DEVICE = ("foreach", "fused", "capturable", "differentiable")
-"""Options of a parameter group that say how a device computes a step; a resumed run keeps its own."""
+"""Options of a parameter group that select how a device computes a step.
+
+A resumed run keeps its own.
+"""
 
 
 @dataclass(frozen=True)
 class Target:
-    """What the reader builds a state for.
+    """The optimizer that the reader builds a state for.
 
     Attributes:
-        param_groups: the optimizer's, frozen parameters included.
-        options: of each group, without ``params``: what the optimizer's class needs.
+        param_groups: the optimizer's groups, frozen parameters included.
+        options: options of each group without ``params``, as the optimizer class needs them.
         sharding: ``[rank, D]``.
-        names: of the parameters, by their order in the groups, as in the model's state dict; needed to merge pipeline
-            stages.
+        names: names of the parameters in the model's state dict, in the order of the groups; needed
+            to merge pipeline stages.
     """
 
     param_groups: Sequence[Mapping[str, Any]]
@@ -55,10 +59,10 @@ class Target:
 
 
 class OptimizerFiles:
-    """The optimizer states of all ranks of a run; each file is opened when it is first needed.
+    """The optimizer states of all ranks of a run. Each file is opened at the first access.
 
     Args:
-        files: of the ranks.
+        files: the rank files.
         stage_names: for each pipeline stage the names of its parameters; empty for one stage.
     """
 
@@ -67,11 +71,12 @@ class OptimizerFiles:
         self._opened: dict[tuple[int, int, int], dict[str, Any]] = {}
 
     def content(self, tensor_rank: int, stage: int = 0, data_rank: int = 0) -> dict[str, Any]:
-        """Return one rank's state dict, xser tensors unread.
+        """Return one rank's state dict; tensors of the xser format are not read yet.
 
         Raises:
-            ValueError: when the file is damaged, or is no optimizer's state.
+            ValueError: the file is damaged or is not an optimizer state.
         """
+        # All parameters share the files: open each file once.
         ranks = (data_rank, tensor_rank, stage)
         if ranks not in self._opened:
             path = self.files.file(tensor_rank, stage, data_rank)
@@ -84,7 +89,9 @@ class OptimizerFiles:
         return self._opened[ranks]
 
     def values(self, number: int, tensor_rank: int, stage: int, data_rank: int) -> dict[str, Any]:
-        """Return one parameter's states by name, and its master as ``master``; what a frozen one has is empty."""
+        """Return one parameter's states by name, its master as ``master``; empty for a frozen
+        parameter.
+        """
         content = self.content(tensor_rank, stage, data_rank)
         values = dict(states_of(content).get(number, {}))
         if number in content.get("sharded_master_weights", {}):
@@ -93,18 +100,19 @@ class OptimizerFiles:
 
 
 def states_of(content: Mapping[str, Any]) -> Mapping[int, Mapping[str, Any]]:
-    """Return the states by parameter, of torch_xla's layout or of any other."""
+    """Return the states by parameter, in torch_xla's layout or in this library's."""
     return content["base_state"] if "base_state" in content else content["state"]
 
 
 def read_state(source: OptimizerFiles, target: Target) -> dict[str, Any]:
-    """Return what ``NeuronZero1Optimizer.load_state_dict`` takes, for ``target``'s rank, from files of any T and D.
+    """Return the input of ``NeuronZero1Optimizer.load_state_dict`` for this rank, from files of any
+    T and D.
 
-    At the files' own T and D every value is the file's bit for bit; otherwise the shards are joined and cut again.
-    Only the files that hold this rank's elements are read.
+    With the files' own T and D every value equals the file's bit for bit. Otherwise the shards are
+    concatenated and cut again. Only files that store elements of this rank are read.
 
     Raises:
-        ValueError: when files are damaged, are of another model, or hold replicated KV heads of another T.
+        ValueError: files are damaged, belong to another model, or have KV replicas for another T.
     """
     files, places = source.files, _places(source, target)
     own_size = parallel_state.get_tensor_model_parallel_size()
@@ -113,8 +121,12 @@ def read_state(source: OptimizerFiles, target: Target) -> dict[str, Any]:
     masters: dict[int, Tensor] = {}
     shape_info: dict[int, list[int]] = {}
     for new_number, i in enumerate(trained):
+        # ``number`` counts within the stage's files; ``new_number`` counts the trained parameters,
+        # as in ``load_state_dict``.
         param, (stage, number) = target.params[i], places[i]
         same_size = files.tensor_model_parallel_size == own_size
+        # Same T: only this tensor-parallel rank's files. Another T: all shards of a sharded
+        # parameter, or the file of rank 0 for a replicated one.
         tensor_ranks = [parallel_state.get_tensor_model_parallel_rank()] if same_size else _ranks(files, param)
         _require_shape(source, param, number, stage, tensor_ranks[0])
         read = _ParameterReader(source, param, number, stage, tensor_ranks, not same_size and is_sharded(param))
@@ -138,17 +150,21 @@ def read_state(source: OptimizerFiles, target: Target) -> dict[str, Any]:
 
 
 def _own_rank(files: RankFiles) -> int:
+    """Return a tensor-parallel rank that has files: this rank's, or 0 if the files have a smaller
+    T.
+    """
     rank = parallel_state.get_tensor_model_parallel_rank()
     return rank if rank < files.tensor_model_parallel_size else 0
 
 
 def _ranks(files: RankFiles, param: Tensor) -> list[int]:
+    """Return the tensor-parallel ranks whose files are needed for the full parameter."""
     return list(range(files.tensor_model_parallel_size)) if is_sharded(param) else [0]
 
 
 @dataclass
 class _ParameterReader:
-    """Reads one parameter's values from the files that hold parts of it."""
+    """Reads one parameter's values from all files that store parts of it."""
 
     source: OptimizerFiles
     param: Tensor
@@ -159,43 +175,60 @@ class _ParameterReader:
 
     @property
     def first(self) -> dict[str, Any]:
+        """The values in the first of the files; the names are the same in all of them."""
         return self.source.values(self.number, self.tensor_ranks[0], self.stage, 0)
 
     def shard(self, name: str, value: Any, sharding: Sequence[int]) -> Any:
-        """Return this rank's flat shard, or ``value`` as it is where it is no tensor of elements, such as a step."""
+        """Return this rank's flat shard, or ``value`` itself if it is not one value per element (a
+        step).
+        """
         value = resolve(value) if isinstance(value, StoredTensor) else value
         if not has_elements(value, name, self.param):
             return value.clone() if isinstance(value, Tensor) else value
         rank, size = sharding
+        # Same T: assemble only this rank's range of the flat parameter. Another T: assemble every
+        # tensor-parallel shard, join them to the full tensor, and cut this rank's part again.
         if not self.resharded:
             length = padded_size(self.param.numel(), size) // size
             elements = (rank * length, (rank + 1) * length)
             part = self._elements(name, self.tensor_ranks[0], tuple(self.param.shape), elements)
             return part.view(self.param.shape) if size == 1 else part
+        # Full tensor [.., n, ..] from T_old shards, then this rank's slice for T_new, then its flat
+        # chunk for D_new.
         shards = [self._full_shard(name, tensor_rank) for tensor_rank in self.tensor_ranks]
         local = local_slice(join_shards(shards, self.param), self.param, dtype=shards[0].dtype)
         return flat_shard(local, rank, size)
 
     def _full_shard(self, name: str, tensor_rank: int) -> Tensor:
+        """Return one tensor-parallel rank's complete state in the shape that its files record."""
         shape = tuple(self.source.content(tensor_rank, self.stage)["shape_info"][self.number])
         return self._elements(name, tensor_rank, shape, (0, math.prod(shape))).view(shape)
 
     def _elements(self, name: str, tensor_rank: int, shape: tuple[int, ...], wanted: tuple[int, int]) -> Tensor:
-        """Return elements ``wanted`` of a tensor-parallel shard of ``shape``, zeros past its end, from all D files."""
+        """Return elements ``wanted`` = (start, stop) of a tensor-parallel shard of ``shape``, 1-D.
+
+        Elements past the end of the shard are zeros. Only the overlapping files of the D ranks are
+        read.
+        """
         start, stop = wanted
         pieces: list[Tensor] = []
         first = 0
         for data_rank in range(self.source.files.data_parallel_size):
+            # File d stores [d length, (d + 1) length); take the intersection with [start, stop),
+            # without padding.
             length = self._length(shape, tensor_rank)
             low, high = max(start, first), min(stop, first + length, math.prod(shape))
             if low < high:
                 pieces.append(self._flat(name, tensor_rank, data_rank, length)[low - first : high - first])
             first += length
+        # No chunk overlaps if the full range is padding (a parameter with fewer than D elements).
         found = torch.cat(pieces) if pieces else resolve(self.first[name]).new_zeros(0)
         return F.pad(found, (0, stop - start - found.numel()))
 
     def _length(self, shape: tuple[int, ...], tensor_rank: int) -> int:
-        """Return the elements that each data-parallel rank's file holds."""
+        """Return the number of elements in each data-parallel rank's file: R n_1 n_2 ... in
+        torch_xla's layout, else ceil(n / D).
+        """
         size = self.source.files.data_parallel_size
         if "base_state" in self.source.content(tensor_rank, self.stage):
             rows = shape[0] if shape else 1  # a 0-dim parameter's files are those of shape [1]
@@ -203,6 +236,11 @@ class _ParameterReader:
         return padded_size(math.prod(shape), size) // size
 
     def _flat(self, name: str, tensor_rank: int, data_rank: int, length: int) -> Tensor:
+        """Return one file's tensor, 1-D.
+
+        Raises:
+            ValueError: the file lacks the tensor, or it has another number of elements.
+        """
         values = self.source.values(self.number, tensor_rank, self.stage, data_rank)
         path = self.source.files.file(tensor_rank, self.stage, data_rank)
         if name not in values:
@@ -220,17 +258,18 @@ class _ParameterReader:
 def read_tensor_parallel_shard(
     source: OptimizerFiles, place: tuple[int, int], tensor_rank: int, name: str, shape: tuple[int, ...]
 ) -> Tensor:
-    """Return one tensor-parallel rank's state or master ``name``, joined over the data-parallel ranks' files.
+    """Return one tensor-parallel rank's state or master ``name``, concatenated over the
+    data-parallel ranks' files.
 
     Args:
         source: the files.
         place: pipeline stage and number of the parameter.
-        tensor_rank: whose shard.
-        name: of the state, or ``master``.
-        shape: of the shard.
+        tensor_rank: the tensor-parallel rank.
+        name: name of the state, or ``master``.
+        shape: shape of the shard.
 
     Raises:
-        ValueError: when a file is missing or damaged, or holds another number of elements.
+        ValueError: a file is missing or damaged, or stores another number of elements.
     """
     stage, number = place
     reader = _ParameterReader(source, torch.empty(shape, device="meta"), number, stage, [tensor_rank], False)
@@ -238,6 +277,9 @@ def read_tensor_parallel_shard(
 
 
 def _require_shape(source: OptimizerFiles, param: Tensor, number: int, stage: int, tensor_rank: int) -> None:
+    """Raise ``ValueError`` if a parameter's shape in the files is not compatible with the
+    optimizer's.
+    """
     content = source.content(tensor_rank, stage)
     stored = content.get("shape_info", {}).get(number)
     if stored is None and source.files.tensor_model_parallel_size == parallel_state.get_tensor_model_parallel_size():
@@ -247,6 +289,7 @@ def _require_shape(source: OptimizerFiles, param: Tensor, number: int, stage: in
         raise ValueError(f"{path} has no shape_info: it can only be loaded at the size of {source.files.sizes()}")
     expected = list(param.shape)
     if source.files.tensor_model_parallel_size != parallel_state.get_tensor_model_parallel_size():
+        # With another T, only the sharded dimension may differ, and its full length must fit.
         dim = cast(Any, param).partition_dim % param.dim() if is_sharded(param) else None
         expected = [stored[i] if i == dim else n for i, n in enumerate(param.shape)]
         if dim is not None and list(stored) == expected:
@@ -262,13 +305,15 @@ def _require_shape(source: OptimizerFiles, param: Tensor, number: int, stage: in
 
 
 def _places(source: OptimizerFiles, target: Target) -> list[tuple[int, int]]:
-    """Return the stage and the number in that stage's files, of each parameter of ``target``."""
+    """Return (stage, number in the files of the stage) for each parameter of ``target``."""
     stages = source.files.pipeline_model_parallel_size
     if stages > 1 and (len(source.stage_names) != stages or not target.names):
         raise ValueError(
             f"{source.files.directory} was written with {source.files.sizes()}: merging the stages needs the "
             "parameters' names: load the model and the optimizer together"
         )
+    # Each stage's files number only the parameters of the stage, group by group, in the model's
+    # order. A parameter of several stages (tied embeddings) is read from the first one.
     places: dict[int, tuple[int, int]] = {}
     numbers = number_parameters(target.param_groups)
     for stage in range(stages):
@@ -295,10 +340,16 @@ def _places(source: OptimizerFiles, target: Target) -> list[tuple[int, int]]:
 
 
 def _groups(stored: Sequence[Mapping[str, Any]], target: Target, trained: Sequence[int]) -> list[dict[str, Any]]:
-    """Return the files' options, with the optimizer's own where the files have none or the device decides."""
+    """Return the options in the files, completed by the optimizer's own options.
+
+    The optimizer's own value is used if the files have none, or if the option depends on the
+    device.
+    """
+    # Position among all parameters -> number among the trained ones.
     new_number = {i: number for number, i in enumerate(trained)}
     groups = []
     for options, own, positions in zip(stored, target.options, number_parameters(target.param_groups), strict=True):
+        # Later entries win: own defaults < options in the files < device options of this run.
         kept = {name: value for name, value in own.items() if name in OPTIONS_OF_THE_DEVICE}
         params = [new_number[i] for i in positions if i in new_number]
         groups.append({**own, **options, **kept, "params": params})
@@ -306,6 +357,7 @@ def _groups(stored: Sequence[Mapping[str, Any]], target: Target, trained: Sequen
 
 
 def _warn_of_unknown(source: OptimizerFiles) -> None:
+    """Warn about entries of the files that are not loaded."""
     content = source.content(_own_rank(source.files))
     unknown = sorted(str(name) for name in content if name not in _ENTRIES)
     if "base_state" in content and content.get("state"):

@@ -17,16 +17,18 @@ _OTHER_FORMS = ("amsgrad", "maximize", "capturable", "differentiable", "fused")
 
 
 class AdamW(torch.optim.AdamW):
-    """``torch.optim.AdamW`` (arXiv:1711.05101): arguments, states and results are its own.
+    """``torch.optim.AdamW`` (arXiv:1711.05101) with the same arguments, states and results.
 
-    On NVIDIA GPUs with Triton one kernel updates all parameters, in fp32 whatever the dtypes, at the memory's speed
-    (torch's ``fused=True`` reaches about two thirds of it). Elsewhere, and for ``amsgrad``, ``maximize``,
-    ``capturable``, ``differentiable``, ``fused``, learning rates and betas that are tensors, and parameters, gradients
-    and moments that are not plain contiguous tensors, torch's own step runs.
+    On NVIDIA GPUs with Triton one kernel updates all parameters, in fp32 for all dtypes, at memory
+    bandwidth (torch's ``fused=True`` reaches about two thirds of it). torch's own step runs on
+    other devices; for ``amsgrad``, ``maximize``, ``capturable``, ``differentiable`` and ``fused``;
+    for learning rates and betas that are tensors; and for parameters, gradients and moments that
+    are not plain contiguous tensors.
 
-    Where ``backend.scalars_are_compiled`` (TorchNeuron), the learning rate and the bias corrections are 0-dim tensors,
-    so that no step compiles kernels of its own. The results equal those of torch's step to the last bit in fp32;
-    narrower parameters are updated in fp32. The same arguments as above are left to torch's own step.
+    If ``backend.scalars_are_compiled`` (TorchNeuron), the learning rate and the bias corrections
+    are 0-dim tensors, because a number would compile new kernels in each step. The results equal
+    those of torch's step bit for bit in fp32; narrower parameters are updated in fp32. torch's own
+    step runs for the arguments above.
     """
 
     @torch.no_grad()
@@ -36,6 +38,7 @@ class AdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        # Every group takes the same path: torch's step does not update single groups.
         if not _is_capturing() and all(self._is_served(group) for group in self.param_groups):
             for group in self.param_groups:
                 self._update(group)
@@ -48,34 +51,44 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Put a saved state back, that of ``torch.optim.AdamW`` too: its fused form counts steps on the device."""
+        """Load a saved state, also of ``torch.optim.AdamW``, whose fused form keeps the step on the
+        device.
+        """
         super().load_state_dict(state_dict)
         for group in self.param_groups:
             if not (group["fused"] or group["capturable"]):
                 for state in (self.state[param] for param in group["params"] if "step" in self.state[param]):
+                    # A step on the device would cost a device-to-host synchronization in each
+                    # ``step()``.
                     state["step"] = state["step"].cpu()
 
     def _update(self, group: dict[str, Any]) -> None:
+        """Update one group with the Triton kernel."""
+        # ``_init_group`` fills: parameters, gradients, exp_avg, exp_avg_sq, max_exp_avg_sq, steps.
         tensors: list[list[Tensor]] = [[] for _ in range(6)]
         params, grads, means, squares, _, steps = tensors
         self._init_group(group, *tensors)
         for step in steps:
             step.add_(1)
         beta1, beta2 = group["betas"]
+        # All parameters of the group go to one call of the kernel, not several calls per parameter.
         updates = [
             cuda.Update(*update, step=int(step))
             for *update, step in zip(params, grads, means, squares, steps, strict=True)
         ]
         options = {name: float(group[name]) for name in ("lr", "eps", "weight_decay")}
         cuda.adamw(updates, beta1=beta1, beta2=beta2, **options)
-        torch.autograd.graph.increment_version([*params, *means, *squares])  # kernels write behind autograd's back
+        # The kernel writes without autograd's knowledge: raise the version counters.
+        torch.autograd.graph.increment_version([*params, *means, *squares])
 
     def _update_by_tensors(self, group: dict[str, Any]) -> None:
+        """Update one group with step size and decay as 0-dim tensors on the device."""
         tensors: list[list[Tensor]] = [[] for _ in range(6)]
         params, grads, means, squares, _, steps = tensors
         self._init_group(group, *tensors)
         betas, eps = group["betas"], group["eps"]
-        # parameters of one dtype have the same numbers, unless one of them had no gradient in some step
+        # Parameters of one dtype share the numbers, unless one of them had no gradient in some
+        # step.
         numbers: dict[tuple[Any, ...], StepNumbers] = {}
         for param, grad, mean, square, step in zip(params, grads, means, squares, steps, strict=True):
             step.add_(1)
@@ -86,41 +99,48 @@ class AdamW(torch.optim.AdamW):
             adamw_update(param, grad, mean, square, numbers[key], betas=betas, eps=eps)
 
     def _is_served(self, group: dict[str, Any]) -> bool:
+        """Return whether the Triton kernel supports all parameters of ``group``."""
         if _is_other_form(group):
             return False
         return all(_fits(param, self.state.get(param, {})) for param in group["params"] if param.grad is not None)
 
 
 def for_this_device(optimizer_class: Callable[..., torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
-    """Return this file's ``AdamW`` for ``torch.optim.AdamW`` where ``backend.scalars_are_compiled``.
+    """Return this module's ``AdamW`` for ``torch.optim.AdamW`` if ``backend.scalars_are_compiled``.
 
-    It has the same arguments, states and results; torch's own would be free to compile kernels for each step's numbers.
-    Every other class is returned as it is.
+    It has the same arguments, states and results. torch's own class may compile kernels for the
+    numbers of each step. Every other class is returned unchanged.
     """
     return AdamW if optimizer_class is torch.optim.AdamW and backend.scalars_are_compiled else optimizer_class
 
 
 def _is_other_form(group: dict[str, Any]) -> bool:
+    """Return whether ``group`` has options that only torch's own step implements."""
     numbers = (group["lr"], *group["betas"])
     return any(group[name] for name in _OTHER_FORMS) or any(isinstance(number, Tensor) for number in numbers)
 
 
 def _takes_tensors(group: dict[str, Any]) -> bool:
+    """Return whether ``_update_by_tensors`` supports ``group``."""
     return not (_is_other_form(group) or any(param.is_complex() for param in group["params"]))
 
 
 def _is_capturing() -> bool:
-    """What torch's step refuses: a graph would repeat one step's number."""
+    """Return whether a CUDA graph is captured, in which case torch's step raises its error.
+
+    A graph would repeat the step number of the capture in each replay.
+    """
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _torchs_step(optimizer: torch.optim.AdamW) -> None:
-    """Without the hooks of ``step``, which this class's own has run."""
+    """Run torch's step without the hooks of ``step``: this class's own step has run them."""
     step: Any = torch.optim.AdamW.step
     (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
 
 
 def _fits(param: Tensor, state: dict[str, Any]) -> bool:
+    """Return whether the tensors of ``param`` are plain and its moments have one dtype."""
     assert param.grad is not None
     moments: list[Tensor] = [state[name] for name in ("exp_avg", "exp_avg_sq") if name in state]
     tensors = (param, param.grad, *moments)
@@ -128,6 +148,7 @@ def _fits(param: Tensor, state: dict[str, Any]) -> bool:
 
 
 def _is_plain(tensor: Tensor, device: torch.device) -> bool:
+    """Return whether ``tensor`` is a contiguous strided tensor on ``device`` without a subclass."""
     if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
         return False
     return tensor.device == device and tensor.is_contiguous() and can_use_triton(tensor)

@@ -14,9 +14,11 @@ from nxd_memopt.parallel_layers.tensor_files import write_tensors
 
 
 class StatesInRankFiles:
-    """The methods of ``NeuronZero1Optimizer`` that write and read ``optim.dp_rank_XX.tp_rank_XX`` files."""
+    """Methods of ``NeuronZero1Optimizer`` that write and read ``optim.dp_rank_XX.tp_rank_XX``
+    files.
+    """
 
-    if TYPE_CHECKING:  # what the optimizer has
+    if TYPE_CHECKING:  # provided by the optimizer
         param_groups: list[dict[str, Any]]
         base_optimizer: Any
 
@@ -25,26 +27,29 @@ class StatesInRankFiles:
         def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
     def save_sharded_state_dict(self, output_dir: str | Path, num_workers_per_step: int = 8) -> None:
-        """Write ``output_dir/optim.dp_rank_XX.tp_rank_XX`` of every rank; every rank calls.
+        """Write ``output_dir/optim.dp_rank_XX.tp_rank_XX`` of every rank. Every rank calls.
 
         Args:
             output_dir: created if needed.
-            num_workers_per_step: ranks of one host that copy their state to it at the same time.
+            num_workers_per_step: ranks of one host that copy their state to the host at the same
+                time.
         """
         with backend.outside_step():  # torch_xla may return wrong values when pending results are read one by one
             state = self.nxd_state_dict()
+        # Ranks of one host take turns: each turn copies a rank's full state to host memory.
         for is_my_turn in coordination.turns(num_workers_per_step):
             with coordination.raise_together(f"saving {output_dir}"):
                 if is_my_turn:
                     write_tensors(_rank_file(output_dir), checkpointing.to_host(state))
 
     def load_sharded_state_dict(self, output_dir: str | Path, num_workers_per_step: int = 8) -> None:
-        """Continue from what ``save_sharded_state_dict`` wrote, here or in neuronx-distributed, for any T and D.
+        """Load files of ``save_sharded_state_dict``, of this library or of neuronx-distributed, for
+        any T and D.
 
         Every rank calls, after loading the model.
 
         Raises:
-            ValueError: on every rank, when files are missing or damaged, or do not fit.
+            ValueError: on every rank, if files are missing, damaged, or do not fit.
         """
         self.load_rank_files(output_dir, num_workers_per_step)
 
@@ -56,16 +61,18 @@ class StatesInRankFiles:
         names: Sequence[str] = (),
         stage_names: Sequence[frozenset[str]] = (),
     ) -> None:
-        """Continue from the rank files of ``directory``; every rank calls, after loading the model.
+        """Load the rank files in ``directory``. Every rank calls, after loading the model.
 
         Args:
-            directory: that holds the files.
+            directory: directory of the files.
             num_workers: ranks of one host that read at the same time.
-            names: of all parameters, in the order of the groups; needed where the files are of pipeline stages.
-            stage_names: of each stage's parameters; likewise.
+            names: names of all parameters in the order of the groups; needed if the files are of
+                pipeline stages.
+            stage_names: names of each stage's parameters; needed if the files are of pipeline
+                stages.
 
         Raises:
-            ValueError: on every rank, when files are missing or damaged, or do not fit.
+            ValueError: on every rank, if files are missing, damaged, or do not fit.
         """
         state: dict[str, Any] = {}
         options = [{k: v for k, v in group.items() if k != "params"} for group in self.base_optimizer.param_groups]
@@ -74,9 +81,11 @@ class StatesInRankFiles:
             with coordination.raise_together(f"loading {directory}"):
                 if is_my_turn:
                     state = read_state(OptimizerFiles(find_rank_files(directory, "optim"), stage_names), target)
+        # Every rank calls together, after all turns: loading all-gathers the parameters.
         self.load_state_dict(state)
 
 
 def _rank_file(output_dir: str | Path) -> Path:
+    """Return the file of this rank."""
     data, tensor = parallel_state.get_data_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()
     return Path(output_dir) / f"optim.dp_rank_{data:02d}.tp_rank_{tensor:02d}"

@@ -1,8 +1,9 @@
 """Equal shards of flat tensors over one group, and the bucketed collectives between tensors and shards.
 
-A tensor of n elements, flat and padded to a multiple of the group's size D, is ``[A_1 .. A_D]``; rank i holds ``A_i``
-of ceil(n / D) elements. A bucket of several tensors is the matrix ``[D, sum of ceil(n / D)]``, so that one collective
-over its rows serves them all (arXiv:1910.02054).
+A tensor of n elements, flattened and padded to a multiple of the group size D, is ``[A_1 .. A_D]``.
+Rank i stores ``A_i`` of ceil(n / D) elements. A bucket of several tensors is the matrix
+``[D, sum of ceil(n / D)]``, so one collective over the rows of the matrix shards or gathers all of
+them (arXiv:1910.02054).
 """
 
 from __future__ import annotations
@@ -19,29 +20,37 @@ from nxd_memopt.parallel_layers.utils import ShardBlock, padded_size
 
 
 def cut_shard(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
-    """This rank's elements of ``tensor``, 1-D; may share its storage. A group of size 1 returns ``tensor`` as it is."""
+    """Return this rank's elements of ``tensor``, 1-D of ceil(n / D); may share storage with
+    ``tensor``.
+
+    A group of size 1 returns ``tensor`` in its own shape.
+    """
     size = backend.group_size(group)
     return tensor if size == 1 else backend.shard(_padded(tensor, size), 0, group)
 
 
 def flat_shard(tensor: Tensor, rank: int, size: int) -> Tensor:
-    """Return the elements of ``tensor`` that ``rank`` of ``size`` holds, 1-D, in storage of their own.
+    """Return the elements of ``tensor`` that ``rank`` of ``size`` stores, 1-D of ceil(n / size), as
+    a copy.
 
-    ``size`` 1 returns ``tensor`` as it is.
+    ``size`` 1 returns ``tensor`` itself.
     """
     length = _length(tensor, size)
     return tensor if size == 1 else _padded(tensor, size).narrow(0, rank * length, length).clone()
 
 
 def cut_blocks(param: Tensor, group: ProcessGroup | None) -> tuple[ShardBlock, ...]:
-    """``cut_shard(param, group)`` by the blocks of a fused parameter, counted in elements; empty for any other.
+    """Return the blocks of ``cut_shard(param, group)``, counted in elements; empty for an unfused
+    parameter.
 
-    What pads the shard is a block of nothing.
+    The padding at the end of a shard is a block with ``full_rows`` 0.
     """
     blocks: tuple[ShardBlock, ...] = getattr(param, "blocks", None) or ()
     size = backend.group_size(group)
     if not blocks or size == 1:
         return blocks
+    # This shard is the flat range [first, first + length). Each block [start, stop) contributes the
+    # intersection of the two ranges.
     row_elements = param[0].numel()
     length = _length(param, size)
     first = backend.group_rank(group) * length
@@ -51,17 +60,28 @@ def cut_blocks(param: Tensor, group: ProcessGroup | None) -> tuple[ShardBlock, .
         elements = max(min(stop, first + length) - max(start, first), 0)
         cut.append(ShardBlock(block.full_rows * row_elements, elements, block.replicas))
         start = stop
+    # The blocks must add up to the length of the shard.
     padding = length - sum(block.rows for block in cut)
     return (*cut, ShardBlock(0, padding, 1))
 
 
 def reduce_scatter_mean(tensors: Sequence[Tensor], group: ProcessGroup | None, *, bucket_bytes: int) -> list[Tensor]:
-    """This rank's shard of the mean over ``group`` of each tensor, in its dtype; every rank passes the same shapes."""
+    """Return this rank's shard of the mean over ``group`` of each tensor, in the dtype of the
+    tensor.
+
+    Every rank passes the same shapes and dtypes.
+
+    Args:
+        tensors: gradients of any shape.
+        group: the sharding group; a group of size 1 returns ``tensors`` unchanged.
+        bucket_bytes: size of the tensors in one reduce-scatter, in bytes.
+    """
     size = backend.group_size(group)
     if size == 1:
         return list(tensors)
     shards = list(tensors)
     for bucket in bucket_indices(tensors, bucket_bytes):
+        # One collective per bucket. A chunk is [ceil(n / D)], the average of A_i over the ranks.
         chunks = backend.reduce_scatter_mean_list([_padded(tensors[i], size) for i in bucket], group)
         for i, chunk in zip(bucket, chunks, strict=True):
             shards[i] = chunk
@@ -71,13 +91,18 @@ def reduce_scatter_mean(tensors: Sequence[Tensor], group: ProcessGroup | None, *
 def all_gather_into(
     tensors: Sequence[Tensor], shards: Sequence[Tensor], group: ProcessGroup | None, *, bucket_bytes: int
 ) -> None:
-    """Overwrite each tensor with its shards of all ranks, cast to its dtype before they travel."""
+    """Overwrite each tensor with the shards of all ranks.
+
+    The shards are cast to the tensor's dtype before the all-gather: bf16 parameters need half of
+    the traffic of their fp32 masters.
+    """
     size = backend.group_size(group)
     for bucket in bucket_indices(tensors, bucket_bytes):
         if size == 1:
             for i in bucket:
                 tensors[i].copy_(shards[i])
             continue
+        # [D ceil(n / D)] per tensor; the padding at the end is cut off.
         gathered = backend.all_gather_list([shards[i].to(tensors[i].dtype) for i in bucket], group)
         for i, padded in zip(bucket, gathered, strict=True):
             tensors[i].copy_(padded[: tensors[i].numel()].view_as(tensors[i]))

@@ -25,12 +25,19 @@ from nxd_memopt.optimizer.sharding import all_gather_into, cut_blocks, cut_shard
 from nxd_memopt.parallel_layers import coordination, grads, parallel_state
 from nxd_memopt.parallel_layers.utils import is_sharded
 
-_DEFAULT_BUCKET_MB = 128  # large enough for full bandwidth, small beside a model's gradients
+# MiB. Large enough for full bandwidth, small compared with the gradients of a model.
+_DEFAULT_BUCKET_MB = 128
 
 
 @dataclass
 class _Sharded:
-    """One trained parameter, the elements of it that this rank updates, and its ``_version`` when both were equal."""
+    """A trained parameter, this rank's shard of it, and the version at which both were equal.
+
+    Attributes:
+        param: the model's parameter.
+        shard: this rank's master elements; ``param`` itself if neither sharded nor cast.
+        version: ``param._version`` when both were last equal.
+    """
 
     param: nn.Parameter
     shard: nn.Parameter
@@ -41,6 +48,7 @@ class _Sharded:
 
     @property
     def was_written_to(self) -> bool:
+        """Whether autograd saw a write to ``param`` since both were equal."""
         return self.shard is not self.param and self.param._version != self.version
 
 
@@ -49,9 +57,11 @@ class StoredParameter:
     """A trained parameter and the tensor that the optimizer updates for it.
 
     Attributes:
-        param: the model's.
-        stored: the parameter itself, its master in full, or 1-D: part ``rank`` of ``size`` of the flattened, padded
-            parameter.
+        param: the model's parameter.
+        stored: the parameter itself, its full master, or, 1-D, chunk ``rank`` of the ``size`` equal
+            chunks of the flattened and padded parameter.
+        rank: index of this rank's chunk.
+        size: number of chunks.
         holders: data-parallel ranks that store the same elements.
     """
 
@@ -63,40 +73,46 @@ class StoredParameter:
 
 
 class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
-    """Shards optimizer states and fp32 master weights over the data-parallel ranks (ZeRO stage 1, arXiv:1910.02054).
+    """Shards optimizer states and fp32 masters over data-parallel ranks (ZeRO-1, arXiv:1910.02054).
 
-    ``step()`` sums the sequence-parallel gradients, reduce-scatters all gradients to their mean, clips by the whole
-    model's norm, updates this rank's elements with ``optimizer_class``, and gathers the parameters. With D ranks the
-    states and masters of P parameters take 12 P / D bytes under Adam. Element-wise optimizers give what they give
-    without sharding; one that uses whole matrices or per-tensor norms does not.
+    ``step()`` all-reduces the sequence-parallel gradients, reduce-scatters all gradients to their
+    mean, clips by the norm of the complete model, updates this rank's elements with
+    ``optimizer_class``, and all-gathers the parameters. With D ranks the states and masters of P
+    parameters take 12 P / D bytes with Adam (4 bytes each for master, first and second moment).
+    Results are exact for element-wise optimizers (Adam, SGD), but not for optimizers with
+    per-matrix or per-tensor statistics (Muon, LAMB).
 
-    A trained parameter without a gradient counts as having a zero one, so that ranks whose batches skip it (experts)
-    stay in step. Weights that something else writes to, such as ``load_state_dict`` of the model, are taken over, but
-    not what is written through ``param.data``, which autograd does not count.
+    A trained parameter without a gradient is treated as having a zero gradient, so ranks whose
+    batches skip it (experts) run the same collectives. Outside writes to the parameters, such as
+    the model's ``load_state_dict``, are copied to the masters; writes through ``param.data`` are
+    not, because autograd does not count them.
 
     Args:
-        params: parameters or parameter groups; those with ``requires_grad=False`` are left out.
-        optimizer_class: of torch.optim or alike; gets groups of 1-D shards, or of the parameters' own shapes where the
-            sharding group has one rank. On TorchNeuron ``nxd_memopt.optimizer.AdamW`` stands for ``torch.optim.AdamW``.
-        optimizer_dtype: dtype of masters and states; default float32, or float64 where a parameter is. A dtype narrower
-            than a parameter's rounds that parameter to it in each step.
-        grad_clipping: clip by ``max_norm``. ``grad_norm`` is found either way.
+        params: parameters or parameter groups; parameters with ``requires_grad=False`` are ignored.
+        optimizer_class: optimizer class with the interface of torch.optim. It receives groups of
+            1-D shards, or of full shapes if the sharding group has one rank. On TorchNeuron
+            ``nxd_memopt.optimizer.AdamW`` replaces ``torch.optim.AdamW``.
+        optimizer_dtype: dtype of masters and states; default float32, or float64 if a parameter is
+            float64. A dtype narrower than a parameter's rounds the parameter to it in each step.
+        grad_clipping: clip by ``max_norm``. ``grad_norm`` is computed in both cases.
         max_norm: default 1.0.
-        pin_layout: torch-xla's switch, for callers that pass it; layouts are the backend's matter.
-        sharding_groups: a partition of the world's ranks; default the data-parallel groups. Groups of one rank leave
-            everything whole: fp32 masters without sharding, and no reduction over data-parallel ranks.
-        grad_norm_groups: the tensor-parallel groups, over which the norm is summed in any case.
-        lazy_init: shard at ``init_zero()`` instead of now.
-        bucket_cap_mb_all_gather: MiB of this rank's part in one all-gather; 0 means 128 over the group's size.
+        pin_layout: torch-xla option, accepted for compatibility and ignored.
+        sharding_groups: a partition of the world's ranks; default the data-parallel groups. Groups
+            of one rank give unsharded masters and no reduction over data-parallel ranks.
+        grad_norm_groups: must be the tensor-parallel groups, over which the norm is always summed.
+        lazy_init: shard at ``init_zero()`` instead of in the constructor.
+        bucket_cap_mb_all_gather: MiB of one rank's all-gather input; 0 means 128 / group size.
         bucket_cap_mb_reduce_scatter: MiB of gradients in one reduce-scatter; 0 means 128.
-        use_grad_acc_hook: accumulate gradients of narrower parameters in ``optimizer_dtype``, in ``param.main_grad``.
-        save_master_weights: put masters that are wider than their parameters into ``state_dict``. Without them a
-            resumed run starts from the rounded parameters.
+        use_grad_acc_hook: accumulate gradients of narrower parameters in ``param.main_grad``, in
+            ``optimizer_dtype``.
+        save_master_weights: put masters of another dtype than their parameters into ``state_dict``.
+            Without them a resumed run starts from the rounded parameters.
         higher_cc_precision: reduce gradients in ``optimizer_dtype``.
-        defaults: for ``optimizer_class``.
+        defaults: passed to ``optimizer_class``.
 
     Raises:
-        ValueError: when a group does not fit, or under context parallelism, which gradients would not be reduced over.
+        ValueError: a group does not match the process groups, or context parallelism is enabled:
+            gradients would not be reduced over context-parallel ranks.
     """
 
     inited = False
@@ -125,6 +141,8 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         super().__init__(params, defaults)
         parallel_state.gradient_ledger.track(grads.parameters_of(self))
         self.optimizer_class = optimizer_class
+        # torch.float32 is the initial value: bf16 and fp16 parameters get fp32 masters, float64
+        # parameters float64 masters.
         dtypes = [param.dtype for param in grads.parameters_of(self) if param.requires_grad]
         self.optimizer_dtype = optimizer_dtype or functools.reduce(torch.promote_types, dtypes, torch.float32)
         self._rounds_parameters = optimizer_dtype is not None
@@ -133,6 +151,7 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
             list(ranks) for ranks in sharding_groups or parallel_state.get_data_parallel_replica_groups()
         ]
         self.sharding_group = join_group(self.sharding_groups)
+        # The all-gather option counts one rank's input, ``_gather_bytes`` the gathered output.
         size = backend.group_size(self.sharding_group)
         self._gather_bytes = _to_bytes(bucket_cap_mb_all_gather * size or _DEFAULT_BUCKET_MB)
         self._reduce_bytes = _to_bytes(bucket_cap_mb_reduce_scatter or _DEFAULT_BUCKET_MB)
@@ -146,7 +165,7 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
     # Shards
 
     def init_zero(self) -> None:
-        """Shard the parameters as they are now and start with fresh optimizer states."""
+        """Shard the current parameters and start with new optimizer states."""
         for hook in self._hooks:
             hook.remove()
         self._sharded: list[_Sharded] = []
@@ -166,6 +185,9 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
 
     @torch.no_grad()
     def _shard(self, param: nn.Parameter) -> _Sharded:
+        """Return the master shard of ``param``, 1-D of ceil(n / D) elements, zeros at the end."""
+        # Without sharding and with masters of the same dtype a copy would only cost memory: the
+        # optimizer updates the parameter itself.
         if param.dtype == self.optimizer_dtype and backend.group_size(self.sharding_group) == 1:
             return _Sharded(param, param, param._version)
         wide = torch.promote_types(param.dtype, self.optimizer_dtype)
@@ -176,8 +198,9 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
             )
         master = cut_shard(param.detach(), self.sharding_group).to(self.optimizer_dtype, copy=True)
         shard = nn.Parameter(master)
+        # For ``clip_grad_norm``, which counts replicated elements once.
         for name, value in (("tensor_model_parallel", is_sharded(param)), ("replicas", getattr(param, "replicas", 1))):
-            setattr(shard, name, value)  # what the norm needs to know
+            setattr(shard, name, value)
         shard.blocks = cut_blocks(param, self.sharding_group)  # pyright: ignore[reportAttributeAccessIssue]
         return _Sharded(param, shard, param._version)
 
@@ -189,42 +212,52 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
 
     @staticmethod
     def _copy_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
-        """Learning rates and the like; schedulers write to ``param_groups``."""
+        """Copy all options.
+
+        Schedulers write to ``self.param_groups``, not to the base optimizer's.
+        """
         for from_group, to_group in zip(source, target, strict=True):
             to_group.update({name: value for name, value in from_group.items() if name != "params"})
 
     # A step
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Reduce gradients, clip, update, gather parameters; return what ``closure`` returns."""
+        """Reduce gradients, clip, update, all-gather; return what ``closure`` returns."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        # Per step and parameter element: one reduce-scatter of the gradients, the all-reduces of
+        # the (scalar) norm, an update of 1/D of the elements, and one all-gather of the parameters.
         self.reduce_gradients()
         self.update_parameters()
         return loss
 
     @property
     def grad_norm(self) -> Tensor | None:
-        """Norm of the whole model's gradient before clipping, fp32, 0-dim; ``None`` before the first step."""
+        """Gradient norm of the complete model before clipping, 0-dim fp32; None before a step."""
         return self._grad_norm
 
     @torch.no_grad()
     def reduce_gradients(self) -> Tensor:
-        """First half of ``step()``: reduced and clipped gradients for the update; returns ``grad_norm``."""
+        """Run the first half of ``step()``: reduce and clip the gradients. Return ``grad_norm``."""
         self._require_shards()
+        # Sum over tensor-parallel ranks (sequence shards), then average over data-parallel ranks:
+        # each reduced gradient has ceil(n / D) elements, [A_1 .. A_D] -> A_i.
         params = [each.param for each in self._sharded]
         grads.allreduce_sequence_parallel_gradients(params)
         full = [self._full_gradient(param) for param in params]
         reduced = reduce_scatter_mean(full, self.sharding_group, bucket_bytes=self._reduce_bytes)
         for each, grad in zip(self._sharded, reduced, strict=True):
+            # The reduction runs in the gradients' dtype; only this rank's 1/D of the elements is
+            # cast to fp32.
             each.shard.grad = grad.to(self.optimizer_dtype)
         shards = [each.shard for each in self._sharded]
         self._grad_norm = grads.clip_grad_norm(shards, self.max_norm, sharding_group=self.sharding_group)
         return self._grad_norm
 
     def _full_gradient(self, param: Tensor) -> Tensor:
+        """Return the unreduced gradient, or zeros: collectives need equal shapes on all ranks."""
         grad = grads.gradient_of(param)
         if grad is None:
             grad = torch.zeros_like(param, dtype=self.optimizer_dtype if self.use_grad_acc_hook else None)
@@ -232,7 +265,7 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
 
     @torch.no_grad()
     def update_parameters(self) -> None:
-        """Second half of ``step()``, after ``reduce_gradients``: update masters and states, gather parameters."""
+        """Run the second half of ``step()``: update masters and all-gather the parameters."""
         self._take_over_weights()
         self._copy_options(self.param_groups, self.base_optimizer.param_groups)
         self.base_optimizer.step()
@@ -243,14 +276,18 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
 
     @torch.no_grad()
     def _take_over_weights(self) -> None:
-        """Elements that are their master's rounding, as after loading the model last, keep the master."""
+        """Copy outside writes to parameters into the masters."""
         for each in self._sharded:
             if each.was_written_to:
+                # A master element that rounds to the written value keeps its lower bits: a model
+                # that is loaded after the optimizer does not round the masters.
                 written = cut_shard(each.param.detach(), self.sharding_group)
                 each.shard.copy_(torch.where(each.shard.to(written.dtype) == written, each.shard, written))
                 each.mark_equal()
 
     def _gather_parameters(self) -> None:
+        """All-gather the masters into the parameters, cast to the parameters' dtypes."""
+        # Parameters that the optimizer updates in place (no sharding, no masters) need no copy.
         separate = [each for each in self._sharded if each.shard is not each.param]
         params, shards = [each.param.detach() for each in separate], [each.shard.detach() for each in separate]
         all_gather_into(params, shards, self.sharding_group, bucket_bytes=self._gather_bytes)
@@ -262,8 +299,11 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         clear_main_grad((param for group in self.param_groups for param in group["params"]), set_to_none=set_to_none)
 
     def _require_shards(self) -> None:
+        """Raise an error if the parameters are not sharded, or other ones require gradients now."""
         if not self.inited:
             raise RuntimeError("parameters are not sharded yet: call init_zero() before the first step")
+        # The base optimizer has shards of the parameters that were trainable at ``init_zero``: a
+        # parameter that was frozen or unfrozen since would be updated wrongly or not at all.
         trained = [id(param) for group in self.param_groups for param in group["params"] if param.requires_grad]
         sharded = [id(each.param) for each in self._sharded]
         if trained != sharded:
@@ -275,14 +315,15 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
     # Saving and loading
 
     def state_dict(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """This rank's states, by parameter, options by group, and masters; plain values and tensors only.
+        """Return this rank's states and masters by parameter and options by group, as plain values.
 
-        Entries: ``state`` and ``param_groups`` of ``optimizer_class``, ``sharded_master_weights``, ``shape_info`` (full
-        shapes), ``sharding`` (``[rank, size]``).
+        Entries: ``state`` and ``param_groups`` of ``optimizer_class``, ``sharded_master_weights``,
+        ``shape_info`` (full shapes), ``sharding`` (``[rank, size]``).
         """
         self._require_shards()
         self._take_over_weights()
         self._copy_options(self.param_groups, self.base_optimizer.param_groups)
+        # A master in the parameter's dtype equals the parameter: it is not stored.
         masters = {
             i: each.shard.detach()
             for i, each in enumerate(self._sharded)
@@ -296,29 +337,30 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         }
 
     def stored_parameters(self) -> list[StoredParameter]:
-        """Return what is stored for each trained parameter, in order; masters agree with the parameters then."""
+        """Return the stored tensor of each trained parameter, equal to the parameter now."""
         self._require_shards()
         self._take_over_weights()
         index, size = self._sharding()
         index_of = {rank: i for ranks in self.sharding_groups for i, rank in enumerate(ranks)}
+        # Data-parallel ranks with the same index in their sharding groups store the same elements.
         me = parallel_state.get_global_rank()
         replicas = next(ranks for ranks in parallel_state.get_data_parallel_replica_groups() if me in ranks)
         holders = tuple(i for i, rank in enumerate(replicas) if index_of[rank] == index)
         return [StoredParameter(each.param, each.shard, index, size, holders) for each in self._sharded]
 
     def mark_masters_synced(self) -> None:
-        """Take parameters and masters as they are now for equal: both were read from one checkpoint."""
+        """Treat parameters and masters as equal: both were read from one checkpoint."""
         for each in self._sharded:
             each.mark_equal()
 
     def copy_options(self) -> None:
-        """Let the updates use the options of ``param_groups`` as they are now."""
+        """Apply the current options of ``param_groups`` to the updates."""
         self._copy_options(self.param_groups, self.base_optimizer.param_groups)
 
     def nxd_state_dict(self) -> dict[str, Any]:
-        """Return ``state_dict()`` in the layout of NxD's checkpoints, which its own optimizer loads. Every rank calls.
+        """Return ``state_dict()`` in NxD's layout, for NxD's own optimizer. Every rank calls.
 
-        Masters of all parameters are in it, or, where ``state_dict()`` has none, of no parameter.
+        It has masters of all parameters, or of none if ``state_dict()`` has none.
         """
         state = self.state_dict()
         stored = state["sharded_master_weights"]
@@ -326,23 +368,30 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         return to_nxd_layout(state, self.param_groups, masters, self.sharding_group)
 
     def _sharding(self) -> list[int]:
+        """Return ``[rank, size]`` of this rank in its sharding group."""
         rank = parallel_state.get_global_rank()
         ranks = next(ranks for ranks in self.sharding_groups if rank in ranks)
         return [ranks.index(rank), len(ranks)]
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from ``state_dict()`` of the same rank; load the model's parameters first. Every rank calls.
+        """Load ``state_dict()`` of the same rank.
 
-        Masters that the state lacks are cut from the parameters as they are now; those that it has overwrite them.
+        Load the model's parameters first. Every rank calls.
+
+        Masters that the state lacks are cut from the current parameters. Masters in the state
+        overwrite the parameters.
 
         Raises:
-            ValueError: on every rank, when it was made by another rank, for another number of ranks or other shapes.
+            ValueError: on every rank, if it is of another rank, number of ranks, or other shapes.
         """
         self._require_shards()
         with coordination.raise_together("loading the optimizer"):
             self._require_fit(state_dict)
         for each in self._sharded:
+            # First cut all masters from the parameters, then overwrite those that the state has. A
+            # state without masters (``save_master_weights=False``) continues from the rounded
+            # parameters.
             if each.shard is not each.param:
                 each.shard.copy_(cut_shard(each.param.detach(), self.sharding_group))
         self.base_optimizer.load_state_dict({name: state_dict[name] for name in ("state", "param_groups")})

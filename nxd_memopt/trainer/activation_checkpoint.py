@@ -11,7 +11,10 @@ from nxd_memopt.memory.recompute import recompute_module
 
 
 def checkpoint_wrapper(module: nn.Module) -> nn.Module:
-    """Let ``module`` keep only its inputs and run again in backward; returns ``module``, its names unchanged."""
+    """Save only the inputs of ``module`` in forward and run it again in backward.
+
+    Return ``module``; names do not change.
+    """
     recompute_module(module)
     return module
 
@@ -21,12 +24,17 @@ def apply_activation_checkpointing(
     checkpoint_wrapper_fn: Callable[[nn.Module], nn.Module] = checkpoint_wrapper,
     check_fn: Callable[[nn.Module], bool] = lambda _: True,
 ) -> None:
-    """Wrap every module below ``model`` for which ``check_fn`` holds, innermost first; never ``model`` itself.
+    """Wrap every submodule of ``model`` for which ``check_fn`` is true, innermost first; never
+    ``model`` itself.
 
     Args:
-        checkpoint_wrapper_fn: what it returns takes the module's place.
+        model: the model whose submodules are wrapped.
+        checkpoint_wrapper_fn: returns the module that replaces its argument.
+        check_fn: selects the modules.
     """
     wrapped: dict[nn.Module, nn.Module] = {}
+    # ``modules()`` lists parents before children: in reverse order inner modules are wrapped first.
+    # A module that is shared by several parents is wrapped once.
     for parent in reversed(list(model.modules())):
         for name, child in list(parent.named_children()):
             if child not in wrapped and check_fn(child):
@@ -36,10 +44,15 @@ def apply_activation_checkpointing(
 
 
 def classes_to_recompute(model: nn.Module, choice: Any) -> tuple[type[nn.Module], ...]:
-    """The classes that ``activation_checkpoint_config`` means for ``model``.
+    """Return the module classes that ``activation_checkpoint_config`` selects for ``model``.
+
+    Args:
+        model: the model.
+        choice: ``"full"``, a module class, or a list of module classes.
 
     Raises:
-        ValueError: when it names none, or ``"full"`` cannot tell the transformer layers.
+        ValueError: the model has no module of these classes, or ``"full"`` does not find the
+            transformer layers.
     """
     if choice == "full":
         return _layer_classes(model)
@@ -57,8 +70,12 @@ def classes_to_recompute(model: nn.Module, choice: Any) -> tuple[type[nn.Module]
 
 
 def _layer_classes(model: Any) -> tuple[type[nn.Module], ...]:
+    """Return the classes of the transformer layers, from ``decoder_layers()`` or transformers'
+    ``_no_split_modules``.
+    """
     if hasattr(model, "decoder_layers"):
         return tuple({type(layer) for layer in model.decoder_layers()})
+    # transformers lists the classes of its decoder layers there.
     names = getattr(model, "_no_split_modules", None) or ()
     classes = tuple({type(module) for module in model.modules() if type(module).__name__ in names})
     if not classes:

@@ -19,21 +19,23 @@ from nxd_memopt.parallel_layers.utils import map_distinct_tensors
 OWNER = "tagged checkpoint"
 _WRITTEN = ".written"
 Write = Callable[[str, Any], None]
-"""Writes a state to the file of a name."""
+"""Writes a state to the file with a given name."""
 
 
 class TagSave:
-    """A tagged checkpoint that is being written.
+    """A running save of a tagged checkpoint.
 
     Args:
-        target: the checkpoint's directory.
-        incomplete: the directory that rank 0 has created to write into.
-        states: this rank's files by name; copied to the host now.
-        write: writes one of them.
-        complete: makes the checkpoint complete; called on rank 0 when every rank's files are written.
+        target: directory of the checkpoint.
+        incomplete: the directory to write into, created by rank 0.
+        states: this rank's states by file name; copied to the host in the constructor.
+        write: writes one state to its file.
+        complete: makes the checkpoint complete; called on rank 0 when the files of all ranks are
+            written.
 
     Raises:
-        ValueError: on every rank, when a host has too little memory; names the required and the available bytes.
+        ValueError: on every rank, if a host has too little memory; the message has the required and
+            the available bytes.
     """
 
     def __init__(
@@ -49,15 +51,21 @@ class TagSave:
         pool = HostPool()
         with raise_together(f"copying the state for {target}"):
             require_visible(incomplete)
+            # Fail before the copy if the host has too little memory.
             pool.claim(_size_bytes(states), OWNER)
+            # Tensors that occur several times are copied once, which keeps ties and memory.
             self._states = map_distinct_tensors(states, _copied)
         self._worker = Worker(target, self._work, lambda text: report_failure(incomplete, self._rank, text))
 
     def _work(self, worker: Worker) -> None:
+        """Write this rank's files; on rank 0 wait for the other ranks and complete the
+        checkpoint.
+        """
         lower_priority()
         for name in list(self._states):
             worker.heartbeat()
-            self._write(name, self._states.pop(name))  # each is freed when it has been written
+            self._write(name, self._states.pop(name))  # frees the copy after it is written
+        # A marker file per rank replaces a barrier, which the thread must not run.
         rank_file(self._incomplete, self._rank, _WRITTEN).touch()
         if self._rank == 0:
             wait_for_ranks(self._incomplete, self._world_size, _WRITTEN, worker.check_cancelled)
@@ -66,31 +74,39 @@ class TagSave:
             self._complete()
 
     def poll(self) -> None:
-        """Look whether the save is done. Every rank calls.
+        """Check whether the save is done. Every rank calls.
 
         Raises:
-            ValueError, OSError: on every rank, when the save failed on one.
+            ValueError, OSError: on every rank, if the save failed on one.
         """
         if self._worker.poll():
             self._end()
 
     def finish(self) -> None:
-        """Wait until the save is done. Every rank calls; raises as ``poll``."""
+        """Wait until the save is done. Every rank calls.
+
+        Raises:
+            ValueError, OSError: see ``poll``.
+        """
         self._worker.finish()
         self._end()
 
     def _end(self) -> None:
+        """Unregister the save and raise its error, if it failed."""
         parallel_state.SAVES_UNDER_WAY.remove(self)
         self._worker.raise_failure()
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    """A copy on the host that nothing else writes to, without the rest of the tensor's storage."""
+    """Return a host copy that shares no memory with ``tensor`` and does not include the rest of its
+    storage.
+    """
     tensor = tensor.detach()
     return tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()
 
 
 def _size_bytes(value: Any) -> int:
+    """Return the bytes of all distinct tensors in ``value``."""
     total = 0
 
     def count(tensor: Tensor) -> Tensor:
@@ -103,12 +119,15 @@ def _size_bytes(value: Any) -> int:
 
 
 def poll_saves() -> None:
-    """Report what became of a save under way; every rank calls, once a step. Costs nothing when there is none."""
+    """Check the running save. Every rank calls, once per step. Free if no save is running."""
     for save in list(parallel_state.SAVES_UNDER_WAY):
         save.poll()
 
 
 def finish_saves() -> None:
-    """Wait for a save under way. Every rank calls; raises on every rank when it failed on one."""
+    """Wait for the running save.
+
+    Every rank calls; raises on every rank if the save failed on one.
+    """
     for save in list(parallel_state.SAVES_UNDER_WAY):
         save.finish()

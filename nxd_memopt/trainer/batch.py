@@ -13,13 +13,21 @@ _IGNORED_LABEL = -100
 
 
 def get_batch_on_this_context_parallel_rank(batch: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
-    """This rank's chunk of the sequence of every ``[B, S, ...]`` tensor; ``batch`` itself without context parallelism.
+    """Return this rank's sequence chunk of every ``[B, S, ...]`` tensor; without context
+    parallelism ``batch`` itself.
 
-    ``labels`` are first shifted to the token that each position predicts, the last one to -100: a model must not shift
-    them again.
+    ``labels`` are first shifted: position s gets the token that it predicts, the last position gets
+    -100. The model must not shift the labels again.
+
+    Args:
+        batch: tensors ``[B, S, ...]`` by name. None values and tensors with S = 1 are returned
+            unchanged.
+
+    Returns:
+        Tensors ``[B, S / C, ...]`` by name, for C context-parallel ranks.
 
     Raises:
-        ValueError: when the context-parallel size does not divide S.
+        ValueError: the context-parallel size does not divide S.
     """
     group, size = (
         parallel_state.get_context_model_parallel_group(),
@@ -31,6 +39,8 @@ def get_batch_on_this_context_parallel_rank(batch: dict[str, Tensor | None]) -> 
     for name, value in batch.items():
         if value is not None and value.size(1) > 1:
             require_divisible(f"sequence length of {name}", value.size(1), "context_parallel_size", size)
+            # Shift before the split: the last label of a chunk is the first token of the next
+            # chunk.
             whole = F.pad(value[:, 1:], (0, 1), value=_IGNORED_LABEL) if name == "labels" else value
             value = backend.shard(whole, 1, group)
         chunk[name] = value

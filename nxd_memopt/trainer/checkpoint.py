@@ -1,8 +1,9 @@
 """Saves and loads training checkpoints under tags, in neuronx-distributed's layout; complete or absent.
 
-``directory/tag/{model,optim}/dp_rank_XX_tp_rank_XX_pp_rank_XX.pt``, ``scheduler.pt``, ``user_content.pt``,
-neuronx-distributed's markers ``checkpoint`` and ``done``, and ``manifest.json``, which is written last and counts the
-saves. Either library loads the other's.
+The files are ``directory/tag/{model,optim}/dp_rank_XX_tp_rank_XX_pp_rank_XX.pt``, ``scheduler.pt``,
+``user_content.pt``, neuronx-distributed's markers ``checkpoint`` and ``done``, and
+``manifest.json``, which is written last and counts the saves. Each library loads checkpoints of the
+other one.
 """
 
 from __future__ import annotations
@@ -48,7 +49,10 @@ from nxd_memopt.trainer.tags import (
 )
 
 _LAYOUT = 2
-"""Of the files, in the manifest: since 2, ``user_content.pt`` and ZeRO-1 states are as neuronx-distributed has them."""
+"""Version of the files, stored in the manifest.
+
+Since version 2 ``user_content.pt`` and ZeRO-1 states have neuronx-distributed's layout.
+"""
 
 
 def save_checkpoint(
@@ -66,31 +70,34 @@ def save_checkpoint(
     use_zero1_dcp: bool = False,
     avoid_saving_lower_precision_weights: bool = False,
 ) -> None:
-    """Write ``checkpoint_dir_str/tag``; a checkpoint of the same tag is replaced once the new one is complete.
+    """Write ``checkpoint_dir_str/tag``.
+
+    A checkpoint of the same tag is replaced when the new one is complete.
 
     Every rank calls. A kill at any moment leaves the earlier checkpoints.
 
     Args:
         checkpoint_dir_str: created if needed; all ranks must see the same directory.
-        tag: name of the checkpoint, one directory name.
+        tag: name of the checkpoint, a single directory name.
         model: a module or its state dict, written by data-parallel rank 0.
         optimizer: an optimizer or its state dict; with ZeRO-1 every rank writes.
-        scheduler: has ``state_dict()``, equal on all ranks.
+        scheduler: an object with ``state_dict()``, equal on all ranks.
         user_content: nested plain values and tensors, equal on all ranks.
-        num_workers: ranks of one host that copy their state to it at the same time.
-        use_xser: one file per tensor, in torch_xla's format; all ranks at the same time, whatever ``num_workers`` says,
-            each copying one tensor at a time to its host.
-        num_kept_ckpts: newest complete checkpoints to leave; ``None`` or -1 leaves all.
-        async_save: return when the state is copied to the host's memory; a thread then writes it while training goes
-            on. One save at a time: the next one waits. An error of the save is raised by the next ``optimizer.step()``
-            of an ``NxDOptimizer``, ``save_checkpoint`` or ``finalize_checkpoint``, on every rank. Call
-            ``finalize_checkpoint`` before the program ends.
-        zero1_optimizer: a state dict passed as ``optimizer`` is sharded over data-parallel ranks.
-        use_zero1_dcp: only False.
-        avoid_saving_lower_precision_weights: only False.
+        num_workers: ranks of one host that copy their state to the host at the same time.
+        use_xser: write one file per tensor, in torch_xla's format. All ranks write at the same
+            time, independent of ``num_workers``; each copies one tensor at a time to its host.
+        num_kept_ckpts: number of complete checkpoints to keep; None or -1 keeps all.
+        async_save: return when the state is copied to host memory; a thread then writes it while
+            training goes on. One save runs at a time: the next one waits. An error of the save is
+            raised on every rank by the next ``optimizer.step()`` of an ``NxDOptimizer``,
+            ``save_checkpoint`` or ``finalize_checkpoint``. Call ``finalize_checkpoint`` before the
+            program ends.
+        zero1_optimizer: the state dict passed as ``optimizer`` is sharded over data-parallel ranks.
+        use_zero1_dcp: must be False.
+        avoid_saving_lower_precision_weights: must be False.
 
     Raises:
-        ValueError, OSError: on every rank, when one cannot write.
+        ValueError, OSError: on every rank, if one cannot write.
     """
     _refuse(use_zero1_dcp=use_zero1_dcp)
     _refuse(avoid_saving_lower_precision_weights=avoid_saving_lower_precision_weights)
@@ -104,9 +111,12 @@ def save_checkpoint(
             begin_writing(incomplete)
     with backend.outside_step():  # torch_xla may return wrong values when pending results are read one by one
         own = _own_states(model, optimizer, zero1_optimizer=zero1_optimizer)
+    # An asynchronous save returns here: the thread writes the files and completes the checkpoint.
     if async_save:
         _begin_async_save(directory, target, own, scheduler, user_content, num_kept_ckpts, use_xser=use_xser)
         return
+    # torch.save needs the rank's complete state on the host: take turns to bound the host memory.
+    # xser copies one tensor at a time, so all ranks can write at once.
     for is_my_turn in turns(parallel_state.get_world_size() if use_xser else num_workers):
         with raise_together(f"saving {target}"):
             if is_my_turn:
@@ -129,23 +139,30 @@ def load_checkpoint(
     strict: bool = True,
     use_zero1_dcp: bool = False,
 ) -> Any:
-    """Load what is passed from ``path/tag``; return its ``user_content``, or ``None``. Every rank calls.
+    """Load the given objects from ``path/tag``.
 
-    Reads what ``save_checkpoint`` of this library and of neuronx-distributed wrote, xser or not. A module and an
-    optimizer may have other tensor- and data-parallel sizes than the run that wrote it; pipeline stages are merged.
+    Return its ``user_content``, or None. Every rank calls.
+
+    Reads checkpoints of ``save_checkpoint`` of this library and of neuronx-distributed, xser or
+    not. A module and an optimizer may have other tensor- and data-parallel sizes than the run that
+    wrote it. Pipeline stages are merged.
 
     Args:
-        path: the directory of all tags.
+        path: directory of all tags.
         tag: default the newest complete checkpoint.
-        model: a module, or a dict to fill; likewise ``optimizer``.
+        model: a module, or a dict to fill.
+        optimizer: an optimizer, or a dict to fill.
+        scheduler: an object with ``load_state_dict()``.
         num_workers: ranks of one host that read at the same time.
         strict: parameter names must match exactly.
-        use_zero1_dcp: only False.
+        use_zero1_dcp: must be False.
 
     Raises:
-        ValueError: on every rank, when there is none, or a file is missing, damaged or does not fit.
+        ValueError: on every rank, if there is no checkpoint, or a file is missing, damaged or does
+            not fit.
     """
     _refuse(use_zero1_dcp=use_zero1_dcp)
+    # A running asynchronous save may still write the checkpoint that is loaded.
     finish_saves()
     source = find_tag(Path(path), tag)
     with raise_together(f"loading {source}"):
@@ -161,7 +178,7 @@ def load_checkpoint(
 
 
 def has_checkpoint(checkpoint_dir_str: str | Path) -> bool:
-    """Whether the directory holds a complete checkpoint."""
+    """Return whether the directory has a complete checkpoint."""
     return bool(complete_tags(Path(checkpoint_dir_str)))
 
 
@@ -169,13 +186,14 @@ def finalize_checkpoint() -> None:
     """Wait until every rank has finished its saves. Every rank calls.
 
     Raises:
-        ValueError, OSError: on every rank, when a save with ``async_save`` failed on one.
+        ValueError, OSError: on every rank, if a save with ``async_save`` failed on one.
     """
     finish_saves()
     share_texts("")
 
 
 def _refuse(**options: bool) -> None:
+    """Raise ``ValueError`` for an option of neuronx-distributed that is set but not supported."""
     for name, asked in options.items():
         if asked:
             raise ValueError(
@@ -187,15 +205,19 @@ def _refuse(**options: bool) -> None:
 
 
 def _own_states(model: Any, optimizer: Any, *, zero1_optimizer: bool) -> dict[str, Callable[[], Any]]:
-    """Return what makes the state of each file that this rank writes, by the file's name. Every rank calls.
+    """Return functions that return the states of this rank's files, by file name. Every rank calls.
 
-    ZeRO-1 states have neuronx-distributed's layout, which the ranks make together, now.
+    ZeRO-1 states are converted to neuronx-distributed's layout here, because this takes
+    collectives.
     """
     states: dict[str, Callable[[], Any]] = {}
     if model is not None and is_model_replica_zero():
         states[f"model/{own_file_name(data_rank=0)}"] = functools.partial(_state, model)
     inner = unwrap(optimizer)
+    # Called on every rank, also on ranks that write nothing: it may all-gather.
     sharded_state = inner.nxd_state_dict() if isinstance(inner, NeuronZero1Optimizer) else None
+    # Sharded states: every data-parallel rank writes its own file. Otherwise the first replica
+    # writes.
     is_sharded = zero1_optimizer or is_sharded_optimizer(optimizer)
     if optimizer is not None and (is_sharded or is_model_replica_zero()):
         data_rank = parallel_state.get_data_parallel_rank() if is_sharded else 0
@@ -205,7 +227,9 @@ def _own_states(model: Any, optimizer: Any, *, zero1_optimizer: bool) -> dict[st
 
 
 def _shared_states(scheduler: Any, user_content: Any) -> dict[str, Callable[[], Any]]:
-    """As ``_own_states``, of the files that rank 0 writes for all."""
+    """Return functions that return the states of the files that rank 0 writes for all ranks, by
+    file name.
+    """
     states: dict[str, Callable[[], Any]] = {}
     if scheduler is not None:
         states["scheduler.pt"] = functools.partial(_state, scheduler)
@@ -224,11 +248,12 @@ def _begin_async_save(
     *,
     use_xser: bool,
 ) -> None:
-    """Copy the states to the host's memory, and let a thread write them. Every rank calls."""
+    """Copy the states to host memory and start the thread that writes them. Every rank calls."""
     incomplete = incomplete_path(target)
     with raise_together(f"saving {target}"):
         shared = _shared_states(scheduler, user_content) if parallel_state.is_global_rank_zero() else {}
         states = {name: state_of() for name, state_of in {**own, **shared}.items()}
+        # Check in the main thread: an error in the writer's thread would be reported a step later.
         for name, state in states.items():
             require_plain(state, Path(name).stem)
     save = TagSave(
@@ -242,9 +267,13 @@ def _begin_async_save(
 
 
 def _complete_save(directory: Path, target: Path, num_kept_ckpts: int | None) -> None:
-    """Declare the checkpoint complete, put it in its place, and remove old ones. Rank 0 calls."""
+    """Mark the checkpoint complete, rename it to its final name, and remove old ones.
+
+    Rank 0 calls.
+    """
     incomplete = incomplete_path(target)
     end_writing(incomplete)
+    # The number orders the tags by save, independent of file times.
     number = 1 + max(saved_numbers(directory).values(), default=0)
     write_manifest(incomplete, {"number": number, "layout": _LAYOUT})
     replace_directory(incomplete, target)
@@ -252,15 +281,18 @@ def _complete_save(directory: Path, target: Path, num_kept_ckpts: int | None) ->
 
 
 def _write(directory: Path, name: str, state: Any, *, use_xser: bool = False) -> None:
+    """Check that ``state`` is plain and write it."""
     require_plain(state, Path(name).stem)
     write_into(directory, name, state, use_xser=use_xser)
 
 
 def _state(source: Any) -> Any:
+    """Return a state dict, of ``source`` or ``source`` itself."""
     return source if isinstance(source, Mapping) else source.state_dict()
 
 
 def _require_valid(num_kept_ckpts: int | None) -> None:
+    """Raise ``ValueError`` for an invalid number of checkpoints to keep."""
     if num_kept_ckpts is not None and num_kept_ckpts != -1 and num_kept_ckpts < 1:
         raise ValueError(f"num_kept_ckpts must be at least 1, or None or -1 for all, got {num_kept_ckpts}")
 
@@ -269,6 +301,7 @@ def _require_valid(num_kept_ckpts: int | None) -> None:
 
 
 def _read_user_content(source: Path) -> Any:
+    """Return the content of ``user_content.pt``, or None if there is no such file."""
     path = source / "user_content.pt"
     if not path.is_file():
         return None

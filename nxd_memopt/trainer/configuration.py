@@ -30,26 +30,39 @@ def neuronx_distributed_config(
     sequential_move_factor: int = 11,
     lnc_size: int = 1,
 ) -> dict[str, Any]:
-    """Return the checked configuration; under torch.distributed also create the model-parallel groups.
+    """Return the validated configuration.
 
-    ``pipeline_``, ``expert_`` and ``context_parallel_size`` and ``lnc_size`` must be 1, ``pipeline_config`` and
-    ``lora_config`` ``None``.
+    If torch.distributed is initialized, create the model-parallel groups.
+
+    ``pipeline_parallel_size``, ``expert_parallel_size``, ``context_parallel_size`` and ``lnc_size``
+    must be 1; ``pipeline_config`` and ``lora_config`` must be None.
 
     Args:
-        tensor_parallel_size: T, ranks that share one layer.
-        optimizer_config: ``zero_one_enabled`` (False), ``grad_clipping`` (True), ``max_grad_norm`` (1.0).
-        activation_checkpoint_config: what runs again in backward: ``"full"`` for every transformer layer, a module
-            class, a list of them.
+        tensor_parallel_size: T, the number of ranks that share one layer.
+        pipeline_parallel_size: must be 1.
+        expert_parallel_size: must be 1.
+        context_parallel_size: must be 1.
+        pipeline_config: must be None.
+        optimizer_config: ``zero_one_enabled`` (default False), ``grad_clipping`` (True),
+            ``max_grad_norm`` (1.0).
+        activation_checkpoint_config: modules to recompute in backward: ``"full"`` for every
+            transformer layer, a module class, or a list of classes.
         pad_model: pad the attention heads of a Hugging Face model to a multiple of T.
-        sequence_parallel: recorded for the caller; optimizers sum the gradients that the layers tagged in any case.
-        model_init_config: ``sequential_move_factor``, ``meta_device_init`` (False) and what that needs,
-            ``param_init_fn`` of a module and a device.
-        mixed_precision_config: ``use_master_weights`` (fp32 masters; ZeRO-1 always has them) and ``use_fp32_grad_acc``
-            default to ``zero_one_enabled``, ``use_master_weights_in_ckpt`` to ``use_master_weights``: exact resumes.
-        sequential_move_factor: ranks of one host that move their model to the device at the same time.
+        sequence_parallel: recorded for the caller. Optimizers always sum the gradients that the
+            layers have tagged.
+        model_init_config: ``sequential_move_factor``; ``meta_device_init`` (False) and the function
+            it needs, ``param_init_fn`` of a module and a device.
+        lora_config: must be None.
+        mixed_precision_config: ``use_master_weights`` (fp32 masters; ZeRO-1 always has masters) and
+            ``use_fp32_grad_acc`` default to ``zero_one_enabled``. ``use_master_weights_in_ckpt``
+            defaults to ``use_master_weights``, which makes resumes exact.
+        sequential_move_factor: ranks of one host that move their model to the device at the same
+            time.
+        lnc_size: must be 1.
 
     Raises:
-        ValueError: for what is not offered, and for unknown keys; names what is.
+        ValueError: an option is not supported, or a key is unknown; the message names the supported
+            ones.
     """
     sizes = {"pipeline_parallel_size": pipeline_parallel_size, "expert_parallel_size": expert_parallel_size}
     sizes |= {"context_parallel_size": context_parallel_size, "lnc_size": lnc_size}
@@ -74,6 +87,7 @@ def neuronx_distributed_config(
 
 
 def _require_offered(sizes: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` if a parallel size that is not supported differs from 1."""
     for name in ("pipeline_parallel_size", "expert_parallel_size", "context_parallel_size", "lnc_size"):
         if sizes[name] != 1:
             raise ValueError(
@@ -82,15 +96,22 @@ def _require_offered(sizes: Mapping[str, Any]) -> None:
 
 
 def _require_absent(options: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` if an unsupported option is set."""
     for name, value in options.items():
         if value is not None:
             raise ValueError(f"{name} is not offered: leave it out")
 
 
 def join_parallel_state(config: Mapping[str, Any]) -> None:
-    """Create the groups that ``config`` asks for, unless they exist with the same tensor-parallel size."""
+    """Create the process groups of ``config``, unless they exist with the same tensor-parallel
+    size.
+
+    Raises:
+        ValueError: a size is not supported, or the groups exist with another tensor-parallel size.
+    """
     _require_offered(config)
     size = config["tensor_parallel_size"]
+    # A script may have created the groups itself; only T must agree.
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
     existing = parallel_state.get_tensor_model_parallel_size()
@@ -102,12 +123,15 @@ def join_parallel_state(config: Mapping[str, Any]) -> None:
 
 
 def _filled(section: str, given: Mapping[str, Any] | None, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``defaults`` updated with ``given``, or raise ``ValueError`` for an unknown key."""
     for key in given or {}:
         require_one_of(f"{section} key", key, tuple(defaults))
     return {**defaults, **(given or {})}
 
 
 def _mixed_precision(given: Mapping[str, Any] | None, zero_one_enabled: bool) -> dict[str, Any]:
+    """Return ``mixed_precision_config`` with defaults, which follow ``zero_one_enabled``."""
+    # Defaults depend on each other: ZeRO-1 implies masters, and masters are saved.
     masters = (given or {}).get("use_master_weights", zero_one_enabled)
     defaults = {
         "use_master_weights": masters,
@@ -121,6 +145,7 @@ def _mixed_precision(given: Mapping[str, Any] | None, zero_one_enabled: bool) ->
 
 
 def _model_init(given: Mapping[str, Any] | None, sequential_move_factor: int) -> dict[str, Any]:
+    """Return ``model_init_config`` with defaults."""
     filled = _filled("model_init_config", given, {**_MODEL_INIT, "sequential_move_factor": sequential_move_factor})
     if filled["meta_device_init"] and filled["param_init_fn"] is None:
         raise ValueError("meta_device_init=True needs param_init_fn, a function of (module, device): pass it")

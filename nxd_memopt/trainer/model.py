@@ -20,7 +20,10 @@ from nxd_memopt.trainer.configuration import join_parallel_state
 
 
 class NxDModel(nn.Module):
-    """A model and the configuration that it was built with; parameter names and attributes are the model's own."""
+    """A model with the configuration that it was built with.
+
+    Parameter names and attributes are the model's own.
+    """
 
     def __init__(self, module: nn.Module, nxd_config: Mapping[str, Any]) -> None:
         super().__init__()
@@ -34,21 +37,25 @@ class NxDModel(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            # Attributes that the wrapper lacks (``config``, methods) are the model's.
             return getattr(super().__getattr__("module"), name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the output of the model."""
         return self.module(*args, **kwargs)
 
     def run_train(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward and backward; returns the loss, which the model must return as a tensor."""
+        """Run forward and backward. Return the loss; the model must return the loss as a tensor."""
         loss = self.module(*args, **kwargs)
         loss.backward()
         return loss
 
     def local_modules(self) -> list[nn.Module]:
+        """Return the model in a list: there is a single pipeline stage."""
         return [self.module]
 
     def original_module(self) -> nn.Module:
+        """Return the model."""
         return self.module
 
     # nn.Module's listings without the wrapper's prefix
@@ -76,20 +83,29 @@ def initialize_parallel_model(
     *model_args: Any,
     **model_kwargs: Any,
 ) -> NxDModel:
-    """Build ``model_fn(*model_args, **model_kwargs)`` on the device, in training mode. Every rank calls.
+    """Build ``model_fn(*model_args, **model_kwargs)`` on the device, in training mode.
+
+    Every rank calls.
 
     Args:
-        nxd_config: from ``neuronx_distributed_config``.
-        include_buffers: under ``meta_device_init``: construct buffers on the meta device too.
+        nxd_config: configuration from ``neuronx_distributed_config``.
+        model_fn: builds the model.
+        include_buffers: with ``meta_device_init``: construct buffers on the meta device too.
+        model_args: positional arguments of ``model_fn``.
+        model_kwargs: keyword arguments of ``model_fn``.
 
     Raises:
-        ValueError: see ``classes_to_recompute``; ``pad_model`` without ``config.num_attention_heads``.
+        ValueError: see ``classes_to_recompute``; ``pad_model`` without
+            ``config.num_attention_heads``.
     """
     join_parallel_state(nxd_config)
     init_config = nxd_config["model_init_config"]
     with _on_meta(include_buffers) if init_config["meta_device_init"] else nullcontext():
         model = model_fn(*model_args, **model_kwargs)
-    describe_output_projections(model, strict=False)  # what slices or gathers full tensors is strict
+    # Not strict here: functions that slice or gather full tensors check strictly.
+    describe_output_projections(model, strict=False)
+    # Ranks of one host take turns: with ``param_init_fn`` each rank materializes its full shard of
+    # the model on the host first.
     for is_my_turn in turns(init_config["sequential_move_factor"]):
         with raise_together("moving the model to the device"):
             if is_my_turn:
@@ -104,6 +120,9 @@ def initialize_parallel_model(
 
 
 def _materialize(model: nn.Module, param_init_fn: Callable[[nn.Module, torch.device], Any] | None) -> None:
+    """Move ``model`` to the device, after initializing it with ``param_init_fn`` on the host if
+    there is one.
+    """
     if param_init_fn is not None:
         host = torch.device("cpu")
         move_model_to_device(model, host)
@@ -115,15 +134,19 @@ def _materialize(model: nn.Module, param_init_fn: Callable[[nn.Module, torch.dev
 
 @contextmanager
 def _on_meta(include_buffers: bool) -> Iterator[None]:
-    """Construct modules with parameters, and if asked also buffers, that have a shape and no storage."""
+    """Construct modules inside the block on the meta device: parameters, and on request buffers,
+    without storage.
+    """
     if include_buffers:
         with torch.device("meta"):
             yield
         return
     register_parameter = nn.Module.register_parameter
-    moved: dict[nn.Parameter, nn.Parameter] = {}  # holds the originals, so that a tie is recognised
+    # Original -> meta parameter. A parameter that is registered twice (tied) stays one parameter.
+    moved: dict[nn.Parameter, nn.Parameter] = {}
 
     def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        """Register a meta copy of ``param`` with the same attributes."""
         if param is not None and not param.is_meta:
             if param not in moved:
                 moved[param] = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
@@ -139,6 +162,7 @@ def _on_meta(include_buffers: bool) -> Iterator[None]:
 
 
 def _pad_heads(model: Any) -> None:
+    """Pad the attention heads of ``model`` to a multiple of T."""
     heads = getattr(getattr(model, "config", None), "num_attention_heads", None)
     if heads is None:
         raise ValueError(

@@ -24,7 +24,9 @@ from nxd_memopt.parallel_layers.tensor_files import StoredTensor, read_stored, r
 from nxd_memopt.trainer.rank_states import unwrap
 
 GroupOf = Callable[[str], int]
-"""Return the parameter group of a parameter of neuronx-distributed's model, by its name there."""
+"""Returns the index of the parameter group, by the parameter's name in neuronx-distributed's
+model.
+"""
 
 
 def load_nxd_training_state(
@@ -37,26 +39,30 @@ def load_nxd_training_state(
     accept_drift: bool = False,
     group_of: GroupOf | None = None,
 ) -> list[str]:
-    """Load weights, optimizer states, steps and masters of a tag of neuronx-distributed. Every rank calls.
+    """Load weights, optimizer states, steps and masters of a tag of neuronx-distributed.
 
-    The tag may have any T, D and number of stages. Its optimizer files number the parameters through the groups, in the
-    order of ``named_parameters()``; the groups are those of NxD's samples: one, or a second one for names with ``bias``
-    or ``norm``. The shapes in the files must agree.
+    Every rank calls.
+
+    The tag may have any T, D and number of stages. Its optimizer files number the parameters group
+    by group, in the order of ``named_parameters()``. The groups are those of NxD's samples: a
+    single one, or a second one for names with ``bias`` or ``norm``. The shapes in the files must
+    agree.
 
     Args:
-        directory: the tag's.
+        directory: directory of the tag.
         model: ``LlamaForCausalLM`` or ``GPTNeoXForCausalLM`` of this library.
-        optimizer: a ``NeuronZero1Optimizer`` of ``model``'s parameters, in any groups, whose options it keeps.
-        kv_order: as ``load_nxd``.
-        query_key_value_stride: as ``load_nxd``.
-        accept_drift: as ``load_nxd``; also of the states.
-        group_of: where the run had other parameter groups.
+        optimizer: a ``NeuronZero1Optimizer`` of the parameters of ``model``, in any groups. It
+            keeps its options.
+        kv_order: see ``load_nxd``.
+        query_key_value_stride: see ``load_nxd``.
+        accept_drift: see ``load_nxd``; applies to the states too.
+        group_of: maps names to groups, if the run had other parameter groups.
 
     Returns:
-        A line for each entry that was not loaded, the files' options of the groups among them.
+        A line for each entry that was not loaded, including the options of the groups in the files.
 
     Raises:
-        ValueError: on every rank, when files are missing or damaged, or do not fit.
+        ValueError: on every rank, if files are missing, damaged, or do not fit.
     """
     inner = unwrap(optimizer)
     path = Path(directory)
@@ -73,6 +79,7 @@ def load_nxd_training_state(
         state = inner.state_dict()
         state.update(_read(run, inner, state["sharding"]))
         report += _left_out(run)
+    # Not inside raise_together: loading all-gathers the parameters.
     inner.load_state_dict(state)
     return report
 
@@ -82,11 +89,11 @@ class _Run:
     """The run that wrote the tag.
 
     Attributes:
-        layout: of its shards.
-        rules: by neuronx-distributed's names.
-        places: stage and number in the optimizer's files, by these names.
-        source: the optimizer's files.
-        targets: Hugging Face name of each of the model's tensors, by id.
+        layout: layout of the shards.
+        rules: rules by neuronx-distributed's names.
+        places: (stage, number in the optimizer files) by neuronx-distributed's names.
+        source: the optimizer files.
+        targets: Hugging Face names of the model's tensors, by id.
     """
 
     layout: Layout
@@ -97,10 +104,15 @@ class _Run:
 
 
 def _open(path: Path, model: nn.Module, layout_options: Mapping[str, Any], group_of: GroupOf | None) -> _Run:
+    """Open the model and optimizer files of a tag, and find each parameter's number in the
+    optimizer files.
+    """
     config = plain_config(model)
     weights = open_weights(path, config, **layout_options)
     rules = {rule.name: rule for rule in build_rules(config, weights.layout, weights.form)}
     source = OptimizerFiles(find_rank_files(path / "optim", "optim"))
+    # Three name spaces: Hugging Face names (model), NxD's names (files of the model), numbers
+    # (files of the optimizer).
     joined, _ = as_hugging_face(weights, config)
     targets = {id(param): name for name, param in match_names(model, joined).items()}
     model_files = find_rank_files(path / "model")
@@ -111,6 +123,8 @@ def _open(path: Path, model: nn.Module, layout_options: Mapping[str, Any], group
         )
     places: dict[str, tuple[int, int]] = {}
     for stage in range(model_files.pipeline_model_parallel_size):
+        # The state dict is in the order of ``named_parameters()``, like the numbers in the
+        # optimizer files.
         names = [name for name in read_stored(model_files.file(0, stage)) if name in rules]
         shapes = {name: rules[name].local_shape(weights.layout) for name in names}
         places |= {name: (stage, number) for name, number in _number(source, stage, shapes, group_of).items()}
@@ -120,9 +134,14 @@ def _open(path: Path, model: nn.Module, layout_options: Mapping[str, Any], group
 def _number(
     source: OptimizerFiles, stage: int, shapes: Mapping[str, tuple[int, ...]], group_of: GroupOf | None
 ) -> dict[str, int]:
-    """Return each parameter's number in the stage's optimizer files; ``shapes`` are in the model's order."""
+    """Return each parameter's number in the stage's optimizer files.
+
+    ``shapes`` is in the order of the model.
+    """
     content = source.content(0, stage)
     groups = [options["params"] for options in content["param_groups"]]
+    # Group g of the files lists its parameters in the model's order: pair them, and check every
+    # shape.
     chosen = group_of or (_weight_decay_group if len(groups) == 2 else lambda name: 0)
     numbers: dict[str, int] = {}
     for group, saved in enumerate(groups):
@@ -138,7 +157,9 @@ def _number(
 
 
 def _weight_decay_group(name: str) -> int:
-    """The samples' groups: weight decay for matrices only."""
+    """Return the group in NxD's samples: 0 for matrices, 1 for biases and norms (no weight
+    decay).
+    """
     return int("bias" in name or "norm" in name)
 
 
@@ -153,6 +174,8 @@ def _read(run: _Run, optimizer: NeuronZero1Optimizer, sharding: Sequence[int]) -
             raise ValueError(
                 f"a parameter of shape {list(param.shape)} in the optimizer is not the model's: pass its own"
             )
+        # A fused parameter of NxD (gate_up_proj) has several of this model's parameters as parts;
+        # all of them have its number.
         rule, part = parts[run.targets[id(param)]]
         stage, number = run.places[rule.name]
         values: dict[str, Any] = {}
@@ -161,6 +184,8 @@ def _read(run: _Run, optimizer: NeuronZero1Optimizer, sharding: Sequence[int]) -
             is_elements = isinstance(value, Tensor) and value.dim() > 0
             values[name] = _shard(run, rule, part, (stage, number), name, param, sharding) if is_elements else value
         if "master" in values:
+            # ``read_tensor_parallel_shard`` returns masters like states; ``load_state_dict`` takes
+            # them separately.
             masters[i] = values.pop("master")
         if values:
             state[i] = values
@@ -170,7 +195,11 @@ def _read(run: _Run, optimizer: NeuronZero1Optimizer, sharding: Sequence[int]) -
 def _shard(
     run: _Run, rule: Rule, part: Part, place: tuple[int, int], name: str, param: Tensor, sharding: Sequence[int]
 ) -> Tensor:
-    """Return this rank's shard of one state: joined over D and T, cut for this T, and for this D."""
+    """Return this rank's shard of one state: joined over the files' D and T, cut for this run's T
+    and D.
+    """
+    # Flat shards over D -> shard of each of T ranks -> full Hugging Face tensor -> this rank's
+    # slice -> flat shard of this rank.
     shape = rule.local_shape(run.layout)
     shards = [read_tensor_parallel_shard(run.source, place, rank, name, shape) for rank in range(run.layout.size)]
     full = rule.join(part, shards, run.layout)
@@ -178,7 +207,7 @@ def _shard(
 
 
 def _left_out(run: _Run) -> list[str]:
-    """Return a line for each group's options, which the optimizer has of its own, and for each unused state."""
+    """Return a line for each unused state and for the options of each group in the files."""
     used = set(run.targets.values())
     report = [
         f"left out: states of {rule.name}: the model has no such parameter"

@@ -15,15 +15,16 @@ from nxd_memopt.trainer.background import poll_saves
 
 
 class NxDOptimizer(torch.optim.Optimizer):
-    """Reduces gradients over sequence- and data-parallel ranks, clips them, and lets ``optimizer`` update.
+    """Reduces gradients over sequence- and data-parallel ranks, clips them, and steps the wrapped
+    ``optimizer``.
 
     Args:
-        optimizer: holds parameters, groups and states.
-        nxd_config: from ``neuronx_distributed_config``.
+        optimizer: the optimizer with parameters, groups and states.
+        nxd_config: configuration from ``neuronx_distributed_config``.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, nxd_config: Mapping[str, Any]) -> None:
-        # no super().__init__(): everything that it would create belongs to the wrapped optimizer
+        # No super().__init__(): the wrapped optimizer has everything that it would create.
         self.optimizer = optimizer
         self.nxd_config = nxd_config
         self._grad_norm: Tensor | None = None
@@ -33,17 +34,20 @@ class NxDOptimizer(torch.optim.Optimizer):
         return f"NxDOptimizer({self.optimizer!r})"
 
     def __getattr__(self, name: str) -> Any:
-        if name == "optimizer":  # not there yet: while being copied
+        if name == "optimizer":  # not set yet, while the object is copied: avoid infinite recursion
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
     @property
     def grad_norm(self) -> Tensor | None:
-        """Norm of the whole model's gradient before clipping, fp32, 0-dim; ``None`` before the first step."""
+        """Gradient norm of the complete model before clipping, 0-dim fp32, or None before the first
+        step.
+        """
         return self._grad_norm
 
     @property
     def params(self) -> list[Tensor]:
+        """All parameters of the optimizer, in the order of the groups."""
         return [param for group in self.optimizer.param_groups for param in group["params"]]
 
     @property
@@ -74,7 +78,8 @@ class NxDOptimizer(torch.optim.Optimizer):
         """Reduce, clip, update; return what ``closure`` returns.
 
         Raises:
-            ValueError, OSError: on every rank, when ``save_checkpoint(async_save=True)`` failed on one.
+            ValueError, OSError: on every rank, if ``save_checkpoint(async_save=True)`` failed on
+                one.
         """
         poll_saves()
         loss = None
@@ -82,9 +87,13 @@ class NxDOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         options = self.nxd_config["optimizer_config"]
+        # ZeRO-1 reduces over data-parallel ranks itself (reduce-scatter). Masters without ZeRO-1
+        # have
+        # groups of one rank, so the gradients are all-reduced here.
         grads.allreduce_sequence_parallel_gradients(self.params)
         if not options["zero_one_enabled"]:
             grads.bucket_allreduce_gradients(self.params)
+        # ``NeuronZero1Optimizer`` clips in its own step, on shards.
         if isinstance(self.optimizer, NeuronZero1Optimizer):
             self.optimizer.step()
             self._grad_norm = self.optimizer.grad_norm
@@ -101,13 +110,16 @@ def initialize_parallel_optimizer(
     parameters: Any,
     **defaults: Any,
 ) -> NxDOptimizer:
-    """Build ``optimizer_class`` with the sharding and the precision that ``nxd_config`` asks for.
+    """Build ``optimizer_class`` with the sharding and precision of ``nxd_config``.
 
     Args:
-        nxd_config: from ``neuronx_distributed_config``.
+        nxd_config: configuration from ``neuronx_distributed_config``.
+        optimizer_class: a torch optimizer class.
         parameters: parameters or parameter groups.
-        defaults: for ``optimizer_class``.
+        defaults: passed to ``optimizer_class``.
     """
+    # Masters and fp32 accumulation are features of ``NeuronZero1Optimizer``; with groups of one
+    # rank it has them without sharding.
     options, precision = nxd_config["optimizer_config"], nxd_config["mixed_precision_config"]
     if not options["zero_one_enabled"] and not precision["use_master_weights"] and not precision["use_fp32_grad_acc"]:
         return NxDOptimizer(for_this_device(optimizer_class)(parameters, **defaults), nxd_config)
@@ -126,4 +138,5 @@ def initialize_parallel_optimizer(
 
 
 def _groups_of_one() -> list[list[int]]:
+    """Return sharding groups of one rank each: fp32 masters without sharding."""
     return [[rank] for rank in range(parallel_state.get_world_size())]

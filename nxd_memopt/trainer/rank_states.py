@@ -32,19 +32,19 @@ from nxd_memopt.trainer.optimizer import NxDOptimizer
 
 
 def own_file_name(*, data_rank: int) -> str:
-    """Return the name of this rank's file, of the data-parallel rank given."""
+    """Return the file name of this rank for the given data-parallel rank."""
     tensor = parallel_state.get_tensor_model_parallel_rank()
     pipeline = parallel_state.get_pipeline_model_parallel_rank()
     return f"dp_rank_{data_rank:02d}_tp_rank_{tensor:02d}_pp_rank_{pipeline:02d}.pt"
 
 
 def unwrap(optimizer: Any) -> Any:
-    """Return the optimizer inside ``NxDOptimizer``, or ``optimizer``."""
+    """Return the optimizer inside an ``NxDOptimizer``, or ``optimizer`` itself."""
     return optimizer.optimizer if isinstance(optimizer, NxDOptimizer) else optimizer
 
 
 def is_sharded_optimizer(optimizer: Any) -> bool:
-    """Whether the data-parallel ranks have different states."""
+    """Return whether data-parallel ranks have different states."""
     inner = unwrap(optimizer)
     return isinstance(inner, NeuronZero1Optimizer) and len(inner.sharding_groups[0]) > 1
 
@@ -58,7 +58,7 @@ def load_model(
     """Load ``model`` from ``source/model``. Every rank calls.
 
     Raises:
-        ValueError: on every rank, when files are missing or damaged, or do not fit.
+        ValueError: on every rank, if files are missing, damaged, or do not fit.
     """
     for is_my_turn in turns(num_workers):
         with raise_together(f"loading {source}"):
@@ -75,6 +75,7 @@ def load_model(
 
 
 def _require_own_sizes(files: RankFiles) -> None:
+    """Raise ``ValueError`` if the files have other parallel sizes than this run."""
     if not _has_own_sizes(files):
         raise ValueError(
             f"{files.directory} was written with {files.sizes()}, this run has tensor_model_parallel_size "
@@ -84,18 +85,23 @@ def _require_own_sizes(files: RankFiles) -> None:
 
 
 def _has_own_sizes(files: RankFiles) -> bool:
+    """Return whether the files have this run's tensor- and pipeline-parallel sizes."""
     same = files.tensor_model_parallel_size == parallel_state.get_tensor_model_parallel_size()
     return same and files.pipeline_model_parallel_size == parallel_state.get_pipeline_model_parallel_size()
 
 
 def _local_state(files: RankFiles, model: nn.Module) -> dict[str, Tensor]:
-    """Return this rank's state dict: its own file's, or cut from the full tensors at other sizes."""
+    """Return this rank's state dict: the content of its own file, or, at other sizes, slices of the
+    full tensors.
+    """
     rank = parallel_state.get_tensor_model_parallel_rank()
     same_tensor_size = files.tensor_model_parallel_size == parallel_state.get_tensor_model_parallel_size()
     params = model.state_dict(keep_vars=True)
     if _has_own_sizes(files):
         _require_replica_order(files, params)
         return read_tensors(files.file(rank))
+    # Same T, several stages: merge the stages of this rank. Another T: join the shards and cut them
+    # again, one parameter at a time.
     shards, extras = read_state_dicts(files)
     if extras:
         warnings.warn(f"{files.directory}: entries that are not loaded: {extras}", stacklevel=2)
@@ -117,9 +123,10 @@ def _local_state(files: RankFiles, model: nn.Module) -> dict[str, Tensor]:
 
 
 def _require_replica_order(files: RankFiles, params: Mapping[str, Tensor]) -> None:
-    """Ranks that hold the same KV heads in this run must hold the same ones in the files: trn1 and trn2 differ.
+    """Raise ``ValueError`` if the KV replicas in the files are ordered differently over ranks: trn1
+    and trn2 differ.
 
-    One layer tells the orders apart. Only rank 0 reads the other ranks' files.
+    One layer is enough to distinguish the orders. Only rank 0 reads the files of other ranks.
     """
     names = [name for name, param in params.items() if _kv_blocks(param)]
     if not names or not parallel_state.is_global_rank_zero():
@@ -131,11 +138,15 @@ def _require_replica_order(files: RankFiles, params: Mapping[str, Tensor]) -> No
             if all(isinstance(value, Tensor | StoredTensor) for value in stored):
                 _require_equal_replicas(files, name, params[name], [resolve(value) for value in stored])
                 return
-    # No layer has its shards in all files: load_state_dict names what is missing.
+    # No layer has its shards in all files: load_state_dict will report the missing names.
 
 
 def _require_equal_replicas(files: RankFiles, name: str, param: Tensor, stored: Sequence[Tensor]) -> None:
+    """Raise ``ValueError`` if ranks with the same KV heads in this run have different values in the
+    files.
+    """
     for first, last in _kv_blocks(param):
+        # Full-parameter row range -> first rank that stores it; every later rank must be bit-equal.
         owner: dict[tuple[int, int], int] = {}
         for rank, shard in enumerate(stored):
             earlier = owner.setdefault(_range_at(param, rank, first), rank)
@@ -148,10 +159,11 @@ def _require_equal_replicas(files: RankFiles, name: str, param: Tensor, stored: 
 
 
 def _kv_blocks(param: Tensor) -> list[tuple[int, int]]:
-    """Return the local rows that other ranks hold too."""
+    """Return the local row ranges that other ranks store too."""
     blocks = getattr(param, "blocks", None)
     if not blocks:
         return [(0, param.size(0))] if is_sharded(param) and getattr(param, "replicas", 1) > 1 else []
+    # A fused parameter has several blocks in a row; only blocks with replicas are returned.
     rows, start = [], 0
     for block in blocks:
         rows += [(start, start + block.rows)] if block.replicas > 1 else []
@@ -160,7 +172,9 @@ def _kv_blocks(param: Tensor) -> list[tuple[int, int]]:
 
 
 def _range_at(param: Tensor, rank: int, first: int) -> tuple[int, int]:
-    """Return which rows of the full parameter ``rank`` has at the local row ``first``."""
+    """Return the rows of the full parameter that ``rank`` stores from the local row ``first``
+    on.
+    """
     offset = 0
     for start, stop in shard_ranges(param, rank=rank):
         if offset == first:
@@ -170,15 +184,21 @@ def _range_at(param: Tensor, rank: int, first: int) -> tuple[int, int]:
 
 
 def _has_no_weights(files: RankFiles) -> bool:
-    """Whether avoid_saving_lower_precision_weights=True left the weights to the optimizer's masters."""
+    """Return whether the weights are missing because of avoid_saving_lower_precision_weights=True.
+
+    Only the optimizer's masters contain the weights then.
+    """
     content = read_stored(files.file(0))
     stored = [value for value in content.values() if isinstance(value, StoredTensor)]
     return bool(stored) and not any(value.file.exists() for value in stored)
 
 
 def _require_masters(source: Path, model: nn.Module, optimizer: Any) -> None:
-    """The optimizer, loaded next, must write every parameter of the model from its masters."""
+    """Raise ``ValueError`` unless the optimizer, which is loaded next, has masters of all
+    parameters of the model.
+    """
     inner = unwrap(optimizer)
+    # Parameters without a master would keep their initial values.
     reason = ""
     if not isinstance(inner, NeuronZero1Optimizer):
         reason = f"pass the model with a NeuronZero1Optimizer, not {type(inner).__name__}"
@@ -203,10 +223,12 @@ def _require_masters(source: Path, model: nn.Module, optimizer: Any) -> None:
 
 
 def load_optimizer(source: Path, optimizer: Any, model: Any, *, num_workers: int) -> None:
-    """Load ``optimizer``, an optimizer or a dict to fill, from ``source/optim``. Every rank calls, after the model.
+    """Load ``optimizer``, an optimizer or a dict to fill, from ``source/optim``.
+
+    Every rank calls, after the model.
 
     Raises:
-        ValueError: on every rank, when files are missing or damaged, or do not fit.
+        ValueError: on every rank, if files are missing, damaged, or do not fit.
     """
     inner = unwrap(optimizer)
     if isinstance(inner, NeuronZero1Optimizer):
@@ -221,12 +243,13 @@ def load_optimizer(source: Path, optimizer: Any, model: Any, *, num_workers: int
 
 
 def _load_unsharded(source: Path, optimizer: Any, model: Any) -> None:
-    """Load an optimizer that every data-parallel rank has in full, or a dict."""
+    """Load an optimizer whose full state every data-parallel rank has, or fill a dict."""
     files = find_rank_files(source / "optim", "optim")
     rank = parallel_state.get_tensor_model_parallel_rank()
     if isinstance(optimizer, dict):
         _require_own_sizes(files)
         data_size = parallel_state.get_data_parallel_size()
+        # A dict is filled with this rank's file as it is: states cannot be cut for another D.
         if files.data_parallel_size not in (1, data_size):
             raise ValueError(
                 f"{files.directory} was written with {files.sizes()}, this run has {data_size} data-parallel ranks: "
@@ -237,6 +260,7 @@ def _load_unsharded(source: Path, optimizer: Any, model: Any) -> None:
         optimizer.update(read_tensors(own, mmap=False))
         return
     _require_unsharded(files, optimizer)
+    # Same sizes: torch's own loading. Other sizes: states are joined and cut per parameter.
     if _has_own_sizes(files):
         load_into(optimizer, read_tensors(files.file(rank), mmap=False))
         return
@@ -247,7 +271,11 @@ def _load_unsharded(source: Path, optimizer: Any, model: Any) -> None:
 
 
 def _require_unsharded(files: RankFiles, optimizer: torch.optim.Optimizer) -> None:
-    """``torch.optim`` would load a ZeRO-1 shard as if it were the full state; ``NeuronZero1Optimizer`` checks it."""
+    """Raise ``ValueError`` for files of a ZeRO-1 optimizer.
+
+    ``torch.optim`` would load a shard as the full state. ``NeuronZero1Optimizer`` checks its state
+    itself.
+    """
     path = files.file(0)
     content = OptimizerFiles(files).content(0)
     if "base_state" in content or "sharding" in content:
@@ -258,10 +286,14 @@ def _require_unsharded(files: RankFiles, optimizer: torch.optim.Optimizer) -> No
 
 
 def _names(source: Path, optimizer: torch.optim.Optimizer, model: Any) -> tuple[list[str], list[frozenset[str]]]:
-    """Return the parameters' names in the order of the groups, and those in each stage's files, where needed."""
+    """Return the parameters' names in the order of the groups and the names in each stage's files;
+    empty if not needed.
+    """
     files = find_rank_files(source / "optim", "optim")
     if files.pipeline_model_parallel_size == 1 or not isinstance(model, nn.Module):
         return [], []
+    # Parameter groups order the optimizer's files, names tell the stage: both are needed to merge
+    # stages.
     by_param = {id(param): name for name, param in model.named_parameters()}
     params = [param for group in optimizer.param_groups for param in group["params"]]
     unnamed = [tuple(cast(Tensor, param).shape) for param in params if id(param) not in by_param]

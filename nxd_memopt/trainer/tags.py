@@ -1,7 +1,8 @@
 """Finds and removes complete checkpoints under tags: this library's, with a manifest, and neuronx-distributed's.
 
-This library's directories appear when they are complete; ``manifest.json`` counts the saves. neuronx-distributed writes
-the file ``checkpoint`` into a tag's directory first and ``done`` last. Directories of this library have all three.
+This library's directories appear under their final name when they are complete; ``manifest.json``
+counts the saves. neuronx-distributed writes the file ``checkpoint`` into the directory of a tag
+first and ``done`` last. Directories of this library have all three files.
 """
 
 from __future__ import annotations
@@ -24,22 +25,29 @@ from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
 _REPLACED = re.compile(r"\.(.+)\.replaced")
 _INCOMPLETE = re.compile(r"\.(.+)\.incomplete")
 _WRITER = ".writer"
-"""File in an incomplete checkpoint that names the process which writes it: host, namespace of process ids, id."""
+"""File in an incomplete checkpoint that identifies the writing process: host, pid namespace,
+pid.
+"""
 
 
 def tag_directory(directory: str | Path, tag: str) -> Path:
-    """Return where the checkpoint of ``tag`` is, or raise ``ValueError`` for what is no directory's name."""
+    """Return the directory of the checkpoint of ``tag``.
+
+    Raises:
+        ValueError: ``tag`` is not a valid directory name.
+    """
     if not str(tag) or Path(str(tag)).name != str(tag) or str(tag).startswith("."):
         raise ValueError(f"tag {tag!r} must be a directory's name, without a separator or a leading dot")
     return Path(directory) / str(tag)
 
 
 def begin_writing(incomplete: Path) -> None:
-    """Create the directory to write a tag into, and remove those of saves that have ended without completing theirs.
+    """Create the directory to write a tag into, and remove directories of saves that ended without
+    completing.
 
-    Those are the directories of this process, which has no other save under way, and of processes of this host that
-    no longer run. Another host's processes cannot be seen; a save of the same tag replaces what they left. Rank 0
-    calls.
+    A save has ended if it belongs to this process, which has no other running save, or to a process
+    of this host that no longer runs. Processes of other hosts cannot be checked; a save of the same
+    tag replaces their directories. Rank 0 calls.
     """
     for path in incomplete.parent.iterdir() if incomplete.parent.is_dir() else ():
         if _INCOMPLETE.fullmatch(path.name) and path.is_dir() and not path.is_symlink() and _has_ended(path):
@@ -50,30 +58,38 @@ def begin_writing(incomplete: Path) -> None:
 
 
 def end_writing(incomplete: Path) -> None:
-    """Mark the checkpoint complete for neuronx-distributed; what belongs to the process that wrote it is removed."""
+    """Mark the checkpoint complete for neuronx-distributed, and remove the file that identifies the
+    writing process.
+    """
     (incomplete / _WRITER).unlink(missing_ok=True)
     (incomplete / DONE).write_text("1")
     flush_to_disk(incomplete / DONE)
 
 
 def _process_ids() -> list[str]:
-    """Return what the ids of this host's processes refer to: containers with one host name have their own ids."""
+    """Return the namespace of this host's process ids: containers with the same host name have
+    separate ids.
+    """
     namespace = Path("/proc/self/ns/pid")
     return [socket.gethostname(), str(namespace.readlink()) if namespace.is_symlink() else ""]
 
 
 def _has_ended(path: Path) -> bool:
-    """Whether the process that has begun to write ``path`` is this one, or is known to have ended."""
+    """Return whether ``path`` was written by this process or by a process that is known to have
+    ended.
+    """
     try:
         *process_ids, process_id = json.loads((path / _WRITER).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return False  # nothing says whose it is
+        return False  # the writer is unknown
+    # Another host or container: its process ids mean nothing here.
     if process_ids != _process_ids():
         return False
+    # This process has no other running save (``finish_saves`` ran first).
     if process_id == os.getpid():
         return True
     try:
-        os.kill(process_id, 0)  # sends no signal
+        os.kill(process_id, 0)  # signal 0 only checks that the process exists
     except ProcessLookupError:
         return True
     except OSError:
@@ -84,24 +100,25 @@ def _has_ended(path: Path) -> bool:
 def complete_tags(directory: Path) -> dict[str, Path]:
     """Return the complete checkpoints by tag, oldest first.
 
-    If a replacement was interrupted, this is the previous checkpoint of the tag.
+    If a replacement was interrupted, the previous checkpoint of the tag is returned.
     """
     numbers = saved_numbers(directory)
+    # Own checkpoints are ordered by their number, neuronx-distributed's by file time.
     replaced = {match[1]: path for path in numbers if (match := _REPLACED.fullmatch(path.name))}
     renamed = {path.name: path for path in numbers if not path.name.startswith(".")}
     own = sorted((replaced | renamed).items(), key=lambda item: numbers[item[1]])
     paths = list(directory.iterdir()) if directory.is_dir() else []
     others = [(path.name, path) for path in paths if _is_neuronx_distributed(path)]
     others.sort(key=lambda item: _written_ns(item[1]))
-    # Each list keeps its order; only between the two does the time of the files decide.
+    # Each list keeps its order. Only the order between the two lists depends on file times.
     return dict(heapq.merge(own, others, key=lambda item: _written_ns(item[1])))
 
 
 def saved_numbers(directory: Path) -> dict[Path, int]:
-    """Return the number of each directory's save; those without a manifest of this library are left out.
+    """Return the save number by directory, for checkpoints with a manifest of this library.
 
-    So are saves that have not been completed, whose names begin with a dot, and manifests that cannot be read: the
-    directory may hold other programs' files.
+    Incomplete saves, whose names start with a dot, and unreadable manifests are left out: the
+    directory may contain files of other programs.
     """
     paths = directory.iterdir() if directory.is_dir() else ()
     manifests = {path: _read_manifest(path) for path in paths if _is_renamed(path)}
@@ -109,11 +126,14 @@ def saved_numbers(directory: Path) -> dict[Path, int]:
 
 
 def _is_renamed(path: Path) -> bool:
+    """Return whether the directory has its final name, or is a previous version in a
+    replacement.
+    """
     return not path.name.startswith(".") or bool(_REPLACED.fullmatch(path.name))
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint, empty where there is none that can be read."""
+    """Return the manifest of a checkpoint; empty if there is none or it cannot be read."""
     if not (path / MANIFEST).is_file():
         return {}
     try:
@@ -123,21 +143,25 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _is_neuronx_distributed(path: Path) -> bool:
+    """Return whether ``path`` is a complete checkpoint of neuronx-distributed."""
     has_manifest = (path / MANIFEST).exists()
     return (path / DONE).is_file() and not has_manifest and not path.name.startswith(".")
 
 
 def _written_ns(path: Path) -> int:
+    """Return the time at which the checkpoint was completed, in nanoseconds."""
+    # The marker is written last, so its time is that of the completed save.
     marker = next(path / name for name in (DONE, MANIFEST) if (path / name).is_file())
     return marker.stat().st_mtime_ns
 
 
 def prune_tags(directory: Path, num_kept_ckpts: int | None) -> None:
-    """Remove all but the newest complete checkpoints; None and -1 keep all."""
+    """Remove all but the newest ``num_kept_ckpts`` complete checkpoints; None and -1 keep all."""
     if num_kept_ckpts in (None, -1):
         return
     for path in list(complete_tags(directory).values())[:-num_kept_ckpts]:
-        # From here on it is complete for neither library.
+        # Without its markers the checkpoint is incomplete for both libraries, also after a kill in
+        # between.
         (path / DONE).unlink(missing_ok=True)
         (path / MANIFEST).unlink(missing_ok=True)
         remove_directory(path)
@@ -146,10 +170,11 @@ def prune_tags(directory: Path, num_kept_ckpts: int | None) -> None:
 def find_tag(directory: Path, tag: str | None) -> Path:
     """Return the checkpoint of ``tag``, by default the newest, that rank 0 sees. Every rank calls.
 
-    A directory of rank files without any marker, as NxD's converter writes, is found by its tag.
+    A directory of rank files without any marker, as NxD's converter writes it, can be loaded by its
+    tag.
 
     Raises:
-        ValueError: on every rank, when there is none, or its save was interrupted.
+        ValueError: on every rank, if there is no such checkpoint, or its save was interrupted.
     """
     found = ""
     with raise_together(f"searching {directory}"):
@@ -159,7 +184,9 @@ def find_tag(directory: Path, tag: str | None) -> Path:
 
 
 def _find(directory: Path, tag: str | None) -> str:
+    """Return the directory name of the checkpoint to load."""
     complete = complete_tags(directory)
+    # Newest complete checkpoint by default; the file ``newest`` names it for old releases.
     wanted = str(tag) if tag is not None else next(reversed(complete), "")
     if tag is None and not complete and (directory / "newest").is_file():
         wanted = (directory / "newest").read_text(encoding="utf-8").strip()  # of early releases of neuronx-distributed
@@ -169,9 +196,10 @@ def _find(directory: Path, tag: str | None) -> str:
         return complete[wanted].name
     unmarked = directory / wanted
     if wanted and (unmarked / MANIFEST).is_file():
-        read_json(unmarked / MANIFEST)  # names a manifest that is damaged, or another program's
+        read_json(unmarked / MANIFEST)  # raises for a manifest that is damaged or not a JSON object
     if wanted and (unmarked / "model").is_dir() and not (unmarked / BEGUN).exists():
         return wanted
+    # Tell an interrupted save from a wrong tag.
     missing = "no complete checkpoint" if tag is None else f"no complete checkpoint {tag!r}"
     if wanted and (unmarked / BEGUN).is_file():
         missing += f" ({unmarked / DONE} is missing: its save was interrupted)"
@@ -179,7 +207,7 @@ def _find(directory: Path, tag: str | None) -> str:
 
 
 def _warn_of_unreadable(directory: Path) -> None:
-    """Name the tags that would have been candidates for the newest checkpoint, had their manifests not been damaged."""
+    """Warn about tags whose manifests are damaged: one of them could be the newest checkpoint."""
     paths = directory.iterdir() if directory.is_dir() else ()
     for path in sorted(paths):
         if (path / BEGUN).is_file() and (path / MANIFEST).is_file() and not path.name.startswith("."):

@@ -10,16 +10,22 @@ from nxd_memopt.checkpoint.nxd.parts import Kind, Layout, Part, Rule
 from nxd_memopt.config import require_divisible
 
 QKVForm = Literal["separate", "stacked", "linear", "fused"]
-"""How the samples hold query, key and value: ``q_proj``, ``k_proj``, ``v_proj``; ``qkv_proj.weight`` (``fuse_qkv``
-without ``qkv_linear``, as many KV heads as query heads); ``qkv_proj.weight_q`` ... (``qkv_linear``);
-``qkv_proj.weight_qkv`` (both). GPT-NeoX has one form, for which ``separate`` stands."""
+"""Form of query, key and value in the samples.
+
+- ``separate``: ``q_proj``, ``k_proj``, ``v_proj``. Also stands for GPT-NeoX, which has a single
+  form.
+- ``stacked``: ``qkv_proj.weight`` (``fuse_qkv`` without ``qkv_linear``; as many KV heads as query
+  heads).
+- ``linear``: ``qkv_proj.weight_q`` ... (``qkv_linear``).
+- ``fused``: ``qkv_proj.weight_qkv`` (both).
+"""
 
 _COMPUTED_BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attention\.bias|attention\.masked_bias)$")
-"""Buffers that the samples' files hold and the models compute: they have no counterpart."""
+"""Buffers in the samples' files that the models compute. They have no Hugging Face counterpart."""
 
 
 def is_computed_buffer(name: str) -> bool:
-    """Whether ``name`` is a buffer that the model computes, which conversion leaves out."""
+    """Return whether ``name`` is a buffer that the model computes. Conversion leaves it out."""
     return bool(_COMPUTED_BUFFERS.search(name))
 
 
@@ -28,11 +34,12 @@ def build_rules(config: Mapping[str, Any], layout: Layout, form: QKVForm) -> lis
 
     Args:
         config: content of a Hugging Face ``config.json``.
-        layout: of the shards.
-        form: of query, key and value.
+        layout: layout of the shards.
+        form: form of query, key and value.
 
     Raises:
-        ValueError: for a model type other than ``llama`` and ``gpt_neox``, or sizes that do not fit the layout.
+        ValueError: the model type is neither ``llama`` nor ``gpt_neox``, or sizes do not fit the
+            layout.
     """
     builders: dict[str, Callable[..., list[Rule]]] = {"llama": _llama, "gpt_neox": _gpt_neox}
     model_type = config.get("model_type")
@@ -46,6 +53,7 @@ def build_rules(config: Mapping[str, Any], layout: Layout, form: QKVForm) -> lis
     if model_type == "gpt_neox" and (layout.kv_replicas > 1 or form != "separate"):
         raise ValueError("GPT-NeoX has one query_key_value and no KV replicas: leave the options of LLaMA's out")
     rules = builders[model_type](config, layout, form)
+    # Check all divisibilities before any file is read or written.
     for rule in rules:
         for part in rule.parts:
             part.local_length(layout)
@@ -53,7 +61,7 @@ def build_rules(config: Mapping[str, Any], layout: Layout, form: QKVForm) -> lis
 
 
 def require_sizes(config: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` when ``config`` lacks a size that the rules need."""
+    """Raise ``ValueError`` if ``config`` lacks a size that the rules need."""
     names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
     wrong = [name for name in names if type(config.get(name)) is not int or config[name] < 1]
     if wrong:
@@ -76,13 +84,15 @@ def find_form(names: Collection[str]) -> QKVForm:
 
 
 def layer_index(name: str) -> int | None:
-    """Return the number of the decoder layer to which ``name`` belongs, or None."""
+    """Return the index of the decoder layer of ``name``, or None if it is outside the layers."""
     match = re.search(r"\.layers\.(\d+)\.", name)
     return int(match[1]) if match else None
 
 
 def is_first_stage(name: str) -> bool:
-    """Whether a parameter outside the layers belongs to the first pipeline stage; the others belong to the last."""
+    """Return whether a parameter outside the layers belongs to the first pipeline stage; else it
+    belongs to the last.
+    """
     return "embed_tokens" in name or "embed_in" in name
 
 
@@ -92,11 +102,13 @@ def kv_heads(config: Mapping[str, Any]) -> int:
 
 
 def _llama(config: Mapping[str, Any], layout: Layout, form: QKVForm) -> list[Rule]:
+    """Return the rules of LLaMA: embedding [V, H], layers, norm [H], output head [V, H]."""
     hidden, width, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     head_dim = config.get("head_dim") or hidden // config["num_attention_heads"]
     if config.get("attention_bias") or config.get("mlp_bias"):
         raise ValueError("attention_bias or mlp_bias is true: neuronx-distributed's LLaMA sample has no biases")
     _require_kv_layout(config, layout, form)
+    # Rows of the full projections: q [heads * head_dim, H], k and v [g * head_dim, H].
     query, kv = config["num_attention_heads"] * head_dim, kv_heads(config) * head_dim
     rules = [_rule("model.embed_tokens.weight", "column", (vocab, hidden))]
     for i in range(config["num_hidden_layers"]):
@@ -117,10 +129,14 @@ def _llama(config: Mapping[str, Any], layout: Layout, form: QKVForm) -> list[Rul
 
 
 def _llama_attention(prefix: str, form: QKVForm, sizes: tuple[int, int, int]) -> list[Rule]:
+    """Return the rules of one attention module; ``sizes`` are the rows of q, the rows of k (and v),
+    and H.
+    """
     query_size, kv_size, hidden = sizes
     query = Part(f"{prefix}.q_proj.weight", "query", (query_size, hidden))
     key, value = (Part(f"{prefix}.{name}_proj.weight", "kv", (kv_size, hidden)) for name in "kv")
     output = _rule(f"{prefix}.o_proj.weight", "query_row", (hidden, query_size))
+    # One parameter with three parts, [q, k, v] along dimension 0 in each rank's shard.
     if form in ("stacked", "fused"):
         name = f"{prefix}.qkv_proj.{'weight_qkv' if form == 'fused' else 'weight'}"
         return [Rule(name, (query, key, value)), output]
@@ -132,6 +148,7 @@ def _llama_attention(prefix: str, form: QKVForm, sizes: tuple[int, int, int]) ->
 
 
 def _require_kv_layout(config: Mapping[str, Any], layout: Layout, form: QKVForm) -> None:
+    """Raise ``ValueError`` if the heads cannot be sharded over the layout's ranks."""
     heads, groups, replicas = config["num_attention_heads"], kv_heads(config), layout.kv_replicas
     require_divisible("num_attention_heads", heads, "tensor_model_parallel_size", layout.size)
     if replicas > 1 and form not in ("linear", "fused"):
@@ -149,7 +166,8 @@ def _require_kv_layout(config: Mapping[str, Any], layout: Layout, form: QKVForm)
             f"num_key_value_heads {groups} is not divisible by tensor_model_parallel_size {layout.size}, so ranks "
             f"would hold parts of heads: use kv_size_multiplier {max(layout.size // groups, 1)}"
         )
-    # With several KV heads in a replicated shard, a rank's query heads would not be one contiguous slice.
+    # With several KV heads per replicated shard, a rank's query heads would not be a contiguous
+    # slice.
     if replicas > 1 and groups * replicas != layout.size:
         raise ValueError(
             f"kv_size_multiplier {replicas} times num_key_value_heads {groups} is not tensor_model_parallel_size "
@@ -158,12 +176,17 @@ def _require_kv_layout(config: Mapping[str, Any], layout: Layout, form: QKVForm)
 
 
 def _gpt_neox(config: Mapping[str, Any], layout: Layout, form: QKVForm) -> list[Rule]:
-    del form  # there is one
+    """Return the rules of GPT-NeoX, which has a bias in every linear layer and norm of its decoder
+    layers.
+    """
+    del form  # GPT-NeoX has a single form
     require_divisible("num_attention_heads", config["num_attention_heads"], "tensor_model_parallel_size", layout.size)
     hidden, width, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     rules = [_rule("gpt_neox.embed_in.weight", "column", (vocab, hidden))]
     for i in range(config["num_hidden_layers"]):
         layer = f"gpt_neox.layers.{i}"
+        # Rows [h, 3, d] in Hugging Face's order; with stride 3 the sample shards each third of the
+        # rows.
         qkv, stride = f"{layer}.attention.query_key_value", layout.query_key_value_stride
         rules += [
             *_layer_norm(f"{layer}.input_layernorm", hidden),
@@ -185,8 +208,10 @@ def _gpt_neox(config: Mapping[str, Any], layout: Layout, form: QKVForm) -> list[
 
 
 def _layer_norm(name: str, hidden: int) -> list[Rule]:
+    """Return the rules of a LayerNorm: weight [H] and bias [H]."""
     return [_rule(f"{name}.{part}", "replicated", (hidden,)) for part in ("weight", "bias")]
 
 
 def _rule(name: str, kind: Kind, shape: tuple[int, ...]) -> Rule:
+    """Return the rule of a parameter that equals one Hugging Face tensor of the same name."""
     return Rule(name, (Part(name, kind, shape),))

@@ -43,24 +43,30 @@ def load_nxd(
     query_key_value_stride: int = 1,
     accept_drift: bool = False,
 ) -> list[str]:
-    """Load ``model`` from neuronx-distributed's rank files of any T and any number of stages. Every rank calls.
+    """Load ``model`` from neuronx-distributed's rank files of any T and any number of stages.
 
-    Each rank reads the shards that its own slices come from, one full parameter at a time on the host. What ranks hold
-    replicas of (norms, biases, replicated KV heads) is read twice: it is compared before any parameter changes.
+    Every rank calls.
+
+    Each rank reads the shards that contain its own slices, one full parameter at a time on the
+    host. Replicated values (norms, biases, replicated KV heads) are read twice: they are compared
+    before any parameter changes.
 
     Args:
         model: ``LlamaForCausalLM`` or ``GPTNeoXForCausalLM`` of this library, at any T.
         directory: a tag of ``nxd.save_checkpoint``, or the directory with the rank files.
-        kv_order: of KV replicas; None finds it by comparing the replicas.
-        query_key_value_stride: GPT-NeoX: 3 if ``query_key_value`` was cut with the sample's ``stride=3``.
-        accept_drift: take norms and row-parallel biases from rank 0 where ranks differ, as GPT-NeoX's sample leaves
-            them, which never sums their gradients, with a warning for each; otherwise a difference is an error.
+        kv_order: order of KV replicas; None finds it by comparing the replicas.
+        query_key_value_stride: GPT-NeoX: 3 if ``query_key_value`` was sharded with the sample's
+            ``stride=3``.
+        accept_drift: where norms and row-parallel biases differ between ranks, use rank 0's values
+            and warn for each. GPT-NeoX's sample makes them differ, because it never sums their
+            gradients. Without this option a difference is an error.
 
     Returns:
-        A line for each entry of the files that is no weight of the model.
+        A line for each entry of the files that is not a weight of the model.
 
     Raises:
-        ValueError: on every rank, before any parameter changes, when files are missing or damaged, or do not fit.
+        ValueError: on every rank, before any parameter changes, if files are missing, damaged, or
+            do not fit.
     """
     config = plain_config(model)
     with raise_together(f"loading {directory}"):
@@ -74,14 +80,16 @@ def load_nxd(
         joined, report = as_hugging_face(weights, config)
         for tensor in joined.values():
             tensor.check()
-    # Parameters change only when every rank has found the files good.
+    # Parameters change only after every rank has checked the files.
     with raise_together(f"loading {directory}"):
         load_sources(model, dict(joined), Path(directory))
     return report
 
 
 def plain_config(model: torch.nn.Module) -> dict[str, Any]:
-    """Return the content of the model's ``config.json``, Megatron's ``num_query_groups`` as ``num_key_value_heads``."""
+    """Return the content of the model's ``config.json``, with Megatron's ``num_query_groups`` as
+    ``num_key_value_heads``.
+    """
     config: Any = model.config
     plain = config.to_dict()
     groups = getattr(config, "num_query_groups", None)
@@ -100,22 +108,27 @@ def from_nxd(
     max_shard_size_bytes: int = MAX_SHARD_SIZE_BYTES,
     progress: Callable[[str], None] = print,
 ) -> None:
-    """Write the weights of neuronx-distributed's checkpoint ``source`` as the Hugging Face directory ``target``.
+    """Write the weights of neuronx-distributed's checkpoint ``source`` as the Hugging Face
+    directory ``target``.
 
     Args:
-        source: a tag of ``nxd.save_checkpoint``, its ``model``, or the ``output_dir`` of ``checkpointing.save``.
-        target: to write; an earlier export there is replaced when the new one is complete.
-        config: the model's Hugging Face ``config.json``, which the rank files do not hold.
-        kv_order: of KV replicas; None finds it by comparing the replicas.
-        query_key_value_stride: GPT-NeoX: 3 if ``query_key_value`` was cut with the sample's ``stride=3``.
-        accept_drift: take norms and row-parallel biases from rank 0 where ranks differ, as GPT-NeoX's sample leaves
-            them, which never sums their gradients, with a warning for each; otherwise a difference is an error.
-        tensor_model_parallel_size: what the files must have; None takes what they have.
-        max_shard_size_bytes: upper bound of a file, unless one parameter alone is larger.
-        progress: gets a line for each file, and for each entry of the source that is no weight.
+        source: a tag of ``nxd.save_checkpoint``, its ``model``, or the ``output_dir`` of
+            ``checkpointing.save``.
+        target: directory to write; an earlier export is replaced when the new one is complete.
+        config: the model's Hugging Face ``config.json``, which is not part of the rank files.
+        kv_order: order of KV replicas; None finds it by comparing the replicas.
+        query_key_value_stride: GPT-NeoX: 3 if ``query_key_value`` was sharded with the sample's
+            ``stride=3``.
+        accept_drift: where norms and row-parallel biases differ between ranks, use rank 0's values
+            and warn for each. GPT-NeoX's sample makes them differ, because it never sums their
+            gradients. Without this option a difference is an error.
+        tensor_model_parallel_size: expected T of the files; None accepts any.
+        max_shard_size_bytes: upper bound of a file in bytes, unless a single parameter is larger.
+        progress: receives a line for each file, and for each entry of the source that is not a
+            weight.
 
     Raises:
-        ValueError: when files are missing or damaged, or do not fit the config.
+        ValueError: files are missing or damaged, or do not fit the config.
     """
     content, path = read_json(Path(config)), Path(target).resolve()
     weights = open_weights(
@@ -131,6 +144,8 @@ def from_nxd(
     require_replaceable(path)
     incomplete = incomplete_path(path)
     try:
+        # Written next to the target and renamed at the end: a failure leaves an earlier export
+        # intact.
         incomplete.mkdir(parents=True)
         for line in (f"{weights.directory}: {weights.describe()}", *report):
             progress(line)
@@ -145,6 +160,10 @@ def from_nxd(
 def _write_shards(
     joined: Mapping[str, JoinedTensor], directory: Path, max_shard_size_bytes: int, progress: Callable[[str], None]
 ) -> None:
+    """Write the full tensors as safetensors files of bounded size, and an index if there are
+    several.
+    """
+    # Assign names to files by size first; each tensor is read only when its file is written.
     sizes = {name: _size_bytes(tensor) for name, tensor in joined.items()}
     groups: list[list[str]] = [[]]
     for name, size_bytes in sizes.items():
@@ -163,22 +182,24 @@ def _write_shards(
 
 
 def _size_bytes(tensor: JoinedTensor) -> int:
+    """Return the bytes of a full tensor."""
     return math.prod(tensor.get_shape()) * resolve(tensor.shards[0]).element_size()
 
 
 def to_nxd(source: str | Path, target: str | Path, options: Target, progress: Callable[[str], None] = print) -> None:
     """Write the Hugging Face directory ``source`` as neuronx-distributed's checkpoint ``target``.
 
-    ``config.json`` is not part of that checkpoint: neuronx-distributed's samples read it from a directory of its own.
+    ``config.json`` is not part of this checkpoint: neuronx-distributed's samples read it from a
+    separate directory.
 
     Args:
-        source: with ``config.json`` and safetensors or ``.bin`` files.
-        target: the tag's directory; see ``writing.write_weights``.
-        options: what to write.
-        progress: gets a line for each file.
+        source: directory with ``config.json`` and safetensors or ``.bin`` files.
+        target: directory of the tag; see ``writing.write_weights``.
+        options: layout and form of the files.
+        progress: receives a line for each file.
 
     Raises:
-        ValueError: when the source is incomplete, or its sizes do not fit ``options``.
+        ValueError: the source is incomplete, or its sizes do not fit ``options``.
     """
     directory = require_directory(source)
     config = read_json(directory / "config.json")

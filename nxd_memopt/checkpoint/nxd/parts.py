@@ -1,15 +1,17 @@
 """Joins and cuts tensor-parallel shards as neuronx-distributed's layers hold them, KV replicas included.
 
-The full tensors are in Hugging Face's order of heads. A shard of one layer is, along its sharded dimension, the
-concatenation of its parts' shards (``[gate, up]``, ``[q, k, v]``). With T ranks and m replicas of each KV shard there
-are n = T/m KV shards, and a rank r holds
+The full tensors are in Hugging Face's order of heads. A shard of one layer is the concatenation of
+the shards of its parts (``[gate, up]``, ``[q, k, v]``) along the sharded dimension. With T ranks
+and m replicas of each KV shard there are n = T/m KV shards, and rank r stores
 
-- in strided order (trn1): KV shard ``r mod n``; the ranks of KV shard j are ``j, j + n, j + 2n, ...``
-- in consecutive order (trn2): KV shard ``r // m``; the ranks of KV shard j are ``jm, ..., jm + m - 1``.
+- in strided order (trn1): KV shard ``r mod n``; the ranks of KV shard j are
+  ``j, j + n, j + 2n, ...``
+- in consecutive order (trn2): KV shard ``r // m``; the ranks of KV shard j are
+  ``jm, ..., jm + m - 1``.
 
-The query heads of a KV shard are divided over its ranks in rising order, so that in consecutive order a rank's query
-heads are the contiguous slice r, and in strided order they are slice ``(r mod n) * m + r // n`` of T. The columns of
-the attention's output projection follow the query heads.
+The query heads of a KV shard are divided over its ranks in increasing order. In consecutive order a
+rank's query heads are the contiguous slice r of T. In strided order they are slice
+``(r mod n) * m + r // n``. The columns of the attention's output projection follow the query heads.
 """
 
 from __future__ import annotations
@@ -32,14 +34,16 @@ Kind = Literal["replicated", "column", "row", "query", "query_row", "kv"]
 
 @dataclass(frozen=True)
 class Layout:
-    """How tensor-parallel ranks hold the shards.
+    """Layout of the shards over the tensor-parallel ranks.
 
     Attributes:
         size: T.
-        kv_replicas: m, ranks that hold the same KV shard.
-        kv_order: which ranks those are; of no effect where m is 1 or T.
-        query_key_value_stride: of GPT-NeoX's fused projection, 1 or 3; see docs/migrating_from_nxd.md.
-        accept_drift: take a replicated parameter from rank 0 where ranks differ, with a warning.
+        kv_replicas: m, the number of ranks that store the same KV shard.
+        kv_order: order of the KV replicas over the ranks; irrelevant if m is 1 or T.
+        query_key_value_stride: 1 or 3, for GPT-NeoX's fused projection; see
+            docs/migrating_from_nxd.md.
+        accept_drift: use rank 0's value of a replicated parameter that differs between ranks, with
+            a warning.
     """
 
     size: int
@@ -54,19 +58,21 @@ class Layout:
 
     @property
     def rank_stride(self) -> int:
-        """How far apart the ranks are that hold neighbouring query slices; see ``rank_order``."""
+        """Distance between ranks that store consecutive query slices; see ``rank_order``."""
         return self.size // self.kv_replicas if self.kv_order == "strided" else 1
 
     def kv_shard(self, rank: int) -> int:
-        """Return which of the T/m KV shards ``rank`` holds."""
+        """Return the index of the KV shard, of T/m, that ``rank`` stores."""
         return kv_shard_of_rank(rank, self.size, self.kv_replicas, self.rank_stride)
 
     def query_slice(self, rank: int) -> int:
-        """Return which of the T contiguous slices of the query heads ``rank`` holds."""
+        """Return the index of the contiguous slice of query heads, of T, that ``rank`` stores."""
         return position_of_rank(rank, self.size, self.rank_stride)
 
     def slice_index(self, kind: Kind, rank: int) -> tuple[int, int]:
-        """Return which slice of a part ``rank`` holds, and of how many."""
+        """Return the index of the slice of a part that ``rank`` stores, and the number of
+        slices.
+        """
         if kind == "kv":
             return self.kv_shard(rank), self.size // self.kv_replicas
         if kind in ("query", "query_row"):
@@ -79,9 +85,9 @@ class Part:
     """One Hugging Face tensor inside a parameter of neuronx-distributed.
 
     Attributes:
-        name: Hugging Face's.
-        kind: how it is sharded; ``query_row`` are the columns that belong to query heads.
-        shape: of the full tensor.
+        name: Hugging Face name.
+        kind: kind of sharding; ``query_row`` are the columns that belong to query heads.
+        shape: shape of the full tensor.
     """
 
     name: str
@@ -90,13 +96,14 @@ class Part:
 
     @property
     def dim(self) -> int:
+        """The sharded dimension."""
         return 1 if self.kind in ("row", "query_row") else 0
 
     def local_length(self, layout: Layout) -> int:
         """Return the length of a shard along ``dim``.
 
         Raises:
-            ValueError: the full length is not divisible.
+            ValueError: the full length is not divisible by the number of shards.
         """
         _, shards = layout.slice_index(self.kind, 0)
         label = f"{self.name}'s dimension {self.dim}"
@@ -105,12 +112,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Rule:
-    """One parameter of neuronx-distributed: its name and the Hugging Face tensors it is made of, in order.
+    """One parameter of neuronx-distributed: its name and, in order, the Hugging Face tensors that
+    it consists of.
 
     Attributes:
-        name: in neuronx-distributed's state dict.
-        parts: all sharded along the same dimension.
-        stride: 3 where one tensor's shard is taken from each third of it; 1 otherwise.
+        name: name in neuronx-distributed's state dict.
+        parts: the Hugging Face tensors, all sharded along the same dimension.
+        stride: 3 if a shard takes one slice from each third of the tensor, else 1.
     """
 
     name: str
@@ -119,26 +127,28 @@ class Rule:
 
     @property
     def dim(self) -> int:
+        """The sharded dimension."""
         return self.parts[0].dim
 
     def local_shape(self, layout: Layout) -> tuple[int, ...]:
-        """Return the shape of a rank's shard."""
+        """Return the shape of one rank's shard."""
         shape = list(self.parts[0].shape)
         shape[self.dim] = sum(part.local_length(layout) for part in self.parts)
         return tuple(shape)
 
     def cut(self, full: dict[str, Tensor], layout: Layout, rank: int) -> Tensor:
-        """Return ``rank``'s shard, from the full Hugging Face tensors."""
+        """Return the shard of ``rank``, cut from the full Hugging Face tensors."""
         pieces = [_cut_part(full[part.name], part, layout, rank, self.stride) for part in self.parts]
         return (pieces[0].clone() if len(pieces) == 1 else torch.cat(pieces, self.dim)).contiguous()
 
     def join(self, part: Part, shards: Sequence[Tensor], layout: Layout) -> Tensor:
-        """Return one full Hugging Face tensor, from the shards of ranks 0 to T-1.
+        """Return the full tensor of ``part``, from the shards of ranks 0 to T-1.
 
         Raises:
-            ValueError: when replicas differ.
+            ValueError: replicas differ.
         """
         self.require_replicas(part, shards, layout)
+        # The shard is the concatenation of its parts' shards: skip the parts before ``part``.
         offset = 0
         for other in self.parts:
             if other is part:
@@ -153,10 +163,14 @@ class Rule:
         return full
 
     def require_replicas(self, part: Part, shards: Sequence[Tensor], layout: Layout) -> None:
-        """Raise ``ValueError`` when ranks that hold the same slice hold other values: the layout is not the files'."""
+        """Raise ``ValueError`` if ranks that should store the same slice store different values.
+
+        The files then have another layout than ``layout``.
+        """
         first: dict[int, int] = {}
         offset = sum(other.local_length(layout) for other in self.parts[: self.parts.index(part)])
         for rank, shard in enumerate(shards):
+            # Compare each rank with the first rank that stores the same slice.
             index, _ = layout.slice_index(part.kind, rank)
             earlier = first.setdefault(index, rank)
             mine, theirs = (x.narrow(self.dim, offset, part.local_length(layout)) for x in (shard, shards[earlier]))
@@ -179,11 +193,13 @@ class Rule:
 def _pieces(
     local: Tensor, full: Tensor, part: Part, layout: Layout, rank: int, stride: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the views of ``local`` and of ``full`` that hold the same elements."""
+    """Yield pairs of views of ``local`` and ``full`` that contain the same elements."""
     index, shards = layout.slice_index(part.kind, rank)
     if part.kind == "replicated":
         yield local, full
         return
+    # With stride 3 the full tensor is [3, shards, length]: the local slice has one range in each
+    # third.
     length = local.size(part.dim) // stride
     for block in range(stride):
         start = block * length * shards + index * length
@@ -191,6 +207,7 @@ def _pieces(
 
 
 def _cut_part(full: Tensor, part: Part, layout: Layout, rank: int, stride: int) -> Tensor:
+    """Return the shard of one part."""
     shape = list(part.shape)
     shape[part.dim] = part.local_length(layout)
     local = torch.empty(shape, dtype=full.dtype)
@@ -200,7 +217,7 @@ def _cut_part(full: Tensor, part: Part, layout: Layout, rank: int, stride: int) 
 
 
 def detect_kv_order(rule: Rule, part: Part, shards: Sequence[Tensor], replicas: int) -> set[KVOrder]:
-    """Return the orders of KV replicas in which ranks that should hold the same values do."""
+    """Return the orders of KV replicas for which all replicas are equal."""
     fitting: set[KVOrder] = set()
     orders: tuple[KVOrder, ...] = ("strided", "consecutive")
     for order in orders:

@@ -25,19 +25,22 @@ from nxd_memopt.parallel_layers.tensor_files import StoredTensor, read_stored, r
 from nxd_memopt.parallel_layers.utils import bit_equal
 
 Shards = list[Tensor | StoredTensor]
-"""One parameter's shards, by tensor-parallel rank; on disk until they are used."""
+"""Shards of one parameter by tensor-parallel rank.
+
+A ``StoredTensor`` stays on disk until it is used.
+"""
 
 
 @dataclass(frozen=True)
 class NxDWeights:
-    """A checkpoint's parameters by neuronx-distributed's names, all pipeline stages merged.
+    """The parameters of a checkpoint by neuronx-distributed's names, all pipeline stages merged.
 
     Attributes:
-        directory: of the rank files.
+        directory: directory of the rank files.
         shards: shards by name.
-        extras: entries that are no parameters, such as a step counter, with a description of each.
-        layout: of the shards.
-        form: of query, key and value.
+        extras: descriptions of the entries that are not parameters, such as a step counter.
+        layout: layout of the shards.
+        form: form of query, key and value.
     """
 
     directory: Path
@@ -47,7 +50,7 @@ class NxDWeights:
     form: QKVForm
 
     def describe(self) -> str:
-        """Return T and how query, key and value are stored, for messages."""
+        """Return T, the KV replicas and the QKV stride, for messages."""
         text = f"tensor_model_parallel_size {self.layout.size}"
         if self.layout.kv_replicas > 1:
             text += f", {self.layout.kv_replicas} replicas of each KV head in {self.layout.kv_order} order"
@@ -57,19 +60,25 @@ class NxDWeights:
 
 
 class JoinedTensor:
-    """One full Hugging Face tensor; its shards are read when it is indexed. See ``checkpointing.LazySlice``."""
+    """One full Hugging Face tensor.
+
+    Its shards are read when it is indexed; see ``checkpointing.LazySlice``.
+    """
 
     def __init__(self, rule: Rule, part: Part, shards: Shards, layout: Layout, directory: Path) -> None:
         self.rule, self.part, self.shards, self.layout, self.directory = rule, part, shards, layout, directory
 
     def get_shape(self) -> list[int]:
+        """Return the shape of the full tensor."""
         return list(self.part.shape)
 
     def __getitem__(self, index: Any) -> Tensor:
         return self.full()[index]
 
     def check(self) -> None:
-        """Raise what ``full`` would raise, and read only what ranks hold replicas of: norms, biases and KV heads."""
+        """Raise the errors of ``full`` without building the full tensor: check shapes, dtypes and
+        replicas.
+        """
         shards = self._matching_shards()
         if not (self.part.kind == "replicated" and self.layout.accept_drift):
             with self._naming_directory():
@@ -79,13 +88,15 @@ class JoinedTensor:
         """Return the full tensor.
 
         Raises:
-            ValueError: when a shard has another shape than the config says, dtypes differ, or replicas differ.
+            ValueError: a shard has another shape than the config says, dtypes differ, or replicas
+                differ.
         """
         shards = self._matching_shards()
         with self._naming_directory():
             return self.rule.join(self.part, shards, self.layout)
 
     def _matching_shards(self) -> list[Tensor]:
+        """Return the shards of all ranks after checking shapes and dtypes."""
         shards = [resolve(shard) for shard in self.shards]
         expected = self.rule.local_shape(self.layout)
         for rank, shard in enumerate(shards):
@@ -100,6 +111,7 @@ class JoinedTensor:
 
     @contextmanager
     def _naming_directory(self) -> Iterator[None]:
+        """Add the directory to the message of a ``ValueError``."""
         try:
             yield
         except ValueError as error:
@@ -107,12 +119,13 @@ class JoinedTensor:
 
 
 def model_directory(directory: str | Path) -> Path:
-    """Return ``directory/model`` where the trainer's layout has it, else ``directory``.
+    """Return ``directory/model`` if it exists (the trainer's layout), else ``directory``.
 
     Raises:
-        ValueError: the directory is a tag whose save was interrupted: it has the marker of a save that began, and
-            neither that of a complete one nor this library's manifest. Directories without markers are taken as they
-            are: neuronx-distributed's converters write none.
+        ValueError: the save of the tag was interrupted: the directory has the marker of a save that
+            has begun, but neither the marker of a complete save nor this library's manifest.
+            Directories without markers are accepted, because neuronx-distributed's converters write
+            none.
     """
     path = Path(directory)
     model = path / "model" if (path / "model").is_dir() else path
@@ -132,25 +145,29 @@ def open_weights(
     tensor_model_parallel_size: int | None = None,
     model_key: str = "model",
 ) -> NxDWeights:
-    """Open the rank files of ``directory`` (a tag, its ``model``, or ``checkpointing.save``'s ``output_dir``).
+    """Open the rank files of ``directory`` (a tag, its ``model``, or ``checkpointing.save``'s
+    ``output_dir``).
 
     Args:
-        directory: of the checkpoint.
+        directory: directory of the checkpoint.
         config: content of the model's Hugging Face ``config.json``.
-        kv_order: of KV replicas; None finds it by comparing the replicas.
-        query_key_value_stride: of GPT-NeoX, 1 or 3; see docs/migrating_from_nxd.md.
-        accept_drift: take replicated parameters from rank 0 where ranks differ, with a warning.
-        tensor_model_parallel_size: what the files must have; None takes what they have.
-        model_key: the state dict's entry, where a file holds more than the state dict.
+        kv_order: order of KV replicas; None finds it by comparing the replicas.
+        query_key_value_stride: 1 or 3, for GPT-NeoX; see docs/migrating_from_nxd.md.
+        accept_drift: use rank 0's values of replicated parameters that differ between ranks, with a
+            warning.
+        tensor_model_parallel_size: expected T of the files; None accepts any.
+        model_key: entry of the state dict, if a file contains more than the state dict.
 
     Raises:
-        ValueError: when files are missing or damaged, or the order of KV replicas contradicts ``kv_order`` or cannot be
-            found.
+        ValueError: files are missing or damaged, or the order of KV replicas contradicts
+            ``kv_order`` or cannot be found.
     """
     files = find_rank_files(model_directory(directory))
     size = tensor_model_parallel_size or files.tensor_model_parallel_size
     if size != files.tensor_model_parallel_size:
         raise ValueError(f"{files.directory} was written with {files.sizes()}, not {size}: pass the files' size")
+    # The files do not record form and replicas: the form follows from the names, the number of
+    # replicas from the shapes, and the order from the values.
     shards, extras = read_state_dicts(files, model_key)
     form = find_form(shards)
     layout = Layout(size, query_key_value_stride=query_key_value_stride, accept_drift=accept_drift)
@@ -165,11 +182,13 @@ def read_state_dicts(files: RankFiles, model_key: str = "model") -> tuple[dict[s
     """Return the parameters of all stages by name, and a description of each other entry.
 
     Raises:
-        ValueError: when ranks of one stage have other names, or a name is in two stages with other values.
+        ValueError: ranks of one stage have different names, or a name has different values in two
+            stages.
     """
     merged: dict[str, Shards] = {}
     extras: dict[str, str] = {}
     for stage in range(files.pipeline_model_parallel_size):
+        # Every stage has T files with the same names; each name gets the list of its T shards.
         by_rank = [
             _state_dict(files.file(rank, stage), model_key, extras) for rank in range(files.tensor_model_parallel_size)
         ]
@@ -189,7 +208,9 @@ def read_state_dicts(files: RankFiles, model_key: str = "model") -> tuple[dict[s
 
 
 def _require_equal(files: RankFiles, name: str, first: Shards, second: Shards) -> None:
-    """A parameter shared by pipeline stages is in both stages' files."""
+    """Raise ``ValueError`` if a parameter in the files of two pipeline stages (a tied one) has
+    different values.
+    """
     if any(not bit_equal(resolve(a), resolve(b)) for a, b in zip(first, second, strict=True)):
         raise ValueError(
             f"{files.directory}: {name} is in the files of two pipeline stages with different values: "
@@ -198,6 +219,7 @@ def _require_equal(files: RankFiles, name: str, first: Shards, second: Shards) -
 
 
 def _state_dict(path: Path, model_key: str, extras: dict[str, str]) -> dict[str, Tensor | StoredTensor]:
+    """Return the tensors of one rank file, and add its other entries to ``extras``."""
     content = read_stored(path)
     if not isinstance(content, Mapping):
         raise ValueError(f"{path} holds a {type(content).__name__}, not a state dict: it is no checkpoint of a model")
@@ -219,16 +241,18 @@ def _describe(value: Any) -> str:
 
 
 def _count_replicas(files: RankFiles, shards: dict[str, Shards], config: Mapping[str, Any], size: int) -> int:
-    """Return m: the rows of all ranks' KV shards over those of the KV heads."""
+    """Return m, the number of KV rows on all ranks divided by the rows of all KV heads."""
     if config.get("model_type") != "llama":
         return 1
     require_sizes(config)
     query = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // query
+    # m = T * (KV rows of one rank) / (KV rows of the full projection).
     kv_rows, query_rows = kv_heads(config) * head_dim, query * head_dim
     for name, values in shards.items():
         if name.endswith((".qkv_proj.weight_k", ".qkv_proj.weight_qkv")):
             rows = _rows(values[0])
+            # A fused shard is [q, k, v] with q_rows / T + 2 kv_rows rows: remove the query rows.
             if name.endswith("weight_qkv"):
                 rows = (rows - query_rows // size) // 2
             if rows <= 0 or rows * size % kv_rows:
@@ -241,6 +265,7 @@ def _count_replicas(files: RankFiles, shards: dict[str, Shards], config: Mapping
 
 
 def _rows(value: Tensor | StoredTensor) -> int:
+    """Return the rows of a shard, from its metadata if they are recorded."""
     if isinstance(value, StoredTensor) and "shape" in value.info:
         return value.info["shape"][0]
     return resolve(value).size(0)
@@ -249,13 +274,17 @@ def _rows(value: Tensor | StoredTensor) -> int:
 def _find_order(
     files: RankFiles, rules: list[Rule], shards: dict[str, Shards], layout: Layout, asked: KVOrder | None
 ) -> KVOrder:
-    """Return the order in which replicas are equal, in the first layer that tells the two apart."""
+    """Return the order in which the replicas are equal.
+
+    Layers are compared until one distinguishes the two orders.
+    """
     orders: set[KVOrder] = {"strided", "consecutive"}
     if layout.kv_replicas == layout.size:  # one KV shard: the orders are the same
         return asked or "consecutive"
     for rule, part in _kv_parts(rules):
         if rule.name not in shards:
             continue
+        # Layers with equal KV heads (all zeros, for example) fit both orders.
         orders &= detect_kv_order(rule, part, [resolve(shard) for shard in shards[rule.name]], layout.kv_replicas)
         if len(orders) < 2:
             break
@@ -274,6 +303,7 @@ def _find_order(
 
 
 def _kv_parts(rules: Sequence[Rule]) -> Iterator[tuple[Rule, Part]]:
+    """Yield the key and value parts of all rules."""
     for rule in rules:
         for part in rule.parts:
             if part.kind == "kv":
@@ -284,11 +314,14 @@ def _kv_parts(rules: Sequence[Rule]) -> Iterator[tuple[Rule, Part]]:
 
 
 def as_hugging_face(weights: NxDWeights, config: Mapping[str, Any]) -> tuple[dict[str, JoinedTensor], list[str]]:
-    """Return the full tensors by Hugging Face name, and a line for each entry that has no counterpart.
+    """Return the full tensors by Hugging Face name, and a line for each entry without a
+    counterpart.
 
     Raises:
-        ValueError: when a parameter of the model is not in the files, or the files hold unknown tensors.
+        ValueError: a parameter of the model is missing, or the files have unknown tensors.
     """
+    # Rules without shards are missing parameters; shards without a rule are buffers or unknown
+    # tensors.
     rules = {rule.name: rule for rule in build_rules(config, weights.layout, weights.form)}
     tied = bool(config.get("tie_word_embeddings"))
     head = next(reversed(rules))
@@ -306,6 +339,7 @@ def as_hugging_face(weights: NxDWeights, config: Mapping[str, Any]) -> tuple[dic
         if name in weights.shards
         for part in rule.parts
     }
+    # A tied model is stored once: the sample's copy of the output head must equal the embedding.
     if tied and head in joined:
         embedding = joined[next(iter(rules))]
         if not bit_equal(embedding.full(), joined.pop(head).full()):

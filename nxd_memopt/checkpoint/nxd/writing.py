@@ -33,13 +33,14 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Target:
-    """What is to be written.
+    """Layout and form of the files to write.
 
     Attributes:
-        layout: of the shards.
-        form: of query, key and value.
-        pipeline_model_parallel_size: stages; the layers are divided evenly, the last stages take the remainder.
-        xser: one file per tensor.
+        layout: layout of the shards.
+        form: form of query, key and value.
+        pipeline_model_parallel_size: number of stages; the layers are divided evenly, the last
+            stages take the remainder.
+        xser: write one file per tensor.
     """
 
     layout: Layout
@@ -51,21 +52,23 @@ class Target:
 def write_weights(
     sources: Sources, config: Mapping[str, Any], directory: str | Path, target: Target, progress: Progress = print
 ) -> None:
-    """Write ``directory/model/dp_rank_00_tp_rank_XX_pp_rank_XX.pt``, which ``nxd.load_checkpoint`` reads by its tag.
+    """Write ``directory/model/dp_rank_00_tp_rank_XX_pp_rank_XX.pt``, which ``nxd.load_checkpoint``
+    reads by its tag.
 
-    The tag is the directory's name. The files are written next to ``directory``, which is replaced when all are
-    complete; an existing ``directory`` must be such a checkpoint. The host holds one rank's shards at a time.
+    The tag is the name of the directory. The files are written next to ``directory``, which is
+    replaced when all files are complete. An existing ``directory`` must be a checkpoint of weights.
+    The host stores the shards of one rank at a time.
 
     Args:
         sources: full tensors by Hugging Face name.
         config: content of the model's Hugging Face ``config.json``.
-        directory: to write.
-        target: what to write.
-        progress: gets a line for each file.
+        directory: directory to write.
+        target: layout and form of the files.
+        progress: receives a line for each file.
 
     Raises:
-        ValueError: when a tensor of the model is missing, unknown, or of another shape than ``config`` says, or the
-            directory holds something else.
+        ValueError: a tensor of the model is missing, unknown, or of another shape than ``config``
+            says, or the directory contains something else.
     """
     path = Path(directory).resolve()
     rules = build_rules(config, target.layout, target.form)
@@ -76,10 +79,12 @@ def write_weights(
     incomplete = incomplete_path(path)
     try:
         (incomplete / "model").mkdir(parents=True)
-        (incomplete / "checkpoint").write_text("1")  # what marks a checkpoint for neuronx-distributed
+        (incomplete / "checkpoint").write_text("1")  # neuronx-distributed's marker of a checkpoint
         total = target.layout.size * target.pipeline_model_parallel_size
         for stage in range(target.pipeline_model_parallel_size):
             for rank in range(target.layout.size):
+                # Only the tensors of this stage are read; they are read again for every rank, which
+                # bounds the host memory.
                 chosen = [rule for rule in rules if stages[rule.name] == stage]
                 state = {rule.name: _cut(rule, found, target.layout, rank) for rule in chosen}
                 file = incomplete / "model" / f"dp_rank_00_tp_rank_{rank:02d}_pp_rank_{stage:02d}.pt"
@@ -94,16 +99,18 @@ def write_weights(
 
 
 def assign_stages(rules: list[Rule], num_layers: int, num_stages: int) -> dict[str, int]:
-    """Return the pipeline stage of each parameter; the layers are divided as neuronx-distributed divides them.
+    """Return the pipeline stage of each parameter, with neuronx-distributed's division of the
+    layers.
 
     Raises:
-        ValueError: when there are more stages than layers.
+        ValueError: there are more stages than layers.
     """
     if not 1 <= num_stages <= num_layers:
         raise ValueError(
             f"pipeline_model_parallel_size {num_stages} must be at least 1 and at most the {num_layers} layers: "
             "use fewer stages"
         )
+    # 10 layers over 4 stages: 2, 2, 3, 3.
     each, remainder = divmod(num_layers, num_stages)
     lengths = [each + (stage >= num_stages - remainder) for stage in range(num_stages)]
     stage_of_layer = [stage for stage, length in enumerate(lengths) for _ in range(length)]
@@ -116,12 +123,14 @@ def assign_stages(rules: list[Rule], num_layers: int, num_stages: int) -> dict[s
 
 
 def _match_sources(rules: list[Rule], sources: Sources, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sources by the rules' names for them."""
+    """Return the sources by the rules' Hugging Face names, after checking names and shapes."""
     found: dict[str, Any] = {}
     known: set[str] = set()
     head = rules[-1].parts[0].name
     for part in (part for rule in rules for part in rule.parts):
         names = OUTPUT_HEADS if part.name == head else (part.name,)
+        # The head has two names on disk; with tied embeddings it may be absent and equals the
+        # embedding.
         stored = next((name for name in names if name in sources), None)
         if stored is None and part.name == head and config.get("tie_word_embeddings"):
             stored = rules[0].parts[0].name
@@ -146,10 +155,12 @@ def _match_sources(rules: list[Rule], sources: Sources, config: Mapping[str, Any
 
 
 def _cut(rule: Rule, sources: dict[str, Any], layout: Layout, rank: int) -> Tensor:
+    """Return one rank's shard, reading the full tensors of the rule."""
     return rule.cut({part.name: sources[part.name][...] for part in rule.parts}, layout, rank)
 
 
 def _require_checkpoint(path: Path) -> None:
+    """Raise ``ValueError`` if ``path`` contains anything but a checkpoint of weights."""
     content = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
     if path.is_file() or content - {"model", "checkpoint", "done"}:
         raise ValueError(
