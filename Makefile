@@ -1,10 +1,10 @@
 # Every target works from a fresh checkout: `setup` builds .venv once and reuses it while the requirements are unchanged.
 PYTHON := .venv/bin/python
 PYTHON_XLA := .venv-xla/bin/python
-SOURCES := nxd_memopt models scripts tests
+SOURCES := nxd_memopt models scripts tests docs/examples
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-xla train test test-slow test-compat test-cuda check golden bench bench-gpu mutants parity clean
+.PHONY: help setup setup-xla train test test-slow test-compat test-cuda check golden bench bench-gpu mutants parity docs clean
 
 help:
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -71,6 +71,10 @@ bench-gpu: setup ## GPUS=N: the races of docs/benchmarks.md on N NVIDIA GPUs, re
 
 mutants: setup setup-xla ## plant faults one at a time: the tests must notice each
 	$(PYTHON) scripts/mutants.py
+
+docs: ## build/site: the pages of docs/ and the API reference; a warning is an error
+	@scripts/setup_env.sh docs
+	.venv-docs/bin/mkdocs build
 
 clean: ## remove what runs and tools wrote, but not .venv
 	rm -rf build dist runs *.egg-info .pytest_cache .ruff_cache .import_linter_cache

@@ -1,5 +1,6 @@
 """Packaging: the library lives in nxd_memopt/, nxd_memopt/models is a link to the modeling files in models/."""
 
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -13,9 +14,13 @@ GGUF = [*MODELS, "gguf", "accelerate"]
 TRAIN = [*MODELS, *CLI, "datasets", "pyyaml", "tensorboard", "matplotlib"]
 TOOLS = ["pytest", "pytest-timeout", "pytest-xdist", "ruff", "basedpyright", "import-linter"]
 
+# Read, not imported: building must not need the package's requirements.
+INIT = Path(__file__).with_name("nxd_memopt") / "__init__.py"
+VERSION = re.findall(r'^__version__ = "(.+)"$', INIT.read_text(encoding="utf-8"), re.MULTILINE)[0]
+
 setup(
     name="nxd_memopt",
-    version="0.1.0",
+    version=VERSION,
     description="Tensor- and sequence-parallel layers with neuronx-distributed's API, and memory optimisations",
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",

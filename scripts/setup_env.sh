@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Builds .venv (main), .venv-xla (xla) from pinned requirements; does nothing while those are unchanged. PYTHON: interpreter.
+# Builds .venv (main), .venv-xla (xla), .venv-docs (docs) from pinned requirements; does nothing while those are unchanged. PYTHON: interpreter.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-python3}
 case "${1:-main}" in
     main) venv=.venv requirements=requirements/dev.txt needed_gib=4 ;;  # 2 to keep, and the downloads
     xla) venv=.venv-xla requirements=requirements/xla.txt needed_gib=12 ;;  # 8 to keep
-    *) echo "error: unknown track $1: main or xla" >&2; exit 2 ;;
+    docs) venv=.venv-docs requirements=requirements/docs.txt needed_gib=1 ;;
+    *) echo "error: unknown track $1: main, xla or docs" >&2; exit 2 ;;
 esac
 stamp=$venv/.requirements.sha256
 
@@ -26,6 +27,8 @@ if [ ! -f "$stamp" ] && [[ "$free_kib" =~ ^[0-9]+$ ]] && (((free_kib + ${made_ki
 fi
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 "$venv/bin/python" -m pip install --quiet -r "$requirements"
-"$venv/bin/python" -m pip install --quiet --no-deps -r requirements/nodeps.txt
-"$venv/bin/python" -m pip install --quiet --no-build-isolation --no-deps -e .
+if [ "$venv" != .venv-docs ]; then
+    "$venv/bin/python" -m pip install --quiet --no-deps -r requirements/nodeps.txt
+    "$venv/bin/python" -m pip install --quiet --no-build-isolation --no-deps -e .
+fi
 printf '%s\n' "$wanted" > "$stamp"

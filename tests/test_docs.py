@@ -1,4 +1,4 @@
-"""Documents: every relative link leads to a file, and to a heading of it where it names one."""
+"""Documents: relative links lead to files and headings, and the messages that a page explains exist."""
 
 from __future__ import annotations
 
@@ -26,3 +26,12 @@ def test_links(document: Path) -> None:
         path = (document.parent / name).resolve() if name else document
         assert path.exists(), f"{target} leads nowhere"
         assert not anchor or anchor in anchors(path), f"{target}: no such heading, there are {sorted(anchors(path))}"
+
+
+def test_messages_of_troubleshooting() -> None:
+    """Every message that the page explains is a text of the library's source."""
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    messages = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "nxd_memopt").rglob("*.py"))
+    assert len(messages) > 10
+    assert [message for message in messages if message not in source] == []

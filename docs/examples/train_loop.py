@@ -1,8 +1,8 @@
 """Trains a LLaMA checkpoint on a text file, with one tensor-parallel group over all ranks.
 
-    torchrun --nproc_per_node 2 docs/examples/train_loop.py --model LLAMA_DIRECTORY --text FILE --output EXPORT_DIRECTORY
+    torchrun --nproc_per_node 2 docs/examples/train_loop.py --model MODEL --text FILE --output EXPORT
 
-LLAMA_DIRECTORY is a Hugging Face directory with config.json, safetensors and a tokenizer.
+MODEL is a Hugging Face directory with config.json, safetensors and a tokenizer.
 """
 
 from __future__ import annotations
