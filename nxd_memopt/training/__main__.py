@@ -10,17 +10,19 @@ from nxd_memopt.training.errors import user_errors
 
 
 def main(arguments: Sequence[str] | None = None, *, program: str = "nxd_memopt.training") -> int:
-    """Train as ``arguments``, by default the command line's, say; return the exit status.
+    """Run the training program and return its exit status.
 
     Args:
-        arguments: ``--config FILE`` or ``--recipe NAME``, and options that override the file's.
-        program: the name that ``--help`` and messages show.
+        arguments: ``--config FILE`` or ``--recipe NAME``, and options that override the file's
+            options; defaults to the command line's arguments.
+        program: program name shown by ``--help`` and in messages.
     """
     with user_errors():
         require_installed(program, "tyro", "yaml", "rich", "tensorboard", extra="train")
         require_transformers(program, extra="train")
 
-        # Imported here: the first import of the library chooses the backend and may refuse to.
+        # Imported inside user_errors: the first import of the library selects the backend, and
+        # a backend that cannot be used raises there.
         from nxd_memopt.training.arguments import parse_config
         from nxd_memopt.training.distributed import destroy_distributed, init_distributed
         from nxd_memopt.training.loop import run

@@ -66,12 +66,15 @@ def parse_config(arguments: Sequence[str], *, program: str = "nxd-memopt train")
     """Return the configuration of ``--config FILE`` or ``--recipe NAME``, overridden by the other arguments.
 
     Args:
-        program: the name that ``--help`` shows.
+        arguments: command-line arguments, without the program's name.
+        program: program name shown by ``--help``.
 
     Raises:
-        ValueError: for a missing or malformed file, an unknown recipe or key, or a value that does not fit.
+        ValueError: for a missing or malformed file, an unknown recipe or key, or an invalid value.
         SystemExit: with code 0 after ``--help``.
     """
+    # argparse takes --config and --recipe only. tyro parses everything else, --help included,
+    # with the file's values as defaults.
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config")
     parser.add_argument("--recipe")
@@ -91,7 +94,7 @@ def recipe_path(name: str) -> Path:
     """Return the file of a recipe that is installed with the package, such as ``"llama3_8b"``.
 
     Raises:
-        ValueError: there is no such recipe; names those that there are.
+        ValueError: the recipe does not exist; the message lists the existing recipes.
     """
     names = sorted(path.stem for path in RECIPES.glob("*.yaml"))
     if name not in names:
@@ -100,12 +103,16 @@ def recipe_path(name: str) -> Path:
 
 
 def config_from_mapping(values: Mapping[str, Any]) -> TrainConfig:
-    """Build the configuration from nested mappings, as YAML gives them."""
+    """Return the validated configuration of nested mappings, as a YAML parser returns them."""
     return _checked(_unchecked_config(values))
 
 
 def _override(base: TrainConfig, overrides: Sequence[str], program: str) -> TrainConfig:
+    """Return ``base`` with the command-line options of ``overrides``, parsed by tyro."""
     base, overrides = _add_config_overrides(base, overrides)
+
+    # tyro prints a framed message and exits with a status above 0 on an invalid option. The
+    # message is captured and raised as a ValueError of one line, like the errors of the YAML file.
     shown = io.StringIO()
     try:
         with contextlib.redirect_stderr(shown):
@@ -117,9 +124,13 @@ def _override(base: TrainConfig, overrides: Sequence[str], program: str) -> Trai
 
 
 def _add_config_overrides(base: TrainConfig, arguments: Sequence[str]) -> tuple[TrainConfig, list[str]]:
-    """Return ``base`` with entries of ``model.config_overrides`` that only ``arguments`` name, and the other arguments.
+    """Add new entries of ``model.config_overrides`` to ``base``.
 
-    tyro knows the entries of a mapping from its default alone, so it can change those that the file has and no others.
+    tyro takes the keys of a mapping from the mapping's default, so it can override entries of the
+    file but not add an entry.
+
+    Returns:
+        ``base`` with the entries that only ``arguments`` name, and the remaining arguments.
     """
     prefix = "--model.config-overrides."
     added: dict[str, Any] = {}
@@ -127,6 +138,8 @@ def _add_config_overrides(base: TrainConfig, arguments: Sequence[str]) -> tuple[
     remaining = list(arguments)
     while remaining:
         argument = remaining.pop(0)
+        # Both forms of an option are accepted: --name=value and --name value. tyro keeps the keys
+        # that the file has (with no_ for booleans) and nested keys (with a dot).
         name, separator, value = argument.removeprefix(prefix).partition("=")
         key = name.replace("-", "_")
         if not argument.startswith(prefix) or key.removeprefix("no_") in base.model.config_overrides or "." in key:
@@ -139,23 +152,28 @@ def _add_config_overrides(base: TrainConfig, arguments: Sequence[str]) -> tuple[
         added[key] = yaml.safe_load(value)
     if not added:
         return base, others
+
+    # The dataclasses are frozen and ``base`` is not validated yet, so fields are set directly
+    # instead of with dataclasses.replace, which would call __post_init__.
     model = copy.copy(base.model)
-    object.__setattr__(model, "config_overrides", base.model.config_overrides | added)  # not validated yet, as ``base``
+    object.__setattr__(model, "config_overrides", base.model.config_overrides | added)
     changed = copy.copy(base)
     object.__setattr__(changed, "model", model)
     return changed, others
 
 
 def _message_of_box(box: str) -> str:
-    """The first paragraph of a framed message of tyro's, and its first suggestion, in one line."""
-    lines = [line.strip("│|╭╮╰╯+ ") for line in box.strip().splitlines()[1:]]  # the first is the frame with a title
+    """Return the first paragraph and the first suggestion of tyro's framed message in one line."""
+    # The first line is the upper border of the frame, with the title. Horizontal rules separate
+    # paragraphs.
+    lines = [line.strip("│|╭╮╰╯+ ") for line in box.strip().splitlines()[1:]]
     paragraphs = [" ".join(group.split()) for group in re.split("[─-]{4,}", " ".join(lines)) if group.strip()]
     suggestion = re.search(r"Perhaps you meant: (--\S+)", " ".join(paragraphs[1:]))
     return paragraphs[0] + (f": did you mean {suggestion[1]}?" if suggestion else "")
 
 
 def read_yaml(path: Path) -> TrainConfig:
-    """Read a configuration file; nothing is checked yet but names and types."""
+    """Read a configuration file. Only option names and types are checked here, not values."""
     if not path.is_file():
         raise ValueError(f"configuration file {path} does not exist: pass --config with an existing YAML file")
     try:
@@ -166,7 +184,11 @@ def read_yaml(path: Path) -> TrainConfig:
 
 
 def _unchecked_config(values: Mapping[str, Any]) -> TrainConfig:
-    """Values as they stand: what one section lacks, or contradicts, the command line may still set."""
+    """Return the configuration of ``values`` without validation of values.
+
+    A section may lack a required option or contradict another section: command-line options are
+    applied later, and the result is validated by ``_checked``.
+    """
     if not isinstance(values, Mapping):
         raise ValueError(f"the configuration must be a mapping of sections, got {type(values).__name__}")
     _require_known(TrainConfig, values, "the configuration")
@@ -175,18 +197,22 @@ def _unchecked_config(values: Mapping[str, Any]) -> TrainConfig:
 
 
 def _build(name: str, values: Mapping[str, Any]) -> Any:
+    """Return the unvalidated dataclass of section ``name``, with values of the fields' types."""
     _require_known(SECTIONS[name], values, name)
     hints = typing.get_type_hints(SECTIONS[name])
     return _unchecked(SECTIONS[name], {key: _fit(value, hints[key], f"{name}.{key}") for key, value in values.items()})
 
 
 def _require_known(cls: type, values: Mapping[str, Any], section: str) -> None:
+    """Raise ``ValueError`` for a key of ``values`` that is not a field of the dataclass ``cls``."""
+    # from_mapping has the error message. It constructs its class, so it gets a class with the
+    # same fields, no __post_init__ and a default for every field.
     plain = dataclasses.make_dataclass(cls.__name__, [(field.name, Any, None) for field in dataclasses.fields(cls)])
     from_mapping(plain, values, section=section)
 
 
 def _unchecked(cls: type, values: Mapping[str, Any]) -> Any:
-    """An instance of the dataclass ``cls`` that has not validated itself."""
+    """Return an instance of the dataclass ``cls`` without a call of ``__post_init__``."""
     instance = object.__new__(cls)
     for field in dataclasses.fields(cls):
         default: Any = field.default
@@ -197,11 +223,12 @@ def _unchecked(cls: type, values: Mapping[str, Any]) -> Any:
 
 
 def _checked(config: TrainConfig) -> TrainConfig:
+    """Return a validated copy: constructing the dataclasses again calls every ``__post_init__``."""
     return TrainConfig(**{name: dataclasses.replace(getattr(config, name)) for name in SECTIONS})
 
 
 def _resolve_aliases(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Move every option that stands under another name or in another section to where it belongs."""
+    """Return ``values`` with every option moved to its own section and renamed to its own name."""
     moved: dict[str, dict[str, Any]] = {}
     for section, options in values.items():
         if not isinstance(options, Mapping):
@@ -212,6 +239,9 @@ def _resolve_aliases(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _place(moved: dict[str, dict[str, Any]], section: str, name: str, value: Any) -> None:
+    """Store option ``section.name`` in ``moved`` under its own section and name."""
+    # An option of the section itself takes precedence over an alias of the same name. Options of
+    # unsupported dimensions are accepted and dropped if they have their neutral value.
     is_own = name in {field.name for field in dataclasses.fields(SECTIONS[section])}
     if not is_own and name in NEUTRAL and name not in ALIASES:
         if value != NEUTRAL[name]:
@@ -225,7 +255,10 @@ def _place(moved: dict[str, dict[str, Any]], section: str, name: str, value: Any
 
 
 def _fit(value: Any, hint: Any, name: str) -> Any:
-    """Return ``value`` as the type that ``hint`` asks for; YAML reads ``1e-4`` as a string and tuples as lists."""
+    """Return ``value`` converted to the type ``hint``.
+
+    YAML 1.1 reads ``1e-4`` as a string, because it has no decimal point, and tuples as lists.
+    """
     alternatives = [hint]
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         alternatives = list(typing.get_args(hint))
@@ -236,8 +269,9 @@ def _fit(value: Any, hint: Any, name: str) -> Any:
 
 
 def _fit_one(value: Any, hint: Any, name: str) -> Any:
+    """Return ``value`` converted to ``hint``, or raise ``TypeError``. ``hint`` is not a union."""
     origin = typing.get_origin(hint) or hint
-    if origin is typing.Literal:  # the dataclass names the allowed values
+    if origin is typing.Literal:  # checked by the dataclass, whose message lists the allowed values
         return value
     if origin is float and isinstance(value, int | float | str) and not isinstance(value, bool):
         with contextlib.suppress(ValueError):
@@ -252,4 +286,5 @@ def _fit_one(value: Any, hint: Any, name: str) -> Any:
 
 
 def _type_name(hint: Any) -> str:
+    """Return a type hint as an error message shows it."""
     return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")

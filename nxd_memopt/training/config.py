@@ -14,6 +14,7 @@ COMPILE = (None, "layer")
 
 
 def _require_at_least(name: str, value: float, minimum: float) -> None:
+    """Raise ``ValueError`` if ``value`` is less than ``minimum``, or NaN."""
     if not value >= minimum:
         raise ValueError(f"{name} must be at least {minimum}, got {value}")
 
@@ -23,14 +24,17 @@ class ModelConfig:
     """Which model is trained.
 
     Args:
-        pretrained: Hugging Face model directory (``config.json`` and safetensors, or a GGUF file); ``None`` builds
-            from ``config_overrides`` alone.
+        pretrained: Hugging Face model directory (``config.json`` and safetensors, or a GGUF file);
+            ``None`` builds from ``config_overrides`` alone.
         tokenizer: tokenizer directory or hub name; ``None`` takes the one in ``pretrained``.
-        config_overrides: Hugging Face configuration values, e.g. ``{model_type: llama, hidden_size: 64}``; laid over
-            the configuration of ``pretrained`` where that is given. On the command line:
+        config_overrides: Hugging Face configuration values, e.g.
+            ``{model_type: llama, hidden_size: 64}``; they override the configuration of
+            ``pretrained`` if that is given. On the command line:
             ``--model.config-overrides.NAME VALUE``.
-        random_init: keep the random initial weights instead of loading those of ``pretrained``.
-        dtype: of parameters and activations; with ``bfloat16`` the optimizer keeps fp32 master weights.
+        random_init: keep the random initial weights instead of loading the weights of
+            ``pretrained``.
+        dtype: dtype of parameters and activations; with ``bfloat16`` the optimizer keeps fp32
+            master weights.
     """
 
     pretrained: str | None = None
@@ -55,16 +59,18 @@ class DataConfig:
     """Where text comes from and how it is packed.
 
     Args:
-        dataset: ``stdlib`` (the source code of Python's standard library), a text, JSONL or Parquet file, a directory
-            or pattern of such files, a dataset saved by ``save_to_disk``, or a name on the Hugging Face hub.
+        dataset: ``stdlib`` (the source code of Python's standard library), a text, JSONL or Parquet
+            file, a directory or pattern of such files, a dataset saved by ``save_to_disk``, or a
+            name on the Hugging Face hub.
         dataset_config: the hub dataset's configuration name.
         split: the hub dataset's split.
         text_column: the column with the text, for everything but text files.
-        seq_length: S, tokens per sequence; documents are joined with end-of-text tokens and cut into sequences.
+        seq_length: S, tokens per sequence; documents are joined with end-of-text tokens and cut
+            into sequences.
         micro_batch_size: B, sequences per forward pass on each data-parallel rank.
         global_batch_size: sequences per optimizer step over all data-parallel ranks.
-        held_out_every: about one document in this many is kept out of training, chosen by hash; with fewer documents
-            than this, the last such part of each document.
+        held_out_every: about one document in this many is kept out of training, chosen by hash;
+            with fewer documents than this, the last 1/held_out_every of each document.
         eval_sequences: held-out sequences per evaluation; 0 turns evaluation off.
     """
 
@@ -96,18 +102,21 @@ class OptimizerConfig:
         lr_schedule: shape of the decay after the warm-up, ``cosine`` or ``linear``.
         min_lr_ratio: the learning rate ends at this fraction of ``lr``.
         warmup_steps: steps of linear warm-up.
-        decay_steps: step at which the decay ends; ``None`` takes ``trainer.max_steps``. Set it where a run will be
-            prolonged: a resumed run must have the same schedule.
+        decay_steps: step at which the decay ends; ``None`` takes ``trainer.max_steps``. Set it if
+            ``max_steps`` will be raised later: a resumed run must have the same schedule.
         weight_decay: for parameters of two or more dimensions; norms and biases are not decayed.
-        betas: of the running means of the gradient and its square.
+        betas: decay rates of the running means of the gradient and of its square.
         eps: added to the denominator.
-        clip_grad: bound on the global gradient norm; 0 leaves gradients as they are.
-        master_weights: keep fp32 weights, states and gradient sums of bf16 parameters, 18 bytes a parameter in all;
-            False keeps everything in bf16, 8 bytes, and loses updates below a weight's rounding step, where the device
-            does not round stochastically (on Trainium the launcher turns that on).
-        zero1: shard states and master weights over the D data-parallel ranks (ZeRO stage 1, arXiv:1910.02054): with
-            master weights 6 + 12/D bytes a parameter. The results are the same.
-        overlap_grad_reduce: reduce gradients over the ranks while backward computes others, instead of after it.
+        clip_grad: maximum global gradient norm; 0 disables clipping.
+        master_weights: keep fp32 weights, optimizer states and gradient sums for bf16 parameters,
+            18 bytes per parameter in total; False keeps everything in bf16, 8 bytes per parameter,
+            and loses updates smaller than a weight's rounding step, unless the device rounds
+            stochastically (on Trainium the launcher turns that on).
+        zero1: shard optimizer states and master weights over the D data-parallel ranks (ZeRO stage
+            1, arXiv:1910.02054): 6 + 12/D bytes per parameter with master weights. The results are
+            the same.
+        overlap_grad_reduce: overlap the gradient reduction over ranks with backward, instead of
+            running it afterwards.
     """
 
     lr: float = 3e-4
@@ -143,29 +152,35 @@ class TrainerConfig:
     """How long to train, and what to write.
 
     Args:
-        output_dir: checkpoints, metrics, TensorBoard logs, packed tokens and the export; a run resumes from the
-            checkpoint that it finds here. On several hosts it must be a shared directory.
-        max_steps: optimizer steps in total, resumed ones included.
-        seed: of the initial weights, dropout and the order of the data.
+        output_dir: checkpoints, metrics, TensorBoard logs, packed tokens and the export; a run
+            resumes from the checkpoint that it finds here. On several hosts it must be a shared
+            directory.
+        max_steps: total number of optimizer steps, including the steps before a resume.
+        seed: seed of the initial weights, of dropout and of the order of the data.
         val_check_interval: steps between held-out evaluations; 0 evaluates before and after only.
         save_interval: steps between checkpoints; 0 saves at the end only.
         save_checkpoints: ``False`` writes no checkpoint at all, so the run cannot be resumed.
-        async_save: write checkpoints in the background while training goes on, one at a time; an error is reported at
-            the next step. Takes host memory for what a rank writes (parameters, masters, states), on GPUs page-locked.
-        keep_checkpoints: newest checkpoints that stay on disk.
-        log_every_n_steps: steps whose loss and gradient norm are read from the device together, written to
-            metrics.jsonl and checked to be finite; also the steps between progress lines. Each reading makes the host
-            wait for the device, so on Trainium take 10 or more.
+        async_save: write checkpoints in the background during training, one at a time; an error is
+            reported at the next step. Needs host memory for everything that a rank writes
+            (parameters, master weights, optimizer states); page-locked on GPUs.
+        keep_checkpoints: number of newest checkpoints that stay on disk.
+        log_every_n_steps: number of steps whose loss and gradient norm are read from the device
+            together, written to metrics.jsonl and checked to be finite; also the steps between
+            progress lines. Each read makes the host wait for the device, so use 10 or more on
+            Trainium.
         export: write a Hugging Face directory at the end.
         verify_export: rank 0 loads the export with transformers and compares the held-out loss.
-        single_process_summary: ``summary.json`` of a run on one process, whose peak memory is shown for comparison.
-        enable_cuda_graph: run forward and backward of a micro-batch as one CUDA graph, on NVIDIA GPUs: the host then
-            keeps up where a rank's share of the work is small. Needs dropout 0.
-        compile: ``layer`` compiles each decoder layer with torch.compile, as one graph of static shapes: the first step
-            takes longer, later ones have fewer kernels. Inside a layer the compiler's kernels and collectives take the
-            place of this library's (docs/gpus.md). Refused on backend xla, which compiles whole steps already, and with
-            dropout of which each tensor-parallel rank draws its own.
-        distributed_timeout_minutes: how long a rank waits for the others in a collective.
+        single_process_summary: ``summary.json`` of a run on one process, whose peak memory is shown
+            for comparison.
+        enable_cuda_graph: run forward and backward of a micro-batch as one CUDA graph, on NVIDIA
+            GPUs: one launch, so the host does not limit the speed if a rank has little work. Needs
+            dropout 0.
+        compile: ``layer`` compiles each decoder layer with torch.compile, as one graph of static
+            shapes: the first step takes longer, later steps have fewer kernels. Inside a layer the
+            compiler's kernels and collectives replace this library's (docs/gpus.md). Not supported
+            on backend xla, which already compiles full steps, nor with dropout for which each
+            tensor-parallel rank draws different numbers.
+        distributed_timeout_minutes: how long a rank waits for the other ranks in a collective.
     """
 
     output_dir: str = "runs/train"
@@ -199,11 +214,13 @@ class LaunchConfig:
     """What ``nxd-memopt launch`` puts into the ranks' environment; a run that is started otherwise does not read it.
 
     Args:
-        neuron_cc_flags: options of trn1's compiler. The launcher adds ``-O1`` where recompute is on and no level is
-            named, and refuses another level: the compiler may then undo the recompute.
-        compile_cache_dir: where Trainium's compilers keep what they compiled; ``None`` leaves it to them, which is a
-            directory of each host (trn1: ``/var/tmp/neuron-compile-cache``). ``{node_rank}`` stands for the host's
-            number: on a file system that hosts of trn1 share, each needs its own. trn1 takes an ``s3://`` URL too.
+        neuron_cc_flags: options of trn1's compiler. With recompute the launcher adds ``-O1`` if no
+            optimization level is given, and rejects any other level: the compiler could undo the
+            recompute.
+        compile_cache_dir: directory of the compilation cache on Trainium; ``None`` is the
+            compiler's default, a directory on each host (trn1: ``/var/tmp/neuron-compile-cache``).
+            ``{node_rank}`` is replaced by the host's number: trn1 hosts on a shared file system
+            need one directory each. trn1 accepts an ``s3://`` URL too.
     """
 
     neuron_cc_flags: tuple[str, ...] = ("--model-type=transformer",)
@@ -218,7 +235,8 @@ class LaunchConfig:
 class TrainConfig:
     """Train a causal language model with tensor and sequence parallelism.
 
-    --config FILE.yaml sets any option below, by section; options on the command line come last and win.
+    --config FILE.yaml sets any option below, by section; options on the command line come last and
+    win.
     """
 
     model: ModelConfig
@@ -259,14 +277,18 @@ class TrainConfig:
         "data.micro_batch_size",
         "optimizer.zero1",
     )
-    """Fields of ``resume_identity`` that a resumed run may have otherwise: how the same step is spread over ranks."""
+    """Fields of ``resume_identity`` that may differ in a resumed run.
+
+    They change how a step is distributed over ranks, not which sequences it has.
+    """
 
     @property
     def decay_steps(self) -> int:
+        """Step at which the learning rate reaches its minimum."""
         return self.trainer.max_steps if self.optimizer.decay_steps is None else self.optimizer.decay_steps
 
     def data_parallel_size(self, world_size: int) -> int:
-        """D: how many groups of tensor-parallel ranks share a step's sequences.
+        """Return D = world size / T, the number of model replicas that share a step's sequences.
 
         Raises:
             ValueError: when the tensor-parallel size does not divide the world size.
@@ -276,16 +298,22 @@ class TrainConfig:
         return require_divisible("world size", world_size, "tensor_model_parallel_size", size, remedy)
 
     def accumulation_steps(self, world_size: int) -> int:
-        """Forward passes per optimizer step on each rank."""
+        """Return the micro-batches per optimizer step on each rank: global batch / (B * D).
+
+        Raises:
+            ValueError: the global batch size is not a multiple of B * D, or T does not divide the
+                world size.
+        """
         replicas = self.data_parallel_size(world_size)
         by = f"data.micro_batch_size {self.data.micro_batch_size} x data-parallel size {replicas} ="
         sequences_per_pass = self.data.micro_batch_size * replicas
         return require_divisible("data.global_batch_size", self.data.global_batch_size, by, sequences_per_pass)
 
     def resume_identity(self, world_size: int) -> dict[str, Any]:
-        """Everything that a resumed run must share with the run it continues, but for ``MAY_CHANGE``.
+        """Return the options that a resumed run must share with the run it continues.
 
-        Memory techniques and overlap are left out: they change no result.
+        Options named in ``MAY_CHANGE`` may differ. Memory techniques and ``overlap_grad_reduce``
+        are left out, because they do not change the results.
         """
         optimizer = dataclasses.asdict(self.optimizer) | {"decay_steps": self.decay_steps}
         del optimizer["overlap_grad_reduce"]

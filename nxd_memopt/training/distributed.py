@@ -1,6 +1,7 @@
 """Joins the ranks of a training run; reads the environment variables that training depends on.
 
-The variables are read before torch and the backend are imported, so those are imported inside functions here.
+The variables are read before torch and the backend are imported, so both are imported inside
+functions in this file.
 """
 
 from __future__ import annotations
@@ -14,49 +15,51 @@ if TYPE_CHECKING:
 
 
 def rank() -> int:
-    """Return this process's rank among all processes, as torchrun gives it."""
+    """Return the global rank of this process: torchrun's ``RANK``, or 0."""
     return int(os.environ.get("RANK", "0"))
 
 
 def is_rank_zero() -> bool:
-    """Return whether this process writes files and shows messages."""
+    """Return whether this process is global rank 0, which writes files and shows messages."""
     return rank() == 0
 
 
 def world_size() -> int:
-    """Return the number of processes that torchrun started, on all hosts."""
+    """Return the number of processes on all hosts: torchrun's ``WORLD_SIZE``, or 1."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def shows_tracebacks() -> bool:
-    """Return whether errors that a user can cause keep their traceback: ``NXD_MEMOPT_TRACEBACK=1``."""
+    """Return whether user errors are shown with a traceback: ``NXD_MEMOPT_TRACEBACK=1``."""
     return os.environ.get("NXD_MEMOPT_TRACEBACK") == "1"
 
 
 def is_extracting_graphs() -> bool:
-    """Return whether ``neuron_parallel_compile`` only collects graphs: the device then computes nothing but zeros."""
+    """Return whether ``neuron_parallel_compile`` collects graphs. Every value read is then zero."""
     return os.environ.get("NEURON_EXTRACT_GRAPHS_ONLY", "0") != "0"
 
 
 def init_distributed(config: TrainConfig) -> None:
-    """Join torchrun's world, split it into tensor-parallel and data-parallel groups, and seed random generators.
+    """Initialize the process groups and seed the random number generators. Every rank calls.
 
     Raises:
-        ValueError: the world does not fit the configuration; raised before any process waits for another.
+        ValueError: the world size does not fit the configuration; raised before any rank waits
+            for another rank.
     """
     from nxd_memopt.backends import backend
     from nxd_memopt.parallel_layers import parallel_state, random
 
-    config.accumulation_steps(world_size())
+    config.accumulation_steps(world_size())  # called for its checks
     backend.init_process_group(timeout=timedelta(minutes=config.trainer.distributed_timeout_minutes))
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=config.parallel.tensor_model_parallel_size)
     random.model_parallel_manual_seed(config.trainer.seed)
 
 
 def destroy_distributed() -> None:
-    """Leave the process groups, once all ranks have arrived."""
+    """Destroy the process groups. Every rank calls."""
     from nxd_memopt.parallel_layers.coordination import share_texts
     from nxd_memopt.parallel_layers.utils import leave_process_groups
 
+    # A barrier: no rank destroys its groups while another rank still communicates.
     share_texts("")
     leave_process_groups()

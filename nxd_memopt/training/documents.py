@@ -12,12 +12,13 @@ from typing import Any
 from nxd_memopt.training.config import DataConfig
 
 BUILDERS = {".txt": "text", ".md": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-STDLIB_EXCLUDED = {"site-packages", "test", "tests", "idle_test", "__pycache__"}  # test files hold odd encodings
+# Test folders are excluded because their files have unusual encodings on purpose.
+STDLIB_EXCLUDED = {"site-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
 @dataclass(frozen=True)
 class Part:
-    """A stretch of one document: from ``start`` to ``stop``, as fractions of its characters."""
+    """Range of one document, from ``start`` to ``stop`` as fractions of its characters."""
 
     index: int
     start: float = 0.0
@@ -26,13 +27,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Documents:
-    """Text that is read one document at a time.
+    """Training and held-out documents, read one at a time.
 
     Args:
-        read: returns the text of a document, given its index.
-        train: what is trained on.
-        held_out: what is kept for evaluation.
-        fingerprint: changes whenever the documents or their split do.
+        read: maps a document's index to its text.
+        train: parts of documents for training.
+        held_out: parts of documents for evaluation.
+        fingerprint: hash that changes if the documents or the split change.
     """
 
     read: Callable[[int], str]
@@ -41,15 +42,16 @@ class Documents:
     fingerprint: str
 
     def text(self, part: Part) -> str:
+        """Return the text of ``part``."""
         text = self.read(part.index)
         return text[int(part.start * len(text)) : int(part.stop * len(text))]
 
 
 def open_documents(config: DataConfig) -> Documents:
-    """Find the documents that ``config.dataset`` names, without reading more than their names and sizes.
+    """Find and split the documents of ``config.dataset``. Their text is read later, on demand.
 
     Raises:
-        ValueError: for a missing file, column, dataset or split, and for an empty dataset; says what is there.
+        ValueError: for a missing file, column, dataset or split, and for an empty dataset.
     """
     read, keys = _open_stdlib() if config.dataset == "stdlib" else _open_dataset(config)
     if not keys:
@@ -60,7 +62,13 @@ def open_documents(config: DataConfig) -> Documents:
 
 
 def split_documents(keys: list[str], held_out_every: int) -> tuple[list[Part], list[Part]]:
-    """Return the training part and the held-out part; a document's side depends on its key alone."""
+    """Return the training parts and the held-out parts.
+
+    With at least ``held_out_every`` documents, each document is in one split, chosen by a hash of
+    its key alone: a document with an unchanged name stays in its split when others are added.
+    """
+    # With fewer documents, by hash all could be in one split. Each document is cut instead: the
+    # last 1/held_out_every of its characters are held out.
     if len(keys) < held_out_every:
         cut = 1 - 1 / held_out_every
         return [Part(i, stop=cut) for i in range(len(keys))], [Part(i, start=cut) for i in range(len(keys))]
@@ -71,11 +79,14 @@ def split_documents(keys: list[str], held_out_every: int) -> tuple[list[Part], l
 
 
 def _hash(key: str) -> int:
-    name = key.split("\t")[0]  # a file that grew stays on its side
+    """Return a hash of a document's name; Python's ``hash`` differs from process to process."""
+    # A key is "name\tsize". Without the size, a file that grew stays in its split.
+    name = key.split("\t")[0]
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
 
 
 def _open_stdlib() -> tuple[Callable[[int], str], list[str]]:
+    """Return the reader and the keys of Python's standard library, one document per module."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(path for path in root.rglob("*.py") if not STDLIB_EXCLUDED & set(path.relative_to(root).parts))
 
@@ -86,6 +97,7 @@ def _open_stdlib() -> tuple[Callable[[int], str], list[str]]:
 
 
 def _open_dataset(config: DataConfig) -> tuple[Callable[[int], str], list[str]]:
+    """Return the reader and the keys of a dataset, one document per row."""
     dataset = _load_dataset(config)
     column = config.text_column
     if column not in dataset.column_names:
@@ -102,12 +114,14 @@ def _open_dataset(config: DataConfig) -> tuple[Callable[[int], str], list[str]]:
             )
         return text
 
+    # The datasets library's hash of the data: part of every key, so it enters our fingerprint.
     fingerprint = dataset._fingerprint
     return read, [f"{index}\t{fingerprint}" for index in range(len(dataset))]
 
 
 def _load_dataset(config: DataConfig) -> Any:
-    import datasets  # takes a second, which the builtin corpus need not pay
+    """Return a ``datasets.Dataset``: saved on disk, read from local files, or from the hub."""
+    import datasets  # takes about a second, which dataset "stdlib" does not need
     from datasets.exceptions import DatasetsError
 
     datasets.disable_progress_bars()
@@ -119,20 +133,22 @@ def _load_dataset(config: DataConfig) -> Any:
         if not files:
             return datasets.load_dataset(config.dataset, config.dataset_config, split=config.split)
         return _load_files(datasets.load_dataset, files)
-    except StopIteration as error:  # how the JSON reader meets the end of a file without rows
+    except StopIteration as error:  # raised by the JSON reader for a file without rows
         raise ValueError(f"dataset {config.dataset!r} is empty: it has no documents") from error
     except (OSError, ValueError, DatasetsError) as error:
         raise ValueError(f"dataset {config.dataset!r} cannot be read: {_reason(error)}") from error
 
 
 def _load_files(load_dataset: Callable[..., Any], files: list[Path]) -> Any:
+    """Return the dataset of ``files``, which have one kind."""
     builder = BUILDERS[files[0].suffix]
+    # The text builder makes each line a row by default; here a file is one document.
     options = {"sample_by": "document"} if builder == "text" else {}
     return load_dataset(builder, data_files={"train": [str(file) for file in files]}, split="train", **options)
 
 
 def _local_files(name: str) -> list[Path]:
-    """Return the files that ``name`` stands for, or nothing where it can only be a name on the hub."""
+    """Return the local files of ``name``, or an empty list if it can only be a hub dataset."""
     path = Path(name)
     if path.is_file():
         files = [path]
@@ -140,6 +156,8 @@ def _local_files(name: str) -> list[Path]:
         files = sorted(file for file in path.iterdir() if file.suffix in BUILDERS)
     else:
         files = sorted(Path(path.anchor or ".").glob(str(path.relative_to(path.anchor)))) if "*" in name else []
+    # A hub name has the form "owner/name", like a relative path. Everything that a hub name cannot
+    # be is an error here instead of a failing download.
     is_local = path.exists() or "*" in name or path.is_absolute() or name.startswith(".") or path.suffix in BUILDERS
     if is_local and not files:
         raise ValueError(f"no such file, or no file of a known kind ({', '.join(BUILDERS)})")
@@ -150,7 +168,7 @@ def _local_files(name: str) -> list[Path]:
 
 
 def _reason(error: BaseException) -> str:
-    """The innermost cause: the datasets library wraps what went wrong in general words."""
+    """Return the message of the innermost cause, which the datasets library wraps."""
     while error.__cause__ is not None:
         error = error.__cause__
     return str(error) or type(error).__name__

@@ -11,16 +11,18 @@ from nxd_memopt._optional import MissingDependencyError
 from nxd_memopt.training.distributed import is_rank_zero, rank, shows_tracebacks
 
 USAGE_ERROR = 2
+# Time that a rank other than 0 waits before it reports an error, so that rank 0 reports an error of
+# all ranks once. Before init_process_group the ranks of a busy machine may be this far apart.
 JOINED_RANK_DELAY_S = 5.0
-ALONE_RANK_DELAY_S = 60.0  # ranks may start as far apart on a busy machine
+ALONE_RANK_DELAY_S = 60.0
 
 
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
-    """Show an error that a user can cause as one line and exit with status 2.
+    """Show a user error as one line and exit with status 2.
 
-    These are ``ValueError``, a missing package and ``OSError``, such as a full disk. Any other exception keeps its
-    traceback, and under ``NXD_MEMOPT_TRACEBACK=1`` every exception does.
+    User errors are ``ValueError``, ``OSError`` (such as a full disk) and a missing package. Any
+    other exception keeps its traceback; with ``NXD_MEMOPT_TRACEBACK=1`` every exception does.
     """
     try:
         yield
@@ -34,9 +36,10 @@ def user_errors() -> Iterator[None]:
 
 
 def _is_of_this_rank_alone() -> bool:
-    """Wait for rank 0 to fail in the same way: torchrun then ends this rank. Return whether that can have been in vain.
+    """Return whether the error may have occurred on this rank only, after waiting for rank 0.
 
-    Before the ranks have joined, every one of them meets the same error.
+    If rank 0 fails in the same way, torchrun ends this rank during the wait and nothing is printed
+    twice. Before ``init_process_group`` every rank meets the same error, so the answer is False.
     """
     distributed = sys.modules.get("torch.distributed")
     has_joined = distributed is not None and distributed.is_initialized()

@@ -22,7 +22,13 @@ from nxd_memopt.training.tokens import TokenFile, tokens_directory
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences of one forward pass: ``ids`` and ``labels`` ``[B, S]``, and how many are real, 0-dim, fp32."""
+    """Sequences of one forward pass.
+
+    Args:
+        ids: token ids, ``[B, S]``, int64.
+        labels: ``ids``, or ``IGNORE_INDEX`` in padding sequences, ``[B, S]``, int64.
+        count: number of sequences that are not padding, 0-dim, fp32.
+    """
 
     ids: Tensor
     labels: Tensor
@@ -31,9 +37,9 @@ class Batch:
 
 @torch.no_grad()
 def held_out_loss(model: nn.Module, config: TrainConfig) -> float | None:
-    """Mean over all held-out tokens, fp32, the same on every rank. Every rank calls.
+    """Return the mean loss over all held-out tokens, fp32, equal on every rank. Every rank calls.
 
-    ``None`` without such tokens, and where ``neuron_parallel_compile`` only collects the graphs.
+    Returns None without held-out tokens, and while ``neuron_parallel_compile`` collects graphs.
     """
     model.eval()
     rank, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_size()
@@ -48,7 +54,11 @@ def held_out_loss(model: nn.Module, config: TrainConfig) -> float | None:
 def held_out_loss_by_transformers(directory: Path, config: TrainConfig) -> float | None:
     """Load a Hugging Face directory with transformers, and return its held-out loss.
 
-    On this rank's device, except that a whole model is too much for a NeuronCore: there on the host.
+    The full model runs on this rank's device. On backend xla it runs on the host, because a full
+    model may not fit a NeuronCore's memory.
+
+    Returns:
+        The mean over all held-out tokens, fp32, or None without held-out tokens.
     """
     disable_progress_bar()
     dtype = getattr(torch, config.model.dtype)
@@ -61,20 +71,23 @@ def held_out_loss_by_transformers(directory: Path, config: TrainConfig) -> float
 
 
 def _held_out_tokens(config: TrainConfig) -> TokenFile | None:
+    """Return the held-out sequences, or None if ``data.eval_sequences`` is 0."""
     directory = tokens_directory(config)
     return TokenFile(directory / "held_out.bin", config.data.seq_length) if config.data.eval_sequences else None
 
 
 def _held_out_sequences(config: TrainConfig) -> int:
+    """Return the sequences of one evaluation: ``data.eval_sequences``, or fewer if there are."""
     tokens = _held_out_tokens(config)
     return 0 if tokens is None else min(len(tokens), config.data.eval_sequences)
 
 
 def _batches(config: TrainConfig, rank: int, replicas: int, device: torch.device) -> list[Batch]:
-    """This data-parallel rank's share of the held-out sequences.
+    """Return this data-parallel rank's share of the held-out sequences.
 
-    As many batches of B on every rank, so that a device that compiles graphs has one, the same everywhere: what is
-    missing is filled with sequence 0, ignored in the loss.
+    Every rank has ceil(count / replicas / B) batches of shape ``[B, S]``, so XLA compiles one graph
+    and every rank runs the same collectives. Missing sequences are padded with sequence 0, whose
+    labels are ignored in the loss.
     """
     tokens, size = _held_out_tokens(config), config.data.micro_batch_size
     if tokens is None:
@@ -86,6 +99,7 @@ def _batches(config: TrainConfig, rank: int, replicas: int, device: torch.device
 
 
 def _batch(tokens: TokenFile, rows: range, size: int, device: torch.device) -> Batch:
+    """Return the sequences ``rows``, padded to ``size`` sequences, on ``device``."""
     real = tokens.sequences(rows) if rows else tokens.sequences(range(1))[:0]
     filler = tokens.sequences(range(1)).expand(size - len(real), -1)
     ids = torch.cat([real, filler])
@@ -94,9 +108,16 @@ def _batch(tokens: TokenFile, rows: range, size: int, device: torch.device) -> B
 
 
 def _total_loss(loss_of: Callable[[Tensor, Tensor], Tensor], batches: list[Batch]) -> Tensor:
-    """0-dim: the sum of the sequences' losses, fp32; all are equally long."""
-    total = torch.zeros(()).to(batches[0].ids.device if batches else backend.device)  # moved: no constant of the graph
+    """Return the sum of the mean losses of all sequences that are not padding, 0-dim, fp32.
+
+    All sequences have S tokens, so dividing the sum by their number gives the mean over tokens.
+    """
+    # Created on the host and copied: zeros made on an XLA device would be a constant inside the
+    # first batch's graph, so the first batch would compile a graph of its own.
+    total = torch.zeros(()).to(batches[0].ids.device if batches else backend.device)
     for batch in batches:
+        # loss_of returns the mean over the tokens that are not ignored: times count, the sum over
+        # the batch's sequences.
         total += loss_of(batch.ids, batch.labels).float() * batch.count
-        backend.mark_step()  # a batch is a graph
+        backend.mark_step()  # ends the graph of a batch
     return total

@@ -1,6 +1,7 @@
 """A training run from start to end: data, model, resumption, the loop over steps, evaluation, checkpoints, export.
 
-``step.py`` has one optimizer step. A device that compiles graphs (XLA) gets one for a micro-batch and one for the
+``step.py`` has one optimizer step. A device that compiles graphs (XLA) gets one for a micro-batch
+and one for the
 update; its values are read every ``trainer.log_every_n_steps`` steps.
 """
 
@@ -38,26 +39,33 @@ from nxd_memopt.training.tokens import (
 COMPILED_LAYERS = "kernels are the compiler's, collectives run between them; a new batch shape compiles again"
 EXTRACTED_STEPS = 2
 EXTRACTED_MICRO_BATCHES = 2
-"""What ``extract_graphs`` runs: the first step and the first micro-batch have graphs of their own, others share one."""
+"""Steps and micro-batches that ``extract_graphs`` runs.
+
+Two are enough: the first of each has its own graph, all later ones share one graph.
+"""
 
 
 def run(config: TrainConfig) -> None:
-    """Prepare, evaluate, train, evaluate, export. Every rank calls."""
+    """Run the training program: prepare, evaluate, train, evaluate, export. Every rank calls."""
+    # Checks that need no model come first: a user error is reported before weights are loaded.
     require_writable(config.trainer.output_dir)
     summary = start_summary(config)
     hf_config = load_hf_config(config.model)
     require_executable(config, hf_config)
     vocabulary = load_vocabulary(config.model, hf_config)
     fingerprint = prepare_data(config, vocabulary)
+
     model = build_model(config, hf_config)
     optimizer, forward_backward = parallelize(model, config)
     training = Training(model, optimizer, forward_backward, fingerprint)
     if is_extracting_graphs():
         extract_graphs(training, config)
         return
+
     notes = resume(training, config)
     with open_reporter(config, training.step, notes) as reporter:
         summary.held_out_loss_before = evaluate_before(training, config, reporter)
+        # The reported peak is of training alone, without loading and the first evaluation.
         backend.reset_peak_memory_stats()
         train(training, config, reporter)
         summary.peak_memory_bytes = peak_bytes_of_all_ranks()
@@ -66,7 +74,9 @@ def run(config: TrainConfig) -> None:
 
 
 def prepare_data(config: TrainConfig, vocabulary: Vocabulary) -> str:
-    """Tokenise on rank 0, once for all ranks, and return the fingerprint of the tokens."""
+    """Tokenize on rank 0 and return the fingerprint of the tokens. Every rank calls."""
+    # raise_together is a barrier and raises on every rank if one rank failed, so no rank reads a
+    # partial file, or waits in a collective for a rank that has stopped.
     directory = tokens_directory(config)
     with raise_together("preparing the data"):
         if is_rank_zero():
@@ -83,7 +93,7 @@ def prepare_data(config: TrainConfig, vocabulary: Vocabulary) -> str:
 
 
 def open_reporter(config: TrainConfig, first_step: int, notes: list[str]) -> Reporter:
-    """Return the reporter of a run that has done ``first_step`` steps, after it has said what is about to run."""
+    """Return the reporter of a run that has done ``first_step`` steps, and print its setup."""
     reporter = Reporter(config.trainer, enabled=is_rank_zero(), first_step=first_step)
     tensor_size = parallel_state.get_tensor_model_parallel_size()
     data_size = parallel_state.get_data_parallel_size()
@@ -100,7 +110,7 @@ def open_reporter(config: TrainConfig, first_step: int, notes: list[str]) -> Rep
 
 
 def train(training: Training, config: TrainConfig, reporter: Reporter) -> None:
-    """Train from ``training.step`` to ``max_steps``, with evaluations and checkpoints on the way."""
+    """Train from ``training.step`` to ``max_steps``, with evaluations and checkpoints."""
     trainer = config.trainer
     if training.step == trainer.max_steps:
         return
@@ -115,8 +125,10 @@ def train(training: Training, config: TrainConfig, reporter: Reporter) -> None:
             is_last = training.step == trainer.max_steps
             evaluates = not is_last and is_due(training.step, trainer.val_check_interval)
             saves = trainer.save_checkpoints and (is_last or is_due(training.step, trainer.save_interval))
+            # Read before the evaluation, so its time does not count as training time, and before
+            # the checkpoint: read raises for a loss that is not finite, so none is saved after it.
             if is_last or evaluates or saves:
-                metrics.read()  # raises at a value that is not finite, before anything is saved
+                metrics.read()
             if evaluates:
                 evaluate(training, config, reporter)
             if saves:
@@ -124,7 +136,7 @@ def train(training: Training, config: TrainConfig, reporter: Reporter) -> None:
 
 
 def is_due(step: int, interval: int) -> bool:
-    """Return whether something that happens every ``interval`` steps, never if 0, happens after ``step``."""
+    """Return whether ``step`` is a multiple of ``interval``; always False for interval 0."""
     return interval > 0 and step % interval == 0
 
 
@@ -134,7 +146,11 @@ def open_tokens(config: TrainConfig) -> TokenFile:
 
 
 def micro_batches(config: TrainConfig, tokens: TokenFile, step: int) -> list[Tensor]:
-    """Return this data-parallel rank's share of the sequences after ``step``: ``[B, S]`` for each forward pass."""
+    """Return this data-parallel rank's micro-batches for the step after ``step`` steps.
+
+    Returns:
+        One tensor of token ids per forward pass, ``[B, S]``, int64, on the device.
+    """
     rank = parallel_state.get_data_parallel_rank()
     replicas = parallel_state.get_data_parallel_size()
     batches = []
@@ -153,7 +169,8 @@ def evaluate(training: Training, config: TrainConfig, reporter: Reporter) -> flo
 
 
 def evaluate_before(training: Training, config: TrainConfig, reporter: Reporter) -> float | None:
-    """Return the held-out loss at step 0, which a resumed run has on record. Every rank calls."""
+    """Return the held-out loss at step 0, recorded if the run is resumed. Every rank calls."""
+    # Rank 0 alone reads evaluation.jsonl; the other ranks receive its value.
     recorded = share_texts(json.dumps(reporter.recorded_evaluation(0)))[0]
     return evaluate(training, config, reporter) if training.step == 0 else json.loads(recorded)
 
@@ -161,7 +178,7 @@ def evaluate_before(training: Training, config: TrainConfig, reporter: Reporter)
 def finish(
     training: Training, config: TrainConfig, reporter: Reporter, summary: Summary, vocabulary: Vocabulary
 ) -> None:
-    """Export the model, check the export, write and show the summary. Every rank calls."""
+    """Export the model, verify the export, and write and show the summary. Every rank calls."""
     directory = Path(config.trainer.output_dir) / "export"
     if config.trainer.export:
         export(training.model, vocabulary.tokenizer, directory)
@@ -177,9 +194,10 @@ def finish(
 
 
 def extract_graphs(training: Training, config: TrainConfig) -> None:
-    """Run what evaluation and training run, for ``neuron_parallel_compile``, which collects and compiles the graphs.
+    """Run the graphs of evaluation and training once, for ``neuron_parallel_compile`` to collect.
 
-    The device computes nothing then, so no value is checked, and no checkpoint, metric or export is written.
+    The device computes nothing in this mode, so no value is checked, and no checkpoint, metric or
+    export is written.
     """
     steps = min(EXTRACTED_STEPS, config.trainer.max_steps)
     if is_rank_zero():
@@ -187,5 +205,7 @@ def extract_graphs(training: Training, config: TrainConfig) -> None:
     held_out_loss(training.model, config)
     for step in range(steps):
         train_step(training, config, micro_batches(config, open_tokens(config), step)[:EXTRACTED_MICRO_BATCHES])
-    held_out_loss(training.model, config)  # of parameters that an update wrote, which may be another graph
+    # Again after training: the parameters are now outputs of the update's graph, so the evaluation
+    # may have a different graph than before.
+    held_out_loss(training.model, config)
     backend.synchronize()

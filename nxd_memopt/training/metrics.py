@@ -17,10 +17,10 @@ from nxd_memopt.training.report import Reporter, StepMetrics
 
 @dataclass(frozen=True)
 class StepResult:
-    """The values of one optimizer step, which the device may not have computed yet.
+    """Values of one optimizer step, which the device may not have computed yet.
 
     Args:
-        number: of the step, counted from 1.
+        number: number of the step, counted from 1.
         loss: mean over the step's tokens on all ranks, 0-dim, fp32, on the device.
         grad_norm: global gradient norm before clipping, 0-dim, fp32, on the device.
         lr: learning rate of the update.
@@ -33,14 +33,17 @@ class StepResult:
 
 
 class DeferredMetrics:
-    """Reads the values of ``every`` steps together: each reading makes the host wait for the device.
+    """Loss and gradient norm of steps, read from the device ``every`` steps together.
 
-    The first step of a process is read alone, because it takes longer and would distort the mean time of the others.
-    Every rank reads, so that all ranks stop at a value that is not finite. Call ``read`` before saving a checkpoint:
-    then no checkpoint is written after such a step.
+    Each read makes the host wait for the device. The first step of a process is read alone, because
+    warm-up makes it slower and would distort the mean step time. Every rank reads, so all ranks
+    stop at a value that is not finite. Call ``read`` before saving a checkpoint, so no checkpoint
+    is written after such a step.
 
     Args:
-        tokens_per_step: over all ranks.
+        reporter: records and shows the values.
+        every: number of steps per read.
+        tokens_per_step: tokens of one optimizer step over all ranks.
     """
 
     def __init__(self, reporter: Reporter, *, every: int, tokens_per_step: int) -> None:
@@ -52,23 +55,25 @@ class DeferredMetrics:
         self._started = time.perf_counter()
 
     def start(self) -> None:
-        """Start the clock before a step, so that evaluations and checkpoints since the last one do not count."""
+        """Start the clock before a step: evaluation and checkpoints after a read do not count."""
         if not self._steps:
             self._started = time.perf_counter()
 
     def add(self, step: StepResult) -> None:
-        """Add a step, and read all steps since the last reading if it is time to."""
+        """Add a step; after the first step and at multiples of ``every``, read all added steps."""
         self._steps.append(step)
         if self._is_first or step.number % self._every == 0:
             self.read()
         self._is_first = False
 
     def read(self) -> None:
-        """Wait for the steps that were added; check and record their values.
+        """Wait for the added steps, then check and record their values.
 
         Raises:
             ValueError: a loss or a gradient norm is not finite.
         """
+        # .item() waits for the device. The clock stops after the last one, so it includes the
+        # device's time; the steps of one read share its mean.
         values = [(step, step.loss.item(), step.grad_norm.item()) for step in self._steps]
         seconds = (time.perf_counter() - self._started) / max(len(values), 1)
         peak = backend.max_memory_allocated()
@@ -81,11 +86,12 @@ class DeferredMetrics:
 
 
 def sum_over_data_parallel_ranks(value: Tensor) -> Tensor:
-    """Sum ``value`` over the data-parallel group; tensor-parallel ranks hold equal values already."""
+    """Sum ``value`` over the data-parallel group. Tensor-parallel ranks have equal values."""
     return backend.all_reduce(value, cast("ProcessGroup | None", parallel_state.get_data_parallel_group()))
 
 
 def _require_finite(step: int, **values: float) -> None:
+    """Raise ``ValueError`` if a value of ``step`` is NaN or infinite."""
     for name, value in values.items():
         if not math.isfinite(value):
             raise ValueError(

@@ -17,14 +17,14 @@ from nxd_memopt.parallel_layers.utils import move_model_to_device
 from nxd_memopt.training.config import ModelConfig, TrainConfig
 from nxd_memopt.training.tokens import Vocabulary
 
-DROPOUTS = ("attention_dropout", "hidden_dropout")  # of those in a configuration, what models read
+DROPOUTS = ("attention_dropout", "hidden_dropout")  # the dropout options that our models read
 
 
 def load_hf_config(config: ModelConfig) -> PretrainedConfig:
-    """Return the Hugging Face configuration with ``config_overrides`` laid over it.
+    """Return the Hugging Face configuration, updated with ``config_overrides``.
 
     Raises:
-        ValueError: for a missing directory, and for a model type that is not supported; lists those that are.
+        ValueError: the directory does not exist, or the model type is not supported.
     """
     overrides = dict(config.config_overrides)
     if config.pretrained is None:
@@ -38,7 +38,10 @@ def load_hf_config(config: ModelConfig) -> PretrainedConfig:
 
 
 def require_executable(config: TrainConfig, hf_config: PretrainedConfig) -> None:
-    """Raise ``ValueError`` where the backend cannot run a step as ``trainer`` says, before the model is built."""
+    """Raise ``ValueError`` if the backend does not support ``trainer``'s compile or CUDA graph options.
+
+    Called before the model is built.
+    """
     if config.trainer.enable_cuda_graph:
         require_recordable(hf_config)
     refusal = backend.compile_refusal() if config.trainer.compile else None
@@ -47,10 +50,11 @@ def require_executable(config: TrainConfig, hf_config: PretrainedConfig) -> None
 
 
 def require_recordable(hf_config: PretrainedConfig) -> None:
-    """Raise ``ValueError`` where ``trainer.enable_cuda_graph`` cannot be met, before the model is built."""
+    """Raise ``ValueError`` if a training step of this model cannot be captured as a CUDA graph."""
     refusal = backend.capture_refusal()
     if refusal is not None:
         raise ValueError(f"trainer.enable_cuda_graph {refusal}: set it to false")
+    # A captured graph replays the same random numbers, so every step would have the same mask.
     dropout = {name: value for name in DROPOUTS if (value := getattr(hf_config, name, None))}
     if dropout:
         raise ValueError(
@@ -63,11 +67,13 @@ def load_vocabulary(config: ModelConfig, hf_config: PretrainedConfig) -> Vocabul
     """Return the tokenizer, checked against the model.
 
     Raises:
-        ValueError: when there is none, it has no end-of-text token, or it is larger than the model's vocabulary.
+        ValueError: no tokenizer can be loaded, it has no end-of-text token, or it has more tokens
+            than the model's vocabulary.
     """
     name = config.tokenizer or config.pretrained
     assert name is not None
     tokenizer = _load_tokenizer(name)
+    # Hugging Face models may have a list of end-of-text ids; only a single id can close a document.
     candidates = [tokenizer.eos_token_id, hf_config.eos_token_id]
     end_of_text = next((token for token in candidates if isinstance(token, int)), None)
     if end_of_text is None:
@@ -76,6 +82,7 @@ def load_vocabulary(config: ModelConfig, hf_config: PretrainedConfig) -> Vocabul
 
 
 def _load_tokenizer(name: str) -> Any:
+    """Return the transformers tokenizer of a directory, a GGUF file's directory, or a hub name."""
     gguf = find_gguf(Path(name))
     try:
         return AutoTokenizer.from_pretrained(name, **({} if gguf is None else {"gguf_file": gguf.name}))
@@ -87,9 +94,11 @@ def _load_tokenizer(name: str) -> Any:
 
 
 def build_model(config: TrainConfig, hf_config: PretrainedConfig) -> ParallelCausalLM:
-    """Build this rank's shard of the model on the backend's device, with pretrained weights where there are any.
+    """Build this rank's shard of the model on the backend's device, and load pretrained weights.
 
-    On XLA it is built on the host first: drawn or loaded there, slice by slice, it would become a graph of its own.
+    On XLA with ``use_cpu_initialization`` the shard is initialized and loaded on the host and
+    copied afterwards: initializing or loading it on the device, slice by slice, would compile
+    another graph.
     """
     on_host = backend.name == "xla" and config.parallel.use_cpu_initialization
     model: ParallelCausalLM = model_class(hf_config.model_type)(

@@ -16,14 +16,17 @@ from nxd_memopt.training.distributed import world_size
 
 
 class MasterWeightOptimizer:
-    """AdamW on fp32 weights: the parameters themselves, or fp32 master weights of parameters in a narrower dtype.
+    """AdamW on fp32 weights: fp32 parameters, or fp32 master weights of bf16 parameters.
 
-    A bf16 weight of 0.02 moves in steps of 1e-4, more than an update at a usual learning rate, so without master
-    weights it does not move at all. Gradients of such parameters accumulate in fp32 too. With ``config.zero1`` master
-    weights and optimizer states are sharded over the data-parallel ranks; without it each rank holds all of them.
+    The spacing of bf16 numbers near 0.02 is 1e-4, more than an update at a usual learning rate, so
+    without master weights such a weight does not change at all. Gradients of bf16 parameters are
+    accumulated in fp32 too. With ``config.zero1`` master weights and optimizer states are sharded
+    over the data-parallel ranks; without it they are replicated on each rank.
 
     Args:
-        parameters: to train. Weight decay applies to those of two or more dimensions.
+        parameters: parameters to train. Weight decay applies to parameters with two or more
+            dimensions.
+        config: hyperparameters of AdamW, clipping, and how gradients and states are sharded.
     """
 
     def __init__(self, parameters: list[nn.Parameter], config: OptimizerConfig) -> None:
@@ -40,7 +43,8 @@ class MasterWeightOptimizer:
             optimizer_dtype=torch.float32 if config.master_weights else parameters[0].dtype,
             grad_clipping=config.clip_grad > 0,
             max_norm=config.clip_grad,
-            # Groups of one rank each shard nothing: the same code then serves replicated optimizer states.
+            # Without zero1 every rank is a sharding group of its own: one shard, so the states are
+            # replicated over data parallelism by the same code.
             sharding_groups=None if config.zero1 else [[rank] for rank in range(world_size())],
             use_grad_acc_hook=config.master_weights,
             lr=config.lr,
@@ -50,15 +54,17 @@ class MasterWeightOptimizer:
         )
 
     def last_backward(self) -> AbstractContextManager[None]:
-        """Return a context for the backward that completes a step's gradients: their reduction may overlap with it."""
+        """Return the context of a step's last backward, which the gradient reduction may overlap."""
         return nullcontext() if self._overlapped is None else self._overlapped.last_backward()
 
     def reduce_gradients(self) -> Tensor:
-        """Sum gradients over sequence shards, average them over data-parallel ranks, clip them.
+        """Sum gradients over sequence shards, average them over data-parallel ranks, and clip them.
 
         Returns:
-            The global norm before clipping, fp32, 0-dim.
+            The global norm before clipping, 0-dim, fp32.
         """
+        # With zero1 the reduction is a reduce-scatter inside the ZeRO-1 optimizer. With overlap
+        # the hooks have reduced the gradients during backward.
         if not self._is_sharded and self._overlapped is None:
             grads.bucket_allreduce_gradients(self.parameters)
         return self._zero1.reduce_gradients()
@@ -70,12 +76,12 @@ class MasterWeightOptimizer:
         self._zero1.update_parameters()
 
     def zero_grad(self) -> None:
-        """Drop the gradients of all parameters."""
+        """Release the gradients of all parameters."""
         self._zero1.zero_grad()
 
     @property
     def inner(self) -> NeuronZero1Optimizer:
-        """The optimizer that holds master weights and states, for checkpoints."""
+        """The ZeRO-1 optimizer with the master weights and optimizer states, for checkpoints."""
         return self._zero1
 
 

@@ -13,20 +13,26 @@ from nxd_memopt.training.distributed import world_size
 from nxd_memopt.training.optimizer import MasterWeightOptimizer, trainable_parameters
 
 ForwardBackward = Callable[[Tensor], Tensor]
-"""Maps the token ids of a micro-batch, ``[B, S]``, to its share of the step's loss, and accumulates gradients."""
+"""Function that runs forward and backward of a micro-batch of token ids, ``[B, S]``.
+
+Returns the micro-batch's share of the step's loss, 0-dim, and accumulates gradients.
+"""
 
 
 def parallelize(model: ParallelCausalLM, config: TrainConfig) -> tuple[MasterWeightOptimizer, ForwardBackward]:
-    """Prepare ``model`` for training as ``config`` says.
+    """Apply memory techniques, data parallelism and CUDA graphs to ``model``.
 
-    The model is built with tensor and sequence parallelism already. The order of what follows:
+    The model is already built with tensor and sequence parallelism. The order of the rest:
 
-    1. Recompute, offload and compile replace the forward of layers, in the order that ``apply_memory`` explains.
-    2. Data parallelism puts hooks on the parameters' gradients, so the parameters must be the final ones.
-    3. A CUDA graph comes last: it records everything that runs between a micro-batch and its gradients.
+    1. Recompute, offload and compile replace the forward of layers, in the order documented in
+       ``apply_memory``.
+    2. Data parallelism registers hooks on the parameters' gradients, so the parameters must be
+       final.
+    3. A CUDA graph comes last: it captures everything that runs between a micro-batch and its
+       gradients.
 
     Returns:
-        The optimizer, which owns the gradient reduction, and the function that runs forward and backward.
+        The optimizer, which reduces the gradients, and the function that runs forward and backward.
     """
     apply_memory(model, config.memory, compile=config.trainer.compile)
     optimizer = MasterWeightOptimizer(trainable_parameters(model), config.optimizer)
@@ -34,6 +40,9 @@ def parallelize(model: ParallelCausalLM, config: TrainConfig) -> tuple[MasterWei
 
 
 def _forward_backward(model: nn.Module, config: TrainConfig) -> ForwardBackward:
+    """Return the function that runs forward and backward of a micro-batch, as a CUDA graph or not."""
+    # The loss is divided before backward, so the gradients accumulated over micro-batches are the
+    # mean over them.
     accumulation_steps = config.accumulation_steps(world_size())
 
     def loss_of(micro_batch: Tensor) -> Tensor:

@@ -8,7 +8,13 @@ from nxd_memopt.training.config import OptimizerConfig
 
 
 def learning_rate(step: int, config: OptimizerConfig, decay_steps: int) -> float:
-    """Return the learning rate of ``step``, counted from 1: linear warm-up, then a cosine or a line to the minimum."""
+    """Return the learning rate of ``step``: linear warm-up, then cosine or linear decay.
+
+    Args:
+        step: optimizer step, counted from 1.
+        config: peak and minimum learning rate, warm-up steps and shape of the decay.
+        decay_steps: step at which the learning rate reaches its minimum and stays there.
+    """
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
     minimum = config.lr * config.min_lr_ratio
