@@ -38,7 +38,7 @@ def load_hf_config(config: ModelConfig) -> PretrainedConfig:
 
 
 def require_executable(config: TrainConfig, hf_config: PretrainedConfig) -> None:
-    """Raise ``ValueError`` if the backend does not support ``trainer``'s compile or CUDA graph options.
+    """Raise ``ValueError`` if the backend does not support ``compile`` or ``enable_cuda_graph``.
 
     Called before the model is built.
     """
@@ -54,7 +54,8 @@ def require_recordable(hf_config: PretrainedConfig) -> None:
     refusal = backend.capture_refusal()
     if refusal is not None:
         raise ValueError(f"trainer.enable_cuda_graph {refusal}: set it to false")
-    # A captured graph replays the same random numbers, so every step would have the same mask.
+    # Checked here for a remedy that names options of the configuration; GraphedLoss itself refuses
+    # to capture a forward that draws random numbers.
     dropout = {name: value for name in DROPOUTS if (value := getattr(hf_config, name, None))}
     if dropout:
         raise ValueError(

@@ -54,7 +54,10 @@ class MasterWeightOptimizer:
         )
 
     def last_backward(self) -> AbstractContextManager[None]:
-        """Return the context of a step's last backward, which the gradient reduction may overlap."""
+        """Return the context of a step's last backward, which overlaps with gradient reduction.
+
+        It reduces nothing unless ``config.overlap_grad_reduce`` is set.
+        """
         return nullcontext() if self._overlapped is None else self._overlapped.last_backward()
 
     def reduce_gradients(self) -> Tensor:

@@ -40,7 +40,7 @@ def parallelize(model: ParallelCausalLM, config: TrainConfig) -> tuple[MasterWei
 
 
 def _forward_backward(model: nn.Module, config: TrainConfig) -> ForwardBackward:
-    """Return the function that runs forward and backward of a micro-batch, as a CUDA graph or not."""
+    """Return the forward and backward of a micro-batch, eager or as a CUDA graph."""
     # The loss is divided before backward, so the gradients accumulated over micro-batches are the
     # mean over them.
     accumulation_steps = config.accumulation_steps(world_size())

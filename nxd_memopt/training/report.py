@@ -21,11 +21,16 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One optimizer step: a row of metrics.jsonl. Its loss is the mean over the step's tokens, fp32.
+    """Metrics of one optimizer step: a row of metrics.jsonl.
 
     Args:
-        tokens_per_s: mean over the steps that were read together.
-        peak_memory_bytes: of this rank since the start of training; ``None`` where the device does not tell.
+        step: number of the step, counted from 1.
+        loss: mean over the step's tokens on all ranks, fp32.
+        grad_norm: global gradient norm before clipping, fp32.
+        lr: learning rate of the update.
+        tokens_per_s: tokens per second over all ranks, mean over the steps that were read together.
+        peak_memory_bytes: peak of this rank since the start of training, in bytes; ``None`` if the
+            device does not report it.
     """
 
     step: int
@@ -36,6 +41,7 @@ class StepMetrics:
     peak_memory_bytes: int | None
 
     def line(self) -> str:
+        """Return the metrics as one line of text."""
         return (
             f"loss {self.loss:.4f}  lr {self.lr:.2e}  grad norm {self.grad_norm:.3f}  "
             f"{self.tokens_per_s:,.0f} tokens/s  {gib(self.peak_memory_bytes)} peak"
@@ -43,29 +49,33 @@ class StepMetrics:
 
 
 def gib(size: int | None) -> str:
+    """Return a size in bytes as text in GiB, or ``n/a`` if None."""
     return "n/a" if size is None else f"{size / GIB:.2f} GiB"
 
 
 class Rows:
-    """A JSONL file with one row per step that a resumed run continues.
+    """JSONL file with one row per step, which a resumed run continues.
 
-    Rows past ``last_step``, written before the process was stopped and now to be repeated, are removed, and so is a row
-    that was not written to its end.
+    Rows after ``last_step`` are removed, because the resumed run repeats their steps. An incomplete
+    row, left by a process that was killed while writing, is removed too.
     """
 
     def __init__(self, path: Path, last_step: int) -> None:
         self._path = path
+        # Written to a temporary file and renamed: a process killed here loses no row.
         self.kept = [row for row in _complete_rows(path) if row["step"] <= last_step]
         rewritten = path.with_suffix(".tmp")
         rewritten.write_text("".join(f"{json.dumps(row)}\n" for row in self.kept), encoding="utf-8")
         rewritten.replace(path)
 
     def append(self, row: dict[str, Any]) -> None:
+        """Write ``row`` to the file."""
         with self._path.open("a", encoding="utf-8") as file:
             file.write(f"{json.dumps(row)}\n")
 
 
 def _complete_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of ``path`` that are valid JSON; an empty list if the file does not exist."""
     rows = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
         with contextlib.suppress(json.JSONDecodeError):
@@ -74,10 +84,12 @@ def _complete_rows(path: Path) -> list[dict[str, Any]]:
 
 
 class Reporter:
-    """Shows and records a run on the rank where ``enabled``; does nothing on the others. A context manager.
+    """Display and record of a run; a context manager.
 
     Args:
-        first_step: steps done before; everything recorded past it is replaced.
+        config: output directory, number of steps and interval of progress lines.
+        enabled: False on all ranks but one: the reporter then does nothing.
+        first_step: optimizer steps done before this process; records of later steps are removed.
     """
 
     def __init__(self, config: TrainerConfig, *, enabled: bool, first_step: int) -> None:
@@ -105,16 +117,17 @@ class Reporter:
             self._board.close()
 
     def say(self, text: str) -> None:
+        """Print a line above the progress bar."""
         self.console.print(text, markup=False)
 
     def show(self, table: Table) -> None:
-        """Print the last thing of the run, below the finished progress bar."""
+        """Stop the progress bar and print ``table`` below it, as the last output of the run."""
         if self._enabled:
             self._progress.stop()
         self.console.print(table)
 
     def step(self, row: StepMetrics) -> None:
-        """Record a step."""
+        """Record a step in metrics.jsonl and TensorBoard, and show its progress."""
         if not self._enabled:
             return
         self._metrics.append(asdict(row))
@@ -125,19 +138,22 @@ class Reporter:
         self._show(row)
 
     def _show(self, row: StepMetrics) -> None:
+        """Update the progress bar on a terminal; elsewhere print a line every ``log_every_n_steps``."""
         if self.console.is_terminal:
             self._progress.update(self._task, completed=row.step, description=row.line())
         elif row.step % self._config.log_every_n_steps == 0 or row.step == self._config.max_steps:
             self.say(f"step {row.step}/{self._config.max_steps}  {row.line()}")
 
     def recorded_evaluation(self, step: int) -> float | None:
-        """The held-out loss that an earlier part of this run found at ``step``."""
+        """Return the recorded held-out loss of ``step``, or None without a record."""
         rows = self._evaluations.kept if self._enabled else []
         return next((row["held_out_loss"] for row in rows if row["step"] == step), None)
 
     def evaluation(self, step: int, held_out_loss: float) -> None:
+        """Record the held-out loss after ``step`` in evaluation.jsonl and TensorBoard, and print it."""
         if not self._enabled:
             return
+        # A run resumed from a checkpoint at an evaluated step evaluates it again: one row is enough.
         row = {"step": step, "held_out_loss": held_out_loss}
         if self.recorded_evaluation(step) is None:
             self._evaluations.append(row)
@@ -146,12 +162,17 @@ class Reporter:
         self.say(f"step {step}/{self._config.max_steps}  held-out loss {held_out_loss:.4f}")
 
     def mean_tokens_per_s(self) -> float | None:
-        """Over the steps of this process but its first, which warms up; ``None`` where there was no step."""
+        """Return the mean tokens per second of this process's steps, or None without steps.
+
+        The first step is left out as warm-up if there are others.
+        """
+        # Every step has the same number of tokens, so the mean rate over time is the harmonic mean.
         rates = [row["tokens_per_s"] for row in self._metrics.kept if row["step"] > self._first_step]
         rates = rates[1:] or rates
         return len(rates) / sum(1 / rate for rate in rates) if rates else None
 
 
 def _progress(console: Console) -> Progress:
+    """Return the progress bar, disabled if the console is not a terminal."""
     columns = (BarColumn(bar_width=16), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
     return Progress(*columns, console=console, disable=not console.is_terminal)

@@ -27,12 +27,15 @@ from nxd_memopt.training.optimizer import MasterWeightOptimizer
 
 @dataclass
 class Training:
-    """A run under way: what changes from step to step.
+    """State of a running training.
 
     Args:
+        model: this rank's shard of the model.
+        optimizer: optimizer of the model's trainable parameters.
+        forward_backward: maps a micro-batch ``[B, S]`` to its share of the step's loss, and
+            accumulates its gradients.
+        data_fingerprint: fingerprint of the packed tokens.
         step: optimizer steps done. The data position and the learning rate follow from it.
-        data_fingerprint: of the packed tokens that the position counts in.
-        forward_backward: maps a micro-batch ``[B, S]`` to its share of the step's loss, and makes its gradients.
     """
 
     model: nn.Module
@@ -42,6 +45,7 @@ class Training:
     step: int = 0
 
     def state(self) -> TrainingState:
+        """Return everything that a checkpoint stores of this rank."""
         return TrainingState(
             self.model,
             self.optimizer.inner,
@@ -51,13 +55,15 @@ class Training:
 
 
 def checkpoint_directory(config: TrainConfig) -> Path:
+    """Return the directory of the run's checkpoints."""
     return Path(config.trainer.output_dir) / "checkpoints"
 
 
 class Saver:
-    """Writes a run's checkpoints: in the background where ``trainer.async_save`` says so. A context manager.
+    """Writer of a run's checkpoints; a context manager.
 
-    Every rank makes the same calls. With ``trainer.save_checkpoints`` off it does nothing.
+    Checkpoints are written in the background if ``trainer.async_save`` is set. Every rank makes the
+    same calls.
     """
 
     def __init__(self, training: Training, config: TrainConfig) -> None:
@@ -78,10 +84,9 @@ class Saver:
             self._background.__exit__(kind, error, traceback)
 
     def after_step(self) -> None:
-        """Raise on every rank when a save in the background failed. Call it after each optimizer step.
-
-        The first step has made the optimizer's states: then host memory is claimed, not in the step that saves first.
-        """
+        """Raise on every rank if a background save failed. Call it after each optimizer step."""
+        # The optimizer states exist after the first step. Host memory is allocated then, so the
+        # first step that saves is not slower, and a lack of memory is found at once.
         if self._background is None:
             return
         if not self._is_reserved:
@@ -90,7 +95,7 @@ class Saver:
         self._background.poll()
 
     def save(self) -> None:
-        """Save the step that has been done."""
+        """Save a checkpoint of the current step, in the background with ``trainer.async_save``."""
         config = self._config.resume_identity(world_size())
         if self._background is not None:
             self._background.save(self._training.step, self._training.state(), config)
@@ -107,14 +112,16 @@ class Saver:
 def resume(training: Training, config: TrainConfig) -> list[str]:
     """Continue from the newest checkpoint of the output directory, if there is one. Every rank calls.
 
-    T, D and ZeRO-1 may have changed: parameters, masters and optimizer states are the same. Random states are restored
-    where T and D are the same; otherwise every stream is seeded with ``trainer.seed`` plus the step.
+    T, D and ZeRO-1 may differ from the run that saved: parameters, master weights and optimizer
+    states are resharded without a change of values. Random states are restored if T and D are the
+    same; otherwise every random stream is seeded with ``trainer.seed`` plus the step.
 
     Returns:
-        What is not exact, for people; empty for an exact resume.
+        Messages about everything that is not resumed exactly; empty for an exact resume.
 
     Raises:
-        ValueError: when it comes from another configuration or other data, or is past ``trainer.max_steps``.
+        ValueError: the checkpoint has another configuration or other data, or its step is greater
+            than ``trainer.max_steps``.
     """
     directory = checkpoint_directory(config)
     if find_latest(directory) is None:
@@ -148,11 +155,12 @@ def resume(training: Training, config: TrainConfig) -> list[str]:
 
 
 def random_state() -> dict[str, Any]:
-    """The state of every random number generator that training draws from."""
+    """Return the states of all random number generators of this rank that training uses."""
     return {"host": torch.get_rng_state(), "device": backend.get_rng_state(), "tracker": get_rng_tracker().get_states()}
 
 
 def set_random_state(state: dict[str, Any]) -> None:
+    """Restore the states that ``random_state`` returned."""
     torch.set_rng_state(state["host"])
     backend.set_rng_state(state["device"])
     get_rng_tracker().set_states(state["tracker"])

@@ -20,13 +20,18 @@ def train_step(training: Training, config: TrainConfig, micro_batches: Sequence[
     """Run one optimizer step and return its values without waiting for the device. Every rank calls.
 
     Args:
-        micro_batches: this data-parallel rank's token ids, ``[B, S]`` each. The loss of a micro-batch is divided by the
-            number that the configuration asks for, so fewer give the same graphs but a smaller loss.
+        training: model, optimizer and step counter, which is incremented.
+        config: hyperparameters of the run.
+        micro_batches: this data-parallel rank's token ids, ``[B, S]`` each. The loss of each is
+            divided by the configured number of micro-batches, so fewer micro-batches run the same
+            graphs but give a smaller loss.
     """
     optimizer = training.optimizer
     training.model.train()
 
-    # Gradients accumulate over the micro-batches. Each micro-batch ends at mark_step: on XLA one graph serves them all.
+    # Gradients accumulate over the micro-batches. On XLA mark_step ends the graph of a micro-batch,
+    # so all micro-batches run the same graph, and the gradient reduction may overlap with the last
+    # backward only: earlier ones have partial sums.
     loss = torch.zeros((), device=backend.device)
     for i, micro_batch in enumerate(micro_batches):
         is_last = i == len(micro_batches) - 1
@@ -34,8 +39,8 @@ def train_step(training: Training, config: TrainConfig, micro_batches: Sequence[
             loss += training.forward_backward(micro_batch)
         backend.mark_step()
 
-    # Gradients of sequence-parallel norms are summed over tensor-parallel ranks, all gradients are averaged over
-    # data-parallel ranks, and the norm that clips them is the full model's.
+    # Gradients of sequence-parallel norms are summed over tensor-parallel ranks, all gradients are
+    # averaged over data-parallel ranks, and clipping uses the norm of the full model's gradients.
     grad_norm = optimizer.reduce_gradients()
     loss = sum_over_data_parallel_ranks(loss) / parallel_state.get_data_parallel_size()
 

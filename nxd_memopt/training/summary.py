@@ -20,7 +20,10 @@ from nxd_memopt.training.report import gib
 
 @dataclass
 class Summary:
-    """What a run came to: summary.json. Absent figures were not asked for, or belong to an earlier part of the run."""
+    """Results of a run, written to summary.json.
+
+    A figure is None if it was not requested, or was measured before a resume and not recorded.
+    """
 
     backend: str
     tensor_model_parallel_size: int
@@ -35,16 +38,19 @@ class Summary:
     transformers_held_out_loss: float | None = None
 
     def change_percent(self) -> float | None:
+        """Return the relative change of the held-out loss in percent; negative is an improvement."""
         if self.held_out_loss_before is None or self.held_out_loss_after is None:
             return None
         return 100 * (self.held_out_loss_after / self.held_out_loss_before - 1)
 
     def transformers_difference(self) -> float | None:
+        """Return the absolute difference between our held-out loss and that of transformers."""
         if self.transformers_held_out_loss is None or self.held_out_loss_after is None:
             return None
         return abs(self.transformers_held_out_loss - self.held_out_loss_after)
 
     def write(self, directory: Path) -> None:
+        """Write summary.json with the figures and those derived from them."""
         derived = {
             "held_out_change_percent": self.change_percent(),
             "transformers_difference": self.transformers_difference(),
@@ -52,6 +58,7 @@ class Summary:
         (directory / "summary.json").write_text(json.dumps(asdict(self) | derived, indent=2) + "\n", encoding="utf-8")
 
     def table(self) -> Table:
+        """Return a table of the figures that are not None, for the console."""
         table = Table(title=f"{self.steps} steps on {self.backend}", show_header=False)
         for name, value in self._rows():
             table.add_row(name, value)
@@ -76,6 +83,7 @@ class Summary:
 
 
 def start_summary(config: TrainConfig) -> Summary:
+    """Return the summary with everything that is known before training."""
     return Summary(
         backend=backend.name,
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_size(),
@@ -89,10 +97,12 @@ def _number(value: float | None, spec: str, unit: str = "") -> str | None:
 
 
 def single_process_peak(path: str | None) -> int | None:
-    """Peak memory in the ``summary.json`` of a run on one process.
+    """Return the peak memory in bytes from the ``summary.json`` of a single-process run.
+
+    Returns None without a path, or if the device of that run does not report memory.
 
     Raises:
-        ValueError: when the file is missing, is no summary, or is of a run on several processes.
+        ValueError: the file is missing, is not a summary, or is from a run on several processes.
     """
     if path is None:
         return None
@@ -105,7 +115,7 @@ def single_process_peak(path: str | None) -> int | None:
 
 
 def peak_bytes_of_all_ranks() -> list[int | None]:
-    """Return the peak memory of each rank, ``None`` where the device does not report it. Every rank calls."""
+    """Return each rank's peak memory in bytes, None if the device has no figure. Every rank calls."""
     return [json.loads(text) for text in share_texts(json.dumps(backend.max_memory_allocated()))]
 
 

@@ -20,23 +20,29 @@ from nxd_memopt.training.documents import Documents, Part
 
 Tokens = NDArray[np.int32]
 
-WINDOW_SEQUENCES = 1024  # shuffled together: 64 stdlib files' worth at S = 1024, and 4 MiB
-DOCUMENTS_PER_CALL = 32  # the fast tokenizers work on these in parallel
+# Sequences shuffled together. At S = 1024 a window has 1024 * 1024 * 4 bytes = 4 MiB and the text of
+# about 64 standard library files.
+WINDOW_SEQUENCES = 1024
+DOCUMENTS_PER_CALL = 32  # documents that a fast tokenizer encodes in parallel
 FORMAT_VERSION = 1
 
 
 def tokens_directory(config: TrainConfig) -> Path:
+    """Return the directory of the run's packed tokens."""
     return Path(config.trainer.output_dir) / "tokens"
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A tokenizer that fits the model.
+    """Tokenizer that fits the model.
 
     Args:
-        tokenizer: a Hugging Face tokenizer.
-        size: V, the model's vocabulary.
-        end_of_text: id that closes every document.
+        tokenizer: Hugging Face tokenizer.
+        size: V, the model's vocabulary size.
+        end_of_text: id of the token that ends every document.
+
+    Raises:
+        ValueError: the tokenizer has more than V tokens, or ``end_of_text`` is outside [0, V).
     """
 
     tokenizer: Any
@@ -53,7 +59,12 @@ class Vocabulary:
             raise ValueError(f"end-of-text token id {self.end_of_text} is outside [0, vocab_size {self.size})")
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """Token ids per text, each closed by ``end_of_text``."""
+        """Return the token ids of each text, each ending with ``end_of_text``.
+
+        Raises:
+            ValueError: a token id is outside [0, V).
+        """
+        # Checked for every token: an id outside the embedding is a device-side assertion on CUDA.
         encoded = self.tokenizer(texts, verbose=False, return_attention_mask=False)["input_ids"]
         closed = [ids if ids and ids[-1] == self.end_of_text else [*ids, self.end_of_text] for ids in encoded]
         largest, smallest = max(map(max, closed)), min(map(min, closed))
@@ -64,12 +75,13 @@ class Vocabulary:
 
 
 class TokenFile:
-    """The packed sequences of one split.
+    """Packed sequences of one split, memory-mapped.
 
     Args:
-        path: flat file of int32, ``[sequences, S]``.
-        seq_length: S.
-        seed: orders the second and later passes over the file; the first pass takes it as it is.
+        path: flat file of int32 token ids, ``[sequences, S]``.
+        seq_length: S, tokens per sequence.
+        seed: seed of the order of the second and later epochs; the first epoch has the file's
+            order, which is shuffled already.
     """
 
     def __init__(self, path: Path, seq_length: int, *, seed: int = 0) -> None:
@@ -81,11 +93,14 @@ class TokenFile:
         return len(self._tokens)
 
     def sequences(self, positions: range) -> Tensor:
-        """Token ids at ``positions`` of the endless stream, ``[len(positions), S]``."""
+        """Return the token ids at ``positions`` of the endless stream, ``[len(positions), S]``, int64."""
         rows = np.stack([self._tokens[self._row(position)] for position in positions])
         return torch.from_numpy(rows.astype(np.int64))
 
     def _row(self, position: int) -> int:
+        """Return the file's row at ``position``. Each epoch after the first has its own permutation."""
+        # The permutation is a function of seed and epoch, so a resumed run needs no data state but
+        # the step. Only the last epoch's permutation is cached.
         epoch, row = divmod(position, len(self))
         if epoch == 0:
             return row
@@ -96,12 +111,17 @@ class TokenFile:
 
 
 def micro_batch_positions(config: DataConfig, *, step: int, micro_step: int, rank: int, replicas: int) -> range:
-    """Stream positions of one forward pass. A step's sequences are the same for every number of data-parallel replicas.
+    """Return the stream positions of one forward pass.
+
+    A step has the same global batch for every number of data-parallel replicas D: micro-step m of
+    rank r has the sequences [(m * D + r) * B, (m * D + r + 1) * B) of the step.
 
     Args:
+        config: sizes of the micro-batch B and of the global batch.
         step: optimizer steps done before.
         micro_step: forward passes done before in this step.
-        rank: data-parallel rank, of ``replicas``.
+        rank: data-parallel rank.
+        replicas: D, the number of data-parallel ranks.
     """
     first = step * config.global_batch_size + (micro_step * replicas + rank) * config.micro_batch_size
     return range(first, first + config.micro_batch_size)
@@ -116,10 +136,22 @@ def write_tokens(
     train_sequences: int,
     seed: int,
 ) -> None:
-    """Tokenise and pack as much text as ``train_sequences`` needs, or all of it, into ``directory``.
+    """Tokenize and pack documents into ``directory``, until ``train_sequences`` or the text's end.
 
-    Files that an earlier run left there are kept where they were made from the same text, tokenizer and seed. A longer
-    file starts with the shorter one's sequences, so a prolonged run goes on in the same order.
+    Files of an earlier run are reused if they have the same text, tokenizer and seed and enough
+    sequences. A longer file starts with the sequences of a shorter one, so a run that is extended
+    continues in the same order.
+
+    Args:
+        directory: where ``train.bin``, ``held_out.bin`` and ``index.json`` are written.
+        config: S, the number of held-out sequences and the text column.
+        documents: training and held-out text.
+        vocabulary: tokenizer, checked against the model.
+        train_sequences: sequences of S tokens that training reads.
+        seed: seed of the order of documents and sequences.
+
+    Raises:
+        ValueError: a split has fewer than S tokens.
     """
     fingerprint = _fingerprint(config, documents, vocabulary, seed)
     index_file = directory / "index.json"
@@ -129,6 +161,8 @@ def write_tokens(
         if index["fingerprint"] == fingerprint and all(index["wanted"][name] >= wanted[name] for name in wanted):
             return
     directory.mkdir(parents=True, exist_ok=True)
+    # The index is removed first and written last: an interrupted run leaves no index, so its
+    # partial files are not reused.
     index_file.unlink(missing_ok=True)
     for name, parts in (("train", documents.train), ("held_out", documents.held_out)):
         if wanted[name]:
@@ -138,7 +172,11 @@ def write_tokens(
 
 
 def read_fingerprint(directory: Path) -> str:
-    """The fingerprint that ``write_tokens`` recorded."""
+    """Return the fingerprint that ``write_tokens`` recorded.
+
+    Raises:
+        ValueError: the file is not visible on this host.
+    """
     index = directory / "index.json"
     if not index.is_file():
         raise ValueError(f"{index}, written by rank 0, is not visible here: use an output_dir that all hosts share")
@@ -146,6 +184,9 @@ def read_fingerprint(directory: Path) -> str:
 
 
 def _fingerprint(config: DataConfig, documents: Documents, vocabulary: Vocabulary, seed: int) -> str:
+    """Return a hash of everything that the packed tokens depend on."""
+    # Tokenizers have no portable hash: the encoding of a sample with code, digits and non-ASCII
+    # letters stands for the tokenizer.
     sample = vocabulary.encode(["def f(x):\n    return x + 1  # 0123456789 äöü\n"])[0]
     text = [documents.fingerprint, config.text_column, config.seq_length, seed]
     facts = [FORMAT_VERSION, *text, vocabulary.size, len(vocabulary.tokenizer), sample]
@@ -153,6 +194,7 @@ def _fingerprint(config: DataConfig, documents: Documents, vocabulary: Vocabular
 
 
 def _write_split(path: Path, windows: Iterator[Tokens], wanted: int) -> None:
+    """Write at most ``wanted`` sequences of ``windows`` to ``path``."""
     written = 0
     with path.open("wb") as file:
         for window in windows:
@@ -164,18 +206,28 @@ def _write_split(path: Path, windows: Iterator[Tokens], wanted: int) -> None:
 
 
 def _shuffled(parts: list[Part], seed: int) -> list[Part]:
+    """Return ``parts`` in an order that depends on ``seed`` and their number."""
     return [parts[index] for index in np.random.default_rng([seed, 0]).permutation(len(parts))]
 
 
 def _shuffled_windows(sequences: Iterator[Tokens], seed: int) -> Iterator[Tokens]:
-    """Collect sequences and shuffle them, ``[<= WINDOW_SEQUENCES, S]`` at a time: neighbours come from one document."""
+    """Yield windows of shuffled sequences, ``[<= WINDOW_SEQUENCES, S]``.
+
+    Neighbouring sequences come from one document; shuffling spreads them over a window.
+    """
     generator = np.random.default_rng([seed, 1])
     while window := list(itertools.islice(sequences, WINDOW_SEQUENCES)):
         yield np.stack(window)[generator.permutation(len(window))]
 
 
 def _packed(documents: Documents, parts: list[Part], vocabulary: Vocabulary, config: DataConfig) -> Iterator[Tokens]:
-    """Join documents and cut them into sequences of S; what remains at the end is dropped."""
+    """Yield sequences ``[S]`` of the concatenated documents; a remainder below S tokens is dropped.
+
+    Raises:
+        ValueError: the documents have fewer than S tokens.
+    """
+    # ``rest`` carries fewer than S tokens from one call of the tokenizer to the next, so memory is
+    # bounded by DOCUMENTS_PER_CALL documents.
     length, tokens, found = config.seq_length, 0, False
     rest: list[int] = []
     for start in range(0, len(parts), DOCUMENTS_PER_CALL):
@@ -192,6 +244,7 @@ def _packed(documents: Documents, parts: list[Part], vocabulary: Vocabulary, con
 
 
 def _too_short(config: DataConfig, tokens: int, count: int) -> str:
+    """Return the message for a split that has no complete sequence."""
     if not tokens:
         return f"dataset {config.dataset!r} is empty: none of its documents has any text"
     return (
