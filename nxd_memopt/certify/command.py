@@ -53,7 +53,9 @@ class Certify:
     measure_layers: tuple[int, int] = (2, 4)
     """Two depths that are measured; the line through them is drawn to the model's own."""
     max_temp_ratio: float | None = None
-    """Fail when recomputation holds more than this fraction of the bytes held without; default: any saving will do."""
+    """Fail if the step with recomputation keeps more than this fraction of the bytes kept without.
+
+    Default: any saving passes."""
     device: Literal["trn1", "trn2", "trn2-lnc1", "trn3"] = "trn1"
     device_memory_gib: float | None = None
     """Memory of one device, instead of that of ``device``."""
@@ -68,6 +70,7 @@ class Certify:
     """Write all figures there."""
 
     def __call__(self) -> int:
+        """Measure, judge and print the certificate; return the exit status."""
         from nxd_memopt.certify.report.render import show
 
         request = self.request()
@@ -80,7 +83,11 @@ class Certify:
         return 0 if certificate.passed else 1
 
     def request(self) -> Request:
-        """Check the arguments against each other, and say what is to be measured."""
+        """Return what to measure.
+
+        Raises:
+            ValueError: arguments contradict each other or the model's configuration.
+        """
         from nxd_memopt.certify.request import Request
 
         if self.backend == "compiled" and self.tensor_model_parallel_size > 1:
@@ -109,13 +116,14 @@ class Certify:
         )
 
     def _memory(self) -> dict[str, Any]:
+        """Return the command's options that are fields of ``MemoryConfig``."""
         names = [field.name for field in dataclasses.fields(MemoryConfig)]
         memory: dict[str, Any] = {name: getattr(self, name) for name in names if hasattr(self, name)}
-        MemoryConfig(**memory)  # refuses what contradicts itself before a process is started
+        MemoryConfig(**memory)  # constructed for its checks, before a process is started
         return memory
 
     def certificate(self, request: Request, answer: Answer) -> Certificate:
-        """Judge what was measured."""
+        """Return the checks of what was measured, for the device and the optimizer of the options."""
         from nxd_memopt.certify.fit import DEVICE_GIB, OptimizerState
         from nxd_memopt.certify.report.judge import Device, judge
 
@@ -131,6 +139,7 @@ class Certify:
         )
 
     def _title(self, request: Request) -> str:
+        """Return one line that names the model and the configuration."""
         parallel = request.parallel_config()
         sequence = " with sequence parallelism" if parallel.sequence_parallel_enabled else ""
         return (
@@ -142,10 +151,10 @@ class Certify:
 
 
 def run_worker(request: Request) -> Answer:
-    """Measure in a process of its own.
+    """Run the measurement in a new process, with another backend and other XLA flags than this one.
 
     Raises:
-        ValueError: the measurement failed; carries the process's last line.
+        ValueError: the measurement failed; the message has the process's last line of output.
     """
     from nxd_memopt.certify.request import Answer
 
@@ -162,12 +171,15 @@ def run_worker(request: Request) -> Answer:
 
 
 def _worker_environment(request: Request, dump: Path) -> dict[str, str]:
+    """Return the environment of the measuring process, whose compiler dumps go to ``dump``."""
+    # The worker is a single process even inside a torchrun job: it simulates its ranks.
     ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if name not in ranks}
     environment["NXD_MEMOPT_BACKEND"] = "cpu" if request.backend == "compiled" else request.backend
     if request.backend == "xla":
         from nxd_memopt.backends.neuron.xla_inspect import dump_flags
 
-        # the flags of the real compiler are a check of their own; here they must not stop the simulation
+        # neuronx-cc's flags have their own check in the certificate. In the simulation wrong flags
+        # must not raise, so the check at run time is reduced to a warning.
         environment |= {"PJRT_DEVICE": "CPU", "XLA_FLAGS": dump_flags(dump), "NXD_MEMOPT_RECOMPUTE_CHECK": "warn"}
     return environment

@@ -42,18 +42,18 @@ NAMED_CONFIGS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 4096,
     },
 }
-"""As published; keys are those of the models' ``config.json``."""
+"""Published model configurations, with the keys of the models' ``config.json``."""
 
 
 def load_model_config(model: str, overrides: Sequence[str]) -> dict[str, Any]:
-    """The config as plain data.
+    """Return a Hugging Face model configuration as a dictionary.
 
     Args:
-        model: a name from ``NAMED_CONFIGS``, a ``config.json``, or a directory that has one.
-        overrides: ``KEY=VALUE``; the value is JSON, or else text.
+        model: name from ``NAMED_CONFIGS``, path of a ``config.json``, or a directory with one.
+        overrides: changes ``KEY=VALUE``; a value is parsed as JSON, or taken as text otherwise.
 
     Raises:
-        ValueError: an unknown name, or an override without ``=``.
+        ValueError: the name is unknown, or an override has no ``=``.
     """
     config = dict(NAMED_CONFIGS[model]) if model in NAMED_CONFIGS else _read_config(model)
     for override in overrides:
@@ -65,6 +65,7 @@ def load_model_config(model: str, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _read_config(model: str) -> dict[str, Any]:
+    """Return the JSON of a configuration file, or raise ``ValueError`` with the known names."""
     path = Path(model)
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
@@ -73,6 +74,7 @@ def _read_config(model: str) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
+    """Return ``text`` parsed as JSON, or ``text`` itself."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:

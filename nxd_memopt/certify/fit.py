@@ -6,21 +6,31 @@ from dataclasses import dataclass
 
 GIB = 2**30
 DEVICE_GIB = {"trn1": 16.0, "trn2": 24.0, "trn2-lnc1": 12.0, "trn3": 36.0}
-"""Memory per worker process: a NeuronCore of trn1; on trn2 a logical core of two, or of one (two share a bank)."""
+"""Memory in GiB of one rank's device.
+
+trn1: one NeuronCore. trn2: a logical core of two physical cores (LNC 2). trn2-lnc1: a logical core
+of one physical core; two of them share a memory bank.
+"""
 RESERVE_GIB = 1.25
-"""What tensors cannot use: the runtime's microcode, collective buffers, compiled programs. An estimate."""
+"""Memory that tensors cannot use: runtime microcode, collective buffers and compiled programs.
+
+This is an estimate."""
 _FP32_BYTES = 4
 _ADAM_MOMENTS = 2
 
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """What AdamW keeps beside the parameters.
+    """Memory that AdamW uses in addition to the parameters.
 
     Args:
-        master_weights: fp32 copies of narrower parameters; gradients then accumulate in fp32 too.
-        zero1: moments and masters are sharded over the data-parallel ranks (arXiv:1910.02054).
-        data_parallel_size: how many those are.
+        master_weights: fp32 copies of bf16 or fp16 parameters; gradients then accumulate in fp32
+            too.
+        zero1: shard moments and master weights over the data-parallel ranks (arXiv:1910.02054).
+        data_parallel_size: D, number of data-parallel ranks.
+
+    Raises:
+        ValueError: D is less than 1, or greater than 1 without ``zero1``.
     """
 
     master_weights: bool = False
@@ -39,11 +49,11 @@ class OptimizerState:
 
 @dataclass(frozen=True)
 class MemoryTerms:
-    """One rank's memory in bytes, by what it is for.
+    """Memory of one rank in bytes, by purpose.
 
     Args:
-        terms: name to bytes.
-        capacity_bytes: the device's.
+        terms: purpose -> bytes.
+        capacity_bytes: memory of the device.
     """
 
     terms: dict[str, int]
@@ -51,10 +61,12 @@ class MemoryTerms:
 
     @property
     def total_bytes(self) -> int:
+        """Sum of all terms in bytes."""
         return sum(self.terms.values())
 
     @property
     def fits(self) -> bool:
+        """Whether the sum of all terms is at most the device's memory."""
         return self.total_bytes <= self.capacity_bytes
 
 
@@ -68,17 +80,19 @@ def memory_terms(
     capacity_gib: float,
     reserve_gib: float = RESERVE_GIB,
 ) -> MemoryTerms:
-    """Add up one rank's memory at the fullest moment of a step.
+    """Add up one rank's memory at the peak of a step.
 
     Args:
-        num_parameters: on this rank.
-        element_bytes: of a parameter and, without master weights, of its gradient.
-        optimizer: AdamW's state.
-        temporary_bytes: activations and scratch, without the terms above.
-        input_bytes: ids and labels.
-        capacity_gib: the device's memory.
-        reserve_gib: what of it no tensor can use.
+        num_parameters: number of parameters on this rank.
+        element_bytes: bytes of a parameter and, without master weights, of its gradient.
+        optimizer: memory options of AdamW.
+        temporary_bytes: activations and scratch memory at the peak.
+        input_bytes: bytes of the token ids and labels.
+        capacity_gib: memory of the device in GiB.
+        reserve_gib: memory in GiB that tensors cannot use.
     """
+    # Bytes per parameter with bf16 and master weights: 2 (weight) + 4 (fp32 gradient) + 8 (two fp32
+    # moments) + 4 (master weight) = 18. ZeRO-1 divides the last two by D, rounded up.
     masters = optimizer.master_weights and element_bytes < _FP32_BYTES
     shards = optimizer.data_parallel_size if optimizer.zero1 else 1
     per_shard = -(-num_parameters // shards)
@@ -95,16 +109,17 @@ def memory_terms(
 
 
 def extrapolate(measured: dict[int, int], num_layers: int, *, least_per_layer: int) -> int:
-    """Bytes at ``num_layers``, on a line from the deeper of two measured models.
+    """Return the bytes at ``num_layers`` by linear extrapolation from two measured depths.
 
-    Each further layer keeps the same tensors. The slope is the measured one, or ``least_per_layer`` where that is
-    greater: in shallow models the fullest moment may lie where no layer's tensors are kept, and the line through two of
-    them would be too flat. Where it grew from there, the result is an upper bound.
+    Every additional layer keeps the same tensors. The slope is the measured one, or
+    ``least_per_layer`` if that is greater: the peak of a shallow model may be at a point where no
+    layer's tensors are kept, and the line through two such peaks is too flat. With the slope
+    ``least_per_layer`` the result is an upper bound.
 
     Args:
-        measured: layers to bytes, for two depths.
-        num_layers: of the whole model.
-        least_per_layer: bytes that each layer keeps whatever is recomputed: its input.
+        measured: number of layers -> bytes, for two depths.
+        num_layers: number of layers of the full model.
+        least_per_layer: bytes that each layer keeps with any recomputation: its input.
     """
     (few, at_few), (many, at_many) = sorted(measured.items())
     per_layer = max((at_many - at_few) / (many - few), least_per_layer)

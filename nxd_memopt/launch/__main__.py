@@ -10,7 +10,7 @@ from nxd_memopt.training.errors import user_errors
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Launch as ``arguments``, by default the command line's, say; return the exit status."""
+    """Run the launcher and return its exit status. ``arguments`` default to the command line's."""
     with user_errors():
         require_installed("nxd-memopt launch", "tyro", "yaml", extra="train")
         from nxd_memopt.launch import command

@@ -18,26 +18,29 @@ DEVICES = {
     "trn2-3xlarge": ("cpu", "trn2"),
     "trn3": ("cpu", "trn3"),
 }
-"""By platform: the backend whose step is measured, and the device whose memory it must fit."""
+"""Platform -> (backend on which certify measures the step, device whose memory must fit it)."""
 
 
 def certify_command(
     config: TrainConfig, platform: str, *, world_size: int, device_memory_gib: float | None, directory: Path
 ) -> list[str]:
-    """The command that certifies one micro-batch of the run on one rank.
+    """Return the ``nxd-memopt certify`` command for one micro-batch of the run on one rank.
 
     Args:
+        config: configuration of the run.
         platform: a name from ``PLATFORMS``.
-        world_size: ranks of all hosts.
-        device_memory_gib: of one rank, instead of the platform's own.
-        directory: where the model's configuration may be written, if it stands in the YAML file alone.
+        world_size: number of ranks on all hosts.
+        device_memory_gib: memory of one rank in GiB; ``None`` takes the platform's.
+        directory: existing directory for the model's config.json, which is written if the
+            configuration has no ``model.pretrained``.
 
     Raises:
-        ValueError: the memory is not known, or the command is not installed.
+        ValueError: the memory of one rank is not known, or the command is not installed.
     """
     backend, device = DEVICES.get(platform, ("cpu", None))
     if device is None and device_memory_gib is None:
         raise ValueError(f"--platform {platform} has devices of many sizes: pass --device-memory-gib for one rank's")
+    # The command next to this interpreter comes first: the environment may not be activated.
     search_path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     program = shutil.which("nxd-memopt", path=search_path)
     if program is None:
@@ -51,6 +54,7 @@ def certify_command(
 
 
 def _model(config: TrainConfig, directory: Path) -> list[str]:
+    """Return the options for the model; write a config.json if there is no pretrained directory."""
     overrides = config.model.config_overrides
     if config.model.pretrained is None:
         file = directory / "config.json"
@@ -61,6 +65,7 @@ def _model(config: TrainConfig, directory: Path) -> list[str]:
 
 
 def _step(config: TrainConfig) -> list[str]:
+    """Return the options for parallelism, S, B and dtype."""
     parallel, data = config.parallel, config.data
     options = ["--tensor-model-parallel-size", str(parallel.tensor_model_parallel_size)]
     options += ["--sequence-parallel-enabled"] if parallel.sequence_parallel_enabled else []
@@ -70,6 +75,7 @@ def _step(config: TrainConfig) -> list[str]:
 
 
 def _memory(config: TrainConfig) -> list[str]:
+    """Return the options for recompute and attention."""
     memory, options = config.memory, []
     for name in ("recompute_granularity", "recompute_method", "recompute_num_layers", "attention_backend"):
         if getattr(memory, name) is not None:
@@ -78,6 +84,7 @@ def _memory(config: TrainConfig) -> list[str]:
 
 
 def _optimizer(config: TrainConfig, world_size: int) -> list[str]:
+    """Return the options for the memory of AdamW's states, which certify adds by arithmetic."""
     has_masters = config.model.dtype != "float32" and config.optimizer.master_weights
     replicas = config.data_parallel_size(world_size)
     options = ["--master-weights"] if has_masters else []

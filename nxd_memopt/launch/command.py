@@ -2,9 +2,9 @@
 
     nxd-memopt launch --recipe gpt_neox_20b --platform trn1 --dry-run --model.tokenizer DIRECTORY
 
-Options that the launcher does not know go to the training program. The launcher replaces itself by the command that it
-starts, so signals and the exit status are torchrun's. ``--dry-run`` has the exit status of ``nxd-memopt certify``; an
-error that a user caused has 2.
+Options that the launcher does not know go to the training program. The launcher replaces its own
+process with the command that it starts, so signals and the exit status are torchrun's. The exit
+status of ``--dry-run`` is that of ``nxd-memopt certify``; a user error has 2.
 """
 
 from __future__ import annotations
@@ -32,14 +32,17 @@ from nxd_memopt.training.errors import user_errors
 
 @dataclass(frozen=True)
 class Launch:
-    """What is about to be started.
+    """Environment and command of a run on this host.
 
     Args:
-        variables: with their reasons.
-        environment: what the ranks get in addition to the present environment.
+        config: configuration of the run.
+        platform: name of the platform.
+        world_size: number of ranks on all hosts.
+        variables: environment variables with their reasons.
+        environment: values that the ranks get in addition to the present environment.
         command: program and arguments.
-        open_files: the soft limit to set before, ``None`` to leave it.
-        notes: advice, which stops nothing.
+        open_files: soft limit of open files to set before the start; ``None`` leaves it unchanged.
+        notes: advice that does not stop the launch.
     """
 
     config: TrainConfig
@@ -52,7 +55,7 @@ class Launch:
     notes: tuple[str, ...] = ()
 
     def text(self) -> str:
-        """Return shell commands that do the same by hand."""
+        """Return equivalent shell commands, with the reason of each variable as a comment."""
         reasons = {variable.name: variable.comment() for variable in self.variables}
         values = {variable.name: variable.value for variable in self.variables}
         lines = []
@@ -65,10 +68,11 @@ class Launch:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Start the run in this process's place, or show it; return the exit status.
+    """Replace this process with the run, or show it with ``--dry-run``; return the exit status.
 
     Args:
-        arguments: options of the launcher and of the training program; by default the command line's.
+        arguments: options of the launcher and of the training program; defaults to the command
+            line's.
     """
     options, train_options = parser().parse_known_args(arguments)
     with user_errors():
@@ -85,10 +89,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError(f"{launch.command[0]} is not on PATH: activate the environment that torch-neuronx is in")
         if launch.open_files is not None:
             set_open_files(launch.open_files)
+        # exec instead of a subprocess: torchrun gets the signals, and its exit status is ours.
         os.execvpe(launch.command[0], launch.command, os.environ | launch.environment)
 
 
 def parser() -> argparse.ArgumentParser:
+    """Return the parser of the launcher's options; other options go to the training program."""
     parser = argparse.ArgumentParser(prog="nxd-memopt launch", description=__doc__, allow_abbrev=False)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--config", help="YAML file of the training program")
@@ -124,16 +130,16 @@ def plan(
     environ: Mapping[str, str],
     machine: Machine | None = None,
 ) -> Launch:
-    """Check the configuration against the platform and the hosts, and work out what to start.
+    """Check the configuration against the platform and the hosts, and return what to start.
 
     Args:
-        options: the launcher's.
-        train_options: the training program's.
-        environ: the present environment.
-        machine: this host, unless a test pretends another.
+        options: options of the launcher.
+        train_options: options of the training program.
+        environ: present environment variables.
+        machine: this host by default; tests pass another.
 
     Raises:
-        ValueError: for what does not fit; nothing has been started then.
+        ValueError: options, configuration, platform and hosts do not fit together.
     """
     machine = machine or Machine.here()
     source = ["--recipe", options.recipe] if options.recipe is not None else ["--config", options.config]
@@ -149,7 +155,7 @@ def plan(
     _require_support(options, config, platform, hosts)
     size = config.parallel.tensor_model_parallel_size
     processes = platform.processes_per_host(options.processes_per_node, size, machine)
-    config.accumulation_steps(processes * hosts.count)  # refuses a world that the configuration does not fit
+    config.accumulation_steps(processes * hosts.count)  # called for its checks of the world size
     run = Run(config, processes, hosts, environ, machine, options.root_comm_port)
     variables = platform.variables(run)
     torchrun = [sys.executable, "-m", "torch.distributed.run", *hosts.torchrun_options(processes)]
@@ -167,13 +173,15 @@ def plan(
 
 
 def _require_support(options: argparse.Namespace, config: TrainConfig, platform: Platform, hosts: Hosts) -> None:
-    """Raise ``ValueError`` for options that mean nothing on ``platform``, or ports that collide."""
+    """Raise ``ValueError`` for options that ``platform`` does not support, or equal ports."""
     if options.compile and not platform.compiles:
         raise ValueError(f"--compile is for trn1's ahead-of-time compiler, not for --platform {platform.name}: omit it")
     if config.trainer.enable_cuda_graph and platform.name != "cuda":
         raise ValueError(
             f"trainer.enable_cuda_graph is true, and --platform {platform.name} has no CUDA graphs: set it to false"
         )
+    # torchrun's rendezvous and the Neuron runtime's collectives both listen on host 0, so their
+    # ports must differ. Platforms other than trn1 let the runtime take a free port.
     port = options.root_comm_port
     if port is None:
         if platform.root_comm_port == hosts.port:
@@ -189,6 +197,7 @@ def _require_support(options: argparse.Namespace, config: TrainConfig, platform:
 
 
 def _limit_note(platform: Platform, machine: Machine) -> list[str]:
+    """Return advice if the hard limit of open files is below ``OPEN_FILES`` on Trainium."""
     if not platform.is_trainium or not 0 <= machine.hard_limit < OPEN_FILES:
         return []
     return [
@@ -198,7 +207,7 @@ def _limit_note(platform: Platform, machine: Machine) -> list[str]:
 
 
 def dry_run(launch: Launch, device_memory_gib: float | None) -> int:
-    """Certify the step without the platform's hardware; return the exit status."""
+    """Run ``nxd-memopt certify``, which needs no hardware; return its exit status."""
     with tempfile.TemporaryDirectory(prefix="nxd-memopt-launch-") as directory:
         command = certify_command(
             launch.config,
@@ -208,5 +217,6 @@ def dry_run(launch: Launch, device_memory_gib: float | None) -> int:
             directory=Path(directory),
         )
         print(shlex.join(command), flush=True)
+        # Of the ranks' environment, certify checks only the compiler's flags.
         flags = {name: value for name, value in launch.environment.items() if name == "NEURON_CC_FLAGS"}
         return subprocess.run(command, env=os.environ | flags, check=False).returncode

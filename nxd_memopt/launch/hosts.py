@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-MASTER_PORT = 29500  # below Linux's ephemeral ports (32768 and up): no client connection can hold it
+# Below Linux's ephemeral ports (32768 and up), so no outgoing connection can occupy it.
+MASTER_PORT = 29500
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """The hosts of one run.
+    """Hosts of one run.
 
     Args:
-        count: how many there are.
-        rank: this one's number, from 0.
-        address: of host 0; needed where there are several.
-        port: on host 0, for the ranks to find each other.
+        count: number of hosts.
+        rank: number of this host, counted from 0.
+        address: address of host 0; required with several hosts.
+        port: port on host 0 of torchrun's rendezvous.
+
+    Raises:
+        ValueError: a number is out of range, or the address is missing.
     """
 
     count: int = 1
@@ -38,7 +42,7 @@ class Hosts:
             )
 
     def torchrun_options(self, processes: int) -> list[str]:
-        """Options of torchrun that start ``processes`` ranks here."""
+        """Return torchrun's options to start ``processes`` ranks on this host."""
         local = ["--nproc_per_node", str(processes)]
         if self.count == 1:
             return ["--standalone", *local]
@@ -54,10 +58,18 @@ def find_hosts(
     master_addr: str | None = None,
     master_port: int | None = None,
 ) -> Hosts:
-    """Hosts as the options say; what they leave open comes from SLURM's variables, then MASTER_ADDR and MASTER_PORT.
+    """Return the hosts of the run from options, then from environment variables.
+
+    Args:
+        environ: present environment variables.
+        nodes: number of hosts; ``None`` takes SLURM_NNODES, or 1.
+        node_rank: number of this host; ``None`` takes SLURM_NODEID, or 0.
+        master_addr: address of host 0; ``None`` takes MASTER_ADDR.
+        master_port: port on host 0; ``None`` takes MASTER_PORT, or 29500.
 
     Raises:
-        ValueError: for a second SLURM task on one host, a variable that is no number, or a missing address.
+        ValueError: for a second SLURM task on one host, a variable that is not a number, or a
+            missing address or host number.
     """
     if environ.get("SLURM_LOCALID", "0") != "0":
         raise ValueError(
@@ -73,6 +85,7 @@ def find_hosts(
 
 
 def _number(environ: Mapping[str, str], name: str, default: int) -> int:
+    """Return an environment variable as an int, or ``default`` if it is not set."""
     text = environ.get(name, str(default))
     if not text.isdecimal():
         raise ValueError(f"{name} must be a number, got {text!r}")

@@ -7,19 +7,21 @@ import resource
 from dataclasses import dataclass
 from pathlib import Path
 
-OPEN_FILES = 65535  # what AWS's launchers set: every rank has sockets to others, and each worker process opens files
+# The limit that AWS's launchers set: every rank has sockets to other ranks, and each worker process
+# opens files.
+OPEN_FILES = 65535
 CONTAINER_INTERFACE = "eth0"
 _ROUTE_IS_UP = 0x1
 
 
 @dataclass(frozen=True)
 class Machine:
-    """This host.
+    """Properties of this host.
 
     Args:
-        root: of the file system; tests pass another tree.
-        soft_limit: open files of one process, which the process may raise; -1 is no limit.
-        hard_limit: up to which.
+        root: root directory of the file system; tests pass another tree.
+        soft_limit: maximum number of open files of a process; -1 is unlimited.
+        hard_limit: maximum to which a process may raise its soft limit; -1 is unlimited.
     """
 
     root: Path
@@ -28,25 +30,28 @@ class Machine:
 
     @classmethod
     def here(cls) -> Machine:
+        """Return the host that this process runs on."""
         return cls(Path("/"), *resource.getrlimit(resource.RLIMIT_NOFILE))
 
     def container_interface(self) -> str | None:
-        """Return ``eth0`` where the host has it and reaches other networks through it, and ``None`` elsewhere.
+        """Return ``eth0`` if it exists and has the default route, or None otherwise.
 
-        That is so in containers and on Amazon Linux 2. Ubuntu's interfaces on EC2 are ``ens5`` and alike.
+        Containers and Amazon Linux 2 use ``eth0``. Ubuntu's interfaces on EC2 have names such as
+        ``ens5``.
         """
         if not (self.root / "sys/class/net" / CONTAINER_INTERFACE).exists():
             return None
         return CONTAINER_INTERFACE if self._default_interface() == CONTAINER_INTERFACE else None
 
     def _default_interface(self) -> str | None:
-        """Return the interface of the IPv4 default route with the lowest metric, from Linux's routing table."""
+        """Return the interface of the IPv4 default route with the lowest metric, or None."""
         table = self.root / "proc/net/route"
         if not table.exists():
             return None
         routes: list[tuple[int, str]] = []
         for line in table.read_text(encoding="ascii").splitlines()[1:]:
-            # Iface Destination Gateway Flags RefCnt Use Metric Mask ...; addresses and flags in hexadecimal
+            # Columns: Iface Destination Gateway Flags RefCnt Use Metric Mask ...
+            # Addresses and flags are hexadecimal. The default route has destination and mask 0.
             fields = line.split()
             is_default = len(fields) > 7 and int(fields[1], 16) == 0 and int(fields[7], 16) == 0
             if is_default and int(fields[3], 16) & _ROUTE_IS_UP:
@@ -54,18 +59,18 @@ class Machine:
         return min(routes)[1] if routes else None
 
     def chips(self) -> int:
-        """Return how many Trainium chips there are: the driver makes one ``/dev/neuron<n>`` for each."""
+        """Return the number of Trainium chips, which have one ``/dev/neuron<n>`` each."""
         devices = self.root / "dev"
         names = [path.name for path in devices.iterdir()] if devices.is_dir() else []
         return sum(re.fullmatch(r"neuron\d+", name) is not None for name in names)
 
     def raised_open_files(self) -> int | None:
-        """Return the soft limit to set, as near to ``OPEN_FILES`` as the hard limit allows; ``None`` to leave it."""
+        """Return the soft limit to set, min(``OPEN_FILES``, hard limit), or None if it is enough."""
         wanted = OPEN_FILES if self.hard_limit == resource.RLIM_INFINITY else min(OPEN_FILES, self.hard_limit)
         return wanted if self.soft_limit != resource.RLIM_INFINITY and self.soft_limit < wanted else None
 
 
 def set_open_files(limit: int) -> None:
-    """Set the soft limit of open files of this process, which the programs that it starts inherit."""
+    """Set this process's soft limit of open files, which programs that it starts inherit."""
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard_limit))

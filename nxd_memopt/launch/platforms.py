@@ -19,24 +19,26 @@ from nxd_memopt.launch.trainium import (
 )
 from nxd_memopt.launch.variables import Run, Variable
 
-ROOT_COMM_PORT = 62182  # the Neuron runtime's own choice with torch_xla
+ROOT_COMM_PORT = 62182  # the Neuron runtime's default with torch_xla
 TORCH_NEURON_PACKAGE = "torch_neuronx"
 
 
 @dataclass(frozen=True)
 class Platform:
-    """Where ranks run.
+    """Hardware and software that ranks run on.
 
     Args:
-        variables: of the ranks' environment.
-        processes: ranks of a whole host: one per logical NeuronCore. ``None``: ``chip_processes`` for each chip that
-            the host has, or without such chips one tensor-parallel group.
-        chip_processes: ranks of one Trainium chip, and the largest tensor-parallel group that AWS advises.
-        is_trainium: many ranks share a host and the Neuron runtime.
-        compiles: ``neuron_parallel_compile`` can compile the graphs beforehand.
+        name: value of ``--platform``.
+        variables: returns the environment variables of the ranks.
+        processes: ranks per host, one per logical NeuronCore. ``None`` means ``chip_processes`` for
+            each chip of the host, or one tensor-parallel group if ``chip_processes`` is None too.
+        chip_processes: ranks per Trainium chip, which is also the largest tensor-parallel group
+            that AWS advises.
+        is_trainium: whether many ranks share a host and the Neuron runtime.
+        compiles: whether ``neuron_parallel_compile`` can compile the graphs ahead of time.
         package: module of the platform's PyTorch integration, which ranks import.
-        root_comm_port: where the Neuron runtime's collectives meet on host 0 unless ``--root-comm-port`` says
-            otherwise; ``None``: a free port.
+        root_comm_port: port on host 0 of the Neuron runtime's collectives, unless
+            ``--root-comm-port`` is given; ``None`` takes a free port.
     """
 
     name: str
@@ -57,13 +59,16 @@ class Platform:
             )
 
     def processes_per_host(self, asked: int | None, tensor_model_parallel_size: int, machine: Machine) -> int:
-        """Return how many ranks a host gets.
+        """Return the number of ranks per host.
 
         Args:
-            asked: ``--processes-per-node``.
+            asked: value of ``--processes-per-node``, or None.
+            tensor_model_parallel_size: T, the default on platforms without Trainium chips.
+            machine: this host.
 
         Raises:
-            ValueError: the number is not positive, exceeds the host's logical cores, or cannot be known.
+            ValueError: the number is not positive, exceeds the host's logical cores, or cannot be
+                determined.
         """
         if asked is not None:
             return self._checked(asked)
@@ -79,6 +84,7 @@ class Platform:
         return machine.chips() * self.chip_processes
 
     def _checked(self, asked: int) -> int:
+        """Return ``asked``, or raise ``ValueError`` if a host of the platform cannot have it."""
         if asked < 1:
             raise ValueError(f"--processes-per-node must be at least 1, got {asked}")
         if self.processes is not None and asked > self.processes:
@@ -89,7 +95,7 @@ class Platform:
         return asked
 
     def notes(self, run: Run) -> list[str]:
-        """Return advice on a configuration that runs, but not well."""
+        """Return advice on a configuration that runs, but slowly or with a risk."""
         notes = []
         size = run.config.parallel.tensor_model_parallel_size
         if self.chip_processes is not None and size > self.chip_processes:
@@ -104,6 +110,7 @@ class Platform:
 
 
 def _cuda(run: Run) -> list[Variable]:
+    """Return the environment variables of ranks on NVIDIA GPUs."""
     del run
     return [
         Variable("NXD_MEMOPT_BACKEND", "cuda", "fail rather than train on another device", "fixed"),
@@ -112,6 +119,7 @@ def _cuda(run: Run) -> list[Variable]:
 
 
 def _cpu(run: Run) -> list[Variable]:
+    """Return the environment variables of ranks on the CPU."""
     return [
         Variable("NXD_MEMOPT_BACKEND", "cpu", "train on the CPU, whatever else there is", "fixed"),
         _threads(run.processes),
@@ -119,6 +127,7 @@ def _cpu(run: Run) -> list[Variable]:
 
 
 def _xla_cpu(run: Run) -> list[Variable]:
+    """Return the environment variables of ranks that run trn1's code path on the CPU."""
     flags = neuron_cc_flags(run.config, run.environ.get("NEURON_CC_FLAGS", ""))
     refuse_downcasts(run.environ)
     return [
@@ -131,21 +140,25 @@ def _xla_cpu(run: Run) -> list[Variable]:
 
 
 def _threads(processes: int) -> Variable:
+    """Return the variable that divides the host's cores among its ranks."""
     return Variable("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)), "the host's cores, shared")
 
 
 def _lnc1(run: Run) -> list[Variable]:
+    """Return the variables of ranks with one physical core each."""
     return torch_neuron(run, logical_nc_config=1)
 
 
 def _lnc2(run: Run) -> list[Variable]:
+    """Return the variables of ranks with two physical cores each."""
     return torch_neuron(run, logical_nc_config=2)
 
 
 PLATFORMS = {
     platform.name: platform
     for platform in (
-        # trn1.32xlarge: 16 chips of 2 cores; its tensor-parallel groups of 8 and 32 are meant to span chips
+        # trn1.32xlarge: 16 chips x 2 cores = 32 ranks. Tensor-parallel groups of 8 and 32 span
+        # chips by design, so there is no chip_processes and no advice to stay within a chip.
         Platform(
             "trn1",
             trn1,
@@ -155,11 +168,13 @@ PLATFORMS = {
             package="torch_xla",
             root_comm_port=ROOT_COMM_PORT,
         ),
-        # a Trainium2 chip has 8 physical cores; trn2.48xlarge has 16 chips, trn2.3xlarge one
+        # A Trainium2 chip has 8 physical cores: 4 ranks with LNC 2, 8 with LNC 1. trn2.48xlarge has
+        # 16 chips, trn2.3xlarge one.
         Platform("trn2", _lnc2, processes=64, chip_processes=4, is_trainium=True, package=TORCH_NEURON_PACKAGE),
         Platform("trn2-lnc1", _lnc1, processes=128, chip_processes=8, is_trainium=True, package=TORCH_NEURON_PACKAGE),
         Platform("trn2-3xlarge", _lnc2, processes=4, chip_processes=4, is_trainium=True, package=TORCH_NEURON_PACKAGE),
-        # servers of an UltraServer have 4 or 16 Trainium3 chips, of 8 physical cores each
+        # Servers of an UltraServer have 4 or 16 Trainium3 chips of 8 physical cores each, so the
+        # number of ranks depends on the host.
         Platform("trn3", _lnc2, chip_processes=4, is_trainium=True, package=TORCH_NEURON_PACKAGE),
         Platform("cuda", _cuda),
         Platform("cpu", _cpu),
@@ -171,4 +186,4 @@ INSTANCES = {"trn1n": "trn1", "trn1.32xlarge": "trn1", "trn1n.32xlarge": "trn1"}
     "trn2.48xlarge": "trn2",
     "trn2.3xlarge": "trn2-3xlarge",
 }
-"""AWS's names of instances, for the platforms' names."""
+"""AWS instance type -> platform name."""

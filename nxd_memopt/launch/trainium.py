@@ -1,7 +1,8 @@
 """What ranks on Trainium need in their environment, every variable with its reason and the versions that read it.
 
-Sources: AWS's launchers of neuronx-distributed and NxD Training, the Neuron SDK's documentation up to 2.33, torch_xla
-2.9 and TorchNeuron's published source (2.10 to 2.12). None of it has run on a device here.
+Sources: AWS's launchers of neuronx-distributed and NxD Training, the Neuron SDK's documentation up
+to 2.33, torch_xla 2.9 and TorchNeuron's published source (2.10 to 2.12). None of it has run on a
+device here.
 """
 
 from __future__ import annotations
@@ -15,19 +16,22 @@ from pathlib import Path
 from nxd_memopt.launch.variables import Run, Variable
 from nxd_memopt.training.config import TrainConfig
 
-TRN1_GROUP_SIZES = (1, 2, 4, 8, 32)  # for which trn1 has collectives: AWS's list, and 4 as strided groups
+# Group sizes with collectives on trn1: AWS's list, and strided groups of 4.
+TRN1_GROUP_SIZES = (1, 2, 4, 8, 32)
 DOWNCASTS = ("XLA_DOWNCAST_BF16", "XLA_USE_BF16")
-EXEC_TIMEOUT_S = 600  # the runtime's own on trn1 as its developer guide has it; its configuration guide says 30
+# The runtime's default on trn1 according to its developer guide; its configuration guide says 30.
+EXEC_TIMEOUT_S = 600
 TORCH_XLA = "torch-neuronx 2.9, torch-xla"
 TORCH_NEURON = "TorchNeuron: torch-neuronx 2.10 and newer"
 NODE_RANK = "{node_rank}"
 
 
 def trn1(run: Run) -> list[Variable]:
-    """Return the variables of ranks on trn1 through torch_xla.
+    """Return the environment variables of ranks on trn1, which use torch_xla.
 
     Raises:
-        ValueError: the tensor-parallel size has no collectives, or flags or variables contradict the configuration.
+        ValueError: the hardware has no collectives for the tensor-parallel size, or flags or
+            variables contradict the configuration.
     """
     _require_trn1_groups(run.config.parallel.tensor_model_parallel_size)
     refuse_downcasts(run.environ)
@@ -57,10 +61,12 @@ def trn1(run: Run) -> list[Variable]:
 
 
 def torch_neuron(run: Run, logical_nc_config: int) -> list[Variable]:
-    """Return the variables of ranks on trn2 and trn3 through TorchNeuron.
+    """Return the environment variables of ranks on trn2 and trn3, which use TorchNeuron.
 
     Args:
-        logical_nc_config: LNC, the physical cores that make one rank's logical core.
+        run: the run to be started.
+        logical_nc_config: LNC, physical NeuronCores per logical core; each rank has one logical
+            core.
     """
     lnc = str(logical_nc_config)
     older_name = "NEURON_RT_VIRTUAL_CORE_SIZE"
@@ -88,7 +94,11 @@ def torch_neuron(run: Run, logical_nc_config: int) -> list[Variable]:
 
 
 def _number_of_cores(run: Run) -> list[Variable]:
-    """Refuse a value that the environment has for another number of ranks; TorchNeuron needs none."""
+    """Return a fixed NEURON_RT_NUM_CORES if the environment has one.
+
+    TorchNeuron does not need the variable, but a value for another number of ranks must be
+    rejected, which ``merged`` does for fixed variables.
+    """
     name = "NEURON_RT_NUM_CORES"
     if name not in run.environ:
         return []
@@ -96,6 +106,7 @@ def _number_of_cores(run: Run) -> list[Variable]:
 
 
 def functionalization() -> Variable:
+    """Return the variable that keeps torch_xla's functionalization on."""
     return Variable(
         "XLA_DISABLE_FUNCTIONALIZATION",
         "0",
@@ -106,11 +117,15 @@ def functionalization() -> Variable:
 
 
 def stochastic_rounding(config: TrainConfig) -> bool:
-    """Return whether bf16 weights lack fp32 masters: rounding at random then keeps updates below their precision."""
+    """Return whether weights are bf16 without fp32 master weights.
+
+    Stochastic rounding then keeps updates smaller than the rounding step of bf16, on average.
+    """
     return config.model.dtype == "bfloat16" and not config.optimizer.master_weights
 
 
 def _stochastic_rounding(config: TrainConfig) -> Variable:
+    """Return the variable that turns the device's stochastic rounding on or off."""
     return Variable(
         "NEURON_RT_STOCHASTIC_ROUNDING_EN",
         str(int(stochastic_rounding(config))),
@@ -120,10 +135,15 @@ def _stochastic_rounding(config: TrainConfig) -> Variable:
 
 
 def neuron_cc_flags(config: TrainConfig, given: str) -> str:
-    """Return the configuration's flags, then those of ``given``; with recompute ``-O1`` where neither names a level.
+    """Return the compiler's flags: the configuration's, then ``given``, and ``-O1`` with recompute.
+
+    Args:
+        config: configuration of the run.
+        given: NEURON_CC_FLAGS of the environment, or an empty string.
 
     Raises:
-        ValueError: recompute is on and the last level is another one, or the flags cannot be read.
+        ValueError: recompute is on and another optimization level is given, or the flags cannot be
+            parsed.
     """
     with _library_on_cpu():
         from nxd_memopt.backends.neuron.compiler_flags import (
@@ -134,7 +154,9 @@ def neuron_cc_flags(config: TrainConfig, given: str) -> str:
     flags = f"{shlex.join(config.launch.neuron_cc_flags)} {given}".strip()
     if config.memory.recompute_granularity is None:
         return flags
-    flags = f"-O1 {flags}"  # the last level wins
+    # The compiler takes the last level, so -O1 in front is a default: a level in the
+    # configuration or in the environment still wins, and recompute_error rejects others.
+    flags = f"-O1 {flags}"
     error = recompute_error(flags)
     if error is not None:
         raise ValueError(f"{error} (launch.neuron_cc_flags, then the environment's NEURON_CC_FLAGS, and the last wins)")
@@ -143,7 +165,11 @@ def neuron_cc_flags(config: TrainConfig, given: str) -> str:
 
 @contextlib.contextmanager
 def _library_on_cpu() -> Iterator[None]:
-    """Import the library's backends without opening a device, which on trn1 would keep it from the ranks."""
+    """Import the library's backends without opening a device.
+
+    The import selects a backend. On trn1 the launcher would otherwise open a NeuronCore, and the
+    ranks could not.
+    """
     before = os.environ.get("NXD_MEMOPT_BACKEND")
     os.environ["NXD_MEMOPT_BACKEND"] = "cpu"
     try:
@@ -155,10 +181,10 @@ def _library_on_cpu() -> Iterator[None]:
 
 
 def _compile_cache(run: Run, flags: str) -> list[Variable]:
-    """Return the variable of trn1's compile cache, if the configuration names one.
+    """Return the variable of trn1's compilation cache, if the configuration names a directory.
 
     Raises:
-        ValueError: the flags name a cache too, which the compiler's wrapper would prefer.
+        ValueError: the flags have a ``--cache_dir`` too, which would take precedence.
     """
     given = run.config.launch.compile_cache_dir
     if given is None:
@@ -173,6 +199,11 @@ def _compile_cache(run: Run, flags: str) -> list[Variable]:
 
 
 def _neff_cache(run: Run) -> list[Variable]:
+    """Return the variable of TorchNeuron's compilation cache, if the configuration names one.
+
+    Raises:
+        ValueError: the configuration names a URL.
+    """
     given = run.config.launch.compile_cache_dir
     if given is None:
         return []
@@ -183,13 +214,13 @@ def _neff_cache(run: Run) -> list[Variable]:
 
 
 def cache_location(run: Run) -> str:
-    """Return ``launch.compile_cache_dir`` for this host: an absolute path, or a URL as it is."""
+    """Return ``launch.compile_cache_dir`` for this host: an absolute path, or an unchanged URL."""
     given = str(run.config.launch.compile_cache_dir).replace(NODE_RANK, str(run.hosts.rank))
     return given if "://" in given else str(Path(given).expanduser().absolute())
 
 
 def cache_note(run: Run) -> str | None:
-    """Return a warning for a cache directory that several hosts of trn1 may share, and ``None`` where none is due."""
+    """Return a warning if several trn1 hosts may share one cache directory, or None."""
     given = run.config.launch.compile_cache_dir
     if given is None or run.hosts.count == 1 or NODE_RANK in given or "://" in given:
         return None
@@ -200,7 +231,7 @@ def cache_note(run: Run) -> str | None:
 
 
 def _runtime(run: Run) -> list[Variable]:
-    """Return what the Neuron runtime and glibc read on every Trainium."""
+    """Return the variables that the Neuron runtime and glibc read on all Trainium platforms."""
     return [
         Variable(
             "NEURON_RT_EXEC_TIMEOUT",
@@ -216,6 +247,7 @@ def _runtime(run: Run) -> list[Variable]:
 
 
 def _root_comm_id(run: Run) -> list[Variable]:
+    """Return the address of the Neuron runtime's rendezvous, if its port is fixed."""
     if run.root_comm_port is None:
         return []
     address = run.hosts.address or "localhost"
@@ -225,6 +257,7 @@ def _root_comm_id(run: Run) -> list[Variable]:
 
 
 def _between_hosts(run: Run) -> list[Variable]:
+    """Return the variables of collectives between hosts, which use EFA through libfabric."""
     interface = run.machine.container_interface()
     variables = [
         Variable("FI_PROVIDER", "efa", "collectives between hosts go through EFA, not TCP"),
@@ -240,6 +273,7 @@ def _between_hosts(run: Run) -> list[Variable]:
 
 
 def _require_trn1_groups(size: int) -> None:
+    """Raise ``ValueError`` if trn1 has no collectives for groups of ``size`` ranks."""
     if size not in TRN1_GROUP_SIZES:
         raise ValueError(
             f"parallel.tensor_model_parallel_size {size} is not one of {list(TRN1_GROUP_SIZES)}, the group sizes for "
@@ -248,7 +282,7 @@ def _require_trn1_groups(size: int) -> None:
 
 
 def refuse_downcasts(environ: Mapping[str, str]) -> None:
-    """Raise ``ValueError`` for torch_xla's variables that would make fp32 master weights bf16."""
+    """Raise ``ValueError`` if a torch_xla variable would convert fp32 master weights to bf16."""
     for name in DOWNCASTS:
         if environ.get(name, "0") != "0":
             raise ValueError(

@@ -13,15 +13,16 @@ from nxd_memopt.training.config import TrainConfig
 
 @dataclass(frozen=True)
 class Run:
-    """What a platform's variables depend on.
+    """Run that is about to be started: everything that a platform's variables depend on.
 
     Args:
-        config: of the training script.
-        processes: ranks on each host.
-        hosts: of the run.
-        environ: the present environment.
+        config: configuration of the training program.
+        processes: ranks per host.
+        hosts: hosts of the run.
+        environ: present environment variables.
         machine: this host.
-        root_comm_port: on host 0, for the Neuron runtime's collectives; ``None`` leaves the choice to the framework.
+        root_comm_port: port on host 0 of the Neuron runtime's collectives; ``None`` leaves the
+            choice to the framework.
     """
 
     config: TrainConfig
@@ -34,12 +35,16 @@ class Run:
 
 @dataclass(frozen=True)
 class Variable:
-    """One variable of the ranks' environment.
+    """Environment variable of the ranks.
 
     Args:
-        origin: ``default`` gives way to a value in the environment; ``fixed`` follows from the configuration or the
-            platform, and another value in the environment is an error; ``combined`` contains the environment's already.
-        versions: of the software that reads it, where not all do.
+        name: name of the variable.
+        value: value that the run needs, or its default.
+        reason: why the variable is set, shown by ``--dry-run``.
+        origin: ``default`` is overridden by a value in the environment; ``fixed`` follows from the
+            configuration or the platform, and another value in the environment is an error;
+            ``combined`` already contains the environment's value.
+        versions: versions of the software that reads the variable; empty for all.
     """
 
     name: str
@@ -49,14 +54,15 @@ class Variable:
     versions: str = ""
 
     def comment(self) -> str:
+        """Return the reason and the versions as one line of text."""
         return f"{self.reason} [{self.versions}]" if self.versions else self.reason
 
 
 def merged(variables: list[Variable], environ: Mapping[str, str]) -> dict[str, str]:
-    """Return values by name: the environment's own where it has one and the variable is not fixed.
+    """Return values by name; a value in ``environ`` overrides the value of a ``default`` variable.
 
     Raises:
-        ValueError: the environment contradicts a fixed variable.
+        ValueError: ``environ`` has another value for a ``fixed`` variable.
     """
     values = {}
     for variable in variables:

@@ -1,8 +1,7 @@
 """A training run from start to end: data, model, resumption, the loop over steps, evaluation, checkpoints, export.
 
-``step.py`` has one optimizer step. A device that compiles graphs (XLA) gets one for a micro-batch
-and one for the
-update; its values are read every ``trainer.log_every_n_steps`` steps.
+``step.py`` has one optimizer step. On XLA a micro-batch is one compiled graph and the update
+another. Values are read from the device every ``trainer.log_every_n_steps`` steps.
 """
 
 from __future__ import annotations

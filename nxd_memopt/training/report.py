@@ -138,7 +138,7 @@ class Reporter:
         self._show(row)
 
     def _show(self, row: StepMetrics) -> None:
-        """Update the progress bar on a terminal; elsewhere print a line every ``log_every_n_steps``."""
+        """Update the progress bar; without a terminal print a line every ``log_every_n_steps``."""
         if self.console.is_terminal:
             self._progress.update(self._task, completed=row.step, description=row.line())
         elif row.step % self._config.log_every_n_steps == 0 or row.step == self._config.max_steps:
@@ -150,10 +150,10 @@ class Reporter:
         return next((row["held_out_loss"] for row in rows if row["step"] == step), None)
 
     def evaluation(self, step: int, held_out_loss: float) -> None:
-        """Record the held-out loss after ``step`` in evaluation.jsonl and TensorBoard, and print it."""
+        """Record the held-out loss after ``step`` in evaluation.jsonl and TensorBoard; print it."""
         if not self._enabled:
             return
-        # A run resumed from a checkpoint at an evaluated step evaluates it again: one row is enough.
+        # A finished run that is started again evaluates its last step again: one row is enough.
         row = {"step": step, "held_out_loss": held_out_loss}
         if self.recorded_evaluation(step) is None:
             self._evaluations.append(row)

@@ -110,7 +110,7 @@ class Saver:
 
 
 def resume(training: Training, config: TrainConfig) -> list[str]:
-    """Continue from the newest checkpoint of the output directory, if there is one. Every rank calls.
+    """Continue from the newest checkpoint of the output directory, if any. Every rank calls.
 
     T, D and ZeRO-1 may differ from the run that saved: parameters, master weights and optimizer
     states are resharded without a change of values. Random states are restored if T and D are the

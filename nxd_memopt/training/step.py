@@ -17,7 +17,7 @@ from nxd_memopt.training.state import Training
 
 
 def train_step(training: Training, config: TrainConfig, micro_batches: Sequence[Tensor]) -> StepResult:
-    """Run one optimizer step and return its values without waiting for the device. Every rank calls.
+    """Run one optimizer step; return its values without waiting for the device. Every rank calls.
 
     Args:
         training: model, optimizer and step counter, which is incremented.

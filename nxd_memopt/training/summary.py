@@ -38,13 +38,13 @@ class Summary:
     transformers_held_out_loss: float | None = None
 
     def change_percent(self) -> float | None:
-        """Return the relative change of the held-out loss in percent; negative is an improvement."""
+        """Return the relative change of the held-out loss in percent, or None if it is unknown."""
         if self.held_out_loss_before is None or self.held_out_loss_after is None:
             return None
         return 100 * (self.held_out_loss_after / self.held_out_loss_before - 1)
 
     def transformers_difference(self) -> float | None:
-        """Return the absolute difference between our held-out loss and that of transformers."""
+        """Return |our held-out loss - transformers' held-out loss|, or None if it is unknown."""
         if self.transformers_held_out_loss is None or self.held_out_loss_after is None:
             return None
         return abs(self.transformers_held_out_loss - self.held_out_loss_after)
@@ -115,7 +115,7 @@ def single_process_peak(path: str | None) -> int | None:
 
 
 def peak_bytes_of_all_ranks() -> list[int | None]:
-    """Return each rank's peak memory in bytes, None if the device has no figure. Every rank calls."""
+    """Return each rank's peak memory in bytes, None if not reported. Every rank calls."""
     return [json.loads(text) for text in share_texts(json.dumps(backend.max_memory_allocated()))]
 
 

@@ -20,8 +20,8 @@ from nxd_memopt.training.documents import Documents, Part
 
 Tokens = NDArray[np.int32]
 
-# Sequences shuffled together. At S = 1024 a window has 1024 * 1024 * 4 bytes = 4 MiB and the text of
-# about 64 standard library files.
+# Sequences shuffled together. At S = 1024 a window has 1024 * 1024 * 4 bytes = 4 MiB and the text
+# of about 64 standard library files.
 WINDOW_SEQUENCES = 1024
 DOCUMENTS_PER_CALL = 32  # documents that a fast tokenizer encodes in parallel
 FORMAT_VERSION = 1
@@ -93,12 +93,15 @@ class TokenFile:
         return len(self._tokens)
 
     def sequences(self, positions: range) -> Tensor:
-        """Return the token ids at ``positions`` of the endless stream, ``[len(positions), S]``, int64."""
+        """Return the token ids at ``positions`` of the stream, ``[len(positions), S]``, int64.
+
+        The stream repeats the file without end.
+        """
         rows = np.stack([self._tokens[self._row(position)] for position in positions])
         return torch.from_numpy(rows.astype(np.int64))
 
     def _row(self, position: int) -> int:
-        """Return the file's row at ``position``. Each epoch after the first has its own permutation."""
+        """Return the file's row at ``position``; each epoch after the first has a permutation."""
         # The permutation is a function of seed and epoch, so a resumed run needs no data state but
         # the step. Only the last epoch's permutation is cached.
         epoch, row = divmod(position, len(self))

@@ -1,4 +1,4 @@
-"""The step to compare with: the same step without recomputation."""
+"""Baseline of the certificate: the same step without recomputation."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from nxd_memopt.backends import backend
 
 @contextmanager
 def without_recompute() -> Iterator[None]:
-    """Inside, ``memory.checkpoint`` and everything built on ``backend.checkpoint`` keep all activations."""
+    """Disable recomputation in the block: ``backend.checkpoint`` and its users keep all activations."""
+    # An attribute of the instance shadows the method of the class; deleting it restores the method.
     target: Any = backend
-    target.checkpoint = _straight_through  # shadows the class's method on this one object
+    target.checkpoint = _straight_through
     try:
         yield
     finally:
@@ -28,5 +29,6 @@ def _straight_through(
     early_stop: object = None,
     **kwargs: Any,
 ) -> Any:
-    del context_fn, determinism_check, early_stop  # the options of ``Backend.checkpoint``; the rest is the function's
+    """Call ``function`` like ``Backend.checkpoint``, without recomputation."""
+    del context_fn, determinism_check, early_stop  # options of Backend.checkpoint, not of function
     return function(*args, **kwargs)

@@ -15,14 +15,17 @@ from nxd_memopt.certify.measure.measurement import LiveTensor, Measurement, larg
 
 
 def measure_compiled(loss_of: Callable[[], Tensor]) -> Measurement:
-    """Compile ``loss_of``, run it and its backward pass, and count in the graphs.
+    """Compile ``loss_of``, run it and its backward, and measure the graphs.
 
-    What runs are the graphs themselves, without a code generator: recomputation is decided before, when the joint graph
-    is cut into forward and backward (the min-cut partitioner, which torch.compile uses).
+    The fx graphs run directly, without Inductor: recomputation is decided earlier, when the min-cut
+    partitioner, which torch.compile uses, splits the joint graph into forward and backward.
 
     Args:
-        loss_of: runs the forward pass, and returns what ``backward()`` starts from. One process: torch.compile is given
-            no collectives.
+        loss_of: runs the forward pass and returns the loss, 0-dim. It runs on one process, so the
+            graphs have no collectives.
+
+    Returns:
+        Matmuls of all graphs, and the tensors passed from forward to backward graphs.
     """
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -34,7 +37,9 @@ def measure_compiled(loss_of: Callable[[], Tensor]) -> Measurement:
         inference_compiler=graphs.no_gradient_compiler,
         partition_fn=min_cut_rematerialization_partition,
     )
-    torch.compiler.reset()  # a graph compiled for another variant of the step must not be used again
+    # Without the reset dynamo would reuse the graph of another variant of the step, with or without
+    # recomputation: its guards do not see the difference.
+    torch.compiler.reset()
     try:
         torch.compile(loss_of, backend=compiler, dynamic=False)().backward()
     finally:
@@ -43,23 +48,27 @@ def measure_compiled(loss_of: Callable[[], Tensor]) -> Measurement:
 
 
 class _Graphs:
-    """The graphs of one step; where dynamo breaks the step up there are several of each kind."""
+    """Forward and backward graphs of one step; several of each if dynamo has graph breaks."""
 
     def __init__(self) -> None:
         self.graphs: list[fx.Graph] = []
         self.forward_graphs: list[fx.Graph] = []
 
     def forward_compiler(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Record a forward graph, whose outputs include the tensors saved for backward."""
         self.forward_graphs.append(module.graph)
         return self._keep(module, inputs)
 
     def backward_compiler(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Record a backward graph."""
         return self._keep(module, inputs)
 
     def no_gradient_compiler(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Record a graph without gradients, which saves nothing."""
         return self._keep(module, inputs)
 
     def _keep(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Record the graph and return a function that interprets it."""
         del inputs
         from functorch.compile import make_boxed_func
 
@@ -67,6 +76,7 @@ class _Graphs:
         return make_boxed_func(module.forward)
 
     def measurement(self) -> Measurement:
+        """Return the figures of the recorded graphs."""
         calls = [node for graph in self.graphs for node in graph.nodes if node.op == "call_function"]
         saved = _saved_tensors(self.forward_graphs)
         matmuls = sum(_name(node) in MATMULS for node in calls)
@@ -83,12 +93,18 @@ class _Graphs:
 
 
 def _name(node: fx.Node) -> str:
+    """Return the name of a node's operation without its overload, such as ``addmm``."""
     packet = getattr(node.target, "overloadpacket", node.target)
     return str(getattr(packet, "__name__", packet))
 
 
 def _saved_tensors(forward_graphs: Sequence[fx.Graph]) -> list[LiveTensor]:
-    """What forward graphs hand to their backward graphs, without parameters and inputs; views of one tensor once."""
+    """Return the tensors that forward graphs save for backward graphs, without parameters and inputs.
+
+    Views of one tensor count once.
+    """
+    # Outputs of a forward graph are its results and the saved tensors. An output whose base is a
+    # placeholder is a parameter or an input, which exists without the step.
     saved: dict[fx.Node, LiveTensor] = {}
     for graph in forward_graphs:
         (output,) = (node for node in graph.nodes if node.op == "output")
@@ -103,7 +119,7 @@ def _saved_tensors(forward_graphs: Sequence[fx.Graph]) -> list[LiveTensor]:
 
 
 def _base(node: fx.Node) -> fx.Node:
-    """The node whose storage ``node`` is a view of."""
+    """Return the node that allocated the storage of ``node``."""
     value = node.meta.get("val")
     for source in node.all_input_nodes:
         origin = source.meta.get("val")
@@ -113,5 +129,6 @@ def _base(node: fx.Node) -> fx.Node:
 
 
 def _is_view(node: fx.Node) -> bool:
+    """Return whether the operation's schema says that its result aliases an argument, unwritten."""
     schema = getattr(node.target, "_schema", None)
     return schema is not None and any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)

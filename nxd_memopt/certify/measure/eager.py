@@ -19,17 +19,17 @@ from nxd_memopt.backends import backend
 from nxd_memopt.certify.measure.measurement import Collective, LiveTensor, Measurement, largest_distinct
 
 MATMULS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
-"""ATen's matrix products; ``linear``, ``matmul`` and ``einsum`` end in these."""
+"""Names of ATen's matmuls. ``linear``, ``matmul`` and ``einsum`` decompose into them."""
 _READS = frozenset({"item", "_local_scalar_dense"})
-"""What brings a tensor's value to the host."""
+"""Names of operations that copy a tensor's value to the host."""
 _COLLECTIVES = {name: name for name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")}
 _COLLECTIVES |= {f"{name}_async": name for name in ("all_gather", "reduce_scatter", "all_reduce")}
 
 
 def measure_eager(step: Callable[[], object]) -> Measurement:
-    """Run ``step`` once, forward and backward, and count.
+    """Run ``step`` once and measure its operations, saved tensors and collectives.
 
-    Works on real tensors and inside ``FakeTensorMode`` alike. Gradients should be ``None`` before.
+    Works with real tensors and inside ``FakeTensorMode``. Gradients should be ``None`` before.
 
     Args:
         step: runs one forward and one backward pass.
@@ -41,7 +41,9 @@ def measure_eager(step: Callable[[], object]) -> Measurement:
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda tensor: tensor))
         result = step()
     recorder.fingerprint.update(repr(sorted(collectives.items())).encode())
-    del result  # what the step returns outlives it, as gradients do: not counted in the peak
+    # ``result`` is alive until here: tensors that outlive the step, such as its results and
+    # gradients, are not counted in the peak.
+    del result
     return Measurement(
         matmuls=recorder.matmuls,
         traced_matmuls=recorder.matmuls,
@@ -55,33 +57,41 @@ def measure_eager(step: Callable[[], object]) -> Measurement:
 
 
 class _Recorder(TorchDispatchMode):
-    """Counts every operation that reaches PyTorch's dispatcher, and follows each storage from its making to its end.
+    """Dispatch mode that counts operations and records when each storage is allocated and freed.
 
-    A storage has a serial number; what existed before the step (parameters, inputs) has none.
+    Every storage that the step allocates gets a serial number. Storages that existed before the
+    step (parameters, inputs) have None.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.matmuls, self.flops = 0, 0
-        self.saved: dict[int, int] = {}  # bytes by serial
+        self.saved: dict[int, int] = {}  # serial -> bytes
         self.tensors: list[LiveTensor] = []
         self.fingerprint = hashlib.sha256()
-        self._serials: dict[int, int | None] = {}  # by the storage's address as an object
+        # Storages are identified by id(). An id is reused after the object is freed, so a weak
+        # reference says whether an entry still is of the same object.
+        self._serials: dict[int, int | None] = {}
         self._watchers: dict[int, weakref.ref[Any]] = {}
-        self._events: list[tuple[int, int]] = []  # serial, bytes gained or lost
+        self._events: list[tuple[int, int]] = []  # (serial, bytes allocated or -bytes freed)
         self._made = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # Register the arguments first: an unknown storage among them existed before the step, while
+        # an unknown storage among the results is new.
         for tensor in _tensors((args, kwargs)):
             self._serial(tensor)
         if func.overloadpacket.__name__ in _READS and _is_fake(args[0]):
-            return 0  # a fake batch is all zeros: its ids are in range, and no label is bad
+            # A fake tensor has no value. The fake batch stands for zeros: all ids are in range and
+            # no label is invalid, so 0 is the answer to every such question.
+            return 0
         result = func(*args, **kwargs)
         self._count(func, args, kwargs, result)
         return result
 
     def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Add an operation to the counts and to the fingerprint, and register its results."""
         name = func.overloadpacket.__name__
         self.matmuls += name in MATMULS
         if func.overloadpacket in flop_registry:
@@ -92,7 +102,10 @@ class _Recorder(TorchDispatchMode):
             self._serial(tensor, made_by=name)
 
     def _serial(self, tensor: Tensor, made_by: str | None = None) -> int | None:
-        """The storage's serial number; an unknown storage is new when an operation made it, else it was there."""
+        """Return the serial number of the tensor's storage, or None if the step did not allocate it.
+
+        An unknown storage is new if ``made_by`` names an operation; otherwise it existed before.
+        """
         storage = tensor.untyped_storage()
         key = id(storage)
         if key in self._watchers and self._watchers[key]() is storage:
@@ -109,20 +122,25 @@ class _Recorder(TorchDispatchMode):
         return self._serials[key]
 
     def _end_of(self, serial: int | None) -> Callable[[Any], None] | None:
+        """Return the weak reference's callback that records when the last event's storage is freed."""
         if serial is None:
             return None
         nbytes = self._events[-1][1]
         return lambda _: self._events.append((serial, -nbytes))
 
     def save(self, tensor: Tensor) -> Tensor:
-        """Pack hook of ``saved_tensors_hooks``."""
+        """Record a tensor saved for backward; the pack hook of ``saved_tensors_hooks``."""
         serial = self._serial(tensor)
         if serial is not None:
             self.saved[serial] = tensor.untyped_storage().nbytes()
         return tensor
 
     def peak_bytes(self) -> int:
-        """Greatest sum of storages alive at once, without those that outlive the step: gradients and results."""
+        """Return the peak of allocated bytes, without storages that outlive the step.
+
+        Gradients and the step's results outlive it: they are never freed, so they have no negative
+        event.
+        """
         events = list(self._events)
         ended = {serial for serial, change in events if change < 0}
         alive = peak = 0
@@ -133,16 +151,22 @@ class _Recorder(TorchDispatchMode):
 
 
 def _tensors(tree: Any) -> list[Tensor]:
+    """Return all tensors in nested lists, tuples and dictionaries."""
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _is_fake(tensor: Tensor) -> bool:
+    """Return whether ``tensor`` is a fake tensor, without data."""
     return isinstance(tensor, torch._subclasses.FakeTensor)  # pyright: ignore[reportPrivateImportUsage]
 
 
 @contextmanager
 def _counted_collectives(found: Counter[Collective]) -> Iterator[None]:
-    """Count the backend's collectives over more than one rank; one that is made of another counts once."""
+    """Count the backend's collectives over more than one rank in the block.
+
+    A collective that is implemented with another collective counts once: only the outermost call is
+    counted.
+    """
     target: Any = backend
     inside = False
 
@@ -154,6 +178,7 @@ def _counted_collectives(found: Counter[Collective]) -> Iterator[None]:
             size = backend.group_size(group)
             if inside or size == 1:
                 return original(tensor, group, *args, **kwargs)
+            # An all-gather gets a shard, the other collectives get the full tensor.
             kind = _COLLECTIVES[name]
             found[Collective(kind, tensor.nbytes * (size if kind == "all_gather" else 1), size)] += 1
             inside = True
@@ -165,7 +190,7 @@ def _counted_collectives(found: Counter[Collective]) -> Iterator[None]:
         return collective
 
     wrapped = {name: counted(name) for name in _COLLECTIVES}
-    vars(target).update(wrapped)  # shadows the class's methods on this one object
+    vars(target).update(wrapped)  # attributes of the instance shadow the methods of the class
     try:
         yield
     finally:
