@@ -63,6 +63,7 @@ class Doctor:
 
 
 def _describe_models() -> str:
+    """Return whether the model classes can be used, which need transformers."""
     try:
         return f"available (transformers {require_transformers('nxd_memopt.models').__version__})"
     except MissingDependencyError as error:
@@ -70,11 +71,14 @@ def _describe_models() -> str:
 
 
 def _parse(arguments: Sequence[str]) -> Command:
-    if arguments[:1] == ["train"]:  # parses its options itself: they override those of a configuration file
+    """Return the command of the arguments, ready to be called."""
+    # train and launch parse their own options, which override a configuration file's. doctor runs
+    # without tyro and rich, because it reports which packages are missing.
+    if arguments[:1] == ["train"]:
         return Train(tuple(arguments[1:]))
     if arguments[:1] == ["launch"]:
         return Launch(tuple(arguments[1:]))
-    if list(arguments) == ["doctor"]:  # says what is missing, so it runs without the command line's own packages
+    if list(arguments) == ["doctor"]:
         return Doctor()
     require_installed("nxd-memopt (every command but doctor)", "tyro", "rich", extra="cli")
     import tyro
@@ -94,8 +98,12 @@ def _parse(arguments: Sequence[str]) -> Command:
 
 
 def main() -> int:
-    """Run the command line; what a user caused is one line on standard error and exit status 2."""
-    warnings.formatwarning = lambda message, *_, **__: f"nxd-memopt: warning: {message}\n"  # without the source line
+    """Run the command line and return its exit status.
+
+    A user error is shown as one line on standard error, with exit status 2.
+    """
+    # Warnings are shown without the source line, which means nothing to a user of the command.
+    warnings.formatwarning = lambda message, *_, **__: f"nxd-memopt: warning: {message}\n"
     try:
         return _parse(sys.argv[1:])() or 0
     except (ValueError, OSError, MissingDependencyError) as error:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-with suppress(ImportError):  # tyro alone reads the annotations that name it; without it no command line is parsed
+# Only tyro reads the annotations below that name it, so the class can be imported without tyro.
+with suppress(ImportError):
     import tyro
 
 Format = Literal["hf", "nxd"]
@@ -30,9 +31,9 @@ class Convert:
     max_shard_size_gib: float = 5.0
     """To hf: upper size of one file, in units of 2^30 bytes."""
     config: Path | None = None
-    """From nxd: the model's config.json, which neuronx-distributed's files do not hold."""
+    """From nxd: the model's config.json, which neuronx-distributed's files do not contain."""
     tensor_model_parallel_size: int | None = None
-    """To nxd: T of the files. From nxd: what the files must have; default what they have."""
+    """To nxd: T of the files. From nxd: T that the files must have; default: any."""
     pipeline_model_parallel_size: int = 1
     """To nxd: pipeline stages. From nxd all stages are merged."""
     qkv_linear: bool = False
@@ -40,20 +41,24 @@ class Convert:
     fused_qkv: bool = False
     """To nxd, LLaMA: one parameter for query, key and value (the sample's --fuse_qkv): weight_qkv with --qkv-linear."""
     kv_size_multiplier: int = 1
-    """To nxd, LLaMA: ranks that hold the same KV heads (the sample's --kv_replicator); above 1 implies --qkv-linear."""
+    """To nxd, LLaMA: ranks with the same KV heads (the sample's --kv_replicator); above 1 implies
+    --qkv-linear."""
     kv_order: Literal["strided", "consecutive"] | None = None
-    """Which ranks those are: strided on trn1, consecutive on trn2. To nxd it is needed where ranks share KV heads; from
-    nxd the default finds it by comparing the files."""
+    """Order of the ranks with the same KV heads: strided on trn1, consecutive on trn2. To nxd it is
+    required if ranks share KV heads; from nxd the default finds it by comparing the files."""
     query_key_value_stride: Literal[1, 3] = 1
-    """GPT-NeoX: 1 takes query_key_value's rows as the sample's attention reads them. 3: the files were cut from full
-    weights by the layer's stride=3 (checkpointing.load(sharded=False)) at T above 1."""
+    """GPT-NeoX: order of query_key_value's rows. 1: as the sample's attention reads them. 3: the
+    files were cut from full weights by the layer's stride=3 (checkpointing.load(sharded=False)) at
+    T above 1."""
     accept_drift: bool = False
-    """From nxd: take norms and row-parallel biases from rank 0 where ranks differ, as after GPT-NeoX's sample, which
-    never sums their gradients; without it a difference is an error."""
+    """From nxd: take norms and row-parallel biases from rank 0 if ranks differ, as after GPT-NeoX's
+    sample, which does not sum their gradients; without it a difference is an error."""
     xser: bool = False
-    """To nxd: one file per tensor, which neuronx-distributed loads faster. From nxd it is found."""
+    """To nxd: one file per tensor, which neuronx-distributed loads faster. From nxd the format is
+    detected."""
 
     def __call__(self) -> None:
+        """Check the options, and convert."""
         self._require_options_of_formats()
         self._require_sizes()
         if self.source_format == "nxd":
@@ -65,6 +70,7 @@ class Convert:
         print(f"wrote {self.target}")
 
     def _require_sizes(self) -> None:
+        """Raise ``ValueError`` for a size that is not positive, or a missing config.json."""
         for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "kv_size_multiplier"):
             size = getattr(self, name)
             if size is not None and size < 1:
@@ -75,7 +81,7 @@ class Convert:
             raise ValueError(f"--config {self.config} is no file: name the model's config.json")
 
     def _require_options_of_formats(self) -> None:
-        """An option that would change nothing is an error."""
+        """Raise ``ValueError`` for an option that the two formats do not use."""
         if self.source_format == self.target_format == "nxd":
             raise ValueError("--from nxd --to nxd is not offered: convert to hf, and from there to the other sizes")
         to_nxd = {"pipeline_model_parallel_size": 1, "qkv_linear": False, "fused_qkv": False, "xser": False}
@@ -93,15 +99,18 @@ class Convert:
             raise ValueError(f"{formats} takes no {', '.join(given)}: leave it out, or set --from or --to nxd")
 
     def _to_hugging_face(self) -> None:
+        """Convert a Hugging Face directory or GGUF file to a Hugging Face directory."""
         from nxd_memopt.checkpoint import load_config, load_pretrained, save_pretrained
         from nxd_memopt.models import model_class
 
         config = load_config(self.source)
+        # The model is built on the meta device, without memory; loading creates its weights.
         model = model_class(config.model_type)(config, dtype=config.dtype, device="meta")
         load_pretrained(model, self.source)
         save_pretrained(model, self.target, max_shard_size_bytes=self._max_shard_size_bytes)
 
     def _from_nxd(self) -> None:
+        """Convert neuronx-distributed's rank files to a Hugging Face directory."""
         from nxd_memopt.checkpoint.nxd import from_nxd
 
         if self.config is None:
@@ -118,6 +127,7 @@ class Convert:
         )
 
     def _to_nxd(self) -> None:
+        """Convert a Hugging Face directory to neuronx-distributed's rank files."""
         from nxd_memopt.checkpoint.nxd import to_nxd
         from nxd_memopt.checkpoint.nxd.parts import Layout
         from nxd_memopt.checkpoint.nxd.writing import Target
@@ -131,6 +141,8 @@ class Convert:
                 "whose ranks hold the KV heads in other orders"
             )
         layout = Layout(size, replicas, self.kv_order or "consecutive", self.query_key_value_stride)
+        # Names of the attention weights: GQAQKVColumnParallelLinear (linear) or plain projections,
+        # each with separate parameters or one fused parameter. Replicated KV heads need the former.
         linear = self.qkv_linear or replicas > 1
         form = ("fused" if self.fused_qkv else "linear") if linear else ("stacked" if self.fused_qkv else "separate")
         options = Target(layout, form, self.pipeline_model_parallel_size, self.xser)

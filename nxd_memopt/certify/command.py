@@ -123,7 +123,7 @@ class Certify:
         return memory
 
     def certificate(self, request: Request, answer: Answer) -> Certificate:
-        """Return the checks of what was measured, for the device and the optimizer of the options."""
+        """Return the checks of the measurements for the chosen device and optimizer."""
         from nxd_memopt.certify.fit import DEVICE_GIB, OptimizerState
         from nxd_memopt.certify.report.judge import Device, judge
 

@@ -12,17 +12,17 @@ from nxd_memopt.config import MemoryConfig, ParallelConfig
 
 @dataclass(frozen=True)
 class Request:
-    """One step to measure.
+    """Training step to measure.
 
     Args:
-        config: the Hugging Face config as plain data.
-        parallel: ``ParallelConfig``'s fields.
-        memory: ``MemoryConfig``'s fields.
-        sequence_length: S.
-        micro_batch_size: B.
-        dtype: torch's name.
+        config: Hugging Face model configuration as plain data.
+        parallel: fields of ``ParallelConfig``.
+        memory: fields of ``MemoryConfig``.
+        sequence_length: S, tokens per sequence.
+        micro_batch_size: B, sequences per micro-batch.
+        dtype: name of a torch dtype.
         backend: ``xla``, ``cpu``, ``cuda``, or ``compiled`` (torch.compile on the CPU).
-        layer_counts: depths to measure.
+        layer_counts: numbers of decoder layers to measure.
     """
 
     config: dict[str, Any]
@@ -35,25 +35,28 @@ class Request:
     layer_counts: tuple[int, ...]
 
     def parallel_config(self) -> ParallelConfig:
+        """Return the configuration of parallelism."""
         return ParallelConfig(**self.parallel)
 
     def memory_config(self) -> MemoryConfig:
+        """Return the memory configuration; JSON has turned its tuple into a list."""
         modules = self.memory.get("recompute_modules")
         return MemoryConfig(**{**self.memory, "recompute_modules": None if modules is None else tuple(modules)})
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Request:
+        """Return the request of plain data from ``dataclasses.asdict``."""
         return cls(**{**data, "layer_counts": tuple(data["layer_counts"])})
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What was measured.
+    """Measurements of a step.
 
     Args:
-        survivals: by depth.
-        fingerprints: of the shallowest model's graph, by rank.
-        num_parameters: of one rank at full depth.
+        survivals: number of layers -> measurements with and without recomputation.
+        fingerprints: fingerprint of the shallowest model's graph on each rank.
+        num_parameters: number of parameters of one rank at full depth.
     """
 
     survivals: dict[int, Survival]
@@ -61,11 +64,13 @@ class Answer:
     num_parameters: int
 
     def to_json(self) -> dict[str, Any]:
+        """Return plain data for JSON; ``from_json`` is the inverse."""
         pairs = {str(n): [s.recompute.to_json(), s.baseline.to_json()] for n, s in self.survivals.items()}
         return {"survivals": pairs, "fingerprints": self.fingerprints, "num_parameters": self.num_parameters}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Answer:
+        """Return the answer of plain data from ``to_json``."""
         survivals = {
             int(layers): Survival(*(Measurement.from_json(measured) for measured in pair))
             for layers, pair in data["survivals"].items()

@@ -22,17 +22,20 @@ def step_shape(
     dtype: torch.dtype,
     views_share_memory: bool,
 ) -> StepShape:
-    """The shape of a LLaMA's or GPT-NeoX's step.
+    """Return the sizes of a training step of LLaMA or GPT-NeoX.
 
     Args:
         config: Hugging Face's ``LlamaConfig`` or ``GPTNeoXConfig``.
         parallel: T, sequence parallelism and the dtype of reductions.
-        memory: which parts of a layer are recomputed by themselves.
-        sequence_length: S.
-        micro_batch_size: B.
-        dtype: of parameters and activations.
-        views_share_memory: the backend's; it decides how many tokens a chunk of the head's loss has.
+        memory: parts of a layer that are recomputed separately.
+        sequence_length: S, tokens per sequence.
+        micro_batch_size: B, sequences per micro-batch.
+        dtype: dtype of parameters and activations.
+        views_share_memory: whether views share memory on the backend, which decides the number of
+            tokens per chunk of the fused loss.
     """
+    # With T greater than the number of KV heads g, r = T / g ranks have a replica of each KV head
+    # and all-reduce its gradients. GPT-NeoX has no grouped-query attention, so r = 1.
     size, element_bytes = parallel.tensor_model_parallel_size, dtype.itemsize
     is_llama = config.model_type == "llama"
     kv_heads = _kv_heads(config) if is_llama else size
@@ -58,6 +61,9 @@ def step_shape(
 
 
 def _merges_branches(config: Any, memory: MemoryConfig) -> bool:
+    """Return whether GPT-NeoX layers run attention and MLP as one merged block."""
+    # The conditions of models/gpt_neox.py in training: parallel residual, no dropout after the
+    # branches, and no separate recomputation of a branch.
     recomputed_apart = {"attn", "mlp"} & set(memory.recompute_modules or ())
     return config.use_parallel_residual and config.hidden_dropout == 0 and not recomputed_apart
 
@@ -65,7 +71,10 @@ def _merges_branches(config: Any, memory: MemoryConfig) -> bool:
 def _head_chunks(
     config: Any, parallel: ParallelConfig, tokens: int, dtype: torch.dtype, views_share_memory: bool
 ) -> tuple[tuple[int, int], ...]:
-    """As rank 0 cuts them: it has no padding rows unless all ranks do."""
+    """Return (tokens, padded tokens) of each chunk of the fused loss on rank 0.
+
+    Rank 0 has padding rows only if all ranks have them.
+    """
     size = parallel.tensor_model_parallel_size
     gathered = size if parallel.sequence_parallel_enabled else 1
     plan = plan_chunks(
@@ -84,18 +93,27 @@ def _head_chunks(
 
 
 def _kv_heads(config: Any) -> int:
+    """Return the number of key/value heads."""
     return getattr(config, "num_query_groups", None) or config.num_key_value_heads or config.num_attention_heads
 
 
 def _kv_gradients(config: Any, element_bytes: int) -> tuple[int, ...]:
-    """A rank that shares a KV head holds that one head: ``[d, H]`` of K and of V, and biases ``[d]``."""
+    """Return the bytes of each K and V gradient on a rank with a replicated KV head.
+
+    The rank has one head: weights ``[d, H]`` of K and of V, and biases ``[d]``.
+    """
     head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
     biases = [head_dim * element_bytes] if config.attention_bias else []
     return tuple(2 * [head_dim * config.hidden_size * element_bytes, *biases])
 
 
 def _tagged_vectors(config: Any, *, is_llama: bool) -> int:
-    """Parameters ``[H]`` that see one sequence shard: norms' weights (and biases), and row-parallel layers' biases."""
+    """Return the number of parameters ``[H]`` whose gradients are of one sequence shard.
+
+    They are the weights (and biases) of norms and the biases of row-parallel layers.
+    """
+    # Two norms per layer and the final norm. LLaMA's RMSNorm has a weight, GPT-NeoX's LayerNorm a
+    # weight and a bias.
     norms = 2 * config.num_hidden_layers + 1
     row_biases = (
         int(bool(config.attention_bias)) + int(bool(config.mlp_bias)) if is_llama else 1 + int(config.attention_bias)

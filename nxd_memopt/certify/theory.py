@@ -1,7 +1,8 @@
 """Formulas: how many collectives of which size one training step must issue.
 
-``a`` is the bytes of one whole activation ``[S, B, H]``, ``T`` the tensor-parallel size, ``r = T/g`` the ranks that
-share a KV head. Sequence parallelism (SP): arXiv:2205.05198, figure 5; without: arXiv:1909.08053, figure 3.
+``a`` is the bytes of one full activation ``[S, B, H]``, ``T`` the tensor-parallel size, and
+``r = T/g`` the number of ranks with a replica of the same KV head, for g KV heads. Sequence
+parallelism (SP): arXiv:2205.05198, figure 5; without SP: arXiv:1909.08053, figure 3.
 
 =================================  =======================  ==================================
 part                               forward                  backward
@@ -10,8 +11,8 @@ column input (attention; MLP up)   SP all-gather a          SP all-gather a, red
                                    else none                else all-reduce a
 row output (attention; MLP down)   SP reduce-scatter a      SP all-gather a
                                    else all-reduce a        else none
-merged branches (GPT-NeoX):        one column input and one row output for attention and MLP together
- their norms' gains and shifts     none                     SP none, else all-reduce 16 H
+merged branches (GPT-NeoX)         attention and MLP have one column input and one row output
+ weights and biases of the norms   none                     SP none, else all-reduce 16 H
 embedding                          as a row output          as a row output
 KV replicas, r > 1                 none                     all-reduce over r of each K and V weight
                                                             (and bias) gradient of this rank
@@ -22,9 +23,10 @@ of tokens                          reduce-scatter a
 gradient hook, SP                  --                       all-reduce of norms and row biases
 =================================  =======================  ==================================
 
-Recomputation issues the forward collectives of its region again. PyTorch's eager checkpoint stops at the last tensor
-that backward needs, so a region that ends in a row-parallel layer omits that last reduction; on XLA collectives are
-chained and it stays. ``reduce_dtype="float32"`` widens the reductions of linear layers, not the gathers.
+Recomputation issues the forward collectives of its region again. PyTorch's eager checkpoint stops
+at the last tensor that backward needs, so a region that ends in a row-parallel layer omits the last
+reduction; on XLA collectives are chained and the reduction stays. ``reduce_dtype="float32"`` widens
+the reductions of linear layers, not the all-gathers.
 """
 
 from __future__ import annotations
@@ -35,29 +37,31 @@ from dataclasses import dataclass, replace
 from nxd_memopt.certify.measure.measurement import Collective
 from nxd_memopt.config import MemoryConfig
 
-_BUCKET_BYTES = 128 << 20  # parallel_layers.grads: a larger gradient goes alone
+_BUCKET_BYTES = 128 << 20  # the bucket size of parallel_layers.grads
 _FP32_BYTES = 4
 
 
 @dataclass(frozen=True)
 class StepShape:
-    """What decides a step's collectives, in the letters above.
+    """Sizes that determine the collectives of a step.
 
     Args:
-        num_layers: decoder layers.
-        blocks_per_layer: each has one column input and one row output: 2, or 1 where a layer's branches are merged.
+        num_layers: number of decoder layers.
+        blocks_per_layer: blocks with one column input and one row output: 2, or 1 if attention and
+            MLP of a layer are merged.
         hidden_size: H.
         sequence_length: S.
         micro_batch_size: B.
-        element_bytes: of activations and parameters.
+        element_bytes: bytes per element of activations and parameters.
         tensor_model_parallel_size: T.
         sequence_parallel_enabled: SP.
-        reduce_dtype_bytes: of the linear layers' reductions.
-        kv_replicas: r; 1 for none.
-        kv_gradient_bytes: one entry for each K or V parameter of a layer: bytes on one rank.
-        tagged_gradient_bytes: in the model's order, parameters whose gradients the hook sums.
-        head_chunks: tokens of each chunk of the head's loss, without and with padding.
-        row_output_dropout: dropout follows the last row output of a layer, and its mask is saved.
+        reduce_dtype_bytes: bytes per element in reductions of linear layers.
+        kv_replicas: r; 1 without replicas.
+        kv_gradient_bytes: bytes of each K and V parameter's gradient of a layer on one rank.
+        tagged_gradient_bytes: bytes of the gradients that the hook sums, in the model's order.
+        head_chunks: tokens of each chunk of the fused loss, without and with padding.
+        row_output_dropout: whether dropout follows the last row output of a layer; its mask is
+            saved.
     """
 
     num_layers: int
@@ -77,30 +81,42 @@ class StepShape:
 
     @property
     def layer_input_bytes(self) -> int:
-        """On this rank: what full recomputation keeps of each layer."""
+        """Bytes of a layer's input on one rank, which full recomputation keeps of each layer."""
         shards = self.tensor_model_parallel_size if self.sequence_parallel_enabled else 1
         return self.tokens * self.hidden_size * self.element_bytes // shards
 
     @property
     def tokens(self) -> int:
+        """Tokens of a micro-batch, S * B."""
         return self.sequence_length * self.micro_batch_size
 
     def gather(self) -> Counter[Collective]:
+        """Return the all-gather of one activation."""
         return self._one("all_gather", self.tokens * self.hidden_size * self.element_bytes)
 
     def reduction(self, *, wide: bool = True) -> Counter[Collective]:
-        """Of partial sums: a reduce-scatter under SP, else an all-reduce; ``wide`` in ``reduce_dtype``."""
+        """Return the reduction of partial sums: a reduce-scatter with SP, else an all-reduce.
+
+        Args:
+            wide: reduce in ``reduce_dtype`` instead of the dtype of activations.
+        """
         kind = "reduce_scatter" if self.sequence_parallel_enabled else "all_reduce"
         element_bytes = self.reduce_dtype_bytes if wide else self.element_bytes
         return self._one(kind, self.tokens * self.hidden_size * element_bytes)
 
     def column_forward(self) -> Counter[Collective]:
+        """Return the forward collectives of a column-parallel input."""
         return self.gather() if self.sequence_parallel_enabled else Counter()
 
     def column_backward(self) -> Counter[Collective]:
+        """Return the backward collectives of a column-parallel input.
+
+        With SP the input is gathered again for the weight gradient; dX is reduced.
+        """
         return self.column_forward() + self.reduction()
 
     def row_backward(self) -> Counter[Collective]:
+        """Return the backward collectives of a row-parallel output: with SP dY is gathered."""
         return self.gather() if self.sequence_parallel_enabled else Counter()
 
     def _one(self, kind: str, whole_bytes: int, group_size: int | None = None) -> Counter[Collective]:
@@ -108,12 +124,13 @@ class StepShape:
 
 
 def expected_collectives(shape: StepShape, memory: MemoryConfig, *, stops_early: bool) -> Counter[Collective]:
-    """The collectives of one micro batch's forward and backward pass and of the gradient hook.
+    """Return the collectives of one micro-batch's forward and backward, and of the gradient hook.
 
     Args:
-        shape: the step.
-        memory: which regions are recomputed.
-        stops_early: a recomputation ends with the last tensor that backward needs, as PyTorch's eager checkpoint does.
+        shape: sizes of the step.
+        memory: regions that are recomputed.
+        stops_early: whether a recomputation ends with the last tensor that backward needs, as in
+            PyTorch's eager checkpoint.
     """
     if shape.tensor_model_parallel_size == 1:
         return Counter()
@@ -124,11 +141,13 @@ def expected_collectives(shape: StepShape, memory: MemoryConfig, *, stops_early:
 
 
 def per_layer(shape: StepShape) -> Counter[Collective]:
-    """Forward and backward of one decoder layer without recomputation."""
+    """Return the collectives of one decoder layer's forward and backward without recomputation."""
     total: Counter[Collective] = Counter()
     for _ in range(shape.blocks_per_layer):
         total += shape.column_forward() + shape.reduction()
         total += shape.column_backward() + shape.row_backward()
+    # Merged branches without SP: the gradients of weight and bias ([H], fp32) of two norms are
+    # partial sums on each rank, all-reduced as one tensor of 2 * 2 * H * 4 bytes.
     if shape.blocks_per_layer == 1 and not shape.sequence_parallel_enabled:
         total += shape._one("all_reduce", 2 * 2 * shape.hidden_size * _FP32_BYTES)
     if shape.kv_replicas > 1:
@@ -138,6 +157,9 @@ def per_layer(shape: StepShape) -> Counter[Collective]:
 
 
 def _around_layers(shape: StepShape) -> Counter[Collective]:
+    """Return the collectives of the embedding and of the head with its loss."""
+    # Each chunk of the fused loss is a column-parallel input whose gradient is made in forward. Its
+    # all-gather carries two fp32 numbers per token from each of T ranks.
     embedding = shape.reduction(wide=False) + shape.row_backward()
     total = embedding
     for tokens, padded in shape.head_chunks:
@@ -148,7 +170,9 @@ def _around_layers(shape: StepShape) -> Counter[Collective]:
 
 
 def _gradient_hook(shape: StepShape) -> Counter[Collective]:
-    """Flat buckets, filled in order."""
+    """Return the all-reduces of sequence-parallel gradients, one per flat bucket."""
+    # Gradients fill buckets in order. A gradient that does not fit starts a new bucket, so a
+    # gradient larger than a bucket has one alone.
     buckets: list[int] = []
     for gradient_bytes in shape.tagged_gradient_bytes if shape.sequence_parallel_enabled else ():
         if buckets and buckets[-1] + gradient_bytes <= _BUCKET_BYTES:
@@ -162,6 +186,7 @@ def _gradient_hook(shape: StepShape) -> Counter[Collective]:
 
 
 def _recomputed(shape: StepShape, memory: MemoryConfig, *, stops_early: bool) -> Counter[Collective]:
+    """Return the collectives that recomputation issues again."""
     columns, rows = _recomputed_parts(shape, memory, stops_early=stops_early)
     total: Counter[Collective] = Counter()
     for part, count in ((shape.column_forward(), columns), (shape.reduction(), rows)):
@@ -171,7 +196,10 @@ def _recomputed(shape: StepShape, memory: MemoryConfig, *, stops_early: bool) ->
 
 
 def _recomputed_parts(shape: StepShape, memory: MemoryConfig, *, stops_early: bool) -> tuple[int, int]:
-    """How many column inputs are gathered again, and row outputs reduced again."""
+    """Return how many column inputs are gathered again, and how many row outputs reduced again."""
+    # Full recomputation: uniform checkpoints all layers in chunks of recompute_num_layers, block
+    # checkpoints the first recompute_num_layers layers one by one. Each region that stops early
+    # omits its last row output, unless dropout saves a mask after it.
     if memory.recompute_granularity == "full":
         num_layers, chunk = shape.num_layers, memory.recompute_num_layers or 1
         if memory.recompute_method == "block":

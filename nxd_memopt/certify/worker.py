@@ -34,7 +34,7 @@ from nxd_memopt.parallel_layers import grads, parallel_state
 
 
 def measure(request: Request) -> Answer:
-    """Measure both variants at every depth as rank 0, and the graph of every rank at the least depth."""
+    """Return measurements of rank 0 at every depth, and every rank's fingerprint at the smallest."""
     survivals = {}
     for layers in request.layer_counts:
         recompute = measure_variant(request, layers)
@@ -48,7 +48,9 @@ def measure(request: Request) -> Answer:
 
 
 def measure_variant(request: Request, layers: int) -> Measurement:
-    """Rank 0's step, as the request's backend runs or compiles it."""
+    """Return the measurement of rank 0's step, run or compiled by the request's backend."""
+    # Eager steps run with fake tensors and a fake process group: operations are dispatched with
+    # their shapes, but no memory is allocated and nothing is computed or sent.
     if request.backend == "xla":
         with traced_step(request, layers, rank=0) as outputs:
             return measure_outputs(outputs)
@@ -62,7 +64,7 @@ def measure_variant(request: Request, layers: int) -> Measurement:
 
 
 def rank_fingerprint(request: Request, layers: int, rank: int) -> str:
-    """Hash of what ``rank`` would compile, or of the operations that it would run."""
+    """Return the hash of the graph or of the operations of ``rank``."""
     if request.backend == "xla":
         with traced_step(request, layers, rank=rank) as outputs:
             return hlo.fingerprint(xla_inspect.traced_hlo(outputs))
@@ -74,7 +76,7 @@ def rank_fingerprint(request: Request, layers: int, rank: int) -> str:
 
 @contextmanager
 def traced_step(request: Request, layers: int, *, rank: int) -> Iterator[list[Tensor]]:
-    """Loss and gradients of a step as ``rank`` traces it on XLA; nothing has been compiled."""
+    """Yield loss and gradients of a step as ``rank`` traces it on XLA, before compilation."""
     size = request.parallel_config().tensor_model_parallel_size
     with ExitStack() as stack:
         stack.enter_context(xla_inspect.pretended_rank(size, rank))
@@ -84,7 +86,10 @@ def traced_step(request: Request, layers: int, *, rank: int) -> Iterator[list[Te
 
 
 def step(model: nn.Module, ids: Tensor) -> list[Tensor]:
-    """Forward, backward and the sequence-parallel gradient hook; the optimizer's memory is added by arithmetic."""
+    """Run forward, backward and the sequence-parallel gradient hook; return loss and gradients.
+
+    The optimizer does not run; ``fit.memory_terms`` adds its memory.
+    """
     loss = model(ids, labels=ids).loss
     loss.backward()
     grads.allreduce_sequence_parallel_gradients(model)
@@ -93,7 +98,7 @@ def step(model: nn.Module, ids: Tensor) -> list[Tensor]:
 
 @contextmanager
 def pretended_world(world_size: int, *, rank: int) -> Iterator[None]:
-    """Be ``rank`` of ``world_size`` tensor-parallel ranks; collectives carry nothing."""
+    """Simulate ``rank`` of ``world_size`` tensor-parallel ranks; collectives send nothing."""
     if world_size > 1:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -108,7 +113,7 @@ def pretended_world(world_size: int, *, rank: int) -> Iterator[None]:
 
 
 def build(request: Request, layers: int) -> tuple[nn.Module, Tensor]:
-    """The model with ``layers`` decoder layers and zeros for weights, and a batch ``[B, S]`` of zeros."""
+    """Return a model of ``layers`` decoder layers with zero weights, and zero ids ``[B, S]``."""
     model = _meta_model(request, layers)
     _materialize(model)
     ids = torch.zeros(request.micro_batch_size, request.sequence_length, dtype=torch.long)
@@ -116,12 +121,13 @@ def build(request: Request, layers: int) -> tuple[nn.Module, Tensor]:
 
 
 def count_parameters(request: Request) -> int:
-    """Of rank 0 at full depth."""
+    """Return the number of parameters of rank 0 at full depth."""
     with pretended_world(request.parallel_config().tensor_model_parallel_size, rank=0):
         return sum(param.numel() for param in _meta_model(request, request.config["num_hidden_layers"]).parameters())
 
 
 def _meta_model(request: Request, layers: int) -> nn.Module:
+    """Return the model with ``layers`` decoder layers on the meta device, without memory."""
     config: Any = AutoConfig.for_model(**{**request.config, "num_hidden_layers": layers})
     return model_class(config.model_type)(
         config,
@@ -133,22 +139,27 @@ def _meta_model(request: Request, layers: int) -> nn.Module:
 
 
 def _materialize(model: nn.Module) -> None:
-    """Zeros on the backend's device in place of meta parameters; tied ones stay tied, descriptions stay attached."""
+    """Replace meta parameters with zeros on the backend's device.
+
+    Tied parameters stay tied, and attributes of parameters, such as sharding, are copied.
+    """
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, param in module._parameters.items():
             if param is None:
                 continue
             if id(param) not in made:
-                # a device tensor of the host's making: zeros made on XLA would be a constant of the graph
+                # Zeros are created on the host and copied: zeros created on an XLA device would be
+                # constants of the graph instead of its inputs.
                 zeros = torch.zeros(param.shape, dtype=param.dtype).to(backend.device)
                 made[id(param)] = nn.Parameter(zeros)
-                own = vars(made[id(param)])  # of a fake tensor: its device and mode
+                own = vars(made[id(param)])  # a fake tensor has attributes of its own, such as its mode
                 own.update({key: value for key, value in vars(param).items() if key not in own})
             module._parameters[name] = made[id(param)]
 
 
 def main(run: Callable[[Request], Answer] = measure) -> None:
+    """Read the request's file, measure, and write the answer's file."""
     request_file, answer_file = map(Path, sys.argv[1:])
     request = Request.from_json(json.loads(request_file.read_text(encoding="utf-8")))
     answer = run(request)
@@ -156,7 +167,8 @@ def main(run: Callable[[Request], Answer] = measure) -> None:
     if request.backend == "xla":
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)  # torch_xla would try to run what was only traced
+        # A normal exit would make torch_xla run the pending graphs, which were only traced.
+        os._exit(0)
 
 
 if __name__ == "__main__":

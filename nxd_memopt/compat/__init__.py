@@ -1,7 +1,8 @@
 """Runs neuronx-distributed's scripts unchanged: importing this package aliases ``neuronx_distributed``.
 
-``python -m nxd_memopt.compat script.py ...`` does so before it runs the script. Where torch_xla is not installed, the
-part of it that such scripts use is stood in for: see ``xla``. Where torch_xla is used, ``torch.utils.checkpoint`` is
+``python -m nxd_memopt.compat script.py ...`` imports the package before it runs the script. On all
+backends but xla, ``torch_xla`` is an alias too, with the functions that such scripts use: see
+``xla``. On backend xla, ``torch.utils.checkpoint.checkpoint`` is replaced with
 ``nxd_memopt.memory.checkpoint``: see ``torch_checkpoint``.
 """
 
@@ -19,13 +20,13 @@ __all__ = ["install"]
 
 
 def install() -> None:
-    """Alias ``neuronx_distributed``, and ``torch_xla`` unless it carries the backend; a second call does nothing.
+    """Alias ``neuronx_distributed``, and ``torch_xla`` unless the backend is xla.
 
-    Installed packages of these names are left aside, with one line of notice each. On XLA
-    ``torch.utils.checkpoint.checkpoint`` is replaced.
+    Installed packages of these names are ignored, with one line of notice each. On backend xla
+    ``torch.utils.checkpoint.checkpoint`` is replaced. A second call does nothing.
 
     Raises:
-        RuntimeError: when one of the real packages was imported before.
+        RuntimeError: one of the real packages was imported before.
     """
     _alias("neuronx_distributed", NAMES)
     if backend.name != "xla" and _alias("torch_xla", xla.NAMES):
@@ -36,6 +37,7 @@ def install() -> None:
 
 
 def _alias(root: str, names: Table) -> bool:
+    """Install the alias and report a real package that it hides. Return whether it is new."""
     installed = install_alias(root, names)
     real = PathFinder.find_spec(root) if installed else None
     if real is not None:

@@ -12,7 +12,10 @@ _USAGE = "usage: python -m nxd_memopt.compat (script.py | -m module) [arguments 
 
 
 def main(argv: list[str]) -> int:
-    """Run a script or a module as ``__main__``, with ``sys.argv`` and ``sys.path[0]`` as Python itself sets them."""
+    """Run a script or a module as ``__main__`` and return the exit status.
+
+    ``sys.argv`` and ``sys.path[0]`` are those that Python sets for the script or module.
+    """
     as_module = argv[:1] == ["-m"]
     argv = argv[1:] if as_module else argv
     if not argv or (argv[0].startswith("-") and not as_module):
@@ -29,7 +32,8 @@ def main(argv: list[str]) -> int:
         else:
             runpy.run_path(argv[0], run_name="__main__")
     finally:
-        leave_process_groups()  # whether or not the script did
+        # Many scripts do not destroy their process groups.
+        leave_process_groups()
     return 0
 
 

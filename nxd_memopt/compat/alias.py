@@ -18,21 +18,23 @@ _GUIDE = "docs/migrating_from_nxd.md"
 
 
 def target(location: str) -> tuple[ModuleType, str]:
-    """The module that owns what ``"our.module:name"`` names, and the name."""
+    """Return the imported module and the name of ``"our.module:name"``."""
     module, _, name = location.partition(":")
     return importlib.import_module(module), name
 
 
 class AliasModule(ModuleType):
-    """A module that owns nothing: it reads from, and writes to, the modules of its table.
+    """Module without attributes of its own: it reads and writes attributes of other modules.
 
-    A name that is patched through the alias is patched where the library looks it up. Every alias module is a package,
-    so that ``from alias import unknown`` reaches ``AliasFinder``, whose message says what is offered.
+    A name that is patched through the alias is patched in the module where the library looks it up.
+    Every alias module is a package: ``from alias import unknown`` then calls ``AliasFinder``, whose
+    message names the nearest name that exists.
     """
 
     _offered: Mapping[str, str]
 
     def __getattr__(self, name: str) -> Any:
+        """Return the object that the table names, or a submodule of the alias."""
         if name.startswith("__"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         if name in self._offered:
@@ -45,6 +47,8 @@ class AliasModule(ModuleType):
         raise AttributeError(finder.explain(submodule))
 
     def __setattr__(self, name: str, value: Any) -> None:
+        """Set a name of the table in the module that defines it, and any other name here."""
+        # The import system sets __spec__, __loader__ and others before _offered exists.
         location = self.__dict__.get("_offered", {}).get(name, "")
         if ":" not in location:
             super().__setattr__(name, value)
@@ -53,6 +57,7 @@ class AliasModule(ModuleType):
         setattr(owner, attribute, value)
 
     def __delattr__(self, name: str) -> None:
+        """Delete a name of the table from the module that defines it, and any other name here."""
         location = self._offered.get(name, "")
         if ":" not in location:
             super().__delattr__(name)
@@ -61,6 +66,7 @@ class AliasModule(ModuleType):
         delattr(owner, attribute)
 
     def __dir__(self) -> list[str]:
+        """Return the names of the table and of submodules, sorted."""
         prefix = f"{self.__name__}."
         finder: AliasFinder = self.__loader__  # pyright: ignore[reportAssignmentType]
         children = {name[len(prefix) :].split(".")[0] for name in finder.table if name.startswith(prefix)}
@@ -68,7 +74,10 @@ class AliasModule(ModuleType):
 
 
 class AliasFinder(MetaPathFinder, Loader):
-    """Imports one aliased module tree from a table; a name outside it is an ``ImportError`` with the nearest one."""
+    """Finder and loader of one aliased module tree.
+
+    Importing a module that is not in the table is an ``ImportError`` that names the nearest one.
+    """
 
     def __init__(self, root: str, table: Table) -> None:
         self.root, self.table = root, table
@@ -76,23 +85,28 @@ class AliasFinder(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        """Return the spec of an alias module; None for modules of other packages."""
         del path, target
         if fullname != self.root and not fullname.startswith(f"{self.root}."):
             return None
         if fullname not in self.table:
-            raise ModuleNotFoundError(self.explain(fullname))  # no name=: the import system keeps the message then
+            # Without name=, the import system keeps this message.
+            raise ModuleNotFoundError(self.explain(fullname))
         return ModuleSpec(fullname, self, is_package=True, origin=f"alias of {__package__}")
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Return the alias module of ``spec``."""
         module = AliasModule(spec.name)
         module.__dict__["_offered"] = self.table[spec.name]
         return module
 
     def exec_module(self, module: ModuleType) -> None:
+        """Set ``__all__`` to the public names of the table, for ``from alias import *``."""
         module.__dict__["__all__"] = [name for name in self.table[module.__name__] if not name.startswith("_")]
 
     def explain(self, missing: str) -> str:
-        """Why the dotted name is not there, and which offered one is nearest."""
+        """Return an error message for a missing dotted name, with the nearest name that exists."""
+        # Nearest: the same name in another module, else a similar name in the same module.
         offered = [*self.table, *(f"{module}.{name}" for module, names in self.table.items() for name in names)]
         parent, _, name = missing.rpartition(".")
         same_name = [full for full in offered if full.rpartition(".")[2] == name]
@@ -102,13 +116,13 @@ class AliasFinder(MetaPathFinder, Loader):
 
 
 def install_alias(root: str, table: Table) -> bool:
-    """Put the alias before every other importer, once.
+    """Install the alias in front of all other importers, once.
 
     Returns:
-        Whether it was installed now; False when it was there.
+        True if it was installed now, False if it was installed before.
 
     Raises:
-        RuntimeError: when another package was imported under this name already.
+        RuntimeError: another package was already imported under this name.
     """
     if any(isinstance(finder, AliasFinder) and finder.root == root for finder in sys.meta_path):
         return False

@@ -7,7 +7,10 @@ from typing import Any
 
 
 def to_bool(text: str) -> bool:
-    """Return what a flag's value means: neuronx-distributed takes every text, ``False`` included, for true."""
+    """Return the boolean of a flag's text.
+
+    neuronx-distributed uses ``type=bool``, which makes every non-empty text true, ``False`` too.
+    """
     values = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False, "": False}
     if text.lower() not in values:
         raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
@@ -15,7 +18,7 @@ def to_bool(text: str) -> bool:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return neuronx-distributed's arguments."""
+    """Return the parser with neuronx-distributed's options."""
     parser = argparse.ArgumentParser()
     add = parser.add_argument
     add("--input_dir", type=str, help="a file with the full state dict, or the directory with the rank files")
@@ -45,7 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def require_supported(args: Any) -> None:
-    """Raise ``ValueError`` for an option of neuronx-distributed's that is not offered."""
+    """Raise ``ValueError`` for an option of neuronx-distributed that is not supported."""
     refused = {
         "--model_style megatron": args.model_style == "megatron",
         "--pad_attn_heads": args.pad_attn_heads,

@@ -12,10 +12,12 @@ from nxd_memopt.parallel_layers.tensor_files import read_tensors, write_tensors,
 
 
 def load_full(args: Any) -> dict[str, Tensor]:
-    """Return the full state dict of ``args.input_dir``: a file of ``torch.save``, or a Hugging Face directory.
+    """Return the full state dict of ``args.input_dir``.
+
+    ``args.input_dir`` is a file of ``torch.save``, or a Hugging Face directory.
 
     Raises:
-        ValueError: it is missing, damaged, or no state dict.
+        ValueError: it is missing, damaged, or not a state dict.
     """
     if not args.input_dir:
         raise ValueError("--input_dir is needed: a file with the full state dict, or a Hugging Face directory")
@@ -30,10 +32,10 @@ def load_full(args: Any) -> dict[str, Tensor]:
 
 
 def find_input(directory: str, tp_rank: int, pp_rank: int, ep_rank: int, *, xser: bool) -> str:
-    """Return the rank's file, under the name of any release.
+    """Return the path of a rank's file, under the name that any NxD release gave it.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no such file exists.
     """
     short = f"tp_rank_{tp_rank:02d}_pp_rank_{pp_rank:02d}"
     expert = f"ep_rank_{ep_rank:02d}"
@@ -50,14 +52,14 @@ def find_input(directory: str, tp_rank: int, pp_rank: int, ep_rank: int, *, xser
 
 
 def output_file(args: Any, tp_rank: int, pp_rank: int, ep_rank: int) -> str:
-    """Return the name under which ``nxd.load_checkpoint`` looks for the rank's weights."""
+    """Return the path of a rank's weights as ``nxd.load_checkpoint`` expects it."""
     expert = f"ep_rank_{ep_rank:02d}_" if args.ep_size > 1 else ""
     name = f"dp_rank_00_{expert}tp_rank_{tp_rank:02d}_pp_rank_{pp_rank:02d}.pt"
     return str(Path(args.output_dir) / "model" / name)
 
 
 def read_partial(path: Path) -> dict[str, Any]:
-    """Return the content of one rank's file, of either format."""
+    """Return the content of one rank's file, in the xser or the single-file format."""
     content = read_tensors(path)
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds a {type(content).__name__}, not a state dict: it is no rank's file")
@@ -65,7 +67,7 @@ def read_partial(path: Path) -> dict[str, Any]:
 
 
 def write_partial(path: Path, state: dict[str, Any], *, xser: bool) -> None:
-    """Write one rank's file."""
+    """Write one rank's state dict, with ``xser`` as one file per tensor."""
     print(f"writing {path}")
     if xser:
         write_xser(path, state, info=True)

@@ -12,7 +12,11 @@ from nxd_memopt.parallel_layers.utils import bit_equal
 
 
 def cut_slice(full: Tensor, dim: int, index: int, count: int, name: str) -> Tensor:
-    """Return slice ``index`` of ``count`` equal ones, in storage of its own; ``ValueError`` if they are not equal."""
+    """Return a contiguous copy of slice ``index`` of ``count`` equal slices along ``dim``.
+
+    Raises:
+        ValueError: ``count`` does not divide the dimension.
+    """
     if full.size(dim) % count:
         raise ValueError(
             f"dimension {dim} of {name}, {full.size(dim)}, is not divisible by {count} ranks: use another size"
@@ -22,7 +26,7 @@ def cut_slice(full: Tensor, dim: int, index: int, count: int, name: str) -> Tens
 
 
 def join_gate_up(state: Mapping[str, Tensor], dim_of: Callable[[str], int]) -> dict[str, Tensor]:
-    """Return ``state`` with each gate_proj and its up_proj joined to a gate_up_proj, gate first.
+    """Return ``state`` with each gate_proj and up_proj concatenated to a gate_up_proj, gate first.
 
     Raises:
         ValueError: one of the two is missing.
@@ -42,10 +46,11 @@ def join_gate_up(state: Mapping[str, Tensor], dim_of: Callable[[str], int]) -> d
 
 
 def pad_to_multiple(shard: Tensor, dim: int, width: int, factor: int, name: str) -> Tensor:
-    """Return ``shard``, which must have ``width`` elements along ``dim``, with zeros up to a multiple of ``factor``.
+    """Return ``shard`` padded with zeros along ``dim`` to a multiple of ``factor``.
 
     Raises:
-        ValueError: it has another width, so that the padding could not be found again.
+        ValueError: ``shard`` has not ``width`` elements along ``dim``: the inverse conversion
+            removes padding down to ``width``.
     """
     if shard.size(dim) != width:
         raise ValueError(
@@ -60,12 +65,13 @@ def pad_to_multiple(shard: Tensor, dim: int, width: int, factor: int, name: str)
 
 
 def unfuse_qkv(state: Mapping[str, Tensor], heads: tuple[int, int], fused_key: str) -> dict[str, Tensor]:
-    """Return ``state`` with each fused parameter taken apart into ``weight_q``, ``weight_k`` and ``weight_v``.
+    """Return ``state`` with each fused parameter split into ``weight_q``, ``weight_k``, ``weight_v``.
 
     Args:
-        state: of one rank.
-        heads: query heads, and KV heads with their replicas, of all ranks: their ratio is that of a rank's rows.
-        fused_key: the last two parts of the fused parameter's name.
+        state: state dict of one rank.
+        heads: numbers of query heads and of KV heads with replicas, on all ranks. A rank's rows
+            have the same ratio.
+        fused_key: last two parts of the fused parameter's name.
     """
     separate: dict[str, Tensor] = {}
     query, kv = heads
@@ -82,11 +88,12 @@ def unfuse_qkv(state: Mapping[str, Tensor], heads: tuple[int, int], fused_key: s
 
 
 def order_slices(name: str, shards: Sequence[Tensor], layout: Layout, kind: Kind) -> list[Tensor]:
-    """Return the distinct slices that the ranks hold, in the full tensor's order.
+    """Return the distinct slices of the ranks' shards, in the order of the full tensor.
 
     Raises:
-        ValueError: ranks that should hold the same slice do not.
+        ValueError: ranks that must have the same slice have different ones.
     """
+    # Replicas of a KV head must be bit-equal; the first of them is taken.
     slices: dict[int, Tensor] = {}
     for rank, shard in enumerate(shards):
         index, _ = layout.slice_index(kind, rank)

@@ -20,8 +20,16 @@ def get_grad_norm(
     zero1_optimizer_groups: Sequence[Sequence[int]] | None = None,
     force_spmd: bool = True,
 ) -> Tensor:
-    """``grads.get_grad_norm``; with ``zero1_optimizer`` each data-parallel rank holds a part of every parameter."""
-    del force_spmd  # every rank runs the same program
+    """Return the global gradient norm, 0-dim; see ``grads.get_grad_norm``.
+
+    Args:
+        parameters: parameters of this rank.
+        norm_type: p of the p-norm.
+        zero1_optimizer: whether each data-parallel rank has a shard of every parameter.
+        zero1_optimizer_groups: ranks over which parameters are sharded; default: data-parallel.
+        force_spmd: ignored, every rank runs the same program.
+    """
+    del force_spmd
     group = _sharding_group(zero1_optimizer, zero1_optimizer_groups)
     return grads.get_grad_norm(parameters, norm_type, sharding_group=group)
 
@@ -34,13 +42,14 @@ def clip_grad_norm(
     zero1_optimizer_groups: Sequence[Sequence[int]] | None = None,
     force_spmd: bool = True,
 ) -> Tensor:
-    """``grads.clip_grad_norm``; see ``get_grad_norm``."""
+    """Clip gradients in place to ``max_norm`` and return the norm before; see ``get_grad_norm``."""
     del force_spmd
     group = _sharding_group(zero1_optimizer, zero1_optimizer_groups)
     return grads.clip_grad_norm(parameters, max_norm, norm_type, sharding_group=group)
 
 
 def _sharding_group(sharded: bool, groups: Sequence[Sequence[int]] | None) -> ProcessGroup | None:
+    """Return the process group over which parameters are sharded, or None if they are not."""
     if not sharded:
         return None
     if groups is None:
@@ -49,7 +58,7 @@ def _sharding_group(sharded: bool, groups: Sequence[Sequence[int]] | None) -> Pr
 
 
 def bucket_allreduce_gradients(grads_list: Iterable[Tensor], reduce_over_ep_group: bool = False) -> None:
-    """``grads.bucket_allreduce_gradients``: the mean over the data-parallel group, in place."""
+    """Average gradients over the data-parallel group in place."""
     refuse(reduce_over_ep_group=reduce_over_ep_group)
     grads.bucket_allreduce_gradients(grads_list)
 
@@ -61,6 +70,10 @@ def gather_from_sequence_parallel_region(
     process_group: ProcessGroup | None = None,
     tile_cc: bool = False,
 ) -> Tensor:
-    """``mappings.gather_from_sequence_parallel_region``; ``tile_cc`` is refused (``ValueError``)."""
+    """Gather sequence shards; see ``mappings.gather_from_sequence_parallel_region``.
+
+    Raises:
+        ValueError: ``tile_cc`` is set.
+    """
     refuse(tile_cc=tile_cc)
     return mappings.gather_from_sequence_parallel_region(input_, sequence_dimension, to_model_parallel, process_group)

@@ -65,7 +65,7 @@ class Machine:
         return sum(re.fullmatch(r"neuron\d+", name) is not None for name in names)
 
     def raised_open_files(self) -> int | None:
-        """Return the soft limit to set, min(``OPEN_FILES``, hard limit), or None if it is enough."""
+        """Return the soft limit to set, min(``OPEN_FILES``, hard limit), or None to keep it."""
         wanted = OPEN_FILES if self.hard_limit == resource.RLIM_INFINITY else min(OPEN_FILES, self.hard_limit)
         return wanted if self.soft_limit != resource.RLIM_INFINITY and self.soft_limit < wanted else None
 

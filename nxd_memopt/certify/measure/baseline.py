@@ -11,7 +11,7 @@ from nxd_memopt.backends import backend
 
 @contextmanager
 def without_recompute() -> Iterator[None]:
-    """Disable recomputation in the block: ``backend.checkpoint`` and its users keep all activations."""
+    """Disable recomputation in the block: ``backend.checkpoint`` keeps all activations."""
     # An attribute of the instance shadows the method of the class; deleting it restores the method.
     target: Any = backend
     target.checkpoint = _straight_through

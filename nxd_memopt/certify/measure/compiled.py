@@ -37,8 +37,8 @@ def measure_compiled(loss_of: Callable[[], Tensor]) -> Measurement:
         inference_compiler=graphs.no_gradient_compiler,
         partition_fn=min_cut_rematerialization_partition,
     )
-    # Without the reset dynamo would reuse the graph of another variant of the step, with or without
-    # recomputation: its guards do not see the difference.
+    # A graph that was compiled for another variant of the step, such as the one without
+    # recomputation, must not be reused.
     torch.compiler.reset()
     try:
         torch.compile(loss_of, backend=compiler, dynamic=False)().backward()
@@ -99,9 +99,9 @@ def _name(node: fx.Node) -> str:
 
 
 def _saved_tensors(forward_graphs: Sequence[fx.Graph]) -> list[LiveTensor]:
-    """Return the tensors that forward graphs save for backward graphs, without parameters and inputs.
+    """Return the tensors that forward graphs save for backward graphs.
 
-    Views of one tensor count once.
+    Parameters and inputs are left out. Views of one tensor count once.
     """
     # Outputs of a forward graph are its results and the saved tensors. An output whose base is a
     # placeholder is a parameter or an input, which exists without the step.
@@ -129,6 +129,6 @@ def _base(node: fx.Node) -> fx.Node:
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Return whether the operation's schema says that its result aliases an argument, unwritten."""
+    """Return whether the operation's schema declares a result that is a view of an argument."""
     schema = getattr(node.target, "_schema", None)
     return schema is not None and any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)

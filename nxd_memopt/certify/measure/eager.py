@@ -102,7 +102,7 @@ class _Recorder(TorchDispatchMode):
             self._serial(tensor, made_by=name)
 
     def _serial(self, tensor: Tensor, made_by: str | None = None) -> int | None:
-        """Return the serial number of the tensor's storage, or None if the step did not allocate it.
+        """Return the serial number of a storage, or None if the step did not allocate it.
 
         An unknown storage is new if ``made_by`` names an operation; otherwise it existed before.
         """
@@ -122,7 +122,7 @@ class _Recorder(TorchDispatchMode):
         return self._serials[key]
 
     def _end_of(self, serial: int | None) -> Callable[[Any], None] | None:
-        """Return the weak reference's callback that records when the last event's storage is freed."""
+        """Return the callback that records when the storage of the last event is freed."""
         if serial is None:
             return None
         nbytes = self._events[-1][1]
@@ -178,7 +178,7 @@ def _counted_collectives(found: Counter[Collective]) -> Iterator[None]:
             size = backend.group_size(group)
             if inside or size == 1:
                 return original(tensor, group, *args, **kwargs)
-            # An all-gather gets a shard, the other collectives get the full tensor.
+            # Bytes are those of the full tensor. An all-gather's argument is one shard of it.
             kind = _COLLECTIVES[name]
             found[Collective(kind, tensor.nbytes * (size if kind == "all_gather" else 1), size)] += 1
             inside = True

@@ -29,19 +29,27 @@ _VALUE = re.compile(r"^ value: <\d+ (\S+) @\d*.*?> \(size=(\d+),offset=\d+\): ([
 
 
 class Shape(NamedTuple):
-    """``f32[2,3]``."""
+    """Type and dimensions of an HLO array, such as ``f32[2,3]``."""
 
     dtype: str
     dims: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
+        """Size in bytes."""
         return math.prod(self.dims) * element_bits(self.dtype) // 8
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of an HLO computation: the shapes of its result, its opcode and the rest of the line."""
+    """One line of an HLO computation.
+
+    Args:
+        name: name of the result.
+        shapes: shape of the result; several for a tuple.
+        opcode: operation, such as ``dot``.
+        rest: operands and attributes.
+    """
 
     name: str
     shapes: tuple[Shape, ...]
@@ -50,7 +58,7 @@ class Instruction:
 
 
 def element_bits(dtype: str) -> int:
-    """Width of an HLO element type: ``f32``, ``bf16``, ``s64``, ``pred``, ``f8e4m3fn`` and the like."""
+    """Return the bits of an HLO element type, such as ``f32``, ``bf16`` or ``f8e4m3fn``."""
     if dtype in _BITS:
         return _BITS[dtype]
     number = re.search(r"\d+", dtype)
@@ -59,12 +67,12 @@ def element_bits(dtype: str) -> int:
 
 
 def parse_shapes(text: str) -> tuple[Shape, ...]:
-    """Every shape in ``text``, in order; one for an array, several for a tuple."""
+    """Return every shape in ``text``, in order: one for an array, several for a tuple."""
     return tuple(Shape(dtype, tuple(map(int, filter(None, dims.split(","))))) for dtype, dims in _SHAPE.findall(text))
 
 
 def instructions(hlo: str) -> Iterator[Instruction]:
-    """The instructions of all computations of a module, in the text's order."""
+    """Yield the instructions of all computations of a module, in the order of the text."""
     for line in hlo.splitlines():
         assigned = _INSTRUCTION.match(line)
         called = assigned and _OPCODE.match(assigned[2])
@@ -73,11 +81,12 @@ def instructions(hlo: str) -> Iterator[Instruction]:
 
 
 def matmul_count(hlo: str) -> int:
-    """Matrix products; on the CPU some become calls of a library, whose name then says matmul or dot."""
+    """Return the number of matmuls, including those that XLA:CPU replaced by library calls."""
     return sum(_is_matmul(instruction) for instruction in instructions(hlo))
 
 
 def _is_matmul(instruction: Instruction) -> bool:
+    """Return whether an instruction is a dot, or a custom call of a matmul library."""
     if instruction.opcode == "custom-call":
         target = re.search(r'custom_call_target="([^"]*)"', instruction.rest)
         return target is not None and any(word in target[1].lower() for word in ("matmul", "gemm", "dot"))
@@ -85,10 +94,13 @@ def _is_matmul(instruction: Instruction) -> bool:
 
 
 def collectives(hlo: str) -> Counter[Collective]:
-    """The module's collectives. A tuple of results, which XLA makes to combine small ones, counts as one.
+    """Return how often each collective occurs in the module.
 
-    torch_xla's all-reduce returns a tuple of the tensor and a scalar, the token that chains collectives: not counted.
+    Small collectives that XLA combined into one with a tuple of results count as one.
     """
+    # torch_xla's all-reduce returns the tensor and a scalar, the token that chains collectives. The
+    # scalar's bytes are not counted. Asynchronous collectives have a -start and a -done
+    # instruction, of which the first counts.
     found: Counter[Collective] = Counter()
     for instruction in instructions(hlo):
         kind = _COLLECTIVES.get(instruction.opcode.removesuffix("-start"))
@@ -96,13 +108,20 @@ def collectives(hlo: str) -> Counter[Collective]:
             size = group_size(instruction.rest)
             chained = len(instruction.shapes) > 1 and not instruction.shapes[-1].dims
             result_bytes = sum(shape.nbytes for shape in instruction.shapes[: -1 if chained else None])
+            # A reduce-scatter's result is one shard of the full tensor.
             whole_bytes = result_bytes * size if kind == "reduce_scatter" else result_bytes
             found[Collective(kind, whole_bytes, size)] += 1
     return found
 
 
 def group_size(attributes: str) -> int:
-    """Ranks per group of a collective, from either spelling of ``replica_groups``."""
+    """Return the number of ranks per group of a collective.
+
+    ``replica_groups`` is a list, ``{{0,1},{2,3}}``, or an iota, ``[groups,ranks]<=[...]``.
+
+    Raises:
+        ValueError: the collective has no ``replica_groups``.
+    """
     listed = _LISTED_GROUP.search(attributes)
     if listed is not None:
         return len(listed[1].split(","))
@@ -115,12 +134,13 @@ def group_size(attributes: str) -> int:
 
 
 def temporary_bytes(buffer_assignment: str) -> int:
-    """Bytes of the scratch memory ("preallocated-temp") that the compiled module asks for; 0 without one."""
+    """Return the bytes of scratch memory ("preallocated-temp") of the compiled module."""
     return sum(int(found[1]) for line in buffer_assignment.splitlines() if (found := _TEMPORARY.match(line)))
 
 
 def largest_temporaries(buffer_assignment: str, limit: int = 6) -> tuple[LiveTensor, ...]:
-    """The largest distinct tensors in the scratch memory."""
+    """Return the largest distinct tensors in the scratch memory, at most ``limit``."""
+    # The dump lists each allocation with the values that are assigned to it on the next lines.
     values, inside = [], False
     for line in buffer_assignment.splitlines():
         if line.startswith("allocation "):
@@ -133,6 +153,6 @@ def largest_temporaries(buffer_assignment: str, limit: int = 6) -> tuple[LiveTen
 
 
 def fingerprint(hlo: str) -> str:
-    """Hash of the module but for its name; ranks with equal fingerprints compile one graph."""
+    """Return a hash of the module without its name. Equal fingerprints mean one compiled graph."""
     header, _, body = hlo.partition("\n")
     return hashlib.sha256((header.partition(",")[2] + body).encode()).hexdigest()[:16]

@@ -12,13 +12,14 @@ from typing import Any
 
 @dataclass(frozen=True, order=True)
 class Collective:
-    """One collective.
+    """Kind and size of a collective.
 
     Args:
         kind: ``all_gather``, ``reduce_scatter``, ``all_reduce`` or ``all_to_all``.
-        whole_bytes: of the unsharded tensor: what an all-gather returns, what a reduce-scatter or all-reduce is given.
-            A ring sends ``(n - 1) / n`` of it from each of n ranks for a gather or scatter, twice that for a reduction.
-        group_size: n.
+        whole_bytes: bytes of the unsharded tensor: the result of an all-gather, the input of a
+            reduce-scatter or all-reduce. With a ring each of n ranks sends ``(n - 1) / n`` of it
+            for an all-gather or reduce-scatter, and twice that for an all-reduce.
+        group_size: n, the number of ranks.
     """
 
     kind: str
@@ -28,7 +29,14 @@ class Collective:
 
 @dataclass(frozen=True)
 class LiveTensor:
-    """One tensor that the step holds at some time: ``dtype[shape]``, and what made it."""
+    """Tensor that the step allocates.
+
+    Args:
+        dtype: dtype as text.
+        shape: dimensions.
+        nbytes: size in bytes.
+        source: operation that made the tensor.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -41,17 +49,20 @@ class LiveTensor:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One variant of a step.
+    """Measurement of one variant of a step, with or without recomputation.
 
     Args:
-        matmuls: matrix products that the step executes; of a compiled step, those left in the compiled graph.
-        traced_matmuls: matrix products before the compiler's optimisations; equals ``matmuls`` where nothing compiles.
-        held_bytes: what backward needs. XLA: temporary memory of the compiled step; eager: saved tensors, each storage
-            once, parameters and inputs left out; torch.compile: tensors between the forward and the backward graph.
-        peak_bytes: greatest sum of tensors alive at once, without parameters, inputs and gradients; ``None`` unknown.
-        flops: of the whole step; ``None`` where unknown.
-        collectives: how often each occurs.
-        largest: distinct largest tensors, biggest first.
+        matmuls: matmuls that the step executes; for a compiled step, in the optimized graph.
+        traced_matmuls: matmuls before the compiler's optimizations; equals ``matmuls`` in eager
+            mode.
+        held_bytes: bytes saved for backward. XLA: temporary memory of the compiled step; eager:
+            saved tensors without parameters and inputs, each storage once; torch.compile: tensors
+            passed from the forward to the backward graph.
+        peak_bytes: peak of allocated tensors without parameters, inputs and gradients; ``None`` if
+            unknown.
+        flops: floating-point operations of the full step; ``None`` if unknown.
+        collectives: how often each collective occurs.
+        largest: largest tensors of distinct shapes, in descending order.
         fingerprint: hash of the sequence of operations with their shapes; equal for equal graphs.
     """
 
@@ -65,7 +76,7 @@ class Measurement:
     fingerprint: str
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; ``from_json`` is its inverse."""
+        """Return plain data for JSON; ``from_json`` is the inverse."""
         fields = {name: getattr(self, name) for name in ("matmuls", "traced_matmuls", "held_bytes", "peak_bytes")}
         return {
             **fields,
@@ -77,6 +88,7 @@ class Measurement:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Measurement:
+        """Return the measurement of plain data from ``to_json``."""
         collectives = Counter(
             {Collective(c["kind"], c["whole_bytes"], c["group_size"]): c["count"] for c in data["collectives"]}
         )
@@ -85,22 +97,31 @@ class Measurement:
 
 
 def collectives_to_json(collectives: Counter[Collective]) -> list[dict[str, Any]]:
+    """Return sorted plain data for JSON."""
     return [{**dataclasses.asdict(c), "count": n} for c, n in sorted(collectives.items())]
 
 
 def largest_distinct(tensors: Iterable[LiveTensor], limit: int = 6) -> tuple[LiveTensor, ...]:
-    """The biggest tensors, one of each dtype and shape."""
+    """Return the largest tensors, at most ``limit``, one of each dtype and shape."""
     by_kind = {(tensor.dtype, tensor.shape): tensor for tensor in tensors}
     return tuple(sorted(by_kind.values(), key=lambda tensor: -tensor.nbytes)[:limit])
 
 
 def is_square_in(tensor: LiveTensor, length: int) -> bool:
-    """Whether the last two dimensions are ``length x length``: attention's S x S."""
+    """Return whether the last two dimensions are ``length``, as in attention scores [S, S]."""
     return tensor.shape[-2:] == (length, length)
 
 
 def is_logits(tensor: LiveTensor, tokens: int, vocabulary: Iterable[int]) -> bool:
-    """Whether the shape is ``[tokens, V]`` or ``[V, tokens]``, with V or V/T; tokens' dimensions folded in any way."""
+    """Return whether a tensor has the logits of all tokens.
+
+    The shape is ``[tokens, V]`` or ``[V, tokens]``, where ``tokens`` may be several dimensions.
+
+    Args:
+        tensor: tensor of a step.
+        tokens: S * B.
+        vocabulary: sizes of V: the full vocabulary and a rank's shard.
+    """
     shape, sizes = tensor.shape, set(vocabulary)
     if len(shape) < 2:
         return False

@@ -15,11 +15,11 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class Survival:
-    """A step with recomputation beside the same step without.
+    """Comparison of a step with recomputation to the same step without.
 
     Args:
-        recompute: the step as it is.
-        baseline: the step when every activation is kept.
+        recompute: measurement of the step as configured.
+        baseline: measurement of the step with every activation kept.
     """
 
     recompute: Measurement
@@ -27,24 +27,24 @@ class Survival:
 
     @property
     def traced_extra_matmuls(self) -> int:
-        """Matrix products that recomputation adds before the compiler's optimisations."""
+        """Matmuls that recomputation adds before the compiler's optimizations."""
         return self.recompute.traced_matmuls - self.baseline.traced_matmuls
 
     @property
     def extra_matmuls(self) -> int:
-        """Matrix products that recomputation adds to what runs."""
+        """Matmuls that recomputation adds to the executed step."""
         return self.recompute.matmuls - self.baseline.matmuls
 
     @property
     def ratio(self) -> float:
-        """Bytes held for backward, as a fraction of the baseline's."""
+        """Bytes saved for backward as a fraction of the baseline's, or 1 if those are 0."""
         return self.recompute.held_bytes / self.baseline.held_bytes if self.baseline.held_bytes else 1.0
 
     def failure(self, max_temp_ratio: float | None = None) -> str | None:
-        """Why recomputation does not survive, with the figures; ``None`` if it does.
+        """Return why recomputation does not survive, with the figures, or None if it does.
 
         Args:
-            max_temp_ratio: greatest ``ratio`` allowed; ``None`` asks for any saving.
+            max_temp_ratio: largest allowed ``ratio``; with ``None`` any saving passes.
         """
         if not self.traced_extra_matmuls and self.recompute.held_bytes == self.baseline.held_bytes:
             return "the step recomputes nothing: it is the same with and without recomputation"
@@ -60,6 +60,7 @@ class Survival:
         return None
 
     def figures(self) -> str:
+        """Return matmuls and saved bytes of both variants as text."""
         mine, other = self.recompute, self.baseline
         return (
             f"with recomputation {mine.matmuls} matmuls and {mine.held_bytes / _GIB:.4f} GiB held for backward, "
@@ -68,7 +69,7 @@ class Survival:
 
 
 def compare(step: Callable[[], Any], measure: Callable[[Callable[[], Any]], Measurement]) -> Survival:
-    """Measure ``step`` as it is, then without recomputation."""
+    """Return ``step`` measured as configured and then without recomputation."""
     recompute = measure(step)
     with without_recompute():
         return Survival(recompute, measure(step))
@@ -77,21 +78,24 @@ def compare(step: Callable[[], Any], measure: Callable[[Callable[[], Any]], Meas
 def assert_recompute_survives(
     step: Callable[[], Any], *, max_temp_ratio: float | None = None, compiled: bool = False
 ) -> Survival:
-    """Fail unless the recomputation in ``step`` is still there in what runs, and saves memory.
+    """Assert that the executed step still has its recomputation, and that it saves memory.
 
     Args:
-        step: runs one forward and one backward pass, starting without gradients; it is run twice. With ``compiled`` it
-            runs the forward pass alone and returns the loss. On XLA it is compiled and run, and the figures are those
-            of XLA:CPU with optimization barriers kept, not of neuronx-cc.
-        max_temp_ratio: greatest fraction of the bytes held without recomputation; default: any saving will do.
+        step: runs one forward and one backward pass, starting without gradients; it is called
+            twice. With ``compiled`` it runs the forward pass only and returns the loss. On XLA it
+            is compiled and run, and the figures are those of XLA:CPU with optimization barriers
+            kept, not of neuronx-cc.
+        max_temp_ratio: maximum of (bytes saved for backward) / (the same without recomputation);
+            with ``None`` any saving passes.
         compiled: measure ``torch.compile(step)``.
 
     Returns:
-        The figures.
+        The measurements with and without recomputation.
 
     Raises:
-        AssertionError: recomputation does not survive; gives the figures.
-        RuntimeError: on XLA, without the ``XLA_FLAGS`` that let the compiled step be read; says which.
+        AssertionError: recomputation does not survive; the message has the figures.
+        RuntimeError: on XLA, without the ``XLA_FLAGS`` that dump the compiled step; the message has
+            the required flags.
 
     Example::
 
@@ -109,6 +113,8 @@ def assert_recompute_survives(
 
 
 def _measure_for(*, compiled: bool) -> Callable[[Callable[[], Any]], Measurement]:
+    """Return the function that measures a step in the current execution mode."""
+    # Imported here: each mode needs packages that the others do not need.
     if compiled:
         from nxd_memopt.certify.measure.compiled import measure_compiled
 

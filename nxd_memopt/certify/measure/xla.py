@@ -15,10 +15,13 @@ from nxd_memopt.certify.measure.measurement import Measurement, largest_distinct
 
 
 def measure_outputs(outputs: Sequence[Tensor]) -> Measurement:
-    """Compile the graph of ``outputs`` (loss and gradients) without running it, and read the result.
+    """Compile the graph of ``outputs`` without running it, and return its measurement.
+
+    Args:
+        outputs: loss and gradients, traced but not computed.
 
     Raises:
-        RuntimeError: see ``backends.xla_inspect.dump_directory``.
+        RuntimeError: see ``backends.neuron.xla_inspect.dump_directory``.
     """
     before = xla_inspect.dumped_modules()
     xla_inspect.compile_only([*outputs, _marker(before)])
@@ -26,13 +29,13 @@ def measure_outputs(outputs: Sequence[Tensor]) -> Measurement:
 
 
 def measure_step(step: Callable[[], object]) -> Measurement:
-    """Run ``step`` and all that it leaves pending, and read what was compiled for it.
+    """Run ``step`` and its pending operations, and return the measurement of the compiled graphs.
 
     Raises:
-        RuntimeError: see ``backends.xla_inspect.dump_directory``.
+        RuntimeError: see ``backends.neuron.xla_inspect.dump_directory``.
     """
     before = xla_inspect.dumped_modules()
-    backend.mark_step()  # what the caller left pending is not the step's
+    backend.mark_step()  # operations that the caller left pending are not part of the step
     own = xla_inspect.dumped_modules()
     marker = _marker(own | before)
     result = step()
@@ -42,17 +45,22 @@ def measure_step(step: Callable[[], object]) -> Measurement:
 
 
 def _marker(modules: set[str]) -> Tensor:
-    """A tensor of a size of its own: a graph that this process has compiled before would not be compiled again."""
+    """Return a tensor whose size depends on the number of modules compiled so far.
+
+    It makes the graph unique. A graph that this process has compiled before would come from the
+    cache, and nothing would be dumped.
+    """
     return torch.arange(len(modules) + 2, device=backend.device) + 1
 
 
 def _read_modules(names: set[str]) -> Measurement:
+    """Return the measurement of a step of one or more compiled modules."""
     assert names, "XLA compiled nothing: the step left no tensor to compute"
     measured = [_read_module(xla_inspect.dump_directory(), name) for name in sorted(names)]
     return Measurement(
         matmuls=sum(m.matmuls for m in measured),
         traced_matmuls=sum(m.traced_matmuls for m in measured),
-        held_bytes=max(m.held_bytes for m in measured),  # modules run one after the other
+        held_bytes=max(m.held_bytes for m in measured),  # modules run one after another
         peak_bytes=max(m.held_bytes for m in measured),
         flops=None,
         collectives=sum((m.collectives for m in measured), start=type(measured[0].collectives)()),
@@ -62,6 +70,10 @@ def _read_modules(names: set[str]) -> Measurement:
 
 
 def _read_module(directory: Path, name: str) -> Measurement:
+    """Return the measurement of one module from its dumps."""
+    # Matmuls are read before and after optimization, because common-subexpression elimination may
+    # remove recomputation. Collectives are read before, as our code issued them: XLA combines
+    # small ones.
     traced = (directory / f"{name}.before_optimizations.txt").read_text(encoding="utf-8")
     (optimized_file,) = directory.glob(f"{name}.*after_optimizations.txt")
     (assignment_file,) = directory.glob(f"{name}.*buffer-assignment.txt")

@@ -35,7 +35,7 @@ _SIMULATION_NOTES = (
 
 @dataclass(frozen=True)
 class Device:
-    """Memory of one device, and what of it no tensor can use; in GiB of 2^30 bytes."""
+    """Memory of one device, and the part that tensors cannot use, in GiB of 2^30 bytes."""
 
     memory_gib: float
     reserve_gib: float
@@ -51,18 +51,19 @@ def judge(
     stands_for: str,
     compiler_flags: str | None,
 ) -> Certificate:
-    """Check every claim.
+    """Compare the measurements with the formulas and the device, and return the certificate.
 
     Args:
-        request: what was measured.
-        answer: the measurements.
-        device: must hold the step.
-        optimizer: its state is added to what was measured.
+        request: step that was measured.
+        answer: measurements.
+        device: device whose memory must fit the step.
+        optimizer: memory options of AdamW, whose states are added by arithmetic.
         max_temp_ratio: see ``Survival.failure``.
-        stands_for: the dtype that was asked for, where another was compiled in its place.
-        compiler_flags: ``NEURON_CC_FLAGS``; ``None`` where not set.
+        stands_for: dtype that the user asked for, if another dtype was compiled instead.
+        compiler_flags: ``NEURON_CC_FLAGS``; ``None`` if not set.
     """
     depth, memory, survivals = request.config["num_hidden_layers"], request.memory_config(), answer.survivals
+    # PyTorch's eager checkpoint stops a recomputation early, so it omits collectives that XLA has.
     shapes = {layers: _shape(request, layers) for layers in (*survivals, depth)}
     stops_early = request.backend != "xla"
     deepest = survivals[max(survivals)].recompute
@@ -89,6 +90,7 @@ def judge(
 
 
 def _shape(request: Request, layers: int) -> StepShape:
+    """Return the sizes of the step of a model with ``layers`` decoder layers."""
     config: Any = require_transformers("nxd-memopt certify").AutoConfig.for_model(
         **{**request.config, "num_hidden_layers": layers}
     )
@@ -104,12 +106,13 @@ def _shape(request: Request, layers: int) -> StepShape:
 
 
 def _vocabulary_sizes(request: Request) -> set[int]:
-    """V and this rank's padded share of it."""
+    """Return V, and ceil(V / T) for a rank's padded shard."""
     vocab_size, size = request.config["vocab_size"], request.parallel_config().tensor_model_parallel_size
     return {vocab_size, -(-vocab_size // size)}
 
 
 def _check_flags(compiler_flags: str | None) -> Check:
+    """Return the check that neuronx-cc's flags keep recomputation; a note if they are not set."""
     if compiler_flags is None:
         return Check("compiler flags", None, "NEURON_CC_FLAGS is not set here; on the device it must say -O1")
     error = recompute_error(compiler_flags)
@@ -117,7 +120,7 @@ def _check_flags(compiler_flags: str | None) -> Check:
 
 
 def _at_depth(request: Request, variants: Mapping[int, Measurement]) -> int:
-    """Bytes of activations and temporaries in the whole model."""
+    """Return the bytes of activations and temporaries at the full depth of the model."""
     depth = request.config["num_hidden_layers"]
     measured = {n: m.held_bytes if m.peak_bytes is None else m.peak_bytes for n, m in variants.items()}
     return extrapolate(measured, depth, least_per_layer=_shape(request, depth).layer_input_bytes)
@@ -138,6 +141,7 @@ def _fit(
 
 
 def _notes(request: Request, stands_for: str) -> tuple[str, ...]:
+    """Return what the figures assume and what they do not show."""
     few, many = min(request.layer_counts), max(request.layer_counts)
     depth = request.config["num_hidden_layers"]
     notes = [

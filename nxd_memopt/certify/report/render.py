@@ -13,7 +13,7 @@ _VERDICTS = {True: "[green]pass[/green]", False: "[red]FAIL[/red]", None: "note"
 
 
 def show(certificate: Certificate, title: str) -> None:
-    """Print checks, measurements, collectives, memory and notes."""
+    """Print checks, measurements, collectives, memory and notes to the console."""
     console = Console(soft_wrap=False)
     console.print(title, highlight=False)
     for table in (_checks(certificate), _measured(certificate), _collectives(certificate), _memory(certificate)):
@@ -24,6 +24,7 @@ def show(certificate: Certificate, title: str) -> None:
 
 
 def _table(title: str, *columns: str) -> Table:
+    """Return an empty table with a left-aligned first column and right-aligned others."""
     table = Table(title=title, title_justify="left")
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i == 0 else "right")
@@ -31,6 +32,8 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _checks(certificate: Certificate) -> Table:
+    """Return the table of checks."""
+    # The details have shapes such as f32[2,3]: rich would take [2,3] for markup.
     table = Table(title="Checks", title_justify="left")
     for column in ("check", "verdict", "figures"):
         table.add_column(column, overflow="fold")
@@ -40,6 +43,7 @@ def _checks(certificate: Certificate) -> Table:
 
 
 def _measured(certificate: Certificate) -> Table:
+    """Return the table of measurements, with and without recomputation at each depth."""
     table = _table("Measured", "layers, variant", "matmuls traced", "matmuls left", "held GiB", "of baseline")
     for layers, survival in sorted(certificate.survivals.items()):
         for name, measured in (("as configured", survival.recompute), ("no recompute", survival.baseline)):
@@ -50,6 +54,7 @@ def _measured(certificate: Certificate) -> Table:
 
 
 def _collectives(certificate: Certificate) -> Table:
+    """Return the table of collectives at the model's full depth, from the formulas."""
     table = _table(
         "Collectives per rank at full depth", "kind", "over ranks", "MiB each", "per step", "per layer*", "GiB"
     )
@@ -61,6 +66,7 @@ def _collectives(certificate: Certificate) -> Table:
 
 
 def _row(collective: Collective, count: int, in_layer: int) -> tuple[str, ...]:
+    """Return the cells of one collective."""
     each = collective.whole_bytes
     return (
         collective.kind,
@@ -73,6 +79,7 @@ def _row(collective: Collective, count: int, in_layer: int) -> tuple[str, ...]:
 
 
 def _memory(certificate: Certificate) -> Table:
+    """Return the table of one rank's memory."""
     memory = certificate.memory
     table = _table("Memory of one device", "term", "GiB")
     for name, nbytes in memory.terms.items():

@@ -24,7 +24,13 @@ from nxd_memopt.config import MemoryConfig
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the certificate; ``passed`` is ``None`` for what is only reported."""
+    """One line of the certificate.
+
+    Args:
+        name: name of the check.
+        passed: verdict; ``None`` if the check only reports.
+        detail: figures.
+    """
 
     name: str
     passed: bool | None
@@ -33,16 +39,16 @@ class Check:
 
 @dataclass(frozen=True)
 class Certificate:
-    """All that is known of a step.
+    """Checks and figures of a training step.
 
     Args:
-        checks: in the order in which they are shown.
-        survivals: by number of layers measured.
-        collectives: of a whole step at the model's full depth, by theory.
-        per_layer: of one decoder layer without recomputation, by theory.
-        memory: the terms at full depth.
-        baseline_bytes: activations and temporaries at full depth without recomputation.
-        notes: what the figures stand for, and what they cannot show.
+        checks: checks in the order in which they are shown.
+        survivals: number of layers -> measurements with and without recomputation.
+        collectives: collectives of a step at the model's full depth, from the formulas.
+        per_layer: collectives of one decoder layer without recomputation, from the formulas.
+        memory: memory of one rank at full depth, by purpose.
+        baseline_bytes: bytes of activations and temporaries at full depth without recomputation.
+        notes: what the figures assume, and what they do not show.
     """
 
     checks: tuple[Check, ...]
@@ -55,9 +61,11 @@ class Certificate:
 
     @property
     def passed(self) -> bool:
+        """Whether no check failed; checks that only report do not fail."""
         return all(check.passed is not False for check in self.checks)
 
     def to_json(self) -> dict[str, Any]:
+        """Return all figures as plain data; sizes are in bytes."""
         return {
             "passed": self.passed,
             "checks": [dataclasses.asdict(check) for check in self.checks],
@@ -79,7 +87,7 @@ class Certificate:
 
 
 def check_survival(memory: MemoryConfig, survivals: Mapping[int, Survival], max_temp_ratio: float | None) -> Check:
-    """Recomputation of the deeper of the measured models."""
+    """Check that recomputation survives in the deepest of the measured models."""
     layers = max(survivals)
     survival = survivals[layers]
     if memory.recompute_granularity is None:
@@ -90,7 +98,7 @@ def check_survival(memory: MemoryConfig, survivals: Mapping[int, Survival], max_
 
 
 def check_ranks(fingerprints: Sequence[str]) -> Check:
-    """One graph on every rank, or each rank would compile its own."""
+    """Check that every rank has the same graph; otherwise each rank compiles another one."""
     distinct = list(dict.fromkeys(fingerprints))
     detail = f"{len(distinct)} graph{'s' if len(distinct) > 1 else ''} over ranks 0 to {len(fingerprints) - 1}"
     if len(distinct) > 1:
@@ -102,7 +110,10 @@ def check_ranks(fingerprints: Sequence[str]) -> Check:
 def check_collectives(
     shapes: Mapping[int, StepShape], survivals: Mapping[int, Survival], memory: MemoryConfig, *, stops_early: bool
 ) -> Check:
-    """Exact equality with the formulas of ``theory``, with and without recomputation, at each measured depth."""
+    """Check that collectives equal the formulas of ``theory`` exactly.
+
+    Both variants, with and without recomputation, are compared at each measured depth.
+    """
     for layers, survival in survivals.items():
         for measured, applied in ((survival.recompute, memory), (survival.baseline, MemoryConfig())):
             expected = expected_collectives(shapes[layers], applied, stops_early=stops_early)
@@ -114,6 +125,9 @@ def check_collectives(
 
 
 def _difference(found: Counter[Collective], expected: Counter[Collective]) -> str:
+    """Return missing and surplus collectives as text."""
+    # A frequent cause gets its own words: an all-gather implemented as an all-reduce of a
+    # zero-padded tensor, which has the same bytes.
     missing, surplus = expected - found, found - expected
     sentence = f"missing {_listed(missing) or 'none'}; beyond the formulas {_listed(surplus) or 'none'}"
     replaced = {c.whole_bytes for c in missing if c.kind == "all_gather"} & {
@@ -125,13 +139,14 @@ def _difference(found: Counter[Collective], expected: Counter[Collective]) -> st
 
 
 def _listed(collectives: Counter[Collective]) -> str:
+    """Return collectives as a comma-separated list."""
     return ", ".join(
         f"{count} {c.kind} of {c.whole_bytes} bytes over {c.group_size}" for c, count in sorted(collectives.items())
     )
 
 
 def check_large_tensors(measured: Measurement, shape: StepShape, vocabulary_sizes: Iterable[int]) -> Check:
-    """Names the largest tensors, and says whether S x S scores or logits are among them."""
+    """Report the largest tensors, and whether S x S scores or full logits are among them."""
     squares = [t for t in measured.largest if is_square_in(t, shape.sequence_length)]
     logits = [t for t in measured.largest if is_logits(t, shape.tokens, vocabulary_sizes)]
     found = [
@@ -144,10 +159,12 @@ def check_large_tensors(measured: Measurement, shape: StepShape, vocabulary_size
 
 
 def _named(tensors: Iterable[LiveTensor]) -> str:
+    """Return tensors with size and source as a comma-separated list."""
     return ", ".join(f"{tensor} {tensor.nbytes / GIB:.3f} GiB ({tensor.source})" for tensor in tensors)
 
 
 def check_fit(memory: MemoryTerms) -> Check:
+    """Check that one rank's memory fits the device."""
     total, capacity = memory.total_bytes / GIB, memory.capacity_bytes / GIB
     verb = "fits" if memory.fits else "does not fit"
     return Check("memory", memory.fits, f"{total:.2f} GiB {verb} {capacity:g} GiB per device")
