@@ -34,7 +34,7 @@ from nxd_memopt.parallel_layers import grads, parallel_state
 
 
 def measure(request: Request) -> Answer:
-    """Return measurements of rank 0 at every depth, and every rank's fingerprint at the smallest."""
+    """Measure rank 0 at every depth, and take every rank's fingerprint at the smallest depth."""
     survivals = {}
     for layers in request.layer_counts:
         recompute = measure_variant(request, layers)

@@ -1,7 +1,7 @@
 """neuronx-distributed's ``CheckpointConverterBase``: a full state dict to and from the files of all ranks.
 
-The class is for scripts written for neuronx-distributed (``examples/training/*/convert_checkpoints.py``), which extend
-it. Conversion of Hugging Face directories, with checks of names and shapes, is ``nxd-memopt convert``.
+It is for scripts written for neuronx-distributed (``examples/training/*/convert_checkpoints.py``).
+``nxd-memopt convert`` converts Hugging Face directories, with checks of names and shapes.
 """
 
 from __future__ import annotations
@@ -39,14 +39,12 @@ _SHARDED = ("embed_tokens", "lm_head", "wte", "gate_proj", "up_proj", "down_proj
 
 
 class CheckpointConverterBase:
-    """Converts the state dict of a model with LLaMA's layer names; subclasses adapt names, dimensions and experts.
+    """Converter for LLaMA's layer names; subclasses adapt names, dimensions and experts.
 
     Class attributes:
-        attribute_map: config key of LLaMA to the model's own, dots for nested ones.
-        embedding_partition_dim, qkv_partition_dim, gate_up_proj_partition_dim, down_proj_partition_dim,
-            o_proj_partition_dim: the sharded dimension of these layers' weights.
-        layer_name: part of the names of a decoder layer's parameters.
-        layer_name_pattern: matches the layer's own name, with its number, in group 1.
+        attribute_map: LLaMA's config key -> the model's key, with dots for nested keys.
+        *_partition_dim: sharded dimension of these layers' weights.
+        layer_name, layer_name_pattern: part of a decoder layer's parameter names; its full name.
     """
 
     attribute_map: dict[str, str] = {}  # noqa: RUF012 (as in neuronx-distributed, replaced and not changed)
@@ -77,7 +75,7 @@ class CheckpointConverterBase:
     # Names and dimensions
 
     def _get_config_value(self, config: dict[str, Any], key: str) -> Any:
-        """Return ``config[key]``, or the value under the name that ``attribute_map`` gives; ``KeyError`` if absent."""
+        """Return ``config[key]``, or that of ``attribute_map[key]``; ``KeyError`` if absent."""
         if key in config:
             return config[key]
         value: Any = config
@@ -94,7 +92,7 @@ class CheckpointConverterBase:
         return "qkv_proj.weight_qkv"
 
     def get_partition_dim(self, name: str) -> int:
-        """Return the sharded dimension of ``name``; ``ValueError`` for a parameter that is not sharded."""
+        """Return the sharded dimension of ``name``; ``ValueError`` if it is not sharded."""
         if any(part in name for part in ("embed_tokens", "lm_head", "wte")):
             return self.embedding_partition_dim
         if self.is_qkv_weight(name):
@@ -110,7 +108,7 @@ class CheckpointConverterBase:
     def get_hf_to_nxd_model_keys(
         self, qkv_linear: bool = True, is_gqa: bool = True
     ) -> tuple[dict[str, str], dict[str, str]]:
-        """Return the last two parts of query's, key's and value's names: Hugging Face's to NxD's, and the inverse."""
+        """Return the map of Q, K and V's last two name parts from Hugging Face to NxD, and back."""
         ours = [f"{letter}_proj.weight" for letter in "qkv"]
         if qkv_linear:
             theirs = [f"qkv_proj.weight_{letter}" for letter in "qkv"]
@@ -131,7 +129,7 @@ class CheckpointConverterBase:
     # Full state dict to shards
 
     def coalesce_qkv(self, state_dict: State, config: dict[str, Any], tp_degree: int) -> State:
-        """Replace q_proj, k_proj and v_proj by one qkv_proj whose contiguous shards are ``[q, k, v]`` of each rank."""
+        """Replace q_proj, k_proj and v_proj with qkv_proj, whose shard r is rank r's [q, k, v]."""
         for name in [name for name in state_dict if name.endswith("q_proj.weight")]:
             parts = [state_dict.pop(name.replace("q_proj", f"{letter}_proj")) for letter in "qkv"]
             joined = [
@@ -155,10 +153,10 @@ class CheckpointConverterBase:
         """Return the state dict of one rank.
 
         Args:
-            full_state: with neuronx-distributed's shapes, Hugging Face's names of query, key, value, gate and up.
-            args: of the command line.
-            tp_rank, pp_rank, ep_rank: of the rank.
-            partitions: name of the last layer of each stage but the last.
+            full_state: NxD's shapes, Hugging Face's names of query, key, value, gate and up.
+            args: command-line options.
+            tp_rank, pp_rank, ep_rank: tensor, pipeline and expert rank.
+            partitions: name of the last layer of each stage except the last stage.
             config: content of config.json.
         """
         heads = self._heads(config)
@@ -196,7 +194,7 @@ class CheckpointConverterBase:
         return Layout(args.tp_size, args.kv_size_multiplier if args.qkv_linear else 1, order)
 
     def _stage(self, name: str, args: Any, partitions: list[str]) -> int | None:
-        """Return the pipeline rank of a parameter, None for all; virtual stages are dealt to the ranks in turn."""
+        """Return a parameter's pipeline rank (virtual stages in turn), or None if all have it."""
         if "embed_tokens" in name or "wte" in name:
             return 0
         if any(part in name for part in ("lm_head", "model.norm.weight", "norm_f.weight")):
@@ -220,7 +218,7 @@ class CheckpointConverterBase:
         return cut_slice(full, self.get_partition_dim(name), index, count, name)
 
     def _pad(self, name: str, shard: Tensor, args: Any, config: dict[str, Any]) -> Tensor:
-        """Return a shard of an MLP with zeros up to a multiple of ``--i_tp_round_factor`` of its width."""
+        """Return an MLP's shard, padded to a multiple of ``--i_tp_round_factor`` of its width."""
         factor = args.i_tp_round_factor
         if not factor or not any(part in name for part in ("gate_proj", "up_proj", "down_proj")):
             return shard
@@ -232,7 +230,7 @@ class CheckpointConverterBase:
     def convert_partial_state_to_fused_qkv(
         self, partial_state: State, keys_nxd_to_hf: dict[str, str], num_hidden_layers: int
     ) -> State:
-        """Replace ``weight_q``, ``weight_k`` and ``weight_v`` of each layer by their concatenation."""
+        """Replace ``weight_q``, ``weight_k`` and ``weight_v`` with their concatenation."""
         del keys_nxd_to_hf, num_hidden_layers
         for name in [name for name in partial_state if name.endswith("qkv_proj.weight_q")]:
             parts = [partial_state.pop(f"{name[:-1]}{letter}") for letter in "qkv"]
@@ -246,7 +244,7 @@ class CheckpointConverterBase:
         """Return the full state dict, from the files of all ranks.
 
         Raises:
-            ValueError: when a file is missing or damaged, or ranks that hold the same KV heads differ.
+            ValueError: a file is missing or damaged, or replicas of a KV head differ.
         """
         config = self._config(args)
         heads = self._heads(config)
@@ -266,7 +264,7 @@ class CheckpointConverterBase:
         return self.post_process_full_state_after_tp_conversion(full, args)
 
     def _read(self, args: Any, config: dict[str, Any], heads: tuple[int, int], ranks: tuple[int, int, int]) -> State:
-        """Return one rank's tensors, with fused parameters taken apart and padding removed."""
+        """Return one rank's tensors, with fused parameters split and padding removed."""
         load = self.load_partial_xser if args.load_xser else self.load_partial_no_xser
         partial = load(args, *ranks)
         if isinstance(partial.get(args.model_key), dict):
@@ -299,7 +297,9 @@ class CheckpointConverterBase:
         return value.narrow(dim, 0, self._expert_width(args, config)) if args.i_tp_round_factor else value
 
     def _merge(self, name: str, by_rank: list[list[Tensor]], layout: Layout | None) -> Tensor:
-        if "expert_mlps" in name:  # each tensor-parallel rank has the experts of all expert-parallel ranks
+        # by_rank[tp_rank] has one tensor per (pp_rank, ep_rank) that has the parameter. Experts of
+        # expert-parallel ranks are concatenated; other parameters are equal, the first is taken.
+        if "expert_mlps" in name:
             by_rank = [[torch.cat(parts)] for parts in by_rank]
         stored = [parts[0] for parts in by_rank if parts]
         if not (self.is_qkv_weight(name) or "o_proj" in name or any(part in name for part in _SHARDED)):
@@ -321,7 +321,7 @@ class CheckpointConverterBase:
         return load_full(args)
 
     def get_input_filename(self, args: Any, tp_rank: int, pp_rank: int, ep_rank: int, xser: bool) -> str:
-        """Return the first that exists of the names that neuronx-distributed's releases gave."""
+        """Return the first existing file of the names in neuronx-distributed's releases."""
         return find_input(args.input_dir, tp_rank, pp_rank, ep_rank, xser=bool(xser))
 
     def get_output_filename(self, args: Any, tp_rank: int, pp_rank: int, ep_rank: int, xser: bool) -> str:
@@ -348,7 +348,7 @@ class CheckpointConverterBase:
     # Commands
 
     def convert_from_full_state(self, args: Any) -> None:
-        """Write the files of all ranks from the full state dict ``args.input_dir``, a file of ``torch.save``."""
+        """Write the files of all ranks from the full state dict in ``args.input_dir``."""
         config = self._config(args)
         full_state = self.load_full_state(args)
         partitions = self._partitions(full_state, args.pp_size * args.virtual_pp_size)
@@ -360,7 +360,7 @@ class CheckpointConverterBase:
             save(args, self.convert_full_state_to_tp(full_state, args, *ranks, partitions, config), *ranks)
 
     def _partitions(self, names: Iterable[str], stages: int) -> list[str]:
-        """Return the name of the last layer of each stage but the last; the last stages take the remainder."""
+        """Return the last layer of each stage except the last; last stages take the remainder."""
         matches = (re.match(self.layer_name_pattern, name) for name in names)
         layers = sorted({match[1] for match in matches if match}, key=lambda name: int(name.split(".")[-1]))
         if not 1 <= stages <= len(layers):
@@ -373,7 +373,7 @@ class CheckpointConverterBase:
         return [(tp, pp, ep) for tp in range(args.tp_size) for pp in range(args.pp_size) for ep in range(args.ep_size)]
 
     def convert_to_full_state(self, args: Any) -> None:
-        """Write ``args.output_dir/checkpoint.pt`` from the files of all ranks in ``args.input_dir``."""
+        """Write ``args.output_dir/checkpoint.pt`` from the rank files in ``args.input_dir``."""
         self.save_full(args, self.merge_tp_checkpoints(args))
 
     def convert_from_xser(self, args: Any) -> None:
@@ -387,10 +387,10 @@ class CheckpointConverterBase:
             self.save_partial_xser(args, self.load_partial_no_xser(args, *ranks), *ranks)
 
     def run(self, args: Any) -> None:
-        """Do what the one ``--convert_*`` flag of ``args`` says.
+        """Run the conversion of the one ``--convert_*`` flag in ``args``.
 
         Raises:
-            ValueError: for none or several flags, an option that is not offered, or files that do not fit.
+            ValueError: for no or several flags, an unsupported option, or files that do not fit.
         """
         require_supported(args)
         flags = ("convert_from_full_state", "convert_to_full_state", "convert_from_xser", "convert_to_xser")

@@ -7,10 +7,7 @@ from typing import Any
 
 
 def to_bool(text: str) -> bool:
-    """Return the boolean of a flag's text.
-
-    neuronx-distributed uses ``type=bool``, which makes every non-empty text true, ``False`` too.
-    """
+    """Return the boolean that ``text`` means. neuronx-distributed takes every text as true."""
     values = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False, "": False}
     if text.lower() not in values:
         raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")

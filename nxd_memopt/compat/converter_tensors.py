@@ -65,7 +65,7 @@ def pad_to_multiple(shard: Tensor, dim: int, width: int, factor: int, name: str)
 
 
 def unfuse_qkv(state: Mapping[str, Tensor], heads: tuple[int, int], fused_key: str) -> dict[str, Tensor]:
-    """Return ``state`` with each fused parameter split into ``weight_q``, ``weight_k``, ``weight_v``.
+    """Return ``state`` with fused parameters split into ``weight_q``, ``weight_k``, ``weight_v``.
 
     Args:
         state: state dict of one rank.

@@ -1,6 +1,7 @@
 """neuronx-distributed's signatures of the linear and embedding layers, where they differ.
 
-Its defaults: reductions in fp32, a whole bias beside a gathered output, ``pad=True`` for inference alone.
+Its defaults: reductions in fp32, a full bias with a gathered output, ``pad=True`` for inference
+only.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from nxd_memopt.parallel_layers.utils import divide, set_tensor_model_parallel_a
 
 
 def refuse(**options: Any) -> None:
-    """``ValueError`` for the first option that is set: neuronx-distributed has it, the layers here do not."""
+    """Raise ``ValueError`` for the first option that is set; the layers here do not support it."""
     for name, value in options.items():
         if value:
             raise ValueError(f"{name}={value!r} is not offered by nxd_memopt: leave it out")
 
 
 def _with_defaults(layer: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments by name, with neuronx-distributed's ``reduce_dtype`` where none is given."""
+    """Return the arguments by name, with NxD's default of ``reduce_dtype``, fp32."""
     return {"reduce_dtype": torch.float32, **inspect.signature(layer).bind(*args, **kwargs).arguments}
 
 
@@ -46,14 +47,23 @@ def linear_with_async_allreduce(
     process_group: ProcessGroup | None = None,
     reduce_dtype: torch.dtype | None = torch.float32,
 ) -> Tensor:
-    """``X W^t + b`` with the communication of a column-parallel layer; plain where neither flag asks for it.
+    """Return ``X W^t + b`` with the communication of a column-parallel layer.
+
+    Without ``async_grad_allreduce`` and ``sequence_parallel_enabled`` it is ``F.linear``.
 
     Args:
         input: ``[..., input_size]``, a sequence shard with ``sequence_parallel_enabled``.
-        weight: this rank's rows.
-        bias: this rank's part.
+        weight: this rank's rows, ``[output_size / T, input_size]``.
+        bias: this rank's shard, ``[output_size / T]``.
         async_grad_allreduce: sum dX over the group.
-        save_for_backward: False makes a result without gradient.
+        sequence_parallel_enabled: all-gather X in forward and reduce-scatter dX in backward.
+        sequence_dimension: dimension of X that is sharded; default 0.
+        save_for_backward: with False the result has no gradient.
+        process_group: tensor-parallel group; ``None`` is the global one.
+        reduce_dtype: dtype in which dX is summed.
+
+    Raises:
+        ValueError: ``autograd_func_class`` is set.
     """
     refuse(autograd_func_class=autograd_func_class)
     if not (async_grad_allreduce or sequence_parallel_enabled):
@@ -66,7 +76,7 @@ def linear_with_async_allreduce(
 
 
 class LinearWithAsyncCommunication:
-    """``apply`` is ``linear_with_async_allreduce`` with the arguments of neuronx-distributed's autograd function."""
+    """Column-parallel matmul with the ``apply`` of neuronx-distributed's autograd function."""
 
     @staticmethod
     def apply(
@@ -80,6 +90,7 @@ class LinearWithAsyncCommunication:
         process_group: ProcessGroup | None = None,
         reduce_dtype: torch.dtype | None = torch.float32,
     ) -> Tensor:
+        """Return ``X W^t + b``; see ``linear_with_async_allreduce``."""
         return linear_with_async_allreduce(
             input,
             weight,
@@ -94,36 +105,50 @@ class LinearWithAsyncCommunication:
 
 
 class BaseParallelLinear(base_linear.BaseParallelLinear):
-    """What both linear layers add to ours."""
+    """Base of both linear layers: padding of full weights for inference."""
 
     pad: bool = False
 
     @property
     def pad_size(self) -> int:
-        """Rows or columns of padding of the whole layer."""
+        """Number of padding rows or columns of the full layer."""
         raise NotImplementedError
 
     def _group_size(self) -> int:
+        """Return T, the number of ranks of the layer's process group."""
         return 1 if self.tensor_parallel_group is None else dist.get_world_size(group=self.tensor_parallel_group)
 
     def _check_pad_false_for_training(self) -> None:
-        """Padded columns would be vocabulary to neuronx-distributed's loss, which is not told about them."""
+        """Raise ``RuntimeError`` for a padded layer in training.
+
+        neuronx-distributed's loss does not know the padding and would take padded columns as
+        vocabulary.
+        """
         if self.pad and self.training:
             raise RuntimeError("pad=True is for inference: call model.eval(), or use nxd_memopt's own layers to train")
 
     def _pad_entry(self, state_dict: dict[str, Tensor], name: str, dim: int, value: float = 0.0) -> None:
-        """Grow a full tensor of ``state_dict`` by ``pad_size`` along ``dim``, which must be as long as the layer's."""
+        """Pad a full tensor of ``state_dict`` with ``pad_size`` entries of ``value`` along ``dim``.
+
+        Raises:
+            ValueError: the tensor has not the layer's size along ``dim``.
+        """
         tensor, expected = state_dict[name], (self.output_size, self.full_input_size)[dim]
         if tensor.size(dim) != expected:
             raise ValueError(f"{name} has {tensor.size(dim)} entries along dimension {dim}, the layer {expected}")
+        # F.pad takes (before, after) pairs from the last dimension to the first.
         padding = [0, 0] * (tensor.dim() - 1 - dim) + [0, self.pad_size]
         state_dict[name] = F.pad(tensor, padding, value=value)
 
 
 class ColumnParallelLinear(BaseParallelLinear, layers.ColumnParallelLinear):
-    """``layers.ColumnParallelLinear``; the bias of a gathered output is whole on every rank and added after the gather.
+    """Column-parallel linear layer with neuronx-distributed's defaults.
 
-    Additional arguments: see ``layers.ColumnParallelLinear``; ``rank_ordering`` is refused (``ValueError``).
+    With ``gather_output`` every rank has the full bias, which is added after the all-gather. For
+    the arguments see ``layers.ColumnParallelLinear``.
+
+    Raises:
+        ValueError: ``rank_ordering`` is set.
     """
 
     def __init__(self, *args: Any, rank_ordering: Sequence[int] | None = None, **kwargs: Any) -> None:
@@ -133,6 +158,7 @@ class ColumnParallelLinear(BaseParallelLinear, layers.ColumnParallelLinear):
         super().__init__(**options)
 
     def set_weight_and_bias_config(self) -> None:
+        """Set the shapes of weight and bias; with a gathered output the bias is not sharded."""
         super().set_weight_and_bias_config()
         if self.gather_output and self.use_bias:
             self.bias_shape, self.bias_partition_dim = (self.output_size + self.pad_size,), None
@@ -142,7 +168,12 @@ class ColumnParallelLinear(BaseParallelLinear, layers.ColumnParallelLinear):
         return self.output_size_per_partition * self._group_size() - self.output_size
 
     def forward(self, input: Tensor, slice_indices: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor | None]:
-        """``slice_indices`` picks rows of this rank's weight."""
+        """Return ``X W^t + b``, or a tuple of ``X W^t`` and ``b`` with ``skip_bias_add``.
+
+        Args:
+            input: ``[..., input_size]``, a sequence shard with sequence parallelism.
+            slice_indices: rows of this rank's weight to use; default: all.
+        """
         self._check_pad_false_for_training()
         weight = self.weight if slice_indices is None else self.weight[slice_indices]
         output = linear_with_async_allreduce(
@@ -166,14 +197,22 @@ class ColumnParallelLinear(BaseParallelLinear, layers.ColumnParallelLinear):
         return output if bias is None else output + bias.to(output.dtype)
 
     def preshard_hook(self, model_state_dict: dict[str, Tensor], prefix: str) -> None:
-        """Pad the full tensor ``prefix``: a weight with zeros, a bias with its dtype's minimum, a logit that loses."""
+        """Pad the full tensor named ``prefix``.
+
+        A weight is padded with zeros, a bias with its dtype's minimum: a padded logit is never the
+        largest.
+        """
         if self.pad_size:
             lowest = torch.finfo(model_state_dict[prefix].dtype).min
             self._pad_entry(model_state_dict, prefix, 0, lowest if prefix.endswith("bias") else 0.0)
 
 
 class RowParallelLinear(BaseParallelLinear, layers.RowParallelLinear):
-    """``layers.RowParallelLinear``; ``tile_cc`` and ``rank_ordering`` are refused (``ValueError``)."""
+    """Row-parallel linear layer with neuronx-distributed's defaults; see ``layers``.
+
+    Raises:
+        ValueError: ``tile_cc`` or ``rank_ordering`` is set.
+    """
 
     def __init__(
         self, *args: Any, tile_cc: bool = False, rank_ordering: Sequence[int] | None = None, **kwargs: Any
@@ -188,6 +227,7 @@ class RowParallelLinear(BaseParallelLinear, layers.RowParallelLinear):
         return self.input_size - self.full_input_size
 
     def forward(self, input: Tensor, slice_indices: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor | None]:
+        """Return the output of ``layers.RowParallelLinear``; ``slice_indices`` is not supported."""
         refuse(slice_indices=slice_indices is not None)
         self._check_pad_false_for_training()
         return super().forward(input)
@@ -201,13 +241,16 @@ class RowParallelLinear(BaseParallelLinear, layers.RowParallelLinear):
 def create_local_weight(
     full_weight: Tensor, partition_dim: int, per_partition_size: int, stride: int, out_weight: Tensor | None = None
 ) -> Tensor:
-    """This rank's shard of ``full_weight`` along ``partition_dim``: of ``stride`` blocks, a part of each.
+    """Return this rank's shard of ``full_weight`` along ``partition_dim``.
+
+    ``full_weight`` consists of ``stride`` blocks, and the shard has an equal part of each block.
 
     Args:
-        full_weight: replicated.
+        full_weight: full tensor.
+        partition_dim: sharded dimension.
         per_partition_size: length of a shard along ``partition_dim``.
-        stride: separately sharded blocks.
-        out_weight: filled and returned; default a new tensor.
+        stride: number of blocks that are sharded separately, such as 3 for query, key and value.
+        out_weight: tensor to fill and return; default: a new tensor.
     """
     size, rank = parallel_state.get_tensor_model_parallel_size(), parallel_state.get_tensor_model_parallel_rank()
     length = divide(per_partition_size, stride)
@@ -227,7 +270,11 @@ def _initialize_parameter_cpu(
     param_dtype: torch.dtype = torch.float32,
     stride: int = 1,
 ) -> Tensor | None:
-    """Describe ``param`` as a shard and fill it with its slice of ``init_method`` of the full tensor."""
+    """Set sharding attributes on ``param`` and fill it with its slice of the full tensor.
+
+    Returns:
+        The full tensor in ``param_dtype`` with ``return_master_param``, else None.
+    """
     full_shape = list(param.shape)
     full_shape[partition_dim] *= num_partitions
     set_tensor_model_parallel_attributes(
@@ -238,9 +285,11 @@ def _initialize_parameter_cpu(
 
 
 class ParallelEmbedding(embedding.ParallelEmbedding):
-    """``embedding.ParallelEmbedding`` with neuronx-distributed's order of arguments.
+    """Vocabulary-parallel embedding with neuronx-distributed's order of arguments.
 
-    Options of ``torch.nn.Embedding`` and of inference that ours lacks are refused (``ValueError``).
+    Raises:
+        ValueError: an option of ``torch.nn.Embedding`` or of inference is set that
+            ``embedding.ParallelEmbedding`` does not have.
     """
 
     def __init__(
@@ -265,7 +314,7 @@ class ParallelEmbedding(embedding.ParallelEmbedding):
         rank_ordering: Sequence[int] | None = None,
         collect_output: bool = True,
     ) -> None:
-        del norm_type  # of max_norm, which is refused
+        del norm_type  # an option of max_norm, which is not supported
         refuse(max_norm=max_norm, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
         refuse(use_spmd_rank=use_spmd_rank, tile_cc=tile_cc, rank_ordering=rank_ordering)
         super().__init__(

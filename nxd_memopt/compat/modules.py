@@ -16,7 +16,7 @@ from nxd_memopt.parallel_layers.initialization import InitMethod
 
 
 class GQAQKVColumnParallelLinear(qkv_linear.GQAQKVColumnParallelLinear):
-    """``qkv_linear.GQAQKVColumnParallelLinear`` with neuronx-distributed's order of arguments and its defaults."""
+    """Column-parallel QKV projection with neuronx-distributed's order and defaults of arguments."""
 
     def __init__(
         self,
@@ -62,29 +62,34 @@ def nki_flash_attn_func(
     hardware_type: object = None,
     transpose_nki_inputs: bool = True,
 ) -> Tensor:
-    """Causal attention by the device's best implementation, at any sequence length.
+    """Return causal attention, computed with the device's fastest implementation for these inputs.
 
     Args:
-        q: ``[B, h, d, S]``, or ``[B, h, S, d]`` without ``transpose_nki_inputs``.
-        k: likewise, g heads that divide h.
-        v: likewise.
-        lnc: the backend knows its cores; not needed.
+        q: queries, ``[B, h, d, S]``, or ``[B, h, S, d]`` without ``transpose_nki_inputs``.
+        k: keys, shaped as ``q`` with g heads; g divides h.
+        v: values, shaped as ``k``.
+        lnc: ignored; the backend knows its physical cores per logical core.
         dropout_p: probability of dropping an attention weight.
-        softmax_scale: default ``d ** -0.5``.
-        causal: True; ``ValueError`` otherwise.
-        mixed_precision: the softmax is always in fp32.
-        seed: refused (``ValueError``): dropout draws from the device's generator.
-        hardware_type: see ``lnc``.
+        softmax_scale: factor of the scores; default ``d ** -0.5``.
+        causal: must be True.
+        mixed_precision: ignored; the softmax is always in fp32.
+        seed: must be None; dropout uses the device's generator.
+        hardware_type: ignored; the backend knows it.
+        transpose_nki_inputs: whether S is the last dimension of the inputs.
 
     Returns:
         ``[B, h, S, d]``.
+
+    Raises:
+        ValueError: ``causal`` is False, or ``seed`` is set.
     """
     del lnc, mixed_precision, hardware_type
     refuse(non_causal_attention=not causal, seed=seed is not None)
     if transpose_nki_inputs:
         q, k, v = (tensor.transpose(-1, -2) for tensor in (q, k, v))
     if softmax_scale is not None:
-        q = q * (softmax_scale * q.size(-1) ** 0.5)  # core_attention scales by d ** -0.5
+        # core_attention multiplies the scores with d ** -0.5, so q gets the remaining factor.
+        q = q * (softmax_scale * q.size(-1) ** 0.5)
     name, _ = attention_implementation(q.shape, k.size(1), dtype=q.dtype, dropout_p=dropout_p)
     return core_attention(q, k, v, implementation=name, dropout_p=dropout_p)
 
@@ -101,10 +106,10 @@ def nki_ring_attn_func(
     mixed_precision: bool = True,
     seed: Tensor | None = None,
 ) -> Tensor:
-    """``nki_flash_attn_func`` of ``[B, h, S, d]``: a ring of one.
+    """Return causal attention of ``[B, h, S, d]`` tensors, for a ring of one rank.
 
     Raises:
-        ValueError: under context parallelism, which ring attention is for.
+        ValueError: context parallelism is on: ring attention over several ranks is not supported.
     """
     del rank_id, src_tgt_pairs
     size = parallel_state.get_context_model_parallel_size()
@@ -124,14 +129,19 @@ def apply_rotary_pos_emb(
     flash_attn: bool,
     transpose_nki_inputs: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Rotate every dimension of each head.
+    """Apply rotary position embedding to all dimensions of queries and keys.
 
     Args:
         q: ``[B, h, S, d]``, or ``[B, h, d, S]`` with ``flash_attn`` and ``transpose_nki_inputs``.
-        k: likewise.
+        k: shaped as ``q``, with g heads.
         cos: ``[B, S, d]``, or ``[positions, d]`` with ``position_ids``.
-        sin: likewise.
-        position_ids: ``[B, S]``, rows of ``cos`` and ``sin``.
+        sin: shaped as ``cos``.
+        position_ids: rows of ``cos`` and ``sin``, ``[B, S]``, or None.
+        flash_attn: whether the attention kernel's layout is used.
+        transpose_nki_inputs: whether this layout has S as the last dimension.
+
+    Returns:
+        Rotated queries and keys, shaped as ``q`` and ``k``.
     """
     if position_ids is not None:
         cos, sin = cos[position_ids], sin[position_ids]
@@ -145,4 +155,5 @@ def apply_rotary_pos_emb(
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return ``x`` rotated by the angles of ``cos`` and ``sin``, ``[B, h, S, d]``."""
     return x * cos + rotate_half(x) * sin

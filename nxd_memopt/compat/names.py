@@ -45,7 +45,7 @@ _CONFIG = (f"{_COMPAT}.trainer", "neuronx_distributed_config")
 _CHECKPOINT = "save_checkpoint load_checkpoint has_checkpoint finalize_checkpoint"
 _STATE_MODULE = ("neuronx_distributed.parallel_layers", "parallel_state")
 
-# NxD's module -> (our module, names); "theirs=ours" where the names differ
+# NxD's module -> [(our module, names)]. A name is written "theirs=ours" if the names differ.
 _TABLE: dict[str, Sources] = {
     "": [("nxd_memopt.trainer", f"{_TRAINER} {_CHECKPOINT}"), _CONFIG],
     "kernels": [],

@@ -11,8 +11,9 @@ from nxd_memopt.backends.neuron.topology import logical_nc_config
 from nxd_memopt.compat.rank_groups import PG_Group_Logic, RankGroups
 from nxd_memopt.parallel_layers import parallel_state
 
-# Module variables of neuronx-distributed's that programs write: rank groups of their own, read by the two functions
-# below, and the order of ranks, which here is the backend's to choose.
+# Module variables of neuronx-distributed that programs assign: their own rank groups, which
+# get_pipeline_model_parallel_rank and get_data_parallel_rank read, and the order of ranks, which
+# has no effect here because the backend chooses it.
 _PIPELINE_MODEL_PARALLEL_GROUP_SPMD: RankGroups | None = None
 _DATA_PARALLEL_GROUP_SPMD: RankGroups | None = None
 _REPLICA_LOGIC = PG_Group_Logic.LOGIC1
@@ -27,14 +28,20 @@ def initialize_model_parallel(
     lnc_size: int = 1,
     mesh_only: bool = False,
 ) -> dict[str, RankGroups]:
-    """``parallel_state.initialize_model_parallel``.
+    """Create the process groups; see ``parallel_state.initialize_model_parallel``.
 
     Args:
-        skip_collective_init: leave out the first collective over the world.
-        lnc_size: physical cores per logical one; 1, or what the environment says (``topology.logical_nc_config``).
+        tensor_model_parallel_size: T.
+        pipeline_model_parallel_size: number of pipeline stages.
+        context_parallel_size: number of context-parallel ranks.
+        expert_model_parallel_size: number of expert-parallel ranks.
+        skip_collective_init: do not run the first collective over all ranks.
+        lnc_size: physical cores per logical core; 1, or the environment's value
+            (``topology.logical_nc_config``).
+        mesh_only: return the rank groups without creating process groups.
 
     Raises:
-        ValueError: an ``lnc_size`` that contradicts the environment.
+        ValueError: ``lnc_size`` contradicts the environment.
     """
     configured = logical_nc_config(os.environ)
     if lnc_size not in (1, configured):
@@ -50,34 +57,43 @@ def initialize_model_parallel(
 
 
 def get_pipeline_model_parallel_rank() -> int:
+    """Return this rank's pipeline stage, from the program's own groups if it has set them."""
     groups = _PIPELINE_MODEL_PARALLEL_GROUP_SPMD
     return parallel_state.get_pipeline_model_parallel_rank() if groups is None else _place_in(groups)
 
 
 def get_data_parallel_rank() -> int:
+    """Return this rank's data-parallel rank, from the program's own groups if it has set them."""
     groups = _DATA_PARALLEL_GROUP_SPMD
     return parallel_state.get_data_parallel_rank() if groups is None else _place_in(groups)
 
 
 def _place_in(groups: RankGroups) -> int:
+    """Return this rank's position in its group."""
     return next(ranks.index(dist.get_rank()) for ranks in groups if dist.get_rank() in ranks)
 
 
 def initialize_kv_group(kv_shared_group_size: int = 1, sequential_ranks_in_group: bool = False) -> None:
-    """``parallel_state.initialize_kv_group``, which returns nothing here."""
+    """Create the process groups of ranks with the same KV heads."""
     parallel_state.initialize_kv_group(kv_shared_group_size, sequential_ranks_in_group)
 
 
 def get_kv_shared_group(as_list: bool = False) -> ProcessGroup | RankGroups | None:
+    """Return this rank's KV group, or all KV groups as lists of ranks."""
     return parallel_state.get_kv_shared_group(get_kv_shared_group_size(), as_list)
 
 
 def get_kv_shared_replica_groups() -> RankGroups:
+    """Return all KV groups as lists of ranks."""
     return parallel_state.get_kv_shared_group(get_kv_shared_group_size(), as_list=True)
 
 
 def get_kv_shared_group_size() -> int:
-    """neuronx-distributed knows one size; ``RuntimeError`` where layers of several exist, or none."""
+    """Return the size of KV groups, of which neuronx-distributed has one.
+
+    Raises:
+        RuntimeError: KV groups of several sizes exist, or none.
+    """
     sizes = list(parallel_state.kv_rank_strides())
     if len(sizes) != 1:
         raise RuntimeError(f"KV groups of sizes {sizes} exist: ask nxd_memopt's get_kv_shared_group for one of them")

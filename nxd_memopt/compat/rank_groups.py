@@ -17,7 +17,7 @@ RankGroups = list[list[int]]
 
 
 class hardware(Enum):  # noqa: N801 (neuronx-distributed's name)
-    """Neuron platforms; ``hardware("trn1n")`` and ``hardware("inf2")`` are built as trn1 is."""
+    """Neuron platforms. ``hardware("trn1n")`` and ``hardware("inf2")`` are TRN1."""
 
     TRN1 = "trn1"
     TRN2 = "trn2"
@@ -29,7 +29,7 @@ class hardware(Enum):  # noqa: N801 (neuronx-distributed's name)
 
 
 class ParallelGroups(NamedTuple):
-    """The partition of the world along each dimension."""
+    """Rank groups along each dimension of parallelism."""
 
     tp_groups: RankGroups
     dp_groups: RankGroups
@@ -50,13 +50,13 @@ def ascending_ring_PG_group(  # noqa: N802 (neuronx-distributed's name)
     ep_data_degree: int,
     cp: int = 1,
 ) -> ParallelGroups:
-    """Groups of neighbouring ranks.
+    """Return groups in which tensor-parallel ranks are consecutive.
 
     Args:
-        cluster_ranks_nonexp: the ranks as ``[pp, dp, cp, tp]``.
-        cluster_ranks_exp: the ranks as ``[pp, ep_data_degree, ep_model_degree, tp]``.
-
-    The sizes are those of the tensors; ``lnc_size`` has no influence on this order.
+        lnc_size: ignored.
+        cluster_ranks_nonexp: all ranks, ``[pp, dp, cp, tp]``, int64.
+        cluster_ranks_exp: all ranks, ``[pp, ep_data_degree, ep_model_degree, tp]``, int64.
+        tp, dp, pp, ep_model_degree, ep_data_degree, cp: ignored, the tensors have these sizes.
     """
     del lnc_size, tp, dp, pp, ep_model_degree, ep_data_degree, cp
     return _groups(cluster_ranks_nonexp, cluster_ranks_exp)
@@ -73,7 +73,12 @@ def ascending_descending_ring_PG_group(  # noqa: N802 (neuronx-distributed's nam
     ep_data_degree: int,
     cp: int = 1,
 ) -> ParallelGroups:
-    """Groups along a trn2 node's torus: its first and last row of chips, then the two between; arguments as above."""
+    """Return groups along a trn2 node's torus, which has 4 rows of chips; arguments as above.
+
+    A node's ranks are ordered as its first and last row of chips, then the two rows between.
+    """
+    # [nodes, 4 rows, ranks per row], with the rows reordered. A data, pipeline or expert dimension
+    # of size 1 gives one group per rank, in the order of ranks.
     del lnc_size, cluster_ranks_nonexp
     node = int(os.environ.get("LOCAL_WORLD_SIZE", "64"))
     rows = torch.arange(dist.get_world_size()).view(-1, 4, node // 4)
@@ -89,16 +94,18 @@ def ascending_descending_ring_PG_group(  # noqa: N802 (neuronx-distributed's nam
 
 
 def _groups(dense: Tensor, sparse: Tensor) -> ParallelGroups:
+    """Return the groups of grids ``[pp, dp, cp, tp]`` and ``[pp, ep_data, ep_model, tp]``."""
     along = {name: _along(dense, dim) for dim, name in enumerate(("pp_groups", "dp_groups", "cp_groups", "tp_groups"))}
     return ParallelGroups(ep_data_groups=_along(sparse, 1), ep_model_groups=_along(sparse, 2), **along)
 
 
 def _along(grid: Tensor, dim: int) -> RankGroups:
+    """Return the groups of ranks that differ in dimension ``dim`` of ``grid`` only."""
     return grid.movedim(dim, -1).reshape(-1, grid.size(dim)).tolist()
 
 
 class PG_Group_Logic(Enum):  # noqa: N801 (neuronx-distributed's name)
-    """How tensor-parallel groups are laid over the ranks; a member is called as its function."""
+    """Orders of ranks in tensor-parallel groups; calling a member calls its function."""
 
     LOGIC1 = (ascending_ring_PG_group, "neighbouring ranks")
     LOGIC2 = (ascending_descending_ring_PG_group, "around the torus")
@@ -111,7 +118,11 @@ class PG_Group_Logic(Enum):  # noqa: N801 (neuronx-distributed's name)
 
 
 def get_logic_chosen(lnc_size: int, hardware_type: hardware, tp: int) -> PG_Group_Logic:
-    """The torus for half a trn2 node (64 cores, or 32 with two cores as one in a full node); neighbours otherwise."""
+    """Return the order of ranks that neuronx-distributed chooses.
+
+    It is the torus if a tensor-parallel group is half a trn2 node: 64 ranks with LNC 1, or 32 ranks
+    with LNC 2 and at least one full node of 64 ranks. Otherwise ranks are consecutive.
+    """
     if hardware_type != hardware.TRN2 or (lnc_size, tp) not in ((1, 64), (2, 32)):
         return PG_Group_Logic.LOGIC1
     full_nodes = lnc_size == 1 or dist.get_world_size() >= 64
@@ -125,7 +136,11 @@ def arrange_kv_groups(
     sequential_ranks_in_group: bool = False,
     hardware_type: hardware = hardware.TRN1,
 ) -> RankGroups:
-    """The ranks that hold the same KV head: neighbours on trn2 and where asked for, otherwise far apart."""
+    """Return the groups of ranks with the same KV head.
+
+    Ranks of a group are consecutive on trn2 or with ``sequential_ranks_in_group``. Otherwise they
+    are T / ``kv_shared_group_size`` apart.
+    """
     groups, size = num_tensor_model_parallel_groups, tensor_model_parallel_size
     ranks = torch.arange(groups * size)
     if sequential_ranks_in_group or hardware_type == hardware.TRN2:

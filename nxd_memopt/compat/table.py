@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 Sources = Sequence[tuple[str, str]]
-"""``(our module, "name theirs=ours ...")``."""
+"""Pairs ``(our module, "name theirs=ours ...")``."""
 
 
 def build_table(root: str, sources: Mapping[str, Sources]) -> dict[str, dict[str, str]]:
-    """Spell out ``{"pad": [("nxd_memopt.parallel_layers.pad", "pad_model")]}`` for ``alias.AliasFinder``.
+    """Return the table that ``alias.AliasFinder`` takes.
 
-    Keys are module names below ``root``; ``""`` is ``root`` itself.
+    Args:
+        root: name of the aliased package.
+        sources: module name below ``root`` -> pairs, such as
+            ``{"pad": [("nxd_memopt.parallel_layers.pad", "pad_model")]}``; ``""`` is ``root``.
     """
     return {f"{root}.{module}".rstrip("."): dict(_entries(pairs)) for module, pairs in sources.items()}
 
 
 def _entries(pairs: Sources) -> list[tuple[str, str]]:
+    """Return (their name, ``"our.module:name"``) of every name in ``pairs``."""
     entries = [(owner, *entry.partition("=")[::2]) for owner, names in pairs for entry in names.split()]
     return [(theirs, f"{owner}:{ours or theirs}") for owner, theirs, ours in entries]

@@ -9,18 +9,18 @@ import torch.utils.checkpoint
 
 from nxd_memopt.memory import checkpoint
 
-_KEPT = "nxd_memopt"  # this library asks for torch's own function where it wants that
+_KEPT = "nxd_memopt"  # this library calls torch's own function on purpose
 
 
 def install() -> list[str]:
-    """Replace torch's function, which fails on XLA devices, for ``import`` statements of either form.
+    """Replace ``torch.utils.checkpoint.checkpoint``, which fails on XLA devices.
 
-    A module that was imported before, as transformers' may have been, holds torch's function under a name of its own:
-    that name is replaced too. What holds it otherwise (an argument's default, a partial) is not found: import
-    ``nxd_memopt.compat`` first.
+    Modules that were imported before, such as those of transformers, may have torch's function as
+    an attribute, which is replaced too. Other references (default arguments, partials) are not
+    found: import ``nxd_memopt.compat`` first.
 
     Returns:
-        The modules imported before, in which the function was replaced.
+        Names of the already imported modules in which the function was replaced.
     """
     original = torch.utils.checkpoint.checkpoint
     replaced: list[str] = []

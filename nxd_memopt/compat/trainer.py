@@ -11,11 +11,13 @@ from nxd_memopt import trainer
 
 
 def neuronx_distributed_config(*args: Any, **kwargs: Any) -> dict[str, Any]:
-    """``trainer.neuronx_distributed_config``, its arguments.
+    """Return the configuration of ``trainer.neuronx_distributed_config``, with NxD's defaults.
 
-    Checkpoints leave the master weights out unless asked for. A given ``model_init_config`` is completed in place and
-    is the result's own, so that a program may go on to change it. Before torch.distributed is initialized a
-    ``pipeline_parallel_size`` above 1 is recorded; joining processes or building a model with it is a ``ValueError``.
+    - Checkpoints have no master weights by default.
+    - A given ``model_init_config`` is completed in place and is part of the result, because
+      programs change it afterwards.
+    - Before torch.distributed is initialized, a ``pipeline_parallel_size`` above 1 is recorded
+      only; initializing process groups or building a model with it raises ``ValueError``.
     """
     options = inspect.signature(trainer.neuronx_distributed_config).bind(*args, **kwargs).arguments
     precision = options.get("mixed_precision_config") or {}

@@ -26,30 +26,36 @@ from nxd_memopt.parallel_layers.utils import (
 
 
 def cpu_mode() -> bool:
-    """Whether NXD_CPU_MODE asks for plain CPU ranks in a program's own branches."""
+    """Return whether the program should use its branches for CPU ranks (NXD_CPU_MODE)."""
     return int(os.environ.get("NXD_CPU_MODE", "0")) > 0
 
 
 def mark_step() -> None:
+    """End the current graph on XLA; do nothing elsewhere."""
     backend.mark_step()
 
 
 def get_device() -> torch.device:
+    """Return the backend's device."""
     return backend.device
 
 
 def master_print(msg: object) -> None:
+    """Print ``msg`` on global rank 0."""
     if parallel_state.is_global_rank_zero():
         print(msg)
 
 
 def get_local_world_size() -> int:
-    """Processes on this host."""
+    """Return the number of processes on this host."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def move_all_tensor_to_cpu(data: Any, convert: bool = True) -> Any:
-    """Nested dicts, lists and tuples with every tensor on the host; without ``convert`` only wait for the device."""
+    """Return nested containers with every tensor copied to the host.
+
+    With ``convert=False`` only wait for the device and return ``data`` unchanged.
+    """
     if not convert:
         backend.synchronize()
         return data
@@ -57,13 +63,15 @@ def move_all_tensor_to_cpu(data: Any, convert: bool = True) -> Any:
 
 
 class _FirstRankOnly(logging.Filter):
+    """Filter that passes records on global rank 0 only."""
+
     def filter(self, record: logging.LogRecord) -> bool:
         del record
         return (dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))) == 0
 
 
 def get_logger(name: str = "neuronx_distributed", rank0_only: bool = True) -> logging.Logger:
-    """A logger at NXD_LOG_LEVEL (default info), which the first rank alone writes unless asked otherwise."""
+    """Return a logger with level NXD_LOG_LEVEL (default info), by default active on rank 0 only."""
     logger = logging.getLogger(f"{name}[0]" if rank0_only else f"{name}[]")
     if not logger.handlers:
         handler = logging.StreamHandler()
@@ -80,33 +88,42 @@ def get_logger(name: str = "neuronx_distributed", rank0_only: bool = True) -> lo
 
 
 class EmbeddingUtility:
-    """Half-open ranges of the vocabulary that a rank holds."""
+    """Vocabulary range [first, last) of a rank."""
 
     @staticmethod
     def range_from_per_partition_vocab_size(
         per_partition_vocab_size: int, rank: int, world_size: int
     ) -> tuple[int, int]:
+        """Return the range of ``rank`` for a shard of ``per_partition_vocab_size`` rows."""
         del world_size
         return rank * per_partition_vocab_size, (rank + 1) * per_partition_vocab_size
 
     @staticmethod
     def range_from_global_vocab_size(global_vocab_size: int, rank: int, world_size: int) -> tuple[int, int]:
+        """Return the range of ``rank`` for a vocabulary split over ``world_size`` ranks."""
         size = divide(global_vocab_size, world_size)
         return EmbeddingUtility.range_from_per_partition_vocab_size(size, rank, world_size)
 
 
 def ensure_divisibility(numerator: int, denominator: int) -> None:
+    """Raise ``ValueError`` unless ``denominator`` divides ``numerator``."""
     divide(numerator, denominator)
 
 
 def get_padding_length(numerator: int, denominator: int) -> int:
+    """Return how much must be added to ``numerator`` for a multiple of ``denominator``."""
     return padded_size(numerator, denominator) - numerator
 
 
 def split_tensor_along_dim(
     tensor: Tensor, dim: int, num_partitions: int, contiguous_split_chunks: bool = False
 ) -> Sequence[Tensor]:
-    divide(tensor.size(dim), num_partitions)  # raises ValueError unless the chunks are equal
+    """Split ``tensor`` along ``dim`` into equal chunks, views unless ``contiguous_split_chunks``.
+
+    Raises:
+        ValueError: the chunks are not equal.
+    """
+    divide(tensor.size(dim), num_partitions)
     chunks = tensor.chunk(num_partitions, dim=dim)
     return tuple(chunk.contiguous() for chunk in chunks) if contiguous_split_chunks else chunks
 
@@ -114,11 +131,12 @@ def split_tensor_along_dim(
 def split_tensor_along_last_dim(
     tensor: Tensor, num_partitions: int, contiguous_split_chunks: bool = False
 ) -> Sequence[Tensor]:
+    """Split ``tensor`` along the last dimension; see ``split_tensor_along_dim``."""
     return split_tensor_along_dim(tensor, -1, num_partitions, contiguous_split_chunks)
 
 
 def indices_split_along_dim(tensor: Tensor | None, dim: int, rank: int, num_partitions: int) -> Tensor | None:
-    """The indices along ``dim`` of a rank's chunk, int64; ``None`` for ``None``."""
+    """Return the indices of a rank's chunk along ``dim``, int64, or None if ``tensor`` is None."""
     if tensor is None:
         return None
     size = divide(tensor.size(dim), num_partitions)
@@ -126,12 +144,15 @@ def indices_split_along_dim(tensor: Tensor | None, dim: int, rank: int, num_part
 
 
 def param_is_not_tensor_parallel_duplicate(param: Tensor) -> bool:
-    """Whether this rank is the one to count ``param``: it holds a shard of its own, or is the first."""
+    """Return whether norms over the tensor-parallel group count ``param`` on this rank.
+
+    Sharded parameters count on every rank, replicated ones on the first rank only.
+    """
     return is_sharded(param) or parallel_state.get_tensor_model_parallel_rank() == 0
 
 
 def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: Tensor) -> None:
-    """Describe ``tensor`` as one that every rank holds whole, unless it is described."""
+    """Set the sharding attributes of a replicated tensor, unless ``tensor`` has attributes."""
     if not hasattr(tensor, "tensor_model_parallel"):
         set_tensor_model_parallel_attributes(tensor, False, -1, num_partitions=1)
 
@@ -140,12 +161,15 @@ def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: Tensor) -> 
 
 
 def cast_all(state: Any, from_dtype: torch.dtype = torch.float32, to_dtype: torch.dtype = torch.bfloat16) -> Any:
-    """Nested dicts, lists and tuples with every ``from_dtype`` tensor cast."""
+    """Return nested containers with every tensor of ``from_dtype`` cast to ``to_dtype``."""
     return map_tensors(state, lambda tensor: tensor.to(to_dtype) if tensor.dtype == from_dtype else tensor)
 
 
 def _autocast_dtype() -> torch.dtype | None:
-    """The dtype of the autocast that is on: the device's, or ``"cuda"``, which XLA programs name."""
+    """Return the dtype of the active autocast, or None.
+
+    Autocast of the backend's device comes first, then ``"cuda"``, which XLA programs use.
+    """
     for device_type in (backend.device.type, "cuda"):
         if torch.is_autocast_enabled(device_type):
             return torch.get_autocast_dtype(device_type)
@@ -153,7 +177,7 @@ def _autocast_dtype() -> torch.dtype | None:
 
 
 def cast_if_autocast_enabled(*args: Any) -> tuple[Any, ...]:
-    """The arguments, their floating-point tensors below fp64 cast as autocast asks."""
+    """Return the arguments with floating-point tensors except fp64 cast to autocast's dtype."""
     dtype = _autocast_dtype()
     if dtype is None:
         return args
@@ -161,7 +185,7 @@ def cast_if_autocast_enabled(*args: Any) -> tuple[Any, ...]:
 
 
 def verify_casted_dtype(value: Any) -> None:
-    """``AssertionError`` for a tensor, in nested containers too, that has not the dtype of the autocast that is on."""
+    """Raise ``AssertionError`` if a tensor in nested containers has not autocast's dtype."""
     dtype = _autocast_dtype()
     if dtype is None:
         return
@@ -185,11 +209,22 @@ def generate_padding_mask(
     tp_rank: int,
     hardware_type: hardware | None = None,
 ) -> Tensor:
-    """Which of this rank's query heads are real: boolean ``[num_heads_with_pad / tp_degree]``.
+    """Return which of this rank's query heads are not padding.
 
     Args:
-        hardware_type: TRN1 puts the replicas of a KV head ``num_kv_heads`` ranks apart, TRN2 on consecutive ranks;
-            default: as the layers have them on this platform.
+        num_heads: number of query heads without padding.
+        num_heads_with_pad: number of query heads with padding.
+        num_kv_heads: number of KV heads.
+        tp_degree: T.
+        tp_rank: tensor-parallel rank.
+        hardware_type: TRN1 has the replicas of a KV head ``num_kv_heads`` ranks apart, TRN2 on
+            consecutive ranks; default: the order of the layers on this platform.
+
+    Returns:
+        ``[num_heads_with_pad / tp_degree]``, bool.
+
+    Raises:
+        RuntimeError: ``hardware_type`` is another platform.
     """
     if hardware_type not in (None, hardware.TRN1, hardware.TRN2):
         raise RuntimeError(f"Unexpected hardware_type {hardware_type!r}: must be hardware.TRN1 or hardware.TRN2")

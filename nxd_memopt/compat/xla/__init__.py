@@ -9,7 +9,7 @@ __all__ = ["NAMES", "device", "process_group"]
 
 _MODEL, _RUNTIME, _PROGRAM = (f"{__name__}.{module}" for module in ("model", "runtime", "program"))
 
-# torch_xla's module -> (our module, names); "theirs=ours" where the names differ
+# torch_xla's module -> [(our module, names)]. A name is written "theirs=ours" if the names differ.
 _TABLE = {
     "": [(_MODEL, "device=xla_device sync=mark_step"), (_PROGRAM, "launch")],
     "core": [],

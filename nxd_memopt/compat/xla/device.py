@@ -12,6 +12,7 @@ from nxd_memopt.backends import backend
 
 
 def _resolve(value: Any) -> Any:
+    """Return the backend's device for ``"xla"`` or ``"xla:N"``, and any other value unchanged."""
     is_xla = (isinstance(value, torch.device) and value.type == "xla") or (
         isinstance(value, str) and (value == "xla" or value.startswith("xla:"))
     )
@@ -19,7 +20,7 @@ def _resolve(value: Any) -> Any:
 
 
 class XlaIsBackendDevice(TorchFunctionMode):
-    """Replaces the device ``"xla"`` in ``device=`` and in the arguments of ``Tensor.to``."""
+    """Function mode that replaces device ``"xla"`` in ``device=`` and in ``Tensor.to``."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -33,5 +34,5 @@ class XlaIsBackendDevice(TorchFunctionMode):
 
 
 def install() -> None:
-    """Keep the mode on for the rest of the process, in the calling thread."""
+    """Activate the mode for the rest of the process, in the calling thread."""
     XlaIsBackendDevice().__enter__()

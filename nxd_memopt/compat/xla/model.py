@@ -23,42 +23,50 @@ REDUCE_SUM, REDUCE_MAX, REDUCE_MIN = "sum", "max", "min"
 
 
 def xla_device(n: int | None = None, devkind: str | None = None) -> torch.device:
-    """The backend's device; one process has one device, so ``n`` and ``devkind`` can ask for no other."""
+    """Return the backend's device.
+
+    Raises:
+        ValueError: ``n`` or ``devkind`` is of another device; a process has one device.
+    """
     if n not in (None, 0, backend.device.index) or devkind not in (None, backend.device.type.upper()):
         raise ValueError(f"this process has the device {backend.device} alone, asked for n={n}, devkind={devkind}")
     return backend.device
 
 
 def mark_step(wait: bool = False) -> None:
+    """End the step; with ``wait`` wait for the device."""
     backend.mark_step()
     if wait:
         backend.synchronize()
 
 
 def synchronize() -> None:
+    """Wait for the device."""
     backend.synchronize()
 
 
 def add_step_closure(closure: Callable[..., object], args: tuple[Any, ...] = (), run_async: bool = False) -> None:
-    """Call ``closure(*args)`` now: an eager device has the values already."""
+    """Call ``closure(*args)`` at once: on an eager device the values already exist."""
     del run_async
     closure(*args)
 
 
 def is_master_ordinal(local: bool = True) -> bool:
+    """Return whether this is rank 0 of the host, or of the world with ``local=False``."""
     return (local_ordinal() if local else global_ordinal()) == 0
 
 
 def master_print(*values: object, fd: Any = None, local: bool = False, flush: bool = False) -> None:
+    """Print ``values`` on rank 0 of the world, or of each host with ``local``."""
     if is_master_ordinal(local):
         print(*values, file=fd, flush=flush)
 
 
 def rendezvous(tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> list[bytes]:
-    """Wait for every rank, and return their payloads by rank.
+    """Wait for all ranks and return the payload of each rank.
 
     Raises:
-        ValueError: when ``replicas`` names part of the world only.
+        ValueError: ``replicas`` is neither empty nor all ranks.
     """
     if sorted(replicas) not in ([], list(range(parallel_state.get_world_size()))):
         raise ValueError(f"rendezvous {tag!r} of ranks {list(replicas)}: only the whole world can meet")
@@ -70,7 +78,7 @@ def rendezvous(tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> 
 
 
 def mesh_reduce(tag: str, data: Any, reduce_fn: Callable[[list[Any]], Any]) -> Any:
-    """``reduce_fn`` of every rank's ``data``."""
+    """Return ``reduce_fn`` of the list of every rank's ``data``."""
     stream = io.BytesIO()
     torch.save(data, stream)
     payloads = rendezvous(tag, stream.getvalue())
@@ -78,6 +86,7 @@ def mesh_reduce(tag: str, data: Any, reduce_fn: Callable[[list[Any]], Any]) -> A
 
 
 def _group(groups: RankGroups | None) -> ProcessGroup | None:
+    """Return this rank's process group of ``groups``, by default the world's."""
     if not dist.is_initialized():
         return None
     return dist.group.WORLD if groups is None else parallel_state.group_of([list(ranks) for ranks in groups])
@@ -91,7 +100,10 @@ def all_reduce(
     cctx: None = None,
     pin_layout: bool = True,
 ) -> Tensor | list[Tensor]:
-    """Reduce over ``groups`` (default the world) and multiply by ``scale``: a tensor to a new one, a list in place."""
+    """Reduce over ``groups`` (default: all ranks) and multiply by ``scale``.
+
+    A tensor gives a new tensor; a list of tensors is reduced in place and returned.
+    """
     del cctx, pin_layout
     group = _group(groups)
     if isinstance(inputs, Tensor):
@@ -104,10 +116,11 @@ def all_reduce(
 def reduce_gradients(
     optimizer: torch.optim.Optimizer, groups: RankGroups | None = None, pin_layout: bool = True
 ) -> None:
-    """Sum, in place, the gradients of ``optimizer`` over ``groups`` (default the world), divided by the world's size.
+    """Sum the gradients of ``optimizer`` over ``groups`` in place, divided by the world size.
 
-    torch_xla divides by the size of the world also where ``groups`` are smaller: over data-parallel groups, with T
-    tensor-parallel ranks, the result is the mean divided by T. A script gives the same numbers on both.
+    torch_xla divides by the world size even if ``groups`` (default: all ranks) are smaller: over
+    data-parallel groups with T tensor-parallel ranks the result is the mean divided by T. It is the
+    same here, so a script gives the same numbers.
     """
     size = world_size()
     params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -124,10 +137,14 @@ def optimizer_step(
     groups: RankGroups | None = None,
     pin_layout: bool = True,
 ) -> Any:
-    """Reduce gradients as ``reduce_gradients`` does, call ``optimizer.step(**optimizer_args)`` and return its value.
+    """Call ``reduce_gradients`` and ``optimizer.step(**optimizer_args)``; return the step's value.
 
     Args:
-        barrier: end the graph with ``mark_step`` afterwards.
+        optimizer: optimizer with gradients.
+        barrier: call ``mark_step`` afterwards.
+        optimizer_args: keyword arguments of ``optimizer.step``.
+        groups: see ``reduce_gradients``.
+        pin_layout: ignored.
     """
     reduce_gradients(optimizer, groups=groups, pin_layout=pin_layout)
     loss = optimizer.step(**(optimizer_args or {}))
@@ -137,6 +154,7 @@ def optimizer_step(
 
 
 def _scaled(tensor: Tensor, scale: float) -> Tensor:
+    """Return ``tensor * scale``, without a kernel if ``scale`` is 1."""
     return tensor if scale == 1.0 else tensor * scale
 
 
@@ -160,7 +178,12 @@ def reduce_scatter(
     output: None = None,
     pin_layout: bool = True,
 ) -> Tensor:
-    """This rank's chunk along ``scatter_dim`` of the sum over the group, times ``scale``."""
+    """Return this rank's chunk along ``scatter_dim`` of the sum over the group, times ``scale``.
+
+    Raises:
+        ValueError: the reduction is not a sum, ``output`` is given, or ``shard_count`` is not the
+            group's size.
+    """
     del pin_layout
     group = _group(groups)
     if reduce_type != REDUCE_SUM or output is not None or shard_count != backend.group_size(group):
@@ -172,17 +195,22 @@ def reduce_scatter(
 
 
 def save(data: Any, file_or_path: Any, master_only: bool = True, global_master: bool = False) -> None:
-    """``torch.save`` of ``data`` with its tensors on the host, by the first rank of each host (of the world)."""
+    """Write ``data`` with ``torch.save``, with its tensors copied to the host.
+
+    Rank 0 of each host writes; with ``global_master`` rank 0 of the world; without ``master_only``
+    every rank.
+    """
     if not master_only or is_master_ordinal(local=not global_master):
         torch.save(map_tensors(data, Tensor.cpu), file_or_path)
 
 
 def set_rng_state(seed: int, device: str | None = None) -> None:
-    """torch_xla's random state is a seed."""
+    """Seed the device's generator; torch_xla's random state is a seed."""
     del device
     backend.manual_seed(seed)
 
 
 def get_rng_state(device: str | None = None) -> Tensor:
+    """Return the state of the device's generator."""
     del device
     return backend.get_rng_state()

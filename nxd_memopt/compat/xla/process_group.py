@@ -12,7 +12,10 @@ from nxd_memopt.backends import backend
 
 
 def install() -> None:
-    """Let ``init_process_group("xla", ...)`` join with the chosen backend's own collectives; others are as before."""
+    """Make ``init_process_group("xla", ...)`` use the collectives of the chosen backend.
+
+    Calls with another backend's name are unchanged.
+    """
     original = dist.init_process_group
 
     @functools.wraps(original)
@@ -26,6 +29,7 @@ def install() -> None:
 
 
 def _join(init_method: str | None = None, timeout: Any = None, **kwargs: Any) -> None:
+    """Initialize torch.distributed from torchrun's environment, or with one rank."""
     if init_method not in (None, "pjrt://", "xla://", "env://"):
         raise ValueError(f'init_method {init_method!r}: with "xla" torchrun\'s environment describes the world')
     if timeout is not None:

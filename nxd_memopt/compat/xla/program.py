@@ -20,10 +20,10 @@ def spawn(
     daemon: bool = False,
     start_method: str = "spawn",
 ) -> None:
-    """Call ``fn(index, *args)`` in this process; torchrun, not this function, starts the processes.
+    """Call ``fn(index, *args)`` in this process; torchrun starts the processes.
 
     Raises:
-        ValueError: when more processes are asked for.
+        ValueError: ``nprocs`` is greater than 1.
     """
     del join, daemon, start_method
     if nprocs not in (None, 1):
@@ -32,14 +32,15 @@ def spawn(
 
 
 def launch(fn: Callable[..., object], args: tuple[Any, ...] = (), start_method: str = "spawn") -> None:
+    """Call ``fn(index, *args)`` in this process; see ``spawn``."""
     spawn(fn, args, start_method=start_method)
 
 
 class MpDeviceLoader:
-    """Iterates over ``loader`` with every tensor of a batch moved to ``device``."""
+    """Iterable over ``loader`` with every tensor of a batch moved to ``device``."""
 
     def __init__(self, loader: Iterable[Any], device: torch.device, **kwargs: Any) -> None:
-        del kwargs  # how many batches to upload ahead, and by how many threads
+        del kwargs  # options of prefetching
         self._loader, self._device = loader, device
 
     def __iter__(self) -> Iterator[Any]:
@@ -55,6 +56,7 @@ class MpDeviceLoader:
 
 
 def _to(batch: Any, device: torch.device) -> Any:
+    """Return ``batch`` with every tensor in nested containers on ``device``."""
     if isinstance(batch, Tensor):
         return batch.to(device)
     if hasattr(batch, "items"):
@@ -65,4 +67,5 @@ def _to(batch: Any, device: torch.device) -> Any:
 
 
 def metrics_report() -> str:
+    """Return a note that there are no XLA metrics."""
     return f"no XLA metrics: the backend {backend.name} runs eagerly"

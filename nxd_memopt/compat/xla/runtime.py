@@ -10,25 +10,30 @@ from nxd_memopt.backends import backend
 
 
 def world_size() -> int:
+    """Return the number of ranks."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def global_ordinal() -> int:
+    """Return this process's rank in the world."""
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
 
 def local_ordinal() -> int:
+    """Return this process's rank on its host."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def local_process_count() -> int:
+    """Return the number of ranks on this host."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def global_device_count() -> int:
-    """One device per process."""
+    """Return the number of devices of all hosts: one per process."""
     return world_size()
 
 
 def device_type() -> str:
+    """Return the type of the device in capitals, such as ``CPU``."""
     return backend.device.type.upper()
