@@ -1,14 +1,16 @@
 """Measures what a checkpoint written in the background adds to the training steps next to it.
 
     python -m scripts.bench.async_save --model smollm2 --saves 10 --sync-saves 3 --append
-    NXD_MEMOPT_BACKEND=cuda python -m scripts.bench.async_save --model llama3.2-3b --tokens 8192 --accumulation 4
+    NXD_MEMOPT_BACKEND=cuda python -m scripts.bench.async_save --model llama3.2-3b --tokens 8192
+    --accumulation 4
 
-Random weights; AdamW whose states have the parameters' dtype (bf16 on GPUs, fp32 on CPUs). A step is timed from its
-begin to the device's end, with the call that begins a save if one is due. Each save is followed by steps until it is
-complete, then by ``--between`` steps without one. ``slowest_ratio`` and ``median_ratio`` compare the steps during saves
-with the median of the others; ``added_s`` is the time that the steps of one save took longer, and is compared with
-``sync_save_s``, the time of a save that training waits for. The last checkpoint is read back and compared, bit by bit,
-with copies that were made when it began.
+Random weights; AdamW states in the parameters' dtype (bf16 on GPUs, fp32 on CPUs). A step is timed
+until the device has finished, including the call that starts a save if one is due. Each save is
+followed by steps until it is complete, then by ``--between`` steps without a save.
+``slowest_ratio`` and ``median_ratio`` compare steps during saves with the median of all other
+steps. ``added_s`` is the additional time of the steps during one save, to compare with
+``sync_save_s``, the time of a synchronous save. The last checkpoint is read back and compared
+bitwise with copies made when it started.
 """
 
 from __future__ import annotations
@@ -72,7 +74,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 class Training:
-    """A model that is trained on random tokens, and the times of its steps."""
+    """Training of a model on random tokens, with timed steps."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         model_parallel_manual_seed(7)
@@ -89,9 +91,11 @@ class Training:
         self.state = TrainingState(self.model, self.optimizer)
 
     def _loss(self, ids: Tensor) -> Tensor:
+        """Return the micro-batch's share of the step's loss, 0-dim."""
         return self.model(ids, labels=ids).loss / self._accumulation
 
     def _choose(self, cuda_graph: bool) -> Callable[[Tensor], Tensor]:
+        """Return the forward and backward of a micro-batch, eager or as a CUDA graph."""
         def forward_backward(ids: Tensor) -> Tensor:
             loss = self._loss(ids)
             loss.backward()
@@ -100,6 +104,7 @@ class Training:
         return GraphedLoss(list(self.model.parameters()), self._loss) if cuda_graph else forward_backward
 
     def step(self) -> None:
+        """Run one optimizer step."""
         for _ in range(self._accumulation):
             self._forward_backward(self._ids)
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -107,7 +112,7 @@ class Training:
         self.optimizer.zero_grad()
 
     def timed(self, begin: Callable[[], None] = lambda: None, end: Callable[[], None] = lambda: None) -> float:
-        """Seconds of a step, with ``begin`` before it and ``end`` after it."""
+        """Return the seconds of a step, with ``begin`` before it and ``end`` after it."""
         backend.synchronize()
         start = time.perf_counter()
         begin()
@@ -117,14 +122,14 @@ class Training:
         return time.perf_counter() - start
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint holds, by name."""
+        """Return the tensors of a checkpoint by name."""
         names = parameter_names(self.model)
         logicals = [*model_tensors(self.model), *optimizer_tensors(self.optimizer, names)]
         return {logical.name: logical.stored for logical in logicals}
 
 
 class Measurement:
-    """Steps during saves and other steps, in turn."""
+    """Alternation of steps during saves and steps without saves."""
 
     def __init__(self, training: Training, args: argparse.Namespace, directory: Path) -> None:
         self._training, self._args, self._directory = training, args, directory
@@ -137,6 +142,7 @@ class Measurement:
         self.expected: dict[str, Tensor] = {}
 
     def run(self) -> dict[str, Any]:
+        """Run all saves and return the figures of the row."""
         training, args = self._training, self._args
         deadline = time.monotonic() + args.max_seconds
         for _ in range(WARM_UP_STEPS):
@@ -145,7 +151,8 @@ class Measurement:
             started = time.perf_counter()
             saver.reserve(training.state)
             print(f"reserved {saver.pool.allocated_bytes} bytes in {time.perf_counter() - started:.1f} s", flush=True)
-            training.timed()  # the first step after many allocations
+            # The first step after the pool's allocations is slower: it is not counted.
+            training.timed()
             self._steps_between()
             for i in range(args.saves):
                 if time.monotonic() > deadline:
@@ -162,9 +169,11 @@ class Measurement:
         return self._result(saver.pool.allocated_bytes)
 
     def _steps_between(self) -> None:
+        """Time ``--between`` steps without a save."""
         self.others += [self._training.timed() for _ in range(self._args.between)]
 
     def _save_in_background(self, saver: BackgroundSaver) -> None:
+        """Start a background save and time steps until it is complete."""
         self._number += 1
         started = time.perf_counter()
 
@@ -183,6 +192,7 @@ class Measurement:
         )
 
     def _save_at_once(self) -> None:
+        """Time a synchronous save."""
         self._number += 1
         backend.synchronize()
         started = time.perf_counter()
@@ -191,7 +201,7 @@ class Measurement:
         print(f"save {self._number}, waited for: {self.sync_s[-1]:.1f} s", flush=True)
 
     def _require_exact(self) -> None:
-        """Compare the last checkpoint of the background saver with the copies that were made when it began.
+        """Compare the last background checkpoint with the copies made when it started.
 
         Raises:
             SystemExit: a tensor differs.
@@ -206,9 +216,11 @@ class Measurement:
         print(f"{len(self.expected)} tensors of {index.directory.name} are what they were when the save began")
 
     def _result(self, pool_bytes: int) -> dict[str, Any]:
+        """Return the figures of the row."""
         typical = statistics.median(self.others)
         during = [step for steps in self.during for step in steps]
-        # Means on both sides: step times have a long upper tail, which a median of the others would count as added.
+        # Means on both sides: step times have a long upper tail, which a comparison with the median
+        # of the other steps would count as added time.
         expected = statistics.fmean(self.others)
         added = statistics.fmean(sum(steps) - len(steps) * expected for steps in self.during)
         sync_s = round(statistics.mean(self.sync_s), 3) if self.sync_s else ""
@@ -231,6 +243,7 @@ class Measurement:
         }
 
     def _state_bytes(self) -> int:
+        """Return the bytes of a checkpoint's tensors."""
         return sum(tensor.nbytes for tensor in self._training.tensors().values())
 
 

@@ -2,9 +2,10 @@
 
     python -m scripts.bench.attention --append
 
-Causal, bf16, batch 1, in the layout in which the models call it. ``auto`` is what the models run unasked, ``torch`` is
-``scaled_dot_product_attention`` without a word about the kernel. TFLOP/s count half of S x S: 2 matmuls forward, 5
-backward. ``packed`` divides the row into four documents of S/4, and counts their squares.
+Causal, bf16, batch 1, in the memory layout of the models. ``auto`` is the models' default,
+``torch`` is ``scaled_dot_product_attention`` with PyTorch's choice of kernel. TFLOP/s count half of
+S x S: 2 matmuls in forward, 5 in backward. ``packed`` splits the row into four documents of S/4
+tokens and counts half of each document's square.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def implementation(name: str, mask: PackedDocuments | None = None) -> Attention:
+    """Return attention with the library's implementation ``name``."""
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         shape, packed = query.shape, mask is not None
         options: dict[str, Any] = {"dtype": query.dtype, "packed": packed, "attention_backend": name}
@@ -40,11 +42,13 @@ def implementation(name: str, mask: PackedDocuments | None = None) -> Attention:
 
 
 def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Return PyTorch's attention of ``[B, heads, S, d]`` tensors."""
     gqa = query.size(1) != key.size(1)
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=gqa)
 
 
 def variants(length: int) -> dict[str, Attention]:
+    """Return the competitors for S = ``length`` by name."""
     boundaries = torch.tensor([length * i // DOCUMENTS for i in range(DOCUMENTS + 1)], device=backend.device)
     documents = PackedDocuments.of(boundaries, 1, length)
     names = ("auto", "flash4", "cudnn", "flash", "efficient", "tiled")
@@ -57,14 +61,20 @@ def variants(length: int) -> dict[str, Attention]:
 
 
 def teraflops(heads: int, length: int, head_dim: int, milliseconds: float, *, matmuls: int, documents: int) -> float:
+    """Return TFLOP/s of ``matmuls`` causal matmuls in ``milliseconds``."""
+    # Each document has (S / documents)^2 / 2 pairs of query and key, and each pair costs
+    # 2 * d FLOPs per head and matmul.
     pairs = documents * (length / documents) ** 2 / 2
     return round(matmuls * 2 * heads * pairs * head_dim / milliseconds / 1e9, 1)
 
 
 def measure(shape: str, length: int, turns: int) -> list[dict[str, Any]]:
+    """Return a row of times and memory for each competitor."""
     heads, groups, head_dim = HEADS[shape]
     columns = [(heads, length), (groups, length), (groups, length)]
-    inputs = [  # [B, heads, S, d] as a projection leaves them: a token's heads beside each other
+    # [B, heads, S, d] with the strides of a projection's output, in which the heads of a token are
+    # adjacent: a transposed view of [B, S, heads, d].
+    inputs = [
         torch.randn(1, n, h * head_dim, device=backend.device, dtype=torch.bfloat16)
         .unflatten(-1, (h, -1))
         .transpose(1, 2)

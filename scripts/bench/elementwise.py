@@ -2,8 +2,9 @@
 
     python -m scripts.bench.elementwise --append
 
-bf16. ``ours`` is what the models run, ``eager`` the plain PyTorch that it equals, ``compile`` torch.compile of that,
-``liger`` Liger-Kernel's. ``ideal_ms`` is the time to read each input and write each result once at ``--bandwidth``.
+bf16. ``ours`` is what the models run, ``eager`` the equivalent plain PyTorch code, ``compile``
+torch.compile of ``eager``, ``liger`` Liger-Kernel's kernel. ``ideal_ms`` is the time to read each
+input and write each result once at ``--bandwidth``.
 """
 
 from __future__ import annotations
@@ -44,11 +45,21 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Case:
-    """One operation: inputs, what each competitor calls, and how many bytes a forward and backward must move."""
+    """Operation to race.
+
+    Args:
+        inputs: arguments of the functions.
+        functions: name of a competitor -> function that builds it.
+        passes: bytes that forward and backward must read and write, as a multiple of the first
+            input's bytes.
+    """
 
     inputs: Sequence[Tensor]
     functions: dict[str, Callable[[], Function]]
-    passes: float  # over the first input: read or written, forward and backward
+    passes: float
+
+
+# ``eager``: the specification of each operation in plain PyTorch
 
 
 def plain_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -74,7 +85,7 @@ def plain_rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Te
 
 
 class OneLayerNorm(torch.autograd.Function):
-    """What GPT-NeoX's parallel branches run beside their matmuls: one normalisation, two affine parts."""
+    """Normalization of GPT-NeoX's merged branches: one normalization and two affine parts."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *affine: Tensor) -> tuple[Tensor, ...]:
@@ -86,7 +97,9 @@ class OneLayerNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
         x, mean, rstd, *affine = ctx.saved_tensors
         normalised, _, _ = normalise(x, EPS)
-        gains, _ = affine[::2], affine_branches(normalised, affine[::2], affine[1::2])  # for the weights' gradients
+        # The models need the affine outputs again for the weight gradients of the projections that
+        # follow, so their recomputation is part of the measured work.
+        gains, _ = affine[::2], affine_branches(normalised, affine[::2], affine[1::2])
         by_normalised, by_affine = affine_branches_gradient(normalised, grads, gains)
         return normalise_gradient(by_normalised, x, mean, rstd), *by_affine.to(x.dtype).flatten(0, 1)
 
@@ -144,10 +157,16 @@ def liger_rope() -> Function:
 
 
 def random(*shape: int) -> Tensor:
+    """Return a random bf16 tensor on the device that requires a gradient."""
     return torch.randn(shape, device=backend.device, dtype=torch.bfloat16, requires_grad=True)
 
 
 def cases(tokens: int, hidden: int, width: int) -> dict[str, Case]:
+    """Return the operations by name, with their passes over the first input.
+
+    RMSNorm for example reads x and writes y in forward, and reads x and dy and writes dx in
+    backward: 5 passes over ``[tokens, hidden]``.
+    """
     heads, groups, head_dim = hidden // 128, hidden // 512, 128
     tables = rope_tables(
         rope_frequencies(head_dim, {"rope_theta": 5e5}),
@@ -201,13 +220,23 @@ def cases(tokens: int, hidden: int, width: int) -> dict[str, Case]:
 def _competitors(
     ours: Function, plain: Function, liger: Callable[[], Function] | None = None
 ) -> dict[str, Callable[[], Function]]:
+    """Return the competitors by name; each is built when it runs, and may not be installed."""
     functions = {"ours": lambda: ours, "eager": lambda: plain, "compile": lambda: torch.compile(plain)}
     return functions if liger is None else {**functions, "liger": liger}
 
 
 @dataclass(frozen=True)
 class Projection:
-    """Query, key and value of one projection: GPT-NeoX's have a head's three beside each other, LLaMA's do not."""
+    """Packed output of a QKV projection.
+
+    Args:
+        heads: number of query heads.
+        groups: number of KV heads.
+        head_dim: d.
+        rotary_dim: dimensions of a head that RoPE rotates.
+        by_head: whether q, k and v of a head are adjacent (GPT-NeoX), or all q, all k, all v
+            (LLaMA).
+    """
 
     heads: int
     groups: int
@@ -216,6 +245,7 @@ class Projection:
     by_head: bool
 
     def split(self, whole: Tensor, *, as_models_do: bool) -> Sequence[Tensor]:
+        """Return views of query, key and value, ``[B, heads, S, d]``."""
         if self.by_head:
             heads = whole.unflatten(-1, (self.heads, -1)).transpose(1, 2)
             return split_sizes(heads, [heads.size(-1) // 3] * 3, -1) if as_models_do else heads.chunk(3, dim=-1)
@@ -224,9 +254,11 @@ class Projection:
         return [part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in parts]
 
     def case(self, tokens: int) -> Case:
-        """RoPE, and the gradients back as one tensor; ``ours`` rotates in place, as the models do, or copies.
+        """Return the case of RoPE on the projection's output, with the gradient as one tensor.
 
-        In backward only of attention that writes its gradients side by side, as flash4 does; not ``gradients apart``.
+        ``ours`` rotates in place like the models, ``ours, copied`` does not. In backward the
+        incoming gradients are adjacent in memory, as flash4 writes them, except in
+        ``ours, gradients apart``.
         """
         positions = torch.arange(tokens, device=backend.device).unsqueeze(0)
         frequencies = rope_frequencies(self.rotary_dim, {"rope_theta": 5e5})
@@ -250,7 +282,13 @@ class Projection:
 
 
 def forward_and_backward(function: Function, inputs: Sequence[Tensor], *, apart: bool) -> Callable[[], object]:
-    """``apart``: the outputs' gradients do not lie side by side where the outputs do."""
+    """Return a call that runs ``function`` and its backward.
+
+    Args:
+        function: operation.
+        inputs: arguments of ``function``.
+        apart: allocate the gradients of several outputs separately instead of in one tensor.
+    """
     wanted = [x for x in inputs if x.requires_grad]
     found = function(*inputs)
     outputs: Sequence[Tensor] = found if isinstance(found, tuple | list) else (found,)
@@ -266,6 +304,7 @@ def forward_and_backward(function: Function, inputs: Sequence[Tensor], *, apart:
 
 
 def optimizer_calls(numel: int) -> dict[str, Callable[[], object]]:
+    """Return the steps of AdamW implementations by name, on ``numel`` bf16 parameters."""
     def parameters() -> list[Tensor]:
         params = [random(4096, 4096) for _ in range(numel // 4096**2)]
         for param in params:
@@ -280,6 +319,7 @@ def optimizer_calls(numel: int) -> dict[str, Callable[[], object]]:
 
 
 def run_cases(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the rows of all operations and of the optimizer."""
     rows: list[dict[str, Any]] = []
     table = cases(args.tokens, args.hidden, args.width)
     table["RoPE of a projection"] = Projection(32, 8, 128, 128, by_head=False).case(args.tokens)
@@ -296,6 +336,8 @@ def run_cases(args: argparse.Namespace) -> list[dict[str, Any]]:
                 row["failure"] = first_line(error)
         _enter(rows, name, race(calls, args.turns))
     rows += [{"operation": "AdamW", "tokens": "", "variant": name} for name in ("ours", "torch fused", "torch foreach")]
+    # AdamW reads the parameter, the gradient and two moments, and writes all but the gradient:
+    # 7 passes of 2 bytes per parameter.
     for row in rows[-3:]:
         row["ideal_ms"] = round(7 * 2 * args.parameters / args.bandwidth / 1e9, 4)
     _enter(rows, "AdamW", race(optimizer_calls(args.parameters), args.turns))
@@ -303,6 +345,7 @@ def run_cases(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _enter(rows: list[dict[str, Any]], operation: str, times: dict[str, float]) -> None:
+    """Write ``times`` of an operation's variants into its rows."""
     for row in rows:
         if row["operation"] == operation and row["variant"] in times:
             row["ms"] = round(times[row["variant"]], 4)

@@ -12,24 +12,36 @@ from torch.profiler import ProfilerActivity, profile
 _COMMUNICATION = (
     "nccl",
     "wait_signal",
-    "wait_for_signals",  # ours, as kernels of backends.peer_memory are called
+    "wait_for_signals",  # a kernel of ours, for peer memory
     "barrier_kernel",
     "put_signal",
     "memcpy ptop",
     "multimem",
 )
-_WITH_HOST = ("memcpy htod", "memcpy dtoh")  # copy engines; they are neither computation nor communication of ranks
-_COPIES = ("memcpy dtod", "memcpy128")  # within the device, as those of own rows beside what is sent: they hide nothing
+# Copies between host and device run on copy engines: neither computation nor communication.
+_WITH_HOST = ("memcpy htod", "memcpy dtoh")
+# Copies within the device, such as those of a rank's own rows in an all-gather. They do not count
+# as computation that hides communication.
+_COPIES = ("memcpy dtod", "memcpy128")
 Interval = tuple[float, float]
 
 
 def _is(name: str, kinds: tuple[str, ...]) -> bool:
+    """Return whether a kernel's name contains one of ``kinds``."""
     return any(kind in name.lower() for kind in kinds)
 
 
 def exposure(events: Iterable[tuple[str, float, float]]) -> dict[str, float]:
-    """Of ``(name, start, end)`` of the device's work, in one unit: the time with computation, with communication
-    between ranks and no computation, and with neither (copies within the device are neither)."""
+    """Split the time of a step into computation, exposed communication and idle time.
+
+    Args:
+        events: (name, start, end) of the device's kernels and copies, in one unit of time.
+
+    Returns:
+        ``compute``: time with computation. ``exposed_communication``: time with communication
+        between ranks and without computation. ``idle``: time with neither; copies within the
+        device are neither.
+    """
     named = [event for event in events if not _is(event[0], _WITH_HOST)]
     compute = _union((start, end) for name, start, end in named if not _is(name, _COMMUNICATION + _COPIES))
     busy = _union((start, end) for name, start, end in named if not _is(name, _COPIES))
@@ -43,6 +55,7 @@ def exposure(events: Iterable[tuple[str, float, float]]) -> dict[str, float]:
 
 
 def _union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Return sorted disjoint intervals that cover the same times."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -53,11 +66,17 @@ def _union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def _total(intervals: Iterable[Interval]) -> float:
+    """Return the sum of the lengths of disjoint intervals."""
     return sum(end - start for start, end in intervals)
 
 
 def profiled(step: Callable[[], object], trace: Path | None = None) -> dict[str, float]:
-    """Milliseconds of one step by ``exposure``; ``trace`` receives the Chrome trace (``.json.gz``)."""
+    """Profile one step and return ``exposure`` of it in milliseconds.
+
+    Args:
+        step: runs the step.
+        trace: file for the Chrome trace (``.json.gz``).
+    """
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         step()
         torch.cuda.synchronize()

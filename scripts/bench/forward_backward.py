@@ -2,8 +2,9 @@
 
     python -m scripts.bench.forward_backward --tokens 512 --append
 
-A 12-layer, 768-wide LLaMA, vocabulary 32,000, fp32 on a CPU (bf16 on a GPU), batch 1, no parallelism. Memory is the
-peak of bytes allocated during one forward + backward beyond what was there before, from torch's profiler.
+A LLaMA with 12 layers, hidden size 768 and vocabulary 32,000; fp32 on a CPU (bf16 on a GPU), batch
+1, no parallelism. Memory is the peak of bytes allocated during one forward + backward, without the
+bytes allocated before, from torch's profiler.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ VARIANTS = ("ours", "hf")
 
 
 def timed_step(model: nn.Module, loss_of: LossFunction, ids: Tensor) -> float:
+    """Return the seconds of one forward + backward, until the device has finished."""
     model.zero_grad(set_to_none=True)
     backend.synchronize()
     start = time.perf_counter()
@@ -38,7 +40,7 @@ def timed_step(model: nn.Module, loss_of: LossFunction, ids: Tensor) -> float:
 
 
 def allocated_peak_mib(model: nn.Module, loss_of: LossFunction, ids: Tensor) -> float:
-    """Peak of allocations minus frees over one step, gradients included."""
+    """Return the peak of allocated minus freed MiB over one step, gradients included."""
     model.zero_grad(set_to_none=True)
     with profile(profile_memory=True) as recorded:
         loss_of(ids).backward()
@@ -53,6 +55,7 @@ def allocated_peak_mib(model: nn.Module, loss_of: LossFunction, ids: Tensor) -> 
 
 
 def run(tokens: int, rounds: int) -> list[dict[str, Any]]:
+    """Return a row per variant; variants alternate, in reversed order every other round."""
     config = CONFIGS["llama-110m"]()
     ids = torch.randint(0, config.vocab_size, (1, tokens)).to(backend.device)
     steps = {name: BUILDERS[name](config, MemoryConfig()) for name in VARIANTS}

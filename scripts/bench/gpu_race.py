@@ -1,7 +1,7 @@
 """Times competitors on one GPU: they take turns in one process, each turn a few calls without a pause.
 
-Before a turn the device is kept busy for longer than the host takes to hand over the calls: what is timed is the
-device's work, and not how long Python takes to start it.
+Before a turn the device is kept busy for longer than the host needs to launch the calls, so the
+device's work is timed and not the launch latency of Python.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Call = Callable[[], object]
 
 
 def race_parser(description: str | None, csv: Path, *, turns: int) -> argparse.ArgumentParser:
-    """Options that all races have."""
+    """Return a parser with the options of all races."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=turns)
     parser.add_argument("--csv", type=Path, default=csv)
@@ -34,7 +34,7 @@ def race_parser(description: str | None, csv: Path, *, turns: int) -> argparse.A
 
 
 def parse_on_gpu(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Its arguments; an error where there is no GPU to race on."""
+    """Return the parsed arguments; exit with an error if the backend is not cuda."""
     args = parser.parse_args()
     if backend.name != "cuda":
         parser.error(f"needs an NVIDIA GPU, the backend is {backend.name}")
@@ -42,7 +42,9 @@ def parse_on_gpu(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def race(calls: Mapping[str, Call], turns: int) -> dict[str, float]:
-    """Median milliseconds of each by the device's clock, over all turns."""
+    """Return the median milliseconds of each competitor over all turns, by the device's clock."""
+    # Competitors take turns so that a change of the GPU's clock rate affects all of them. The first
+    # call of a turn is not measured; it gives the launch time of the host.
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(turns):
         for name, call in calls.items():
@@ -55,7 +57,12 @@ def race(calls: Mapping[str, Call], turns: int) -> dict[str, float]:
 
 
 def _milliseconds(call: Call, host_s: float) -> list[float]:
-    """Args: host_s: what the host takes to hand over one call, at most."""
+    """Return the milliseconds of ``CALLS_A_TURN`` calls.
+
+    Args:
+        call: competitor.
+        host_s: upper bound of the seconds that the host needs to launch one call.
+    """
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(CALLS_A_TURN + 1)]
     head_start_s = max(_HEAD_START_S, 1.5 * CALLS_A_TURN * host_s)
     torch.cuda._sleep(int(head_start_s * _CYCLES_PER_S))
@@ -68,7 +75,7 @@ def _milliseconds(call: Call, host_s: float) -> list[float]:
 
 
 def peak_gib(call: Call) -> float:
-    """Peak of allocated memory during ``call`` above what is allocated before it."""
+    """Return the peak of memory that ``call`` allocates, in GiB, without earlier allocations."""
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
@@ -79,5 +86,5 @@ def peak_gib(call: Call) -> float:
 
 
 def first_line(error: Exception) -> str:
-    """For a row's ``failure``."""
+    """Return the error's type and first line, for the column ``failure``."""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"

@@ -4,8 +4,9 @@
     python -m scripts.bench.gpu_suite --gpus 2 --only llama3-8b-8k --traces build/traces
     python -m scripts.bench.gpu_suite --gpus 4 --list
 
-Each race is a process (with several GPUs one a GPU) whose output goes to ``--logs``; one that fails or outlasts
-``--timeout-s`` does not stop the others. cuBLAS runs without its counter resets (docs/gpus.md), the peers' too.
+Each race is a process (one per GPU with several GPUs) whose output goes to ``--logs``. A race that
+fails or exceeds ``--timeout-s`` does not stop the others. cuBLAS runs without its counter resets
+(docs/gpus.md), for the peers too.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN_STEP = "scripts.bench.train_step"
-GRACE_S = 60  # torchrun gives its ranks 30
+GRACE_S = 60  # torchrun waits 30 s for its ranks to end
 OURS = ("ours", "ours, CUDA graph")
 LIGER = ("liger", "liger, flash4")
 HF = ("hf", "hf, flash4")
@@ -32,11 +33,20 @@ DTENSOR = ("dtensor compiled", "dtensor compiled, flash4")
 
 @dataclass(frozen=True)
 class Race:
+    """Benchmark to run.
+
+    Args:
+        name: name for ``--only`` and for the log.
+        module: module of the benchmark.
+        arguments: options of the module.
+    """
+
     name: str
     module: str
     arguments: tuple[str, ...]
 
     def command(self, gpus: int, *, append: bool, traces: Path | None) -> list[str]:
+        """Return the command that runs the race on ``gpus`` GPUs."""
         launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(gpus)] if gpus > 1 else []
         options = ["--append"] if append else []
         if traces and self.module == TRAIN_STEP:
@@ -45,6 +55,7 @@ class Race:
 
 
 def step(name: str, model: str, tokens: int, *variants: str, options: str = "") -> Race:
+    """Return a race of full training steps."""
     arguments = ("--model", model, "--tokens", str(tokens), *options.split(), "--variants", *variants)
     return Race(name, TRAIN_STEP, arguments)
 
@@ -98,12 +109,15 @@ SEVERAL_GPUS = (
 
 
 def races(gpus: int) -> tuple[Race, ...]:
-    """In the order of what they decide, the most important first."""
+    """Return the races for a number of GPUs, the most important first."""
     return ONE_GPU if gpus == 1 else SEVERAL_GPUS
 
 
 def run(race: Race, args: argparse.Namespace) -> bool:
-    """Whether it ended well. It is gone in any case, and so are its ranks unless their launcher hung."""
+    """Run a race and return whether it succeeded.
+
+    Afterwards the process and its ranks have ended, except ranks of a launcher that hung.
+    """
     command = race.command(args.gpus, append=args.append, traces=args.traces)
     log = args.logs / f"{race.name}_T{args.gpus}.log"
     environment = {"CUBLAS_WORKSPACE_CONFIG": ":0:0", **os.environ}
@@ -124,7 +138,9 @@ def run(race: Race, args: argparse.Namespace) -> bool:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """The launcher ends its ranks, which are sessions of their own, when it is asked to end."""
+    """End a race's process, if it still runs."""
+    # SIGTERM first: torchrun then ends its ranks, which are in other sessions and so are not in the
+    # process group that SIGKILL reaches.
     if process.poll() is not None:
         return
     process.terminate()
@@ -164,9 +180,10 @@ def main() -> int:
 
 
 def run_all(chosen: Sequence[Race], args: argparse.Namespace) -> int:
-    """The exit code: 0 when all ended well, 1 when some did not, that of a shell when a signal came."""
+    """Run the races and return the exit code: 0, 1 if a race failed, or 128 + a signal's number."""
+    # SystemExit passes through run's ``finally``, which ends the running race.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, _: sys.exit(128 + number))  # through run's end, which ends the race too
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     args.logs.mkdir(parents=True, exist_ok=True)
     failed = [race.name for race in chosen if not run(race, args)]
     if failed:
@@ -175,6 +192,7 @@ def run_all(chosen: Sequence[Race], args: argparse.Namespace) -> int:
 
 
 def visible_gpus() -> int:
+    """Return the number of visible NVIDIA GPUs."""
     import torch
 
     return torch.cuda.device_count()

@@ -3,12 +3,13 @@
     python -m scripts.bench.linear_cross_entropy --tokens 8192 32768 --append
     torchrun --nproc_per_node 4 -m scripts.bench.linear_cross_entropy --tokens 8192 --append
 
-bf16. ``floor`` is the three matmuls alone. Several processes share the vocabulary, and the tokens as sequence shards;
-the peers then gather the tokens first and sum their gradient last, as their users do. Memory is the peak above the
-inputs, gradients and peer memory included. Errors are relative, against fp32 matmuls of the same bf16 inputs. The
-variants take turns within one process; each time is the median of all turns. ``cce`` skips gradients that it takes for
-negligible, ``cce unfiltered`` none, ``cce exact`` sums in fp32 too; it and vocabulary parallelism need CCE of its
-repository, which is newer than PyPI's 25.1.1.
+bf16. ``floor`` is the three matmuls alone. With several processes the vocabulary is sharded, and
+the tokens are sequence shards; the peers then all-gather the tokens first and reduce-scatter their
+gradient last, as their users do. Memory is the peak without the inputs, with gradients and peer
+memory. Errors are relative, against fp32 matmuls of the same bf16 inputs. The variants take turns
+within one process; each time is the median of all turns. ``cce`` skips gradients that it considers
+negligible, ``cce unfiltered`` skips none, ``cce exact`` also sums in fp32. ``cce exact`` and
+vocabulary parallelism need CCE from its repository, which is newer than PyPI's 25.1.1.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def ours(**options: Any) -> LossFunction:
+    """Return our fused loss, with sequence parallelism on several ranks."""
     def loss(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
         return fused_linear_cross_entropy(
             x, weight, target, sequence_parallel_enabled=parallel_state.get_tensor_model_parallel_size() > 1, **options
@@ -46,7 +48,7 @@ def ours(**options: Any) -> LossFunction:
 
 
 def gathered(loss: LossFunction) -> LossFunction:
-    """For peers that want all tokens on each rank."""
+    """Return ``loss`` after an all-gather of the tokens, for peers without sequence parallelism."""
     return lambda x, weight, target: loss(mappings.gather_from_sequence_parallel_region(x), weight, target)
 
 
@@ -74,11 +76,13 @@ def liger(chunk_mem_const: int, accum_dtype: torch.dtype | None = None) -> LossF
                 weight_requires_grad=True,
             )
             ctx.grads = [result for result in results if isinstance(result, Tensor) and result.dim() == 2]
-            return results[0]  # see backward: the gradients leave ctx, so that autograd need not copy them
+            return results[0]
 
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> Any:
-            del grad  # 1 here: Liger's own backward skips the product then
+            # The incoming gradient is 1, for which Liger's own backward skips the product too. The
+            # gradients are removed from ctx: autograd copies a gradient that has another reference.
+            del grad
             grads, ctx.grads = ctx.grads, None
             return *grads, None
 
@@ -104,7 +108,10 @@ def cce(**options: Any) -> LossFunction:
 
 
 def cce_vocab_parallel(vocab: int, **options: Any) -> LossFunction:
-    """Its sum of dX over ranks is left to the gather's backward, which is cheaper."""
+    """Return CCE over vocabulary shards.
+
+    CCE's own all-reduce of dX is off: the reduce-scatter in the all-gather's backward is cheaper.
+    """
     from cut_cross_entropy import VocabParallelOptions  # pyright: ignore[reportMissingImports]
 
     start = parallel_state.get_tensor_model_parallel_rank() * vocab
@@ -114,7 +121,7 @@ def cce_vocab_parallel(vocab: int, **options: Any) -> LossFunction:
 
 
 def variants(gradient_bytes: int, tokens: int, vocab: int) -> dict[str, Callable[[], LossFunction]]:
-    """By name, how to make each; a peer that is not installed fails there."""
+    """Return a builder of each variant by name; the builder fails if a peer is not installed."""
     table: dict[str, Callable[[], LossFunction]] = {
         "ours": ours,
         "ours, 5 % memory": lambda: ours(logits_bytes=gradient_bytes // 22),
@@ -143,7 +150,10 @@ def variants(gradient_bytes: int, tokens: int, vocab: int) -> dict[str, Callable
 
 
 def floor_of(x: Tensor, weight: Tensor) -> Callable[[], None]:
-    """The three matmuls, 8,192 tokens at a time, into memory that stays."""
+    """Return a call of the three matmuls, 8,192 tokens at a time, into preallocated memory.
+
+    They are logits = X W^t, dX = dlogits W and dW = dlogits^t X.
+    """
     size = parallel_state.get_tensor_model_parallel_size()
     rows = min(8192, x.size(0) * size)
     x = torch.randn(x.size(0) * size, x.size(1), device=x.device, dtype=x.dtype)
@@ -160,7 +170,8 @@ def floor_of(x: Tensor, weight: Tensor) -> Callable[[], None]:
 
 
 def reference(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss and gradients by fp32 matmuls, a few rows at a time."""
+    """Return loss, dX and dW from fp32 matmuls, ``REFERENCE_ROWS`` tokens at a time."""
+    # dlogits = (softmax(logits) - one_hot(target)) / tokens.
     wide = weight.detach().float()
     dx, dw, total = torch.empty_like(x, dtype=torch.float32), torch.zeros_like(wide), torch.zeros((), device=x.device)
     for rows in torch.arange(x.size(0), device=x.device).split(REFERENCE_ROWS):
@@ -178,6 +189,7 @@ def reference(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor
 
 
 def errors(loss: LossFunction, inputs: tuple[Tensor, Tensor, Tensor], expected: tuple[Tensor, ...]) -> dict[str, Any]:
+    """Return the loss's absolute error, and relative errors of dX and dW in the 2-norm."""
     x, weight, target = inputs
     value = loss(x, weight, target)
     value.backward()
@@ -191,11 +203,13 @@ def errors(loss: LossFunction, inputs: tuple[Tensor, Tensor, Tensor], expected: 
 
 
 def step(loss: LossFunction, inputs: tuple[Tensor, Tensor, Tensor]) -> None:
+    """Run forward and backward, and drop the gradients."""
     loss(*inputs).backward()
     inputs[0].grad = inputs[1].grad = None
 
 
 def measure(head: str, tokens: int, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return a row of time, memory and errors for each variant."""
     hidden, vocab = HEADS[head]
     size = parallel_state.get_tensor_model_parallel_size()
     generator = torch.Generator(backend.device).manual_seed(5)
@@ -218,7 +232,9 @@ def measure(head: str, tokens: int, args: argparse.Namespace) -> list[dict[str, 
         rows.append(row)
         try:
             loss = build()
-            backend.release_groups()  # the slots of the variant before are not this one's memory
+            # Release the peer memory of the previous variant, which is not this variant's memory.
+            # torch's figures do not contain peer memory, so it is added.
+            backend.release_groups()
             step(loss, inputs)  # compiles
             peer_memory = ((backend.memory_allocated() or 0) - torch.cuda.memory_allocated()) / 2**30
             row["peak_gib"] = round(peak_gib(lambda loss=loss: step(loss, inputs)) + peer_memory, 3)

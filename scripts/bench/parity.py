@@ -2,7 +2,7 @@
 
     python -m scripts.bench.parity [--output docs/numerics.md]
 
-Starts its own gloo ranks; exits with status 1 when a figure is above its bound.
+Starts its own gloo ranks. The exit status is 1 if a figure is above its bound.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ from nxd_memopt.parallel_layers.utils import copy_tensor_model_parallel_attribut
 
 LOSS_BOUND = 1e-6
 GRADIENT_BOUND = 2e-5
-BF16_BOUND = 1e-2  # bf16 keeps 8 bits: each rounding is 2e-3 relative, a reduction over T ranks rounds again
+# bf16 has 8 significant bits: each rounding is up to 2e-3 relative, and a reduction over T ranks
+# rounds again.
+BF16_BOUND = 1e-2
 WORLD_SIZES = (1, 2, 4)
 LLAMA: dict[str, Any] = {
     "vocab_size": 131,
@@ -79,7 +81,11 @@ DROPOUT = {"llama": ("attention_dropout",), "gpt_neox": ("attention_dropout", "h
 
 @dataclass
 class Row:
-    """One line of the table; ``bit_equal`` compares with recompute none, without and with dropout."""
+    """One line of the table of models.
+
+    ``bit_equal`` compares loss and gradients with those of recompute none, without and with
+    dropout.
+    """
 
     case: str
     world_size: int
@@ -92,6 +98,7 @@ class Row:
 
     @property
     def holds(self) -> bool:
+        """Whether all figures are within their bounds."""
         return self.loss_error <= LOSS_BOUND and self.gradient_error <= GRADIENT_BOUND and self.bit_equal
 
 
@@ -107,10 +114,12 @@ class LayerRow:
 
     @property
     def holds(self) -> bool:
+        """Whether all errors are within the bound."""
         return all(error <= BF16_BOUND for error in self.errors.values())
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Return |actual - expected| / |expected| in the 2-norm, computed in float64."""
     expected = expected.double()
     return ((actual.double() - expected).norm() / expected.norm()).item()
 
@@ -119,7 +128,10 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def run_step(model: nn.Module, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and this rank's gradients after the sequence-parallel hook; random streams start alike each time."""
+    """Return the loss and this rank's gradients after the sequence-parallel hook.
+
+    Random streams are seeded first, so every call draws the same dropout.
+    """
     model_parallel_manual_seed(11)
     model.zero_grad(set_to_none=True)
     loss = model(ids, labels=ids).loss
@@ -129,6 +141,7 @@ def run_step(model: nn.Module, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def build(config: Any, state: dict[str, Tensor], sequence_parallel: bool, memory: MemoryConfig) -> nn.Module:
+    """Return our model with this rank's shards of the full weights ``state``."""
     size = parallel_state.get_tensor_model_parallel_size()
     parallel = ParallelConfig(size, sequence_parallel_enabled=sequence_parallel)
     model = model_class(config.model_type)(config, parallel=parallel, memory=memory)
@@ -137,7 +150,7 @@ def build(config: Any, state: dict[str, Tensor], sequence_parallel: bool, memory
 
 
 def worst_gradient(model: nn.Module, ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> tuple[float, str]:
-    """The largest relative error over every parameter; only rank 0's figure is of use."""
+    """Return the largest relative error over all parameters; valid on rank 0 only."""
     assert set(ours) == set(theirs), set(ours) ^ set(theirs)
     worst = (0.0, "")
     for name, param in model.named_parameters():
@@ -149,10 +162,13 @@ def worst_gradient(model: nn.Module, ours: dict[str, Tensor], theirs: dict[str, 
 
 
 def compare_case(name: str) -> list[Row]:
+    """Return the rows of one model: sequence parallelism off and on, times every recompute."""
     config = CASES[name]()
     torch.manual_seed(5)
     reference = transformers.AutoModelForCausalLM.from_config(config)
-    for param in reference.parameters():  # norms start at one and biases at zero: every parameter must matter
+    # Norms are initialized to one and biases to zero. Noise is added so that an error in any
+    # parameter changes the result.
+    for param in reference.parameters():
         param.data.add_(torch.randn_like(param), alpha=0.05)
     ids = torch.randint(0, config.vocab_size, (2, 32))
     loss, theirs = _reference_step(reference, ids)
@@ -173,12 +189,14 @@ def compare_case(name: str) -> list[Row]:
 
 
 def _reference_step(reference: nn.Module, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return loss and gradients of transformers' model."""
     loss = reference(ids, labels=ids).loss
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
 
 
 def with_dropout(config: Any) -> Any:
+    """Return a copy of ``config`` with dropout 0.1."""
     changed = type(config).from_dict(config.to_dict())
     for name in DROPOUT[config.model_type]:
         setattr(changed, name, 0.1)
@@ -186,7 +204,7 @@ def with_dropout(config: Any) -> Any:
 
 
 def is_bit_equal(first: tuple[Tensor, dict[str, Tensor]], second: tuple[Tensor, dict[str, Tensor]]) -> bool:
-    """On every rank: loss and all gradients."""
+    """Return whether loss and all gradients are bitwise equal on every rank."""
     local = torch.equal(first[0], second[0]) and all(torch.equal(first[1][n], second[1][n]) for n in first[1])
     everywhere = backend.all_reduce(torch.tensor(int(local)), parallel_state.get_world_group(), op="min")
     return bool(everywhere.item())
@@ -196,7 +214,10 @@ def is_bit_equal(first: tuple[Tensor, dict[str, Tensor]], second: tuple[Tensor, 
 
 
 def compare_layer(layer: str, weight_dtype: torch.dtype, sequence_parallel: bool) -> LayerRow:
-    """One linear layer, bf16 input; an fp32 weight runs under autocast, as mixed-precision training does."""
+    """Return the errors of a linear layer with bf16 input against float64.
+
+    An fp32 weight runs under autocast, as in mixed-precision training.
+    """
     size = parallel_state.get_tensor_model_parallel_size()
     module_class = ColumnParallelLinear if layer == "column" else RowParallelLinear
     options: dict[str, Any] = {"gather_output": False} if layer == "column" else {"input_is_parallel": True}
@@ -229,19 +250,22 @@ def compare_layer(layer: str, weight_dtype: torch.dtype, sequence_parallel: bool
 
 
 def gather_on_all(param: Any) -> Tensor:
+    """Return the full tensor of a sharded parameter on every rank, fp32."""
+    # gather_full_tensor returns the tensor on rank 0 and None elsewhere: the sum broadcasts it.
     full = gather_full_tensor(param)
     full = torch.zeros(param.full_shape) if full is None else full.float()
     return backend.all_reduce(full, parallel_state.get_world_group())
 
 
 def float64_slice(full: Any, param: Any) -> Tensor:
+    """Return this rank's shard of ``full``, sharded like ``param``, in float64."""
     probe = torch.empty_like(param, dtype=torch.float64)
     copy_tensor_model_parallel_attributes(probe, param)
     return local_slice(full, probe)
 
 
 def local_inputs(layer: str, x: Tensor, upstream: Tensor, sequence_parallel: bool) -> tuple[Tensor, Tensor]:
-    """This rank's part of the layer's input and of its output's gradient."""
+    """Return this rank's shard of the layer's input and of its output's gradient."""
     group = parallel_state.get_tensor_model_parallel_group()
     sharded_features = {"column": upstream, "row": x}[layer]
     sharded_features = backend.shard(sharded_features, -1, group)
@@ -256,6 +280,7 @@ def local_inputs(layer: str, x: Tensor, upstream: Tensor, sequence_parallel: boo
 
 
 def run_rank(rank: int, world_size: int, port: int, results: Any) -> None:
+    """Run all cases on one rank; rank 0 puts the rows into ``results``."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     warnings.simplefilter("error")
@@ -278,12 +303,15 @@ def run_rank(rank: int, world_size: int, port: int, results: Any) -> None:
 
 
 def free_port() -> int:
+    """Return a TCP port that was free a moment ago."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def run_world(world_size: int) -> tuple[list[Row], list[LayerRow]]:
+    """Start ``world_size`` ranks and return their rows."""
+    # The result is read while the ranks still run: rank 0 cannot end before its queue is read.
     results = get_context("spawn").Queue()
     context: Any = spawn(run_rank, args=(world_size, free_port(), results), nprocs=world_size, join=False)
     while not context.join(timeout=1):
@@ -296,6 +324,7 @@ def run_world(world_size: int) -> tuple[list[Row], list[LayerRow]]:
 
 
 def report(rows: list[Row], layer_rows: list[LayerRow]) -> str:
+    """Return the tables as Markdown."""
     lines = [
         "# Numerics",
         "",

@@ -19,10 +19,12 @@ Builder = Callable[[Any, MemoryConfig], tuple[nn.Module, LossFunction]]
 
 
 def dtype() -> torch.dtype:
+    """Return the dtype of all models: fp32 on the CPU, bf16 elsewhere."""
     return torch.float32 if backend.name == "cpu" else torch.bfloat16
 
 
 def build_hf(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction]:
+    """Return transformers' model and its loss."""
     with backend.device:
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype())
     _apply_hf_recompute(model, memory)
@@ -30,7 +32,7 @@ def build_hf(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction
 
 
 def build_liger(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction]:
-    """transformers' model with all of Liger-Kernel's replacements."""
+    """Return transformers' model with all of Liger-Kernel's replacements, and its loss."""
     from liger_kernel.transformers import _apply_liger_kernel_to_instance  # pyright: ignore[reportMissingImports]
 
     model, loss_of = build_hf(config, memory)
@@ -39,9 +41,10 @@ def build_liger(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunct
 
 
 def with_flash4(build: Builder) -> Builder:
-    """The same on transformers' FlashAttention-4, in place of what ``scaled_dot_product_attention`` chooses.
+    """Return ``build`` with transformers' FlashAttention-4 instead of PyTorch's attention.
 
-    Its layers ask the device whether position ids belong to packed documents, and wait for the answer.
+    transformers' layers then copy a value from the device to the host, to see if position ids are
+    of packed documents.
     """
 
     def built(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction]:
@@ -52,13 +55,19 @@ def with_flash4(build: Builder) -> Builder:
 
 
 def build_dtensor(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction]:
-    """torchtitan's plan: norms on sequence shards, linears column- and row-wise, loss over sharded logits."""
+    """Return transformers' model with torchtitan's DTensor plan, and its forward and backward.
+
+    Norms run on sequence shards, linear layers are column- and row-parallel, and the loss is
+    computed from sharded logits.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
     mesh = init_device_mesh(backend.device.type, (dist.get_world_size(),))
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype())
+    # The model is parallelized on the meta device, so each rank allocates its shard only.
+    # Initialization and RoPE tables follow, because to_empty leaves memory undefined.
     parallelize_module(model, mesh, dtensor_plan(config))
     model.to_empty(device=backend.device)
     base = model.get_submodule(model.base_model_prefix)
@@ -87,7 +96,7 @@ def build_dtensor(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFun
 
 
 def build_dtensor_compiled(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction]:
-    """The same with each layer compiled, as torchtitan does."""
+    """Return ``build_dtensor`` with each layer compiled, as in torchtitan."""
     model, loss_of = build_dtensor(config, memory)
     base: Any = model.get_submodule(str(model.base_model_prefix))
     for layer in base.layers:
@@ -96,7 +105,10 @@ def build_dtensor_compiled(config: Any, memory: MemoryConfig) -> tuple[nn.Module
 
 
 def build_dtensor_async(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction]:
-    """The same with collectives and matmuls in one, through symmetric memory."""
+    """Return ``build_dtensor_compiled`` with asynchronous tensor parallelism.
+
+    The compiler fuses collectives and matmuls through symmetric memory.
+    """
     import torch._inductor.config
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
@@ -106,6 +118,7 @@ def build_dtensor_async(config: Any, memory: MemoryConfig) -> tuple[nn.Module, L
 
 
 def dtensor_plan(config: Any) -> dict[str, Any]:
+    """Return the parallel style of every module, by its name with ``*`` for layers."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -150,5 +163,6 @@ def dtensor_plan(config: Any) -> dict[str, Any]:
 
 
 def _apply_hf_recompute(model: nn.Module, memory: MemoryConfig) -> None:
+    """Turn on transformers' recompute of full layers, if ``memory`` asks for it."""
     if memory.recompute_granularity == "full":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # pyright: ignore

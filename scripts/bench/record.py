@@ -22,7 +22,7 @@ from nxd_memopt._optional import installed
 from nxd_memopt.backends import backend
 
 _WRITTEN = ("docs/benchmarks", "docs/numerics.md", "README.md")
-_VARIABLES = (  # that change what is measured
+_VARIABLES = (  # environment variables that change what is measured
     "CUBLAS_WORKSPACE_CONFIG",
     "NVTE_FLASH_ATTN",
     "NVTE_FUSED_ATTN",
@@ -33,7 +33,7 @@ _PACKAGES = ("liger-kernel", "cut-cross-entropy", "flash-attn-4")
 
 
 def cpu_name() -> str:
-    """The processor's model, where Linux tells it."""
+    """Return the processor's model and number of cores from Linux, or the machine's architecture."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -41,7 +41,11 @@ def cpu_name() -> str:
 
 
 def environment(module: str) -> dict[str, Any]:
-    """What every row records beside its figures; ``module`` is the benchmark's, as the command names it."""
+    """Return the columns that every row has in addition to its figures.
+
+    Args:
+        module: module of the benchmark, for the command.
+    """
     device = torch.cuda.get_device_name() if backend.name == "cuda" else cpu_name()
     return {
         "date": f"{datetime.datetime.now(tz=datetime.UTC):%Y-%m-%d}",
@@ -55,38 +59,45 @@ def environment(module: str) -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """``-dirty`` where other files than those that benchmarks write were changed."""
+    """Return the commit, with ``-dirty`` if files other than benchmark results have changed."""
     commit = _git("rev-parse", "--short", "HEAD")
     changes = _git("status", "--porcelain", "--", ":/", *(f":(exclude,top){name}" for name in _WRITTEN))
     return f"{commit}-dirty" if commit and changes else commit or "unknown"
 
 
 def _git(*arguments: str) -> str:
+    """Return the output of a git command, or an empty text outside a repository."""
     command = ["git", "-C", str(Path(__file__).parent), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def _settings() -> list[str]:
+    """Return the assignments of environment variables at the start of the command."""
     return [f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ]
 
 
 def _launcher() -> list[str]:
+    """Return the program at the start of the command."""
     size = os.environ.get("WORLD_SIZE", "1")
     return ["python"] if size == "1" else ["torchrun", "--nproc_per_node", size]
 
 
 def append(rows: list[dict[str, Any]], path: Path) -> None:
-    """Add ``rows`` to the file; columns that it does not have yet are added to it. One process at a time."""
+    """Append ``rows`` to a CSV file and add columns that the file does not have.
+
+    A lock on the folder admits one process at a time.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
         _append(rows, path)
     finally:
-        os.close(folder)  # and unlocks it
+        os.close(folder)  # releases the lock
 
 
 def _append(rows: list[dict[str, Any]], path: Path) -> None:
+    """Rewrite the file with ``rows`` appended; renaming makes it atomic."""
     recorded: list[dict[str, Any]] = []
     if path.exists():
         with path.open(newline="", encoding="utf-8") as file:
@@ -103,7 +114,7 @@ def _append(rows: list[dict[str, Any]], path: Path) -> None:
 def publish(
     rows: list[dict[str, Any]], columns: Sequence[str], title: str, args: argparse.Namespace, *, module: str
 ) -> None:
-    """Print ``columns`` of all rows; with ``args.append``, add them to ``args.csv`` with their ``environment``."""
+    """Print ``columns`` of all rows; with ``args.append`` append them to ``args.csv``."""
     rows = [{name: row.get(name, "") for name in columns} for row in rows]
     print_table(rows, title)
     if args.append:
@@ -111,8 +122,8 @@ def publish(
 
 
 def print_table(rows: list[dict[str, Any]], title: str) -> None:
-    """All rows, at least one, a line each; columns by their names."""
-    from rich.console import Console  # machines that only measure need not have it
+    """Print one line per row, of which there is at least one."""
+    from rich.console import Console  # imported here: machines that only measure may not have it
     from rich.table import Table
 
     table = Table(*rows[0], title=title)

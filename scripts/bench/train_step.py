@@ -1,17 +1,23 @@
 """The full-step benchmark: our models and their peers on transformers' models, in one run.
 
-    torchrun --nproc_per_node 4 -m scripts.bench.train_step --model llama3-8b --tokens 2048 8192 --append
+    torchrun --nproc_per_node 4 -m scripts.bench.train_step --model llama3-8b --tokens 2048 8192
+    --append
 
-Random weights, bf16 weights and gradients, AdamW with bf16 states (torch's fused one for the peers), batch 1. T is the
-number of processes. Ours also as one CUDA graph, and with compiled layers. Peers: ``hf`` (transformers in one process),
-``liger`` (the same with Liger-Kernel) and ``dtensor`` (PyTorch's tensor- and sequence-parallel plan on transformers'
-model; also with compiled layers, and with asynchronous tensor parallelism). Ours takes FlashAttention-4 where that is
-installed, and so do peers called ``flash4``; the others have PyTorch's choice. ``--recompute full`` recomputes every
-layer; ours may keep the attention kernel's result (``--keep-core-attn``), recompute the first layers only
-(``--recompute-layers``), keep the first layers' activations in host memory and recompute those behind them
-(``--offload-layers``), and run the optimizer inside backward (``--in-backward``). MFU counts 6 x parameters (input
-embedding left out) x tokens + 6 x layers x H x S^2 against ``--peak-tflops``; recompute does not count. ``exposed_ms``:
-of one more step, profiled, the time in which the first GPU did nothing but communicate.
+Random weights, bf16 weights and gradients, AdamW with bf16 states (torch's fused AdamW for the
+peers), batch 1. T is the number of processes. ``ours`` has variants as one CUDA graph and with
+compiled layers. Peers: ``hf`` (transformers in one process), ``liger`` (``hf`` with Liger-Kernel)
+and ``dtensor`` (PyTorch's tensor- and sequence-parallel plan on transformers' model; also with
+compiled layers and with asynchronous tensor parallelism). Ours uses FlashAttention-4 if it is
+installed, and so do peers called ``flash4``; the other peers have PyTorch's choice.
+
+``--recompute full`` recomputes every layer. Ours may keep the attention kernel's result
+(``--keep-core-attn``), recompute the first layers only (``--recompute-layers``), keep the first
+layers' activations in host memory and recompute the layers after them (``--offload-layers``), and
+run the optimizer inside backward (``--in-backward``).
+
+MFU counts 6 x parameters (without the input embedding) x tokens + 6 x layers x H x S^2 against
+``--peak-tflops``; recompute does not count. ``exposed_ms`` is the time in one more, profiled step
+in which the first GPU only communicated.
 """
 
 from __future__ import annotations
@@ -88,6 +94,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 
 
 def build_ours(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction]:
+    """Return our model and its loss, with sequence parallelism on several ranks."""
     size = parallel_state.get_tensor_model_parallel_size()
     parallel = ParallelConfig(size, sequence_parallel_enabled=size > 1, use_cpu_initialization=False)
     model = model_class(config.model_type)(
@@ -97,14 +104,14 @@ def build_ours(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFuncti
 
 
 def build_ours_compiled(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction]:
-    """The same with each layer compiled, as ``trainer.compile: layer`` does."""
+    """Return ``build_ours`` with each layer compiled, as with ``trainer.compile: layer``."""
     model, loss_of = build_ours(config, memory)
     apply_memory(cast(ParallelCausalLM, model), memory, compile="layer")
     return model, loss_of
 
 
 def build_ours_graphed(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction]:
-    """The same with forward and backward as one CUDA graph."""
+    """Return ``build_ours`` with forward and backward as one CUDA graph."""
     model, loss_of = build_ours(config, memory)
     return model, GraphedLoss(model.parameters(), loss_of)
 
@@ -120,7 +127,8 @@ BUILDERS: dict[str, Builder] = {
     "dtensor": build_dtensor,
     "dtensor compiled": build_dtensor_compiled,
     "dtensor compiled, flash4": with_flash4(build_dtensor_compiled),
-    "dtensor compiled, async TP": build_dtensor_async,  # last: its setting of the compiler stays
+    # Last, because its compiler setting stays on for the rest of the process.
+    "dtensor compiled, async TP": build_dtensor_async,
 }
 
 
@@ -134,10 +142,18 @@ def measure(
     in_backward: bool,
     trace: Path | None = None,
 ) -> dict[str, Any]:
-    """Median step time, peak memory and last loss of one variant; its memory is free again afterwards.
+    """Return the median step time, peak memory and losses of one variant.
+
+    Its memory is free again afterwards.
 
     Args:
-        trace: where the Chrome trace of one more step goes, on a GPU.
+        variant: key of ``BUILDERS``.
+        config: transformers' configuration of the model.
+        tokens: S; the batch size is 1.
+        memory: recompute and offload.
+        steps: number of timed steps after the warm-up.
+        in_backward: run our optimizer inside backward.
+        trace: file for the Chrome trace of one more step, on a GPU.
     """
     model_parallel_manual_seed(7)
     model, loss_of = BUILDERS[variant](config, memory)
@@ -153,6 +169,7 @@ def measure(
 
     def step() -> Tensor:
         loss = loss_of(ids)
+        # A CUDA graph and the DTensor peer run backward themselves and return a detached loss.
         if loss.requires_grad:
             loss.backward()
         if is_ours and not in_backward:
@@ -183,6 +200,12 @@ def measure(
 
 
 def model_flops(config: Any, tokens: int) -> float:
+    """Return the FLOPs of one step without recompute: 6 P S + 6 L H S^2.
+
+    P is the number of parameters without the input embedding. Forward costs 2 FLOPs per parameter
+    and token, and backward twice that. Causal attention has 2 matmuls of S^2 H / 2 multiply-adds
+    per layer in forward, and backward costs twice that.
+    """
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     embedding = config.vocab_size * config.hidden_size
@@ -191,7 +214,7 @@ def model_flops(config: Any, tokens: int) -> float:
 
 
 def recompute(args: argparse.Namespace) -> tuple[MemoryConfig, str]:
-    """What ours is told, and how a row calls it."""
+    """Return the memory configuration of ours, and its description for the row."""
     layers, offloaded = args.recompute_layers, args.offload_layers
     memory = MemoryConfig(cpu_offloading_num_layers=offloaded)
     parts = ["none"]
@@ -206,7 +229,10 @@ def recompute(args: argparse.Namespace) -> tuple[MemoryConfig, str]:
 
 
 def trace_file(folder: Path | None, row: dict[str, Any]) -> Path | None:
-    """One a row and rank: who waits, and who is waited for."""
+    """Return the file of a row's Chrome trace on this rank, or None without ``folder``.
+
+    Traces of all ranks show which rank waits for which.
+    """
     if folder is None:
         return None
     folder.mkdir(parents=True, exist_ok=True)
@@ -216,7 +242,11 @@ def trace_file(folder: Path | None, row: dict[str, Any]) -> Path | None:
 
 
 def run(args: argparse.Namespace) -> list[str]:
-    """Measure, print and append row by row: what was measured before a failure is kept. Ours that failed."""
+    """Measure, print and append row by row, so a failure loses no earlier rows.
+
+    Returns:
+        Descriptions of our variants that failed.
+    """
     failed, size = [], parallel_state.get_world_size()
     about = environment("scripts.bench.train_step")
     peers_memory = MemoryConfig(recompute_granularity="full" if args.recompute == "full" else None)
