@@ -96,6 +96,7 @@ class Training:
 
     def _choose(self, cuda_graph: bool) -> Callable[[Tensor], Tensor]:
         """Return the forward and backward of a micro-batch, eager or as a CUDA graph."""
+
         def forward_backward(ids: Tensor) -> Tensor:
             loss = self._loss(ids)
             loss.backward()

@@ -32,6 +32,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def implementation(name: str, mask: PackedDocuments | None = None) -> Attention:
     """Return attention with the library's implementation ``name``."""
+
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         shape, packed = query.shape, mask is not None
         options: dict[str, Any] = {"dtype": query.dtype, "packed": packed, "attention_backend": name}

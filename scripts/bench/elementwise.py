@@ -305,6 +305,7 @@ def forward_and_backward(function: Function, inputs: Sequence[Tensor], *, apart:
 
 def optimizer_calls(numel: int) -> dict[str, Callable[[], object]]:
     """Return the steps of AdamW implementations by name, on ``numel`` bf16 parameters."""
+
     def parameters() -> list[Tensor]:
         params = [random(4096, 4096) for _ in range(numel // 4096**2)]
         for param in params:

@@ -39,6 +39,7 @@ LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def ours(**options: Any) -> LossFunction:
     """Return our fused loss, with sequence parallelism on several ranks."""
+
     def loss(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
         return fused_linear_cross_entropy(
             x, weight, target, sequence_parallel_enabled=parallel_state.get_tensor_model_parallel_size() > 1, **options
