@@ -1,8 +1,9 @@
 """Refuses ``Tensor.split`` in the library, which gives wrong data on trn1 when it is passed a list of sizes.
 
-torch_xla 2.9 with functionalization disabled (pytorch/xla#8640): ``ops.parts.split_sizes``, ``chunk``, ``narrow`` and
-``tensor_split`` are right in both modes. A list of sizes and one size cannot be told apart where the argument is a
-name, so every split of a tensor is refused; only splits of strings remain.
+The fault is in torch_xla 2.9 with functionalization disabled (pytorch/xla#8640).
+``ops.parts.split_sizes``, ``chunk``, ``narrow`` and ``tensor_split`` are correct in both modes. A
+list of sizes and a single size cannot be distinguished if the argument is a name, so every split of
+a tensor is refused; only splits of strings are allowed.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ def main() -> int:
 
 
 def refused_lines(source: str) -> list[int]:
-    """Return the lines of ``source`` that name a split, other than one of a string."""
+    """Return the numbers of lines with a split that is not a split of a string."""
     tree = ast.parse(source)
     strings = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call) and _splits_string(node)}
     return sorted({node.lineno for node in ast.walk(tree) if _names_split(node) and id(node) not in strings})  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _names_split(node: ast.AST) -> bool:
-    """True for ``x.split`` and its overloads, called or passed on, and for ``from torch import split``."""
+    """Return whether a node names a split: an attribute, a ``getattr`` or an import from torch."""
     if isinstance(node, ast.Attribute):
         return node.attr in REFUSED and not (isinstance(node.value, ast.Name) and node.value.id in NO_TENSORS)
     if isinstance(node, ast.ImportFrom):
@@ -55,7 +56,8 @@ def _names_split(node: ast.AST) -> bool:
 
 
 def _splits_string(call: ast.Call) -> bool:
-    """True for ``text.split()``, ``text.split(",")`` and ``text.split(",", 1)``."""
+    """Return whether a call splits a string: ``text.split()``, ``text.split(",", 1)`` and alike."""
+    # A tensor's split takes a size or a list first, so a literal text or no argument is a string's.
     keywords = {keyword.arg: keyword.value for keyword in call.keywords}
     if len(call.args) > 2 or not keywords.keys() <= {"sep", "maxsplit"}:
         return False

@@ -24,7 +24,7 @@ def purpose(path: Path) -> str:
 
 
 def file_tree() -> str:
-    """The whole document: a section per folder."""
+    """Return the full document, with a section per folder."""
     lines = ["# Files", "", "Written by `scripts/file_tree.py --write`: what each file is responsible for."]
     paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
     for folder in dict.fromkeys(path.parent for path in paths):
@@ -34,6 +34,7 @@ def file_tree() -> str:
 
 
 def main() -> int:
+    """Write the document, or compare it with the file; return the exit code."""
     expected = file_tree()
     if "--write" in sys.argv[1:]:
         FILE.write_text(expected, encoding="utf-8")

@@ -8,6 +8,8 @@ from tests.golden.runs import MODELS, STEPS, golden_file, train
 
 
 def main() -> None:
+    """Train each model and write its losses with full precision."""
+    # One thread: the order of sums in a matmul depends on the number of threads.
     torch.set_num_threads(1)
     for name in MODELS:
         losses = train(name)

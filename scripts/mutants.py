@@ -25,16 +25,17 @@ ENVIRONMENT_CHECK = "import nxd_memopt.models.llama as m, nxd_memopt as n; print
 
 @dataclass(frozen=True)
 class Mutant:
-    """One fault: ``old``, which ``file`` must hold exactly once, becomes ``new``, and ``tests`` must notice.
+    """Fault that tests must notice.
 
     Args:
-        name: what is wrong, unique.
+        name: unique description of the fault.
         file: path in the repository.
-        old: the text to replace; a TOML string of several lines opens with a newline that TOML drops.
-        new: the text with the fault.
+        old: text to replace, which must occur exactly once; TOML drops the newline at the start of
+            a string of several lines.
+        new: text with the fault.
         tests: files under ``tests/`` that are likely to notice.
         keyword: pytest's ``-k`` expression, which selects tests of these files.
-        venv: the track whose Python runs the tests.
+        venv: virtual environment whose Python runs the tests.
     """
 
     name: str
@@ -79,7 +80,10 @@ def main() -> int:
 
 
 def copy_repository(folder: Path) -> Path:
-    """Copy what tests import; the link ``nxd_memopt/models`` stays a link, to the copy of ``models``."""
+    """Copy what tests import and return the copy's root.
+
+    The link ``nxd_memopt/models`` stays a link, which points to the copy of ``models``.
+    """
     for name in COPIED:
         source = ROOT / name
         if source.is_dir():
@@ -90,13 +94,14 @@ def copy_repository(folder: Path) -> Path:
 
 
 def run(copy: Path, venv: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the environment's Python in the copy, on backend cpu."""
     environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "NXD_MEMOPT_BACKEND": "cpu"}
     command = [str(ROOT / venv / "bin" / "python"), *arguments]
     return subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
 
 
 def check_imports(copy: Path, venv: str) -> None:
-    """Fail unless Python takes both packages from the copy."""
+    """Raise ``RuntimeError`` unless Python imports both packages from the copy."""
     result = run(copy, venv, "-c", ENVIRONMENT_CHECK)
     files = result.stdout.split()
     if len(files) != 2 or not all(Path(file).is_relative_to(copy) for file in files):
@@ -104,11 +109,12 @@ def check_imports(copy: Path, venv: str) -> None:
 
 
 def run_tests(copy: Path, venv: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run pytest in the copy, until the first failure."""
     return run(copy, venv, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=line", "-rfE", *arguments)
 
 
 def check_baseline(copy: Path, venv: str, mutants: list[Mutant]) -> None:
-    """Fail unless every test that is to notice a mutant passes without it."""
+    """Raise ``RuntimeError`` unless all tests of the mutants pass without a fault."""
     chosen = {(tuple(mutant.tests), mutant.keyword) for mutant in mutants}
     files = sorted({f"tests/{test}" for tests, _ in chosen for test in tests})
     keyword = " or ".join(sorted({f"({keyword})" for _, keyword in chosen}))
@@ -118,7 +124,7 @@ def check_baseline(copy: Path, venv: str, mutants: list[Mutant]) -> None:
 
 
 def planted(copy: Path, mutant: Mutant) -> str:
-    """The file's text with the fault; fail unless there is exactly one place for it."""
+    """Return the file's text with the fault; ``RuntimeError`` unless ``old`` occurs once."""
     text = (copy / mutant.file).read_text(encoding="utf-8")
     if text.count(mutant.old) != 1:
         raise RuntimeError(f"{mutant.name}: {mutant.file} holds {text.count(mutant.old)} times, not once: {mutant.old}")
@@ -126,7 +132,7 @@ def planted(copy: Path, mutant: Mutant) -> str:
 
 
 def try_mutant(copy: Path, mutant: Mutant) -> str | None:
-    """Plant, test, restore; return the first test that failed."""
+    """Plant a fault, run the tests and restore the file; return the first test that failed."""
     file = copy / mutant.file
     text = file.read_text(encoding="utf-8")
     file.write_text(planted(copy, mutant), encoding="utf-8")
@@ -139,7 +145,8 @@ def try_mutant(copy: Path, mutant: Mutant) -> str | None:
         file.write_text(text, encoding="utf-8")
     if result.returncode == 0:
         return None
-    # a fixture's failure counts, a file that cannot be imported does not
+    # The failure of a fixture counts as noticed; a test file that cannot be imported does not,
+    # because it has no test's name.
     failed = re.search(r"^(?:FAILED|ERROR) (?:tests/)?(\S+::[^\s\[]+(?:\[[^\]]*\])?)", result.stdout, re.MULTILINE)
     if result.returncode != 1 or failed is None:
         raise RuntimeError(f"{mutant.name}: the tests did not run:\n{result.stdout[-3000:]}{result.stderr[-1000:]}")

@@ -103,6 +103,8 @@ class Certify:
         depth = config["num_hidden_layers"]
         if depth < many:
             raise ValueError(f"measure_layers {few} {many} exceed the model's {depth} layers: pass lower ones")
+        # XLA:CPU widens bf16 to fp32, which would double the measured bytes. fp16 has the same size
+        # and stays fp16.
         parallel = ParallelConfig(self.tensor_model_parallel_size, self.sequence_parallel_enabled, self.reduce_dtype)
         return Request(
             config=config,
@@ -127,6 +129,7 @@ class Certify:
         from nxd_memopt.certify.fit import DEVICE_GIB, OptimizerState
         from nxd_memopt.certify.report.judge import Device, judge
 
+        # stands_for is the user's dtype: backend xla measures fp16 instead of bf16 (see request).
         capacity_gib = DEVICE_GIB[self.device] if self.device_memory_gib is None else self.device_memory_gib
         return judge(
             request,

@@ -187,6 +187,7 @@ def _gradient_hook(shape: StepShape) -> Counter[Collective]:
 
 def _recomputed(shape: StepShape, memory: MemoryConfig, *, stops_early: bool) -> Counter[Collective]:
     """Return the collectives that recomputation issues again."""
+    # A recomputed block issues its forward collectives again: one column input and one row output.
     columns, rows = _recomputed_parts(shape, memory, stops_early=stops_early)
     total: Counter[Collective] = Counter()
     for part, count in ((shape.column_forward(), columns), (shape.reduction(), rows)):
@@ -207,6 +208,8 @@ def _recomputed_parts(shape: StepShape, memory: MemoryConfig, *, stops_early: bo
         omitted = num_layers // chunk if stops_early and not shape.row_output_dropout else 0
         blocks = shape.blocks_per_layer * num_layers
         return blocks, blocks - omitted
+    # Selective recomputation: only regions with a projection have collectives. core_attn, norm and
+    # mlp_act run without communication.
     modules = set(memory.recompute_modules or ()) & {"attn", "mlp"}
     regions = shape.num_layers * len(modules)  # each has one column input and ends in its row output
     return regions, 0 if stops_early else regions

@@ -40,6 +40,7 @@ def measure(request: Request) -> Answer:
         recompute = measure_variant(request, layers)
         with without_recompute():
             survivals[layers] = Survival(recompute, measure_variant(request, layers))
+    # T = 1 has one rank, whose fingerprint is measured already.
     size = request.parallel_config().tensor_model_parallel_size
     few = min(request.layer_counts)
     fingerprints = [survivals[few].recompute.fingerprint] if size == 1 else []

@@ -39,6 +39,7 @@ def install() -> None:
 def _alias(root: str, names: Table) -> bool:
     """Install the alias and report a real package that it hides. Return whether it is new."""
     installed = install_alias(root, names)
+    # PathFinder looks at installed packages only, not at the alias.
     real = PathFinder.find_spec(root) if installed else None
     if real is not None:
         print(f"nxd_memopt.compat: {root} of {real.origin} is left aside", file=sys.stderr)

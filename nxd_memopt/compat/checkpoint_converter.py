@@ -109,6 +109,8 @@ class CheckpointConverterBase:
         self, qkv_linear: bool = True, is_gqa: bool = True
     ) -> tuple[dict[str, str], dict[str, str]]:
         """Return the map of Q, K and V's last two name parts from Hugging Face to NxD, and back."""
+        # With qkv_linear NxD has GQAQKVColumnParallelLinear's three parameters. Without it, a model
+        # with grouped KV heads has three layers, and one without has a single qkv_proj.
         ours = [f"{letter}_proj.weight" for letter in "qkv"]
         if qkv_linear:
             theirs = [f"qkv_proj.weight_{letter}" for letter in "qkv"]
@@ -130,6 +132,8 @@ class CheckpointConverterBase:
 
     def coalesce_qkv(self, state_dict: State, config: dict[str, Any], tp_degree: int) -> State:
         """Replace q_proj, k_proj and v_proj with qkv_proj, whose shard r is rank r's [q, k, v]."""
+        # Rows in the order [q_0, k_0, v_0, q_1, ...] for ranks 0, 1, ...: a plain slice of the
+        # result is what the fused layer expects on a rank.
         for name in [name for name in state_dict if name.endswith("q_proj.weight")]:
             parts = [state_dict.pop(name.replace("q_proj", f"{letter}_proj")) for letter in "qkv"]
             joined = [
@@ -165,10 +169,14 @@ class CheckpointConverterBase:
         partial: State = {}
         for name, full in full_state.items():
             is_expert = "expert_mlps" in name
+            # Expert rank 0 has the parameters that are no experts; other expert ranks have experts
+            # only. Experts are split over expert ranks along dimension 0, then over T.
             if self._stage(name, args, partitions) not in (None, pp_rank) or (ep_rank and not is_expert):
                 continue
             if is_expert:
                 full = cut_slice(full, 0, ep_rank, args.ep_size, name)
+            # Attention weights follow the order of KV replicas, other sharded weights plain rank
+            # order; everything else is replicated.
             if self.is_qkv_weight(name) or "o_proj" in name:
                 target = self.get_weight_key(keys, inverse, name, True) if args.qkv_linear else name
                 partial[target] = self._cut_heads(name, full, layout if args.qkv_linear else None, args, tp_rank)
@@ -201,6 +209,7 @@ class CheckpointConverterBase:
             return args.pp_size - 1
         if self.layer_name not in name.split("."):
             return None
+        # Names are model.layers.N...; a stage ends with the layer that partitions names.
         layer = int(name.split(".")[2])
         ends = [int(cut.split(".")[2]) for cut in partitions]
         stage = next((stage for stage, end in enumerate(ends) if layer <= end), len(ends))
@@ -250,6 +259,7 @@ class CheckpointConverterBase:
         heads = self._heads(config)
         layout = self._layout(args, heads)
         _, inverse = self.get_hf_to_nxd_model_keys(args.qkv_linear, heads[0] != heads[1])
+        # shards[name][tp_rank] has one tensor per (pp_rank, ep_rank) that has the parameter.
         shards: dict[str, list[list[Tensor]]] = {}
         for tp_rank in range(args.tp_size):
             for pp_rank in range(args.pp_size):
@@ -365,6 +375,7 @@ class CheckpointConverterBase:
         layers = sorted({match[1] for match in matches if match}, key=lambda name: int(name.split(".")[-1]))
         if not 1 <= stages <= len(layers):
             raise ValueError(f"{stages} pipeline stages need as many layers, the state dict has {len(layers)}")
+        # 10 layers in 4 stages: each 2, remainder 2, lengths [2, 2, 3, 3].
         each, remainder = divmod(len(layers), stages)
         lengths = [each + (stage >= stages - remainder) for stage in range(stages)]
         return [layers[sum(lengths[: stage + 1]) - 1] for stage in range(stages - 1)]

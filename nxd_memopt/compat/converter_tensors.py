@@ -79,6 +79,8 @@ def unfuse_qkv(state: Mapping[str, Tensor], heads: tuple[int, int], fused_key: s
         if not name.endswith(fused_key):
             separate[name] = value
             continue
+        # Rows of a rank's fused weight: query heads, then KV heads of K, then of V. The rank has
+        # rows * query / (query + 2 * kv) rows of q.
         offset = 0
         for letter, count in zip("qkv", (query, kv, kv), strict=True):
             rows = value.size(0) * count // (query + 2 * kv)

@@ -175,6 +175,7 @@ class ColumnParallelLinear(BaseParallelLinear, layers.ColumnParallelLinear):
             slice_indices: rows of this rank's weight to use; default: all.
         """
         self._check_pad_false_for_training()
+        # The matmul runs without bias, which is added at the end: with gather_output it is full.
         weight = self.weight if slice_indices is None else self.weight[slice_indices]
         output = linear_with_async_allreduce(
             input=input,
@@ -254,6 +255,7 @@ def create_local_weight(
     """
     size, rank = parallel_state.get_tensor_model_parallel_size(), parallel_state.get_tensor_model_parallel_rank()
     length = divide(per_partition_size, stride)
+    # Block i starts at i * T * length; within each block rank r has [r * length, (r + 1) * length).
     starts = range(rank * length, full_weight.size(partition_dim), size * length)
     pieces = [full_weight.narrow(partition_dim, start, length) for start in starts]
     with torch.no_grad():

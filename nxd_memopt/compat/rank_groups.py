@@ -95,6 +95,8 @@ def ascending_descending_ring_PG_group(  # noqa: N802 (neuronx-distributed's nam
 
 def _groups(dense: Tensor, sparse: Tensor) -> ParallelGroups:
     """Return the groups of grids ``[pp, dp, cp, tp]`` and ``[pp, ep_data, ep_model, tp]``."""
+    # Without experts the dense grid gives tp, dp, pp and cp groups; experts split the ranks of
+    # dp x cp into ep_data x ep_model.
     along = {name: _along(dense, dim) for dim, name in enumerate(("pp_groups", "dp_groups", "cp_groups", "tp_groups"))}
     return ParallelGroups(ep_data_groups=_along(sparse, 1), ep_model_groups=_along(sparse, 2), **along)
 

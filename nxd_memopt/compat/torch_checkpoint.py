@@ -22,6 +22,8 @@ def install() -> list[str]:
     Returns:
         Names of the already imported modules in which the function was replaced.
     """
+    # ``from torch.utils.checkpoint import checkpoint`` binds the function in the importing module.
+    # torch.utils.checkpoint itself is among sys.modules, so its attribute is replaced too.
     original = torch.utils.checkpoint.checkpoint
     replaced: list[str] = []
     for name, module in sorted(sys.modules.items()):

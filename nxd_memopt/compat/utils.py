@@ -233,6 +233,8 @@ def generate_padding_mask(
         return pad.generate_padding_mask(
             num_heads, num_heads_with_pad, num_kv_heads, tp_degree, tp_rank, rank_stride=rank_stride
         )
+    # Ranks r, r + g, r + 2g, ... of TRN1 share a KV head (g = num_kv_heads). Together they have the
+    # head's query heads, of which the first num_heads / g are real and the rest is padding.
     per_rank = num_heads_with_pad // tp_degree
     first = per_rank * (tp_rank // num_kv_heads)
     return torch.arange(first, first + per_rank) < num_heads // num_kv_heads

@@ -61,6 +61,7 @@ class Launch:
         lines = []
         if self.open_files is not None:
             lines.append(f"ulimit -S -n {self.open_files}  # sockets and files of a rank; the default is often 1024")
+        # A value that differs from the variable's own comes from the present environment.
         for name, value in self.environment.items():
             reason = reasons[name] if value == values[name] else f"as the environment has it; default {values[name]}"
             lines.append(f"export {name}={shlex.quote(value)}  # {reason}")
@@ -151,6 +152,8 @@ def plan(
         master_addr=options.master_addr,
         master_port=options.master_port,
     )
+    # From here on: what the platform supports, how many ranks a host has, whether the batch fits
+    # the number of ranks, and the environment. Nothing is started by this function.
     platform = PLATFORMS[options.platform]
     _require_support(options, config, platform, hosts)
     size = config.parallel.tensor_model_parallel_size

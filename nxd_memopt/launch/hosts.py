@@ -71,6 +71,8 @@ def find_hosts(
         ValueError: for a second SLURM task on one host, a variable that is not a number, or a
             missing address or host number.
     """
+    # SLURM starts this program once per task. With several tasks per host each would start all
+    # ranks of the host.
     if environ.get("SLURM_LOCALID", "0") != "0":
         raise ValueError(
             f"SLURM_LOCALID is {environ['SLURM_LOCALID']}: torchrun starts the ranks of a host itself, so start one "

@@ -250,8 +250,9 @@ def _root_comm_id(run: Run) -> list[Variable]:
     """Return the address of the Neuron runtime's rendezvous, if its port is fixed."""
     if run.root_comm_port is None:
         return []
+    # The runtime takes host:port, where an IPv6 address needs brackets.
     address = run.hosts.address or "localhost"
-    address = f"[{address}]" if ":" in address else address  # IPv6
+    address = f"[{address}]" if ":" in address else address
     reason = "where the runtime's collectives meet (--root-comm-port)"
     return [Variable("NEURON_RT_ROOT_COMM_ID", f"{address}:{run.root_comm_port}", reason, "fixed")]
 

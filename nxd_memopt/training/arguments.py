@@ -39,7 +39,9 @@ SECTIONS: dict[str, type] = {
     "launch": LaunchConfig,
 }
 
-ALIASES = {  # NeMo's name, in whatever section it stands: (our section, our name)
+# NeMo's name, in any section -> (our section, our name). Options of ``parallel`` and ``memory`` are
+# accepted in any section too, because NeMo has them in its model section.
+ALIASES = {
     "sequence_parallel": ("parallel", "sequence_parallel_enabled"),
     "activations_checkpoint_granularity": ("memory", "recompute_granularity"),
     "activations_checkpoint_method": ("memory", "recompute_method"),
@@ -54,7 +56,8 @@ ALIASES = {  # NeMo's name, in whatever section it stands: (our section, our nam
     for field in dataclasses.fields(SECTIONS[section])
 }
 
-NEUTRAL = {  # NeMo's options for dimensions that are not split here: accepted at the value that changes nothing
+# NeMo's options for unsupported dimensions of parallelism, with the only accepted value.
+NEUTRAL = {
     "pipeline_model_parallel_size": 1,
     "virtual_pipeline_model_parallel_size": None,
     "context_parallel_size": 1,
@@ -192,6 +195,7 @@ def _unchecked_config(values: Mapping[str, Any]) -> TrainConfig:
     if not isinstance(values, Mapping):
         raise ValueError(f"the configuration must be a mapping of sections, got {type(values).__name__}")
     _require_known(TrainConfig, values, "the configuration")
+    # A section without options is None in YAML. Every section exists in the result, with defaults.
     sections = _resolve_aliases({name: {} if options is None else options for name, options in values.items()})
     return _unchecked(TrainConfig, {name: _build(name, sections.get(name, {})) for name in SECTIONS})
 
@@ -259,6 +263,7 @@ def _fit(value: Any, hint: Any, name: str) -> Any:
 
     YAML 1.1 reads ``1e-4`` as a string, because it has no decimal point, and tuples as lists.
     """
+    # For a union the first type that fits is taken, in the order in which the union lists them.
     alternatives = [hint]
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         alternatives = list(typing.get_args(hint))
@@ -273,6 +278,7 @@ def _fit_one(value: Any, hint: Any, name: str) -> Any:
     origin = typing.get_origin(hint) or hint
     if origin is typing.Literal:  # checked by the dataclass, whose message lists the allowed values
         return value
+    # bool is a subclass of int: True for a float is an error, not 1.0.
     if origin is float and isinstance(value, int | float | str) and not isinstance(value, bool):
         with contextlib.suppress(ValueError):
             return float(value)
@@ -280,6 +286,7 @@ def _fit_one(value: Any, hint: Any, name: str) -> Any:
         return tuple(_fit(item, typing.get_args(hint)[0], name) for item in value)
     if origin is dict and isinstance(value, Mapping):
         return dict(value)
+    # Exact types, so that an int option does not take True and a str option does not take 3.
     if origin in (str, int, bool, types.NoneType) and type(value) is origin:
         return value
     raise TypeError

@@ -251,6 +251,8 @@ class TrainConfig:
         if self.parallel.sequence_parallel_enabled:
             size = self.parallel.tensor_model_parallel_size
             require_divisible("data.seq_length", self.data.seq_length, "tensor_model_parallel_size", size)
+        # A CUDA graph replays forward and backward as one launch, without Python in between:
+        # nothing that runs Python code in backward (hooks, offloading) can be combined with it.
         if self.trainer.enable_cuda_graph and self.optimizer.overlap_grad_reduce:
             raise ValueError(
                 "trainer.enable_cuda_graph and optimizer.overlap_grad_reduce are both true, and a graph makes all "
@@ -315,6 +317,8 @@ class TrainConfig:
         Options named in ``MAY_CHANGE`` may differ. Memory techniques and ``overlap_grad_reduce``
         are left out, because they do not change the results.
         """
+        # decay_steps None means max_steps. The resolved value is compared, so a run may be resumed
+        # with a greater max_steps if decay_steps was set.
         optimizer = dataclasses.asdict(self.optimizer) | {"decay_steps": self.decay_steps}
         del optimizer["overlap_grad_reduce"]
         return {

@@ -93,6 +93,8 @@ def _open_stdlib() -> tuple[Callable[[int], str], list[str]]:
     def read(index: int) -> str:
         return files[index].read_text(encoding="utf-8", errors="replace")
 
+    # A key has the file's size, so the fingerprint changes if a file of the library changes size.
+
     return read, [f"{path.relative_to(root).as_posix()}\t{path.stat().st_size}" for path in files]
 
 

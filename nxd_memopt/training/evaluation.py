@@ -41,6 +41,8 @@ def held_out_loss(model: nn.Module, config: TrainConfig) -> float | None:
 
     Returns None without held-out tokens, and while ``neuron_parallel_compile`` collects graphs.
     """
+    # Each data-parallel rank sums the losses of its sequences; the all-reduce adds the ranks' sums.
+    # The caller's next train_step switches the model back to train mode.
     model.eval()
     rank, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_size()
     batches = _batches(config, rank, replicas, backend.device)
@@ -100,6 +102,7 @@ def _batches(config: TrainConfig, rank: int, replicas: int, device: torch.device
 
 def _batch(tokens: TokenFile, rows: range, size: int, device: torch.device) -> Batch:
     """Return the sequences ``rows``, padded to ``size`` sequences, on ``device``."""
+    # [real, S] and [B - real, S]. A rank without real sequences gets an empty slice for its dtype.
     real = tokens.sequences(rows) if rows else tokens.sequences(range(1))[:0]
     filler = tokens.sequences(range(1)).expand(size - len(real), -1)
     ids = torch.cat([real, filler])

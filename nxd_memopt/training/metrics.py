@@ -61,6 +61,8 @@ class DeferredMetrics:
 
     def add(self, step: StepResult) -> None:
         """Add a step; after the first step and at multiples of ``every``, read all added steps."""
+        # Multiples of ``every``, not a count since the last read: a resumed run reads at the same
+        # steps as an uninterrupted one.
         self._steps.append(step)
         if self._is_first or step.number % self._every == 0:
             self.read()

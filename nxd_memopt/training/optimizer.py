@@ -33,6 +33,7 @@ class MasterWeightOptimizer:
         self.parameters = parameters
         self._is_sharded = config.zero1
         self._overlapped = OverlappedGradientReduction(parameters) if config.overlap_grad_reduce else None
+        # Matrices (embeddings and projections) decay; norm weights and biases do not.
         groups = [
             {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
             {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
@@ -46,6 +47,7 @@ class MasterWeightOptimizer:
             # Without zero1 every rank is a sharding group of its own: one shard, so the states are
             # replicated over data parallelism by the same code.
             sharding_groups=None if config.zero1 else [[rank] for rank in range(world_size())],
+            # Gradients of bf16 parameters are accumulated in fp32 main_grad by a hook.
             use_grad_acc_hook=config.master_weights,
             lr=config.lr,
             betas=(config.betas[0], config.betas[1]),

@@ -18,6 +18,8 @@ def learning_rate(step: int, config: OptimizerConfig, decay_steps: int) -> float
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
     minimum = config.lr * config.min_lr_ratio
+    # progress goes from 0 after the warm-up to 1 at decay_steps; max(1, ...) avoids a division by
+    # zero for a warm-up that is as long as the decay.
     progress = min(1.0, (step - config.warmup_steps) / max(1, decay_steps - config.warmup_steps))
     if config.lr_schedule == "linear":
         remaining = 1 - progress

@@ -142,6 +142,8 @@ def resume(training: Training, config: TrainConfig) -> list[str]:
             f"{directory} holds step {restored.step}, past trainer.max_steps {config.trainer.max_steps}: raise it or "
             "choose another trainer.output_dir"
         )
+    # Random states are stored per rank: they are of use only if every rank has the same position
+    # in the same groups. Otherwise seed + step gives new streams, not those of the run's start.
     training.step = restored.step
     if restored.per_rank is not None:
         set_random_state(restored.per_rank["random"])

@@ -65,6 +65,7 @@ class Summary:
         return table
 
     def _rows(self) -> list[tuple[str, str]]:
+        # Rows without a value are left out: not every run exports, evaluates or reports memory.
         single = self.single_process_peak_memory_bytes
         ranks = [f"rank {rank}: {gib(peak)}" for rank, peak in enumerate(self.peak_memory_bytes)]
         candidates = [

@@ -85,6 +85,7 @@ class TokenFile:
     """
 
     def __init__(self, path: Path, seq_length: int, *, seed: int = 0) -> None:
+        # Memory-mapped: ranks of a host share the page cache, and a step reads its rows only.
         self._tokens: Tokens = np.memmap(path, dtype=np.int32, mode="r").reshape(-1, seq_length)
         self._seed = seed
         self._order: tuple[int, NDArray[np.int64] | None] = (0, None)
@@ -126,6 +127,7 @@ def micro_batch_positions(config: DataConfig, *, step: int, micro_step: int, ran
         rank: data-parallel rank.
         replicas: D, the number of data-parallel ranks.
     """
+    # Micro-steps are outermost, so changing D or B reorders micro-batches within a step only.
     first = step * config.global_batch_size + (micro_step * replicas + rank) * config.micro_batch_size
     return range(first, first + config.micro_batch_size)
 
@@ -210,6 +212,7 @@ def _write_split(path: Path, windows: Iterator[Tokens], wanted: int) -> None:
 
 def _shuffled(parts: list[Part], seed: int) -> list[Part]:
     """Return ``parts`` in an order that depends on ``seed`` and their number."""
+    # [seed, 0] orders documents, [seed, 1] the sequences of each window.
     return [parts[index] for index in np.random.default_rng([seed, 0]).permutation(len(parts))]
 
 
@@ -239,6 +242,7 @@ def _packed(documents: Documents, parts: list[Part], vocabulary: Vocabulary, con
             tokens += len(ids)
             rest += ids
         packed = np.asarray(rest[: len(rest) // length * length], dtype=np.int32).reshape(-1, length)
+        # [packed sequences, S]; the tokens after the last complete sequence stay in ``rest``.
         rest = rest[packed.size :]
         found = found or len(packed) > 0
         yield from packed

@@ -1,8 +1,7 @@
 """Measures what a checkpoint written in the background adds to the training steps next to it.
 
     python -m scripts.bench.async_save --model smollm2 --saves 10 --sync-saves 3 --append
-    NXD_MEMOPT_BACKEND=cuda python -m scripts.bench.async_save --model llama3.2-3b --tokens 8192
-    --accumulation 4
+    NXD_MEMOPT_BACKEND=cuda python -m scripts.bench.async_save --model llama3.2-3b --tokens 8192 --accumulation 4
 
 Random weights; AdamW states in the parameters' dtype (bf16 on GPUs, fp32 on CPUs). A step is timed
 until the device has finished, including the call that starts a save if one is due. Each save is

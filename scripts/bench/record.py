@@ -33,7 +33,7 @@ _PACKAGES = ("liger-kernel", "cut-cross-entropy", "flash-attn-4")
 
 
 def cpu_name() -> str:
-    """Return the processor's model and number of cores from Linux, or the machine's architecture."""
+    """Return the processor's model and number of cores, or without /proc the architecture."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

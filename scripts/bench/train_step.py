@@ -1,7 +1,6 @@
 """The full-step benchmark: our models and their peers on transformers' models, in one run.
 
-    torchrun --nproc_per_node 4 -m scripts.bench.train_step --model llama3-8b --tokens 2048 8192
-    --append
+    torchrun --nproc_per_node 4 -m scripts.bench.train_step --model llama3-8b --tokens 2048 8192 --append
 
 Random weights, bf16 weights and gradients, AdamW with bf16 states (torch's fused AdamW for the
 peers), batch 1. T is the number of processes. ``ours`` has variants as one CUDA graph and with

@@ -1,7 +1,8 @@
 """One rank of a comparison: five steps of a model, from weights and data that depend on names and seeds alone.
 
-The same file trains an example's unmodified modeling file through the alias (``--library ours``) or on
-neuronx-distributed itself (``--library nxd``), and this repository's own modeling file (``--library models``).
+The same program trains an example's unmodified modeling file through the alias (``--library ours``)
+or on neuronx-distributed itself (``--library nxd``), and this repository's own modeling file
+(``--library models``).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ FOLDERS = {
 
 
 def main() -> None:
+    """Train on this rank; rank 0 writes the losses as JSON."""
     options = parse()
     if options.library == "nxd":
         from nxd_on_cpu import import_neuronx_distributed
@@ -40,6 +42,7 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
+    """Return the command line's arguments."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--library", choices=["ours", "nxd", "models"], required=True)
     parser.add_argument("--example", choices=list(FOLDERS), required=True)
@@ -57,7 +60,11 @@ def parse() -> argparse.Namespace:
 
 
 def draw(name: str, shape: tuple[int, ...]) -> Tensor:
-    """The full tensor ``name``: LLaMA's fused gate and up are two, GPT-NeoX's head has its newer name."""
+    """Return the full tensor ``name``, fp32, drawn from a generator seeded with its name.
+
+    LLaMA's fused gate_up_proj consists of two tensors, and GPT-NeoX's head has its newer name, so
+    all modeling files get the same weights.
+    """
     name = name.replace("embed_out", "lm_head")
     if "gate_up_proj" in name:
         half = (shape[0] // 2, *shape[1:])
@@ -67,6 +74,7 @@ def draw(name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def batches(step: int, *, data_size: int, data_rank: int, ignored_labels: bool) -> tuple[Tensor, Tensor]:
+    """Return this data-parallel rank's token ids and labels of a step, ``[B, S]``, int64."""
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(0, VOCABULARY, (BATCH * data_size, SEQUENCE), generator=generator)
     tokens = tokens.chunk(data_size)[data_rank]
@@ -80,7 +88,7 @@ def batches(step: int, *, data_size: int, data_rank: int, ignored_labels: bool) 
 
 
 def build_model(options: argparse.Namespace) -> nn.Module:
-    """The model with the weights that ``draw`` gives, on this rank."""
+    """Return this rank's model with its shards of the weights from ``draw``."""
     from neuronx_distributed.parallel_layers import checkpointing, parallel_state
 
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=options.tensor)
@@ -94,6 +102,7 @@ def build_model(options: argparse.Namespace) -> nn.Module:
 
 
 def full_shape(param: Any) -> tuple[int, ...]:
+    """Return the shape of the full tensor of a sharded parameter."""
     shape = list(param.shape)
     if getattr(param, "tensor_model_parallel", False):
         shape[param.partition_dim] *= param.num_partitions
@@ -101,6 +110,7 @@ def full_shape(param: Any) -> tuple[int, ...]:
 
 
 def build_llama(options: argparse.Namespace) -> nn.Module:
+    """Return the LLaMA of the example."""
     from modeling_llama_nxd import CoreAttention, LlamaForCausalLM
     from neuronx_distributed.utils.activation_checkpoint import apply_activation_checkpointing
     from transformers import LlamaConfig
@@ -117,6 +127,7 @@ def build_llama(options: argparse.Namespace) -> nn.Module:
 
 
 def build_gpt_neox(options: argparse.Namespace) -> nn.Module:
+    """Return the GPT-NeoX of the example."""
     from modeling_gpt_neox_nxd import GPTNeoXForCausalLMNxD
     from transformers import GPTNeoXConfig
 
@@ -129,6 +140,7 @@ def build_gpt_neox(options: argparse.Namespace) -> nn.Module:
 
 
 def build_own(options: argparse.Namespace) -> nn.Module:
+    """Return this repository's model of the same sizes."""
     from transformers import GPTNeoXConfig, LlamaConfig
 
     from nxd_memopt.config import MemoryConfig, ParallelConfig
@@ -144,6 +156,7 @@ def build_own(options: argparse.Namespace) -> nn.Module:
 
 
 def llama_sizes() -> dict[str, Any]:
+    """Return the options of LLaMA's configuration."""
     return {
         **_sizes(),
         "num_key_value_heads": KV_HEADS,
@@ -153,6 +166,7 @@ def llama_sizes() -> dict[str, Any]:
 
 
 def gpt_neox_sizes() -> dict[str, Any]:
+    """Return the options of GPT-NeoX's configuration."""
     return {**_sizes(), "rotary_pct": 0.25, "layer_norm_eps": 1e-5, "tie_word_embeddings": False}
 
 
@@ -171,7 +185,7 @@ def _sizes() -> dict[str, Any]:
 
 
 def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Weight decay for matrices only, by name."""
+    """Return the parameter groups of the example's script: no weight decay for biases and norms."""
     groups: list[dict[str, Any]] = [{"params": [], "weight_decay": decay} for decay in (WEIGHT_DECAY, 0.0)]
     for name, param in model.named_parameters():
         groups["bias" in name or "norm" in name]["params"].append(param)
@@ -179,6 +193,7 @@ def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def build_optimizer(options: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer that the example's script builds."""
     from neuronx_distributed.utils.adamw_fp32_optim_params import AdamW_FP32OptimParams
 
     groups = parameter_groups(model)
@@ -189,7 +204,12 @@ def build_optimizer(options: argparse.Namespace, model: nn.Module) -> torch.opti
 
 
 def without_zero1(adamw: torch.optim.Optimizer, *, hook: bool) -> torch.optim.Optimizer:
-    """neuronx-distributed's ZeRO-1 takes XLA tensors only: its step without sharding, with or without the hook."""
+    """Return neuronx-distributed's optimizer without ZeRO-1, which supports XLA tensors only.
+
+    Args:
+        adamw: base optimizer.
+        hook: sum sequence-parallel gradients over tensor-parallel ranks.
+    """
     from neuronx_distributed.trainer.optimizer import NxDOptimizer
 
     clip = {"zero_one_enabled": False, "grad_clipping": True, "max_grad_norm": MAX_NORM}
@@ -197,6 +217,7 @@ def without_zero1(adamw: torch.optim.Optimizer, *, hook: bool) -> torch.optim.Op
 
 
 def zero1_of_the_trainer(groups: list[dict[str, Any]], optimizer_class: Any) -> torch.optim.Optimizer:
+    """Return ZeRO-1 from the trainer functions, as LLaMA's script builds it."""
     import neuronx_distributed as nxd
     from neuronx_distributed.parallel_layers import parallel_state
 
@@ -209,6 +230,7 @@ def zero1_of_the_trainer(groups: list[dict[str, Any]], optimizer_class: Any) -> 
 
 
 def zero1_itself(groups: list[dict[str, Any]], optimizer_class: Any) -> torch.optim.Optimizer:
+    """Return ZeRO-1 from its constructor, as GPT-NeoX's script builds it."""
     from neuronx_distributed.optimizer import NeuronZero1Optimizer
     from neuronx_distributed.parallel_layers import parallel_state
 
@@ -226,7 +248,7 @@ def zero1_itself(groups: list[dict[str, Any]], optimizer_class: Any) -> torch.op
 
 
 def train(options: argparse.Namespace, model: nn.Module) -> list[float]:
-    """Losses, mean over data-parallel ranks, before each of the steps."""
+    """Return the loss before each step, mean over data-parallel ranks."""
     from neuronx_distributed.parallel_layers import parallel_state
 
     optimizer = build_optimizer(options, model)

@@ -1,7 +1,8 @@
 """Installs this library's wheel into environments that already have an example's pinned transformers.
 
-Each environment is made on demand under .venv-compat, as a user of the example has it: PyTorch and the packages that
-the example pins, nothing of ours. The wheel adds itself, and safetensors where there is none; it changes nothing.
+Each environment is created on demand under .venv-compat, like that of a user of the example:
+PyTorch and the packages that the example pins. The wheel adds itself, and safetensors if it is
+missing; it must not change other packages.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ PINS = {
 
 @functools.cache
 def environment_with_wheel(example: str) -> Path:
-    """Return an environment with the pins of ``example`` and this checkout's library; takes minutes the first time.
+    """Return an environment with the pins of ``example`` and this checkout's library.
+
+    The first call takes minutes.
 
     Raises:
-        RuntimeError: installing the library changed or removed another package, or left requirements unmet; or the
-            models, which need transformers 5, do not say so.
+        RuntimeError: installing the library changed or removed another package or left unmet
+            requirements, or the models do not report that they need transformers 5.
     """
     folder = require_environment(PINS[example])
     python = folder / "bin" / "python"
@@ -51,7 +54,7 @@ def environment_with_wheel(example: str) -> Path:
 
 
 def require_refusal(python: Path) -> None:
-    """Check that the models name the transformers version that they need and the one that is installed."""
+    """Check that importing the models reports the needed and the installed transformers version."""
     program = (
         "import transformers\n"
         "try:\n"
@@ -66,7 +69,7 @@ def require_refusal(python: Path) -> None:
 
 
 def require_environment(pins: tuple[str, ...]) -> Path:
-    """Make the environment of ``pins``, with the PyTorch of the main track, unless an earlier call has completed it."""
+    """Create the environment of ``pins``, with our pinned PyTorch, unless it is complete."""
     folder = ENVIRONMENTS / pins[0].replace("==", "-")
     done = folder / "complete.txt"
     pytorch = next(
@@ -82,7 +85,8 @@ def require_environment(pins: tuple[str, ...]) -> Path:
 
 
 def build_wheel(folder: Path) -> Path:
-    """Build the checkout's wheel in ``folder``, from a copy: setuptools would reuse what is left in ./build."""
+    """Build the checkout's wheel in ``folder`` and return its path."""
+    # From a copy, because setuptools would reuse files of earlier builds in ./build.
     copy = folder / "source"
     copy.mkdir()
     for name in PACKAGED:
@@ -96,12 +100,13 @@ def build_wheel(folder: Path) -> Path:
 
 
 def installed_packages(python: Path) -> set[str]:
-    """``name==version`` of every package in an environment."""
+    """Return ``name==version`` of every package in an environment."""
     return set(_run([python, "-m", "pip", "freeze"]).splitlines())
 
 
 def _run(command: list[str | Path]) -> str:
-    # Away from the checkout: Python puts the working directory of ``-m`` and ``-c`` on its path.
+    """Run a command and return its output; ``RuntimeError`` if it fails."""
+    # Outside the checkout: with -m and -c Python puts the working directory on its path.
     with tempfile.TemporaryDirectory() as elsewhere:
         finished = subprocess.run([str(each) for each in command], cwd=elsewhere, capture_output=True, text=True)
     if finished.returncode:

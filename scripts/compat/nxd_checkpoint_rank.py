@@ -1,8 +1,9 @@
 """One rank that writes, reads or copies a checkpoint of an example's model, on neuronx-distributed or on this library.
 
-The same program runs on both: parameters, masters and optimizer states are drawn by name for the full model, so that
-any rank of any run knows what it must hold. neuronx-distributed runs on torch_xla's CPU device, which every process has
-for itself; the collectives that its ZeRO-1 needs go through gloo.
+The same program runs on both libraries. Parameters, master weights and optimizer states are drawn
+by name for the full model, so any rank of any run can compute the values that it must have.
+neuronx-distributed runs on torch_xla's CPU device, one per process; the collectives of its ZeRO-1
+use gloo.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ STATES = ("exp_avg", "exp_avg_sq")
 
 
 def main() -> None:
+    """Run the task on this rank: write, read and compare, or copy."""
     options = parse()
     if options.library == "nxd":
         import_nxd(options.source / "src")
@@ -46,6 +48,7 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
+    """Return the command line's arguments."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--library", choices=["ours", "nxd"], required=True)
     parser.add_argument("--task", choices=["write", "read", "copy"], required=True)
@@ -64,7 +67,10 @@ def parse() -> argparse.Namespace:
 
 
 def import_nxd(source: Path) -> None:
-    """neuronx-distributed on torch_xla's own CPU device: its ZeRO-1 and its xser files need XLA tensors."""
+    """Import neuronx-distributed on torch_xla's CPU device.
+
+    Its ZeRO-1 and its xser files need XLA tensors.
+    """
     import torch_xla
     import torch_xla.core.xla_env_vars as xenv
     import torch_xla.core.xla_model as xm
@@ -76,7 +82,8 @@ def import_nxd(source: Path) -> None:
     xm.rendezvous = lambda *_, **__: dist.barrier()
     xm.all_reduce = all_reduce
     xm.all_gather = all_gather
-    # The name and the meaning before torch_xla 2.9: NxD divides the world by the number of hosts.
+    # The constant's name and meaning before torch_xla 2.9: NxD divides the world size by the number
+    # of hosts.
     xenv.HOST_WORLD_SIZE, os.environ["HOST_WORLD_SIZE"] = "HOST_WORLD_SIZE", "1"
     xr.world_size = dist.get_world_size
     xr.global_ordinal = dist.get_rank
@@ -84,6 +91,7 @@ def import_nxd(source: Path) -> None:
 
 
 def all_reduce(kind: str, tensors: list[Tensor], groups: Any = None, **_: Any) -> None:
+    """Sum tensors over a group in place, on the host."""
     for tensor in tensors:
         host = tensor.cpu()
         dist.all_reduce(host, group=group_of(groups))
@@ -91,6 +99,7 @@ def all_reduce(kind: str, tensors: list[Tensor], groups: Any = None, **_: Any) -
 
 
 def all_gather(value: Tensor, dim: int = 0, groups: Any = None, **_: Any) -> Tensor:
+    """Return the concatenation of the group's tensors along ``dim``, gathered on the host."""
     host = value.cpu().contiguous()
     ranks = next(ranks for ranks in groups if dist.get_rank() in ranks)
     gathered = [torch.empty_like(host) for _ in ranks]
@@ -99,6 +108,7 @@ def all_gather(value: Tensor, dim: int = 0, groups: Any = None, **_: Any) -> Ten
 
 
 def group_of(groups: Any) -> Any:
+    """Return the data-parallel group if ``groups`` have its size, else the world."""
     from neuronx_distributed.parallel_layers import parallel_state
 
     data = parallel_state.get_data_parallel_group()
@@ -109,7 +119,7 @@ def group_of(groups: Any) -> Any:
 
 
 def build(options: argparse.Namespace) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Return the example's model on the device, in bf16, and its parameters' full fp32 values by name."""
+    """Return the example's bf16 model on the device, and full fp32 parameters by name."""
     from neuronx_distributed.parallel_layers.utils import move_model_to_device
 
     model = build_llama(options) if options.example == "llama" else build_gpt_neox(options)
@@ -123,6 +133,7 @@ def build(options: argparse.Namespace) -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 def build_llama(options: argparse.Namespace) -> nn.Module:
+    """Return the example's LLaMA; with KV replicas it has GQAQKVColumnParallelLinear."""
     from modeling_llama_nxd import LlamaForCausalLM
     from transformers import LlamaConfig
 
@@ -137,6 +148,7 @@ def build_llama(options: argparse.Namespace) -> nn.Module:
 
 
 def full_shape(param: Any) -> tuple[int, ...]:
+    """Return the shape of the full tensor of a sharded parameter."""
     shape = list(param.shape)
     if getattr(param, "tensor_model_parallel", False):
         shape[param.partition_dim] *= param.num_partitions
@@ -144,6 +156,7 @@ def full_shape(param: Any) -> tuple[int, ...]:
 
 
 def build_optimizer(model: nn.Module) -> Any:
+    """Return ZeRO-1 over AdamW, which saves master weights."""
     from neuronx_distributed.optimizer import NeuronZero1Optimizer
 
     return NeuronZero1Optimizer(
@@ -152,7 +165,7 @@ def build_optimizer(model: nn.Module) -> Any:
 
 
 def local_values(model: nn.Module, truth: dict[str, Tensor], suffix: str = "") -> dict[str, Tensor]:
-    """Return what this tensor-parallel rank holds of each parameter's values, or of its state ``suffix``."""
+    """Return this tensor-parallel rank's shard of each parameter, or of its state ``suffix``."""
     from neuronx_distributed.parallel_layers.layers import create_local_weight
 
     local = {}
@@ -167,7 +180,7 @@ def local_values(model: nn.Module, truth: dict[str, Tensor], suffix: str = "") -
 
 
 def shards(options: argparse.Namespace, optimizer: Any) -> list[tuple[Tensor, Tensor]]:
-    """Return the pairs of a parameter and this rank's shard of it."""
+    """Return pairs of a parameter and this data-parallel rank's shard of it."""
     if options.library == "ours":
         return [(each.param, each.shard) for each in optimizer._sharded]
     groups = zip(optimizer.param_groups, optimizer.base_optimizer.param_groups, strict=True)
@@ -175,7 +188,7 @@ def shards(options: argparse.Namespace, optimizer: Any) -> list[tuple[Tensor, Te
 
 
 def cut(options: argparse.Namespace, optimizer: Any, local: Tensor) -> Tensor:
-    """Return this data-parallel rank's part, as the library cuts it."""
+    """Return this data-parallel rank's shard of ``local``, in the library's layout."""
     if options.library == "ours":
         from nxd_memopt.optimizer.sharding import cut_shard
 
@@ -184,7 +197,7 @@ def cut(options: argparse.Namespace, optimizer: Any, local: Tensor) -> Tensor:
 
 
 def each_value(options: argparse.Namespace, model: nn.Module, optimizer: Any, truth: dict[str, Tensor]) -> Any:
-    """Yield the shard, its parameter's name, and the values that its master and its states must have."""
+    """Yield (shard, parameter's name, expected master weight, expected optimizer states)."""
     names = {id(param): name for name, param in model.named_parameters()}
     masters = local_values(model, truth)
     states = {state: local_values(model, truth, f".{state}") for state in STATES}
@@ -196,6 +209,7 @@ def each_value(options: argparse.Namespace, model: nn.Module, optimizer: Any, tr
 
 @torch.no_grad()
 def fill(options: argparse.Namespace, model: nn.Module, optimizer: Any, truth: dict[str, Tensor]) -> None:
+    """Set parameters, master weights and optimizer states to their drawn values."""
     local = local_values(model, truth)
     for name, param in model.named_parameters():
         param.copy_(local[name].to(param.dtype))
@@ -212,6 +226,7 @@ def fill(options: argparse.Namespace, model: nn.Module, optimizer: Any, truth: d
 
 
 def save(options: argparse.Namespace, model: nn.Module, optimizer: Any) -> None:
+    """Write the checkpoint with the chosen API."""
     import neuronx_distributed as nxd
     from neuronx_distributed.parallel_layers import checkpointing
 
@@ -224,6 +239,7 @@ def save(options: argparse.Namespace, model: nn.Module, optimizer: Any) -> None:
 
 
 def load(options: argparse.Namespace, model: nn.Module, optimizer: Any) -> None:
+    """Read the checkpoint with the chosen API, and check its user content."""
     import neuronx_distributed as nxd
     from neuronx_distributed.parallel_layers import checkpointing
 
@@ -241,7 +257,7 @@ def load(options: argparse.Namespace, model: nn.Module, optimizer: Any) -> None:
 
 
 def compare(options: argparse.Namespace, model: nn.Module, optimizer: Any, truth: dict[str, Tensor]) -> None:
-    """Every value of this rank equals what was written, bit for bit."""
+    """Compare every value of this rank bitwise with its drawn value."""
     count = 0
     local = local_values(model, truth)
     for name, param in model.named_parameters():
@@ -260,6 +276,7 @@ def compare(options: argparse.Namespace, model: nn.Module, optimizer: Any, truth
 
 
 def require_equal(name: str, actual: Tensor, wanted: Tensor) -> None:
+    """Raise ``AssertionError`` unless dtype, shape and all values are equal."""
     actual = actual.detach().cpu()
     if actual.dtype != wanted.dtype or not actual.equal(wanted):
         difference = (

@@ -1,8 +1,9 @@
 """Compares checkpoints of neuronx-distributed's own code with this library's, in both directions, value by value.
 
-``python scripts/compat/nxd_checkpoints.py --source NXD_CHECKOUT`` prints a table. One library writes a checkpoint of an
-example's model, the other reads it at several sizes; Hugging Face weights go through neuronx-distributed's model and
-back; and both libraries' ``CheckpointConverterBase`` convert the same weights.
+``python scripts/compat/nxd_checkpoints.py --source NXD_CHECKOUT`` prints a table. One library
+writes a checkpoint of an example's model and the other reads it at several sizes. Hugging Face
+weights are converted, loaded and saved by neuronx-distributed's model, and converted back. The
+``CheckpointConverterBase`` of both libraries converts the same weights.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ TIMEOUT_S = 1200
 
 @dataclass(frozen=True)
 class Case:
-    """One checkpoint.
+    """Checkpoint to write and read.
 
     Args:
-        options: of ``nxd_checkpoint_rank.py``.
-        tensor, world: of the run that writes.
-        readers: sizes ``(T, ranks)`` at which this library reads neuronx-distributed's files.
-        example: whose model.
+        options: options of ``nxd_checkpoint_rank.py``.
+        tensor, world: T and number of ranks of the run that writes.
+        readers: (T, ranks) of runs in which this library reads neuronx-distributed's files.
+        example: example with the modeling file.
     """
 
     options: tuple[str, ...]
@@ -41,6 +42,7 @@ class Case:
     example: str = "llama"
 
     def describe(self) -> str:
+        """Return example and options as text."""
         return f"{self.example} {' '.join(option.strip('-') for option in self.options)}".replace("api ", "")
 
 
@@ -59,7 +61,7 @@ ROUND_TRIPS = (
 
 
 def main() -> int:
-    """Run everything; the exit code is 0 when all values are equal."""
+    """Run all parts; the exit code is 0 if all values are equal."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--source", type=Path, required=True, help="checkout of neuronx-distributed, release 2.29")
     parser.add_argument("--only", choices=("ranks", "weights", "converters"), help="one part of the table")
@@ -78,7 +80,7 @@ def main() -> int:
 
 
 def run_ranks(source: Path, folder: Path):
-    """Yield a row for each reader: neuronx-distributed's files here, and this library's files there."""
+    """Yield a row for each reader of neuronx-distributed's files, and for NxD reading ours."""
     for number, case in enumerate(CASES):
         theirs, ours = folder / f"nxd_{number}", folder / f"ours_{number}"
         sizes = f"T={case.tensor} D={case.world // case.tensor}"
@@ -114,7 +116,7 @@ def launch(
 
 
 def run_weights(source: Path, folder: Path):
-    """Yield a row for each form: Hugging Face -> files -> NxD's model -> its files -> Hugging Face."""
+    """Yield a row per form of weights: Hugging Face -> our files -> NxD's files -> Hugging Face."""
     import torch
     import transformers
     from safetensors.torch import load_file

@@ -28,14 +28,14 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @dataclass(frozen=True)
 class Case:
-    """One conversion.
+    """Conversion to compare.
 
     Args:
         example: directory below examples/training.
-        options: of the example.
-        kv_heads: of the model's 8 query heads.
-        nxd_fails: why neuronx-distributed itself cannot convert back, where it cannot.
-        fault: of the files that neuronx-distributed writes, where they differ from these.
+        options: options of the example.
+        kv_heads: number of KV heads; the model has 8 query heads.
+        nxd_fails: reason why neuronx-distributed cannot convert back; empty if it can.
+        fault: fault in neuronx-distributed's files if they must differ from ours; else empty.
     """
 
     example: str
@@ -60,7 +60,7 @@ CASES = (
 
 
 def compare_converters(source: Path, folder: Path) -> Iterator[tuple[str, str]]:
-    """Yield a row for each conversion: the same files from both libraries, and the original weights back."""
+    """Yield rows per conversion: the files of both libraries, and the weights converted back."""
     for number, case in enumerate(CASES):
         directory = folder / f"converter_{number}"
         directory.mkdir()
@@ -85,7 +85,7 @@ def compare_converters(source: Path, folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def run(library: str, case: Case, source: Path, read: Path, write: Path, direction: str) -> str:
-    """Run the example; return the last line of its error, or an empty text."""
+    """Run the example; return an empty text, or the last line of its error."""
     variables = {"nxd": {"NXD_CPU_MODE": "1", "PJRT_DEVICE": "CPU"}, "ours": {"NXD_MEMOPT_BACKEND": "cpu"}}[library]
     python = ROOT / (".venv-xla" if library == "nxd" else ".venv") / "bin" / "python"
     program = ["-c", RUN_ON_NXD, str(source)] if library == "nxd" else ["-m", "nxd_memopt.compat"]
@@ -110,6 +110,7 @@ def differences(first: Path, second: Path) -> str:
 
 
 def difference(first: dict[str, dict[str, Tensor]], second: dict[str, dict[str, Tensor]]) -> str:
+    """Return ``equal, ...`` or the first difference between state dicts by file name."""
     if first.keys() != second.keys():
         return f"FAILED: files {sorted(first.keys() ^ second.keys())[:3]}"
     for file, wanted in first.items():
@@ -122,7 +123,7 @@ def difference(first: dict[str, dict[str, Tensor]], second: dict[str, dict[str, 
 
 
 def weights(case: Case) -> tuple[dict[str, Tensor], dict[str, object]]:
-    """Return random weights under the names of the model's Hugging Face checkpoint, and its config."""
+    """Return random weights with Hugging Face's names, and the model's config."""
     torch.manual_seed(0)
     kv = HIDDEN // 8 * case.kv_heads
     build = {"llama": _llama, "mixtral": _mixtral, "dbrx": _dbrx}[case.example]
@@ -138,11 +139,13 @@ def weights(case: Case) -> tuple[dict[str, Tensor], dict[str, object]]:
 
 
 def _attention(prefix: str, kv: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of attention's weights by name."""
     rows = {"q_proj": HIDDEN, "k_proj": kv, "v_proj": kv, "o_proj": HIDDEN}
     return {f"{prefix}.{name}.weight": (size, HIDDEN) for name, size in rows.items()}
 
 
 def _outer() -> dict[str, tuple[int, ...]]:
+    """Return the shapes of embedding, final norm and head by name."""
     table = (VOCABULARY, HIDDEN)
     return {"model.embed_tokens.weight": table, "model.norm.weight": (HIDDEN,), "lm_head.weight": table}
 

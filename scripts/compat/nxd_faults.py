@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node 2 scripts/compat/nxd_faults.py --source DIR [--library neuronx_distributed]
 
-Prints what each fault's program returns, by the fault's number in docs/migrating_from_nxd.md.
+Prints the result of each fault's program; docs/migrating_from_nxd.md describes the faults.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ FAULTS: list[Callable[[], object]] = []
 
 
 def fault(function: Callable[[], object]) -> Callable[[], object]:
+    """Register a program; a decorator."""
     FAULTS.append(function)
     return function
 
 
 def main() -> None:
+    """Run all programs on this rank; rank 0 prints their results or errors."""
     args = parser_of_library().parse_args()
     set_up(args.library, args.source)
     dist.init_process_group("xla")
@@ -42,7 +44,7 @@ def main() -> None:
 
 
 def error(actual: Tensor, expected: Tensor) -> str:
-    """Relative, in the 2-norm."""
+    """Return the relative error in the 2-norm as text."""
     return f"{float((actual.double() - expected.double()).norm() / expected.double().norm()):.1e}"
 
 
@@ -102,6 +104,7 @@ def source_rank_of_tensor_parallel_groups_of_4() -> object:
 
 
 def _gradient_of_ones() -> nn.Parameter:
+    """Return a parameter ``[3]`` with a gradient of ones."""
     param = nn.Parameter(torch.ones(3))
     param.grad = torch.ones(3)
     return param

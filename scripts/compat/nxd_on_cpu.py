@@ -1,6 +1,6 @@
 """Runs neuronx-distributed's own package on CPU ranks: its gloo mode, and stubs of what only Trainium has.
 
-It needs torch_xla, which is imported and then told that its device is the CPU; collectives go through gloo.
+It needs torch_xla, whose device is replaced with the CPU after the import; collectives use gloo.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NOT_NEEDED_HERE = ("boto3", "botocore", "tenacity")
 
 
 def on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """``factory`` with ``device="xla"`` meaning the CPU, also where recomputation calls it in backward."""
+    """Return ``factory`` with the CPU for ``device="xla"``, for calls during recomputation too."""
 
     def make(*args: Any, **kwargs: Any) -> Tensor:
         if str(kwargs.get("device")) == "xla":
@@ -31,8 +31,12 @@ def on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def import_neuronx_distributed(source: Path) -> None:
-    """Make ``source/neuronx_distributed`` importable; the environment must say ``NXD_CPU_MODE=1 PJRT_DEVICE=CPU``."""
-    import torch_xla.core.xla_model as xm  # before the stubs: it looks for libneuronxla and must not find one
+    """Make ``source/neuronx_distributed`` importable.
+
+    The environment must have ``NXD_CPU_MODE=1`` and ``PJRT_DEVICE=CPU``.
+    """
+    # Imported before the stubs: torch_xla looks for libneuronxla and must not find a stub.
+    import torch_xla.core.xla_model as xm
 
     install_stubs(*NOT_ON_ANY_INDEX, *NOT_NEEDED_HERE)
     import torch_neuronx.utils
@@ -43,4 +47,4 @@ def import_neuronx_distributed(source: Path) -> None:
     xm.xla_device = lambda *_: torch.device("cpu")
     torch.Tensor.view = torch.Tensor.reshape  # pyright: ignore[reportAttributeAccessIssue] # XLA's tensors have no strides that a view could clash with
     sys.path.insert(0, str(source))
-    torch.ones = on_cpu(torch.ones)  # what the examples' causal masks are made by
+    torch.ones = on_cpu(torch.ones)  # the examples create their causal masks with it

@@ -1,7 +1,7 @@
 """Stubs of packages that neuronx-distributed's source and tests import and that no open index has.
 
-A stub module answers every attribute with a class that can be subclassed, called and used as a decorator, so that
-imports succeed; a test that relies on what a stub does fails.
+Every attribute of a stub module is a class that can be subclassed, called and used as a decorator,
+so imports succeed. A test that depends on the behavior of a stub fails.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 
 class _StubType(type):
-    """The type of stub classes, whose attributes and items are stubs again."""
+    """Metaclass of stub classes; their attributes and items are stubs too."""
 
     def __getattr__(cls, name: str) -> Any:
         return _stub(name)
@@ -28,7 +28,7 @@ class _StubType(type):
 
 
 class _Stub(metaclass=_StubType):
-    """An instance of a stub class; a call with one function returns it, as a decorator does."""
+    """Stub class; as a decorator, it and its instances return the function."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         del args, kwargs
@@ -41,20 +41,24 @@ class _Stub(metaclass=_StubType):
 
 
 def _stub(name: str) -> Any:
+    """Return a new stub class, or raise ``AttributeError`` for names that start with ``__``."""
     if name.startswith("__"):
         raise AttributeError(name)
     return _StubType(name, (_Stub,), {})
 
 
 class StubModule(ModuleType):
-    """A module that has every attribute."""
+    """Module that has every attribute."""
 
     def __getattr__(self, name: str) -> Any:
         return _stub(name)
 
 
 class StubFinder(MetaPathFinder, Loader):
-    """Imports any module below ``roots`` as a stub; the last finder, so that installed packages come first."""
+    """Finder that imports any module below ``roots`` as a stub.
+
+    It is the last finder, so installed packages take precedence.
+    """
 
     def __init__(self, roots: Sequence[str]) -> None:
         self._roots = tuple(roots)
@@ -62,17 +66,20 @@ class StubFinder(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        """Return the spec of a stub module, or None for modules that are not below the roots."""
         del path, target
         below = any(fullname == root or fullname.startswith(f"{root}.") for root in self._roots)
         return ModuleSpec(fullname, self, is_package=True) if below else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Return a stub module."""
         return StubModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
+        """Execute nothing; a stub module has no code."""
         del module
 
 
 def install_stubs(*roots: str) -> None:
-    """Stub the roots that are not installed."""
+    """Install stubs for the roots that are not installed, and for dotted names."""
     sys.meta_path.append(StubFinder([root for root in roots if "." in root or PathFinder.find_spec(root) is None]))

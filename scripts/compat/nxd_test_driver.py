@@ -35,7 +35,7 @@ Call = tuple[Callable[..., object], tuple[object, ...]]
 
 
 def main() -> int:
-    """Run one file; the exit code is 0 whenever a result could be printed."""
+    """Run one test file and print the result; the exit code is 0 even if tests fail."""
     parser = parser_of_library()
     parser.add_argument("kind", choices=("unit", "integration"))
     parser.add_argument("file", help="test file, relative to the source's test folder")
@@ -50,6 +50,7 @@ def main() -> int:
 
 
 def parser_of_library() -> argparse.ArgumentParser:
+    """Return a parser with the options for source tree and library."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--source", type=Path, required=True, help="neuronx-distributed's source tree")
     parser.add_argument("--library", choices=("nxd_memopt", "neuronx_distributed"), default="nxd_memopt")
@@ -57,9 +58,9 @@ def parser_of_library() -> argparse.ArgumentParser:
 
 
 def set_up(library: str, source: Path) -> None:
-    """Make ``neuronx_distributed`` the library that was asked for."""
-    sys.argv = sys.argv[:1]  # the tests read it too
-    torch.set_num_threads(1)  # as many processes as ranks share the cores
+    """Make ``import neuronx_distributed`` import the chosen library."""
+    sys.argv = sys.argv[:1]  # the tests parse it too
+    torch.set_num_threads(1)  # the ranks share the cores
     torch.cuda.is_bf16_supported = lambda including_emulation=True: True  # as neuronx-distributed's examples set it
     if library == "neuronx_distributed":
         use_neuronx_distributed(source / "src")
@@ -69,11 +70,12 @@ def set_up(library: str, source: Path) -> None:
 
 
 class _LenientFinder(AliasFinder):
-    """An alias that leaves what it does not offer to the finders behind it."""
+    """Alias finder that leaves unknown modules to the finders after it."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        """Return the spec of an alias module, or None if the table does not have it."""
         try:
             return super().find_spec(fullname, path, target)
         except ModuleNotFoundError:
@@ -81,7 +83,7 @@ class _LenientFinder(AliasFinder):
 
 
 def use_neuronx_distributed(path: Path) -> None:
-    """Let the name be neuronx-distributed's own source, in its CPU mode, over the same stand-in for torch_xla."""
+    """Use neuronx-distributed's own source, in its CPU mode, with our replacement of torch_xla."""
     for finder in [finder for finder in sys.meta_path if isinstance(finder, AliasFinder)]:
         sys.meta_path.remove(finder)
         if finder.root == "torch_xla":
@@ -95,18 +97,20 @@ def use_neuronx_distributed(path: Path) -> None:
 
 
 class _Counter:
-    """A pytest plugin that notes which tests passed."""
+    """Pytest plugin that records which tests passed and failed."""
 
     def __init__(self) -> None:
         self.passed: list[str] = []
         self.failed: list[str] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Record the outcome of a test, or of a failing set-up or tear-down."""
         if report.when == "call" or report.failed:
             (self.passed if report.passed else self.failed).append(report.nodeid.rpartition("::")[2])
 
 
 def run_unit(file: Path, select: str) -> tuple[list[str], list[str]]:
+    """Run a file with pytest; return the names of passed and failed tests."""
     counter = _Counter()
     options = ["-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(file.parent), "-k", select]
     pytest.main([*options, str(file)], plugins=[counter])
@@ -114,7 +118,11 @@ def run_unit(file: Path, select: str) -> tuple[list[str], list[str]]:
 
 
 def run_integration(file: Path) -> tuple[list[str], list[str]]:
-    """Call the file's test functions as its own ``__main__`` does, and go on after a failure."""
+    """Call the file's test functions like its ``__main__``, and continue after a failure.
+
+    Returns:
+        Names of passed and failed tests; a test passes if it passes on all ranks.
+    """
     dist.init_process_group("xla", timeout=timedelta(seconds=300))
     sys.path[:0] = [str(file.parent), str(file.parent.parent)]
     module = importlib.import_module(file.stem)
@@ -127,7 +135,7 @@ def run_integration(file: Path) -> tuple[list[str], list[str]]:
 
 
 def succeeds(call: Call) -> bool:
-    """Whether a test function returns; prints why it does not."""
+    """Return whether a test function returns without an error, which is printed."""
     function, arguments = call
     try:
         function(*arguments)
@@ -142,12 +150,13 @@ def succeeds(call: Call) -> bool:
 
 
 def tensor_parallel_sizes() -> list[int]:
+    """Return the powers of two up to the world size."""
     world_size = dist.get_world_size()
     return [2**i for i in range(world_size.bit_length()) if 2**i <= world_size]
 
 
 def layer_calls(module: ModuleType) -> Iterator[tuple[str, Call]]:
-    """All but the one that reads an XLA graph's text."""
+    """Yield the tests of layers at each size, except the test of an XLA graph's text."""
     names = [name for name in vars(module) if name.startswith("test_") and "HLO" not in name]
     without_device = ("test_initialize_parameter_cpu", "conv")
     for size in tensor_parallel_sizes():
@@ -158,6 +167,8 @@ def layer_calls(module: ModuleType) -> Iterator[tuple[str, Call]]:
 
 
 def calls_by_size(*names: str) -> Callable[[ModuleType], Iterator[tuple[str, Call]]]:
+    """Return a function that yields the named tests at each size."""
+
     def calls(module: ModuleType) -> Iterator[tuple[str, Call]]:
         for size in tensor_parallel_sizes():
             for name in names:
@@ -167,6 +178,7 @@ def calls_by_size(*names: str) -> Callable[[ModuleType], Iterator[tuple[str, Cal
 
 
 def qkv_calls(module: ModuleType) -> Iterator[tuple[str, Call]]:
+    """Yield the test of the QKV layer with separate and with fused parameters."""
     size = dist.get_world_size()
     for fuse_qkv in (False, True):
         test = module.test_qkv_linear_with_kv_multipler_1

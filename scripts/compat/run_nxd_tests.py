@@ -28,13 +28,14 @@ TIMEOUT_S = 1800
 
 @dataclass(frozen=True)
 class Case:
-    """One file on one number of ranks.
+    """Test file on a number of ranks.
 
     Attributes:
-        file: below the source's ``test`` folder.
-        ranks: 0 for pytest in one process.
-        passes_on_nxd: how many of its cases pass on neuronx-distributed itself, in its CPU mode with torch 2.9.
-        mended: cases that must fail here, since they expect a fault of neuronx-distributed's.
+        file: path below the source's ``test`` folder.
+        ranks: number of ranks; 0 runs pytest in one process.
+        passes_on_nxd: number of tests that pass on neuronx-distributed itself, in its CPU mode with
+            torch 2.9.
+        mended: tests that must fail here, because they expect a fault of neuronx-distributed.
         select: pytest's ``-k`` expression.
     """
 
@@ -46,6 +47,7 @@ class Case:
 
     @property
     def name(self) -> str:
+        """File and number of ranks."""
         return f"{self.file}@{self.ranks}" if self.ranks else self.file
 
 
@@ -76,6 +78,8 @@ CASES = [
 
 @dataclass(frozen=True)
 class Outcome:
+    """Result of a case: names of tests, and the output of its process."""
+
     case: Case
     passed: list[str]
     failed: list[str]
@@ -83,14 +87,14 @@ class Outcome:
 
     @property
     def as_expected(self) -> bool:
-        """Every case passes but the mended ones, and none is missing."""
+        """Whether exactly the mended tests fail, and no test is missing."""
         return set(self.failed) == set(self.case.mended) and len(self.passed) == self.case.passes_on_nxd - len(
             self.case.mended
         )
 
 
 def main() -> int:
-    """Run the cases one after another; the exit code is 0 when ours passes what it must."""
+    """Run the cases one after another; the exit code is 0 if all results are as expected."""
     args = parse_args()
     outcomes = []
     for case in CASES:
@@ -107,6 +111,7 @@ def main() -> int:
 
 
 def parse_args() -> argparse.Namespace:
+    """Return the command line's arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", type=Path, required=True, help="neuronx-distributed's source tree")
     parser.add_argument("--library", choices=("nxd_memopt", "neuronx_distributed"), default="nxd_memopt")
@@ -116,7 +121,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def run(case: Case, source: Path, library: str) -> Outcome:
-    """Start one driver, or one for each rank, and read its result."""
+    """Run the driver, once or on each rank, and return its result."""
     arguments = [str(DRIVER), "integration" if case.ranks else "unit", case.file]
     arguments += ["--source", str(source), "--library", library, f"--select={case.select}"]
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={case.ranks}"]
@@ -129,12 +134,13 @@ def run(case: Case, source: Path, library: str) -> Outcome:
 
 
 def row(outcome: Outcome) -> str:
+    """Return one line of text."""
     failed = f"  failed: {', '.join(outcome.failed)}" if outcome.failed else ""
     return f"{outcome.case.name:58} {len(outcome.passed):3} of {outcome.case.passes_on_nxd:3}{failed}"
 
 
 def append(outcomes: list[Outcome], library: str) -> None:
-    """Add one line for each case to the record."""
+    """Append one line per case to the record."""
     import torch
 
     is_new = not RECORD.exists()

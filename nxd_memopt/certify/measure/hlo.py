@@ -154,5 +154,6 @@ def largest_temporaries(buffer_assignment: str, limit: int = 6) -> tuple[LiveTen
 
 def fingerprint(hlo: str) -> str:
     """Return a hash of the module without its name. Equal fingerprints mean one compiled graph."""
+    # The first line is "HloModule NAME, attributes"; the name has a counter.
     header, _, body = hlo.partition("\n")
     return hashlib.sha256((header.partition(",")[2] + body).encode()).hexdigest()[:16]

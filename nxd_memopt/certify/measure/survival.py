@@ -46,6 +46,8 @@ class Survival:
         Args:
             max_temp_ratio: largest allowed ``ratio``; with ``None`` any saving passes.
         """
+        # Four cases, in order: nothing is recomputed; the compiler removed recomputed matmuls; the
+        # saving is below the required one; recomputation saves no memory at all.
         if not self.traced_extra_matmuls and self.recompute.held_bytes == self.baseline.held_bytes:
             return "the step recomputes nothing: it is the same with and without recomputation"
         if self.extra_matmuls < self.traced_extra_matmuls:

@@ -36,6 +36,7 @@ def measure_step(step: Callable[[], object]) -> Measurement:
     """
     before = xla_inspect.dumped_modules()
     backend.mark_step()  # operations that the caller left pending are not part of the step
+    # The marker is alive during the step, so it is part of the step's graph.
     own = xla_inspect.dumped_modules()
     marker = _marker(own | before)
     result = step()

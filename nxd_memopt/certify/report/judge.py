@@ -121,6 +121,7 @@ def _check_flags(compiler_flags: str | None) -> Check:
 
 def _at_depth(request: Request, variants: Mapping[int, Measurement]) -> int:
     """Return the bytes of activations and temporaries at the full depth of the model."""
+    # The peak where it is known; torch.compile reports only what is saved between its graphs.
     depth = request.config["num_hidden_layers"]
     measured = {n: m.held_bytes if m.peak_bytes is None else m.peak_bytes for n, m in variants.items()}
     return extrapolate(measured, depth, least_per_layer=_shape(request, depth).layer_input_bytes)
