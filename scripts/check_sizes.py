@@ -39,7 +39,7 @@ def main() -> int:
 
 
 def count_lines(file: Path) -> int:
-    """Return the file's lines of code."""
+    """Return the number of the file's lines of code."""
     return len(code_lines(file.read_text(encoding="utf-8")))
 
 

@@ -48,7 +48,7 @@ class Mutant:
 
 
 def load_mutants() -> list[Mutant]:
-    """Return the mutants of every ``tests/mutants/<package>.toml``, in the order of the files' names."""
+    """Return the mutants of every ``tests/mutants/<package>.toml``, sorted by file name."""
     tables = [tomllib.loads(path.read_text(encoding="utf-8")) for path in sorted(TABLES.glob("*.toml"))]
     rows = [row for table in tables for row in table["mutant"]]
     return [Mutant(**{**row, "tests": tuple(row["tests"])}) for row in rows]
@@ -63,6 +63,8 @@ def main() -> int:
         return 2
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copy = copy_repository(Path(folder))
+        # Faults that cannot be planted, wrong imports and tests that fail without a fault are found
+        # before the first mutant runs.
         for mutant in chosen:
             planted(copy, mutant)
         for venv in sorted({mutant.venv for mutant in chosen}):

@@ -19,7 +19,7 @@ _NO_CODE = (
 
 
 def code_lines(source: str) -> set[int]:
-    """Return the numbers of the lines that hold code; a statement over several lines counts each of them."""
+    """Return the numbers of lines with code; each line of a statement over several lines counts."""
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in _NO_CODE:

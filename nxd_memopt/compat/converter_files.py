@@ -39,6 +39,8 @@ def find_input(directory: str, tp_rank: int, pp_rank: int, ep_rank: int, *, xser
     """
     short = f"tp_rank_{tp_rank:02d}_pp_rank_{pp_rank:02d}"
     expert = f"ep_rank_{ep_rank:02d}"
+    # A folder per rank (a file with xser), then files named by data-parallel rank, without and with
+    # the expert rank.
     candidates = [
         Path(directory) / short if xser else Path(directory) / short / "checkpoint.pt",
         Path(directory) / f"dp_rank_00_{short}.pt",

@@ -85,6 +85,7 @@ def _memory(config: TrainConfig) -> list[str]:
 
 def _optimizer(config: TrainConfig, world_size: int) -> list[str]:
     """Return the options for the memory of AdamW's states, which certify adds by arithmetic."""
+    # fp32 parameters are their own master weights. D matters for ZeRO-1 only, which shards states.
     has_masters = config.model.dtype != "float32" and config.optimizer.master_weights
     replicas = config.data_parallel_size(world_size)
     options = ["--master-weights"] if has_masters else []

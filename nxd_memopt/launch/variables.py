@@ -66,6 +66,7 @@ def merged(variables: list[Variable], environ: Mapping[str, str]) -> dict[str, s
     """
     values = {}
     for variable in variables:
+        # A combined variable was built from the environment's value, so it is not looked up again.
         given = variable.value if variable.origin == "combined" else environ.get(variable.name, variable.value)
         if variable.origin == "fixed" and given != variable.value:
             raise ValueError(

@@ -66,7 +66,7 @@ NEUTRAL = {
 
 
 def parse_config(arguments: Sequence[str], *, program: str = "nxd-memopt train") -> TrainConfig:
-    """Return the configuration of ``--config FILE`` or ``--recipe NAME``, overridden by the other arguments.
+    """Return the configuration of a file or recipe, overridden by command-line options.
 
     Args:
         arguments: command-line arguments, without the program's name.
@@ -286,7 +286,7 @@ def _fit_one(value: Any, hint: Any, name: str) -> Any:
         return tuple(_fit(item, typing.get_args(hint)[0], name) for item in value)
     if origin is dict and isinstance(value, Mapping):
         return dict(value)
-    # Exact types, so that an int option does not take True and a str option does not take 3.
+    # Exact types: an int option does not take True, and a str option does not take 3.
     if origin in (str, int, bool, types.NoneType) and type(value) is origin:
         return value
     raise TypeError

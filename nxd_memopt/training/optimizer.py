@@ -86,7 +86,7 @@ class MasterWeightOptimizer:
 
     @property
     def inner(self) -> NeuronZero1Optimizer:
-        """The ZeRO-1 optimizer with the master weights and optimizer states, for checkpoints."""
+        """ZeRO-1 optimizer with the master weights and optimizer states, for checkpoints."""
         return self._zero1
 
 

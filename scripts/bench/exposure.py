@@ -42,6 +42,8 @@ def exposure(events: Iterable[tuple[str, float, float]]) -> dict[str, float]:
         between ranks and without computation. ``idle``: time with neither; copies within the
         device are neither.
     """
+    # busy is the union of computation and communication: busy minus compute is the communication
+    # that no computation overlaps.
     named = [event for event in events if not _is(event[0], _WITH_HOST)]
     compute = _union((start, end) for name, start, end in named if not _is(name, _COMMUNICATION + _COPIES))
     busy = _union((start, end) for name, start, end in named if not _is(name, _COPIES))

@@ -44,6 +44,7 @@ def allocated_peak_mib(model: nn.Module, loss_of: LossFunction, ids: Tensor) -> 
     model.zero_grad(set_to_none=True)
     with profile(profile_memory=True) as recorded:
         loss_of(ids).backward()
+    # The profiler records every allocation (+bytes) and free (-bytes) in order.
     current = peak = 0
     assert recorded.profiler is not None and recorded.profiler.kineto_results is not None
     events: Any = recorded.profiler.kineto_results.events()

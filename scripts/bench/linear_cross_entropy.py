@@ -222,6 +222,7 @@ def measure(head: str, tokens: int, args: argparse.Namespace) -> list[dict[str, 
     expected = reference(x, weight, target) if tokens <= 8192 else None
     if expected:
         expected = (expected[0], *(grad.chunk(size)[rank].clone() for grad in expected[1:]))
+    # Sequence shard of the tokens, vocabulary shard of the weight; targets are replicated.
     x = x.chunk(size)[rank].clone().requires_grad_()
     weight = weight.chunk(size)[rank].clone().requires_grad_()
     inputs, gradient_bytes = (x, weight, target), 2 * (x.numel() + weight.numel())

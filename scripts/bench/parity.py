@@ -179,6 +179,8 @@ def compare_case(name: str) -> list[Row]:
             model = build(config, reference.state_dict(), sequence_parallel, memory)
             our_loss, ours = run_step(model, ids)
             dropped = run_step(build(with_dropout(config), reference.state_dict(), sequence_parallel, memory), ids)
+            # The first recompute is "none": its results without and with dropout are the reference
+            # for bitwise equality of the others.
             kept = kept or {False: (our_loss, ours), True: dropped}
             equal = is_bit_equal(kept[False], (our_loss, ours)) and is_bit_equal(kept[True], dropped)
             error, worst = worst_gradient(model, ours, theirs)
@@ -266,6 +268,8 @@ def float64_slice(full: Any, param: Any) -> Tensor:
 
 def local_inputs(layer: str, x: Tensor, upstream: Tensor, sequence_parallel: bool) -> tuple[Tensor, Tensor]:
     """Return this rank's shard of the layer's input and of its output's gradient."""
+    # A column-parallel layer shards its output's features, a row-parallel layer its input's. The
+    # other tensor is replicated, or a sequence shard with sequence parallelism.
     group = parallel_state.get_tensor_model_parallel_group()
     sharded_features = {"column": upstream, "row": x}[layer]
     sharded_features = backend.shard(sharded_features, -1, group)

@@ -83,6 +83,7 @@ def build_dtensor(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFun
         positions = torch.arange(ids.size(1), device=ids.device).unsqueeze(0)
         hidden = base(ids, position_ids=positions, use_cache=False).last_hidden_state
         logits = model.lm_head(hidden).flatten(0, 1).float()
+        # Labels are the next tokens; the last position has none (-100 is ignored).
         labels = F.pad(ids, (0, 1), value=-100)[:, 1:].flatten()
         return F.cross_entropy(logits, labels)
 

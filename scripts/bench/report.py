@@ -34,6 +34,7 @@ Row = dict[str, str]
 
 
 def rows_of(name: str) -> list[Row]:
+    """Return the rows of a benchmark on ``DEVICE``; an empty list without a file."""
     path = BENCHMARKS / f"{name}.csv"
     if not path.exists():
         return []
@@ -46,15 +47,15 @@ def rows_of(name: str) -> list[Row]:
 
 
 def latest_races(rows: Sequence[Row], keys: Sequence[str]) -> list[list[Row]]:
-    """For each setting the last run of ours and the strongest peer so far: a race is within one run.
+    """Return for each setting the rows of its last run that has the fastest peer so far.
 
-    Ours and the peers' ``recompute`` belong to the setting: there are several ways to one memory. A later run without
-    that peer, or a faster one, would flatter ours.
+    Only rows of one run are compared. The ``recompute`` of ours and of the peers is part of the
+    setting. A later run without the fastest peer, or a faster one, would flatter ours.
     """
     runs: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         if not (row.get("tokens_per_s_per_device") or row.get("ms")):
-            continue  # it failed, and may not replace what an earlier run measured
+            continue  # a failed variant does not replace the result of an earlier run
         run = tuple(row[key] for key in (*keys, "date", "commit", "command"))
         runs.setdefault(run, []).append(row)
     latest: dict[tuple[str, ...], list[Row]] = {}
@@ -69,21 +70,23 @@ def latest_races(rows: Sequence[Row], keys: Sequence[str]) -> list[list[Row]]:
 
 
 def _is_as_strong(peers: Sequence[Row], earlier: Sequence[Row]) -> bool:
-    """Whether ``peers`` have the fastest of ``earlier``'s, or one that is faster."""
+    """Return whether ``peers`` have the fastest peer of ``earlier``, or a faster one."""
     best = max((row for row in earlier if not _is_ours(row["variant"])), key=_speed)
     return any(row["variant"] == best["variant"] or _speed(row) > _speed(best) for row in peers)
 
 
 def _speed(row: Row) -> float:
+    """Return tokens per second of a step, or calls per millisecond of an operation."""
     return float(row.get("tokens_per_s_per_device") or 1 / float(row["ms"]))
 
 
 def _with_numbers(setting: tuple[str, ...]) -> tuple[tuple[int, str], ...]:
+    """Return a sort key that orders numbers by value, so 8192 comes before 32768."""
     return tuple((int(part), "") if part.isdigit() else (0, part) for part in setting)
 
 
 def step_lines(settings: Sequence[tuple[str, str, str]] | None = None) -> list[str]:
-    """Return a table of full training steps; of ``settings`` alone, one line each, where they are given."""
+    """Return a table of full training steps; with ``settings`` only these, one line each."""
     races = latest_races(rows_of("train_step"), ("model", "tensor_parallel", "tokens"))
     if settings is not None:
         by_setting: dict[tuple[str, str, str], list[Row]] = {}
@@ -117,15 +120,17 @@ def step_lines(settings: Sequence[tuple[str, str, str]] | None = None) -> list[s
 
 
 def _if_other_recompute(peer: Row, ours: Row) -> str:
+    """Return the peer's recompute setting as text if it differs from ours."""
     first = [row["recompute"].partition(",")[0] for row in (peer, ours)]
     return "" if first[0] == first[1] else f", recompute {peer['recompute']}"
 
 
 def scaling_lines() -> list[str]:
-    """Ours by the number of GPUs: the fastest setting of the last day on which each was measured.
+    """Return a table of ours by number of GPUs: the fastest setting of the last day measured.
 
-    Commits with changes beside them (``-dirty``) count where there are no others of that day.
+    Rows of commits with uncommitted changes (``-dirty``) count only if the day has no other rows.
     """
+    # The last row in sorted order wins: the last day, then clean commits, then the fastest.
     fastest: dict[tuple[str, str], dict[str, Row]] = {}
     rows = [row for row in rows_of("train_step") if _is_ours(row["variant"]) and row["tokens_per_s_per_device"]]
 
@@ -154,7 +159,7 @@ def _is_ours(name: str) -> bool:
 
 
 def head_lines() -> list[str]:
-    """A column for each setting, a line for each variant: milliseconds, times the floor, GiB."""
+    """Return a table of ms, multiple of floor and GiB: columns are settings, lines variants."""
     races = latest_races(rows_of("linear_cross_entropy"), ("head", "tokens", "tensor_parallel"))
     if not races:
         return []
@@ -225,7 +230,7 @@ def with_section(text: str) -> str:
     """Return ``text`` with ``readme_section()`` between its markers.
 
     Raises:
-        ValueError: a marker is missing, or there twice.
+        ValueError: a marker is missing, or occurs twice.
     """
     for marker in (BEGIN, END):
         if text.count(marker) != 1:
@@ -238,7 +243,7 @@ def with_section(text: str) -> str:
 
 
 def plots(folder: Path) -> list[Path]:
-    """Bars of speed and of memory for every race of whole steps."""
+    """Plot bars of speed and memory for every race of full steps; return the files."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -262,6 +267,7 @@ def plots(folder: Path) -> list[Path]:
 
 
 def _bars(axes: Any, rows: Sequence[Row], column: str, label: str) -> None:
+    """Draw a horizontal bar per variant; ours in another color."""
     names, values = [row["variant"] for row in rows], [float(row[column] or 0) for row in rows]
     bars = axes.barh(names, values, color=["tab:blue" if _is_ours(name) else "tab:gray" for name in names])
     axes.bar_label(bars, fmt="%.0f" if max(values) > 100 else "%.1f", padding=2)

@@ -177,6 +177,8 @@ def measure(
         stepper.zero_grad()
         return loss
 
+    # Each step is timed until the device has finished. Peak memory counts from the end of the
+    # warm-up, which compiles kernels and records CUDA graphs.
     times, losses = [], []
     for i in range(WARM_UP_STEPS + steps):
         if i == WARM_UP_STEPS:
@@ -263,6 +265,7 @@ def run(args: argparse.Namespace) -> list[str]:
             except (RuntimeError, AttributeError, ValueError, ImportError) as error:  # all ranks fail alike
                 row["failure"] = first_line(error)
                 failed += [f"{variant} at {tokens} tokens"] if variant.startswith("ours") else []
+            # The next variant starts with the memory of this one returned to the device.
             gc.collect()
             if backend.name == "cuda":
                 torch.cuda.empty_cache()

@@ -28,9 +28,7 @@ from nxd_memopt.compat.alias import AliasFinder
 
 CLOSED_PACKAGES = ("torch_neuronx", "neuronxcc", "libneuronxla", "nki", "nkilib", "botocore", "boto3", "tenacity")
 XLA_PACKAGES = ("torch_xla.core", "torch_xla.utils", "torch_xla.distributed", "torch_xla.experimental")
-PRIVATE_HELPERS = (
-    "neuronx_distributed.parallel_layers.layers_utils"  # imported beside what is tested, by test_layers.py
-)
+PRIVATE_HELPERS = "neuronx_distributed.parallel_layers.layers_utils"  # test_layers.py imports it, but does not test it
 Call = tuple[Callable[..., object], tuple[object, ...]]
 
 

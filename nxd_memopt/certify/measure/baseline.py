@@ -1,4 +1,4 @@
-"""Baseline of the certificate: the same step without recomputation."""
+"""The step to compare with: the same step without recomputation."""
 
 from __future__ import annotations
 

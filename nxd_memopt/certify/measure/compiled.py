@@ -122,8 +122,8 @@ def _saved_tensors(forward_graphs: Sequence[fx.Graph]) -> list[LiveTensor]:
 
 def _base(node: fx.Node) -> fx.Node:
     """Return the node that allocated the storage of ``node``."""
-    # Follow views back to the operation that made the storage, so that a transposed weight is found
-    # to be a parameter.
+    # Follow views back to the operation that made the storage: the base of a transposed weight is
+    # a placeholder, so it counts as a parameter.
     value = node.meta.get("val")
     for source in node.all_input_nodes:
         origin = source.meta.get("val")

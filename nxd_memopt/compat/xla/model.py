@@ -123,6 +123,8 @@ def reduce_gradients(
     data-parallel groups with T tensor-parallel ranks the result is the mean divided by T. It is the
     same here, so a script gives the same numbers.
     """
+    # keep_sums: gradients that are already summed over sequence shards stay marked so after this
+    # linear in-place write, and are not summed a second time.
     size = world_size()
     params = [param for group in optimizer.param_groups for param in group["params"]]
     gradients = [param.grad for param in params if param.grad is not None]

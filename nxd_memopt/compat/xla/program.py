@@ -44,6 +44,7 @@ class MpDeviceLoader:
         self._loader, self._device = loader, device
 
     def __iter__(self) -> Iterator[Any]:
+        # torch_xla ends a step's graph when the program asks for the next batch.
         for batch in self._loader:
             yield _to(batch, self._device)
             backend.mark_step()
