@@ -65,8 +65,8 @@ class DataConfig:
         dataset_config: the hub dataset's configuration name.
         split: the hub dataset's split.
         text_column: the column with the text, for everything but text files.
-        seq_length: S, tokens per sequence; documents are joined with end-of-text tokens and cut
-            into sequences.
+        seq_length: S, tokens per sequence; documents are concatenated with end-of-text tokens and
+            cut into sequences.
         micro_batch_size: B, sequences per forward pass on each data-parallel rank.
         global_batch_size: sequences per optimizer step over all data-parallel ranks.
         held_out_every: about one document in this many is kept out of training, chosen by hash;
