@@ -193,6 +193,11 @@ class MemoryConfig:
 
     def _check_recompute(self) -> None:
         method, num_layers = self.recompute_method, self.recompute_num_layers
+        for name in ("recompute_num_layers", "cpu_offloading_num_layers"):
+            value = getattr(self, name)
+            # type(), not isinstance(): a bool is an int too
+            if type(value) is not int and not (value is None and name == "recompute_num_layers"):
+                raise ValueError(f"{name} must be an integer, got {value!r}")
         if method is not None and self.recompute_granularity != "full":
             raise ValueError(
                 f"recompute_method {method!r} needs recompute_granularity 'full', got {self.recompute_granularity!r}"

@@ -136,6 +136,7 @@ def test_missing_shard_is_named(tmp_path):
     [
         ("{", "index.json cannot be read"),
         ('{"metadata": {}}', "has no weight_map"),
+        ('{"weight_map": {"a": "part.safetensors", "b": 3}}', "values are not all file names"),
         ('{"weight_map": {"a": "../secret.safetensors"}}', "files that are not there"),
         ('{"weight_map": {"a": "part.safetensors"}}', "places 'a' in part.safetensors, which lacks it"),
     ],

@@ -69,6 +69,12 @@ def test_require_one_of_names_the_nearest(value, facts):
             {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 0},
             ["recompute_num_layers", "at least 1", "0"],
         ),
+        (
+            MemoryConfig,
+            {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": "2"},
+            ["recompute_num_layers", "integer", "'2'"],
+        ),
+        (MemoryConfig, {"cpu_offloading_num_layers": True}, ["cpu_offloading_num_layers", "integer", "True"]),
         (MemoryConfig, {"recompute_granularity": "selective", "recompute_modules": ()}, ["recompute_modules"]),
         (MemoryConfig, {"recompute_modules": ("core_atn",)}, ["core_atn", "did you mean 'core_attn'"]),
         (

@@ -75,6 +75,12 @@ def test_wider_sums_lose_no_bits(logits_bytes):
     assert logits_bytes > 3_000 or error(logits_bytes) > error(logits_bytes, torch.float32) * 1.01
 
 
+def test_narrower_sums_are_refused():
+    x, weight, target = inputs(30, 16, 123)
+    with pytest.raises(ValueError, match=r"accumulate_dtype torch.bfloat16 is narrower than the weight's torch.float"):
+        fused_linear_cross_entropy(x, weight, target, accumulate_dtype=torch.bfloat16)
+
+
 def inputs_in_double(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor.detach().double().requires_grad_() for tensor in tensors)
 

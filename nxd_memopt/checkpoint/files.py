@@ -80,6 +80,8 @@ def _open_indexed(index: Path, stack: ExitStack) -> Sources:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{index} has no weight_map: copy the index again from where the checkpoint came from")
+    if not all(isinstance(name, str) for name in weight_map.values()):
+        raise ValueError(f"{index} has a weight_map whose values are not all file names: copy the index again")
     shards = sorted(set(weight_map.values()))
     # A name with a path separator could point outside of the directory: treat it as missing.
     missing = [name for name in shards if Path(name).name != name or not (index.parent / name).is_file()]

@@ -48,6 +48,8 @@ def apply_memory(model: Recomputable, memory: MemoryConfig, *, compile: Literal[
         )
     if offloaded > len(layers):
         raise ValueError(f"cpu_offloading_num_layers {offloaded} exceeds the model's {len(layers)} layers: lower it")
+    if compile == "layer" and recomputes_parts(memory):
+        require_recompute_in_graphs()  # before anything is removed: a refused call leaves the model as it was
     # Start from unwrapped forwards: each technique below captures the forwards that it finds.
     remove_offload(layers)
     remove_compile(layers)
@@ -56,7 +58,6 @@ def apply_memory(model: Recomputable, memory: MemoryConfig, *, compile: Literal[
     # groups layers by chunk. Otherwise layers are compiled first, because the checkpoint of a chunk
     # captures the (compiled) forwards of all layers of the chunk.
     if compile == "layer" and recomputes_parts(memory):
-        require_recompute_in_graphs()
         apply_recompute(model, memory)
         apply_compile(layers)
     else:

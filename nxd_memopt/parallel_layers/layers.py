@@ -180,12 +180,19 @@ class ColumnParallelLinear(BaseParallelLinear):
         bias = None if self.skip_bias_add else self.bias
         # With skip_bias_add the caller adds the local bias, e.g. fused with an activation.
         (output,) = column_parallel(input, [(self.weight, bias)], self.activation_sharding(self.replica_group))
+        skipped = self.bias
         if self.gather_output:
-            output = mappings.gather_from_tensor_model_parallel_region(output, self.tensor_parallel_group)
-            # [..., T * n] in rank order -> full order; padded columns are last and are cut off.
-            output = self._in_full_order(output)
-            output = output if self.keep_padded_output else output[..., : self.output_size]
-        return (output, self.bias) if self.skip_bias_add else output
+            output = self._gathered(output)
+            # The caller adds the bias to the gathered output, so it needs the columns of all ranks.
+            skipped = self._gathered(self.bias) if self.skip_bias_add and self.bias is not None else None
+        return (output, skipped) if self.skip_bias_add else output
+
+    def _gathered(self, columns: Tensor) -> Tensor:
+        """Return the columns ``[..., n]`` of all ranks, ``[..., output_size]``, in the order of the full weight."""
+        gathered = mappings.gather_from_tensor_model_parallel_region(columns, self.tensor_parallel_group)
+        # [..., T * n] in rank order -> full order; padded columns are last and are cut off.
+        full = self._in_full_order(gathered)
+        return full if self.keep_padded_output else full[..., : self.output_size]
 
     def _in_full_order(self, gathered: Tensor) -> Tensor:
         """Return the columns of all ranks in the order of the full weight's rows."""

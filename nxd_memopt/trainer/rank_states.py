@@ -132,9 +132,10 @@ def _require_replica_order(files: RankFiles, params: Mapping[str, Tensor]) -> No
     if not names or not parallel_state.is_global_rank_zero():
         return
     for stage in range(files.pipeline_model_parallel_size):
-        contents = [read_stored(files.file(rank, stage)) for rank in range(files.tensor_model_parallel_size)]
+        paths = [files.file(rank, stage) for rank in range(files.tensor_model_parallel_size)]
+        contents = [_require_dict(path, read_stored(path)) for path in paths]
         for name in names:
-            stored = [content.get(name) for content in contents]
+            stored: list[Any] = [content.get(name) for content in contents]
             if all(isinstance(value, Tensor | StoredTensor) for value in stored):
                 _require_equal_replicas(files, name, params[name], [resolve(value) for value in stored])
                 return
@@ -188,9 +189,16 @@ def _has_no_weights(files: RankFiles) -> bool:
 
     Only the optimizer's masters contain the weights then.
     """
-    content = read_stored(files.file(0))
+    content = _require_dict(files.file(0), read_stored(files.file(0)))
     stored = [value for value in content.values() if isinstance(value, StoredTensor)]
     return bool(stored) and not any(value.file.exists() for value in stored)
+
+
+def _require_dict(path: Path, content: Any) -> Mapping[str, Any]:
+    """Return ``content``; raise ``ValueError`` unless it is a state dict."""
+    if not isinstance(content, Mapping):
+        raise ValueError(f"{path} holds a {type(content).__name__}, not a state dict: it is of another program")
+    return content
 
 
 def _require_masters(source: Path, model: nn.Module, optimizer: Any) -> None:

@@ -56,7 +56,7 @@ def run(layer, x: Tensor, upstream: Tensor, *, skip_bias_add: bool = False) -> d
         y = layer(x)
         if skip_bias_add:
             y, bias = y
-            assert bias is layer.bias
+            assert bias is layer.bias or getattr(layer, "gather_output", False)
             y = y + bias if bias is not None else y
         parameters = [layer.weight] + ([] if layer.bias is None else [layer.bias])
         dx, *dparameters = gradients(y, upstream, [x, *parameters])
@@ -184,6 +184,8 @@ def test_column_gather_output(world_size):
     initialize()
     check_column(world_size, gather_output=True)
     check_column(world_size, gather_output=True, skip_bias_add=False, bias=False, dimensions=2)
+    for options in ({}, {"stride": 2}, {"pad": True, "output_size": 7 * world_size - 1}):
+        check_column(world_size, gather_output=True, skip_bias_add=True, **options)  # the bias of all columns
     check_column(world_size, gather_output=True, pad=True, output_size=7 * world_size - 1)
     check_column(world_size, gather_output=True, pad=True, keep_padded_output=True, output_size=7 * world_size - 1)
 

@@ -148,7 +148,7 @@ def fused_linear_cross_entropy(
     group = resolve_group(process_group)
     columns = weight.size(0) * backend.group_size(group)
     terms = LossTerms(vocab_size or columns, label_smoothing, z_loss_weight, softcap)
-    _check(hidden, weight, target, columns, reduction, terms, logits_bytes)
+    _check(hidden, weight, target, columns, reduction, terms, logits_bytes, accumulate_dtype)
     sharded = sequence_parallel_enabled and backend.group_size(group) > 1
     # Sequence first: target [S, B] then reshapes to [T, s * B], one row of labels for each rank.
     if sharded and check_sequence_dimension(sequence_dimension):
@@ -178,7 +178,14 @@ def _apply(x: Tensor, weight: Tensor, labels: Tensor, options: HeadOptions, with
 
 
 def _check(
-    hidden: Tensor, weight: Tensor, target: Tensor, columns: int, reduction: str, terms: LossTerms, logits_bytes: int
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    columns: int,
+    reduction: str,
+    terms: LossTerms,
+    logits_bytes: int,
+    accumulate_dtype: torch.dtype | None,
 ) -> None:
     if weight.dim() != 2 or hidden.dim() < 1 or hidden.size(-1) != weight.size(1):
         raise ValueError(
@@ -189,6 +196,12 @@ def _check(
     if target.is_floating_point():
         raise ValueError(f"target must hold integer labels, got {target.dtype}")
     require_one_of("reduction", reduction, ("mean", "sum", "none"))
+    # A narrower sum would lose bits of every chunk, and its buffer could not hold logits first.
+    if accumulate_dtype is not None and accumulate_dtype.itemsize < weight.dtype.itemsize:
+        raise ValueError(
+            f"accumulate_dtype {accumulate_dtype} is narrower than the weight's {weight.dtype}: leave it out, or use "
+            "torch.float32"
+        )
     if not 0 <= terms.label_smoothing <= 1:
         raise ValueError(f"label_smoothing must be within [0, 1], got {terms.label_smoothing}")
     if terms.softcap is not None and terms.softcap <= 0:
