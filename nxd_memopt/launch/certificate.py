@@ -8,6 +8,7 @@ import shutil
 import sys
 from pathlib import Path
 
+from nxd_memopt.config import MemoryConfig
 from nxd_memopt.training.config import TrainConfig
 
 DEVICES = {
@@ -75,11 +76,21 @@ def _step(config: TrainConfig) -> list[str]:
 
 
 def _memory(config: TrainConfig) -> list[str]:
-    """Return the options for recompute and attention."""
+    """Return the options for recompute and attention.
+
+    Raises:
+        ValueError: certify cannot measure one of the techniques, so its certificate would be of another step.
+    """
     memory, options = config.memory, []
+    defaults = MemoryConfig()
+    for name in ("cpu_offloading_num_layers", "fused_linear_cross_entropy"):
+        value, default = getattr(memory, name), getattr(defaults, name)
+        if value != default:
+            raise ValueError(f"certify has no option for memory.{name} {value}: set {default} for the dry run")
     for name in ("recompute_granularity", "recompute_method", "recompute_num_layers", "attention_backend"):
         if getattr(memory, name) is not None:
             options += [f"--{name.replace('_', '-')}", str(getattr(memory, name))]
+    options += ["--recompute-keep-core-attn"] if memory.recompute_keep_core_attn else []
     return options + (["--recompute-modules", *memory.recompute_modules] if memory.recompute_modules else [])
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from nxd_memopt.backends import backend
 from nxd_memopt.checkpoint import save_pretrained
+from nxd_memopt.checkpoint.files import read_json
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
 from nxd_memopt.training.config import TrainConfig
@@ -109,7 +110,7 @@ def single_process_peak(path: str | None) -> int | None:
         return None
     if not Path(path).is_file():
         raise ValueError(f"trainer.single_process_summary {path} does not exist: name a run's summary.json")
-    peaks: Any = json.loads(Path(path).read_text(encoding="utf-8")).get("peak_memory_bytes")
+    peaks = read_json(Path(path)).get("peak_memory_bytes")
     if not isinstance(peaks, list) or len(peaks) != 1:
         raise ValueError(f"trainer.single_process_summary {path} is not of one process: it has the peaks {peaks}")
     return peaks[0]

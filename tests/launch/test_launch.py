@@ -203,6 +203,20 @@ def test_a_pretrained_models_changes_are_certified_too(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_techniques_that_certify_cannot_measure_are_refused(tmp_path: Path) -> None:
+    def command(*options: str) -> list[str]:
+        config = planned("llama3_8b", *options).config
+        return certify_command(config, "trn2", world_size=32, device_memory_gib=None, directory=tmp_path)
+
+    assert "--recompute-keep-core-attn" in command("--memory.recompute-keep-core-attn")
+    for option, message in (
+        (("--memory.cpu-offloading-num-layers", "2"), "memory.cpu_offloading_num_layers 2: set 0"),
+        (("--memory.no-fused-linear-cross-entropy",), "memory.fused_linear_cross_entropy False: set True"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            command(*option)
+
+
 @pytest.mark.parametrize(
     ("memory", "expected", "verdict"),
     [
