@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -36,8 +37,19 @@ def run(model, optimizer, steps):
 def test_training_goes_on_and_a_resumed_run_is_exact(zero_one, tmp_path):
     straight = build(zero_one)
     run(*straight, range(2))
-    trainer.save_checkpoint(tmp_path, "second", *straight, user_content={"step": 2}, async_save=True)
-    run(*straight, range(2, 4))  # writes to every parameter and state, whether the files are written or not
+    write, may_write = pickled.write_tensors, threading.Event()
+
+    def write_later(path, content):
+        assert may_write.wait(60), "two steps take less than a minute"
+        write(path, content)
+
+    pickled.write_tensors = write_later
+    try:
+        trainer.save_checkpoint(tmp_path, "second", *straight, user_content={"step": 2}, async_save=True)
+        run(*straight, range(2, 4))  # writes to every parameter and state before any of them is in a file
+    finally:
+        may_write.set()
+        pickled.write_tensors = write
     trainer.save_checkpoint(tmp_path, "fourth", *straight, user_content={"step": 4}, async_save=True, num_kept_ckpts=2)
     run(*straight, range(4, 5))
     trainer.finalize_checkpoint()
