@@ -19,7 +19,7 @@ class PlayedGraph:
     """Replays by running again, into the memory that the recording had; recording leaves no values."""
 
     recorded = rehearsed = 0
-    beside: ClassVar[list[object]] = []
+    pool_of: ClassVar[list[object]] = []
 
     def __init__(self, function, parameters) -> None:
         PlayedGraph.recorded += 1
@@ -54,10 +54,10 @@ def graphed(monkeypatch):
     twin.load_state_dict(model.state_dict())
     parameters = list(model.parameters())
     PlayedGraph.recorded = PlayedGraph.rehearsed = 0
-    PlayedGraph.beside.clear()
+    PlayedGraph.pool_of.clear()
 
-    def capture(function, beside):
-        PlayedGraph.beside.append(beside)
+    def capture(function, pool_of):
+        PlayedGraph.pool_of.append(pool_of)
         return PlayedGraph(function, parameters)
 
     @contextmanager
@@ -184,7 +184,7 @@ def test_a_recording_that_fails_leaves_gradients_alone(graphed, monkeypatch, err
         model[1].bias.grad = None
     before = [p.grad for p in model.parameters()]
 
-    def failing(function, beside):
+    def failing(function, pool_of):
         function()
         raise error
 
@@ -213,7 +213,7 @@ def test_first_calls_rehearse_and_recordings_share_memory(graphed):
             step(torch.ones(rows, 4))
             model.zero_grad()
     assert PlayedGraph.rehearsed == 2 * WARM_UP_CALLS
-    first, second = PlayedGraph.beside
+    first, second = PlayedGraph.pool_of
     assert first is None and isinstance(second, PlayedGraph)
 
 

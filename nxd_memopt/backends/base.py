@@ -339,12 +339,12 @@ class Backend(ABC):
         """
         return nullcontext()
 
-    def capture(self, function: Callable[[], Result], *, beside: Capture[Any] | None = None) -> Capture[Result]:
+    def capture(self, function: Callable[[], Result], *, pool_of: Capture[Any] | None = None) -> Capture[Result]:
         """Record the device work of ``function``. A failure leaves the backend's state unchanged.
 
         Args:
             function: has run before, in ``rehearsal`` and on tensors of the same shapes.
-            beside: an earlier recording that never runs at the same time; the two share one memory
+            pool_of: an earlier recording that never runs at the same time; the two share one memory
                 pool.
         """
         raise NotImplementedError(self.capture_refusal())

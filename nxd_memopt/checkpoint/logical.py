@@ -174,8 +174,8 @@ def _state_tensor(key: str, name: str, each: StoredParameter, value: Tensor, par
     if value.shape == each.stored.shape:
         return _like_parameter(key, name, each, value, parts)
     # Any shape can be stored if the parameter is not sharded at all.
-    whole = each.size == 1 and full_shape(each.param) == tuple(each.param.shape)
-    if value.dim() and not whole:
+    is_replicated = each.size == 1 and full_shape(each.param) == tuple(each.param.shape)
+    if value.dim() and not is_replicated:
         raise ValueError(
             f"optimizer state {key!r} of {name} has shape {list(value.shape)}, its parameter {list(each.stored.shape)} "
             "on this rank: only states of the parameter's shape or with one element and no dimension can be stored "

@@ -45,9 +45,7 @@ def certify_command(
     search_path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     program = shutil.which("nxd-memopt", path=search_path)
     if program is None:
-        raise ValueError(
-            "nxd-memopt is not installed beside this Python: run pip install -e '.[train]' in the checkout"
-        )
+        raise ValueError("nxd-memopt is not installed for this Python: run pip install -e '.[train]' in the checkout")
     command = [program, "certify", *_model(config, directory), "--backend", backend]
     command += ["--device", device] if device else []
     command += ["--device-memory-gib", str(device_memory_gib)] if device_memory_gib is not None else []

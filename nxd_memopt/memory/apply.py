@@ -43,8 +43,8 @@ def apply_memory(model: Recomputable, memory: MemoryConfig, *, compile: Literal[
     transfers = backend.host_transfers() if offloaded else None
     if offloaded and transfers is None:
         raise ValueError(
-            f"cpu_offloading_num_layers {offloaded} needs a device that copies to the host beside its work, an NVIDIA "
-            f"GPU; the backend is {backend.name}: leave it out"
+            f"cpu_offloading_num_layers {offloaded} needs a device whose copies to the host overlap with compute, "
+            f"an NVIDIA GPU; the backend is {backend.name}: leave it out"
         )
     if offloaded > len(layers):
         raise ValueError(f"cpu_offloading_num_layers {offloaded} exceeds the model's {len(layers)} layers: lower it")

@@ -243,9 +243,9 @@ class GraphedLoss:
             return loss.detach()
 
         try:
-            # All recordings run one after another, so ``beside`` lets them share one memory pool.
+            # All recordings run one after another, so ``pool_of`` lets them share one memory pool.
             with _hooks_laid_aside(self._parameters):
-                work = backend.capture(run, beside=self._last)
+                work = backend.capture(run, pool_of=self._last)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:

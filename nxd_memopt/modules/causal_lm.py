@@ -167,8 +167,8 @@ class ParallelCausalLM(nn.Module, ABC):
             return CausalLMOutput(self._fused_loss(hidden, labels))
         logits = self.lm_head(hidden)  # [B, S, V/T] or [S, B, V/T]
         loss = None if labels is None else self._loss(logits, labels)
-        whole = self._gather_logits(logits) if labels is None or return_logits else None
-        return CausalLMOutput(loss, whole)
+        full_logits = self._gather_logits(logits) if labels is None or return_logits else None
+        return CausalLMOutput(loss, full_logits)
 
     def _frequencies_on(self, device: torch.device) -> Tensor:
         """Return RoPE frequencies on ``device``; on CUDA keep them there after the first call.

@@ -69,9 +69,9 @@ def _dense_length(by_place: Sequence[Tensor]) -> int | None:
     first, second = by_place[:2]
     step = _start(second) - _start(first)
     for dim, (size, stride) in enumerate(zip(first.shape, first.stride(), strict=True)):
-        whole = packed_view(by_place, dim) if size * stride == step else None
-        if whole is not None and _is_dense(whole):
-            return whole.numel()
+        view = packed_view(by_place, dim) if size * stride == step else None
+        if view is not None and _is_dense(view):
+            return view.numel()
     return None
 
 

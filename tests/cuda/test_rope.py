@@ -104,7 +104,7 @@ def test_rope_in_place(heads, head_dim, rotary_dim, joined_gradients, dtype, bou
 @pytest.mark.parametrize("joined_gradients", [True, False])
 def test_rope_in_place_of_grouped_heads(joined_gradients, heads, groups, dtype, bound, monkeypatch):
     """Heads of query and of key lie in a row, as LLaMA's do: one kernel turns both."""
-    head_dim, calls, turned_apart = 32, [], rope._turned
+    head_dim, calls, turned_apart = 32, [], rope._rotate
 
     def turned(*tensors, **options):
         calls.append(options.get("in_place", False))
@@ -114,7 +114,7 @@ def test_rope_in_place_of_grouped_heads(joined_gradients, heads, groups, dtype, 
         sizes = [heads * head_dim, groups * head_dim, groups * head_dim]
         return [part.unflatten(-1, (-1, head_dim)).permute(1, 2, 0, 3) for part in x.split(sizes, -1)]
 
-    monkeypatch.setattr(rope, "_turned", turned)
+    monkeypatch.setattr(rope, "_rotate", turned)
     tables = rope_tables(
         rope_frequencies(head_dim, {"rope_theta": 10000.0}), torch.arange(33, device=backend.device)[None], dtype
     )

@@ -131,17 +131,17 @@ class CudaBackend(C10dBackend):
         finally:
             self._is_recording = False
 
-    def capture(self, function: Callable[[], Result], *, beside: Capture[Any] | None = None) -> _Graph[Result]:
+    def capture(self, function: Callable[[], Result], *, pool_of: Capture[Any] | None = None) -> _Graph[Result]:
         # Drain peer memory first, so that nothing in the graph waits for work outside it. The order
         # of the contexts matters: barriers are inside the capture, the restoring of slots is
         # outside of it.
         memories, graph = self._memories(), torch.cuda.CUDAGraph()
         for memory in memories:
             memory.settle()
-        assert beside is None or isinstance(beside, _Graph)
+        assert pool_of is None or isinstance(pool_of, _Graph)
         self._keep_peak(self._unseen_bytes())
         # graphs that never run at the same time may share one pool
-        pool = torch.cuda.graph_pool_handle() if beside is None else beside.graph.pool()
+        pool = torch.cuda.graph_pool_handle() if pool_of is None else pool_of.graph.pool()
         with ExitStack() as stack:
             for memory in memories:
                 stack.enter_context(memory.restored_on_failure())
@@ -152,7 +152,7 @@ class CudaBackend(C10dBackend):
             result = function()
         # During the capture the allocator counted the tensors in a shared pool: do not add the pool
         # again.
-        held = 0 if beside is None else _unused_bytes(beside.graph)
+        held = 0 if pool_of is None else _unused_bytes(pool_of.graph)
         self._keep_peak(self._unseen_bytes() - held)
         self._graphs.add(graph)
         return _Graph(graph, memories, result)

@@ -283,9 +283,9 @@ class XlaBackend(C10dBackend):
 
     def optimization_barrier(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         # records no operation; the barrier call is in place
-        behind = [tensor.clone() for tensor in tensors]
-        self._xm.optimization_barrier_(behind)
-        return behind
+        barriered = [tensor.clone() for tensor in tensors]
+        self._xm.optimization_barrier_(barriered)
+        return barriered
 
     def check_recompute(self) -> None:
         if self._recompute_checked:

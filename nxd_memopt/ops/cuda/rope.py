@@ -25,13 +25,13 @@ class _Rope(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turned(x, cos, sin, torch.empty_like(x), transposed=False)
+        return _rotate(x, cos, sin, torch.empty_like(x), transposed=False)
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turned(grad, cos, sin, torch.empty_like(grad), transposed=True), None, None
+        return _rotate(grad, cos, sin, torch.empty_like(grad), transposed=True), None, None
 
 
 class _RopeQKV(torch.autograd.Function):
@@ -50,7 +50,7 @@ class _RopeQKV(torch.autograd.Function):
         # in place: detach() gives new tensors on the same memory, see increment_version below
         given = (query, key, value)
         results = [x.detach() for x in given] if in_place else [torch.empty_like(x) for x in given]
-        _turn_all(given, results, cos, sin, in_place=in_place, transposed=False)
+        _rotate_all(given, results, cos, sin, in_place=in_place, transposed=False)
         return tuple(results)
 
     @staticmethod
@@ -60,11 +60,11 @@ class _RopeQKV(torch.autograd.Function):
         in_place = ctx.in_place and ctx.layout.is_that_of(*grads)
         # gradients in the layout of the inputs, so that the projection's backward sees one tensor
         results = grads if in_place else ctx.layout.empty(grads[0])
-        _turn_all(grads, results, *ctx.saved_tensors, in_place=in_place, transposed=True)
+        _rotate_all(grads, results, *ctx.saved_tensors, in_place=in_place, transposed=True)
         return *results, None, None, None
 
 
-def _turn_all(
+def _rotate_all(
     given: Sequence[Tensor], results: Sequence[Tensor], cos: Tensor, sin: Tensor, *, in_place: bool, transposed: bool
 ) -> None:
     """Rotate query and key into ``results``, and copy value unless ``in_place``.
@@ -72,17 +72,20 @@ def _turn_all(
     Query and key take one launch if their heads are adjacent in memory.
     """
     # [B, h, S, d] and [B, g, S, d] with adjacent heads are one [B, h + g, S, d]: one launch
-    whole, turned = packed_view(given[:2], 1), packed_view(results[:2], 1)
-    pairs = zip(given[:2], results[:2], strict=True) if whole is None or turned is None else [(whole, turned)]
+    packed = packed_view(given[:2], 1)
+    packed_result = packed_view(results[:2], 1)
+    pairs = list(zip(given[:2], results[:2], strict=True))
+    if packed is not None and packed_result is not None:
+        pairs = [(packed, packed_result)]
     for x, y in pairs:
-        _turned(x, cos, sin, y, transposed=transposed, in_place=in_place)
+        _rotate(x, cos, sin, y, transposed=transposed, in_place=in_place)
     if in_place:
         torch.autograd.graph.increment_version(given[:2])  # autograd raises if they were saved
     else:
         _copied(given[2], cos, results[2])
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor, *, transposed: bool, in_place: bool = False) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor, *, transposed: bool, in_place: bool = False) -> Tensor:
     """Rotate ``x`` into ``y`` and return ``y``.
 
     With ``in_place`` both are the same memory. Shapes are ``[B, h, S, d]``, in any order of memory
@@ -123,7 +126,7 @@ def _copied(x: Tensor, cos: Tensor, y: Tensor) -> Tensor:
     The copy runs at memory bandwidth; ``Tensor.copy_`` reaches a third of it here.
     """
     nothing = cos[..., :0]
-    return _turned(x, nothing, nothing, y, transposed=False)
+    return _rotate(x, nothing, nothing, y, transposed=False)
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

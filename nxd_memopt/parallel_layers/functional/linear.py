@@ -105,15 +105,15 @@ class ColumnParallel(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         # On XLA the barrier keeps common-subexpression elimination from reusing forward's gathered
         # X, which would keep the full X alive between forward and backward.
-        x, *behind = backend.optimization_barrier([x, *grads])
+        x, *barriered = backend.optimization_barrier([x, *grads])
         needs_input, _, *needs_parameters = ctx.needs_input_grad
-        output_grads = [comm.sequence_first(grad) for grad in behind]
+        output_grads = [comm.sequence_first(grad) for grad in barriered]
         # Order of launches: all-gather X, dX GEMM (overlaps with the gather), reduction of dX, dW
         # GEMM (overlaps with the reduction).
         gathering = comm.gather(comm.sequence_first(x)) if any(needs_parameters[0::2]) else None
         reduction = input_grad_reduction(comm, output_grads, weights) if needs_input else None
-        whole = x if gathering is None else gathering.wait()
-        by_parameters = parameter_grads(whole, output_grads, needs_parameters, comm.replica_groups)
+        full = x if gathering is None else gathering.wait()
+        by_parameters = parameter_grads(full, output_grads, needs_parameters, comm.replica_groups)
         input_grad = None if reduction is None else comm.as_given(reduction.wait().to(x.dtype))
         return input_grad, None, *by_parameters
 
@@ -122,13 +122,13 @@ def _joint_products(
     gathering: ChunkedAllGather, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
 ) -> Sequence[Tensor]:
     """Return ``products``; with packed weights one GEMM computes all of them, as column views."""
-    whole = packed_view(weights, 0)
+    packed = packed_view(weights, 0)
     # One GEMM needs one bias of sum(n_i) elements: all layers have a bias or none has.
     given = [bias for bias in biases if bias is not None]
-    if whole is None or len(given) not in (0, len(weights)):
+    if packed is None or len(given) not in (0, len(weights)):
         return products(gathering, weights, biases)
     bias = torch.cat(given) if len(given) > 1 else biases[0]
-    (output,) = products(gathering, [whole], [bias])
+    (output,) = products(gathering, [packed], [bias])
     return split_sizes(output, [weight.size(0) for weight in weights], dim=-1)
 
 
@@ -179,9 +179,9 @@ def parameter_grads(
 
 def _weight_grads(x: Tensor, grads: Sequence[Tensor], needed: Sequence[bool]) -> Sequence[Tensor | None]:
     # Packed gradients [S, ..., sum n_i] give all dW_i in one GEMM.
-    whole = packed_view(grads, -1) if all(needed) else None
-    if whole is not None:
-        return split_sizes(_flat(whole).t() @ x, [grad.size(-1) for grad in grads])
+    packed = packed_view(grads, -1) if all(needed) else None
+    if packed is not None:
+        return split_sizes(_flat(packed).t() @ x, [grad.size(-1) for grad in grads])
     return [_flat(grad).t() @ x if needs else None for grad, needs in zip(grads, needed, strict=True)]
 
 
@@ -226,9 +226,9 @@ class RowParallel(torch.autograd.Function):
         gathering = comm.gather(comm.sequence_first(grad))
         # dX_i = dY W_i for each chunk of dY; dW_i = dY^t X_i needs all rows of dY.
         input_grads = products(gathering, [weight.t() for weight in weights])
-        whole = _flat(gathering.wait())
+        full = _flat(gathering.wait())
         results: list[Tensor | None] = []
         for x, input_grad, needs_weight in zip(inputs, input_grads, wanted[1::2], strict=True):
-            weight_grad = whole.t() @ _flat(comm.sequence_first(x)) if needs_weight else None
+            weight_grad = full.t() @ _flat(comm.sequence_first(x)) if needs_weight else None
             results += [comm.as_given(input_grad), weight_grad]
         return None, None, *results
