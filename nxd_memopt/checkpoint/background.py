@@ -46,6 +46,10 @@ class BackgroundSaver:
     ``before_update`` before it. If an exception leaves the block, the program waits for a running
     save as long as the save makes progress. A partial checkpoint never becomes visible.
 
+    A save creates thousands of Python objects, after which the interpreter may start a full garbage
+    collection (0.2 s for a 3B model). ``gc.freeze()`` before the first step prevents the pause; the
+    training program calls it.
+
     Args:
         directory: directory of the run; all ranks must see it.
         keep: number of complete checkpoints to keep.
