@@ -10,17 +10,24 @@ from transformers import GPTNeoXConfig
 
 from nxd_memopt.config import MemoryConfig, ParallelConfig, require_divisible
 from nxd_memopt.memory import apply_memory, is_recomputed
-from nxd_memopt.modules.attention import AttentionMask, CoreAttention, merge_heads, split_heads
-from nxd_memopt.modules.causal_lm import ParallelCausalLM, RopeTables, resolve_memory
+from nxd_memopt.modules.attention import (
+    AttentionMask,
+    CoreAttention,
+    RopeTables,
+    in_place_rope_path,
+    merge_heads,
+    split_heads,
+)
+from nxd_memopt.modules.causal_lm import ParallelCausalLM, resolve_memory
 from nxd_memopt.modules.dropout import ParallelDropout
 from nxd_memopt.modules.factory import LayerFactory, resolve_parallel
 from nxd_memopt.modules.mlp import Activation
 from nxd_memopt.modules.parallel_residual import normalised_column_parallel_linears, row_parallel_linears
 from nxd_memopt.ops.parts import split_sizes
 from nxd_memopt.ops.rope import apply_rope_qkv
+from nxd_memopt.parallel_layers.fusion import FusedPath, FusibleModule
 from nxd_memopt.parallel_layers.layer_norm import LayerNorm
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
-from nxd_memopt.parallel_layers.utils import is_unmodified
 
 SHARDING = {
     "embed_in": "vocab",
@@ -36,7 +43,7 @@ SHARDING = {
 """Sharding of each module over the tensor-parallel ranks; values of ``factory.SHARDINGS``."""
 
 
-class GPTNeoXAttention(nn.Module):
+class GPTNeoXAttention(FusibleModule):
     """Attention with a fused QKV projection and partial RoPE.
 
     ``[B, S, H] -> [B, S, H]``; under sequence parallelism ``[s, B, H] -> [s, B, H]``. The rows of
@@ -57,36 +64,26 @@ class GPTNeoXAttention(nn.Module):
             sharded=factory.parallel.tensor_model_parallel_size > 1,
         )
         self.sequence_first = factory.parallel.sequence_parallel_enabled
+        self.in_place_rope = in_place_rope_path(self, "query_key_value")
 
     def forward(self, hidden: Tensor, rope: RopeTables, mask: AttentionMask) -> Tensor:
-        # A hook on query_key_value may keep its output.
-        in_place = is_unmodified(self.query_key_value, ColumnParallelLinear)
-        return self.dense(self.context(self.query_key_value(hidden), rope, mask, in_place=in_place))
+        return self.dense(self.context(self.query_key_value(hidden), rope, mask))
 
-    def is_plain(self) -> bool:
-        """Return whether both projections are this library's layers without hooks."""
-        return is_unmodified(self.query_key_value, ColumnParallelLinear) and is_unmodified(
-            self.dense, RowParallelLinear
-        )
-
-    def context(self, qkv: Tensor, rope: RopeTables, mask: AttentionMask, *, in_place: bool) -> Tensor:
+    def context(self, qkv: Tensor, rope: RopeTables, mask: AttentionMask) -> Tensor:
         """Compute the input of ``dense``: ``[B, S, 3H/T] -> [B, S, H/T]``, or sequence first.
 
         Args:
             qkv: output of ``query_key_value``.
             rope: cosine and sine tables.
             mask: mask in addition to causality.
-            in_place: ``qkv`` has no other reader and may be overwritten.
         """
         heads = split_heads(qkv, 3 * self.head_dim, sequence_first=self.sequence_first)
         query, key, value = split_sizes(heads, [self.head_dim] * 3, dim=-1)  # [B, h/T, S, d] each
-        # A hook on core_attn could observe q, k, v, or their gradients, which are overwritten too.
-        in_place = in_place and is_unmodified(self.core_attn, CoreAttention)
-        query, key, value = apply_rope_qkv(query, key, value, *rope, in_place=in_place)
+        query, key, value = apply_rope_qkv(query, key, value, *rope, in_place=self.in_place_rope.is_active)
         return merge_heads(self.core_attn(query, key, value, mask), sequence_first=self.sequence_first)
 
 
-class GPTNeoXMLP(nn.Module):
+class GPTNeoXMLP(FusibleModule):
     """MLP ``dense_4h_to_h(act(dense_h_to_4h(x)))``; shapes as in ``GPTNeoXAttention``."""
 
     def __init__(self, config: GPTNeoXConfig, factory: LayerFactory) -> None:
@@ -99,14 +96,8 @@ class GPTNeoXMLP(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         return self.dense_4h_to_h(self.act(self.dense_h_to_4h(hidden)))
 
-    def is_plain(self) -> bool:
-        """Return whether both projections are this library's layers without hooks."""
-        return is_unmodified(self.dense_h_to_4h, ColumnParallelLinear) and is_unmodified(
-            self.dense_4h_to_h, RowParallelLinear
-        )
 
-
-class GPTNeoXLayer(nn.Module):
+class GPTNeoXLayer(FusibleModule):
     """Decoder layer with a parallel or a sequential residual; ``[B, S, H]`` or ``[s, B, H]``."""
 
     def __init__(self, config: GPTNeoXConfig, factory: LayerFactory, memory: MemoryConfig) -> None:
@@ -119,9 +110,29 @@ class GPTNeoXLayer(nn.Module):
         sharded = factory.parallel.sequence_parallel_enabled
         self.post_attention_dropout = ParallelDropout(config.hidden_dropout, sharded=sharded)
         self.post_mlp_dropout = ParallelDropout(config.hidden_dropout, sharded=sharded)
+        # Dropout of each branch needs both branches' outputs; in evaluation there is no dropout.
+        self.merged_branches = FusedPath(
+            self,
+            "attention and MLP in parallel",
+            {
+                "input_layernorm": LayerNorm,
+                "post_attention_layernorm": LayerNorm,
+                "attention": GPTNeoXAttention,
+                "attention.query_key_value": ColumnParallelLinear,
+                "attention.dense": RowParallelLinear,
+                "mlp": GPTNeoXMLP,
+                "mlp.dense_h_to_4h": ColumnParallelLinear,
+                "mlp.dense_4h_to_h": RowParallelLinear,
+                "post_attention_dropout": ParallelDropout,
+                "post_mlp_dropout": ParallelDropout,
+            },
+            cost="the layer has two all-gathers and two reductions instead of one each",
+            unavailable=None if config.use_parallel_residual else "use_parallel_residual is False",
+            accepts_forward=_is_recomputed_norm,
+        )
 
     def forward(self, hidden: Tensor, rope: RopeTables, mask: AttentionMask) -> Tensor:
-        if self._merges_branches():
+        if self.merged_branches.is_active and not (self.training and self.post_attention_dropout.p > 0):
             return self._branches(hidden, rope, mask)
         # Parallel: x + attention(norm_1(x)) + mlp(norm_2(x)). Sequential: pre-norm, one block after
         # the other.
@@ -132,26 +143,6 @@ class GPTNeoXLayer(nn.Module):
         attended = attended + hidden
         return self.post_mlp_dropout(self.mlp(self.post_attention_layernorm(attended))) + attended
 
-    def _merges_branches(self) -> bool:
-        """Return whether both branches share one all-gather and one reduction.
-
-        False with dropout on each branch, and if a part is recomputed, has hooks or is replaced.
-        The merged path does not call the forward of attention, MLP and norms.
-        """
-        if not self.use_parallel_residual or (self.training and self.post_attention_dropout.p > 0):
-            return False
-        norms = (self.input_layernorm, self.post_attention_layernorm)
-        # Recomputed norms are fine: the merged path recomputes the normalization anyway.
-        if not all(is_unmodified(norm, LayerNorm) or is_recomputed(norm) for norm in norms):
-            return False
-        attention, mlp = self.attention, self.mlp
-        return (
-            is_unmodified(attention, GPTNeoXAttention)
-            and is_unmodified(mlp, GPTNeoXMLP)
-            and attention.is_plain()
-            and mlp.is_plain()
-        )
-
     def _branches(self, hidden: Tensor, rope: RopeTables, mask: AttentionMask) -> Tensor:
         """Return ``hidden`` + attention + MLP without calling the modules' ``forward``."""
         attention, mlp = self.attention, self.mlp
@@ -160,10 +151,15 @@ class GPTNeoXLayer(nn.Module):
             (self.input_layernorm, attention.query_key_value),
             (self.post_attention_layernorm, mlp.dense_h_to_4h),
         )
-        context = attention.context(qkv, rope, mask, in_place=True)
+        context = attention.context(qkv, rope, mask)
         # One reduction for the partial sums of attention and MLP, added to the residual.
         inputs, layers = (context, mlp.act(expanded)), (attention.dense, mlp.dense_4h_to_h)
         return row_parallel_linears(inputs, layers, residual=hidden)
+
+
+def _is_recomputed_norm(module: nn.Module) -> bool:
+    """Return whether ``module`` is a norm under recompute, which the merged branches recompute anyway."""
+    return isinstance(module, LayerNorm) and is_recomputed(module)
 
 
 class GPTNeoXModel(nn.Module):

@@ -8,17 +8,22 @@ from transformers import LlamaConfig
 
 from nxd_memopt.config import MemoryConfig, ParallelConfig, require_divisible
 from nxd_memopt.memory import apply_memory
-from nxd_memopt.modules.attention import AttentionMask, CoreAttention, merge_heads, split_heads
-from nxd_memopt.modules.causal_lm import ParallelCausalLM, RopeTables, resolve_memory
+from nxd_memopt.modules.attention import (
+    AttentionMask,
+    CoreAttention,
+    RopeTables,
+    in_place_rope_path,
+    merge_heads,
+    split_heads,
+)
+from nxd_memopt.modules.causal_lm import ParallelCausalLM, resolve_memory
 from nxd_memopt.modules.factory import LayerFactory, resolve_parallel
-from nxd_memopt.modules.gated_mlp import fused_gated_mlp, fused_gated_mlp_supported
-from nxd_memopt.modules.mlp import GatedActivation
+from nxd_memopt.modules.gated_mlp import GatedMLP
 from nxd_memopt.modules.packed_weights import PackedWeights
 from nxd_memopt.modules.qkv_linear import kv_size_multiplier
-from nxd_memopt.modules.rms_norm import add_and_norm
+from nxd_memopt.modules.rms_norm import add_and_norm, residual_norm_path
 from nxd_memopt.ops.rope import apply_rope_qkv
-from nxd_memopt.parallel_layers.layers import column_parallel_linears
-from nxd_memopt.parallel_layers.utils import is_unmodified
+from nxd_memopt.parallel_layers.fusion import FusibleModule
 
 SHARDING = {
     "embed_tokens": "vocab",
@@ -72,56 +77,40 @@ class LlamaAttention(PackedWeights):
             sharded=factory.parallel.tensor_model_parallel_size > 1,
         )
         self.sequence_first = factory.parallel.sequence_parallel_enabled
-        self.pack_weights()
+        self.share_input()
+        self.in_place_rope = in_place_rope_path(self, *self.packed_layers)
 
     def forward(self, hidden: Tensor, rope: RopeTables, mask: AttentionMask) -> Tensor:
         # q, k, v: [B, S, h*d/T] or [S, B, h*d/T], from one all-gather of the input.
-        projected = column_parallel_linears(hidden, (self.q_proj, self.k_proj, self.v_proj))
-        query, key, value = (split_heads(x, self.head_dim, sequence_first=self.sequence_first) for x in projected)
-        # RoPE in place is safe if no hook can observe q, k, v or their gradients.
-        in_place = is_unmodified(self.core_attn, CoreAttention)
-        query, key, value = apply_rope_qkv(query, key, value, *rope, in_place=in_place)
+        query, key, value = (
+            split_heads(x, self.head_dim, sequence_first=self.sequence_first) for x in self.project(hidden)
+        )
+        query, key, value = apply_rope_qkv(query, key, value, *rope, in_place=self.in_place_rope.is_active)
         context = self.core_attn(query, key, value, mask)  # [B, h/T, S, d]
         return self.o_proj(merge_heads(context, sequence_first=self.sequence_first))
 
 
-class LlamaMLP(PackedWeights):
-    """Gated MLP ``down(act(gate(x)) * up(x))``; shapes as in ``LlamaAttention``."""
-
-    packed_layers = ("gate_proj", "up_proj")
-
-    def __init__(self, config: LlamaConfig, factory: LayerFactory) -> None:
-        super().__init__()
-        hidden, width, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_proj = factory.column("gate_proj", hidden, width, bias=bias)
-        self.up_proj = factory.column("up_proj", hidden, width, bias=bias)
-        self.down_proj = factory.row("down_proj", width, hidden, bias=bias)
-        self.act = GatedActivation(config.hidden_act)
-        self.pack_weights()
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        gate, up = column_parallel_linears(hidden, (self.gate_proj, self.up_proj))  # [..., F/T]
-        # The fused path saves gate and up only. Hooks on a module need the module to be called.
-        if fused_gated_mlp_supported(gate, up, self.down_proj) and is_unmodified(self.act, GatedActivation):
-            return fused_gated_mlp(gate, up, self.down_proj, self.act.hidden_act)
-        return self.down_proj(self.act(gate, up))
-
-
-class LlamaDecoderLayer(nn.Module):
+class LlamaDecoderLayer(FusibleModule):
     """Pre-norm decoder layer; ``[B, S, H]`` or ``[s, B, H]`` in and out."""
 
     def __init__(self, config: LlamaConfig, factory: LayerFactory, memory: MemoryConfig) -> None:
         super().__init__()
         self.self_attn = LlamaAttention(config, factory, memory)
-        self.mlp = LlamaMLP(config, factory)
+        self.mlp = GatedMLP(
+            config.hidden_size, config.intermediate_size, config.hidden_act, bias=config.mlp_bias, factory=factory
+        )
         self.input_layernorm = factory.rms_norm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = factory.rms_norm(config.hidden_size, config.rms_norm_eps)
+        self.fused_input_norm = residual_norm_path(self, "input_layernorm")
+        self.fused_post_attention_norm = residual_norm_path(self, "post_attention_layernorm")
 
     def forward(self, hidden: Tensor, rope: RopeTables, mask: AttentionMask) -> Tensor:
-        # add_and_norm adds the previous block's output and normalizes the sum, in one kernel on GPUs.
-        normed, hidden = add_and_norm(self.input_layernorm, hidden)
+        # add_and_norm adds the previous block's output and normalizes the sum.
+        normed, hidden = add_and_norm(self.input_layernorm, hidden, path=self.fused_input_norm)
         attended = self.self_attn(normed, rope, mask)
-        normed, hidden = add_and_norm(self.post_attention_layernorm, hidden, attended)
+        normed, hidden = add_and_norm(
+            self.post_attention_layernorm, hidden, attended, path=self.fused_post_attention_norm
+        )
         return hidden + self.mlp(normed)
 
 

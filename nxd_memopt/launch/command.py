@@ -179,9 +179,9 @@ def _require_support(options: argparse.Namespace, config: TrainConfig, platform:
     """Raise ``ValueError`` for options that ``platform`` does not support, or equal ports."""
     if options.compile and not platform.compiles:
         raise ValueError(f"--compile is for trn1's ahead-of-time compiler, not for --platform {platform.name}: omit it")
-    if config.trainer.enable_cuda_graph and platform.name != "cuda":
+    if config.trainer.enable_cuda_graph is True and platform.name != "cuda":
         raise ValueError(
-            f"trainer.enable_cuda_graph is true, and --platform {platform.name} has no CUDA graphs: set it to false"
+            f"trainer.enable_cuda_graph is true, and --platform {platform.name} has no CUDA graphs: set it to auto"
         )
     # torchrun's rendezvous and the Neuron runtime's collectives both listen on host 0, so their
     # ports must differ. Platforms other than trn1 let the runtime take a free port.

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from torch import nn
 
+from nxd_memopt.parallel_layers.fusion import examine_fused_paths
+
 Forward = Callable[..., Any]
 Wrapper = Callable[[Forward], Forward]
 Technique = Literal["traced_recompute", "compile", "recompute", "offload"]
@@ -60,4 +62,7 @@ def _set(module: nn.Module, wrappers: Mapping[Technique, Wrapper]) -> None:
     if wrappers:
         ordered = [wrappers[technique] for technique in _INNER_FIRST if technique in wrappers]
         wrapped = functools.reduce(lambda forward, wrapper: wrapper(forward), ordered, module.forward)
-        module.__dict__[_STATE], module.__dict__["forward"] = (own, wrappers), wrapped
+        module.__dict__[_STATE] = (own, wrappers)
+        module.__dict__["forward"] = wrapped
+    # A memory technique is a choice of the configuration: no warning that it turns a fused path off.
+    examine_fused_paths(module, warn=False)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
+from nxd_memopt.backends import backend
 from nxd_memopt.ops.attention import attention_dtype, attention_implementation, core_attention, select_attention
+from nxd_memopt.ops.cuda.support import unavailable_reason
 from nxd_memopt.ops.packed import PackedDocuments
+from nxd_memopt.parallel_layers.fusion import FusedPath, FusibleModule
+from nxd_memopt.parallel_layers.layers import ColumnParallelLinear
 from nxd_memopt.parallel_layers.random import fork_if
 
+RopeTables = tuple[Tensor, Tensor]
+"""Cosine and sine, ``[B, S, rotary_dim]`` or ``[1, S, rotary_dim]`` each."""
 AttentionMask = Tensor | PackedDocuments | None
 """Mask in addition to causality: padding ``[B, 1, S, S]``, packed documents, or None."""
 
 
-class CoreAttention(nn.Module):
+class CoreAttention(FusibleModule):
     """Causal attention on this rank's heads.
 
     Selective recompute (arXiv:2205.05198) recomputes this module.
@@ -56,3 +62,19 @@ def merge_heads(x: Tensor, *, sequence_first: bool) -> Tensor:
     """Merge ``[B, h, S, d]`` into ``[B, S, h*d]`` or ``[S, B, h*d]``; undo ``split_heads``."""
     heads = x.permute(2, 0, 1, 3) if sequence_first else x.transpose(1, 2)
     return heads.flatten(-2)
+
+
+def in_place_rope_path(owner: FusibleModule, *projections: str) -> FusedPath:
+    """Return the fused path that rotates queries and keys in place, in the memory of ``projections``' outputs.
+
+    Nothing else may read q, k, v or their gradients, which are overwritten too: a hook on a
+    projection or on ``core_attn`` could keep them.
+    """
+    observers = dict.fromkeys(projections, ColumnParallelLinear) | {"core_attn": CoreAttention}
+    return FusedPath(
+        owner,
+        "in-place RoPE",
+        observers,
+        cost="q, k and v are copied",
+        unavailable=unavailable_reason(backend.device),
+    )

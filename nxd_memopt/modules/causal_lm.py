@@ -17,13 +17,12 @@ from nxd_memopt.ops.attention import padding_and_causal_mask
 from nxd_memopt.ops.packed import PackedDocuments
 from nxd_memopt.ops.rope import rope_frequencies, rope_tables
 from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.parallel_layers.fusion import FusedPath, FusibleModule, Fusions
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear
 from nxd_memopt.parallel_layers.loss_functions import fused_linear_cross_entropy, parallel_cross_entropy
 from nxd_memopt.parallel_layers.mappings import gather_from_tensor_model_parallel_region
 
 IGNORE_INDEX = -100
-
-RopeTables = tuple[Tensor, Tensor]
 
 
 @dataclass
@@ -40,7 +39,7 @@ class CausalLMOutput:
     logits: Tensor | None = None
 
 
-class ParallelCausalLM(nn.Module, ABC):
+class ParallelCausalLM(FusibleModule, ABC):
     """Backbone (embedding, decoder layers, final norm) and a vocabulary-parallel head.
 
     Args:
@@ -53,6 +52,8 @@ class ParallelCausalLM(nn.Module, ABC):
     attention_name: ClassVar[str]
     """Hugging Face's name of the attention module of a decoder layer."""
     lm_head: ColumnParallelLinear
+    fusions: Fusions
+    """The fused paths of the model; ``describe()`` lists which are on."""
 
     def __init__(self, config: Any, *, parallel: ParallelConfig, memory: MemoryConfig, rotary_dim: int) -> None:
         super().__init__()
@@ -92,13 +93,21 @@ class ParallelCausalLM(nn.Module, ABC):
         return LayerFactory(sharding, self.parallel, self.config.initializer_range, dtype, device, kv_replicas)
 
     def add_head(self, factory: LayerFactory) -> None:
-        """Build ``lm_head``. If tied, it shares the embedding's table, which is sharded equally."""
+        """Build ``lm_head``, the last module. If tied, it shares the embedding's table, which is sharded equally."""
         # A tied head is built on meta: its weight is replaced, and no random numbers are drawn.
         tied = self.config.tie_word_embeddings
         factory = replace(factory, device="meta") if tied else factory
         self.lm_head = factory.column("lm_head", self.config.hidden_size, self.config.vocab_size, bias=False)
         if tied:
             self.lm_head.weight = self.embedding_weight()
+        self.fused_loss = FusedPath(
+            self,
+            "head with loss",
+            {"lm_head": ColumnParallelLinear},
+            cost="the logits are stored for backward",
+            unavailable=None if self.memory.fused_linear_cross_entropy else "fused_linear_cross_entropy is False",
+        )
+        self.fusions = Fusions(self)
 
     def decoder_layers(self) -> list[Any]:
         """Return the decoder layers, in order."""
@@ -144,6 +153,7 @@ class ParallelCausalLM(nn.Module, ABC):
             ValueError: T does not divide S under sequence parallelism, shapes differ, or
                 ``cu_seqlens`` does not divide the rows or is given with ``attention_mask``.
         """
+        self.fusions.begin_forward()
         self._check_shapes(input_ids, labels=labels, attention_mask=attention_mask)
         documents = self._documents(input_ids, attention_mask, cu_seqlens)
         if position_ids is None and documents is not None:
@@ -163,7 +173,7 @@ class ParallelCausalLM(nn.Module, ABC):
             labels = labels.masked_fill(documents.positions() == 0, IGNORE_INDEX)
         hidden = self.backbone(input_ids, rope, mask)
         # The fused loss never stores all logits; it is not possible if the caller needs them.
-        if labels is not None and not return_logits and self.memory.fused_linear_cross_entropy:
+        if labels is not None and not return_logits and self.fused_loss.is_active:
             return CausalLMOutput(self._fused_loss(hidden, labels))
         logits = self.lm_head(hidden)  # [B, S, V/T] or [S, B, V/T]
         loss = None if labels is None else self._loss(logits, labels)

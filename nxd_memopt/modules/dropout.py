@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import torch.nn.functional as F  # noqa: N812
-from torch import Tensor, nn
+from torch import Tensor
 
+from nxd_memopt.parallel_layers.fusion import FusibleModule
 from nxd_memopt.parallel_layers.random import fork_if
 
 
-class ParallelDropout(nn.Module):
+class ParallelDropout(FusibleModule):
     """Dropout with equal masks on replicated activations and different masks on shards.
 
     Args:

@@ -1,4 +1,4 @@
-"""Fuses the gated activation with the row-parallel layer after it; the activation is not saved for backward."""
+"""Gated MLP, and its fused form that does not save the activation for backward."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from nxd_memopt.backends import ChunkedAllGather, backend
+from nxd_memopt.modules.factory import LayerFactory
+from nxd_memopt.modules.mlp import GatedActivation
+from nxd_memopt.modules.packed_weights import PackedWeights
 from nxd_memopt.ops.activation import gated_activation, gated_activation_gradient
 from nxd_memopt.ops.autograd import as_dtype, first_derivative_only
-from nxd_memopt.ops.cuda.support import can_use_triton
+from nxd_memopt.ops.cuda.support import can_use_triton, unavailable_reason
 from nxd_memopt.ops.early_save import SavedInputs, link_saved_inputs, save_inputs_first, saved_inputs
 from nxd_memopt.parallel_layers.functional.activation_sharding import ActivationSharding
+from nxd_memopt.parallel_layers.fusion import FusedPath
 from nxd_memopt.parallel_layers.layers import RowParallelLinear
-from nxd_memopt.parallel_layers.utils import cast_if_autocast_enabled, is_unmodified
+from nxd_memopt.parallel_layers.utils import cast_if_autocast_enabled
 
 _TILE_BYTES = 256 * 2**20  # of the activation's gradient; each further tile adds one pass over dW
 
@@ -115,9 +119,41 @@ def fused_gated_mlp(gate: Tensor, up: Tensor, layer: RowParallelLinear, hidden_a
     return output if layer.bias is None else output + layer.bias.to(output.dtype)
 
 
-def fused_gated_mlp_supported(gate: Tensor, up: Tensor, layer: torch.nn.Module) -> bool:
-    """Return whether to use ``fused_gated_mlp``: the layer is unmodified and Triton is available.
+class GatedMLP(PackedWeights):
+    """Gated MLP ``down_proj(act(gate_proj(x)) * up_proj(x))`` with Hugging Face's names.
 
-    The gain is a Triton kernel that computes the activation together with its gradient.
+    ``[B, S, H] -> [B, S, H]``; under sequence parallelism ``[s, B, H] -> [s, B, H]``.
+
+    Args:
+        hidden_size: H.
+        intermediate_size: F.
+        hidden_act: one of ``ops.activation.ACTIVATIONS``.
+        bias: add biases to all three layers.
+        factory: builds the layers.
     """
-    return is_unmodified(layer, RowParallelLinear) and can_use_triton(gate, up, cast(RowParallelLinear, layer).weight)
+
+    packed_layers = ("gate_proj", "up_proj")
+
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, hidden_act: str, *, bias: bool, factory: LayerFactory
+    ) -> None:
+        super().__init__()
+        self.gate_proj = factory.column("gate_proj", hidden_size, intermediate_size, bias=bias)
+        self.up_proj = factory.column("up_proj", hidden_size, intermediate_size, bias=bias)
+        self.down_proj = factory.row("down_proj", intermediate_size, hidden_size, bias=bias)
+        self.act = GatedActivation(hidden_act)
+        self.share_input()
+        # The gain is a Triton kernel that computes the activation together with its gradient.
+        self.fused = FusedPath(
+            self,
+            "gated activation with down projection",
+            {"act": GatedActivation, "down_proj": RowParallelLinear},
+            cost="the activation is stored for backward",
+            unavailable=unavailable_reason(backend.device),
+        )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        gate, up = self.project(hidden)  # [..., F/T]
+        if self.fused.is_active and can_use_triton(gate, up, self.down_proj.weight):
+            return fused_gated_mlp(gate, up, self.down_proj, self.act.hidden_act)
+        return self.down_proj(self.act(gate, up))

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from nxd_memopt.config import require_one_of
 from nxd_memopt.ops.activation import ACTIVATIONS, activation, gated_activation
+from nxd_memopt.parallel_layers.fusion import FusibleModule
 
 
 class Activation(nn.Module):
@@ -19,7 +20,7 @@ class Activation(nn.Module):
         return self.function(x)
 
 
-class GatedActivation(nn.Module):
+class GatedActivation(FusibleModule):
     """Gated activation ``act(gate) * up``, ``[..., F/T]``; SwiGLU for silu (arXiv:2002.05202)."""
 
     def __init__(self, hidden_act: str) -> None:

@@ -1,6 +1,7 @@
-"""Keeps the weights of layers with one input adjacent in memory: one matmul instead of several.
+"""Column-parallel layers with one input: one all-gather for all of them, and on GPUs one matmul.
 
-The parameters stay separate, with their own names; only their storage is shared.
+On GPUs the weights are adjacent in memory. The parameters stay separate, with their own names; only
+their storage is shared.
 """
 
 from __future__ import annotations
@@ -9,21 +10,42 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nxd_memopt.ops.cuda.support import has_triton
 from nxd_memopt.ops.packed_view import packed_view
 from nxd_memopt.ops.parts import split_sizes
+from nxd_memopt.parallel_layers.fusion import FusedPath, FusibleModule
+from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, column_parallel_linears
 
 
-class PackedWeights(nn.Module):
+class PackedWeights(FusibleModule):
     """Base of a module with column-parallel layers ``packed_layers`` that share one input.
 
-    Packs on GPUs only. On other devices no operator reads and writes packed activations, and a
-    slice saved for backward would keep the full packed tensor alive.
+    A subclass builds the layers, and then calls ``share_input``. Weights are packed on GPUs only. On
+    other devices no operator reads and writes packed activations, and a slice saved for backward
+    would keep the full packed tensor alive.
     """
 
     packed_layers: tuple[str, ...] = ()
+    shared_input: FusedPath
+
+    def share_input(self) -> None:
+        """Pack the weights, and let ``project`` compute all layers at once."""
+        self.pack_weights()
+        self.shared_input = FusedPath(
+            self,
+            f"projection of {', '.join(self.packed_layers)}",
+            dict.fromkeys(self.packed_layers, ColumnParallelLinear),
+            cost="each layer gathers its input and multiplies by itself",
+        )
+
+    def project(self, hidden: Tensor) -> tuple[Tensor, ...]:
+        """Return the output ``[..., output_size/T]`` of each layer, with one all-gather of ``hidden``."""
+        layers = [cast(ColumnParallelLinear, getattr(self, name)) for name in self.packed_layers]
+        if self.shared_input.is_active:
+            return column_parallel_linears(hidden, layers)
+        return tuple(layer(hidden) for layer in layers)
 
     def pack_weights(self) -> None:
         """Copy the weights into one storage unless they are packed; peak memory one extra copy."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
 from nxd_memopt.ops.norm import add_rms_norm, rms_norm
-from nxd_memopt.parallel_layers.utils import ShardedModule, is_unmodified, mark_sequence_parallel
+from nxd_memopt.parallel_layers.fusion import FusedPath, FusibleModule
+from nxd_memopt.parallel_layers.utils import ShardedModule, mark_sequence_parallel
 
 
 class RMSNorm(ShardedModule):
@@ -39,18 +42,28 @@ class RMSNorm(ShardedModule):
         return rms_norm(hidden, self.weight, self.eps)
 
 
-def add_and_norm(norm: nn.Module, hidden: Tensor, added: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return ``norm(hidden + added)`` and ``hidden + added``, with one fused kernel if possible.
+def residual_norm_path(owner: FusibleModule, name: str) -> FusedPath:
+    """Return the fused path that adds to the residual stream and applies the norm ``name`` of ``owner``."""
+    return FusedPath(
+        owner, "residual + norm", {name: RMSNorm}, cost="the sum is a separate pass over the residual stream"
+    )
 
-    In backward the gradients of both results are added in one pass. A norm that is recomputed, has
-    hooks or is of another class is called as a module.
+
+def add_and_norm(
+    norm: nn.Module, hidden: Tensor, added: Tensor | None = None, *, path: FusedPath
+) -> tuple[Tensor, Tensor]:
+    """Return ``norm(hidden + added)`` and ``hidden + added``, as one kernel on GPUs.
+
+    In backward the gradients of both results are added in one pass.
 
     Args:
-        norm: usually an ``RMSNorm``.
+        norm: an ``RMSNorm``, or a module that replaces it and is called.
         hidden: ``[..., H]``, the residual stream.
         added: ``[..., H]``, the output of the previous block, or None.
+        path: the path from ``residual_norm_path``; while it is off, the norm is called.
     """
-    if isinstance(norm, RMSNorm) and is_unmodified(norm, RMSNorm):
-        return add_rms_norm(hidden, added, norm.weight, norm.eps)
+    if path.is_active:
+        unmodified = cast(RMSNorm, norm)
+        return add_rms_norm(hidden, added, unmodified.weight, unmodified.eps)
     total = hidden if added is None else hidden + added
     return norm(total), total

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from nxd_memopt.config import require_divisible
 from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.parallel_layers.fusion import FusibleModule
 from nxd_memopt.parallel_layers.rank_order import kv_shard_of_rank
 
 SHARD_ATTRIBUTES = (
@@ -233,18 +234,7 @@ def mark_sequence_parallel(module: nn.Module, enabled: bool) -> None:
         param.sequence_parallel_enabled = enabled  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def is_unmodified(module: nn.Module, cls: type[nn.Module]) -> bool:
-    """Return whether calling ``module`` runs ``cls.forward`` and nothing else.
-
-    False for subclasses, a replaced ``forward``, and module or global hooks. Fused paths use
-    it to decide whether they may bypass ``module.__call__``.
-    """
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    is_watched = any(hooks) or torch.nn.modules.module._has_any_global_hook()
-    return type(module) is cls and "forward" not in vars(module) and not is_watched
-
-
-class ShardedModule(nn.Module):
+class ShardedModule(FusibleModule):
     """Module that keeps shard attributes if torch replaces or copies its parameters.
 
     This happens in ``to_empty``, ``load_state_dict(assign=True)`` and ``copy.deepcopy``. Copies
@@ -268,7 +258,7 @@ class ShardedModule(nn.Module):
             memo[id(group)] = group
         copied = self.__class__.__new__(self.__class__)
         memo[id(self)] = copied
-        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        copied.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
         copied._describe_like(self._parameters)
         return copied
 

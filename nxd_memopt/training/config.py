@@ -173,8 +173,9 @@ class TrainerConfig:
         single_process_summary: ``summary.json`` of a run on one process, whose peak memory is shown
             for comparison.
         enable_cuda_graph: run forward and backward of a micro-batch as one CUDA graph, on NVIDIA
-            GPUs: one launch, so the host does not limit the speed if a rank has little work. Needs
-            dropout 0.
+            GPUs: one launch, so the host does not limit the speed if a rank has little work.
+            ``auto`` does so unless the device, dropout or another option prevents it; the start
+            report says which. ``true`` makes the same reasons errors.
         compile: ``layer`` compiles each decoder layer with torch.compile, as one graph of static
             shapes: the first step takes longer, later steps have fewer kernels. Inside a layer the
             compiler's kernels and collectives replace this library's (docs/gpus.md). Not supported
@@ -195,7 +196,7 @@ class TrainerConfig:
     export: bool = True
     verify_export: bool = False
     single_process_summary: str | None = None
-    enable_cuda_graph: bool = False
+    enable_cuda_graph: bool | Literal["auto"] = "auto"
     compile: Literal["layer"] | None = None
     distributed_timeout_minutes: int = 30
 
@@ -205,6 +206,7 @@ class TrainerConfig:
         for name in ("keep_checkpoints", "log_every_n_steps", "distributed_timeout_minutes"):
             _require_at_least(f"trainer.{name}", getattr(self, name), 1)
         require_one_of("trainer.compile", self.compile, COMPILE)
+        require_one_of("trainer.enable_cuda_graph", self.enable_cuda_graph, (True, False, "auto"))
         if self.verify_export and not self.export:
             raise ValueError("trainer.verify_export needs trainer.export: turn export on or verify_export off")
 
@@ -251,24 +253,9 @@ class TrainConfig:
         if self.parallel.sequence_parallel_enabled:
             size = self.parallel.tensor_model_parallel_size
             require_divisible("data.seq_length", self.data.seq_length, "tensor_model_parallel_size", size)
-        # A CUDA graph replays forward and backward as one launch, without Python in between:
-        # nothing that runs Python code in backward (hooks, offloading) can be combined with it.
-        if self.trainer.enable_cuda_graph and self.optimizer.overlap_grad_reduce:
-            raise ValueError(
-                "trainer.enable_cuda_graph and optimizer.overlap_grad_reduce are both true, and a graph makes all "
-                "gradients before any is reduced: set one of them to false"
-            )
-        if self.trainer.enable_cuda_graph and self.memory.cpu_offloading_num_layers:
-            raise ValueError(
-                f"trainer.enable_cuda_graph is true and memory.cpu_offloading_num_layers is "
-                f"{self.memory.cpu_offloading_num_layers}: the host steers offloading between kernels, and a graph has "
-                "no host in it: set the first to false or the second to 0"
-            )
-        if self.trainer.enable_cuda_graph and self.trainer.compile:
-            raise ValueError(
-                f"trainer.enable_cuda_graph is true and trainer.compile is {self.trainer.compile!r}: compiled layers "
-                "have not been recorded as a CUDA graph; set the first to false or the second to null"
-            )
+        conflict = self.cuda_graph_conflict()
+        if self.trainer.enable_cuda_graph is True and conflict is not None:
+            raise ValueError(f"trainer.enable_cuda_graph is true and {conflict}, or enable_cuda_graph to false")
         if self.trainer.verify_export and not self.data.eval_sequences:
             raise ValueError("trainer.verify_export compares held-out losses: set data.eval_sequences above 0")
 
@@ -283,6 +270,27 @@ class TrainConfig:
 
     They change how a step is distributed over ranks, not which sequences it has.
     """
+
+    def cuda_graph_conflict(self) -> str | None:
+        """Return which option excludes CUDA graphs and how to change it, or None."""
+        # A graph replays forward and backward as one launch, without Python in between: nothing
+        # that runs Python code in backward (hooks, offloading) can be combined with it.
+        if self.optimizer.overlap_grad_reduce:
+            return (
+                "optimizer.overlap_grad_reduce is true, but a graph computes all gradients before any is reduced: set "
+                "overlap_grad_reduce to false"
+            )
+        if self.memory.cpu_offloading_num_layers:
+            return (
+                f"memory.cpu_offloading_num_layers is {self.memory.cpu_offloading_num_layers}, but the host starts the "
+                "copies between kernels, and a graph has no host code: set cpu_offloading_num_layers to 0"
+            )
+        if self.trainer.compile:
+            return (
+                f"trainer.compile is {self.trainer.compile!r}, and graphs of compiled layers are not supported: set "
+                "compile to null"
+            )
+        return None
 
     @property
     def decay_steps(self) -> int:

@@ -24,7 +24,7 @@ from nxd_memopt.training.documents import open_documents
 from nxd_memopt.training.evaluation import held_out_loss, held_out_loss_by_transformers
 from nxd_memopt.training.metrics import DeferredMetrics
 from nxd_memopt.training.model import build_model, load_hf_config, load_vocabulary, require_executable
-from nxd_memopt.training.parallelize import parallelize
+from nxd_memopt.training.parallelize import describe_step, parallelize
 from nxd_memopt.training.report import Reporter
 from nxd_memopt.training.state import Saver, Training, resume
 from nxd_memopt.training.step import train_step
@@ -64,7 +64,7 @@ def run(config: TrainConfig) -> None:
         extract_graphs(training, config)
         return
 
-    notes = resume(training, config)
+    notes = [*describe_step(model, config), *resume(training, config)]
     with open_reporter(config, training.step, notes) as reporter:
         summary.held_out_loss_before = evaluate_before(training, config, reporter)
         # The reported peak is of training alone, without loading and the first evaluation.

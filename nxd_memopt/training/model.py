@@ -38,30 +38,29 @@ def load_hf_config(config: ModelConfig) -> PretrainedConfig:
 
 
 def require_executable(config: TrainConfig, hf_config: PretrainedConfig) -> None:
-    """Raise ``ValueError`` if the backend does not support ``compile`` or ``enable_cuda_graph``.
+    """Raise ``ValueError`` if the backend does not support ``compile`` or ``enable_cuda_graph: true``.
 
     Called before the model is built.
     """
-    if config.trainer.enable_cuda_graph:
-        require_recordable(hf_config)
+    conflict = cuda_graph_conflict(config, hf_config)
+    if config.trainer.enable_cuda_graph is True and conflict is not None:
+        raise ValueError(f"trainer.enable_cuda_graph is true, but {conflict}, or enable_cuda_graph to auto")
     refusal = backend.compile_refusal() if config.trainer.compile else None
     if refusal is not None:
         raise ValueError(f"trainer.compile {config.trainer.compile!r} {refusal}; or set it to null")
 
 
-def require_recordable(hf_config: PretrainedConfig) -> None:
-    """Raise ``ValueError`` if a training step of this model cannot be captured as a CUDA graph."""
+def cuda_graph_conflict(config: TrainConfig, hf_config: PretrainedConfig) -> str | None:
+    """Return why a training step of this model cannot be a CUDA graph and how to change it, or None."""
     refusal = backend.capture_refusal()
     if refusal is not None:
-        raise ValueError(f"trainer.enable_cuda_graph {refusal}: set it to false")
+        return f"a CUDA graph {refusal}: set enable_cuda_graph to false"
     # Checked here for a remedy that names options of the configuration; GraphedLoss itself refuses
     # to capture a forward that draws random numbers.
     dropout = {name: value for name in DROPOUTS if (value := getattr(hf_config, name, None))}
     if dropout:
-        raise ValueError(
-            f"trainer.enable_cuda_graph needs dropout 0, got {dropout}: set them to 0 in model.config_overrides, or "
-            "enable_cuda_graph to false"
-        )
+        return f"a CUDA graph needs dropout 0, got {dropout}: set them to 0 in model.config_overrides"
+    return config.cuda_graph_conflict()
 
 
 def load_vocabulary(config: ModelConfig, hf_config: PretrainedConfig) -> Vocabulary:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
 
 from nxd_memopt.memory import GraphedLoss, apply_memory
 from nxd_memopt.modules.causal_lm import ParallelCausalLM
 from nxd_memopt.training.config import TrainConfig
 from nxd_memopt.training.distributed import world_size
+from nxd_memopt.training.model import cuda_graph_conflict
 from nxd_memopt.training.optimizer import MasterWeightOptimizer, trainable_parameters
 
 ForwardBackward = Callable[[Tensor], Tensor]
@@ -39,7 +42,7 @@ def parallelize(model: ParallelCausalLM, config: TrainConfig) -> tuple[MasterWei
     return optimizer, _forward_backward(model, config)
 
 
-def _forward_backward(model: nn.Module, config: TrainConfig) -> ForwardBackward:
+def _forward_backward(model: ParallelCausalLM, config: TrainConfig) -> ForwardBackward:
     """Return the forward and backward of a micro-batch, eager or as a CUDA graph."""
     # The loss is divided before backward, so the gradients accumulated over micro-batches are the
     # mean over them.
@@ -53,6 +56,32 @@ def _forward_backward(model: nn.Module, config: TrainConfig) -> ForwardBackward:
         loss.backward()
         return loss.detach()
 
-    if config.trainer.enable_cuda_graph:
-        return GraphedLoss(trainable_parameters(model), loss_of)
-    return forward_backward
+    if not uses_cuda_graph(config, model.config):
+        return forward_backward
+    graphed = GraphedLoss(trainable_parameters(model), loss_of)
+
+    def replay(micro_batch: Tensor) -> Tensor:
+        try:
+            return graphed(micro_batch)
+        except torch.OutOfMemoryError as error:
+            error.add_note("a CUDA graph keeps the memory of gradients: trainer.enable_cuda_graph false needs less")
+            raise
+
+    return replay
+
+
+def uses_cuda_graph(config: TrainConfig, hf_config: PretrainedConfig) -> bool:
+    """Return whether forward and backward run as a CUDA graph."""
+    return bool(config.trainer.enable_cuda_graph) and cuda_graph_conflict(config, hf_config) is None
+
+
+def describe_step(model: ParallelCausalLM, config: TrainConfig) -> list[str]:
+    """Return one line for each choice that was made for this model and device, with its reason."""
+    conflict = cuda_graph_conflict(config, model.config)
+    if uses_cuda_graph(config, model.config):
+        graph = "on"
+    elif conflict is None:
+        graph = "off (trainer.enable_cuda_graph is false)"
+    else:
+        graph = f"off ({conflict.split(':')[0]})"
+    return [f"CUDA graph: {graph}", *model.fusions.describe()]

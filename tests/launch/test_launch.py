@@ -95,7 +95,7 @@ def test_without_recompute_the_level_is_the_users() -> None:
         (("--parallel.tensor-model-parallel-size", "16"), {}, "tensor_model_parallel_size 16 is not one of"),
         (("--processes-per-node", "12"), {}, "world size 12 is not divisible by tensor_model_parallel_size 8"),
         (("--compile", "--platform", "cpu"), {}, "--compile is for trn1's ahead-of-time compiler"),
-        (("--trainer.enable-cuda-graph",), {}, "--platform trn1 has no CUDA graphs: set it to false"),
+        (("--trainer.enable-cuda-graph", "True"), {}, "--platform trn1 has no CUDA graphs: set it to auto"),
         (("--processes-per-node", "0"), {}, "--processes-per-node must be at least 1, got 0"),
         (("--nodes", "0"), {}, "a run needs at least 1 host, got 0"),
         (("--master-port", "0"), {}, r"master port 0 is outside \[1, 65535\]"),

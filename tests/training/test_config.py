@@ -89,7 +89,7 @@ def test_yaml_numbers_without_a_point_are_floats() -> None:
         ({"optimizer": {"zero1": True, "overlap_grad_reduce": True}}, "set one of them to false"),
         (
             {"trainer": {"enable_cuda_graph": True}, "optimizer": {"overlap_grad_reduce": True}},
-            "enable_cuda_graph and optimizer.overlap_grad_reduce are both true",
+            "enable_cuda_graph is true and optimizer.overlap_grad_reduce is true, but .* overlap_grad_reduce to false",
         ),
         (
             {"trainer": {"enable_cuda_graph": True}, "memory": {"cpu_offloading_num_layers": 4}},
@@ -98,8 +98,9 @@ def test_yaml_numbers_without_a_point_are_floats() -> None:
         ({"trainer": {"compile": "layers"}}, "trainer.compile 'layers' is not one of .* did you mean 'layer'"),
         (
             {"trainer": {"compile": "layer", "enable_cuda_graph": True}},
-            "enable_cuda_graph is true and trainer.compile is 'layer'.* set the first to false or the second to null",
+            "enable_cuda_graph is true and trainer.compile is 'layer'.* compile to null, or enable_cuda_graph to false",
         ),
+        ({"trainer": {"enable_cuda_graph": "yes please"}}, "trainer.enable_cuda_graph .*'yes please'"),
         ({"optimizer": {"min_lr_ratio": 2}}, "min_lr_ratio must be at most 1, got 2"),
         ({"trainer": {"max_steps": -1}}, "trainer.max_steps must be at least 0, got -1"),
         ({"trainer": {"verify_export": True, "export": False}}, "verify_export needs trainer.export"),

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from nxd_memopt.backends import XlaBackend, backend
+from nxd_memopt.config import MemoryConfig
 from nxd_memopt.training.config import ModelConfig, OptimizerConfig, TrainConfig, TrainerConfig
-from nxd_memopt.training.model import load_hf_config, load_vocabulary, require_executable, require_recordable
+from nxd_memopt.training.model import build_model, load_hf_config, load_vocabulary, require_executable
 from nxd_memopt.training.optimizer import MasterWeightOptimizer
+from nxd_memopt.training.parallelize import describe_step, uses_cuda_graph
 from nxd_memopt.training.schedule import learning_rate
 from tests.training.runs import END, LLAMA, byte_tokenizer
 
@@ -26,16 +29,41 @@ def test_config_from_overrides_alone_and_over_a_directory(tmp_path: Path) -> Non
 
 
 def test_what_a_cuda_graph_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = load_hf_config(ModelConfig(tokenizer="t", config_overrides=LLAMA))
+    def config(overrides: dict[str, Any], enabled: bool | str = "auto", **sections: Any) -> TrainConfig:
+        trainer = TrainerConfig(enable_cuda_graph=enabled, **sections.pop("trainer", {}))
+        return TrainConfig(model=ModelConfig(tokenizer="t", config_overrides=overrides), trainer=trainer, **sections)
+
+    def uses(config: TrainConfig) -> bool:
+        hf_config = load_hf_config(config.model)
+        require_executable(config, hf_config)
+        return uses_cuda_graph(config, hf_config)
+
     monkeypatch.setattr(backend, "capture_refusal", lambda: "needs a device")
-    with pytest.raises(ValueError, match=r"trainer\.enable_cuda_graph needs a device: set it to false"):
-        require_recordable(plain)
+    assert not uses(config(LLAMA))
+    with pytest.raises(
+        ValueError, match=r"enable_cuda_graph is true, but a CUDA graph needs a device: set .* false"
+    ):
+        uses(config(LLAMA, True))
+
     monkeypatch.setattr(backend, "capture_refusal", lambda: None)
     for model_type in ("llama", "gpt_neox"):  # whose classifier has dropout
-        require_recordable(load_hf_config(ModelConfig(tokenizer="t", config_overrides={"model_type": model_type})))
-    dropping = load_hf_config(ModelConfig(tokenizer="t", config_overrides={**LLAMA, "attention_dropout": 0.1}))
+        assert uses(config({"model_type": model_type}))
+        assert not uses(config({"model_type": model_type}, False))
+    dropping = {**LLAMA, "attention_dropout": 0.1}
+    assert not uses(config(dropping))
     with pytest.raises(ValueError, match=r"needs dropout 0, got \{'attention_dropout': 0\.1\}"):
-        require_recordable(dropping)
+        uses(config(dropping, True))
+    assert not uses(config(LLAMA, optimizer=OptimizerConfig(overlap_grad_reduce=True)))
+    assert not uses(config(LLAMA, memory=MemoryConfig(cpu_offloading_num_layers=1)))
+    assert not uses(config(LLAMA, trainer={"compile": "layer"}))
+
+
+def test_the_start_report_says_why_there_is_no_graph() -> None:
+    config = TrainConfig(model=ModelConfig(tokenizer="t", config_overrides=LLAMA))
+    model = build_model(config, load_hf_config(config.model))
+    lines = describe_step(model, config)
+    assert lines[0] == "CUDA graph: off (a CUDA graph needs an NVIDIA GPU, and the backend is cpu)"
+    assert "residual + norm: on in 4 of 4" in lines
 
 
 def test_layers_are_not_compiled_where_whole_steps_are(monkeypatch: pytest.MonkeyPatch) -> None:
