@@ -1,16 +1,16 @@
-"""Tests the fused head and loss in one process: float64 references, where logits are kept, memory, errors."""
+"""Tests the fused head and loss in one process: float64 references, chunks, errors."""
 
 from __future__ import annotations
 
 import itertools
-import random
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from nxd_memopt.parallel_layers.fused_loss.chunk_plan import StoragePlan, overwriting_ranges
+from nxd_memopt.parallel_layers.fused_loss.chunks import chunk_ranges
+from nxd_memopt.parallel_layers.fused_loss.reference import reference_linear_cross_entropy
 from nxd_memopt.parallel_layers.loss_functions import fused_linear_cross_entropy
 from tests.reference import assert_says, error_message
 
@@ -22,17 +22,6 @@ VARIANTS = [
     {"label_smoothing": 0.1, "z_loss_weight": 0.01, "softcap": 5.0},
 ]
 SHARED_ROOM = [0, 3_000, 40_000, 10**8]  # bytes: from chunks of 64 tokens to one chunk
-
-
-def dense_loss(hidden: Tensor, weight: Tensor, target: Tensor, *, reduction: str = "mean", **terms: float) -> Tensor:
-    """What the fused loss must equal, from whole logits."""
-    softcap, z = terms.get("softcap"), terms.get("z_loss_weight", 0.0)
-    logits = hidden @ weight.t()
-    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-    losses = F.cross_entropy(logits, target, reduction="none", label_smoothing=terms.get("label_smoothing", 0.0))
-    losses = losses + z * logits.logsumexp(-1).square() * (target != -100)
-    total = losses.sum()
-    return {"none": losses, "sum": total, "mean": total / (target != -100).sum().clamp(min=1)}[reduction]
 
 
 def inputs(tokens: int, hidden: int, vocab: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
@@ -54,7 +43,7 @@ def grads_of(loss: Tensor, *tensors: Tensor) -> list[Tensor]:
 def test_equals_the_whole_logits(shape, reduction, terms, logits_bytes):
     x, weight, target = inputs(*shape)
     loss = fused_linear_cross_entropy(x, weight, target, reduction=reduction, logits_bytes=logits_bytes, **terms)
-    expected = dense_loss(x, weight, target, reduction=reduction, **terms)
+    expected = reference_linear_cross_entropy(x, weight, target, reduction=reduction, **terms)
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
     for found, wanted in zip(grads_of(loss, x, weight), grads_of(expected, x, weight), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)  # float64 sums in another order
@@ -65,7 +54,7 @@ def test_wider_sums_lose_no_bits(logits_bytes):
     """dW in bf16 is rounded once: its error is that of the product of rounded factors."""
     x, weight, target = inputs(300, 33, 700, torch.bfloat16)
     exact = inputs_in_double(x, weight)
-    expected = grads_of(dense_loss(*exact, target), *exact)[1]
+    expected = grads_of(reference_linear_cross_entropy(*exact, target), *exact)[1]
 
     def error(room: int, accumulate_dtype: torch.dtype | None = None) -> float:
         loss = fused_linear_cross_entropy(x, weight, target, logits_bytes=room, accumulate_dtype=accumulate_dtype)
@@ -89,7 +78,7 @@ def inputs_in_double(*tensors: Tensor) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("frozen", [(True, False), (False, True), (True, True)])
 def test_only_wanted_gradients_are_made(frozen, logits_bytes):
     x, weight, target = inputs(130, 16, 123)
-    expected = grads_of(dense_loss(x, weight, target), x, weight)
+    expected = grads_of(reference_linear_cross_entropy(x, weight, target), x, weight)
     x, weight = (tensor.detach().requires_grad_(not no) for tensor, no in zip((x, weight), frozen, strict=True))
     loss = fused_linear_cross_entropy(x, weight, target, logits_bytes=logits_bytes)
     assert loss.requires_grad == (not all(frozen))
@@ -119,9 +108,9 @@ def test_inputs_of_any_layout():
     wide = torch.cat([weight.detach(), weight.detach()], dim=1)[:, :16].requires_grad_()
     labels = target.view(3, 20).t()
     loss = fused_linear_cross_entropy(apart, wide, labels, logits_bytes=0)
-    torch.testing.assert_close(loss, dense_loss(x, weight, target))
+    torch.testing.assert_close(loss, reference_linear_cross_entropy(x, weight, target))
     found = grads_of(loss, apart)[0].transpose(0, 1).reshape(60, 16)
-    torch.testing.assert_close(found, grads_of(dense_loss(x, weight, target), x)[0])
+    torch.testing.assert_close(found, grads_of(reference_linear_cross_entropy(x, weight, target), x)[0])
 
 
 def test_a_head_tied_to_the_embedding_gets_both_gradients():
@@ -131,14 +120,14 @@ def test_a_head_tied_to_the_embedding_gets_both_gradients():
     def total(loss):
         return torch.autograd.grad(loss(F.embedding(ids, table), table, ids), table)[0]
 
-    torch.testing.assert_close(total(fused_linear_cross_entropy), total(dense_loss))
+    torch.testing.assert_close(total(fused_linear_cross_entropy), total(reference_linear_cross_entropy))
 
 
 def test_rows_beyond_the_vocabulary_take_no_part():
     x, weight, target = inputs(90, 16, 100)
     padded = F.pad(weight.detach(), (0, 0, 0, 28), value=7.0).requires_grad_()
     loss = fused_linear_cross_entropy(x, padded, target, vocab_size=100, logits_bytes=0)
-    expected = dense_loss(x, weight, target)
+    expected = reference_linear_cross_entropy(x, weight, target)
     torch.testing.assert_close(loss, expected)
     grad = grads_of(loss, padded)[0]
     torch.testing.assert_close(grad[:100], grads_of(expected, weight)[0])
@@ -150,7 +139,7 @@ def test_without_gradients_none_are_made():
     with torch.no_grad():
         loss = fused_linear_cross_entropy(x, weight, target)
     assert not loss.requires_grad
-    torch.testing.assert_close(loss, dense_loss(x, weight, target).detach())
+    torch.testing.assert_close(loss, reference_linear_cross_entropy(x, weight, target).detach())
 
 
 def test_a_second_backward_is_refused():
@@ -190,41 +179,27 @@ def test_autocast_computes_in_its_dtype():
     torch.testing.assert_close(loss, expected, rtol=0, atol=0)
 
 
-# Where logits are kept
+def test_chunks_cover_all_rows_and_fit_their_memory():
+    for rows, gathered, vocab, exchanged, logits_bytes in itertools.product(
+        (0, 1, 63, 64, 300, 5_000), (1, 2, 4, 3), (1, 123, 5_025), (0, 96), (0, 10**4, 10**7)
+    ):
+        ranges = chunk_ranges(
+            rows, gathered=gathered, vocab=vocab, exchanged=exchanged, logits_bytes=logits_bytes, element_bytes=2
+        )
+        assert [row for start, stop in ranges for row in range(start, stop)] == list(range(rows))
+        for start, stop in ranges:
+            tokens = (stop - start) * gathered
+            assert tokens <= 64 or tokens * (vocab + exchanged) * 2 <= logits_bytes
+            assert stop == rows or tokens % 64 == 0 or gathered == 3  # 64 is not divisible by 3 ranks
 
 
-def random_plans() -> list[StoragePlan]:
-    numbers = random.Random(3)
-    sizes = itertools.product((1, 63, 64, 300, 5_000), (1, 2, 4), (1, 123, 5_025), (8, 96, 1_024), (0, 10**4, 10**7))
-    return [
-        StoragePlan(rows, gathered, 3 * hidden * (gathered > 1), vocab, hidden, spare, input_grad, weight_grad * hidden)
-        for rows, gathered, vocab, hidden, spare in sizes
-        for input_grad, weight_grad in [(numbers.random() < 0.5, numbers.choice((0, 1, 2)))]
-    ]
-
-
-def test_chunks_cover_all_rows_and_fit_their_room():
-    for plan in random_plans():
-        assert plan.chunks[0].start == 0 and plan.chunks[-1].stop == plan.rows
-        for chunk, following in itertools.pairwise(plan.chunks):
-            assert chunk.stop == following.start and not following.in_weight_grad
-        for chunk in plan.chunks:
-            assert chunk.tokens % 8 == 0 and chunk.tokens >= (chunk.stop - chunk.start) * plan.gathered
-            in_tail = (plan.vocab - plan.kept(chunk)) * chunk.tokens
-            assert plan.kept(chunk) * chunk.tokens <= plan.vocab * plan.weight_grad
-            assert plan.offset(chunk) + in_tail <= plan.tail
-            assert plan.offset(chunk) >= (chunk.stop * plan.hidden if plan.input_grad else 0)
-
-
-@pytest.mark.parametrize("window_rows", [1, 7, 64])
-def test_ranges_never_overwrite_what_is_still_needed(window_rows):
-    for vocab, tokens, width in itertools.product((1, 10, 123, 500), (8, 16, 24, 64), (5, 16, 24, 100)):
-        kept = min(vocab, vocab * width // tokens)
-        unread = set(range(vocab))
-        for start, stop, direct in overwriting_ranges(vocab, kept, tokens, width, window_rows):
-            assert unread >= set(range(start, stop)) and stop > start and (direct or stop - start <= window_rows)
-            needed = unread if direct else unread - set(range(start, stop))  # a window is copied after it is made
-            needed_rows = [row for row in needed if row < kept]
-            assert all((row + 1) * tokens <= start * width or row * tokens >= stop * width for row in needed_rows)
-            unread -= set(range(start, stop))
-        assert not unread
+def test_the_reference_is_cross_entropy_of_the_logits():
+    x, weight, target = inputs(50, 16, 123)
+    for smoothing in (0.0, 0.1):
+        expected = F.cross_entropy(x @ weight.t(), target, label_smoothing=smoothing)
+        torch.testing.assert_close(reference_linear_cross_entropy(x, weight, target, smoothing), expected)
+    logits = 3.0 * torch.tanh(x @ weight.t() / 3.0)
+    expected = F.cross_entropy(logits, target, reduction="sum")
+    expected = expected + 0.1 * (logits.logsumexp(-1).square() * (target != -100)).sum()
+    found = reference_linear_cross_entropy(x, weight, target, reduction="sum", softcap=3.0, z_loss_weight=0.1)
+    torch.testing.assert_close(found, expected)

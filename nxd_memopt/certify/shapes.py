@@ -8,7 +8,7 @@ import torch
 
 from nxd_memopt.certify.theory import StepShape
 from nxd_memopt.config import MemoryConfig, ParallelConfig
-from nxd_memopt.parallel_layers.fused_loss.chunked_pass import plan_chunks
+from nxd_memopt.parallel_layers.fused_loss.chunks import chunk_ranges
 from nxd_memopt.parallel_layers.fused_loss.linear_cross_entropy import DEFAULT_LOGITS_BYTES
 
 
@@ -20,7 +20,6 @@ def step_shape(
     sequence_length: int,
     micro_batch_size: int,
     dtype: torch.dtype,
-    views_share_memory: bool,
 ) -> StepShape:
     """Return the sizes of a training step of LLaMA or GPT-NeoX.
 
@@ -31,8 +30,6 @@ def step_shape(
         sequence_length: S, tokens per sequence.
         micro_batch_size: B, sequences per micro-batch.
         dtype: dtype of parameters and activations.
-        views_share_memory: whether views share memory on the backend, which decides the number of
-            tokens per chunk of the fused loss.
     """
     # With T greater than the number of KV heads g, r = T / g ranks have a replica of each KV head
     # and all-reduce its gradients. GPT-NeoX has no grouped-query attention, so r = 1.
@@ -55,7 +52,7 @@ def step_shape(
         tagged_gradient_bytes=tuple(
             config.hidden_size * element_bytes for _ in range(_tagged_vectors(config, is_llama=is_llama))
         ),
-        head_chunks=_head_chunks(config, parallel, sequence_length * micro_batch_size, dtype, views_share_memory),
+        head_chunks=_head_chunks(config, parallel, sequence_length * micro_batch_size, dtype),
         row_output_dropout=not is_llama and config.hidden_dropout > 0,
     )
 
@@ -68,28 +65,19 @@ def _merges_branches(config: Any, memory: MemoryConfig) -> bool:
     return config.use_parallel_residual and config.hidden_dropout == 0 and not recomputed_apart
 
 
-def _head_chunks(
-    config: Any, parallel: ParallelConfig, tokens: int, dtype: torch.dtype, views_share_memory: bool
-) -> tuple[tuple[int, int], ...]:
-    """Return (tokens, padded tokens) of each chunk of the fused loss on rank 0.
-
-    Rank 0 has padding rows only if all ranks have them.
-    """
+def _head_chunks(config: Any, parallel: ParallelConfig, tokens: int, dtype: torch.dtype) -> tuple[int, ...]:
+    """Return the tokens of each chunk of the fused loss, of all ranks whose tokens are gathered."""
     size = parallel.tensor_model_parallel_size
     gathered = size if parallel.sequence_parallel_enabled else 1
-    plan = plan_chunks(
-        rows=tokens // gathered,
-        hidden=config.hidden_size,
-        vocab=-(-config.vocab_size // size),
-        group_size=size,
+    ranges = chunk_ranges(
+        tokens // gathered,
         gathered=gathered,
+        vocab=-(-config.vocab_size // size),
+        exchanged=3 * config.hidden_size if size > 1 else 0,
         logits_bytes=DEFAULT_LOGITS_BYTES,
         element_bytes=dtype.itemsize,
-        accumulate_bytes=dtype.itemsize,
-        input_grad=views_share_memory,
-        weight_grad=views_share_memory,
     )
-    return tuple(((chunk.stop - chunk.start) * gathered, chunk.tokens) for chunk in plan.chunks)
+    return tuple((stop - start) * gathered for start, stop in ranges)
 
 
 def _kv_heads(config: Any) -> int:

@@ -59,7 +59,7 @@ class StepShape:
         kv_replicas: r; 1 without replicas.
         kv_gradient_bytes: bytes of each K and V parameter's gradient of a layer on one rank.
         tagged_gradient_bytes: bytes of the gradients that the hook sums, in the model's order.
-        head_chunks: tokens of each chunk of the fused loss, without and with padding.
+        head_chunks: tokens of each chunk of the fused loss.
         row_output_dropout: whether dropout follows the last row output of a layer; its mask is
             saved.
     """
@@ -76,7 +76,7 @@ class StepShape:
     kv_replicas: int
     kv_gradient_bytes: tuple[int, ...]
     tagged_gradient_bytes: tuple[int, ...]
-    head_chunks: tuple[tuple[int, int], ...]
+    head_chunks: tuple[int, ...]
     row_output_dropout: bool
 
     @property
@@ -162,9 +162,9 @@ def _around_layers(shape: StepShape) -> Counter[Collective]:
     # all-gather carries two fp32 numbers per token from each of T ranks.
     embedding = shape.reduction(wide=False) + shape.row_backward()
     total = embedding
-    for tokens, padded in shape.head_chunks:
+    for tokens in shape.head_chunks:
         chunk = replace(shape, sequence_length=tokens, micro_batch_size=1)
-        sums_bytes = 2 * _FP32_BYTES * padded * shape.tensor_model_parallel_size
+        sums_bytes = 2 * _FP32_BYTES * tokens * shape.tensor_model_parallel_size
         total += chunk.column_forward() + chunk.reduction() + shape._one("all_gather", sums_bytes)
     return total
 

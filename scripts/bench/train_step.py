@@ -82,6 +82,25 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "llama-110m": lambda: LlamaConfig(
         num_hidden_layers=12, hidden_size=768, intermediate_size=2048, num_attention_heads=12
     ),
+    "smollm2-135m": lambda: LlamaConfig(
+        num_hidden_layers=30,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        vocab_size=49152,
+        tie_word_embeddings=True,
+    ),
+    "llama3.2-1b": lambda: LlamaConfig(
+        num_hidden_layers=16,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+    ),
     "llama3-8b": lambda: LlamaConfig(
         **LLAMA3,
         num_hidden_layers=32,

@@ -104,17 +104,17 @@ def test_rope_in_place(heads, head_dim, rotary_dim, joined_gradients, dtype, bou
 @pytest.mark.parametrize("joined_gradients", [True, False])
 def test_rope_in_place_of_grouped_heads(joined_gradients, heads, groups, dtype, bound, monkeypatch):
     """Heads of query and of key lie in a row, as LLaMA's do: one kernel turns both."""
-    head_dim, calls, turned_apart = 32, [], rope._rotate
+    head_dim, calls, original = 32, [], rope._rotate
 
-    def turned(*tensors, **options):
+    def rotate(*tensors, **options):
         calls.append(options.get("in_place", False))
-        return turned_apart(*tensors, **options)
+        return original(*tensors, **options)
 
     def split(x):
         sizes = [heads * head_dim, groups * head_dim, groups * head_dim]
         return [part.unflatten(-1, (-1, head_dim)).permute(1, 2, 0, 3) for part in x.split(sizes, -1)]
 
-    monkeypatch.setattr(rope, "_rotate", turned)
+    monkeypatch.setattr(rope, "_rotate", rotate)
     tables = rope_tables(
         rope_frequencies(head_dim, {"rope_theta": 10000.0}), torch.arange(33, device=backend.device)[None], dtype
     )
@@ -157,20 +157,20 @@ NEOX = {"hidden_size": 256, "num_attention_heads": 4}
 def test_rope_is_in_place_where_nobody_looks(watch, settings, monkeypatch):
     model = parallel_model(settings).to(backend.device)
     ids = torch.randint(0, 32, (1, 16), device=backend.device)
-    calls, turn = [], rope._turn_all
+    calls, original = [], rope._rotate_all
 
-    def turn_all(*tensors, in_place, **options):
+    def rotate_all(*tensors, in_place, **options):
         calls.append(in_place)
-        turn(*tensors, in_place=in_place, **options)
+        original(*tensors, in_place=in_place, **options)
 
-    monkeypatch.setattr(rope, "_turn_all", turn_all)
+    monkeypatch.setattr(rope, "_rotate_all", rotate_all)
     model(ids, labels=ids).loss.backward()
     assert calls and all(calls[: len(calls) // 2]), "forward, unwatched"
     calls.clear()
     kept, layer = [], model.decoder_layers()[0]
     is_llama = hasattr(layer, "self_attn")
     attention = layer.self_attn if is_llama else layer.attention
-    seen = attention.core_attn if is_llama else attention.query_key_value  # LLaMA's projections are not called
+    seen = attention.v_proj if is_llama else attention.query_key_value
     hook = lambda module, args, output: kept.append((output, output.clone()))  # noqa: E731
     mode = KeepMatmuls() if watch == "dispatch" else contextlib.nullcontext()
     handle = None

@@ -101,7 +101,6 @@ def _shape(request: Request, layers: int) -> StepShape:
         sequence_length=request.sequence_length,
         micro_batch_size=request.micro_batch_size,
         dtype=getattr(torch, request.dtype),
-        views_share_memory=request.backend != "xla",
     )
 
 

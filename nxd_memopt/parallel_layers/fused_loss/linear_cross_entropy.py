@@ -112,8 +112,8 @@ def fused_linear_cross_entropy(
 
     The result equals ``torch.nn.functional.cross_entropy`` of the full logits. Gradients are
     computed in forward (for ``reduction="none"`` in backward, from recomputed logits), so
-    ``logits_bytes`` of logits in addition to the gradients are enough. The loss supports a single
-    backward.
+    ``logits_bytes`` of logits are enough. The loss supports a single backward.
+    ``fused_loss.reference`` defines the same loss in plain PyTorch.
 
     Args:
         hidden: ``[..., H]``; under sequence parallelism this rank's shard, ``[s, B, H]``.
@@ -130,8 +130,8 @@ def fused_linear_cross_entropy(
         sequence_parallel_enabled: ``hidden`` is a shard along the sequence.
         sequence_dimension: dimension of ``hidden`` that is the sequence, 0 (default) or 1.
         process_group: process group; default the tensor-parallel group.
-        logits_bytes: bytes for a chunk's logits in addition to the gradients. A larger value gives
-            fewer chunks; each chunk costs one addition to dW, rounded to the dtype of dW.
+        logits_bytes: bytes for a chunk's logits. A larger value gives fewer chunks; each chunk
+            costs one addition to dW, rounded to the dtype of dW.
         accumulate_dtype: dtype of dW while chunks are added; default the weight's dtype. fp32 needs
             4 more bytes for each weight.
         reduce_dtype: dtype of the reduction of dX over ranks; default the dtype of dX.
@@ -171,8 +171,8 @@ def fused_linear_cross_entropy(
     return loss.movedim(0, 1) if reduction == "none" and sharded and sequence_dimension else loss
 
 
-@torch.compiler.disable(reason="it lays out memory by hand and compiles its kernels itself")
-# A separate function, because torch.compile must not trace the in-place memory layout.
+@torch.compiler.disable(reason="it overwrites logits by their gradient and compiles its kernels itself")
+# A separate function, because torch.compile must not trace the in-place gradient.
 def _apply(x: Tensor, weight: Tensor, labels: Tensor, options: HeadOptions, with_grad: bool) -> Tensor:
     return cast(Tensor, LinearCrossEntropy.apply(x, weight, labels, options, with_grad))
 
@@ -196,7 +196,7 @@ def _check(
     if target.is_floating_point():
         raise ValueError(f"target must hold integer labels, got {target.dtype}")
     require_one_of("reduction", reduction, ("mean", "sum", "none"))
-    # A narrower sum would lose bits of every chunk, and its buffer could not hold logits first.
+    # A narrower sum would lose bits of every chunk.
     if accumulate_dtype is not None and accumulate_dtype.itemsize < weight.dtype.itemsize:
         raise ValueError(
             f"accumulate_dtype {accumulate_dtype} is narrower than the weight's {weight.dtype}: leave it out, or use "
