@@ -188,5 +188,6 @@ def test_rope_is_in_place_where_nobody_looks(watch, settings, monkeypatch):
     finally:
         if handle is not None:
             handle.remove()
-    assert calls[0] is False
+    # LLaMA's hooked projections run one by one: their outputs are no chunks of one tensor.
+    assert not any(calls) and (calls or is_llama)
     assert all(torch.equal(a, b) for a, b in kept) and (kept or watch == "dispatch")
