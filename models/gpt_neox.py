@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GPTNeoXConfig
 
-from nxd_memopt.config import MemoryConfig, ParallelConfig, require_divisible
+from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.memory import apply_memory, is_recomputed
 from nxd_memopt.modules.attention import (
     AttentionMask,
@@ -28,19 +28,7 @@ from nxd_memopt.ops.rope import apply_rope_qkv
 from nxd_memopt.parallel_layers.fusion import FusedPath, FusibleModule
 from nxd_memopt.parallel_layers.layer_norm import LayerNorm
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
-
-SHARDING = {
-    "embed_in": "vocab",
-    "query_key_value": "column",
-    "dense": "row",
-    "dense_h_to_4h": "column",
-    "dense_4h_to_h": "row",
-    "input_layernorm": "replicated",
-    "post_attention_layernorm": "replicated",
-    "final_layer_norm": "replicated",
-    "lm_head": "vocab",
-}
-"""Sharding of each module over the tensor-parallel ranks; values of ``factory.SHARDINGS``."""
+from nxd_memopt.planner.architectures import require_shardable, shardings
 
 
 class GPTNeoXAttention(FusibleModule):
@@ -197,12 +185,12 @@ class GPTNeoXForCausalLM(ParallelCausalLM):
         wants_sequence = getattr(config, "sequence_parallel_enabled", False)
         parallel = resolve_parallel(parallel, sequence_parallel_enabled=wants_sequence)
         memory = resolve_memory(memory, config)
-        _check_config(config, parallel.tensor_model_parallel_size)
+        require_shardable(config, parallel.tensor_model_parallel_size)
         head_dim = config.hidden_size // config.num_attention_heads
         rope: Any = config.rope_parameters
         rotary_dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))
         super().__init__(config, parallel=parallel, memory=memory, rotary_dim=rotary_dim)
-        factory = self.layer_factory(SHARDING, dtype=dtype, device=device)
+        factory = self.layer_factory(shardings("gpt_neox"), dtype=dtype, device=device)
         self.gpt_neox = GPTNeoXModel(config, factory, memory)
         self.add_head(factory)
         apply_memory(self, memory)
@@ -213,16 +201,3 @@ class GPTNeoXForCausalLM(ParallelCausalLM):
 
     def embedding_weight(self) -> nn.Parameter:
         return self.gpt_neox.embed_in.weight
-
-
-def _check_config(config: GPTNeoXConfig, tensor_model_parallel_size: int) -> None:
-    heads, size = config.num_attention_heads, tensor_model_parallel_size
-    require_divisible("hidden_size", config.hidden_size, "num_attention_heads", heads)
-    require_divisible("num_attention_heads", heads, "tensor_model_parallel_size", size)
-    require_divisible("intermediate_size", config.intermediate_size, "tensor_model_parallel_size", size)
-    groups = getattr(config, "num_query_groups", None) or heads
-    if groups != heads:
-        raise ValueError(
-            f"num_query_groups {groups} differs from num_attention_heads {heads}: query_key_value has one KV "
-            "head for each query head; leave num_query_groups out"
-        )

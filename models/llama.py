@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from nxd_memopt.config import MemoryConfig, ParallelConfig, require_divisible
+from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.memory import apply_memory
 from nxd_memopt.modules.attention import (
     AttentionMask,
@@ -24,33 +24,7 @@ from nxd_memopt.modules.qkv_linear import kv_size_multiplier
 from nxd_memopt.modules.rms_norm import add_and_norm, residual_norm_path
 from nxd_memopt.ops.rope import apply_rope_qkv
 from nxd_memopt.parallel_layers.fusion import FusibleModule
-
-SHARDING = {
-    "embed_tokens": "vocab",
-    "q_proj": "query_column",
-    "k_proj": "kv_column",
-    "v_proj": "kv_column",
-    "o_proj": "query_row",
-    "gate_proj": "column",
-    "up_proj": "column",
-    "down_proj": "row",
-    "input_layernorm": "replicated",
-    "post_attention_layernorm": "replicated",
-    "norm": "replicated",
-    "lm_head": "vocab",
-}
-"""Sharding of each module over the tensor-parallel ranks; values of ``factory.SHARDINGS``."""
-
-
-def num_kv_heads(config: LlamaConfig) -> int:
-    """Return g: Megatron's ``num_query_groups`` if set, else ``num_key_value_heads``.
-
-    Raises:
-        ValueError: g does not divide the number of query heads.
-    """
-    groups = getattr(config, "num_query_groups", None) or config.num_key_value_heads or config.num_attention_heads
-    require_divisible("num_attention_heads", config.num_attention_heads, "num_query_groups", groups)
-    return groups
+from nxd_memopt.planner.architectures import num_kv_heads, require_shardable, shardings
 
 
 class LlamaAttention(PackedWeights):
@@ -164,13 +138,12 @@ class LlamaForCausalLM(ParallelCausalLM):
         parallel = resolve_parallel(parallel, sequence_parallel_enabled=wants_sequence)
         memory = resolve_memory(memory, config)
         size = parallel.tensor_model_parallel_size
-        require_divisible("num_attention_heads", config.num_attention_heads, "tensor_model_parallel_size", size)
-        require_divisible("intermediate_size", config.intermediate_size, "tensor_model_parallel_size", size)
+        require_shardable(config, size)
         # With T above g, each KV head is on T/g ranks.
         replicas = kv_size_multiplier(num_kv_heads(config), size)
         head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
         super().__init__(config, parallel=parallel, memory=memory, rotary_dim=head_dim)
-        factory = self.layer_factory(SHARDING, dtype=dtype, device=device, kv_replicas=replicas)
+        factory = self.layer_factory(shardings("llama"), dtype=dtype, device=device, kv_replicas=replicas)
         self.model = LlamaModel(config, factory, memory)
         self.add_head(factory)
         apply_memory(self, memory)

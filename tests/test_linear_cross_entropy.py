@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from nxd_memopt.parallel_layers.fused_loss.chunks import chunk_ranges
 from nxd_memopt.parallel_layers.fused_loss.reference import reference_linear_cross_entropy
 from nxd_memopt.parallel_layers.loss_functions import fused_linear_cross_entropy
+from nxd_memopt.planner.loss_chunks import chunk_ranges
 from tests.reference import assert_says, error_message
 
 VARIANTS = [

@@ -89,7 +89,7 @@ def traced_step(request: Request, layers: int, *, rank: int) -> Iterator[list[Te
 def step(model: nn.Module, ids: Tensor) -> list[Tensor]:
     """Run forward, backward and the sequence-parallel gradient hook; return loss and gradients.
 
-    The optimizer does not run; ``fit.memory_terms`` adds its memory.
+    The optimizer does not run; ``planner.formulas.memory_terms`` adds its memory.
     """
     loss = model(ids, labels=ids).loss
     loss.backward()

@@ -84,7 +84,7 @@ class ParallelCausalLM(FusibleModule, ABC):
         """Return the factory that builds this model's layers.
 
         Args:
-            sharding: sharding table of the model, see ``factory.SHARDINGS``.
+            sharding: sharding table of the model, from ``planner.architectures.shardings``.
             dtype: dtype of the parameters, or None for torch's default.
             device: device of the parameters, or None for torch's default.
             kv_replicas: number of ranks that share a KV head.

@@ -18,17 +18,6 @@ from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, ParallelEmbe
 from nxd_memopt.parallel_layers.random import fork_if
 from nxd_memopt.parallel_layers.utils import move_model_to_device, shard_ranges
 
-SHARDINGS = ("vocab", "column", "query_column", "kv_column", "row", "query_row", "replicated")
-"""Values of a sharding table.
-
-- ``vocab``: rows of an embedding table or head, padded to a multiple of T.
-- ``column``: output rows. ``query_column``: output rows of query heads. ``kv_column``: output rows
-  of KV heads, replicated if T exceeds their number.
-- ``row``: input columns. ``query_row``: input columns that come from query heads.
-- ``replicated``: no sharding.
-
-A rank's query heads are those of its KV heads, see ``parallel_layers.rank_order``.
-"""
 _HEADS = ("query_column", "kv_column", "query_row")
 
 
@@ -37,7 +26,7 @@ class LayerFactory:
     """Builder of a model's layers according to its sharding table.
 
     Args:
-        sharding: maps a module name (last part) to one of ``SHARDINGS``.
+        sharding: maps a module name (last part) to a key of ``architectures.SHARDED_DIMENSIONS``.
         parallel: parallel config of the model.
         initializer_range: standard deviation of weights; biases are zero (Hugging Face's scheme).
         dtype: dtype of the parameters.

@@ -15,10 +15,9 @@ from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.gradient_ledger import gradient_of, is_sequence_parallel, keep_sums
 from nxd_memopt.parallel_layers.parallel_state import gradient_ledger
 from nxd_memopt.parallel_layers.utils import is_sharded
+from nxd_memopt.planner.collectives import GRADIENT_BUCKET_BYTES
 
 ParameterSource = nn.Module | torch.optim.Optimizer | Tensor | Iterable[Tensor]
-
-_DEFAULT_BUCKET_BYTES = 128 << 20  # full bandwidth, but small compared to all gradients
 
 
 def parameters_of(source: ParameterSource) -> list[Tensor]:
@@ -78,7 +77,7 @@ def _sequence_parallel(source: ParameterSource) -> list[Tensor]:
     return [p for p in parameters_of(source) if is_sequence_parallel(p) and gradient_of(p) is not None]
 
 
-def bucket_allreduce_gradients(source: ParameterSource, *, bucket_bytes: int = _DEFAULT_BUCKET_BYTES) -> None:
+def bucket_allreduce_gradients(source: ParameterSource, *, bucket_bytes: int = GRADIENT_BUCKET_BYTES) -> None:
     """Average gradients in place over the data-parallel group.
 
     Args:
@@ -97,7 +96,7 @@ def _all_reduce_in_buckets(
     group: ProcessGroup | None,
     *,
     average: bool = False,
-    bucket_bytes: int = _DEFAULT_BUCKET_BYTES,
+    bucket_bytes: int = GRADIENT_BUCKET_BYTES,
 ) -> None:
     size = backend.group_size(group)
     if size == 1:

@@ -10,11 +10,11 @@ from typing import get_args, get_type_hints
 import pytest
 
 from nxd_memopt.certify.command import Certify
-from nxd_memopt.certify.fit import DEVICE_GIB
 from nxd_memopt.launch import command, platforms
 from nxd_memopt.launch.certificate import DEVICES
 from nxd_memopt.launch.machine import Machine
 from nxd_memopt.launch.platforms import INSTANCES, PLATFORMS, Platform
+from nxd_memopt.planner.hardware import DEVICE_GIB
 from tests.launch.launching import FOUR_HOSTS, ROOT, TOKENIZER, TRN2, planned
 
 # ---- trn1 ------------------------------------------------------------------------------------------------------------

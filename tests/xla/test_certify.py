@@ -11,9 +11,9 @@ import pytest
 
 from nxd_memopt.certify import assert_recompute_survives
 from nxd_memopt.certify.command import _worker_environment, run_worker
-from nxd_memopt.certify.fit import OptimizerState
 from nxd_memopt.certify.report.judge import Device, judge
 from nxd_memopt.certify.request import Answer
+from nxd_memopt.planner.formulas import OptimizerState
 from tests.certify_steps import CORE_ATTN, FULL, GPT_NEOX, LLAMA, MAX_RATIO, parallel, request
 from tests.reference import assert_says, error_message
 

@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from nxd_memopt.backends import backend
-from nxd_memopt.certify.measure.measurement import Collective, LiveTensor, Measurement, largest_distinct
+from nxd_memopt.certify.measure.measurement import LiveTensor, Measurement, largest_distinct
+from nxd_memopt.planner.collectives import Collective
 
 MATMULS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 """Names of ATen's matmuls. ``linear``, ``matmul`` and ``einsum`` decompose into them."""

@@ -9,22 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-
-@dataclass(frozen=True, order=True)
-class Collective:
-    """Kind and size of a collective.
-
-    Args:
-        kind: ``all_gather``, ``reduce_scatter``, ``all_reduce`` or ``all_to_all``.
-        whole_bytes: bytes of the unsharded tensor: the result of an all-gather, the input of a
-            reduce-scatter or all-reduce. With a ring each of n ranks sends ``(n - 1) / n`` of it
-            for an all-gather or reduce-scatter, and twice that for an all-reduce.
-        group_size: n, the number of ranks.
-    """
-
-    kind: str
-    whole_bytes: int
-    group_size: int
+from nxd_memopt.planner.collectives import Collective
 
 
 @dataclass(frozen=True)

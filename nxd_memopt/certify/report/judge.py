@@ -10,7 +10,6 @@ import torch
 
 from nxd_memopt._optional import require_transformers
 from nxd_memopt.backends.neuron.compiler_flags import recompute_error
-from nxd_memopt.certify.fit import MemoryTerms, OptimizerState, extrapolate, memory_terms
 from nxd_memopt.certify.measure.measurement import Measurement
 from nxd_memopt.certify.report.verdict import (
     Certificate,
@@ -22,8 +21,9 @@ from nxd_memopt.certify.report.verdict import (
     check_survival,
 )
 from nxd_memopt.certify.request import Answer, Request
-from nxd_memopt.certify.shapes import step_shape
-from nxd_memopt.certify.theory import StepShape, expected_collectives, per_layer
+from nxd_memopt.planner.collectives import StepShape, expected_collectives, per_layer
+from nxd_memopt.planner.formulas import MemoryTerms, OptimizerState, extrapolate, memory_terms
+from nxd_memopt.planner.step_shape import step_shape
 
 _INT64_BYTES = 8
 _SIMULATION_NOTES = (
@@ -100,7 +100,7 @@ def _shape(request: Request, layers: int) -> StepShape:
         request.memory_config(),
         sequence_length=request.sequence_length,
         micro_batch_size=request.micro_batch_size,
-        dtype=getattr(torch, request.dtype),
+        element_bytes=getattr(torch, request.dtype).itemsize,
     )
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from nxd_memopt.certify.fit import GIB
-from nxd_memopt.certify.measure.measurement import Collective
 from nxd_memopt.certify.report.verdict import Certificate
+from nxd_memopt.planner.collectives import Collective
+from nxd_memopt.planner.hardware import GIB
 
 _VERDICTS = {True: "[green]pass[/green]", False: "[red]FAIL[/red]", None: "note"}
 

@@ -8,9 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nxd_memopt.certify.fit import GIB, MemoryTerms
 from nxd_memopt.certify.measure.measurement import (
-    Collective,
     LiveTensor,
     Measurement,
     collectives_to_json,
@@ -18,8 +16,10 @@ from nxd_memopt.certify.measure.measurement import (
     is_square_in,
 )
 from nxd_memopt.certify.measure.survival import Survival
-from nxd_memopt.certify.theory import StepShape, expected_collectives
 from nxd_memopt.config import MemoryConfig
+from nxd_memopt.planner.collectives import Collective, StepShape, expected_collectives
+from nxd_memopt.planner.formulas import MemoryTerms
+from nxd_memopt.planner.hardware import GIB
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from nxd_memopt.backends import ChunkedAllGather, ChunkedReduction, backend
 from nxd_memopt.ops.cross_entropy import LossTerms, combined_sums, local_sums, logits_gradient, token_losses
 from nxd_memopt.parallel_layers.functional.activation_sharding import ActivationSharding
-from nxd_memopt.parallel_layers.fused_loss.chunks import chunk_ranges
+from nxd_memopt.planner.loss_chunks import chunk_ranges
 
 
 @dataclass(frozen=True)

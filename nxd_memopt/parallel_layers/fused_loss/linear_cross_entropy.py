@@ -24,8 +24,7 @@ from nxd_memopt.parallel_layers.utils import (
     cast_if_autocast_enabled,
     check_sequence_dimension,
 )
-
-DEFAULT_LOGITS_BYTES = 256 * 2**20
+from nxd_memopt.planner.loss_chunks import DEFAULT_LOGITS_BYTES
 
 
 class LinearCrossEntropy(torch.autograd.Function):

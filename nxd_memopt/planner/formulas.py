@@ -1,20 +1,11 @@
-"""Computes whether a step fits a device, from every term of a rank's memory."""
+"""The memory of one rank: a term for each purpose, their sum, and extrapolation from measured depths."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-GIB = 2**30
-DEVICE_GIB = {"trn1": 16.0, "trn2": 24.0, "trn2-lnc1": 12.0, "trn3": 36.0}
-"""Memory in GiB of one rank's device.
+from nxd_memopt.planner.hardware import GIB, RESERVE_GIB
 
-trn1: one NeuronCore. trn2: a logical core of two physical cores (LNC 2). trn2-lnc1: a logical core
-of one physical core; two of them share a memory bank.
-"""
-RESERVE_GIB = 1.25
-"""Memory that tensors cannot use: runtime microcode, collective buffers and compiled programs.
-
-This is an estimate."""
 _FP32_BYTES = 4
 _ADAM_MOMENTS = 2
 

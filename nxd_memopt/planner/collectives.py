@@ -1,4 +1,4 @@
-"""Formulas: how many collectives of which size one training step must issue.
+"""How many collectives of which size one training step must issue.
 
 ``a`` is the bytes of one full activation ``[S, B, H]``, ``T`` the tensor-parallel size, and
 ``r = T/g`` the number of ranks with a replica of the same KV head, for g KV heads. Sequence
@@ -34,11 +34,28 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from nxd_memopt.certify.measure.measurement import Collective
 from nxd_memopt.config import MemoryConfig
 
-_BUCKET_BYTES = 128 << 20  # the bucket size of parallel_layers.grads
+GRADIENT_BUCKET_BYTES = 128 << 20
+"""Bytes of a bucket of ``parallel_layers.grads``: full bandwidth, but small next to all gradients."""
 _FP32_BYTES = 4
+
+
+@dataclass(frozen=True, order=True)
+class Collective:
+    """Kind and size of a collective.
+
+    Args:
+        kind: ``all_gather``, ``reduce_scatter``, ``all_reduce`` or ``all_to_all``.
+        whole_bytes: bytes of the unsharded tensor: the result of an all-gather, the input of a
+            reduce-scatter or all-reduce. With a ring each of n ranks sends ``(n - 1) / n`` of it
+            for an all-gather or reduce-scatter, and twice that for an all-reduce.
+        group_size: n, the number of ranks.
+    """
+
+    kind: str
+    whole_bytes: int
+    group_size: int
 
 
 @dataclass(frozen=True)
@@ -175,7 +192,7 @@ def _gradient_hook(shape: StepShape) -> Counter[Collective]:
     # gradient larger than a bucket has one alone.
     buckets: list[int] = []
     for gradient_bytes in shape.tagged_gradient_bytes if shape.sequence_parallel_enabled else ():
-        if buckets and buckets[-1] + gradient_bytes <= _BUCKET_BYTES:
+        if buckets and buckets[-1] + gradient_bytes <= GRADIENT_BUCKET_BYTES:
             buckets[-1] += gradient_bytes
         else:
             buckets.append(gradient_bytes)

@@ -1,7 +1,8 @@
-"""Sizes of the chunks of tokens whose logits exist at the same time."""
+"""The chunks of the fused loss: tokens whose logits exist at the same time."""
 
 from __future__ import annotations
 
+DEFAULT_LOGITS_BYTES = 256 << 20
 _MULTIPLE = 64  # tokens; strides of 128 bytes and more, which fast GEMMs need
 
 

@@ -1,0 +1,1 @@
+"""Sizes, memory and communication of a training step, computed without torch."""

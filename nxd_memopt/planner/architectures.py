@@ -1,0 +1,225 @@
+"""The parameters of each architecture: name, shape, and how tensor parallelism shards them.
+
+Models, checkpoints, certificates and the planner read this table. Letters: H hidden size, F MLP
+width, V vocabulary, h query heads, g KV heads (query groups), d head size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nxd_memopt.config import require_divisible, require_one_of
+
+SHARDED_DIMENSIONS: dict[str, int | None] = {
+    "vocab": 0,
+    "column": 0,
+    "query_column": 0,
+    "kv_column": 0,
+    "row": 1,
+    "query_row": 1,
+    "replicated": None,
+}
+"""Sharded dimension of a weight, by kind of sharding.
+
+- ``vocab``: rows of an embedding table or head, padded to a multiple of T.
+- ``column``: output rows. ``query_column``: output rows of query heads. ``kv_column``: output rows
+  of KV heads, replicated if T exceeds their number.
+- ``row``: input columns. ``query_row``: input columns that come from query heads.
+- ``replicated``: no sharding.
+
+A rank's query heads are those of its KV heads, see ``parallel_layers.rank_order``.
+"""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A linear layer, norm or embedding.
+
+    Attributes:
+        name: Hugging Face's name, with ``{}`` for the index of the decoder layer.
+        weight: dimensions of the weight in letters, such as ``("g*d", "H")``.
+        sharding: key of ``SHARDED_DIMENSIONS``.
+        bias: whether there is a bias, or the config option that says so.
+    """
+
+    name: str
+    weight: tuple[str, ...]
+    sharding: str
+    bias: bool | str = False
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of a model of certain sizes.
+
+    Attributes:
+        name: Hugging Face's name.
+        shape: full shape.
+        sharding: sharding of its layer.
+        sharded_dimension: dimension that is split over the tensor-parallel ranks, or None.
+        is_sequence_partial: under sequence parallelism the gradient is a partial sum over the
+            rank's tokens: norms and the biases of row-parallel layers.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    sharding: str
+    sharded_dimension: int | None
+    is_sequence_partial: bool
+
+    def local_shape(self, tensor_model_parallel_size: int, kv_replicas: int = 1) -> tuple[int, ...]:
+        """Return the shape of this rank's shard.
+
+        Args:
+            tensor_model_parallel_size: T.
+            kv_replicas: number of ranks that share a KV head.
+        """
+        if self.sharded_dimension is None:
+            return self.shape
+        shards = tensor_model_parallel_size
+        if self.sharding == "kv_column":
+            shards //= kv_replicas
+        shape = list(self.shape)
+        # Rounded up: vocabularies are padded. All other dimensions are divisible, see require_shardable.
+        shape[self.sharded_dimension] = -(-shape[self.sharded_dimension] // shards)
+        return tuple(shape)
+
+
+LAYERS: dict[str, tuple[Layer, ...]] = {
+    "llama": (
+        Layer("model.embed_tokens", ("V", "H"), "vocab"),
+        Layer("model.layers.{}.self_attn.q_proj", ("h*d", "H"), "query_column", bias="attention_bias"),
+        Layer("model.layers.{}.self_attn.k_proj", ("g*d", "H"), "kv_column", bias="attention_bias"),
+        Layer("model.layers.{}.self_attn.v_proj", ("g*d", "H"), "kv_column", bias="attention_bias"),
+        Layer("model.layers.{}.self_attn.o_proj", ("H", "h*d"), "query_row", bias="attention_bias"),
+        Layer("model.layers.{}.mlp.gate_proj", ("F", "H"), "column", bias="mlp_bias"),
+        Layer("model.layers.{}.mlp.up_proj", ("F", "H"), "column", bias="mlp_bias"),
+        Layer("model.layers.{}.mlp.down_proj", ("H", "F"), "row", bias="mlp_bias"),
+        Layer("model.layers.{}.input_layernorm", ("H",), "replicated"),
+        Layer("model.layers.{}.post_attention_layernorm", ("H",), "replicated"),
+        Layer("model.norm", ("H",), "replicated"),
+        Layer("lm_head", ("V", "H"), "vocab"),
+    ),
+    "gpt_neox": (
+        Layer("gpt_neox.embed_in", ("V", "H"), "vocab"),
+        Layer("gpt_neox.layers.{}.input_layernorm", ("H",), "replicated", bias=True),
+        Layer("gpt_neox.layers.{}.post_attention_layernorm", ("H",), "replicated", bias=True),
+        # Rows are [q, k, v] of head 0, then of head 1: a contiguous shard has complete heads.
+        Layer("gpt_neox.layers.{}.attention.query_key_value", ("3*h*d", "H"), "column", bias="attention_bias"),
+        Layer("gpt_neox.layers.{}.attention.dense", ("H", "h*d"), "row", bias="attention_bias"),
+        Layer("gpt_neox.layers.{}.mlp.dense_h_to_4h", ("F", "H"), "column", bias=True),
+        Layer("gpt_neox.layers.{}.mlp.dense_4h_to_h", ("H", "F"), "row", bias=True),
+        Layer("gpt_neox.final_layer_norm", ("H",), "replicated", bias=True),
+        Layer("lm_head", ("V", "H"), "vocab"),
+    ),
+}
+"""The layers of each architecture by Hugging Face's ``model_type``, in the order of the model."""
+
+
+def shardings(model_type: str) -> dict[str, str]:
+    """Return the sharding of each layer by the last part of its name."""
+    return {layer.name.rsplit(".", 1)[-1]: layer.sharding for layer in LAYERS[model_type]}
+
+
+def sizes(config: Any) -> dict[str, int]:
+    """Return the value of each letter.
+
+    Args:
+        config: Hugging Face's config, as an object or as the content of a ``config.json``.
+    """
+    heads = _option(config, "num_attention_heads")
+    return {
+        "H": _option(config, "hidden_size"),
+        "F": _option(config, "intermediate_size"),
+        "V": _option(config, "vocab_size"),
+        "h": heads,
+        "g": num_kv_heads(config),
+        "d": _option(config, "head_dim") or _option(config, "hidden_size") // heads,
+    }
+
+
+def num_kv_heads(config: Any) -> int:
+    """Return g: Megatron's ``num_query_groups`` if set, else ``num_key_value_heads``, else h.
+
+    Raises:
+        ValueError: g does not divide the number of query heads.
+    """
+    heads = _option(config, "num_attention_heads")
+    groups = _option(config, "num_query_groups") or _option(config, "num_key_value_heads") or heads
+    require_divisible("num_attention_heads", heads, "num_query_groups", groups)
+    return groups
+
+
+def parameters(config: Any) -> Iterator[Parameter]:
+    """Yield the parameters of a model, in the order of ``LAYERS``; a tied head is left out.
+
+    Args:
+        config: Hugging Face's config, as an object or as the content of a ``config.json``.
+
+    Raises:
+        ValueError: the model type is not supported.
+    """
+    model_type = _option(config, "model_type")
+    require_one_of("model_type", model_type, tuple(LAYERS))
+    letters = sizes(config)
+    is_tied = bool(_option(config, "tie_word_embeddings"))
+    layers = [layer for layer in LAYERS[model_type] if not (is_tied and layer.name == "lm_head")]
+    # Three groups in the order of the table: before, inside and after the decoder layers.
+    inside = [layer for layer in layers if "{}" in layer.name]
+    start = layers.index(inside[0])
+    for layer in layers[:start]:
+        yield from _layer_parameters(layer, layer.name, letters, config)
+    for i in range(_option(config, "num_hidden_layers")):
+        for layer in inside:
+            yield from _layer_parameters(layer, layer.name.format(i), letters, config)
+    for layer in layers[start + len(inside) :]:
+        yield from _layer_parameters(layer, layer.name, letters, config)
+
+
+def _layer_parameters(layer: Layer, name: str, letters: Mapping[str, int], config: Any) -> Iterator[Parameter]:
+    """Yield the weight of a layer and, if it has one, its bias."""
+    shape = tuple(_value(dimension, letters) for dimension in layer.weight)
+    sharded_dimension = SHARDED_DIMENSIONS[layer.sharding]
+    is_norm = layer.sharding == "replicated"
+    yield Parameter(f"{name}.weight", shape, layer.sharding, sharded_dimension, is_sequence_partial=is_norm)
+    has_bias = bool(_option(config, layer.bias)) if isinstance(layer.bias, str) else layer.bias
+    if has_bias:
+        # The bias has the output features: sharded with the rows of the weight, or replicated.
+        is_sharded = sharded_dimension == 0
+        yield Parameter(
+            f"{name}.bias",
+            shape[:1],
+            layer.sharding,
+            0 if is_sharded else None,
+            is_sequence_partial=not is_sharded,
+        )
+
+
+def _value(dimension: str, letters: Mapping[str, int]) -> int:
+    """Return the value of a product such as ``3*h*d``."""
+    return math.prod(int(factor) if factor.isdigit() else letters[factor] for factor in dimension.split("*"))
+
+
+def _option(config: Any, name: str) -> Any:
+    """Return an option of a config, or None if it has none of this name."""
+    if isinstance(config, Mapping):
+        return config.get(name)
+    return getattr(config, name, None)
+
+
+def require_shardable(config: Any, tensor_model_parallel_size: int) -> None:
+    """Raise ``ValueError`` unless T divides heads and MLP width, and the heads fit the architecture."""
+    letters = sizes(config)
+    size_name, size = "tensor_model_parallel_size", tensor_model_parallel_size
+    require_divisible("num_attention_heads", letters["h"], size_name, size)
+    require_divisible("intermediate_size", letters["F"], size_name, size)
+    if _option(config, "model_type") == "gpt_neox":
+        require_divisible("hidden_size", letters["H"], "num_attention_heads", letters["h"])
+        if letters["g"] != letters["h"]:
+            raise ValueError(
+                f"num_query_groups {letters['g']} differs from num_attention_heads {letters['h']}: query_key_value has "
+                "one KV head for each query head; leave num_query_groups out"
+            )

@@ -1,0 +1,93 @@
+"""Reads from a Hugging Face config the sizes that the formulas of a training step need."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from nxd_memopt.config import MemoryConfig, ParallelConfig
+from nxd_memopt.planner.architectures import num_kv_heads, parameters
+from nxd_memopt.planner.collectives import StepShape
+from nxd_memopt.planner.loss_chunks import DEFAULT_LOGITS_BYTES, chunk_ranges
+
+
+def step_shape(
+    config: Any,
+    parallel: ParallelConfig,
+    memory: MemoryConfig,
+    *,
+    sequence_length: int,
+    micro_batch_size: int,
+    element_bytes: int,
+) -> StepShape:
+    """Return the sizes of a training step of LLaMA or GPT-NeoX.
+
+    Args:
+        config: Hugging Face's ``LlamaConfig`` or ``GPTNeoXConfig``.
+        parallel: T, sequence parallelism and the dtype of reductions.
+        memory: parts of a layer that are recomputed separately.
+        sequence_length: S, tokens per sequence.
+        micro_batch_size: B, sequences per micro-batch.
+        element_bytes: bytes per element of parameters and activations.
+    """
+    size = parallel.tensor_model_parallel_size
+    is_llama = config.model_type == "llama"
+    # With T greater than the number of KV heads g, r = T / g ranks have a replica of each KV head
+    # and all-reduce its gradients. GPT-NeoX has no grouped-query attention, so r = 1.
+    replicas = max(1, size // num_kv_heads(config)) if is_llama else 1
+    return StepShape(
+        num_layers=config.num_hidden_layers,
+        blocks_per_layer=1 if _merges_branches(config, memory) else 2,
+        hidden_size=config.hidden_size,
+        sequence_length=sequence_length,
+        micro_batch_size=micro_batch_size,
+        element_bytes=element_bytes,
+        tensor_model_parallel_size=size,
+        sequence_parallel_enabled=parallel.sequence_parallel_enabled,
+        reduce_dtype_bytes=4 if parallel.reduce_dtype == "float32" else element_bytes,
+        kv_replicas=replicas,
+        kv_gradient_bytes=_kv_gradient_bytes(config, size, replicas, element_bytes),
+        tagged_gradient_bytes=tuple(
+            math.prod(parameter.shape) * element_bytes
+            for parameter in parameters(config)
+            if parameter.is_sequence_partial
+        ),
+        head_chunks=_head_chunks(config, parallel, sequence_length * micro_batch_size, element_bytes),
+        row_output_dropout=not is_llama and config.hidden_dropout > 0,
+    )
+
+
+def _merges_branches(config: Any, memory: MemoryConfig) -> bool:
+    """Return whether the layers run attention and MLP as one merged block, as GPT-NeoX's can."""
+    if config.model_type != "gpt_neox":
+        return False
+    # The conditions of models/gpt_neox.py in training: parallel residual, no dropout after the
+    # branches, and no separate recomputation of a branch.
+    is_recomputed = bool({"attn", "mlp"} & set(memory.recompute_modules or ()))
+    return config.use_parallel_residual and config.hidden_dropout == 0 and not is_recomputed
+
+
+def _kv_gradient_bytes(config: Any, size: int, replicas: int, element_bytes: int) -> tuple[int, ...]:
+    """Return the bytes of each K and V gradient of a layer on one rank, if it is all-reduced over replicas."""
+    if replicas == 1:
+        return ()
+    return tuple(
+        math.prod(parameter.local_shape(size, replicas)) * element_bytes
+        for parameter in parameters(config)
+        if parameter.sharding == "kv_column" and ".layers.0." in parameter.name
+    )
+
+
+def _head_chunks(config: Any, parallel: ParallelConfig, tokens: int, element_bytes: int) -> tuple[int, ...]:
+    """Return the tokens of each chunk of the fused loss, of all ranks whose tokens are gathered."""
+    size = parallel.tensor_model_parallel_size
+    gathered = size if parallel.sequence_parallel_enabled else 1
+    ranges = chunk_ranges(
+        tokens // gathered,
+        gathered=gathered,
+        vocab=-(-config.vocab_size // size),
+        exchanged=3 * config.hidden_size if size > 1 else 0,
+        logits_bytes=DEFAULT_LOGITS_BYTES,
+        element_bytes=element_bytes,
+    )
+    return tuple((stop - start) * gathered for start, stop in ranges)

@@ -1,0 +1,79 @@
+"""Tests the table of parameters: it lists what the models have, with the shapes and shards that they have."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from nxd_memopt.config import ParallelConfig
+from nxd_memopt.models import MODELS, model_class
+from nxd_memopt.modules.qkv_linear import kv_size_multiplier
+from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.planner.architectures import LAYERS, num_kv_heads, parameters, require_shardable
+from tests.reference import assert_says, error_message, fake_world
+from tests.reference_models import CONFIGS
+
+
+def build(config: Any, size: int) -> Any:
+    parallel = ParallelConfig(size, sequence_parallel_enabled=size > 1)
+    return model_class(config.model_type)(config, parallel=parallel, device="meta")
+
+
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_table_is_what_the_models_have(name, size):
+    config = CONFIGS[name]()
+    with fake_world(size):
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
+        model = build(config, size)
+    replicas = kv_size_multiplier(num_kv_heads(config), size) if config.model_type == "llama" else 1
+    found = {name: tuple(param.shape) for name, param in model.named_parameters()}
+    assert found == {parameter.name: parameter.local_shape(size, replicas) for parameter in parameters(config)}
+    # The tag of gradients that are partial sums over a rank's tokens, which the models set themselves.
+    tagged = {name for name, p in model.named_parameters() if getattr(p, "sequence_parallel_enabled", False)}
+    assert tagged == ({p.name for p in parameters(config) if p.is_sequence_partial} if size > 1 else set())
+
+
+def test_a_config_file_and_a_config_object_give_the_same_table():
+    for make in CONFIGS.values():
+        config = make()
+        content = {**config.to_dict(), "num_query_groups": getattr(config, "num_query_groups", None)}
+        assert list(parameters(content)) == list(parameters(config))
+
+
+def test_every_model_has_a_table():
+    assert set(LAYERS) == set(MODELS)
+
+
+def test_llama_3_8b_has_its_published_number_of_parameters():
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256}
+    config = {"model_type": "llama", "num_attention_heads": 32, "num_key_value_heads": 8, **sizes}
+    assert sum(math.prod(parameter.shape) for parameter in parameters(config)) == 8_030_261_248
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "size", "words"),
+    [
+        ("llama", {}, 3, ("num_attention_heads", "8", "tensor_model_parallel_size", "3")),
+        ("llama", {"intermediate_size": 42}, 4, ("intermediate_size", "42", "4")),
+        ("llama", {"num_key_value_heads": 3}, 1, ("num_attention_heads", "8", "3")),
+        ("neox", {"num_query_groups": 2}, 1, ("num_query_groups 2", "leave num_query_groups out")),
+        ("neox", {"hidden_size": 30}, 1, ("hidden_size", "30", "num_attention_heads", "4")),
+    ],
+)
+def test_sizes_that_cannot_be_sharded_are_refused(name, changes, size, words):
+    content = {**CONFIGS[name]().to_dict(), **changes}
+    assert_says(error_message(lambda: require_shardable(content, size)), *words)
+
+
+def test_the_planner_imports_without_torch():
+    code = (
+        "import sys; sys.modules['torch'] = None; import nxd_memopt.planner.step_shape, nxd_memopt.planner.formulas; "
+        "print('imported')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout == "imported\n", done.stderr
