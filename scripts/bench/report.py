@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-DEVICE = "NVIDIA H200"  # of the tables; rows of other devices are in the CSV files only
+DEVICE = "NVIDIA H200"  # of the tables that compare ours with the best peer
+OTHER_DEVICE = "NVIDIA H100 80GB HBM3"
 README, PAGE, BENCHMARKS = ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "benchmarks"
 README_SETTINGS = (  # model, T, tokens
     ("llama3-8b", "1", "8192"),
@@ -33,8 +34,8 @@ BEGIN, END = "<!-- made by scripts.bench.report -->\n", "<!-- end -->\n"
 Row = dict[str, str]
 
 
-def rows_of(name: str) -> list[Row]:
-    """Return the rows of a benchmark on ``DEVICE``; an empty list without a file."""
+def rows_of(name: str, device: str = DEVICE) -> list[Row]:
+    """Return the rows of a benchmark on ``device``; an empty list without a file."""
     path = BENCHMARKS / f"{name}.csv"
     if not path.exists():
         return []
@@ -43,7 +44,7 @@ def rows_of(name: str) -> list[Row]:
     for number, row in enumerate(rows, start=2):
         if None in row or None in row.values():
             raise ValueError(f"{path}: row {number} has not the header's columns: mend or remove it")
-    return [row for row in rows if row.get("device") == DEVICE]
+    return [row for row in rows if row.get("device") == device]
 
 
 def latest_races(rows: Sequence[Row], keys: Sequence[str]) -> list[list[Row]]:
@@ -123,6 +124,22 @@ def _if_other_recompute(peer: Row, ours: Row) -> str:
     """Return the peer's recompute setting as text if it differs from ours."""
     first = [row["recompute"].partition(",")[0] for row in (peer, ours)]
     return "" if first[0] == first[1] else f", recompute {peer['recompute']}"
+
+
+def variant_lines(device: str) -> list[str]:
+    """Return a table of all steps on ``device``, a line for each variant that was measured."""
+    lines = [
+        "| model | tokens | variant | recompute | tokens/s | MFU | GiB | commit |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows_of("train_step", device):
+        cells = [row["model"], f"{int(row['tokens']):,}", row["variant"], row["recompute"]]
+        if row["failure"]:
+            cells += ["out of memory" if "OutOfMemory" in row["failure"] else "failed", "", ""]
+        else:
+            cells += [f"{_speed(row):,.0f}", row["mfu"], row["peak_gib"]]
+        lines.append(f"| {' | '.join([*cells, row['commit']])} |")
+    return lines
 
 
 def scaling_lines() -> list[str]:
@@ -210,6 +227,9 @@ def page() -> str:
         "installed; a peer uses it where its name says so. Versions and commands: "
         "[train_step.csv](benchmarks/train_step.csv).",
         "\n".join(step_lines()),
+        f"### One {OTHER_DEVICE}",
+        "Batch 1, the same optimizer; all variants of a model and length ran one after the other on one machine.",
+        "\n".join(variant_lines(OTHER_DEVICE)),
         "## By number of GPUs",
         "Ours, tokens/s/GPU and GiB, in the fastest setting of the last day on which each was measured, with its "
         "commit: figures of different commits do not show how the code scales.",
