@@ -17,11 +17,8 @@ from transformers import LlamaConfig
 from nxd_memopt.backends import backend
 from nxd_memopt.config import ParallelConfig
 from nxd_memopt.models.llama import LlamaForCausalLM
-from nxd_memopt.parallel_layers import parallel_state
-from nxd_memopt.training.config import DataConfig, ModelConfig, TrainConfig
-from nxd_memopt.training.parallelize import parallelize
-from nxd_memopt.training.state import Training
-from nxd_memopt.training.step import train_step
+from nxd_memopt.optimizer import AdamW
+from nxd_memopt.parallel_layers import grads, parallel_state
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOTS = (str(ROOT / "nxd_memopt"), str(ROOT / "models"))
@@ -48,20 +45,22 @@ def main() -> None:
     world = parallel_state.get_world_size()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
     parallel = ParallelConfig(world, sequence_parallel_enabled=world > 1)
-    data = DataConfig(seq_length=32, micro_batch_size=1, global_batch_size=1)
-    model_config = ModelConfig(tokenizer="none", config_overrides={"model_type": "llama", **SIZE, **HEADS})
-    config = TrainConfig(model=model_config, parallel=parallel, data=data)
-    model = LlamaForCausalLM(LlamaConfig(**SIZE, **HEADS), parallel=parallel)
-    optimizer, forward_backward = parallelize(model, config)
-    training = Training(model, optimizer, forward_backward, "")
-    batch = torch.arange(32).unsqueeze(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZE, **HEADS), parallel=parallel, dtype=torch.bfloat16)
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    ids = torch.arange(32).unsqueeze(0)
+
+    def step() -> None:
+        model(ids, labels=ids).loss.backward()
+        grads.allreduce_sequence_parallel_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
 
     # The second step is traced: the first one builds what later steps reuse. On the CPU backward
     # runs on the calling thread.
-    train_step(training, config, [batch])
+    step()
     tracer = Tracer()
     sys.setprofile(tracer)
-    train_step(training, config, [batch])
+    step()
     sys.setprofile(None)
 
     if parallel_state.is_global_rank_zero():
