@@ -332,7 +332,7 @@ class Backend(ABC):
         """Return why ``capture`` is not available on this device, or ``None`` if it is."""
         return f"needs an NVIDIA GPU, and the backend is {self.name}"
 
-    def rehearsal(self) -> AbstractContextManager[None]:
+    def warmup(self) -> AbstractContextManager[None]:
         """Return a context for warm-up runs before ``capture``.
 
         Work inside it runs eagerly and sets up the resources that the captured work will use.
@@ -343,7 +343,7 @@ class Backend(ABC):
         """Record the device work of ``function``. A failure leaves the backend's state unchanged.
 
         Args:
-            function: has run before, in ``rehearsal`` and on tensors of the same shapes.
+            function: has run before, in ``warmup`` and on tensors of the same shapes.
             pool_of: an earlier recording that never runs at the same time; the two share one memory
                 pool.
         """

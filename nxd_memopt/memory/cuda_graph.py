@@ -147,7 +147,7 @@ class GraphedLoss:
         # A replay would repeat the random numbers of the capture. A random state that differs after
         # the forward means that the loss draws numbers.
         random_states = _random_states()
-        with backend.rehearsal(), self._noting(known.reaches):
+        with backend.warmup(), self._noting(known.reaches):
             loss = self._loss_of(*inputs)
             if any(not torch.equal(*pair) for pair in zip(random_states, _random_states(), strict=True)):
                 raise RuntimeError(
@@ -244,7 +244,7 @@ class GraphedLoss:
 
         try:
             # All recordings run one after another, so ``pool_of`` lets them share one memory pool.
-            with _hooks_laid_aside(self._parameters):
+            with _hooks_disabled(self._parameters):
                 work = backend.capture(run, pool_of=self._last)
         except torch.OutOfMemoryError:
             raise
@@ -337,7 +337,7 @@ def _random_states() -> list[Tensor]:
 
 
 @contextmanager
-def _hooks_laid_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+def _hooks_disabled(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Disable post-accumulate hooks inside the block.
 
     Hooks on complete gradients keep Python state, which a capture would not update. They run after

@@ -117,10 +117,10 @@ class CudaBackend(C10dBackend):
         return None
 
     @contextmanager
-    def rehearsal(self) -> Iterator[None]:
+    def warmup(self) -> Iterator[None]:
         with self._recording():
             for memory in self._memories():
-                memory.meet()
+                memory.barrier()
             yield
 
     @contextmanager
@@ -137,9 +137,9 @@ class CudaBackend(C10dBackend):
         # outside of it.
         memories, graph = self._memories(), torch.cuda.CUDAGraph()
         for memory in memories:
-            memory.settle()
+            memory.drain()
         assert pool_of is None or isinstance(pool_of, _Graph)
-        self._keep_peak(self._unseen_bytes())
+        self._record_peak(self._uncounted_bytes())
         # graphs that never run at the same time may share one pool
         pool = torch.cuda.graph_pool_handle() if pool_of is None else pool_of.graph.pool()
         with ExitStack() as stack:
@@ -153,7 +153,7 @@ class CudaBackend(C10dBackend):
         # During the capture the allocator counted the tensors in a shared pool: do not add the pool
         # again.
         held = 0 if pool_of is None else _unused_bytes(pool_of.graph)
-        self._keep_peak(self._unseen_bytes() - held)
+        self._record_peak(self._uncounted_bytes() - held)
         self._graphs.add(graph)
         return _Graph(graph, memories, result)
 
@@ -239,12 +239,12 @@ class CudaBackend(C10dBackend):
         torch.cuda.synchronize(self.device)
 
     def memory_allocated(self) -> int:
-        return torch.cuda.memory_allocated(self.device) + self._unseen_bytes()
+        return torch.cuda.memory_allocated(self.device) + self._uncounted_bytes()
 
     def max_memory_allocated(self) -> int:
-        return max(self._peak_bytes, torch.cuda.max_memory_allocated(self.device) + self._unseen_bytes())
+        return max(self._peak_bytes, torch.cuda.max_memory_allocated(self.device) + self._uncounted_bytes())
 
-    def _unseen_bytes(self) -> int:
+    def _uncounted_bytes(self) -> int:
         """Return the bytes in use that the caching allocator does not report.
 
         These are symmetric memory, which the allocator does not manage, and CUDA-graph pools, which
@@ -255,12 +255,12 @@ class CudaBackend(C10dBackend):
         peers = sum(memory.allocated_bytes() for memory in self._memories())
         return peers + sum(_unused_bytes(graph) for graph in pools.values())
 
-    def _keep_peak(self, unseen_bytes: int) -> None:
-        """Record the allocator's peak plus ``unseen_bytes``, and restart the allocator's peak.
+    def _record_peak(self, uncounted_bytes: int) -> None:
+        """Record the allocator's peak plus ``uncounted_bytes``, and restart the allocator's peak.
 
-        Call before ``unseen_bytes`` changes.
+        Call before ``uncounted_bytes`` changes.
         """
-        self._peak_bytes = max(self._peak_bytes, torch.cuda.max_memory_allocated(self.device) + unseen_bytes)
+        self._peak_bytes = max(self._peak_bytes, torch.cuda.max_memory_allocated(self.device) + uncounted_bytes)
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def reset_peak_memory_stats(self) -> None:
@@ -286,5 +286,5 @@ class _Graph(Generic[Result]):
 
     def replay(self) -> None:
         for memory in self._memories:
-            memory.settle()
+            memory.drain()
         self.graph.replay()

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 _SLOTS = 2  # see PeerMemory.next_slot
-_MOST_VIEWS = 256
+_MAX_VIEWS = 256
 _SUM_BLOCK = 4096
 # FLOP of a bf16 matmul per byte that arrives: H200, 650 TFLOP/s next to copies of 375 GB/s
 _OPERATIONS_PER_BYTE = 1750
@@ -53,7 +53,7 @@ class _Slot:
         """Return the memory of ``rank`` as a tensor that begins at element ``offset``."""
         key = (rank, shape, dtype, offset)
         if key not in self._views:
-            if len(self._views) >= _MOST_VIEWS:
+            if len(self._views) >= _MAX_VIEWS:
                 self._views.clear()
             with torch.inference_mode(False):  # training writes to this memory too
                 self._views[key] = self._handle.get_buffer(*key)
@@ -67,7 +67,7 @@ class _Slot:
         """
         self._write(self._pads[rank], self._rank, 1)
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Make the current stream wait until the streams of all ranks reach this call."""
         self._handle.barrier(1, _TIMEOUT_MS)  # channel 0 carries the signals of rows
 
@@ -88,12 +88,12 @@ class PeerMemory:
         self._group, self.device = group, device
         self.rank, self.size = group.rank(), group.size()
         # High-priority streams: one for copies to other ranks, one for local copies of own rows.
-        self.sending, self.keeping = (torch.cuda.Stream(device, priority=-1) for _ in range(2))
-        self._made = torch.cuda.Event()
+        self.send_stream, self.local_copy_stream = (torch.cuda.Stream(device, priority=-1) for _ in range(2))
+        self._main_reached = torch.cuda.Event()
         # the last stream that used slots
         self._used_on = torch.cuda.current_stream(device)
         self._slots: dict[tuple[type, int], _Slot] = {}
-        self._outgrown: list[_Slot] = []  # captured graphs may still use these slots
+        self._replaced_slots: list[_Slot] = []  # captured graphs may still use these slots
         # becomes True with the first capture and stays so, since graphs may replay at any time
         self._is_captured = False
         # index of the slot that each kind of operation used last
@@ -122,7 +122,7 @@ class PeerMemory:
             rounded = -(-size_bytes // _GRANULARITY_BYTES) * _GRANULARITY_BYTES
             with torch.inference_mode(False):
                 slot = self._slots[kind, index] = _Slot(rounded, self._group, self.device)
-            self._outgrown += outgrown
+            self._replaced_slots += outgrown
         self._started[kind], self._unfinished[kind] = index, operation
         return slot
 
@@ -132,37 +132,37 @@ class PeerMemory:
             with torch.cuda.stream(operation.stream):
                 operation.finish()
         finally:
-            self.forget(operation)
+            self.release(operation)
         if operation.stream != stream:
-            _let_wait(stream, operation.stream)
+            _wait_unless_capturing(stream, operation.stream)
 
     def _use_on(self, stream: torch.cuda.Stream) -> None:
         """Make ``stream`` wait for the stream that used slots last, which has all their readers."""
         if stream != self._used_on:
-            _let_wait(stream, self._used_on)
+            _wait_unless_capturing(stream, self._used_on)
             self._used_on = stream
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Finish all pending operations, and make the current stream wait for all uses of slots."""
         stream = torch.cuda.current_stream(self.device)
         for operation in list(self._unfinished.values()):
             self._finish(operation, stream)
         self._use_on(stream)
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Make the current stream wait for the streams of all ranks; every slot is then free."""
-        self.settle()
+        self.drain()
         if self._slots:
-            next(iter(self._slots.values())).meet()
+            next(iter(self._slots.values())).barrier()
         self._started = dict.fromkeys(self._started, 0)  # each run starts with the same slots
 
     @contextmanager
     def captured(self) -> Iterator[None]:
         """Put barriers around a capture: its slots do not alternate with slots used outside."""
         self._is_captured = True
-        self.meet()
+        self.barrier()
         yield
-        self.meet()
+        self.barrier()
 
     @contextmanager
     def restored_on_failure(self) -> Iterator[None]:
@@ -181,8 +181,8 @@ class PeerMemory:
     @contextmanager
     def copying(self, stream: torch.cuda.Stream, main: torch.cuda.Stream, done: torch.cuda.Event) -> Iterator[None]:
         """Run copies on ``stream`` after the work queued on ``main``; then record ``done``."""
-        self._made.record(main)
-        stream.wait_event(self._made)
+        self._main_reached.record(main)
+        stream.wait_event(self._main_reached)
         torch.cuda.set_stream(stream)
         try:
             yield
@@ -190,16 +190,16 @@ class PeerMemory:
         finally:
             torch.cuda.set_stream(main)
 
-    def forget(self, operation: _Operation) -> None:
+    def release(self, operation: _Operation) -> None:
         """Drop the reference to a finished operation, which frees its tensors."""
         if self._unfinished.get(type(operation)) is operation:
             del self._unfinished[type(operation)]
 
     def allocated_bytes(self) -> int:
         """Return this rank's bytes in slots, which the caching allocator does not count."""
-        return sum(slot.size_bytes for slot in (*self._slots.values(), *self._outgrown))
+        return sum(slot.size_bytes for slot in (*self._slots.values(), *self._replaced_slots))
 
-    def others(self, step: int) -> Iterator[int]:
+    def peers(self, step: int) -> Iterator[int]:
         """Yield the other ranks in the order of sends to them (1) or arrivals from them (-1)."""
         for distance in range(1, self.size):
             yield (self.rank + step * distance) % self.size
@@ -221,7 +221,7 @@ class _Operation:
         """Push ``rows`` into this rank's block in the memory of each of ``ranks``, and signal."""
         memory, shape = self._memory, tuple(rows.shape)
         self._sending.append(rows)
-        with memory.copying(memory.sending, self.stream, self._sent):
+        with memory.copying(memory.send_stream, self.stream, self._sent):
             for rank in ranks:
                 # rank r's rows begin at element r * n of every slot; the signal follows on the same
                 # stream
@@ -244,10 +244,10 @@ class _Operation:
             self._sent.wait(self.stream)
             self._is_finished = True
             self._sending.clear()
-            self._memory.forget(self)
+            self._memory.release(self)
 
 
-def _let_wait(stream: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
+def _wait_unless_capturing(stream: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
     if not torch.cuda.is_current_stream_capturing():  # the device was idle before the capture
         stream.wait_stream(other)
 
@@ -264,28 +264,28 @@ class PeerAllGather(_Operation):
     def __init__(self, memory: PeerMemory, shard: Tensor, *, materialize: bool = True) -> None:
         super().__init__(memory)
         self._is_materialized = materialize
-        self._kept = torch.cuda.Event()
+        self._own_rows_copied = torch.cuda.Event()
         self._shard = shard.contiguous()
         self.length = shard.size(0) * memory.size
         slot = memory.next_slot(self, self._shard.nbytes * memory.size)
         self._slot = slot
-        self._whole = slot.of(memory.rank, (self.length, *shard.shape[1:]), shard.dtype)
-        self._missing = list(memory.others(-1))
-        self._send(self._shard, memory.others(1), slot)
-        # Own rows are copied on another stream, and for wait() only: pieces() yields the shard
+        self._full = slot.of(memory.rank, (self.length, *shard.shape[1:]), shard.dtype)
+        self._missing = list(memory.peers(-1))
+        self._send(self._shard, memory.peers(1), slot)
+        # Own rows are copied on another stream, and for wait() only: chunks() yields the shard
         # itself.
         if materialize:
-            with memory.copying(memory.keeping, self.stream, self._kept):
-                self._whole[memory.rank * shard.size(0) :][: shard.size(0)].copy_(self._shard)
+            with memory.copying(memory.local_copy_stream, self.stream, self._own_rows_copied):
+                self._full[memory.rank * shard.size(0) :][: shard.size(0)].copy_(self._shard)
 
     def _receive(self, count: int | None = None) -> None:
         # self._missing is in order of arrival: wait for the first ``count`` ranks, or for all
         self._slot.wait_for(self._missing[:count])
         del self._missing[:count]
         if self._is_materialized and not self._missing:
-            self._kept.wait(self.stream)
+            self._own_rows_copied.wait(self.stream)
 
-    def pieces(self, operations_per_element: float = 0) -> Iterator[tuple[int, Tensor]]:
+    def chunks(self, operations_per_element: float = 0) -> Iterator[tuple[int, Tensor]]:
         """Yield this rank's own rows, then blocks of the rows that should have arrived."""
         own = self._shard.size(0)
         yield self._memory.rank * own, self._shard
@@ -296,12 +296,12 @@ class PeerAllGather(_Operation):
             else:
                 self.finish()
             # ranks of a block descend: the rows of block[-1] come first in memory
-            yield block[-1] * own, self._whole[block[-1] * own : (block[0] + 1) * own]
+            yield block[-1] * own, self._full[block[-1] * own : (block[0] + 1) * own]
 
     def wait(self, *, copy: bool = False) -> Tensor:
         assert self._is_materialized, "own rows were left out of what was gathered"
         self.finish()
-        return self._whole.clone() if copy else self._whole
+        return self._full.clone() if copy else self._full
 
 
 def arrivals(sources: Sequence[int], pace: float) -> list[list[int]]:
@@ -332,8 +332,8 @@ class PeerReduction(_Operation):
         super().__init__(memory)
         self._own_length = length // memory.size
         # Other ranks' rows first: their copies overlap with the matmuls of the next chunks.
-        order = (*memory.others(1), memory.rank)
-        self.pieces = [(rank * self._own_length, (rank + 1) * self._own_length) for rank in order]
+        order = (*memory.peers(1), memory.rank)
+        self.chunks = [(rank * self._own_length, (rank + 1) * self._own_length) for rank in order]
         self._slot: _Slot | None = None
         self._own: Tensor | None = None
         self._missing = list(order)
@@ -355,7 +355,7 @@ class PeerReduction(_Operation):
         if self._slot is None:
             self.drop()
         else:
-            with self._memory.copying(self._memory.sending, self.stream, self._sent):
+            with self._memory.copying(self._memory.send_stream, self.stream, self._sent):
                 # A signal without rows: ranks that wait for it sum stale rows, which abandon()
                 # permits.
                 for rank in self._missing:
@@ -367,7 +367,7 @@ class PeerReduction(_Operation):
     def _receive(self) -> None:
         assert self._slot is not None
         assert not self._missing, f"another reduction began before rows for the ranks {self._missing} were handed over"
-        self._slot.wait_for(list(self._memory.others(-1)))
+        self._slot.wait_for(list(self._memory.peers(-1)))
 
     def wait(self) -> Tensor:
         self.finish()
