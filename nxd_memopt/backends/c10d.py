@@ -62,7 +62,7 @@ class C10dBackend(Backend):
         try:
             dist.init_process_group(self.distributed_backend, **kwargs)
         except dist.DistNetworkError as error:
-            # libuv names the error by its symbol, the other store implementation by its text
+            # TCPStore names the error by its symbol with libuv, and by its text alone without
             message = str(error)
             if "EADDRINUSE" not in message and "address already in use" not in message.lower():
                 raise
@@ -185,6 +185,6 @@ class C10dBackend(Backend):
 
     def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Compile with Inductor, torch's default compiler."""
-        # fullgraph: a graph break would silently drop memory techniques inside the graph.
+        # fullgraph: code that does not fit into one graph raises an error; it never runs eagerly.
         # dynamic=False: each new shape is a new graph with static shapes.
         return torch.compile(function, fullgraph=True, dynamic=False)

@@ -185,8 +185,8 @@ def barrier_checkpoint(
         forward_context, recompute_context = context_fn()
     leaves, structure = pytree.tree_flatten((args, kwargs))
     # Only tensors pass through the autograd Function, which saves them. The region stores the other
-    # arguments, and None for each tensor: a reference would keep the tensor alive beside the one
-    # that autograd saves.
+    # arguments, and None for each tensor: a reference would keep the tensor alive even where a
+    # saved-tensor hook has replaced it.
     tensors: list[Tensor] = []
     constants: list[_Constant | None] = []
     for leaf in leaves:
