@@ -70,8 +70,7 @@ class XlaBackend(C10dBackend):
         missing = cls.unavailable_reason()
         if missing is not None:
             return missing
-        # A simulation is slow and is never what a user of this machine's own device wants: only an
-        # explicit request selects it.
+        # A simulation is slow: only an explicit request selects it.
         if os.environ.get("PJRT_DEVICE", "NEURON") != "NEURON":
             return (
                 f"PJRT_DEVICE={os.environ['PJRT_DEVICE']} only simulates NeuronCores: ask with NXD_MEMOPT_BACKEND=xla"
@@ -283,8 +282,7 @@ class XlaBackend(C10dBackend):
 
     def get_rng_state(self) -> Tensor:
         """Return the seed as 8 bytes; torch_xla's full state is one unsigned 64-bit number."""
-        # Bytes, because torch's checkpoint and rng trackers expect a uint8 tensor; int64 would not
-        # hold all seeds.
+        # uint8 as the states of torch's other devices; int64 would not hold all unsigned seeds
         seed = self._xm.get_rng_state() % 2**_SEED_BITS
         return torch.tensor(list(seed.to_bytes(_SEED_BITS // 8, "little")), dtype=torch.uint8)
 
@@ -344,7 +342,7 @@ class XlaBackend(C10dBackend):
             if os.environ.get("NXD_MEMOPT_RECOMPUTE_CHECK") != "warn":
                 raise ValueError(f"{error}, or NXD_MEMOPT_RECOMPUTE_CHECK=warn to go on without being sure")
             warnings.warn(error, RuntimeWarning, stacklevel=2)
-        # Checked once per process: the compiler reads the flags at the first compilation.
+        # once per process, so that there is one warning
         self._recompute_checked = True
 
     def checkpoint(
