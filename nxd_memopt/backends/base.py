@@ -175,7 +175,7 @@ class Backend(ABC):
 
     @abstractmethod
     def all_to_all(self, tensor: Tensor, group: ProcessGroup | None) -> Tensor:
-        """Send chunk ``i`` of dim 0 to rank ``i`` and receive in rank order; the shape is kept."""
+        """Send chunk ``i`` of dim 0 to rank ``i`` and receive in rank order; same shape."""
 
     def reduce_scatter_mean_list(
         self,

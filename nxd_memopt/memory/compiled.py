@@ -168,7 +168,9 @@ def _copy_if_shared(
     first = grad.data_ptr()
     last = first + grad.element_size() * (last_element + 1)
     # Linear in the number of gradients so far; a layer has about ten parameters.
-    is_shared = any(first < other_last and other_first < last for other_first, other_last in spans.values())
+    is_shared = False
+    for other_first, other_last in spans.values():
+        is_shared = is_shared or (first < other_last and other_first < last)
     spans[index] = (first, last)
     return grad.clone() if is_shared else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -194,9 +195,8 @@ class GraphedLoss:
         # The hook sets a flag of the host and reads no values from the device.
         handles = []
         for i, parameter in enumerate(self._parameters):
-            # ``i=i`` binds the index at definition.
-            hook = parameter.register_post_accumulate_grad_hook(lambda _, i=i: receives_grad.__setitem__(i, True))
-            handles.append(hook)
+            set_flag = functools.partial(_set_flag, receives_grad, i)
+            handles.append(parameter.register_post_accumulate_grad_hook(set_flag))
         try:
             yield
         finally:
@@ -284,11 +284,11 @@ class GraphedLoss:
     @torch.no_grad()
     def _assign_static_grads(self, state: _ShapeState) -> None:
         """Set ``.grad`` to the static gradients and run the hooks, as backward would."""
-        updated = [
-            (parameter, grad)
-            for parameter, grad, receives in zip(self._parameters, self._static_grads, state.receives_grad, strict=True)
-            if receives and grad is not None
-        ]
+        updated: list[tuple[nn.Parameter, Tensor]] = []
+        for i, parameter in enumerate(self._parameters):
+            static_grad = self._static_grads[i]
+            if state.receives_grad[i] and static_grad is not None:
+                updated.append((parameter, static_grad))
         # A replay writes to the gradients without autograd's knowledge: raise their version
         # counters, by which autograd and the sums over sequence shards detect writes.
         torch.autograd.graph.increment_version([grad for _, grad in updated])
@@ -328,6 +328,11 @@ class GraphedLoss:
                 static_grad.copy_(parameter.grad)
                 move_sum(parameter.grad, static_grad)
             parameter.grad = static_grad
+
+
+def _set_flag(flags: list[bool], index: int, parameter: Tensor) -> None:
+    del parameter
+    flags[index] = True
 
 
 def _unique_leaves(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:

@@ -30,7 +30,7 @@ class _Storage:
         self._transfers = transfers
         self.size_bytes = device.numel()
         self.device: Tensor | None = device
-        # The copy starts when the work that produces the tensor is done. ``device`` is kept until
+        # The copy starts when the work that produces the tensor is done. ``device`` is set until
         # ``_free_sent`` frees it.
         self._host, self.sent = transfers.to_host(device)
         self._returned: Transfer | None = None

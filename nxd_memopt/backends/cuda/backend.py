@@ -53,6 +53,8 @@ class CudaBackend(C10dBackend):
         # True while this backend captures a graph or warms up for one. Graphs that other code
         # captures leave it False.
         self._is_recording = False
+        # Peak up to the last change of the bytes that the allocator does not count. Graphs are
+        # referenced weakly: their pools are counted while a capture is alive.
         self._peak_bytes = 0
         self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
 

@@ -108,7 +108,7 @@ def _require_plain_backward() -> None:
     """
     if torch.is_grad_enabled():
         raise ValueError("recomputed regions have no second derivatives: create_graph=True needs a model without them")
-    # torch's own reentrant checkpoint uses the same flag: it is False inside torch.autograd.grad and
+    # torch's reentrant checkpoint reads the same flag: it is False inside torch.autograd.grad and
     # backward(inputs=...).
     if not torch.autograd._is_checkpoint_valid():  # pyright: ignore[reportPrivateImportUsage]
         raise ValueError(

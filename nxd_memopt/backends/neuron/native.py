@@ -83,6 +83,8 @@ class NeuronBackend(C10dBackend):
         the current device whenever a tensor is created, so code that saved it stays correct.
         ``neuron:0`` would be another process's core.
         """
+        # Save the index only when the process group has assigned it: until then the current device
+        # is the first that this process sees, which may be another process's core.
         if self._assigned_device is None and dist.is_initialized():
             self._assigned_device = torch.device("neuron", self._device_module.current_device())
         if self._assigned_device is not None:
@@ -157,7 +159,7 @@ class NeuronBackend(C10dBackend):
 
     def reduce_scatter_async(self, tensor: Tensor, group: ProcessGroup | None) -> Pending:
         if _is_integer(tensor):
-            # summed on the host by all_reduce; this rank keeps its chunk
+            # all_reduce sums on the host; return this rank's chunk
             return Completed(self.shard(self.all_reduce(tensor, group), 0, group))
         return super().reduce_scatter_async(tensor, group)
 

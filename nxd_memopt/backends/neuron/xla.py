@@ -162,7 +162,8 @@ class XlaBackend(C10dBackend):
 
     def _rank_tensor(self, group: ProcessGroup) -> Tensor:
         """Return this rank as ``[1]`` int64 on the device, which is input data of the graph."""
-        # Cached: a tensor that is copied to the device once is the same input in every step's graph.
+        # Cached: a tensor that is copied to the device once is the same input in the graph of every
+        # step.
         name = group.group_name
         if name not in self._ranks_in_graph:
             rank = torch.tensor([self.group_rank(group)])
