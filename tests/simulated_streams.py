@@ -107,7 +107,7 @@ class Slot:
 
         self._world.queue(write)
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """The n-th meeting of this rank is that of all."""
         world, rank = self._world, self._world.rank
         world.meetings[rank] += 1

@@ -11,7 +11,7 @@ from torch import nn
 
 from nxd_memopt.backends import backend
 from nxd_memopt.memory import GraphedLoss
-from nxd_memopt.memory.cuda_graph import WARM_UP_CALLS, _hooks_laid_aside
+from nxd_memopt.memory.cuda_graph import WARM_UP_CALLS, _hooks_disabled
 from nxd_memopt.optimizer import OptimizerInBackward
 
 
@@ -35,7 +35,7 @@ class PlayedGraph:
         now = [p.grad for p in self._parameters]
         for parameter, static in zip(self._parameters, self._grads, strict=True):
             parameter.grad = static if self._adds else None
-        with _hooks_laid_aside(self._parameters):
+        with _hooks_disabled(self._parameters):
             loss = self._function()
         for static, parameter, grad in zip(self._grads, self._parameters, now, strict=True):
             if static is not None and parameter.grad is not None and static is not parameter.grad:
@@ -61,13 +61,13 @@ def graphed(monkeypatch):
         return PlayedGraph(function, parameters)
 
     @contextmanager
-    def rehearsal():
+    def warmup():
         PlayedGraph.rehearsed += 1
         yield
 
     monkeypatch.setattr(backend, "capture_refusal", lambda: None)
     monkeypatch.setattr(backend, "capture", capture)
-    monkeypatch.setattr(backend, "rehearsal", rehearsal)
+    monkeypatch.setattr(backend, "warmup", warmup)
     return model, twin, GraphedLoss(parameters, lambda x: model[1](model[0](x)).square().mean())
 
 

@@ -64,7 +64,7 @@ class HostOnly:
 
 @pytest.fixture(autouse=True)
 def small_tensors_too(monkeypatch):
-    monkeypatch.setattr(offload, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(offload, "_MIN_BYTES", 1)
 
 
 def gradients(model):
@@ -177,7 +177,7 @@ def test_a_dropped_graph_keeps_nothing():
 
 @pytest.mark.parametrize("least_bytes", [1, 2**30])
 def test_a_write_to_what_was_saved_is_an_error(monkeypatch, least_bytes):
-    monkeypatch.setattr(offload, "_LEAST_BYTES", least_bytes)
+    monkeypatch.setattr(offload, "_MIN_BYTES", least_bytes)
 
     class Writes(torch.nn.Module):
         def forward(self, x):

@@ -72,7 +72,7 @@ def gathering(world: World, memory, rank: int, turn: int, *, materialize: bool =
 
 def read(world: World, found: PeerAllGather, turn: int, size: int, *, in_pieces: bool) -> None:
     pace = (0.0, 0.6, 1.4, 9.0)[turn % 4]
-    parts = found.pieces(pace * _OPERATIONS_PER_BYTE) if in_pieces else [(0, found.wait())]
+    parts = found.chunks(pace * _OPERATIONS_PER_BYTE) if in_pieces else [(0, found.wait())]
     for start, rows in parts:
         world.check(rows, [("row", turn, (start + i) // ROWS) for i in range(rows.size(0))])
     if in_pieces and found._is_materialized:
@@ -82,7 +82,7 @@ def read(world: World, found: PeerAllGather, turn: int, size: int, *, in_pieces:
 def reduction(world: World, memory, rank: int, turn: int, size: int, pieces: int | None = None) -> PeerReduction:
     """Hands over the first ``pieces`` pieces, or all."""
     found = PeerReduction(memory, size * ROWS)
-    for start, _ in found.pieces[:pieces]:
+    for start, _ in found.chunks[:pieces]:
         rows = world.made([("sum", turn, rank, start // ROWS)] * ROWS)
         rows.label = turn
         found.put(start, rows)
@@ -142,20 +142,20 @@ def unread_on_another_stream(world, rank, size, memory) -> None:
 def as_replays_do(world, rank, size, memory) -> None:
     """A graph of one gather, which has the same slot in each replay."""
     for turn in range(TURNS):
-        memory.meet()
+        memory.barrier()
         read(world, gathering(world, memory, rank, turn), turn, size, in_pieces=turn % 2 > 0)
-        memory.meet()
+        memory.barrier()
 
 
 def replays_beside_another_stream(world, rank, size, memory) -> None:
     """The host takes no turns for what a replay runs."""
     other = world.new_stream()
     for turn in range(TURNS):
-        memory.settle()
+        memory.drain()
         started, used_on = dict(memory._started), memory._used_on
-        memory.meet()
+        memory.barrier()
         read(world, gathering(world, memory, rank, turn), turn, size, in_pieces=turn % 2 > 0)
-        memory.meet()
+        memory.barrier()
         memory._started, memory._used_on = started, used_on
         with world.on(other):
             for eager in range(-2 * turn - 2, -2 * turn):
@@ -166,7 +166,7 @@ def after_captures_that_fail(world, rank, size, memory) -> None:
     """At their very end: what they queued never runs."""
     for turn in range(TURNS):
         read(world, gathering(world, memory, rank, turn), turn, size, in_pieces=turn % 2 > 0)
-        memory.settle()
+        memory.drain()
         queued, meetings = {stream: len(stream.work) for stream in world.streams[rank]}, world.meetings[rank]
         with pytest.raises(MemoryError), memory.restored_on_failure():
             with world.on(world.new_stream()), memory.captured():
@@ -207,7 +207,7 @@ def test_signals_are_in_line_with_the_rows(monkeypatch, size):
     def program(world, rank, size, memory) -> None:
         gathering(world, memory, rank, 0)
         reduction(world, memory, rank, 0, size, pieces=1).abandon()
-        assert signalling == [memory.sending] * (2 * (size - 1))
+        assert signalling == [memory.send_stream] * (2 * (size - 1))
         signalling.clear()
 
     played(monkeypatch, program, size, 0)
@@ -225,7 +225,7 @@ def test_a_slot_that_could_not_be_had_leaves_no_trace(monkeypatch):
                 with pytest.raises(RuntimeError, match="no room"):
                     start(world, memory, rank, 0, *arguments)
         as_layers_do(world, rank, size, memory)
-        memory.meet()
+        memory.barrier()
 
     for seed in range(SCHEDULES):
         assert played(monkeypatch, program, 2, seed) == (0, 0, 0), f"schedule {seed}"
@@ -233,7 +233,7 @@ def test_a_slot_that_could_not_be_had_leaves_no_trace(monkeypatch):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_simulation_notices_replays_that_do_not_meet(monkeypatch, size):
-    monkeypatch.setattr(Slot, "meet", lambda slot: None)
+    monkeypatch.setattr(Slot, "barrier", lambda slot: None)
     assert any(played(monkeypatch, as_replays_do, size, seed) != (0, 0, 0) for seed in range(SCHEDULES))
 
 

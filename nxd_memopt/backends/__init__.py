@@ -34,12 +34,14 @@ def select_backend(requested: str | None = None) -> tuple[Backend, str]:
     """
     if requested:
         return _described(_require_backend(requested), [f"NXD_MEMOPT_BACKEND={requested}"])
-    passed_over = []
+    # The reasons of skipped backends become part of the text: a user who expected a better backend
+    # can read there why it was not chosen.
+    skipped = []
     for name, backend_class in BACKENDS.items():
         reason = backend_class.passed_over_reason()
         if reason is None:
-            return _described(backend_class(), [*passed_over, f"{name} is the best available"])
-        passed_over.append(f"no {name}: {reason}")
+            return _described(backend_class(), [*skipped, f"{name} is the best available"])
+        skipped.append(f"no {name}: {reason}")
     raise AssertionError("the CPU backend is always available")
 
 
@@ -50,7 +52,9 @@ def _described(chosen: Backend, reasons: list[str]) -> tuple[Backend, str]:
 def _require_backend(name: str) -> Backend:
     if name not in BACKENDS:
         close = difflib.get_close_matches(name, BACKENDS, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"known are {sorted(BACKENDS)}"
+        hint = f"known are {sorted(BACKENDS)}"
+        if close:
+            hint = f"did you mean {close[0]!r}?"
         raise ValueError(f"NXD_MEMOPT_BACKEND {name!r} is not a backend: {hint}")
     reason = BACKENDS[name].unavailable_reason()
     if reason is not None:

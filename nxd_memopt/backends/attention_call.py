@@ -66,7 +66,7 @@ class AttentionCall:
         if self.sequence_length % sequence_multiple:
             padded = -(-self.sequence_length // sequence_multiple) * sequence_multiple
             return (
-                f"sequence length {self.sequence_length} is not divisible by {kernel}'s {sequence_multiple}: "
-                f"pad to {padded} to use it"
+                f"sequence length {self.sequence_length} is not divisible by {kernel}'s "
+                f"{sequence_multiple}: pad to {padded} to use it"
             )
         return None

@@ -175,9 +175,13 @@ class Backend(ABC):
 
     @abstractmethod
     def all_to_all(self, tensor: Tensor, group: ProcessGroup | None) -> Tensor:
-        """Send chunk ``i`` of dim 0 to rank ``i`` and receive in rank order; the shape is kept."""
+        """Send chunk ``i`` of dim 0 to rank ``i`` and receive in rank order; same shape."""
 
-    def reduce_scatter_mean_list(self, tensors: Sequence[Tensor], group: ProcessGroup | None) -> list[Tensor]:
+    def reduce_scatter_mean_list(
+        self,
+        tensors: Sequence[Tensor],
+        group: ProcessGroup | None,
+    ) -> list[Tensor]:
         """Return this rank's chunk of each tensor's mean over ``group``, ``[D * n_i] -> [n_i]``.
 
         All tensors have one dtype. They are copied once, into a ``[D, sum of n_i]`` matrix that one
@@ -188,7 +192,9 @@ class Backend(ABC):
         # so that the scatter along dim 0 sends each rank its chunks of all tensors. The division is
         # in place in the copy.
         rows = torch.cat([tensor.view(size, -1) for tensor in tensors], dim=1)
+        # Division before the sum keeps a sum of many ranks in the range of half precision.
         chunk = self.reduce_scatter(rows.div_(size).view(-1), group)
+        # The chunk holds this rank's chunks of all tensors, one after the other: return views.
         chunks = []
         start = 0
         for tensor in tensors:
@@ -196,7 +202,11 @@ class Backend(ABC):
             start += tensor.numel() // size
         return chunks
 
-    def all_gather_list(self, tensors: Sequence[Tensor], group: ProcessGroup | None) -> Iterator[Tensor]:
+    def all_gather_list(
+        self,
+        tensors: Sequence[Tensor],
+        group: ProcessGroup | None,
+    ) -> Iterator[Tensor]:
         """Yield the full tensor of each shard, ``[n_i] -> [D * n_i]``, with one all-gather.
 
         All shards have one dtype.
@@ -205,7 +215,8 @@ class Backend(ABC):
         rows = self.all_gather(torch.cat(list(tensors)), group).view(size, -1)  # [D, sum of n_i]
         start = 0
         for tensor in tensors:
-            # columns [start, start + n_i) are tensor i's chunks of all ranks, copied into [D * n_i]
+            # Columns [start, start + n_i) are tensor i's chunks of all ranks. They are copied into
+            # [D * n_i] one tensor at a time, when the caller asks for it.
             yield rows.narrow(1, start, tensor.numel()).reshape(-1)
             start += tensor.numel()
 
@@ -262,6 +273,7 @@ class Backend(ABC):
             hides_launch_latency: see ``start_all_gather``.
         """
         del dtype, hides_launch_latency
+        # The rows are one chunk here: the collective starts when they are handed over.
         start = self.reduce_scatter_async if scattered else self.all_reduce_async
         return UnchunkedReduction(shape[0], lambda tensor: start(tensor, group))
 
@@ -332,18 +344,23 @@ class Backend(ABC):
         """Return why ``capture`` is not available on this device, or ``None`` if it is."""
         return f"needs an NVIDIA GPU, and the backend is {self.name}"
 
-    def rehearsal(self) -> AbstractContextManager[None]:
+    def warmup(self) -> AbstractContextManager[None]:
         """Return a context for warm-up runs before ``capture``.
 
         Work inside it runs eagerly and sets up the resources that the captured work will use.
         """
         return nullcontext()
 
-    def capture(self, function: Callable[[], Result], *, pool_of: Capture[Any] | None = None) -> Capture[Result]:
+    def capture(
+        self,
+        function: Callable[[], Result],
+        *,
+        pool_of: Capture[Any] | None = None,
+    ) -> Capture[Result]:
         """Record the device work of ``function``. A failure leaves the backend's state unchanged.
 
         Args:
-            function: has run before, in ``rehearsal`` and on tensors of the same shapes.
+            function: has run before, in ``warmup`` and on tensors of the same shapes.
             pool_of: an earlier recording that never runs at the same time; the two share one memory
                 pool.
         """

@@ -1,4 +1,4 @@
-"""Groups, collectives and checkpointing shared by devices with native torch.distributed collectives."""
+"""Groups, collectives and checkpointing of devices with native torch.distributed collectives."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ class _Work:
     """Started torch.distributed collective. It keeps its input alive until it has been read."""
 
     def __init__(self, work: dist.Work | None, source: Tensor, result: Tensor) -> None:
-        self._work, self._source, self._result = work, source, result
+        self._work = work
+        # The collective reads its input asynchronously: a freed input could be overwritten.
+        self._source = source
+        self._result = result
 
     def wait(self) -> Tensor:
         if self._work is not None:
@@ -59,7 +62,9 @@ class C10dBackend(Backend):
         try:
             dist.init_process_group(self.distributed_backend, **kwargs)
         except dist.DistNetworkError as error:
-            if "EADDRINUSE" not in str(error) and "address already in use" not in str(error).lower():
+            # TCPStore names the error by its symbol with libuv, and by its text alone without
+            message = str(error)
+            if "EADDRINUSE" not in message and "address already in use" not in message.lower():
                 raise
             port = os.environ.get("MASTER_PORT")
             raise ValueError(
@@ -67,7 +72,8 @@ class C10dBackend(Backend):
             ) from error
 
     def new_group(self, rank_groups: Sequence[Sequence[int]]) -> ProcessGroup | None:
-        # new_group is a collective of the world: each rank creates every group, in the same order.
+        # new_group is a collective of the world: each rank creates every group, in the same
+        # order.
         mine = None
         for ranks in rank_groups:
             assert list(ranks) == sorted(ranks), (
@@ -87,14 +93,18 @@ class C10dBackend(Backend):
     def shard(self, tensor: Tensor, dim: int, group: ProcessGroup | None) -> Tensor:
         size = self.group_size(group)
         length = tensor.size(dim) // size
-        return tensor if size == 1 else tensor.narrow(dim, self.group_rank(group) * length, length)
+        if size == 1:
+            return tensor
+        return tensor.narrow(dim, self.group_rank(group) * length, length)
 
     def all_reduce(self, tensor: Tensor, group: ProcessGroup | None, op: str = "sum") -> Tensor:
         if group is None or self.group_size(group) == 1:
             return tensor
         if torch.compiler.is_compiling():
-            traced = torch.ops._c10d_functional.all_reduce(tensor.contiguous(), op, group.group_name)
+            source = tensor.contiguous()
+            traced = torch.ops._c10d_functional.all_reduce(source, op, group.group_name)
             return _TracedWork(traced).wait()
+        # dist.all_reduce is in place: reduce a copy, as the input must stay unchanged
         result = tensor.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(result, op=_REDUCE_OPS[op], group=group)
         return result
@@ -116,7 +126,9 @@ class C10dBackend(Backend):
         if group is None or self.group_size(group) == 1:
             return Completed(tensor)
         if torch.compiler.is_compiling():
-            return _TracedWork(torch.ops._c10d_functional.all_reduce(tensor.contiguous(), "sum", group.group_name))
+            source = tensor.contiguous()
+            traced = torch.ops._c10d_functional.all_reduce(source, "sum", group.group_name)
+            return _TracedWork(traced)
         # dist.all_reduce is in place: the copy keeps the contract that the input stays unchanged
         result = tensor.clone(memory_format=torch.contiguous_format)
         return _Work(dist.all_reduce(result, group=group, async_op=True), tensor, result)
@@ -127,7 +139,9 @@ class C10dBackend(Backend):
             return Completed(tensor)
         source = tensor.contiguous()
         if torch.compiler.is_compiling():
-            return _TracedWork(torch.ops._c10d_functional.all_gather_into_tensor(source, size, group.group_name))
+            name = group.group_name
+            traced = torch.ops._c10d_functional.all_gather_into_tensor(source, size, name)
+            return _TracedWork(traced)
         result = source.new_empty((source.size(0) * size, *source.shape[1:]))
         return _Work(_all_gather(result, source, group=group, async_op=True), source, result)
 
@@ -138,7 +152,8 @@ class C10dBackend(Backend):
         source = tensor.contiguous()
         if torch.compiler.is_compiling():
             name = group.group_name
-            return _TracedWork(torch.ops._c10d_functional.reduce_scatter_tensor(source, "sum", size, name))
+            traced = torch.ops._c10d_functional.reduce_scatter_tensor(source, "sum", size, name)
+            return _TracedWork(traced)
         result = source.new_empty((source.size(0) // size, *source.shape[1:]))
         return _Work(_reduce_scatter(result, source, group=group, async_op=True), source, result)
 
@@ -170,4 +185,6 @@ class C10dBackend(Backend):
 
     def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Compile with Inductor, torch's default compiler."""
+        # fullgraph: code that does not fit into one graph raises an error; it never runs eagerly.
+        # dynamic=False: each new shape is a new graph with static shapes.
         return torch.compile(function, fullgraph=True, dynamic=False)

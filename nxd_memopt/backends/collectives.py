@@ -38,7 +38,7 @@ class ChunkedAllGather(Protocol):
         """Return the number of rows of all ranks, ``n * size``."""
         ...
 
-    def pieces(self, operations_per_element: float = 0) -> Iterable[tuple[int, Tensor]]:
+    def chunks(self, operations_per_element: float = 0) -> Iterable[tuple[int, Tensor]]:
         """Yield ``(first row, rows)`` in order of arrival, covering all rows; iterate once.
 
         Args:
@@ -67,7 +67,7 @@ class ChunkedReduction(Protocol):
     """
 
     @property
-    def pieces(self) -> Sequence[tuple[int, int]]:
+    def chunks(self) -> Sequence[tuple[int, int]]:
         """Return the row ranges ``(start, stop)`` to hand over, in the best order."""
         ...
 
@@ -98,13 +98,13 @@ class UnchunkedAllGather:
     def length(self) -> int:
         return self.wait().size(0)
 
-    def pieces(self, operations_per_element: float = 0) -> Iterable[tuple[int, Tensor]]:
+    def chunks(self, operations_per_element: float = 0) -> Iterable[tuple[int, Tensor]]:
         del operations_per_element
         return ((0, self.wait()),)
 
     def wait(self, *, copy: bool = False) -> Tensor:
         del copy  # the result has its own memory; no later gather overwrites it
-        # Pending.wait() may be called once, but pieces() and length need the result too
+        # Pending.wait() may be called once, but chunks() and length need the result too
         if self._result is None:
             self._result = self._pending.wait()
         return self._result
@@ -114,7 +114,7 @@ class UnchunkedReduction:
     """``ChunkedReduction`` that hands all rows at once to the collective ``start``."""
 
     def __init__(self, rows: int, start: Callable[[Tensor], Pending]) -> None:
-        self.pieces = ((0, rows),)
+        self.chunks = ((0, rows),)
         self._start = start
 
     def put(self, start: int, rows: Tensor) -> None:

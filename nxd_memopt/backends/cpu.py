@@ -10,7 +10,11 @@ import torch
 from torch import Tensor
 
 from nxd_memopt.backends.c10d import C10dBackend
-from nxd_memopt.backends.neuron.topology import PLATFORM_OVERRIDE, neuron_kv_rank_stride, neuron_order
+from nxd_memopt.backends.neuron.topology import (
+    PLATFORM_OVERRIDE,
+    neuron_kv_rank_stride,
+    neuron_order,
+)
 
 
 class CpuBackend(C10dBackend):
@@ -31,7 +35,8 @@ class CpuBackend(C10dBackend):
         return None
 
     def device_order(self, world_size: int, tensor_model_parallel_size: int) -> list[int]:
-        # even on a Trainium host: gloo does not use its links
+        # Consecutive ranks even on a Trainium host: gloo does not use its links. The variable asks
+        # for the order of another platform, for example to inspect its groups without the device.
         if PLATFORM_OVERRIDE not in os.environ:
             return super().device_order(world_size, tensor_model_parallel_size)
         return neuron_order(os.environ, world_size, tensor_model_parallel_size)
@@ -65,6 +70,7 @@ def reset_resident_peak() -> None:
     """Reset VmHWM of this process to its VmRSS; do nothing without Linux's /proc."""
     clear_refs = Path("/proc/self/clear_refs")
     if clear_refs.exists():
+        # proc(5): writing 5 resets the peak resident set size of the process to its current size
         clear_refs.write_text("5", encoding="ascii")
 
 

@@ -5,4 +5,11 @@ from nxd_memopt.memory.compiled import is_compiled
 from nxd_memopt.memory.cuda_graph import GraphedLoss
 from nxd_memopt.memory.recompute import apply_recompute, checkpoint, is_recomputed
 
-__all__ = ["GraphedLoss", "apply_memory", "apply_recompute", "checkpoint", "is_compiled", "is_recomputed"]
+__all__ = [
+    "GraphedLoss",
+    "apply_memory",
+    "apply_recompute",
+    "checkpoint",
+    "is_compiled",
+    "is_recomputed",
+]

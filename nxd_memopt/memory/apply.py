@@ -8,12 +8,22 @@ from nxd_memopt.backends import backend
 from nxd_memopt.config import MemoryConfig, require_one_of
 from nxd_memopt.memory.compiled import apply_compile, remove_compile, require_recompute_in_graphs
 from nxd_memopt.memory.offload import apply_offload, remove_offload
-from nxd_memopt.memory.recompute import Recomputable, apply_recompute, recomputes_parts, remove_recompute
+from nxd_memopt.memory.recompute import (
+    Recomputable,
+    apply_recompute,
+    recomputes_parts,
+    remove_recompute,
+)
 
 COMPILE = (None, "layer")
 
 
-def apply_memory(model: Recomputable, memory: MemoryConfig, *, compile: Literal["layer"] | None = None) -> None:
+def apply_memory(
+    model: Recomputable,
+    memory: MemoryConfig,
+    *,
+    compile: Literal["layer"] | None = None,
+) -> None:
     """Apply the techniques that ``memory`` and ``compile`` select.
 
     A second call replaces the first choice.
@@ -39,17 +49,23 @@ def apply_memory(model: Recomputable, memory: MemoryConfig, *, compile: Literal[
             does not support.
     """
     require_one_of("compile", compile, COMPILE)
-    layers, offloaded = model.decoder_layers(), memory.cpu_offloading_num_layers
-    transfers = backend.host_transfers() if offloaded else None
-    if offloaded and transfers is None:
+    layers = model.decoder_layers()
+    num_offloaded = memory.cpu_offloading_num_layers
+    transfers = None
+    if num_offloaded:
+        transfers = backend.host_transfers()
+        if transfers is None:
+            raise ValueError(
+                f"cpu_offloading_num_layers {num_offloaded} needs a device whose copies to the host "
+                f"overlap with compute, an NVIDIA GPU; the backend is {backend.name}: leave it out"
+            )
+    if num_offloaded > len(layers):
         raise ValueError(
-            f"cpu_offloading_num_layers {offloaded} needs a device whose copies to the host overlap with compute, "
-            f"an NVIDIA GPU; the backend is {backend.name}: leave it out"
+            f"cpu_offloading_num_layers {num_offloaded} exceeds the model's {len(layers)} layers: lower it"
         )
-    if offloaded > len(layers):
-        raise ValueError(f"cpu_offloading_num_layers {offloaded} exceeds the model's {len(layers)} layers: lower it")
+    # before anything is removed: a refused call leaves the model as it was
     if compile == "layer" and recomputes_parts(memory):
-        require_recompute_in_graphs()  # before anything is removed: a refused call leaves the model as it was
+        require_recompute_in_graphs()
     # Start from unwrapped forwards: each technique below captures the forwards that it finds.
     remove_offload(layers)
     remove_compile(layers)
@@ -65,4 +81,4 @@ def apply_memory(model: Recomputable, memory: MemoryConfig, *, compile: Literal[
             apply_compile(layers)
         apply_recompute(model, memory)
     if transfers is not None:
-        apply_offload(layers, offloaded, transfers)
+        apply_offload(layers, num_offloaded, transfers)

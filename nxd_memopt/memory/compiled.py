@@ -21,7 +21,7 @@ from nxd_memopt.modules.dropout import ParallelDropout
 from nxd_memopt.ops.packed import PackedDocuments
 
 # Attention backends that, on CPUs, call sdpa once for each packed document.
-_BY_DOCUMENT = {"auto", "sdpa"}
+_PER_DOCUMENT = {"auto", "sdpa"}
 
 
 def apply_compile(layers: Sequence[nn.Module]) -> None:
@@ -62,8 +62,9 @@ def remove_compile(layers: Sequence[nn.Module]) -> None:
 
 
 def is_compiled(layer: nn.Module) -> bool:
-    """Return whether ``apply_compile`` wrapped ``layer``; False for a layer inside another layer's
-    graph.
+    """Return whether ``apply_compile`` wrapped ``layer``.
+
+    False for a layer that runs inside another layer's graph.
     """
     return is_wrapped(layer, "compile")
 
@@ -80,7 +81,8 @@ class CompiledForward:
     """
 
     def __init__(self, layers: Sequence[nn.Module], forward: Forward) -> None:
-        self._layers, self._forward = layers, forward
+        self._layers = layers
+        self._forward = forward
         # torch.compile is lazy: graph and kernels are built at the first call.
         self._compiled = backend.compile(forward)
         self._gradients = _Gradients()
@@ -98,13 +100,15 @@ class CompiledForward:
             return self._compiled(*args, **kwargs)
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
             raise RuntimeError(
-                f"a decoder layer cannot be compiled as one graph: {error}\nSet compile to null to run it eagerly, or "
-                "change what torch.compile names above: a hook or replaced module inside the layer, inputs of ever new "
-                "shapes, or a compiler that is missing"
+                f"a decoder layer cannot be compiled as one graph: {error}\nSet compile to null to "
+                "run it eagerly, or change what torch.compile names above: a hook or replaced "
+                "module inside the layer, inputs of ever new shapes, or a compiler that is missing"
             ) from error
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledForward:
-        return CompiledForward(copy.deepcopy(self._layers, memo), copy.deepcopy(self._forward, memo))
+        # Compiled code and hooks belong to the original's parameters: the copy compiles again.
+        layers = copy.deepcopy(self._layers, memo)
+        return CompiledForward(layers, copy.deepcopy(self._forward, memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CompiledForward, (self._layers, self._forward)
@@ -124,7 +128,8 @@ class _Gradients:
     """
 
     def __init__(self) -> None:
-        self._watched = WeakIdKeyDictionary()  # keyed by identity: == of parameters is element-wise
+        # keyed by identity: == of parameters is element-wise
+        self._hooked = WeakIdKeyDictionary()
         self._indices = itertools.count()
         self._spans: dict[int, tuple[int, int]] = {}
 
@@ -135,12 +140,18 @@ class _Gradients:
         """
         for layer in layers:
             for param in layer.parameters():
-                if param.requires_grad and param not in self._watched:
-                    index = self._watched[param] = next(self._indices)
-                    param.register_hook(functools.partial(_arrived, self._spans, index))
+                if param.requires_grad and param not in self._hooked:
+                    index = next(self._indices)
+                    self._hooked[param] = index
+                    hook = functools.partial(_copy_if_shared, self._spans, index)
+                    param.register_hook(hook)
 
 
-def _arrived(spans: dict[int, tuple[int, int]], index: int, grad: Tensor) -> Tensor | None:
+def _copy_if_shared(
+    spans: dict[int, tuple[int, int]],
+    index: int,
+    grad: Tensor,
+) -> Tensor | None:
     """Return a copy of ``grad`` if it shares memory with a gradient in ``spans``, or None.
 
     The graph returns all gradients before autograd stores the first one. No gradient has been freed
@@ -151,12 +162,15 @@ def _arrived(spans: dict[int, tuple[int, int]], index: int, grad: Tensor) -> Ten
     if index in spans:  # the first gradient of another backward pass
         spans.clear()
     # Byte range [first, last) of the gradient: the last element is at sum((n_i - 1) * stride_i).
+    last_element = 0
+    for size, stride in zip(grad.shape, grad.stride(), strict=True):
+        last_element += (size - 1) * stride
     first = grad.data_ptr()
-    last = first + grad.element_size() * (
-        1 + sum((n - 1) * stride for n, stride in zip(grad.shape, grad.stride(), strict=True))
-    )
+    last = first + grad.element_size() * (last_element + 1)
     # Linear in the number of gradients so far; a layer has about ten parameters.
-    is_shared = any(first < other_last and other_first < last for other_first, other_last in spans.values())
+    is_shared = False
+    for other_first, other_last in spans.values():
+        is_shared = is_shared or (first < other_last and other_first < last)
     spans[index] = (first, last)
     return grad.clone() if is_shared else None
 
@@ -190,30 +204,37 @@ def graphs_recompute() -> bool:
     def recomputed(x: Tensor, weight: Tensor) -> Tensor:
         return checkpoint(square, x, weight, use_reentrant=False)
 
-    kept: list[int] = []
+    saved_sizes: list[int] = []
 
     def pack(tensor: Tensor) -> Tensor:
-        kept.append(tensor.numel())
+        saved_sizes.append(tensor.numel())
         return tensor
 
     # Inputs have 8 and 128 elements, x @ weight has 4 x 64 = 256. If the product is recomputed, the
     # largest saved tensor is an input, smaller than 256 elements.
     x = torch.ones(4, 2, requires_grad=True)
     weight = torch.ones(2, 64, requires_grad=True)
-    compiled = torch.compile(recomputed, backend="aot_eager_decomp_partition", fullgraph=True, dynamic=False)
+    # This backend partitions forward and backward as Inductor does, without generating kernels.
+    compiled = torch.compile(
+        recomputed,
+        backend="aot_eager_decomp_partition",
+        fullgraph=True,
+        dynamic=False,
+    )
     # The pack hook records the element count of every tensor that the compiled graph saves.
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         compiled(x, weight)
-    return max(kept) < 4 * 64
+    return max(saved_sizes) < 4 * 64
 
 
 def require_recompute_in_graphs() -> None:
     """Raise ``ValueError`` if torch drops the recomputation of parts of a compiled layer."""
     if not graphs_recompute():
         raise ValueError(
-            f"compile 'layer' and recompute of parts of a layer (selective, or recompute_keep_core_attn): torch "
-            f"{torch.__version__} keeps in a compiled graph what it was to recompute: use recompute_granularity 'full' "
-            "without recompute_keep_core_attn, torch 2.13, or set compile to null"
+            f"compile 'layer' and recompute of parts of a layer (selective, or "
+            f"recompute_keep_core_attn): torch {torch.__version__} keeps in a compiled graph what "
+            "it was to recompute: use recompute_granularity 'full' without "
+            "recompute_keep_core_attn, torch 2.13, or set compile to null"
         )
 
 
@@ -233,8 +254,9 @@ def _require_traceable_dropout(layer: nn.Module) -> None:
             continue
         if probability > 0 and module.sharded:
             raise ValueError(
-                f"compile 'layer' and dropout {probability} in {name!r}, of which each tensor-parallel rank draws its "
-                "own: a graph has no random stream of one rank; set the model's dropout to 0, or compile to null"
+                f"compile 'layer' and dropout {probability} in {name!r}, of which each "
+                "tensor-parallel rank draws its own: a graph has no random stream of one rank; set "
+                "the model's dropout to 0, or compile to null"
             )
 
 
@@ -244,13 +266,18 @@ def _require_traceable_documents(layers: Sequence[nn.Module], inputs: Iterable[A
 
     The number of calls depends on the batch, so one static graph cannot contain the calls.
     """
-    packed = any(isinstance(each, PackedDocuments) and each.ids.device.type == "cpu" for each in inputs)
+    packed = any(isinstance(value, PackedDocuments) and value.ids.device.type == "cpu" for value in inputs)
     if not packed:
         return
-    backends = {m.attention_backend for layer in layers for m in layer.modules() if isinstance(m, CoreAttention)}
-    if backends & _BY_DOCUMENT:
+    backends: set[str] = set()
+    for layer in layers:
+        for module in layer.modules():
+            if isinstance(module, CoreAttention):
+                backends.add(module.attention_backend)
+    if backends & _PER_DOCUMENT:
         raise ValueError(
-            f"compile 'layer' and cu_seqlens with attention_backend {sorted(backends)} on a CPU: attention then runs "
-            "for each document by itself, as many calls as the batch has documents, which one graph cannot hold; set "
-            "attention_backend to 'math', or compile to null"
+            f"compile 'layer' and cu_seqlens with attention_backend {sorted(backends)} on a CPU: "
+            "attention then runs for each document by itself, as many calls as the batch has "
+            "documents, which one graph cannot hold; set attention_backend to 'math', or compile "
+            "to null"
         )

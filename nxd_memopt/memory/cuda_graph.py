@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,28 +20,31 @@ WARM_UP_CALLS = 2
 
 
 @dataclass
-class _Recording:
-    """A captured forward and backward with its static input tensors and its static loss."""
+class _Graph:
+    """A captured forward and backward with its static input tensors.
 
-    inputs: tuple[Tensor, ...]
-    work: Capture[Tensor]
+    ``capture.result`` is the static loss.
+    """
+
+    static_inputs: tuple[Tensor, ...]
+    capture: Capture[Tensor]
 
 
 @dataclass
-class _Pass:
-    """State of one input shape: warm-up calls and recordings.
+class _ShapeState:
+    """Warm-up calls and captured graphs of one combination of input shapes and dtypes.
 
     Attributes:
-        reaches: for each parameter, whether it receives a gradient.
-        calls: warm-up calls so far.
-        writing: the recording that overwrites ``.grad``.
-        adding: the recording that accumulates into ``.grad``.
+        receives_grad: for each parameter, whether it receives a gradient.
+        warmup_calls: number of warm-up calls so far.
+        overwriting: the graph that overwrites ``.grad``.
+        accumulating: the graph that accumulates into ``.grad``.
     """
 
-    reaches: list[bool]
-    calls: int = 0
-    writing: _Recording | None = None
-    adding: _Recording | None = None
+    receives_grad: list[bool]
+    warmup_calls: int = 0
+    overwriting: _Graph | None = None
+    accumulating: _Graph | None = None
 
 
 class GraphedLoss:
@@ -52,7 +56,7 @@ class GraphedLoss:
 
     Gradients are accumulated into ``.grad`` as by ``backward()``. Hooks of
     ``register_post_accumulate_grad_hook`` run after the complete pass. The first two calls for a
-    shape run eagerly. The memory of the recordings, gradients included, is kept as long as this
+    shape run eagerly. The memory of the graphs, gradients included, is allocated as long as this
     object lives: clone a gradient that must outlive the next call.
 
     Example::
@@ -64,7 +68,7 @@ class GraphedLoss:
 
     Args:
         parameters: all tensors that receive gradients from the loss, and the frozen parameters that
-            the loss reads. Their memory must not move: the recordings do not see parameters that
+            the loss reads. Their memory must not move: the graphs do not see parameters that
             are replaced later, for example by ``load_state_dict(assign=True)``.
         loss_of: maps tensors to a scalar loss. Any other value that it reads must not change
             between calls, including ``train()`` and ``eval()``. It must not copy values to the host
@@ -80,17 +84,19 @@ class GraphedLoss:
         refusal = backend.capture_refusal()
         if refusal is not None:
             raise ValueError(f"a loss as one CUDA graph {refusal}: use loss_of and backward() themselves")
-        # Tied parameters appear once. Frozen parameters are kept too, to detect that they moved.
-        self._given = _unique_leaves(parameters)
-        self._parameters = [parameter for parameter in self._given if parameter.requires_grad]
+        # Tied parameters appear once. Frozen parameters are included, to detect that they moved.
+        self._all_parameters = _unique_leaves(parameters)
+        self._parameters = [p for p in self._all_parameters if p.requires_grad]
         if not self._parameters:
-            raise ValueError(f"none of {len(self._given)} parameters requires a gradient: pass model.parameters()")
+            raise ValueError(
+                f"none of {len(self._all_parameters)} parameters requires a gradient: pass model.parameters()"
+            )
         self._loss_of = loss_of
-        # Static gradient buffers: all recordings write or accumulate into the same ones.
-        self._grads: list[Tensor | None] = [None] * len(self._parameters)
-        self._passes: dict[tuple[tuple[torch.Size, torch.dtype], ...], _Pass] = {}
-        self._last: Capture[Tensor] | None = None
-        self._addresses: list[int] = []  # data pointers of the parameters that the recordings read
+        # Static gradient buffers: all graphs overwrite or accumulate into the same ones.
+        self._static_grads: list[Tensor | None] = [None] * len(self._parameters)
+        self._shape_states: dict[tuple[tuple[torch.Size, torch.dtype], ...], _ShapeState] = {}
+        self._last_capture: Capture[Tensor] | None = None
+        self._addresses: list[int] = []  # data pointers of all parameters at the last capture
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         """Return the detached loss and accumulate gradients into the parameters' ``.grad``.
@@ -107,93 +113,98 @@ class GraphedLoss:
         """
         self._check(inputs)
         shapes = tuple((tensor.shape, tensor.dtype) for tensor in inputs)
-        known = self._passes.setdefault(shapes, _Pass([False] * len(self._parameters)))
-        if known.calls < WARM_UP_CALLS:
-            loss = self._run(known, inputs)
-            known.calls += 1
+        state = self._shape_states.setdefault(shapes, _ShapeState([False] * len(self._parameters)))
+        if state.warmup_calls < WARM_UP_CALLS:
+            loss = self._run_eagerly(state, inputs)
+            state.warmup_calls += 1  # after the call: one that fails does not count
             return loss
-        recording = self._recording(known, inputs)
-        # The graph reads fixed addresses: copy the inputs to the static tensors, replay, and return
-        # a copy of the static loss, which the next replay overwrites.
-        for static, given in zip(recording.inputs, inputs, strict=True):
-            static.copy_(given)
-        recording.work.replay()
-        self._give_grads(known)
-        return recording.work.result.clone()
+        graph = self._select_graph(state, inputs)
+        # The graph reads fixed addresses: copy the inputs to the static tensors, replay, and
+        # return a copy of the static loss, which the next replay overwrites.
+        for static_input, current_input in zip(graph.static_inputs, inputs, strict=True):
+            static_input.copy_(current_input)
+        graph.capture.replay()
+        self._assign_static_grads(state)
+        return graph.capture.result.clone()
 
     def _check(self, inputs: tuple[Tensor, ...]) -> None:
-        for i, given in enumerate(inputs):
-            if not isinstance(given, Tensor):
-                raise TypeError(f"input {i} is a {type(given).__name__}: only tensors can change between replays")
-            if given.device.type != backend.device.type or given.requires_grad:
-                wanted = f"must be on {backend.device} and require no gradient"
-                raise ValueError(f"input {i} {wanted}, got {given.device}, requires_grad={given.requires_grad}")
-        # Recordings contain the backward of exactly the parameters that were trainable at
+        for i, value in enumerate(inputs):
+            if not isinstance(value, Tensor):
+                raise TypeError(f"input {i} is a {type(value).__name__}: only tensors can change between replays")
+            if value.device.type != backend.device.type or value.requires_grad:
+                raise ValueError(
+                    f"input {i} must be on {backend.device} and require no gradient, "
+                    f"got {value.device}, requires_grad={value.requires_grad}"
+                )
+        # The graphs contain the backward of exactly the parameters that were trainable at
         # construction, at the addresses of the capture.
-        if [id(p) for p in self._given if p.requires_grad] != [id(p) for p in self._parameters]:
+        trainable_now = [id(p) for p in self._all_parameters if p.requires_grad]
+        if trainable_now != [id(p) for p in self._parameters]:
             raise ValueError("parameters were frozen or released: make another GraphedLoss")
-        if self._addresses and self._addresses != [parameter.data_ptr() for parameter in self._given]:
+        if self._addresses and self._addresses != [p.data_ptr() for p in self._all_parameters]:
             raise ValueError(
-                "parameters moved in memory, and the recordings read where they were: copy into them instead, or make "
-                "another GraphedLoss"
+                "parameters moved in memory, and the recordings read where they were: "
+                "copy into them instead, or make another GraphedLoss"
             )
+        # Grad mode and autocast are host state, which a replay does not see: the graph would
+        # compute gradients, in the dtypes of the capture, whatever the caller asks for.
         if not torch.is_grad_enabled():
             raise ValueError("gradients are switched off: call loss_of itself under no_grad or inference_mode")
         if torch.is_autocast_enabled(backend.device.type):
             raise ValueError("autocast around a call would not reach its recording: put it inside loss_of")
 
-    def _run(self, known: _Pass, inputs: tuple[Tensor, ...]) -> Tensor:
-        """Run one warm-up call eagerly and note the parameters that receive gradients."""
-        # A replay would repeat the random numbers of the capture. A random state that differs after
-        # the forward means that the loss draws numbers.
+    def _run_eagerly(self, state: _ShapeState, inputs: tuple[Tensor, ...]) -> Tensor:
+        """Run one warm-up call and record which parameters receive gradients."""
+        # A replay would repeat the random numbers of the capture. A random state that differs
+        # after the forward means that the loss draws numbers.
         random_states = _random_states()
-        with backend.rehearsal(), self._noting(known.reaches):
+        with backend.warmup(), self._record_receives_grad(state.receives_grad):
             loss = self._loss_of(*inputs)
-            if any(not torch.equal(*pair) for pair in zip(random_states, _random_states(), strict=True)):
-                raise RuntimeError(
-                    "a loss that draws random numbers cannot be recorded, since the host seeds their streams: set "
-                    "dropout to 0"
-                )
-            self._require_known(loss)
+            for before, after in zip(random_states, _random_states(), strict=True):
+                if not torch.equal(before, after):
+                    raise RuntimeError(
+                        "a loss that draws random numbers cannot be recorded, since the host seeds "
+                        "their streams: set dropout to 0"
+                    )
+            self._require_known_leaves(loss)
             loss.backward()
         return loss.detach()
 
-    def _require_known(self, loss: Tensor) -> None:
+    def _require_known_leaves(self, loss: Tensor) -> None:
         """Raise an error unless all gradients of ``loss`` go to the known parameters.
 
-        A recording would write the gradients of other tensors into memory that no caller can find.
+        A graph would write the gradients of other tensors into memory that no caller can find.
         """
         if not isinstance(loss, Tensor):
             raise TypeError(f"loss_of returned a {type(loss).__name__}: return the loss, a tensor of one element")
         known = {id(parameter) for parameter in self._parameters}
-        others = [leaf for leaf in _leaves(loss) if id(leaf) not in known]
-        if others:
+        unknown = [leaf for leaf in _leaves(loss) if id(leaf) not in known]
+        if unknown:
             raise ValueError(
-                f"the loss gives gradients to {len(others)} tensors that are not among the parameters, the first of "
-                f"shape {list(others[0].shape)}: pass them too, or freeze them"
+                f"the loss gives gradients to {len(unknown)} tensors that are not among the "
+                f"parameters, the first of shape {list(unknown[0].shape)}: pass them too, or "
+                "freeze them"
             )
 
     @contextmanager
-    def _noting(self, reaches: list[bool]) -> Iterator[None]:
-        """Set ``reaches[i]`` for each parameter that receives a gradient inside the block.
+    def _record_receives_grad(self, receives_grad: list[bool]) -> Iterator[None]:
+        """Set ``receives_grad[i]`` for each parameter that receives a gradient inside the block.
 
         Other hooks may remove a gradient immediately, so ``.grad`` after the pass does not tell.
         """
-        # ``i=i`` binds the index at definition; the hook sets a flag and reads no values from the
-        # device.
-        handles = [
-            parameter.register_post_accumulate_grad_hook(lambda _, i=i: reaches.__setitem__(i, True))
-            for i, parameter in enumerate(self._parameters)
-        ]
+        # The hook sets a flag of the host and reads no values from the device.
+        handles = []
+        for i, parameter in enumerate(self._parameters):
+            set_flag = functools.partial(_set_flag, receives_grad, i)
+            handles.append(parameter.register_post_accumulate_grad_hook(set_flag))
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _recording(self, known: _Pass, inputs: tuple[Tensor, ...]) -> _Recording:
-        """Return the recording to replay, capturing it if needed, with ``.grad`` prepared for the
-        replay.
+    def _select_graph(self, state: _ShapeState, inputs: tuple[Tensor, ...]) -> _Graph:
+        """Return the graph to replay, captured if needed, and prepare ``.grad`` for the replay.
 
         The graph of the first captured shape overwrites ``.grad``. Every other graph accumulates
         into ``.grad``, which is zeroed first if a parameter has no gradient.
@@ -201,119 +212,137 @@ class GraphedLoss:
         # Overwriting saves one pass of zeros over all gradients. It is possible only if no
         # parameter has a gradient, and only for the shape whose capture allocated the gradients in
         # the graph's memory.
-        before = [parameter.grad for parameter in self._parameters]
+        grads_before = [parameter.grad for parameter in self._parameters]
         try:
-            if all(grad is None for grad in before):
-                if not any(each.writing for each in self._passes.values()):
-                    self._record_writing(known, inputs)
-                if known.writing is not None:
-                    return known.writing
-            self._take_grads(known)
-            known.adding = known.adding or self._record(known, inputs)
+            if all(grad is None for grad in grads_before):
+                if not any(each.overwriting for each in self._shape_states.values()):
+                    self._capture_overwriting(state, inputs)
+                if state.overwriting is not None:
+                    return state.overwriting
+            self._load_static_grads(state)
+            if state.accumulating is None:
+                state.accumulating = self._capture(state, inputs)
         except BaseException:
-            for parameter, grad in zip(self._parameters, before, strict=True):
+            for parameter, grad in zip(self._parameters, grads_before, strict=True):
                 parameter.grad = grad
-            if not any(each.writing or each.adding for each in self._passes.values()):
-                # After a failure, such as out of memory, release the buffers: no recording uses
-                # them.
-                self._grads = [None] * len(self._parameters)
+            # After a failure, such as out of memory, release the buffers if no graph uses them.
+            states = self._shape_states.values()
+            if not any(each.overwriting or each.accumulating for each in states):
+                self._static_grads = [None] * len(self._parameters)
             raise
-        return known.adding
+        return state.accumulating
 
-    def _record_writing(self, known: _Pass, inputs: tuple[Tensor, ...]) -> None:
-        """Capture the recording that overwrites gradients; its gradients become the static
-        buffers.
+    def _capture_overwriting(self, state: _ShapeState, inputs: tuple[Tensor, ...]) -> None:
+        """Capture the graph that overwrites gradients.
+
+        The gradients that its capture allocates become the static buffers.
         """
-        for each in self._passes.values():
-            # It accumulates into the gradients of an eager pass, which are replaced below.
-            each.adding = None
-        self._grads = [None] * len(self._parameters)
-        known.writing = self._record(known, inputs)
-        self._grads = [parameter.grad for parameter in self._parameters]
+        # Accumulating graphs that exist by now were captured on gradients of an eager pass, which
+        # are no longer the static buffers: capture these graphs again when they are needed.
+        for each in self._shape_states.values():
+            each.accumulating = None
+        self._static_grads = [None] * len(self._parameters)
+        state.overwriting = self._capture(state, inputs)
+        self._static_grads = [parameter.grad for parameter in self._parameters]
 
-    def _record(self, known: _Pass, inputs: tuple[Tensor, ...]) -> _Recording:
+    def _capture(self, state: _ShapeState, inputs: tuple[Tensor, ...]) -> _Graph:
         """Capture forward and backward for inputs of this shape."""
-        # ``.grad`` decides what the capture contains: None allocates and writes, a tensor
-        # accumulates.
-        static, had = tuple(tensor.clone() for tensor in inputs), [p.grad is not None for p in self._parameters]
+        static_inputs = tuple(tensor.clone() for tensor in inputs)
+        # ``.grad`` decides what the graph contains: where it is None, backward allocates a gradient
+        # and writes it; where it is a tensor, backward accumulates into it.
+        had_grad = [p.grad is not None for p in self._parameters]
 
         def run() -> Tensor:
-            loss = self._loss_of(*static)
+            loss = self._loss_of(*static_inputs)
             loss.backward()
             return loss.detach()
 
         try:
-            # All recordings run one after another, so ``pool_of`` lets them share one memory pool.
-            with _hooks_laid_aside(self._parameters):
-                work = backend.capture(run, pool_of=self._last)
+            # Replays run one after another, so ``pool_of`` lets all graphs share one memory pool.
+            with _hooks_disabled(self._parameters):
+                capture = backend.capture(run, pool_of=self._last_capture)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
             raise RuntimeError(
-                "the loss cannot be recorded (does it ask the device for a value, such as .item(), or copy from the "
-                f"host?): {error}"
+                "the loss cannot be recorded (does it ask the device for a value, such as .item(), "
+                f"or copy from the host?): {error}"
             ) from error
         # A gradient that exists only after the capture must have existed in the warm-up calls too.
-        # Otherwise replays would not hand it to the parameter.
-        gains = [p.grad is not None and not grad for p, grad in zip(self._parameters, had, strict=True)]
-        if any(now and not earlier for now, earlier in zip(gains, known.reaches, strict=True)):
-            raise RuntimeError(
-                "the recording gives gradients to other parameters than the first calls of this shape did: only the "
-                "inputs' shapes may decide which"
-            )
-        self._last, self._addresses = work, [parameter.data_ptr() for parameter in self._given]
-        return _Recording(static, work)
+        # Otherwise ``_assign_static_grads`` would not assign it to the parameter.
+        had_and_receives = zip(self._parameters, had_grad, state.receives_grad, strict=True)
+        for parameter, had, receives in had_and_receives:
+            if parameter.grad is not None and not had and not receives:
+                raise RuntimeError(
+                    "the recording gives gradients to other parameters than the first calls of this "
+                    "shape did: only the inputs' shapes may decide which"
+                )
+        self._last_capture = capture
+        self._addresses = [parameter.data_ptr() for parameter in self._all_parameters]
+        return _Graph(static_inputs, capture)
 
     @torch.no_grad()
-    def _give_grads(self, known: _Pass) -> None:
+    def _assign_static_grads(self, state: _ShapeState) -> None:
         """Set ``.grad`` to the static gradients and run the hooks, as backward would."""
-        places = zip(self._parameters, self._grads, known.reaches, strict=True)
-        reached = [(parameter, grad) for parameter, grad, is_reached in places if is_reached and grad is not None]
+        updated: list[tuple[nn.Parameter, Tensor]] = []
+        for i, parameter in enumerate(self._parameters):
+            static_grad = self._static_grads[i]
+            if state.receives_grad[i] and static_grad is not None:
+                updated.append((parameter, static_grad))
         # A replay writes to the gradients without autograd's knowledge: raise their version
-        # counters.
-        torch.autograd.graph.increment_version([grad for _, grad in reached])
-        for parameter, grad in reached:
-            # A gradient of None means that the replay overwrote the static buffer: a sum over
-            # sequence shards that was recorded for the old values is no longer valid.
+        # counters, by which autograd and the sums over sequence shards detect writes.
+        torch.autograd.graph.increment_version([grad for _, grad in updated])
+        for parameter, grad in updated:
+            # A ``.grad`` of None means that the replay overwrote the static buffer: the record that
+            # an earlier step summed the buffer over sequence shards is no longer valid.
             if parameter.grad is None:
-                forget_sum(parameter, grad)  # the replay overwrote what an earlier step summed
+                forget_sum(parameter, grad)
             parameter.grad = grad
         # Hooks run after all gradients are set: a hook may read gradients of other parameters.
-        for parameter, _ in reached:
+        for parameter, _ in updated:
             for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
                 hook(parameter)
 
     @torch.no_grad()
-    def _take_grads(self, known: _Pass) -> None:
-        """Move the present gradients into the static buffers that recordings accumulate into.
+    def _load_static_grads(self, state: _ShapeState) -> None:
+        """Move the present gradients into the static buffers that graphs accumulate into.
 
         On the first call the present gradients become the static buffers, without a copy.
         """
-        for i, (parameter, reached) in enumerate(zip(self._parameters, known.reaches, strict=True)):
-            grad = self._grads[i]
-            if not reached or (grad is not None and parameter.grad is grad):
+        for i, parameter in enumerate(self._parameters):
+            static_grad = self._static_grads[i]
+            is_loaded = static_grad is not None and parameter.grad is static_grad
+            if not state.receives_grad[i] or is_loaded:
                 continue
-            # Three cases: adopt the present gradient as static buffer; zero the buffer (no
-            # gradient); copy the present gradient into the buffer and transfer the record that says
-            # whether it is summed.
-            if grad is None:
-                grad = self._grads[i] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            # Without a buffer: adopt the present gradient, or zeros, as the buffer. With a buffer:
+            # zero it, or copy the present gradient into it, together with the record that says
+            # whether the gradient is summed over sequence shards.
+            if static_grad is None:
+                static_grad = parameter.grad
+                if static_grad is None:
+                    static_grad = torch.zeros_like(parameter)
+                self._static_grads[i] = static_grad
             elif parameter.grad is None:
-                grad.zero_()
+                static_grad.zero_()
             else:
-                grad.copy_(parameter.grad)
-                move_sum(parameter.grad, grad)
-            parameter.grad = grad
+                static_grad.copy_(parameter.grad)
+                move_sum(parameter.grad, static_grad)
+            parameter.grad = static_grad
+
+
+def _set_flag(flags: list[bool], index: int, parameter: Tensor) -> None:
+    del parameter
+    flags[index] = True
 
 
 def _unique_leaves(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     if isinstance(parameters, nn.Module | Tensor):
         raise TypeError(f"parameters is a {type(parameters).__name__}: pass model.parameters()")
-    given = list(parameters)
-    for each in given:
+    listed = list(parameters)
+    for each in listed:
         if not (isinstance(each, Tensor) and each.is_leaf):
             raise TypeError(f"parameters holds a {type(each).__name__} that is no leaf tensor: pass model.parameters()")
-    return list(dict.fromkeys(given))
+    return list(dict.fromkeys(listed))  # unique, in order; tensors hash by identity
 
 
 def _leaves(loss: Tensor) -> list[Tensor]:
@@ -326,7 +355,8 @@ def _leaves(loss: Tensor) -> list[Tensor]:
         node = nodes.pop()
         if node is not None and node not in seen:
             seen.add(node)
-            found += [node.variable] if hasattr(node, "variable") else []
+            if hasattr(node, "variable"):
+                found.append(node.variable)
             nodes += [function for function, _ in node.next_functions]
     return found
 
@@ -337,17 +367,21 @@ def _random_states() -> list[Tensor]:
 
 
 @contextmanager
-def _hooks_laid_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+def _hooks_disabled(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Disable post-accumulate hooks inside the block.
 
-    Hooks on complete gradients keep Python state, which a capture would not update. They run after
+    Hooks on complete gradients keep Python state, which a replay would not update. They run after
     each replay instead.
     """
-    laid_aside = [(hooks, dict(hooks)) for p in parameters if (hooks := p._post_accumulate_grad_hooks)]
-    for hooks, _ in laid_aside:
-        hooks.clear()
+    # Autograd reads the parameter's own dict: empty it in place, and fill it again afterwards.
+    disabled: list[tuple[dict[int, Any], dict[int, Any]]] = []
+    for parameter in parameters:
+        hooks = parameter._post_accumulate_grad_hooks
+        if hooks:
+            disabled.append((hooks, dict(hooks)))
+            hooks.clear()
     try:
         yield
     finally:
-        for hooks, each in laid_aside:
-            hooks.update(each)
+        for hooks, saved_hooks in disabled:
+            hooks.update(saved_hooks)

@@ -31,14 +31,21 @@ class HostPool:
         ValueError: ``limit_bytes`` is smaller than one block.
     """
 
-    def __init__(self, limit_bytes: int | None = None, *, pinned: bool = False, block_bytes: int = BLOCK_BYTES) -> None:
+    def __init__(
+        self,
+        limit_bytes: int | None = None,
+        *,
+        pinned: bool = False,
+        block_bytes: int = BLOCK_BYTES,
+    ) -> None:
         if limit_bytes is not None and limit_bytes < block_bytes:
             raise ValueError(f"limit_bytes {limit_bytes} is less than one block of {block_bytes} bytes: raise it")
         self.block_bytes = block_bytes
-        self._limit_bytes, self._pinned = limit_bytes, pinned
+        self._limit_bytes = limit_bytes
+        self._pinned = pinned
         self._free: list[Tensor] = []
-        self._taken: dict[str, int] = {}
-        self._claimed: dict[str, int] = {}
+        self._taken: dict[str, int] = {}  # blocks in use, by owner
+        self._claimed: dict[str, int] = {}  # bytes outside the pool, by owner
         self._allocated = 0
         self._lock = threading.Lock()
 
@@ -122,14 +129,14 @@ class HostPool:
     def _require(self, required: int, owner: str) -> None:
         """Raise ``ValueError`` unless ``required`` more bytes fit the limit and the host."""
         # Free blocks count too: they stay allocated until the pool is collected.
-        held = self.allocated_bytes + sum(self._claimed.values())
+        allocated = self.allocated_bytes + sum(self._claimed.values())
         # Two bounds: the pool's own limit counts all blocks and claims; the host's available memory
         # only has to hold the new allocation.
-        if self._limit_bytes is not None and held + required > self._limit_bytes:
-            used, left = self._used(), self._limit_bytes - held
+        if self._limit_bytes is not None and allocated + required > self._limit_bytes:
             raise ValueError(
-                f"{owner} requires {required} more bytes of host memory, and {left} of the pool's {self._limit_bytes} "
-                f"are left (in use: {used}): raise the limit"
+                f"{owner} requires {required} more bytes of host memory, and "
+                f"{self._limit_bytes - allocated} of the pool's {self._limit_bytes} "
+                f"are left (in use: {self._used()}): raise the limit"
             )
         available = available_host_bytes()
         if available is not None and required > available:
@@ -154,7 +161,9 @@ def available_host_bytes() -> int | None:
     """
     if not _MEMINFO.is_file():
         return None
-    fields = dict(line.split(":", 1) for line in _MEMINFO.read_text(encoding="utf-8").splitlines())
+    # Lines are "MemAvailable:   12345 kB", in KiB.
+    lines = _MEMINFO.read_text(encoding="utf-8").splitlines()
+    fields = dict(line.split(":", 1) for line in lines)
     available = int(fields["MemAvailable"].split()[0]) << 10
     # A container's cgroup limit may be lower than the memory of the host.
     limit = _read_number(_CGROUP / "memory.max")
@@ -164,11 +173,18 @@ def available_host_bytes() -> int | None:
     # The cgroup counts the page cache as used, but the kernel reclaims inactive file pages on
     # demand.
     statistics = (_CGROUP / "memory.stat").read_text(encoding="utf-8").splitlines()
-    inactive = next((int(line.split()[1]) for line in statistics if line.startswith("inactive_file ")), 0)
+    inactive = 0
+    for line in statistics:
+        if line.startswith("inactive_file "):
+            inactive = int(line.split()[1])
     return min(available, limit - used + inactive)
 
 
 def _read_number(path: Path) -> int | None:
     """Return the number in a cgroup file, or None for ``max`` and for a missing file."""
-    text = path.read_text(encoding="utf-8").strip() if path.is_file() else "max"
-    return None if text == "max" else int(text)
+    if not path.is_file():
+        return None
+    text = path.read_text(encoding="utf-8").strip()
+    if text == "max":
+        return None
+    return int(text)

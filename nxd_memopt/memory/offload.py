@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from nxd_memopt.backends import HostTransfers, Transfer
 from nxd_memopt.memory.wrapping import unwrap_forward, wrap_forward
 
-_LEAST_BYTES = 1 << 20  # smaller storages stay on the device: many transfers, little memory
+_MIN_BYTES = 1 << 20  # smaller storages stay on the device: many transfers for little memory
 
 
 class _Storage:
@@ -30,8 +30,8 @@ class _Storage:
         self._transfers = transfers
         self.size_bytes = device.numel()
         self.device: Tensor | None = device
-        # The copy starts when the work that produces the tensor is done. ``device`` is kept until
-        # ``_let_go`` frees it.
+        # The copy starts when the work that produces the tensor is done. ``device`` is set until
+        # ``_free_sent`` frees it.
         self._host, self.sent = transfers.to_host(device)
         self._returned: Transfer | None = None
 
@@ -50,7 +50,7 @@ class _Storage:
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _OnDevice:
     """A saved tensor that stays on the device.
 
     ``alias`` is a detached alias with the same version counter. The tensor itself could be an
@@ -61,7 +61,7 @@ class _Kept:
     version: int
 
     @classmethod
-    def of(cls, tensor: Tensor) -> _Kept:
+    def of(cls, tensor: Tensor) -> _OnDevice:
         return cls(tensor.detach(), tensor._version)
 
     def tensor(self) -> Tensor:
@@ -73,9 +73,10 @@ class _Kept:
         """
         if self.alias._version != self.version:
             raise RuntimeError(
-                f"a tensor of shape {list(self.alias.shape)} that an offloaded layer saved for backward was written to "
-                f"(version {self.alias._version}, {self.version} when it was saved): leave the in-place operation out, "
-                "or the layer out of cpu_offloading_num_layers"
+                f"a tensor of shape {list(self.alias.shape)} that an offloaded layer saved for "
+                f"backward was written to (version {self.alias._version}, {self.version} when it "
+                "was saved): leave the in-place operation out, or the layer out of "
+                "cpu_offloading_num_layers"
             )
         return self.alias
 
@@ -85,16 +86,17 @@ class _View:
     """A saved tensor as a view of an offloaded storage.
 
     Attributes:
-        place: storage offset, size and stride, in elements.
+        geometry: storage offset, size and stride, in elements.
     """
 
     storage: _Storage
     dtype: torch.dtype
-    place: tuple[int, torch.Size, tuple[int, ...]]
+    geometry: tuple[int, torch.Size, tuple[int, ...]]
 
     def tensor(self) -> Tensor:
-        device = self.storage.on_device()
-        return torch.empty(0, dtype=self.dtype, device=device.device).set_(device.untyped_storage(), *self.place)
+        device_bytes = self.storage.on_device()
+        view = torch.empty(0, dtype=self.dtype, device=device_bytes.device)
+        return view.set_(device_bytes.untyped_storage(), *self.geometry)
 
 
 class ActivationOffload:
@@ -108,7 +110,7 @@ class ActivationOffload:
         self._transfers = transfers
         # Weak references: only the autograd graph keeps storages alive, so a dropped graph frees
         # them.
-        self._leaving: deque[weakref.ref[_Storage]] = deque()
+        self._sending: deque[weakref.ref[_Storage]] = deque()
         self._saved_before: list[weakref.ref[_Storage]] = []
         self._layer_bytes = 0
 
@@ -116,37 +118,43 @@ class ActivationOffload:
         copy = memo[id(self)] = type(self)(self._transfers)
         return copy
 
-    def run(self, layer: nn.Module, forward: Callable[..., Any], hidden: Any, *context: Any) -> Any:
-        """Return ``forward(hidden, *context)`` of ``layer`` and offload the tensors that it saves
-        for backward.
+    def run(
+        self,
+        layer: nn.Module,
+        forward: Callable[..., Any],
+        hidden: Any,
+        *context: Any,
+    ) -> Any:
+        """Return ``forward(hidden, *context)`` of ``layer``; offload what it saves for backward.
 
         Parameters, tensors in ``context``, and storages below 1 MiB stay on the device.
         """
         if not torch.is_grad_enabled():
             return forward(hidden, *context)
         # Parameters and the context are alive anyway: a host copy frees nothing.
-        stays = {tensor.untyped_storage().data_ptr() for tensor in (*layer.parameters(), *_tensors_in(context))}
+        resident = (*layer.parameters(), *_tensors_in(context))
+        resident_addresses = {tensor.untyped_storage().data_ptr() for tensor in resident}
         # Keyed by address: views of one storage share a single transfer.
         saved: dict[int, _Storage] = {}
-        watched: list[_Kept] = []
-        pack = functools.partial(self._pack, stays, saved, watched)
+        checked: list[_OnDevice] = []
+        pack = functools.partial(self._pack, resident_addresses, saved, checked)
         with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
             output = forward(hidden, *context)
         # Check for in-place writes now: after the device memory is freed no version counter is
         # left.
-        for kept in watched:
-            kept.tensor()
+        for alias in checked:
+            alias.tensor()
         # Bytes of the last layer estimate the bytes that the next layer will need.
         references = [weakref.ref(storage) for storage in saved.values()]
         self._layer_bytes = sum(storage.size_bytes for storage in saved.values())
         # Autograd keeps the pack hook, and the lists bound to it, as long as the graph.
         saved.clear()
-        watched.clear()
+        checked.clear()
         self._end_layer(output, references)
         return output
 
-    def run_behind(self, forward: Callable[..., Any], hidden: Any, *context: Any) -> Any:
-        """Return ``forward(hidden, *context)`` of a layer that keeps its activations on the device.
+    def run_resident(self, forward: Callable[..., Any], hidden: Any, *context: Any) -> Any:
+        """Return ``forward(hidden, *context)`` of a layer whose activations stay on the device.
 
         It also advances the transfers of the offloaded layers before it.
         """
@@ -164,41 +172,48 @@ class ActivationOffload:
         if self._saved_before and isinstance(output, Tensor) and output.requires_grad:
             output.register_hook(functools.partial(_fetch, self._saved_before))
         self._saved_before = saved
-        self._let_go()
+        self._free_sent()
 
-    def _pack(self, stays: set[int], saved: dict[int, _Storage], watched: list[_Kept], tensor: Tensor) -> _Kept | _View:
+    def _pack(
+        self,
+        resident_addresses: set[int],
+        saved: dict[int, _Storage],
+        checked: list[_OnDevice],
+        tensor: Tensor,
+    ) -> _OnDevice | _View:
         storage = tensor.untyped_storage()
         # Offload complete storages, once per storage: several saved tensors are often views of one
         # storage.
         address = storage.data_ptr()
         # A storage does not record the conj and neg bits of a lazy view.
         is_lazy = tensor.is_conj() or tensor.is_neg()
-        if address in stays or is_lazy or storage.nbytes() < _LEAST_BYTES:
-            return _Kept.of(tensor)
+        if address in resident_addresses or is_lazy or storage.nbytes() < _MIN_BYTES:
+            return _OnDevice.of(tensor)
         if address not in saved:
-            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-            saved[address] = _Storage(self._transfers, whole)
-            self._leaving.append(weakref.ref(saved[address]))
-        watched.append(_Kept.of(tensor))
-        return _View(saved[address], tensor.dtype, (int(tensor.storage_offset()), tensor.size(), tensor.stride()))
+            storage_bytes = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+            saved[address] = _Storage(self._transfers, storage_bytes)
+            self._sending.append(weakref.ref(saved[address]))
+        checked.append(_OnDevice.of(tensor))
+        geometry = (int(tensor.storage_offset()), tensor.size(), tensor.stride())
+        return _View(saved[address], tensor.dtype, geometry)
 
-    def _unpack(self, packed: _Kept | _View) -> Tensor:
+    def _unpack(self, packed: _OnDevice | _View) -> Tensor:
         # Backward has begun: storages that are still on the device stay there.
-        self._leaving.clear()
+        self._sending.clear()
         return packed.tensor()
 
-    def _let_go(self) -> None:
+    def _free_sent(self) -> None:
         """Free the device memory of storages whose copy is complete.
 
         If free memory is at most twice the last layer's saved bytes, wait for incomplete copies
         too.
         """
-        if self._leaving:
+        if self._sending:
             self._transfers.keep_pace()
-        while self._leaving:
+        while self._sending:
             # Copies complete in order: stop at the first incomplete one. A dead reference means
             # that autograd dropped the storage.
-            storage = self._leaving[0]()
+            storage = self._sending[0]()
             if storage is not None and not storage.sent.is_done():
                 # Waiting stalls the compute stream; it pays only if the next layer could run out of
                 # memory.
@@ -207,7 +222,7 @@ class ActivationOffload:
                 storage.sent.wait()
             if storage is not None:
                 storage.device = None
-            self._leaving.popleft()
+            self._sending.popleft()
 
 
 def _fetch(saved: Iterable[weakref.ref[_Storage]], grad: Tensor) -> None:
@@ -236,8 +251,11 @@ def apply_offload(layers: Sequence[nn.Module], num_layers: int, transfers: HostT
     for i, layer in enumerate(layers):
         # The wrapper is a partial of ``partial`` itself: called with a forward, it returns a bound
         # forward. Unlike a closure, ``copy.deepcopy`` copies it together with the layer.
-        run = functools.partial(functools.partial, offload.run, layer) if i < num_layers else None
-        wrap_forward(layer, "offload", run or functools.partial(functools.partial, offload.run_behind))
+        if i < num_layers:
+            wrapper = functools.partial(functools.partial, offload.run, layer)
+        else:
+            wrapper = functools.partial(functools.partial, offload.run_resident)
+        wrap_forward(layer, "offload", wrapper)
 
 
 def remove_offload(layers: Iterable[nn.Module]) -> None:

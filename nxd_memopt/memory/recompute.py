@@ -32,9 +32,7 @@ class Recomputable(Protocol):
         ...
 
     def recompute_modules(self) -> Mapping[str, Sequence[nn.Module]]:
-        """Return, for each name in ``config.RECOMPUTE_MODULES``, the modules with this name of all
-        layers.
-        """
+        """Return the modules of all layers, by the names of ``config.RECOMPUTE_MODULES``."""
         ...
 
 
@@ -99,25 +97,34 @@ def checkpoint(
     )
 
 
-def _contexts(given: Callable[[], ContextPair] | None, *, keep_core_attn: bool) -> Callable[[], ContextPair] | None:
-    """Return the context function that combines the caller's contexts with the library's, or None
-    if there are none.
-    """
+def _contexts(
+    context_fn: Callable[[], ContextPair] | None,
+    *,
+    keep_core_attn: bool,
+) -> Callable[[], ContextPair] | None:
+    """Return one context function for the caller's and the library's contexts, None without any."""
     # From outside to inside: rng replay, functional mappings (no in-place writes to inputs, because
     # the region runs twice), the caller's contexts, selective saving.
-    contexts = [given] if given is not None else []
+    contexts: list[Callable[[], ContextPair]] = []
+    if context_fn is not None:
+        contexts.append(context_fn)
     if keep_core_attn:
         contexts.append(keeping_contexts)
     if not torch.compiler.is_compiling():  # dynamo cannot trace custom context managers
         contexts.insert(0, functional_contexts)
         if parallel_state.rng_states():
             contexts.insert(0, replay_contexts)
-    if len(contexts) < 2:
-        return contexts[0] if contexts else None
+    if not contexts:
+        return None
+    if len(contexts) == 1:
+        return contexts[0]
     return functools.reduce(_both, contexts)
 
 
-def _both(first: Callable[[], ContextPair], second: Callable[[], ContextPair]) -> Callable[[], ContextPair]:
+def _both(
+    first: Callable[[], ContextPair],
+    second: Callable[[], ContextPair],
+) -> Callable[[], ContextPair]:
     """Return a context function that nests the contexts of ``second`` inside those of ``first``."""
     return functools.partial(both_contexts, first, second)
 
@@ -150,11 +157,20 @@ def _under_function_modes(function: Callable[..., Any]) -> Callable[..., Any]:
 
     torch runs backward, and with it the recomputation, without these modes.
     """
-    modes = [] if torch.compiler.is_compiling() else overrides._get_current_function_mode_stack()
-    return functools.partial(_run_under, modes, function) if modes else function
+    if torch.compiler.is_compiling():
+        return function
+    modes = overrides._get_current_function_mode_stack()
+    if not modes:
+        return function
+    return functools.partial(_run_under, modes, function)
 
 
-def _run_under(modes: Sequence[AbstractContextManager[Any]], function: Callable[..., Any], *args: Any, **kwargs: Any):
+def _run_under(
+    modes: Sequence[AbstractContextManager[Any]],
+    function: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """Run ``function`` inside those of ``modes`` that are not active."""
     active = overrides._get_current_function_mode_stack()
     with ExitStack() as stack:
@@ -182,7 +198,8 @@ def apply_recompute(model: Recomputable, memory: MemoryConfig) -> None:
         if memory.recompute_keep_core_attn:
             _require_keepable(model.recompute_modules()["core_attn"])
         # Layers whose activations are offloaded are not recomputed as well.
-        _apply_full(list(model.decoder_layers())[memory.cpu_offloading_num_layers :], memory)
+        layers = list(model.decoder_layers())
+        _apply_full(layers[memory.cpu_offloading_num_layers :], memory)
     elif memory.recompute_granularity == "selective":
         named = model.recompute_modules()
         _warn_if_useless(named, memory)
@@ -192,12 +209,13 @@ def apply_recompute(model: Recomputable, memory: MemoryConfig) -> None:
 
 
 def recomputes_parts(memory: MemoryConfig) -> bool:
-    """Return whether a recomputed layer saves inner tensors, in which case recompute is part of the
-    compiled graph.
+    """Return whether a recomputed layer saves inner tensors.
+
+    Recompute is then part of the compiled graph.
     """
-    return memory.recompute_granularity == "selective" or (
-        memory.recompute_granularity == "full" and memory.recompute_keep_core_attn
-    )
+    if memory.recompute_granularity == "full":
+        return memory.recompute_keep_core_attn
+    return memory.recompute_granularity == "selective"
 
 
 def recompute_module(module: nn.Module) -> None:
@@ -213,16 +231,16 @@ def is_recomputed(module: nn.Module) -> bool:
 
 
 def is_passed_over(layer: nn.Module) -> bool:
-    """Return whether ``layer`` returns its input unchanged, because the first layer of its chunk
-    runs it.
-    """
+    """Return whether ``layer`` returns its input; the first layer of its chunk runs it."""
     return layer.__dict__.get("forward") is _pass_on
 
 
 def remove_recompute(model: Recomputable) -> None:
     """Undo ``apply_recompute``."""
-    named = model.recompute_modules()
-    for module in (*model.decoder_layers(), *(module for modules in named.values() for module in modules)):
+    modules = list(model.decoder_layers())
+    for named_modules in model.recompute_modules().values():
+        modules += named_modules
+    for module in modules:
         unwrap_forward(module, "recompute")
         unwrap_forward(module, "traced_recompute")
 
@@ -241,14 +259,16 @@ def _apply_full(layers: list[nn.Module], memory: MemoryConfig) -> None:
         raise ValueError(f"recompute_num_layers {num_layers} exceeds the model's {len(layers)} layers: lower it")
     # ``block``: chunks of one layer, over the first layers only.
     if memory.recompute_method == "block":
-        layers, num_layers = layers[:num_layers], 1
+        layers = layers[:num_layers]
+        num_layers = 1
     if len(layers) % num_layers:
         raise ValueError(
             f"{len(layers)} layers are not divisible by recompute_num_layers {num_layers}: "
             "use a divisor, or recompute_method 'block'"
         )
     for first in range(0, len(layers), num_layers):
-        _checkpoint_chunk(layers[first : first + num_layers], keep_core_attn=memory.recompute_keep_core_attn)
+        chunk = layers[first : first + num_layers]
+        _checkpoint_chunk(chunk, keep_core_attn=memory.recompute_keep_core_attn)
 
 
 def _require_keepable(modules: Sequence[nn.Module]) -> None:
@@ -256,30 +276,37 @@ def _require_keepable(modules: Sequence[nn.Module]) -> None:
     found = {str(getattr(module, "implementation", None)) for module in modules}
     if not found <= set(KEEPABLE_ATTENTION):
         raise ValueError(
-            f"recompute_keep_core_attn needs attention by one fused operator, one of {list(KEEPABLE_ATTENTION)}, and "
-            f"on backend {backend.name} it is {sorted(found)}: leave it out, or choose another attention_backend"
+            "recompute_keep_core_attn needs attention by one fused operator, one of "
+            f"{list(KEEPABLE_ATTENTION)}, and on backend {backend.name} it is {sorted(found)}: "
+            "leave it out, or choose another attention_backend"
         )
 
 
 def _checkpoint_chunk(layers: list[nn.Module], *, keep_core_attn: bool) -> None:
-    """Run the complete chunk under one checkpoint in its first layer; the other layers return their
-    input.
+    """Run the chunk under one checkpoint in its first layer; its other layers return their input.
+
+    The model's loop over its layers stays as it is.
     """
-    # The chunk keeps its place in the model's loop: the first layer runs the forwards of all
-    # layers, and the other layers pass the hidden states on.
-    first, *others = layers
-    rest = [layer.forward for layer in others]
+    first_layer, *later_layers = layers
+    later_forwards = [layer.forward for layer in later_layers]
     # A policy on operators sees nothing inside a compiled graph: this checkpoint must be traced
     # into it.
-    technique: Technique = "traced_recompute" if keep_core_attn else "recompute"
-    wrap_forward(first, technique, functools.partial(_checkpointed_chunk, rest, keep_core_attn))
-    for layer in others:
+    technique: Technique = "recompute"
+    if keep_core_attn:
+        technique = "traced_recompute"
+    wrapper = functools.partial(_checkpointed_chunk, later_forwards, keep_core_attn)
+    wrap_forward(first_layer, technique, wrapper)
+    for layer in later_layers:
         wrap_forward(layer, technique, _passing_on)
 
 
-def _checkpointed_chunk(rest: Sequence[Forward], keep_core_attn: bool, forward: Forward) -> Forward:
-    """Return a forward that runs ``forward`` and then ``rest`` under one checkpoint."""
-    run = functools.partial(_run_chunk, [forward, *rest])
+def _checkpointed_chunk(
+    later_forwards: Sequence[Forward],
+    keep_core_attn: bool,
+    forward: Forward,
+) -> Forward:
+    """Return a forward that runs ``forward`` and then ``later_forwards`` under one checkpoint."""
+    run = functools.partial(_run_chunk, [forward, *later_forwards])
     return functools.partial(checkpoint, run, keep_core_attn=keep_core_attn)
 
 
@@ -300,14 +327,13 @@ def _pass_on(hidden: Any, *context: Any) -> Any:
 
 
 def _warn_if_useless(named: Mapping[str, Sequence[nn.Module]], memory: MemoryConfig) -> None:
-    """Warn if only ``core_attn`` is recomputed and no layer materializes the S x S attention
-    scores.
-    """
+    """Warn if only ``core_attn`` is recomputed and no layer materializes S x S scores."""
     implementations = {getattr(module, "implementation", None) for module in named["core_attn"]}
     if memory.recompute_modules == ("core_attn",) and "math" not in implementations:
         warnings.warn(
-            f"recompute of core_attn saves no memory under attention {sorted(map(str, implementations))}: a fused "
-            "kernel keeps no S x S tensor and recomputes by itself; name other recompute_modules or use "
-            "recompute_granularity 'full'",
+            "recompute of core_attn saves no memory under attention "
+            f"{sorted(map(str, implementations))}: a fused kernel keeps no S x S tensor and "
+            "recomputes by itself; name other recompute_modules or use recompute_granularity "
+            "'full'",
             stacklevel=3,
         )

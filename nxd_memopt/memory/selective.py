@@ -34,26 +34,33 @@ _OPERATORS = {FLASH4_OPERATOR} | {
 
 
 def _policy(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Return ``MUST_SAVE`` for fused attention operators and ``PREFER_RECOMPUTE`` for all other
-    operators.
-    """
+    """Return ``MUST_SAVE`` for fused attention operators, ``PREFER_RECOMPUTE`` for all others."""
     del ctx, args, kwargs
-    return CheckpointPolicy.MUST_SAVE if operator in _OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
+    if operator in _OPERATORS:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-keeping_contexts: Callable[[], ContextPair] = functools.partial(create_selective_checkpoint_contexts, _policy)  # pyright: ignore
+keeping_contexts: Callable[[], ContextPair] = functools.partial(
+    create_selective_checkpoint_contexts,  # pyright: ignore
+    _policy,
+)
 """Return a context that saves (forward pass) and a context that returns the saved results
 (recomputation).
 """
 
 
-def both_contexts(first: Callable[[], ContextPair], second: Callable[[], ContextPair]) -> ContextPair:
+def both_contexts(
+    first: Callable[[], ContextPair],
+    second: Callable[[], ContextPair],
+) -> ContextPair:
     """Return the context pair of ``first`` with the context pair of ``second`` nested inside."""
+    first_forward, first_recompute = first()
+    second_forward, second_recompute = second()
     # A retained graph recomputes its regions again: each entry builds new nested contexts.
-    (first_forward, first_again), (second_forward, second_again) = first(), second()
     forward = functools.partial(_nested, first_forward, second_forward)
-    again = functools.partial(_nested, first_again, second_again)
-    return ReusableContext(forward), ReusableContext(again)
+    recompute = functools.partial(_nested, first_recompute, second_recompute)
+    return ReusableContext(forward), ReusableContext(recompute)
 
 
 @contextmanager

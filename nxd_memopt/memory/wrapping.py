@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -47,22 +46,29 @@ def is_wrapped(module: nn.Module, technique: Technique) -> bool:
 
 def _wrappers(module: nn.Module) -> Mapping[Technique, Wrapper]:
     """Return the wrappers of ``module`` by technique."""
-    return module.__dict__[_STATE][1] if _STATE in module.__dict__ else {}
+    if _STATE not in module.__dict__:
+        return {}
+    return module.__dict__[_STATE][1]
 
 
 def _set(module: nn.Module, wrappers: Mapping[Technique, Wrapper]) -> None:
-    """Rebuild the forward of ``module`` from its original forward and ``wrappers``, innermost
-    first.
-    """
-    # ``own`` is a forward that the user set on the instance, or None for the forward of the class.
-    own = module.__dict__.pop(_STATE, (module.__dict__.get("forward"),))[0]
+    """Rebuild the forward of ``module`` from its original forward and ``wrappers``."""
+    # ``original`` is a forward that the user set on the instance, or None for the forward of the
+    # class. The state, ``(original, wrappers)``, exists while the module has wrappers.
+    if _STATE in module.__dict__:
+        original = module.__dict__.pop(_STATE)[0]
+    else:
+        original = module.__dict__.get("forward")
     module.__dict__.pop("forward", None)
-    if own is not None:
-        module.__dict__["forward"] = own
+    if original is not None:
+        module.__dict__["forward"] = original
     if wrappers:
-        ordered = [wrappers[technique] for technique in _INNER_FIRST if technique in wrappers]
-        wrapped = functools.reduce(lambda forward, wrapper: wrapper(forward), ordered, module.forward)
-        module.__dict__[_STATE] = (own, wrappers)
+        wrapped: Forward = module.forward
+        for technique in _INNER_FIRST:
+            if technique in wrappers:
+                wrapped = wrappers[technique](wrapped)
+        module.__dict__[_STATE] = (original, wrappers)
         module.__dict__["forward"] = wrapped
-    # A memory technique is a choice of the configuration: no warning that it turns a fused path off.
+    # A memory technique is a choice of the configuration: no warning that it turns a fused path
+    # off.
     examine_fused_paths(module, warn=False)

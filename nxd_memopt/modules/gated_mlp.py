@@ -82,7 +82,7 @@ class _FusedGatedMLP(torch.autograd.Function):
 def _tiles(gathering: ChunkedAllGather, gate: Tensor, operations_per_element: int) -> Iterator[tuple[int, Tensor]]:
     """Yield chunks of rows as they arrive, split so that the activation fits ``_TILE_BYTES``."""
     most = max(1, _TILE_BYTES // (gate.size(-1) * gate.element_size()))
-    for first, rows in gathering.pieces(operations_per_element):
+    for first, rows in gathering.chunks(operations_per_element):
         for start in range(0, rows.size(0), most):
             yield first + start, rows[start : start + most]
 

@@ -91,7 +91,7 @@ def test_gathers():
         assert isinstance(gathering, PeerAllGather) and gathering.length == expected.size(0)
         if turn % 3:  # otherwise the whole is asked for at once
             found = torch.full_like(expected, torch.nan)
-            for start, part in gathering.pieces():
+            for start, part in gathering.chunks():
                 found[start : start + part.size(0)] = part
             assert torch.equal(found, expected)
         assert torch.equal(gathering.wait(), expected)
@@ -110,7 +110,7 @@ def test_reductions_sum_in_fp32_and_the_order_of_ranks():
         delay(turn)
         reduction = backend.start_reduction(whole.shape, whole.dtype, group, scattered=True, **SMALL_CHUNKS)
         assert isinstance(reduction, PeerReduction)
-        for start, stop in reduction.pieces:
+        for start, stop in reduction.chunks:
             reduction.put(start, whole[start:stop] * 1)  # memory that is free again at once
         assert torch.equal(reduction.wait(), expected)
 
@@ -126,7 +126,7 @@ def test_abandoned_and_interleaved_operations():
         gathering = backend.start_all_gather(x + turn, group, **SMALL_CHUNKS)
         shape = (256 * dist.get_world_size(), 16384)
         reduction = backend.start_reduction(shape, torch.float32, group, scattered=True, **SMALL_CHUNKS)
-        for start, stop in reduction.pieces:
+        for start, stop in reduction.chunks:
             reduction.put(start, torch.ones(stop - start, 16384, device=backend.device))
         whole = gathering.wait()
         assert whole[:, 0].sum().item() == 256 * sum(rank + turn for rank in range(dist.get_world_size()))

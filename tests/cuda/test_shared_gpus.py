@@ -36,16 +36,16 @@ def play(rank: int, port: int) -> None:
         gathering = PeerAllGather(memory, own[:rows])
         expected = torch.cat([part[:rows] for part in parts])
         found = torch.full(expected.shape, torch.nan, device=device, dtype=own.dtype)
-        for start, piece in gathering.pieces(20_000 if turn % 2 else 0):
+        for start, piece in gathering.chunks(20_000 if turn % 2 else 0):
             found[start : start + piece.size(0)] = piece
         reduction = PeerReduction(memory, RANKS * rows)
-        for start, stop in reduction.pieces:
+        for start, stop in reduction.chunks:
             reduction.put(start, own[start:stop])
         assert torch.equal(found.cpu(), expected)
         assert torch.equal(gathering.wait().cpu(), expected)
         summed = sum(part[rank * rows : (rank + 1) * rows].float() for part in parts).bfloat16()
         assert torch.equal(reduction.wait().cpu(), summed)
-    memory.meet()
+    memory.barrier()
     torch.cuda.synchronize()
     dist.barrier()
     dist.destroy_process_group()

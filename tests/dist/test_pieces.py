@@ -42,7 +42,7 @@ class PieceGathering:
         PieceGathering.last = self._whole
         self.length = self._whole.size(0)
 
-    def pieces(self, operations_per_element) -> Iterator[tuple[int, torch.Tensor]]:
+    def chunks(self, operations_per_element) -> Iterator[tuple[int, torch.Tensor]]:
         assert operations_per_element > 0
         for start, stop in ranges(self.length, own_first=True):
             yield start, self._whole[start:stop].clone()
@@ -54,7 +54,7 @@ class PieceGathering:
 
 class PieceReduction:
     def __init__(self, shape, dtype, group) -> None:
-        self.pieces, self._parts, self._group = ranges(shape[0], own_first=False), {}, group
+        self.chunks, self._parts, self._group = ranges(shape[0], own_first=False), {}, group
         self._shape, self._dtype = shape, dtype
 
     def abandon(self) -> None:

@@ -69,7 +69,8 @@ def refusal(implementation: str, call: AttentionCall) -> str | None:
     if reason is not None or limits is None:
         return reason
     if call.dtype not in limits.dtypes:
-        return f"{implementation} attention takes {[str(dtype) for dtype in limits.dtypes]}, got {call.dtype}"
+        supported = [str(dtype) for dtype in limits.dtypes]
+        return f"{implementation} attention takes {supported}, got {call.dtype}"
     if call.masked and not limits.masks:
         return f"{implementation} attention takes no mask"
     if call.packed and not limits.packed:
@@ -77,7 +78,10 @@ def refusal(implementation: str, call: AttentionCall) -> str | None:
     if call.packed and not _HAS_VARLEN:
         return f"torch {torch.__version__} has no flash attention for packed documents: 2.10 has"
     if call.dropout_p > 0 and (call.packed or not limits.dropout):
-        packed = " for packed documents" if limits.dropout else ""
+        # A kernel that has dropout refuses it only together with packed documents.
+        packed = ""
+        if limits.dropout:
+            packed = " for packed documents"
         return f"{implementation} attention is used without dropout{packed}, got {call.dropout_p}"
     if call.head_dim > limits.max_head_dim or call.head_dim % 8:
         wanted = f"a multiple of 8 up to {limits.max_head_dim}"
@@ -89,7 +93,7 @@ def _switched_off_by(implementation: str) -> str | None:
     torch_switch, variable = _SWITCHES.get(implementation, (None, None))
     if variable is not None and os.environ.get(variable) == "0":
         return f"{variable}=0 switches it off: unset it"
-    # dynamo can trace this call
+    # torch._C's own function instead of torch.backends.cuda's: dynamo can trace this call
     if torch_switch is None or getattr(torch._C, f"_get_{torch_switch}_sdp_enabled")():
         return None
     return f"torch.backends.cuda.enable_{torch_switch}_sdp(False) switched it off"

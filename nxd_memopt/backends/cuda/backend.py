@@ -43,14 +43,18 @@ class CudaBackend(C10dBackend):
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         if local_rank >= torch.cuda.device_count():
             raise ValueError(
-                f"LOCAL_RANK {local_rank} needs {local_rank + 1} GPUs, {torch.cuda.device_count()} visible: "
-                "lower --nproc_per_node or set NXD_MEMOPT_BACKEND=cpu"
+                f"LOCAL_RANK {local_rank} needs {local_rank + 1} GPUs, "
+                f"{torch.cuda.device_count()} visible: lower --nproc_per_node or set NXD_MEMOPT_BACKEND=cpu"
             )
         self.device = torch.device("cuda", local_rank)
         major, _ = torch.cuda.get_device_capability(self.device)
         self.attention_implementations = cuda_attention.implementations(major)
         self._peer_memories: dict[ProcessGroup, PeerMemory | None] = {}
-        self._is_recording = False  # capturing a graph of this backend, or warming up for one
+        # True while this backend captures a graph or warms up for one. Graphs that other code
+        # captures leave it False.
+        self._is_recording = False
+        # Peak up to the last change of the bytes that the allocator does not count. Graphs are
+        # referenced weakly: their pools are counted while a capture is alive.
         self._peak_bytes = 0
         self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
 
@@ -58,7 +62,9 @@ class CudaBackend(C10dBackend):
     def unavailable_reason(cls) -> str | None:
         if not torch.backends.cuda.is_built():
             return f"torch {torch.__version__} is built without CUDA"
-        return None if torch.cuda.is_available() else "no CUDA device is visible"
+        if not torch.cuda.is_available():
+            return "no CUDA device is visible"
+        return None
 
     def init_process_group(self, **kwargs: Any) -> None:
         torch.cuda.set_device(self.device)
@@ -74,11 +80,9 @@ class CudaBackend(C10dBackend):
         hides_launch_latency: bool = False,
     ) -> ChunkedAllGather:
         memory = self._peer_memory(group, tensor.nbytes, hides_launch_latency)
-        return (
-            super().start_all_gather(tensor, group)
-            if memory is None
-            else PeerAllGather(memory, tensor, materialize=materialize)
-        )
+        if memory is None:
+            return super().start_all_gather(tensor, group)
+        return PeerAllGather(memory, tensor, materialize=materialize)
 
     def start_reduction(
         self,
@@ -89,38 +93,53 @@ class CudaBackend(C10dBackend):
         scattered: bool,
         hides_launch_latency: bool = False,
     ) -> ChunkedReduction:
+        memory = None
         # The size of one rank's chunk of the sum decides. All-reduces always use NCCL.
-        own_bytes = math.prod(shape) * dtype.itemsize // self.group_size(group)
-        memory = self._peer_memory(group, own_bytes, hides_launch_latency) if scattered else None
+        if scattered:
+            own_bytes = math.prod(shape) * dtype.itemsize // self.group_size(group)
+            memory = self._peer_memory(group, own_bytes, hides_launch_latency)
         if memory is None:
             return super().start_reduction(shape, dtype, group, scattered=scattered)
         return PeerReduction(memory, shape[0])
 
-    def _peer_memory(self, group: ProcessGroup | None, own_bytes: int, hides_launch_latency: bool) -> PeerMemory | None:
+    def _peer_memory(
+        self,
+        group: ProcessGroup | None,
+        own_bytes: int,
+        hides_launch_latency: bool,
+    ) -> PeerMemory | None:
         """Return the peer memory for shards of ``own_bytes``, or None if NCCL is to be used."""
+        # Peer memory copies on its own streams with Python bookkeeping, which dynamo cannot trace.
         if group is None or group.size() == 1 or torch.compiler.is_compiling():
             return None
-        # ranks do not meet before replays of other code's graphs
+        # Replays need a barrier of the ranks before they use slots again. ``capture`` puts one into
+        # the graphs of this backend; graphs that other code captures have none.
         if _is_capturing() and not self._is_recording:
             return None
-        ahead = hides_launch_latency or self._is_recording
-        if own_bytes < (_PEER_MEMORY_BYTES_AHEAD if ahead else _PEER_MEMORY_BYTES):
+        threshold = _PEER_MEMORY_BYTES
+        if hides_launch_latency or self._is_recording:
+            threshold = _PEER_MEMORY_BYTES_AHEAD
+        if own_bytes < threshold:
             return None
         # A refusal is cached too. All ranks decide alike: sizes and settings are equal on all of
         # them.
         if group not in self._peer_memories:
-            usable = self.peer_memory_refusal(get_process_group_ranks(group)) is None
-            self._peer_memories[group] = PeerMemory(group, self.device) if usable else None
+            memory = None
+            if self.peer_memory_refusal(get_process_group_ranks(group)) is None:
+                memory = PeerMemory(group, self.device)
+            self._peer_memories[group] = memory
         return self._peer_memories[group]
 
     def capture_refusal(self) -> None:
         return None
 
     @contextmanager
-    def rehearsal(self) -> Iterator[None]:
+    def warmup(self) -> Iterator[None]:
+        # The barriers make each warm-up call start with the slots with which a capture starts, so
+        # that the capture finds them allocated.
         with self._recording():
             for memory in self._memories():
-                memory.meet()
+                memory.barrier()
             yield
 
     @contextmanager
@@ -131,17 +150,26 @@ class CudaBackend(C10dBackend):
         finally:
             self._is_recording = False
 
-    def capture(self, function: Callable[[], Result], *, pool_of: Capture[Any] | None = None) -> _Graph[Result]:
-        # Drain peer memory first, so that nothing in the graph waits for work outside it. The order
-        # of the contexts matters: barriers are inside the capture, the restoring of slots is
-        # outside of it.
-        memories, graph = self._memories(), torch.cuda.CUDAGraph()
+    def capture(
+        self,
+        function: Callable[[], Result],
+        *,
+        pool_of: Capture[Any] | None = None,
+    ) -> _Graph[Result]:
+        # Drain peer memory first, so that nothing in the graph waits for work outside it.
+        memories = self._memories()
+        graph = torch.cuda.CUDAGraph()
         for memory in memories:
-            memory.settle()
+            memory.drain()
         assert pool_of is None or isinstance(pool_of, _Graph)
-        self._keep_peak(self._unseen_bytes())
+        self._record_peak(self._uncounted_bytes())
         # graphs that never run at the same time may share one pool
-        pool = torch.cuda.graph_pool_handle() if pool_of is None else pool_of.graph.pool()
+        if pool_of is None:
+            pool = torch.cuda.graph_pool_handle()
+        else:
+            pool = pool_of.graph.pool()
+        # The order of the contexts matters: barriers are inside the capture and become part of the
+        # graph; the restoring of slots is outside, where the failed capture has already ended.
         with ExitStack() as stack:
             for memory in memories:
                 stack.enter_context(memory.restored_on_failure())
@@ -150,10 +178,12 @@ class CudaBackend(C10dBackend):
             for memory in memories:
                 stack.enter_context(memory.captured())
             result = function()
-        # During the capture the allocator counted the tensors in a shared pool: do not add the pool
-        # again.
-        held = 0 if pool_of is None else _unused_bytes(pool_of.graph)
-        self._keep_peak(self._unseen_bytes() - held)
+        # During the capture the allocator counted the tensors in a shared pool: do not add the
+        # pool again.
+        uncounted_bytes = self._uncounted_bytes()
+        if pool_of is not None:
+            uncounted_bytes -= _unused_bytes(pool_of.graph)
+        self._record_peak(uncounted_bytes)
         self._graphs.add(graph)
         return _Graph(graph, memories, result)
 
@@ -163,13 +193,14 @@ class CudaBackend(C10dBackend):
 
         ``torch.cuda.graph`` leaves the stream of a failed capture current, and its pool in use.
         """
-        before = torch.cuda.current_stream(self.device)
+        stream_before = torch.cuda.current_stream(self.device)
         try:  # thread_local: NCCL's own thread may go on calling CUDA
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 yield
         except BaseException:
-            torch.cuda.set_stream(before)
-            with suppress(RuntimeError):  # torch has already released the pool if the capture ended
+            torch.cuda.set_stream(stream_before)
+            # torch has already released the pool if the capture ended
+            with suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(self.device.index, pool)
             raise
 
@@ -184,12 +215,17 @@ class CudaBackend(C10dBackend):
         count = torch.cuda.device_count()
         refusal = self.peer_memory_refusal(range(count), count)
         if count > 1 and refusal is None:
-            large, small = (f"{size >> 20} MiB" for size in (_PEER_MEMORY_BYTES, _PEER_MEMORY_BYTES_AHEAD))
+            large = f"{_PEER_MEMORY_BYTES >> 20} MiB"
+            small = f"{_PEER_MEMORY_BYTES_AHEAD >> 20} MiB"
             sizes = f"{large} (in CUDA graphs and the fused loss {small})"
             return f"chunks from {sizes} on go through the {count} GPUs' memory by copy engines"
         return f"{super().describe_overlap()} ({refusal or 'one GPU is visible'})"
 
-    def peer_memory_refusal(self, ranks: Sequence[int], local_size: int | None = None) -> str | None:
+    def peer_memory_refusal(
+        self,
+        ranks: Sequence[int],
+        local_size: int | None = None,
+    ) -> str | None:
         """Return why ``ranks`` cannot use peer memory, or None if they can.
 
         All ranks of the group must reach the same answer.
@@ -207,7 +243,8 @@ class CudaBackend(C10dBackend):
         devices = [rank % local_size for rank in ranks]
         if max(devices) >= torch.cuda.device_count():
             return f"{local_size} ranks share a host and {torch.cuda.device_count()} GPUs are visible to this one"
-        # both directions of each pair
+        # Check both directions of each pair, also pairs without this rank: all ranks of the group
+        # must give the same answer.
         for one, other in itertools.permutations(devices, 2):
             if not torch.cuda.can_device_access_peer(one, other):
                 return f"GPU {one} cannot map the memory of GPU {other}"
@@ -239,12 +276,13 @@ class CudaBackend(C10dBackend):
         torch.cuda.synchronize(self.device)
 
     def memory_allocated(self) -> int:
-        return torch.cuda.memory_allocated(self.device) + self._unseen_bytes()
+        return torch.cuda.memory_allocated(self.device) + self._uncounted_bytes()
 
     def max_memory_allocated(self) -> int:
-        return max(self._peak_bytes, torch.cuda.max_memory_allocated(self.device) + self._unseen_bytes())
+        peak_now = torch.cuda.max_memory_allocated(self.device) + self._uncounted_bytes()
+        return max(self._peak_bytes, peak_now)
 
-    def _unseen_bytes(self) -> int:
+    def _uncounted_bytes(self) -> int:
         """Return the bytes in use that the caching allocator does not report.
 
         These are symmetric memory, which the allocator does not manage, and CUDA-graph pools, which
@@ -255,12 +293,13 @@ class CudaBackend(C10dBackend):
         peers = sum(memory.allocated_bytes() for memory in self._memories())
         return peers + sum(_unused_bytes(graph) for graph in pools.values())
 
-    def _keep_peak(self, unseen_bytes: int) -> None:
-        """Record the allocator's peak plus ``unseen_bytes``, and restart the allocator's peak.
+    def _record_peak(self, uncounted_bytes: int) -> None:
+        """Record the allocator's peak plus ``uncounted_bytes``, and restart the allocator's peak.
 
-        Call before ``unseen_bytes`` changes.
+        Call before ``uncounted_bytes`` changes.
         """
-        self._peak_bytes = max(self._peak_bytes, torch.cuda.max_memory_allocated(self.device) + unseen_bytes)
+        peak_now = torch.cuda.max_memory_allocated(self.device) + uncounted_bytes
+        self._peak_bytes = max(self._peak_bytes, peak_now)
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def reset_peak_memory_stats(self) -> None:
@@ -269,7 +308,7 @@ class CudaBackend(C10dBackend):
 
 
 def _unused_bytes(graph: torch.cuda.CUDAGraph) -> int:
-    """Return the bytes of the graph's pool without a live tensor now, but in use during replays."""
+    """Return the bytes of the graph's pool that have no live tensor now, but that replays use."""
     segments = torch.cuda.memory_snapshot(graph.pool())
     return sum(segment["total_size"] - segment["allocated_size"] for segment in segments)
 
@@ -281,10 +320,17 @@ def _is_capturing() -> bool:
 class _Graph(Generic[Result]):
     """``Capture`` of a CUDA graph. A replay first finishes pending peer-memory operations."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, memories: Sequence[PeerMemory], result: Result) -> None:
-        self.graph, self.result, self._memories = graph, result, memories
+    def __init__(
+        self,
+        graph: torch.cuda.CUDAGraph,
+        memories: Sequence[PeerMemory],
+        result: Result,
+    ) -> None:
+        self.graph = graph
+        self.result = result
+        self._memories = memories
 
     def replay(self) -> None:
         for memory in self._memories:
-            memory.settle()
+            memory.drain()
         self.graph.replay()

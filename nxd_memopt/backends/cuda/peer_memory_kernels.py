@@ -21,16 +21,17 @@ def sum_over_ranks(
 
     The part of ``RANK`` in ``parts`` is not read.
     """
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = place < count
+    # 64-bit offsets: the program index times BLOCK may exceed 32 bits
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < count
     total = tl.zeros([BLOCK], tl.float32)
     for rank in tl.static_range(SIZE):
         if rank == RANK:
-            total += tl.load(own + place, mask=mask, other=0.0).to(tl.float32)
+            total += tl.load(own + offsets, mask=mask, other=0.0).to(tl.float32)
         else:
-            total += tl.load(parts + place, mask=mask, other=0.0).to(tl.float32)
+            total += tl.load(parts + offsets, mask=mask, other=0.0).to(tl.float32)
         parts += count  # pointer increments: rank * count may exceed 32 bits
-    tl.store(result + place, total.to(result.dtype.element_ty), mask=mask)
+    tl.store(result + offsets, total.to(result.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["ranks"])

@@ -1,4 +1,4 @@
-"""Activation checkpointing for devices that compile a full step: a barrier keeps the recomputation.
+"""Activation checkpointing for devices that compile a full step, by an optimization barrier.
 
 A compiler that sees forward and backward in one graph merges equal operations, and so merges the
 recomputation into the forward pass. A barrier on ``[*saved inputs, grad of the output]`` makes the
@@ -37,9 +37,14 @@ class _Region:
     output_structure: pytree.TreeSpec | None = None
 
     def run(self, tensors: list[Tensor]) -> list[Any]:
-        # arguments in their first structure: saved tensors take the places of None
-        waiting = iter(tensors)
-        leaves = [next(waiting) if leaf is None else leaf.value for leaf in self.leaves]
+        # Restore the arguments' structure: the saved tensors replace None, in order.
+        next_tensors = iter(tensors)
+        leaves = []
+        for leaf in self.leaves:
+            if leaf is None:
+                leaves.append(next(next_tensors))
+            else:
+                leaves.append(leaf.value)
         args, kwargs = pytree.tree_unflatten(leaves, self.structure)
         outputs, self.output_structure = pytree.tree_flatten(self.function(*args, **kwargs))
         return outputs
@@ -47,6 +52,8 @@ class _Region:
 
 @dataclass(frozen=True)
 class _Constant:
+    """An argument that is no tensor; the wrapper tells a value of None from a tensor's position."""
+
     value: Any
 
 
@@ -54,7 +61,13 @@ class _BarrierCheckpoint(torch.autograd.Function):
     """Save a region's tensor arguments, and recompute the region after a barrier in backward."""
 
     @staticmethod
-    def forward(ctx: Any, region: _Region, forward_context: Any, anchor: Tensor, *tensors: Tensor) -> tuple[Any, ...]:
+    def forward(
+        ctx: Any,
+        region: _Region,
+        forward_context: Any,
+        anchor: Tensor,
+        *tensors: Tensor,
+    ) -> tuple[Any, ...]:
         # The anchor requires a gradient, so backward runs and the region's parameters get gradients
         # even if no argument requires one.
         del anchor
@@ -67,19 +80,23 @@ class _BarrierCheckpoint(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         _require_plain_backward()
         region: _Region = ctx.region
-        inputs, output_grads = _behind_barrier(region.backend, ctx.saved_tensors, grads)
-        needed = ctx.needs_input_grad[3:]
+        inputs, output_grads = _through_barrier(region.backend, ctx.saved_tensors, grads)
+        needs_grad = ctx.needs_input_grad[3:]  # without region, forward_context and anchor
         # Detached leaves: the nested backward pass ends here and does not run into the history of
         # the arguments.
-        leaves = [tensor.detach().requires_grad_(needs) for tensor, needs in zip(inputs, needed, strict=True)]
+        leaves = [tensor.detach().requires_grad_(needs) for tensor, needs in zip(inputs, needs_grad, strict=True)]
         with _replayed(region):
             outputs = region.run(leaves)
-        both = zip(outputs, output_grads, strict=True)
-        pairs = [(output, grad) for output, grad in both if isinstance(output, Tensor) and output.requires_grad]
+        differentiable: list[Tensor] = []
+        differentiable_grads: list[Tensor | None] = []
+        for output, grad in zip(outputs, output_grads, strict=True):
+            if isinstance(output, Tensor) and output.requires_grad:
+                differentiable.append(output)
+                differentiable_grads.append(grad)
         # Accumulates into .grad of the parameters directly, and of the leaves, whose gradients are
         # returned.
-        if pairs:
-            torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
+        if differentiable:
+            torch.autograd.backward(differentiable, differentiable_grads)
         return None, None, None, *(leaf.grad for leaf in leaves)
 
 
@@ -91,21 +108,36 @@ def _require_plain_backward() -> None:
     """
     if torch.is_grad_enabled():
         raise ValueError("recomputed regions have no second derivatives: create_graph=True needs a model without them")
+    # torch's reentrant checkpoint reads the same flag: it is False inside torch.autograd.grad and
+    # backward(inputs=...).
     if not torch.autograd._is_checkpoint_valid():  # pyright: ignore[reportPrivateImportUsage]
         raise ValueError(
-            "recomputed regions give gradients to backward() without inputs=: torch.autograd.grad and inputs= would "
-            "miss parameters, or add to the others' grad; call backward() and read grad"
+            "recomputed regions give gradients to backward() without inputs=: torch.autograd.grad "
+            "and inputs= would miss parameters, or add to the others' grad; call backward() and "
+            "read grad"
         )
 
 
-def _behind_barrier(
-    backend: Backend, saved: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]
+def _through_barrier(
+    backend: Backend,
+    saved: tuple[Tensor, ...],
+    grads: tuple[Tensor | None, ...],
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Return the saved tensors and the output gradients, as results of one common barrier."""
+    """Return the saved tensors and the output gradients, as results of one common barrier.
+
+    A gradient of None stays None.
+    """
     present = [grad for grad in grads if grad is not None]
     # one barrier over inputs and gradients ties the recomputation to the incoming gradient
     fresh = iter(backend.optimization_barrier([*saved, *present]))
-    return [next(fresh) for _ in saved], [None if grad is None else next(fresh) for grad in grads]
+    fresh_saved = [next(fresh) for _ in saved]
+    fresh_grads: list[Tensor | None] = []
+    for grad in grads:
+        if grad is None:
+            fresh_grads.append(None)
+        else:
+            fresh_grads.append(next(fresh))
+    return fresh_saved, fresh_grads
 
 
 @contextmanager
@@ -147,25 +179,39 @@ def barrier_checkpoint(
             ``inputs=`` and ``create_graph=True``, because parameters of the region get their
             gradients from a nested backward pass.
     """
-    forward_context, recompute_context = context_fn() if context_fn else (nullcontext(), nullcontext())
+    forward_context: Any = nullcontext()
+    recompute_context: Any = nullcontext()
+    if context_fn:
+        forward_context, recompute_context = context_fn()
     leaves, structure = pytree.tree_flatten((args, kwargs))
+    # Only tensors pass through the autograd Function, which saves them. The region stores the other
+    # arguments, and None for each tensor: a reference would keep the tensor alive even where a
+    # saved-tensor hook has replaced it.
+    tensors: list[Tensor] = []
+    constants: list[_Constant | None] = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            tensors.append(leaf)
+            constants.append(None)
+        else:
+            constants.append(_Constant(leaf))
+    # Backward restores the random states and the autocast settings of this call.
     device_type = backend.device.type
+    autocast = {
+        "device_type": device_type,
+        "enabled": torch.is_autocast_enabled(device_type),
+        "dtype": torch.get_autocast_dtype(device_type),
+    }
     region = _Region(
         backend,
         function,
         recompute_context,
         structure,
-        [None if isinstance(leaf, Tensor) else _Constant(leaf) for leaf in leaves],
+        constants,
         _rng_states(backend),
-        {
-            "device_type": device_type,
-            "enabled": torch.is_autocast_enabled(device_type),
-            "dtype": torch.get_autocast_dtype(device_type),
-        },
+        autocast,
     )
-    # the random states and the autocast settings above are the ones of the forward pass
     anchor = torch.empty((), device=backend.device, requires_grad=True)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     outputs = _BarrierCheckpoint.apply(region, forward_context, anchor, *tensors)
     assert region.output_structure is not None
     if not any(isinstance(output, Tensor) for output in outputs):

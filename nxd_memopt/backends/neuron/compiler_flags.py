@@ -1,4 +1,4 @@
-"""Reads from NEURON_CC_FLAGS which optimisation level neuronx-cc will use, and whether recompute survives it."""
+"""Reads neuronx-cc's optimisation level from NEURON_CC_FLAGS, and whether it allows recompute."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ def optimization_level(flags: str) -> int:
         ValueError: the flags cannot be split into words, or a level is not a number.
     """
     _, levels = _parse(flags)
-    return levels[-1] if levels else DEFAULT_LEVEL
+    if not levels:
+        return DEFAULT_LEVEL
+    return levels[-1]
 
 
 def with_optimization_level(flags: str, level: int) -> str:
     """Return ``flags`` with all their levels replaced by one ``-O<level>`` at the end."""
-    others, _ = _parse(flags)
-    return shlex.join([*others, f"-O{level}"])
+    other_words, _ = _parse(flags)
+    return shlex.join([*other_words, f"-O{level}"])
 
 
 def recompute_error(flags: str | None) -> str | None:
@@ -42,11 +44,14 @@ def recompute_error(flags: str | None) -> str | None:
     if level == RECOMPUTE_LEVEL:
         return None
     _, levels = _parse(flags)
-    found = f"says -O{level}" if levels else f"names no level, which means -O{level}"
+    found = f"says -O{level}"
+    if not levels:
+        found = f"names no level, which means -O{level}"
+    corrected = shlex.quote(with_optimization_level(flags, RECOMPUTE_LEVEL))
     return (
-        f"activation recompute needs neuronx-cc at -O{RECOMPUTE_LEVEL}, but NEURON_CC_FLAGS {found}: there it "
-        "may merge the recomputation with the forward pass, and no memory is saved; before the first compile set "
-        f"NEURON_CC_FLAGS={shlex.quote(with_optimization_level(flags, RECOMPUTE_LEVEL))}"
+        f"activation recompute needs neuronx-cc at -O{RECOMPUTE_LEVEL}, but NEURON_CC_FLAGS "
+        f"{found}: there it may merge the recomputation with the forward pass, and no memory is "
+        f"saved; before the first compile set NEURON_CC_FLAGS={corrected}"
     )
 
 
@@ -56,16 +61,19 @@ def _parse(flags: str) -> tuple[list[str], list[int]]:
         words = iter(shlex.split(flags))
     except ValueError as error:
         raise ValueError(f"NEURON_CC_FLAGS {flags!r} cannot be split into words: {error}") from error
-    others: list[str] = []
+    other_words: list[str] = []
     levels: list[int] = []
     for word in words:
         found = re.fullmatch(r"-O(.*)|--optlevel(?:=(.*))?", word)
         if found:
-            # the level is part of the word, or the next word except after an empty --optlevel=
-            level = found[1] or found[2] or ("" if word.endswith("=") else next(words, ""))
-            if not level.isdecimal():
+            level = found[1] or found[2]
+            # ``-O 1`` and ``--optlevel 1``: the level is the next word, if there is one. An empty
+            # ``--optlevel=`` has no level.
+            if not level and not word.endswith("="):
+                level = next(words, "")
+            if not level or not level.isdecimal():
                 raise ValueError(f"NEURON_CC_FLAGS {flags!r}: {word} needs a level from 1 to 3, got {level!r}")
             levels.append(int(level))
         else:
-            others.append(word)
-    return others, levels
+            other_words.append(word)
+    return other_words, levels

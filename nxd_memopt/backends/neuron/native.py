@@ -1,4 +1,7 @@
-"""The native Neuron backend: TorchNeuron's eager device on trn2 and trn3, and how to tell it from torch-xla's."""
+"""The native Neuron backend: TorchNeuron's eager device on trn2 and trn3.
+
+Also tells TorchNeuron from torch-xla's build, which has the same import name.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +38,9 @@ _VISIBLE_CORES = "NEURON_RT_VISIBLE_CORES"
 _SDPA_SEQUENCE_MULTIPLE = 512
 _SDPA_MAX_HEAD_DIM = 128
 _LATE_FALLBACK = (
-    f"{_NO_SILENT_FALLBACK} was not set when torch imported {_PACKAGE}, so operations that fail may still run on the "
-    f"CPU silently and slowly: export {_NO_SILENT_FALLBACK}=1 before Python starts (nxd-memopt launch does)"
+    f"{_NO_SILENT_FALLBACK} was not set when torch imported {_PACKAGE}, so operations that fail "
+    f"may still run on the CPU silently and slowly: export {_NO_SILENT_FALLBACK}=1 before Python "
+    "starts (nxd-memopt launch does)"
 )
 _FALLBACK_SET_LATE = _PACKAGE in sys.modules and _NO_SILENT_FALLBACK not in os.environ
 """Whether the package was loaded before the variable was set.
@@ -67,7 +71,8 @@ class NeuronBackend(C10dBackend):
     def __init__(self) -> None:
         self._device_module = _import_device_module()
         self._assigned_device: torch.device | None = None
-        if _FALLBACK_SET_LATE and os.environ.get("RANK", "0") == "0":  # one warning, not one per process
+        # one warning, not one per process
+        if _FALLBACK_SET_LATE and os.environ.get("RANK", "0") == "0":
             warnings.warn(_LATE_FALLBACK, RuntimeWarning, stacklevel=2)
 
     @property
@@ -78,6 +83,8 @@ class NeuronBackend(C10dBackend):
         the current device whenever a tensor is created, so code that saved it stays correct.
         ``neuron:0`` would be another process's core.
         """
+        # Save the index only when the process group has assigned it: until then the current device
+        # is the first that this process sees, which may be another process's core.
         if self._assigned_device is None and dist.is_initialized():
             self._assigned_device = torch.device("neuron", self._device_module.current_device())
         if self._assigned_device is not None:
@@ -95,7 +102,9 @@ class NeuronBackend(C10dBackend):
             device_count = _import_device_module().device_count()
         except Exception as error:  # the loader of a missing driver or library may raise anything
             return f"{_PACKAGE} cannot be imported: {type(error).__name__}: {error}"
-        return None if device_count else f"{_found()} is native, but no Neuron device is visible"
+        if not device_count:
+            return f"{_found()} is native, but no Neuron device is visible"
+        return None
 
     def description(self) -> str:
         return f"{_found()}, native; {self._fallback_state()}"
@@ -137,7 +146,8 @@ class NeuronBackend(C10dBackend):
     def all_reduce(self, tensor: Tensor, group: ProcessGroup | None, op: str = "sum") -> Tensor:
         if not _is_integer(tensor) or self.group_size(group) == 1:
             return super().all_reduce(tensor, group, op)
-        # [...] -> [size, ...]
+        # [...] -> [size, ...] on the host, where the reduction over dim 0 is exact. The copy to the
+        # host waits for the device.
         gathered = self.all_gather(tensor.unsqueeze(0), group).cpu()
         reduced = {"sum": gathered.sum, "max": gathered.amax, "min": gathered.amin}[op](0)
         return reduced.to(device=tensor.device, dtype=tensor.dtype)
@@ -149,7 +159,7 @@ class NeuronBackend(C10dBackend):
 
     def reduce_scatter_async(self, tensor: Tensor, group: ProcessGroup | None) -> Pending:
         if _is_integer(tensor):
-            # summed on the host by all_reduce; this rank keeps its chunk
+            # all_reduce sums on the host; return this rank's chunk
             return Completed(self.shard(self.all_reduce(tensor, group), 0, group))
         return super().reduce_scatter_async(tensor, group)
 
@@ -174,7 +184,9 @@ class NeuronBackend(C10dBackend):
         if implementation != "sdpa":
             return None
         return call.unsuited(
-            "Neuron's SDPA kernel", sequence_multiple=_SDPA_SEQUENCE_MULTIPLE, max_head_dim=_SDPA_MAX_HEAD_DIM
+            "Neuron's SDPA kernel",
+            sequence_multiple=_SDPA_SEQUENCE_MULTIPLE,
+            max_head_dim=_SDPA_MAX_HEAD_DIM,
         )
 
     def synchronize(self) -> None:
@@ -182,6 +194,7 @@ class NeuronBackend(C10dBackend):
 
     def memory_allocated(self) -> int:
         """Return the bytes of tensors, without the internal memory of compiled graphs."""
+        # operations that are still queued may allocate
         self.synchronize()
         return self._device_module.memory_allocated(self._device_module.current_device())
 
@@ -222,15 +235,17 @@ def _require_a_core(device_count: int) -> None:
     if visible:
         if device_count != 1:
             raise ValueError(
-                f"{_VISIBLE_CORES}={visible} gives this process {device_count} cores, but TorchNeuron takes one per "
-                "process: unset it, so that each takes the core of its LOCAL_RANK, or set one core for each process"
+                f"{_VISIBLE_CORES}={visible} gives this process {device_count} cores, but "
+                "TorchNeuron takes one per process: unset it, so that each takes the core of its "
+                "LOCAL_RANK, or set one core for each process"
             )
         return
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if local_rank >= device_count:
         raise ValueError(
-            f"LOCAL_RANK {local_rank} needs {local_rank + 1} Neuron devices, {device_count} visible: lower "
-            f"--nproc_per_node, or check NEURON_LOGICAL_NC_CONFIG (1 gives twice the cores of 2)"
+            f"LOCAL_RANK {local_rank} needs {local_rank + 1} Neuron devices, {device_count} "
+            "visible: lower --nproc_per_node, or check NEURON_LOGICAL_NC_CONFIG (1 gives twice the "
+            "cores of 2)"
         )
 
 
@@ -253,7 +268,8 @@ def _not_native_reason() -> str | None:
     locations = _package_locations()
     if locations is None:
         return f"{_PACKAGE} is not installed"
-    # PathFinder searches the package's directory without importing the package
+    # PathFinder searches the package's directory without importing the package. A package of
+    # version 2.10 is TorchNeuron even if its modules are renamed.
     if PathFinder.find_spec(f"{_PACKAGE}.neuron_dynamo_backend", locations) is not None:
         return None
     version = _version()
@@ -270,7 +286,9 @@ def _package_locations() -> list[str] | None:
     if loaded is not None:
         return list(getattr(loaded, "__path__", []))
     spec = importlib.util.find_spec(_PACKAGE)
-    return None if spec is None else list(spec.submodule_search_locations or [])
+    if spec is None:
+        return None
+    return list(spec.submodule_search_locations or [])
 
 
 def _version() -> str | None:
@@ -289,4 +307,6 @@ def _found() -> str:
 
 def _release(version: str) -> tuple[int, int]:
     found = re.match(r"(\d+)\.(\d+)", version)
-    return (int(found[1]), int(found[2])) if found else (0, 0)
+    if not found:
+        return 0, 0
+    return int(found[1]), int(found[2])

@@ -1,4 +1,7 @@
-"""The order in which tensor-parallel groups take the workers of Trainium nodes, so that neighbours share links."""
+"""The order in which tensor-parallel groups take the workers of Trainium nodes.
+
+Neighbours in this order share links.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,11 @@ TRN2_ROWS_AROUND_TORUS = (0, 3, 1, 2)
 """Rows of chips of a trn2 node, in an order in which neighbours are linked."""
 
 
-def neuron_order(environment: Mapping[str, str], world_size: int, tensor_model_parallel_size: int) -> list[int]:
+def neuron_order(
+    environment: Mapping[str, str],
+    world_size: int,
+    tensor_model_parallel_size: int,
+) -> list[int]:
     """Return the global ranks in the order in which tensor-parallel groups take them.
 
     On platforms other than trn1 and trn2 the order is ``0, 1, 2, ...``.
@@ -24,24 +31,35 @@ def neuron_order(environment: Mapping[str, str], world_size: int, tensor_model_p
     platform = platform_target(environment)
     workers_per_node = int(environment.get("LOCAL_WORLD_SIZE", world_size))
     if platform == "trn1":
-        return trn1_order(world_size, tensor_model_parallel_size, workers_per_node=workers_per_node)
+        return trn1_order(
+            world_size,
+            tensor_model_parallel_size,
+            workers_per_node=workers_per_node,
+        )
     if platform == "trn2":
-        lnc = logical_nc_config(environment)
         return trn2_order(
-            world_size, tensor_model_parallel_size, logical_nc_config=lnc, workers_per_node=workers_per_node
+            world_size,
+            tensor_model_parallel_size,
+            logical_nc_config=logical_nc_config(environment),
+            workers_per_node=workers_per_node,
         )
     return list(range(world_size))
 
 
-def neuron_kv_rank_stride(environment: Mapping[str, str], tensor_model_parallel_size: int, replicas: int) -> int:
+def neuron_kv_rank_stride(
+    environment: Mapping[str, str],
+    tensor_model_parallel_size: int,
+    replicas: int,
+) -> int:
     """Return the distance in a tensor-parallel group between the ranks that share one KV head.
 
     The distance is T/replicas on trn1, and on inf2, which has the same chips: at T = 32 with 4
     replicas the groups are ``[0, 8, 16, 24], [1, 9, 17, 25], ...``, the groups of 4 that a node
     links. It is 1 elsewhere.
     """
-    strided = replicas > 1 and platform_target(environment) in ("trn1", "inf2")
-    return tensor_model_parallel_size // replicas if strided else 1
+    if replicas > 1 and platform_target(environment) in ("trn1", "inf2"):
+        return tensor_model_parallel_size // replicas
+    return 1
 
 
 def platform_target(environment: Mapping[str, str]) -> str:
@@ -49,11 +67,15 @@ def platform_target(environment: Mapping[str, str]) -> str:
 
     ``NEURON_PLATFORM_TARGET_OVERRIDE`` takes precedence over the machine's product name.
     """
-    override = environment.get(PLATFORM_OVERRIDE)
+    platform = environment.get(PLATFORM_OVERRIDE)
     product = Path("/sys/devices/virtual/dmi/id/product_name")  # on EC2 the instance type
-    named = override or (product.read_text(encoding="ascii", errors="replace") if product.exists() else "")
-    found = re.match(r"(trn|inf)\d", named.strip().lower())
-    return found[0] if found else ""
+    if not platform and product.exists():
+        platform = product.read_text(encoding="ascii", errors="replace")
+    # an instance type such as trn2.48xlarge begins with the platform
+    found = re.match(r"(trn|inf)\d", (platform or "").strip().lower())
+    if not found:
+        return ""
+    return found[0]
 
 
 def logical_nc_config(environment: Mapping[str, str]) -> int:
@@ -63,14 +85,16 @@ def logical_nc_config(environment: Mapping[str, str]) -> int:
         ValueError: the value is neither 1 nor 2, or two variables differ.
     """
     names = ("NEURON_LOGICAL_NC_CONFIG", "NEURON_RT_VIRTUAL_CORE_SIZE")
-    given = {name: environment[name] for name in names if name in environment}
-    if len(set(given.values())) > 1:
+    # The second variable is the older name of the first. With different values the order could be
+    # computed for another number of workers than the node has.
+    values = {name: environment[name] for name in names if name in environment}
+    if len(set(values.values())) > 1:
         raise ValueError(
-            f"{names[0]}={given[names[0]]} differs from {names[1]}={given[names[1]]}: set one, or both alike"
+            f"{names[0]}={values[names[0]]} differs from {names[1]}={values[names[1]]}: set one, or both alike"
         )
-    value = next(iter(given.values()), "2")
+    value = next(iter(values.values()), "2")
     if value not in ("1", "2"):
-        raise ValueError(f"{next(iter(given))}={value} is neither 1 nor 2")
+        raise ValueError(f"{next(iter(values))}={value} is neither 1 nor 2")
     return int(value)
 
 
@@ -86,12 +110,18 @@ def trn1_order(world_size: int, tensor_model_parallel_size: int, *, workers_per_
         return list(range(world_size))
     stride = workers_per_node // size
     # ranks start, start + stride, ...: one from each quarter of the node
-    within = [start + step * stride for start in range(stride) for step in range(size)]
-    return _repeat_per_node(within, world_size)
+    order = []
+    for start in range(stride):
+        order += range(start, workers_per_node, stride)
+    return _repeat_per_node(order, world_size)
 
 
 def trn2_order(
-    world_size: int, tensor_model_parallel_size: int, *, logical_nc_config: int, workers_per_node: int
+    world_size: int,
+    tensor_model_parallel_size: int,
+    *,
+    logical_nc_config: int,
+    workers_per_node: int,
 ) -> list[int]:
     """Return the global ranks in the order in which trn2's tensor-parallel groups take them.
 
@@ -107,14 +137,18 @@ def trn2_order(
         workers_per_node: processes on each node.
     """
     full_node = _TRN2_CORES // logical_nc_config
-    if tensor_model_parallel_size * 2 != full_node or workers_per_node != full_node or world_size % full_node:
+    uses_full_nodes = workers_per_node == full_node and world_size % full_node == 0
+    if tensor_model_parallel_size * 2 != full_node or not uses_full_nodes:
         return list(range(world_size))
     # T is half of the node: each group takes two rows, which are neighbours in this order
-    row = full_node // len(TRN2_ROWS_AROUND_TORUS)
-    within = [rank for first in TRN2_ROWS_AROUND_TORUS for rank in range(first * row, (first + 1) * row)]
-    return _repeat_per_node(within, world_size)
+    row_size = full_node // len(TRN2_ROWS_AROUND_TORUS)
+    order = []
+    for row in TRN2_ROWS_AROUND_TORUS:
+        order += range(row * row_size, (row + 1) * row_size)
+    return _repeat_per_node(order, world_size)
 
 
-def _repeat_per_node(within: list[int], world_size: int) -> list[int]:
+def _repeat_per_node(order: list[int], world_size: int) -> list[int]:
     """Repeat the order within one node for all nodes of the world."""
-    return [node + rank for node in range(0, world_size, len(within)) for rank in within]
+    first_ranks = range(0, world_size, len(order))
+    return [first_rank + rank for first_rank in first_ranks for rank in order]

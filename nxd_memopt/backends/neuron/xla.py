@@ -41,16 +41,19 @@ class XlaBackend(C10dBackend):
 
     def __init__(self) -> None:
         _prefer_neuron_cores()
-        # both set variables that torch_xla reads: before its import
+        # both calls set environment variables that torch_xla reads: call them before its import
         self.functionalization_note = _enable_functionalization()
         import torch_xla  # pyright: ignore[reportMissingImports]
         import torch_xla.core.xla_model as xm  # pyright: ignore[reportMissingImports]
         import torch_xla.runtime as xr  # pyright: ignore[reportMissingImports]
 
-        self._torch_xla, self._xm = torch_xla, xm
+        self._torch_xla = torch_xla
+        self._xm = xm
         self.device = torch_xla.device()
         self.is_simulated = xr.device_type() == "CPU"
-        self.distributed_backend = "gloo" if self.is_simulated else "xla"
+        self.distributed_backend = "xla"
+        if self.is_simulated:
+            self.distributed_backend = "gloo"
         # group name -> the partition of the world with this group
         self._rank_groups: dict[str, list[list[int]]] = {}
         self._ranks_in_graph: dict[str, Tensor] = {}
@@ -65,15 +68,18 @@ class XlaBackend(C10dBackend):
     @classmethod
     def passed_over_reason(cls) -> str | None:
         missing = cls.unavailable_reason()
-        if missing is None and os.environ.get("PJRT_DEVICE", "NEURON") != "NEURON":
+        if missing is not None:
+            return missing
+        # A simulation is slow: only an explicit request selects it.
+        if os.environ.get("PJRT_DEVICE", "NEURON") != "NEURON":
             return (
                 f"PJRT_DEVICE={os.environ['PJRT_DEVICE']} only simulates NeuronCores: ask with NXD_MEMOPT_BACKEND=xla"
             )
-        if missing is None and not _neuron_devices():
+        if not _neuron_devices():
             return (
                 "torch_xla is installed, but there is no /dev/neuron*: ask for a simulation with NXD_MEMOPT_BACKEND=xla"
             )
-        return missing
+        return None
 
     def description(self) -> str:
         device = "torch_xla on NeuronCores"
@@ -130,8 +136,9 @@ class XlaBackend(C10dBackend):
             return [list(range(dist.get_world_size()))]
         if group.group_name not in self._rank_groups:
             raise ValueError(
-                f"process group {group.group_name} was made by torch.distributed, which does not say what the other "
-                "ranks' groups are: make it with backend.new_group or parallel_state"
+                f"process group {group.group_name} was made by torch.distributed, which does not "
+                "say what the other ranks' groups are: make it with backend.new_group or "
+                "parallel_state"
             )
         return self._rank_groups[group.group_name]
 
@@ -139,10 +146,14 @@ class XlaBackend(C10dBackend):
         return next(ranks for ranks in self._groups(group) if dist.get_rank() in ranks)
 
     def group_size(self, group: ProcessGroup | None) -> int:
-        return 1 if group is None else len(self._ranks(group))
+        if group is None:
+            return 1
+        return len(self._ranks(group))
 
     def group_rank(self, group: ProcessGroup | None) -> int:
-        return 0 if group is None else self._ranks(group).index(dist.get_rank())
+        if group is None:
+            return 0
+        return self._ranks(group).index(dist.get_rank())
 
     def group_rank_in_graph(self, group: ProcessGroup | None) -> int | Tensor:
         if group is None:
@@ -151,17 +162,22 @@ class XlaBackend(C10dBackend):
 
     def _rank_tensor(self, group: ProcessGroup) -> Tensor:
         """Return this rank as ``[1]`` int64 on the device, which is input data of the graph."""
-        if group.group_name not in self._ranks_in_graph:
-            self._ranks_in_graph[group.group_name] = torch.tensor([self.group_rank(group)]).to(self.device)
-        return self._ranks_in_graph[group.group_name]
+        # Cached: a tensor that is copied to the device once is the same input in the graph of every
+        # step.
+        name = group.group_name
+        if name not in self._ranks_in_graph:
+            rank = torch.tensor([self.group_rank(group)])
+            self._ranks_in_graph[name] = rank.to(self.device)
+        return self._ranks_in_graph[name]
 
     def shard(self, tensor: Tensor, dim: int, group: ProcessGroup | None) -> Tensor:
         if group is None or self.group_size(group) == 1:
             return tensor
         # index_select with the rank as data, not narrow with the rank as a number: the same graph
         # on all ranks
+        dim = dim % tensor.dim()
         chunks = tensor.unflatten(dim, (self.group_size(group), -1))
-        return chunks.index_select(dim % tensor.dim(), self._rank_tensor(group)).squeeze(dim % tensor.dim())
+        return chunks.index_select(dim, self._rank_tensor(group)).squeeze(dim)
 
     # Collectives
 
@@ -200,9 +216,21 @@ class XlaBackend(C10dBackend):
             return super().reduce_scatter_async(self._on_host(tensor), group).wait().to(self.device)
         groups = self._groups(group)
         # scale 1.0, scatter dimension 0, one chunk per rank
-        return self._xm.reduce_scatter("sum", tensor, 1.0, 0, size, groups=groups, pin_layout=False)
+        return self._xm.reduce_scatter(
+            "sum",
+            tensor,
+            1.0,
+            0,
+            size,
+            groups=groups,
+            pin_layout=False,
+        )
 
-    def reduce_scatter_mean_list(self, tensors: Sequence[Tensor], group: ProcessGroup | None) -> list[Tensor]:
+    def reduce_scatter_mean_list(
+        self,
+        tensors: Sequence[Tensor],
+        group: ProcessGroup | None,
+    ) -> list[Tensor]:
         """Return this rank's chunk of each tensor's mean over ``group``, ``[D * n_i] -> [n_i]``.
 
         torch_xla's list collectives take the tensors as they are, without the copy of
@@ -213,13 +241,26 @@ class XlaBackend(C10dBackend):
             return super().reduce_scatter_mean_list(tensors, group)
         # divide before the sum, as the default implementation does
         parts = [tensor / size for tensor in tensors]
-        return self._xm.reduce_scatter("sum", parts, 1.0, 0, size, groups=self._groups(group), pin_layout=False)
+        return self._xm.reduce_scatter(
+            "sum",
+            parts,
+            1.0,
+            0,
+            size,
+            groups=self._groups(group),
+            pin_layout=False,
+        )
 
-    def all_gather_list(self, tensors: Sequence[Tensor], group: ProcessGroup | None) -> Iterator[Tensor]:
+    def all_gather_list(
+        self,
+        tensors: Sequence[Tensor],
+        group: ProcessGroup | None,
+    ) -> Iterator[Tensor]:
         if self.group_size(group) == 1 or self._through_host:
             yield from super().all_gather_list(tensors, group)
         else:
-            yield from self._xm.all_gather(list(tensors), dim=0, groups=self._groups(group), pin_layout=False)
+            groups = self._groups(group)
+            yield from self._xm.all_gather(list(tensors), dim=0, groups=groups, pin_layout=False)
 
     def all_to_all(self, tensor: Tensor, group: ProcessGroup | None) -> Tensor:
         size = self.group_size(group)
@@ -242,6 +283,7 @@ class XlaBackend(C10dBackend):
 
     def get_rng_state(self) -> Tensor:
         """Return the seed as 8 bytes; torch_xla's full state is one unsigned 64-bit number."""
+        # uint8 as the states of torch's other devices; int64 would not hold all unsigned seeds
         seed = self._xm.get_rng_state() % 2**_SEED_BITS
         return torch.tensor(list(seed.to_bytes(_SEED_BITS // 8, "little")), dtype=torch.uint8)
 
@@ -262,15 +304,20 @@ class XlaBackend(C10dBackend):
         self._xm.wait_device_ops()
 
     def memory_allocated(self) -> int | None:
-        return resident_bytes("VmRSS") if self.is_simulated else self._memory("bytes_used")
+        if self.is_simulated:
+            return resident_bytes("VmRSS")
+        return self._memory_statistic("bytes_used")
 
     def max_memory_allocated(self) -> int | None:
-        return resident_bytes("VmHWM") if self.is_simulated else self._memory("peak_bytes_used")
+        if self.is_simulated:
+            return resident_bytes("VmHWM")
+        return self._memory_statistic("peak_bytes_used")
 
-    def _memory(self, field: str) -> int | None:
+    def _memory_statistic(self, field: str) -> int | None:
         try:
             return self._xm.get_memory_info(self.device)[field]
-        except RuntimeError:  # "UNIMPLEMENTED": the device's runtime has no memory statistics
+        # "UNIMPLEMENTED": the device's runtime has no memory statistics
+        except RuntimeError:
             return None
 
     def reset_peak_memory_stats(self) -> None:
@@ -282,7 +329,8 @@ class XlaBackend(C10dBackend):
             reset_resident_peak()
 
     def optimization_barrier(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        # records no operation; the barrier call is in place
+        # torch_xla's barrier is in place: it would replace the caller's tensors. A clone records no
+        # operation in the graph.
         barriered = [tensor.clone() for tensor in tensors]
         self._xm.optimization_barrier_(barriered)
         return barriered
@@ -291,10 +339,11 @@ class XlaBackend(C10dBackend):
         if self._recompute_checked:
             return
         error = recompute_error(os.environ.get("NEURON_CC_FLAGS"))
-        if error is not None and os.environ.get("NXD_MEMOPT_RECOMPUTE_CHECK") != "warn":
-            raise ValueError(f"{error}, or NXD_MEMOPT_RECOMPUTE_CHECK=warn to go on without being sure")
         if error is not None:
+            if os.environ.get("NXD_MEMOPT_RECOMPUTE_CHECK") != "warn":
+                raise ValueError(f"{error}, or NXD_MEMOPT_RECOMPUTE_CHECK=warn to go on without being sure")
             warnings.warn(error, RuntimeWarning, stacklevel=2)
+        # once per process, so that there is one warning
         self._recompute_checked = True
 
     def checkpoint(
@@ -311,7 +360,7 @@ class XlaBackend(C10dBackend):
         ``determinism_check`` and ``early_stop`` are ignored: the full function runs again, and only
         the shapes of its results are compared.
         """
-        del determinism_check, early_stop  # the full function runs again
+        del determinism_check, early_stop
         self.check_recompute()
         return barrier_checkpoint(self, function, *args, context_fn=context_fn, **kwargs)
 
@@ -340,10 +389,11 @@ def _enable_functionalization() -> str:
         os.environ[_FUNCTIONALIZATION] = "0"
         if "torch_xla" in sys.modules:
             warnings.warn(
-                f"torch_xla was imported before nxd_memopt and {_FUNCTIONALIZATION} was not set: it is 0 from here on, "
-                "but on AWS's torch-neuronx tensors made until now lack functionalization, and Tensor.split with a "
-                f"list of sizes returns wrong data for them (pytorch/xla#8640); set {_FUNCTIONALIZATION}=0 in the "
-                "environment, or import nxd_memopt first",
+                f"torch_xla was imported before nxd_memopt and {_FUNCTIONALIZATION} was not set: "
+                "it is 0 from here on, but on AWS's torch-neuronx tensors made until now lack "
+                "functionalization, and Tensor.split with a list of sizes returns wrong data for "
+                f"them (pytorch/xla#8640); set {_FUNCTIONALIZATION}=0 in the environment, or "
+                "import nxd_memopt first",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -352,4 +402,7 @@ def _enable_functionalization() -> str:
 
 def _prefer_neuron_cores() -> None:
     """Set the device that PJRT opens, unless the user has set it."""
-    os.environ.setdefault("PJRT_DEVICE", "NEURON" if _neuron_devices() else "CPU")
+    device = "CPU"
+    if _neuron_devices():
+        device = "NEURON"
+    os.environ.setdefault("PJRT_DEVICE", device)

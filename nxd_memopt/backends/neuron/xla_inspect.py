@@ -27,13 +27,17 @@ def dump_directory() -> Path:
             torch_xla is imported.
     """
     found = os.environ.get("XLA_FLAGS", "")
-    flags = {name: value for name, _, value in (word.partition("=") for word in shlex.split(found))}
+    flags: dict[str, str] = {}
+    for word in shlex.split(found):
+        name, _, value = word.partition("=")
+        flags[name] = value
     disabled = flags.get("--xla_disable_hlo_passes", "").split(",")
     dump_to = flags.get("--xla_dump_to")
     if not dump_to or "--xla_dump_hlo_as_text" not in flags or DISABLED_PASS not in disabled:
         raise RuntimeError(
-            "the compiled step can only be read when XLA dumps it and keeps its barriers; before Python starts, set "
-            f"XLA_FLAGS={shlex.quote(dump_flags(Path('DIRECTORY')))} (found {found!r})"
+            "the compiled step can only be read when XLA dumps it and keeps its barriers; before "
+            f"Python starts, set XLA_FLAGS={shlex.quote(dump_flags(Path('DIRECTORY')))} "
+            f"(found {found!r})"
         )
     return Path(dump_to)
 
@@ -53,12 +57,16 @@ def pretended_rank(world_size: int, rank: int) -> Iterator[None]:
     import torch_xla  # pyright: ignore[reportMissingImports]
     import torch_xla.runtime as xr  # pyright: ignore[reportMissingImports]
 
-    before = xr._WORLD_SIZE, xr._ORDINAL
-    xr._WORLD_SIZE, xr._ORDINAL = world_size, rank
+    # torch_xla caches both numbers here; while they are set it does not ask the runtime.
+    world_size_before = xr._WORLD_SIZE
+    rank_before = xr._ORDINAL
+    xr._WORLD_SIZE = world_size
+    xr._ORDINAL = rank
     try:
         yield
     finally:
-        xr._WORLD_SIZE, xr._ORDINAL = before
+        xr._WORLD_SIZE = world_size_before
+        xr._ORDINAL = rank_before
         # torch_xla chains collectives through a token: reset it, so that the next graph starts a
         # new chain
         torch_xla._XLAC._set_all_reduce_token(str(torch_xla.device()), None)

@@ -70,7 +70,7 @@ class ActivationSharding:
             shape, wide, self.group, scattered=scattered, hides_launch_latency=self.hides_launch_latency
         )
         try:
-            for start, stop in reduction.pieces:
+            for start, stop in reduction.chunks:
                 reduction.put(start, as_dtype(rows(start, stop), wide))
         except BaseException:  # e.g. out of memory, after which a script may try the next batch
             reduction.abandon()

@@ -57,7 +57,7 @@ def products(
     results: list[Tensor] = []
     # 2 * sum(n_i) FLOPs for each element of X tell the gather how long a chunk keeps the GEMMs
     # busy.
-    for start, rows in gathering.pieces(2 * sum(weight.size(0) for weight in weights)):
+    for start, rows in gathering.chunks(2 * sum(weight.size(0) for weight in weights)):
         inputs = [rows] * len(weights) if inputs_of is None else inputs_of(rows)
         if rows.size(0) == gathering.length:
             return [F.linear(*each) for each in zip(inputs, weights, biases, strict=True)]
