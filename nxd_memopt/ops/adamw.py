@@ -107,6 +107,7 @@ def adamw_update(
     # results are bitwise equal to torch.optim.AdamW.
     denominator = (new_square.sqrt() / numbers.root).add_(eps)
     new_param.add_((new_mean * numbers.negative_step_size).div_(denominator))
+    # Tensors of the arithmetic dtype were updated in place: ``.to`` returned the tensor itself.
     for tensor, updated in ((param, new_param), (mean, new_mean), (square, new_square)):
         if updated is not tensor:
             tensor.copy_(updated)

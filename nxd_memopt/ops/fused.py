@@ -30,7 +30,7 @@ _TRITON = {
 }
 """Operations with Triton kernels, and what their kernels do."""
 _TORCH = {
-    "LayerNorm": "PyTorch's own kernel is one pass each way",
+    "LayerNorm": "PyTorch's own kernel takes one pass in forward and one in backward",
     "bias": "added inside the matmul",
 }
 

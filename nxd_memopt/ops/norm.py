@@ -130,6 +130,7 @@ def affine_branches(
     Returns:
         ``[..., H]`` each.
     """
+    # the kernels are for GPT-NeoX's two branches
     if len(gains) == 2 and can_use_triton(normalised, *gains, *shifts):
         return cuda.affine_branches(normalised, gains, shifts)
     branches = zip(gains, shifts, strict=True)

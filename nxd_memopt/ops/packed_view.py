@@ -63,19 +63,19 @@ def _start(tensor: Tensor) -> int:
     return int(tensor.storage_offset())
 
 
-def _dense_length(by_offset: Sequence[Tensor]) -> int | None:
+def _dense_length(in_memory_order: Sequence[Tensor]) -> int | None:
     """Return the number of elements of the dense tensor whose consecutive chunks are the tensors.
 
     None means that the tensors, in order of their offsets, overlap or leave holes.
     """
     # The distance of the first two tensors gives the dimension along which they are chunks: the one
     # in which the first tensor's extent is that distance.
-    first, second = by_offset[:2]
+    first, second = in_memory_order[:2]
     step = _start(second) - _start(first)
     for dim, (size, stride) in enumerate(zip(first.shape, first.stride(), strict=True)):
         if size * stride != step:
             continue
-        view = packed_view(by_offset, dim)
+        view = packed_view(in_memory_order, dim)
         if view is not None and _is_dense(view):
             return view.numel()
     return None
@@ -119,10 +119,11 @@ class Layout:
         ``span`` is ``None`` unless two or more tensors are, in some order, the consecutive chunks
         of a dense tensor.
         """
-        by_offset = sorted(tensors, key=_start)
-        first = _start(by_offset[0])
+        # the order in memory may differ from the order of the arguments
+        in_memory_order = sorted(tensors, key=_start)
+        first = _start(in_memory_order[0])
         return cls(
-            _dense_length(by_offset),
+            _dense_length(in_memory_order),
             tuple(tensor.shape for tensor in tensors),
             tuple(tensor.stride() for tensor in tensors),
             tuple(_start(tensor) - first for tensor in tensors),

@@ -95,6 +95,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Returns:
         ``[B, heads, S, d]``.
     """
+    # the kernel's backward has no gradients of the tables
     if can_use_triton(x, cos, sin) and not cos.requires_grad:
         return cuda.apply_rope(x, cos, sin)
     # [B, 1, S, rotary_dim] broadcasts over heads

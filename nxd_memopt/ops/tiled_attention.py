@@ -143,6 +143,7 @@ def _attend(
     total = torch.zeros_like(maximum)
     summed = torch.zeros_like(tile, dtype=wide)
     for cols in _visible(rows, spans):
+        # the scores of this tile may exist only after those of the previous one are summed up
         tile, maximum, total, summed = backend.optimization_barrier([tile, maximum, total, summed])
         scores = _scores(tile, key.narrow(2, *cols), mask, rows, cols)
         previous = maximum

@@ -61,7 +61,8 @@ class OptimizerInBackward:
                 "one backward a step, gradients cannot be accumulated"
             )
         # These collectives need the same order of hooks on all ranks, which run the same autograd
-        # graph.
+        # graph. One collective per parameter and no bucket: a bucket would keep the gradients that
+        # this class is there to free.
         self._updated.add(param)
         grads.allreduce_sequence_parallel_gradients([param])
         grads.bucket_allreduce_gradients([param])

@@ -98,6 +98,7 @@ def to_nxd_layout(
         base_state[position[i]] = {
             name: _state_to_rows(value, name, param, sharding, group) for name, value in values.items()
         }
+    # torch_xla numbers all parameters, ``state_dict()`` only the trained ones
     groups = []
     numbers_by_group = number_parameters(param_groups)
     for options, numbers in zip(state["param_groups"], numbers_by_group, strict=True):

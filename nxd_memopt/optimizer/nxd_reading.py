@@ -139,6 +139,7 @@ def read_state(source: OptimizerFiles, target: Target) -> dict[str, Any]:
             state[new_number] = values
         shape_info[new_number] = list(param.shape)
     _warn_of_unknown(source)
+    # the options are the same in all files: those of one rank are enough
     groups = _groups(source.content(_own_rank(files), 0)["param_groups"], target, trained)
     return {
         "state": state,
@@ -201,7 +202,7 @@ class _ParameterReader:
         if isinstance(value, StoredTensor):
             value = resolve(value)
         if not has_elements(value, name, self.param):
-            # a copy, which does not keep the file's memory alive
+            # a copy, which does not keep the memory map of the file open
             if isinstance(value, Tensor):
                 return value.clone()
             return value
@@ -219,6 +220,7 @@ class _ParameterReader:
             return shard
         # Full tensor [.., n, ..] from T_old shards, then this rank's slice for T_new, then its flat
         # chunk for D_new.
+        # The host has the full state of one parameter at a time.
         shards = [self._full_shard(name, tensor_rank) for tensor_rank in self.tensor_ranks]
         local = local_slice(join_shards(shards, self.param), self.param, dtype=shards[0].dtype)
         return flat_shard(local, rank, size)
@@ -407,11 +409,11 @@ def _groups(
     new_number = {i: number for number, i in enumerate(trained)}
     groups = []
     numbers = number_parameters(target.param_groups)
-    for options, own, positions in zip(stored, target.options, numbers, strict=True):
+    for options, defaults, positions in zip(stored, target.options, numbers, strict=True):
         # Later entries win: own defaults < options in the files < device options of this run.
-        of_device = {name: value for name, value in own.items() if name in OPTIONS_OF_THE_DEVICE}
+        device_options = {name: value for name, value in defaults.items() if name in OPTIONS_OF_THE_DEVICE}
         params = [new_number[i] for i in positions if i in new_number]
-        groups.append({**own, **options, **of_device, "params": params})
+        groups.append({**defaults, **options, **device_options, "params": params})
     return groups
 
 

@@ -13,7 +13,7 @@ from nxd_memopt.ops.adamw import StepNumbers, adamw_update, arithmetic_dtype, st
 from nxd_memopt.ops.cuda import adamw as cuda
 from nxd_memopt.ops.cuda.support import can_use_triton
 
-_OTHER_FORMS = ("amsgrad", "maximize", "capturable", "differentiable", "fused")
+_TORCH_ONLY_OPTIONS = ("amsgrad", "maximize", "capturable", "differentiable", "fused")
 
 
 class AdamW(torch.optim.AdamW):
@@ -39,14 +39,14 @@ class AdamW(torch.optim.AdamW):
             with torch.enable_grad():
                 loss = closure()
         # Every group takes the same path: torch's step does not update single groups.
-        if not _is_capturing() and all(self._is_served(group) for group in self.param_groups):
+        if not _is_capturing() and all(self._is_supported(group) for group in self.param_groups):
             for group in self.param_groups:
                 self._update(group)
-        elif backend.scalars_are_compiled and all(_takes_tensors(group) for group in self.param_groups):
+        elif backend.scalars_are_compiled and all(_can_use_tensors(group) for group in self.param_groups):
             for group in self.param_groups:
                 self._update_by_tensors(group)
         else:
-            _torchs_step(self)
+            _run_torch_step(self)
         return loss
 
     @torch.no_grad()
@@ -101,6 +101,7 @@ class AdamW(torch.optim.AdamW):
         # step.
         numbers: dict[tuple[Any, ...], StepNumbers] = {}
         for param, grad, mean, square, step in zip(params, grads, means, squares, steps, strict=True):
+            # ``step`` is on the host: reading it does not wait for the device
             step.add_(1)
             key = (int(step), param.device, arithmetic_dtype(param))
             if key not in numbers:
@@ -108,9 +109,9 @@ class AdamW(torch.optim.AdamW):
                 numbers[key] = step_numbers(key[0], param, betas=betas, **options)
             adamw_update(param, grad, mean, square, numbers[key], betas=betas, eps=eps)
 
-    def _is_served(self, group: dict[str, Any]) -> bool:
+    def _is_supported(self, group: dict[str, Any]) -> bool:
         """Return whether the Triton kernel supports all parameters of ``group``."""
-        if _is_other_form(group):
+        if _needs_torch_step(group):
             return False
         for param in group["params"]:
             if param.grad is not None and not _fits(param, self.state.get(param, {})):
@@ -131,17 +132,17 @@ def for_this_device(
     return optimizer_class
 
 
-def _is_other_form(group: dict[str, Any]) -> bool:
+def _needs_torch_step(group: dict[str, Any]) -> bool:
     """Return whether ``group`` has options that only torch's own step implements."""
-    if any(group[name] for name in _OTHER_FORMS):
+    if any(group[name] for name in _TORCH_ONLY_OPTIONS):
         return True
     numbers = (group["lr"], *group["betas"])
     return any(isinstance(number, Tensor) for number in numbers)
 
 
-def _takes_tensors(group: dict[str, Any]) -> bool:
+def _can_use_tensors(group: dict[str, Any]) -> bool:
     """Return whether ``_update_by_tensors`` supports ``group``."""
-    return not (_is_other_form(group) or any(param.is_complex() for param in group["params"]))
+    return not (_needs_torch_step(group) or any(param.is_complex() for param in group["params"]))
 
 
 def _is_capturing() -> bool:
@@ -152,7 +153,7 @@ def _is_capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def _torchs_step(optimizer: torch.optim.AdamW) -> None:
+def _run_torch_step(optimizer: torch.optim.AdamW) -> None:
     """Run torch's step without the hooks of ``step``: this class's own step has run them."""
     # torch.optim.Optimizer wraps ``step`` of each class that is instantiated, once, and marks the
     # wrapper with ``hooked``. The wrapper runs the pre- and post-step hooks.

@@ -85,7 +85,7 @@ class StatesInRankFiles:
             options.append({name: value for name, value in group.items() if name != "params"})
         target = Target(self.param_groups, options, self._sharding(), names)
         # Ranks of one host take turns, which bounds the host memory. A rank that fails makes all
-        # ranks raise: the others would wait for it in the all-gather below.
+        # ranks raise: the other ranks would wait for it in the all-gather below.
         for is_my_turn in coordination.turns(num_workers):
             with coordination.raise_together(f"loading {directory}"):
                 if is_my_turn:

@@ -170,6 +170,8 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
 
     def init_zero(self) -> None:
         """Shard the current parameters and start with new optimizer states."""
+        # A second call shards again, for example after parameters were frozen. Hooks of the first
+        # call would leave no gradient for the new ones to add.
         for hook in self._hooks:
             hook.remove()
         self._sharded: list[_Sharded] = []
@@ -275,16 +277,18 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
     @torch.no_grad()
     def update_parameters(self) -> None:
         """Run the second half of ``step()``: update masters and all-gather the parameters."""
-        self._take_over_weights()
+        self._copy_outside_writes()
         self._copy_options(self.param_groups, self.base_optimizer.param_groups)
         self.base_optimizer.step()
         self._gather_parameters()
+        # Release the reduced gradients, 1/D of the elements in fp32, before the next forward needs
+        # the memory for activations.
         for each in self._sharded:
             if each.shard is not each.param:
                 each.shard.grad = None
 
     @torch.no_grad()
-    def _take_over_weights(self) -> None:
+    def _copy_outside_writes(self) -> None:
         """Copy outside writes to parameters into the masters."""
         for each in self._sharded:
             if each.was_written_to:
@@ -337,7 +341,7 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         ``shape_info`` (full shapes), ``sharding`` (``[rank, size]``).
         """
         self._require_shards()
-        self._take_over_weights()
+        self._copy_outside_writes()
         self._copy_options(self.param_groups, self.base_optimizer.param_groups)
         # A master in the parameter's dtype equals the parameter: it is not stored.
         masters: dict[int, Tensor] = {}
@@ -355,7 +359,7 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
     def stored_parameters(self) -> list[StoredParameter]:
         """Return the stored tensor of each trained parameter, equal to the parameter now."""
         self._require_shards()
-        self._take_over_weights()
+        self._copy_outside_writes()
         index, size = self._sharding()
         index_of = {rank: i for ranks in self.sharding_groups for i, rank in enumerate(ranks)}
         # Data-parallel ranks with the same index in their sharding groups store the same elements.

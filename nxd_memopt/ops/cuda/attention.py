@@ -77,7 +77,8 @@ def flash4_attention(
     Returns:
         ``[B, h, S, d]``.
     """
-    columns = [_readable(x).transpose(1, 2) for x in (query, key, value)]  # [B, S, heads, d]
+    # [B, S, heads, d], the kernels' layout: a view, because they take any stride but the last one
+    columns = [_readable(x).transpose(1, 2) for x in (query, key, value)]
     if documents is None:
         output, _ = flash4(*columns, None, query.size(2))
     else:

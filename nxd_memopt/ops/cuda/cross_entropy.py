@@ -56,6 +56,7 @@ def local_sums(
     # leave most multiprocessors idle: a chunk has few tokens and a large vocabulary.
     partial = torch.empty((1 + with_sum, ranges, tokens), dtype=torch.float32, device=logits.device)
     # without smoothing partial[-1] is the log-sum-exps, and the kernels do not use it as sums
+    # softcap is read only with SOFTCAP; a kernel argument must be a number in any case
     softcap: dict[str, Any] = {
         "softcap": terms.softcap or 1.0,
         "SOFTCAP": terms.softcap is not None,

@@ -168,7 +168,8 @@ def gradient(
     label_pointer = logits + label * stride + token
     label_logit = tl.load(label_pointer, mask=has_label, other=0.0).to(tl.float32)
     tl.debug_barrier()
-    # the constexpr options remove the branches that a loss does not use
+    # p = exp(x - lse) as a power of 2, with lse * log2(e) computed once per token above. The
+    # constexpr options remove the branches that a loss does not use.
     for start in range(first, last, ROWS):
         rows = start + tl.arange(0, ROWS)
         mask = (rows < last)[:, None] & is_token[None, :]

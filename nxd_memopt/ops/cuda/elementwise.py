@@ -222,6 +222,7 @@ class _Gated(torch.autograd.Function):
         # If gate and up are chunks of one projection's output, so are their gradients: the
         # projection's backward needs no copy.
         dgate, dup = Layout.of(gate, up).empty(gate)
+        # the kernel takes row strides, but needs adjacent elements in a row
         if grad.stride(-1) != 1:
             grad = grad.contiguous()
         # without WITH_VALUE the kernel does not write its last tensor: pass any tensor
@@ -234,6 +235,7 @@ def _on_rows(kernel: Any, kind: str, *tensors: Tensor, **options: Any) -> None:
     """Launch ``kernel`` with a program per row and block of columns; pass each row stride."""
     rows, width = tensors[0].shape
     grid = (rows, -(-width // _BLOCK))
+    # each has its own row stride: gate and up may be halves of one tensor, the result is not
     strides = [tensor.stride(0) for tensor in tensors]
     kernel[grid](*tensors, *strides, width, KIND=kind, BLOCK=_BLOCK, num_warps=4, **options)
 
@@ -293,6 +295,8 @@ def _ranges(rows: int, step: int, most: int) -> tuple[int, int]:
 
     The rows per range are a multiple of ``step``. ``most = 0`` counts as 1.
     """
+    # Round the rows per range up, for at most ``most`` ranges and to a multiple of ``step``. Fewer
+    # ranges may then be enough, so that none of them is empty.
     rows_each = -(-rows // (max(most, 1) * step)) * step
     return -(-rows // rows_each), rows_each
 

@@ -135,7 +135,7 @@ def _rotate(
     table_batch_stride = cos.stride(0)
     if cos.size(0) == 1:
         table_batch_stride = 0
-    # one program per token, with all heads
+    # One program per token, with all heads: they share the token's row of the tables.
     _kernel()[(tokens, batch)](
         x,
         y,
