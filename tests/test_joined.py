@@ -64,8 +64,8 @@ def test_a_layout_is_one_memorys_only_where_nothing_overlaps():
 def test_a_layout_is_that_of_tensors_that_lie_so():
     heads = torch.randn(5, 1, 12).chunk(3, -1)
     layout = Layout.of(*heads)
-    assert layout.is_that_of(*heads) and layout.is_that_of(*(x.flatten(0, 1).unflatten(0, (-1, 1)) for x in heads))
-    assert not layout.is_that_of(*(x.clone() for x in heads)) and not layout.is_that_of(heads[1], heads[0], heads[2])
+    assert layout.matches(*heads) and layout.matches(*(x.flatten(0, 1).unflatten(0, (-1, 1)) for x in heads))
+    assert not layout.matches(*(x.clone() for x in heads)) and not layout.matches(heads[1], heads[0], heads[2])
 
 
 @pytest.mark.parametrize("frozen", [None, 1])

@@ -15,7 +15,10 @@ from nxd_memopt.ops.cuda.support import can_use_triton
 
 
 def _fused(name: str, plain: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    return cuda.activation(x, cuda.KINDS[name]) if can_use_triton(x) else plain(x)
+    """Return the activation ``name`` of ``x`` from the Triton kernel, or else from ``plain``."""
+    if can_use_triton(x):
+        return cuda.activation(x, cuda.KINDS[name])
+    return plain(x)
 
 
 _TANH_GELU = partial(F.gelu, approximate="tanh")
@@ -84,8 +87,9 @@ def gated_activation_gradient(gate: Tensor, up: Tensor, grad: Tensor, name: str)
     """
     if name in cuda.KINDS and can_use_triton(gate, up, grad):
         return cuda.gated_activation_gradient(gate, up, grad, cuda.KINDS[name])
-    # dgate = grad * up * act'(gate) and dup = grad * act(gate). Each is computed in full before it
-    # overwrites its input, and the value before both.
+    # dgate = grad * up * act'(gate) and dup = grad * act(gate). dgate needs up and dup needs
+    # act(gate), so the value and act(gate) are computed before either input is overwritten, and
+    # gate, whose gradient reads up, is overwritten first.
     activated = activation(name)(gate)
     value = activated * up
     gate.copy_(_GRADIENTS[name](grad * up, gate))

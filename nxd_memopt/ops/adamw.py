@@ -31,7 +31,12 @@ def arithmetic_dtype(param: Tensor) -> torch.dtype:
 
 
 def step_numbers(
-    step: int, param: Tensor, *, lr: float, betas: tuple[float, float], weight_decay: float
+    step: int,
+    param: Tensor,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    weight_decay: float,
 ) -> StepNumbers:
     """Return the numbers of update ``step`` on the device and in the arithmetic dtype of ``param``.
 
@@ -50,8 +55,11 @@ def step_numbers(
     def on_device(number: float) -> Tensor:
         return torch.tensor(number, dtype=arithmetic_dtype(param)).to(param.device)
 
+    decay = None
+    if weight_decay:
+        decay = on_device(1 - lr * weight_decay)
     return StepNumbers(
-        decay=on_device(1 - lr * weight_decay) if weight_decay else None,
+        decay=decay,
         negative_step_size=on_device(-lr / (1 - betas[0] ** step)),
         root=on_device(math.sqrt(1 - betas[1] ** step)),
     )
@@ -85,18 +93,21 @@ def adamw_update(
     wide = arithmetic_dtype(param)
     # Tensors in the arithmetic dtype are updated in place; .to() copies only narrower ones, which
     # are written back at the end.
-    new_param, new_mean, new_square, wide_grad = (tensor.to(wide) for tensor in (param, mean, square, grad))
+    new_param = param.to(wide)
+    new_mean = mean.to(wide)
+    new_square = square.to(wide)
+    wide_grad = grad.to(wide)
     if numbers.decay is not None:
         new_param.mul_(numbers.decay)
-    # m = beta1 * m + (1 - beta1) * g and v = beta2 * v + (1 - beta2) * g^2. The rates are
-    # constants.
+    # m = beta1 * m + (1 - beta1) * g and v = beta2 * v + (1 - beta2) * g^2. The rates are numbers
+    # and not tensors: they are the same in each step, so kernels that contain them are reused.
     new_mean.lerp_(wide_grad, 1 - betas[0])
     new_square.mul_(betas[1]).addcmul_(wide_grad, wide_grad, value=1 - betas[1])
     # Same order of operations as torch's addcdiv_, which takes only a number as its factor: the
-    # results
-    # are bitwise equal to torch.optim.AdamW.
+    # results are bitwise equal to torch.optim.AdamW.
     denominator = (new_square.sqrt() / numbers.root).add_(eps)
     new_param.add_((new_mean * numbers.negative_step_size).div_(denominator))
+    # Tensors of the arithmetic dtype were updated in place: ``.to`` returned the tensor itself.
     for tensor, updated in ((param, new_param), (mean, new_mean), (square, new_square)):
         if updated is not tensor:
             tensor.copy_(updated)

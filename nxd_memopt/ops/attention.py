@@ -32,7 +32,7 @@ _SDPA_KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-_WELCOME_SHAPE = (1, 1, 2048, 64)
+_COMMON_SHAPE = (1, 1, 2048, 64)
 """Query shape that every implementation supports: only the device and dropout can rule one out."""
 
 
@@ -70,17 +70,23 @@ def attention_implementation(
         if reason is not None:
             raise ValueError(f"attention_backend {attention_backend!r} cannot be met: {reason}; or use 'auto'")
         return attention_backend, f"attention_backend={attention_backend}"
-    # The first implementation that can run wins; the refusals of the others explain the choice.
-    passed_over: list[str] = []
+    # The backend lists its implementations best first: take the first that can run. The refusals
+    # of the better ones explain the choice.
+    refusals: list[str] = []
     for name in backend.attention_implementations:
         reason = _refusal(name, call)
         if reason is None:
-            return name, "; ".join([*passed_over, f"{name} can run"])
-        passed_over.append(f"no {name}: {reason}")
+            return name, "; ".join([*refusals, f"{name} can run"])
+        refusals.append(f"no {name}: {reason}")
     raise AssertionError(f"backend {backend.name} must end its attention_implementations with math, which runs always")
 
 
-def select_attention(attention_backend: str, dropout_p: float = 0.0, *, head_dim: int = _WELCOME_SHAPE[-1]) -> str:
+def select_attention(
+    attention_backend: str,
+    dropout_p: float = 0.0,
+    *,
+    head_dim: int = _COMMON_SHAPE[-1],
+) -> str:
     """Return the implementation that a model can count on at build time, for suitable lengths.
 
     Warn if ``"auto"`` is left with ``"math"``, which materialises S x S weights, for example
@@ -94,17 +100,21 @@ def select_attention(attention_backend: str, dropout_p: float = 0.0, *, head_dim
     Raises:
         ValueError: the name is unknown, or the machine, the dropout or the head size rules it out.
     """
+    # Lengths, masks and the number of heads are known only at the call. The common shape leaves
+    # dropout, head size and machine as the reasons to refuse an implementation.
     name, reason = attention_implementation(
-        (*_WELCOME_SHAPE[:-1], head_dim),
+        (*_COMMON_SHAPE[:-1], head_dim),
         1,
         dtype=torch.bfloat16,
         dropout_p=dropout_p,
         attention_backend=attention_backend,
     )
-    if attention_backend == "auto" and name == "math" and backend.attention_implementations[0] != "math":
+    # No warning on a device whose best implementation is math: its user cannot change that.
+    has_fused = backend.attention_implementations[0] != "math"
+    if attention_backend == "auto" and name == "math" and has_fused:
         warnings.warn(
-            f"attention materialises S x S weights ({reason}): set the model's attention_dropout to 0, or recompute "
-            "core_attn",
+            f"attention materialises S x S weights ({reason}): "
+            "set the model's attention_dropout to 0, or recompute core_attn",
             stacklevel=3,
         )
     return name
@@ -112,10 +122,11 @@ def select_attention(attention_backend: str, dropout_p: float = 0.0, *, head_dim
 
 def describe_attention() -> str:
     """Return the device's usable implementations, best first, and why the others cannot run."""
-    call = AttentionCall(_WELCOME_SHAPE, 1, masked=False, dropout_p=0.0, dtype=torch.bfloat16)
+    call = AttentionCall(_COMMON_SHAPE, 1, masked=False, dropout_p=0.0, dtype=torch.bfloat16)
     reasons = {name: _refusal(name, call) for name in backend.attention_implementations}
+    usable = [name for name, reason in reasons.items() if not reason]
     missing = [f"no {name}: {reason}" for name, reason in reasons.items() if reason]
-    return "; ".join([" > ".join(name for name, reason in reasons.items() if not reason), *missing])
+    return "; ".join([" > ".join(usable), *missing])
 
 
 def _refusal(name: str, call: AttentionCall) -> str | None:
@@ -125,12 +136,17 @@ def _refusal(name: str, call: AttentionCall) -> str | None:
     """
     if name not in backend.attention_implementations:
         return f"backend {backend.name} has {list(backend.attention_implementations)} on this device"
-    reason = _own_refusal(name, call) or backend.attention_refusal(name, call)
-    return _UNAVAILABLE[name]() if reason is None and name in _UNAVAILABLE else reason
+    reason = _implementation_refusal(name, call) or backend.attention_refusal(name, call)
+    if reason is None and name in _UNAVAILABLE:
+        return _UNAVAILABLE[name]()
+    return reason
 
 
-def _own_refusal(name: str, call: AttentionCall) -> str | None:
-    return _REFUSALS[name](call) if name in _REFUSALS else None
+def _implementation_refusal(name: str, call: AttentionCall) -> str | None:
+    """Return why the implementation cannot run ``call`` on any machine, or None if it can."""
+    if name not in _REFUSALS:
+        return None
+    return _REFUSALS[name](call)
 
 
 def core_attention(
@@ -159,9 +175,15 @@ def core_attention(
     Returns:
         ``[B, h, S, d]``.
     """
-    masked, packed = isinstance(mask, Tensor), isinstance(mask, PackedDocuments)
-    call = AttentionCall(tuple(query.shape), key.size(1), masked, dropout_p, attention_dtype(query), packed)
-    reason = _own_refusal(implementation, call)
+    call = AttentionCall(
+        tuple(query.shape),
+        key.size(1),
+        isinstance(mask, Tensor),
+        dropout_p,
+        attention_dtype(query),
+        isinstance(mask, PackedDocuments),
+    )
+    reason = _implementation_refusal(implementation, call)
     # attention_implementation() has checked this; a direct call with another shape fails here
     assert reason is None, reason
     if isinstance(mask, PackedDocuments):
@@ -181,13 +203,19 @@ def core_attention(
 
 
 def _packed_attention(
-    query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments, implementation: str, dropout_p: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: PackedDocuments,
+    implementation: str,
+    dropout_p: float,
 ) -> Tensor:
     if implementation == "math":
         # the reference materialises [B, 1, S, S]
         mask = documents.mask() & causal_mask(query.size(2), query.device)
         return _reference_attention(query, key, value, mask, dropout_p)
     if implementation == "sdpa":
+        # SDPA has no argument for document boundaries, and a mask would turn its flash kernels off
         attend = partial(_sdpa, mask=None, dropout_p=dropout_p, implementation=implementation)
         return attention_by_document(query, key, value, documents, attend)
     assert implementation in ("flash4", "flash", "tiled"), implementation
@@ -200,25 +228,40 @@ def _packed_attention(
 
 
 def _sdpa(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, implementation: str
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout_p: float,
+    implementation: str,
 ) -> Tensor:
+    # Kernels without grouped heads get copies of the KV heads, h/g times the bytes of K and V.
+    # enable_gqa leaves the repetition for h/g query heads to the other kernels.
     repeats = query.size(1) // key.size(1)
     if repeats > 1 and implementation in backend.equal_heads_implementations:
-        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-    # enable_gqa leaves the repetition of KV heads for h/g query heads to the kernel
+        key = key.repeat_interleave(repeats, dim=1)
+        value = value.repeat_interleave(repeats, dim=1)
     gqa = query.size(1) != key.size(1)
     kernel = _SDPA_KERNELS.get(implementation)
     # A mask includes causality, and SDPA takes either a mask or is_causal.
     with nullcontext() if kernel is None else sdpa_kernel(kernel):
         return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, dropout_p=dropout_p, is_causal=mask is None, enable_gqa=gqa
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            dropout_p=dropout_p,
+            is_causal=mask is None,
+            enable_gqa=gqa,
         )
 
 
 def attention_dtype(query: Tensor) -> torch.dtype:
     """Return the dtype of query, key and value in fused kernels: autocast's, if it is enabled."""
     device_type = query.device.type
-    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else query.dtype
+    if torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return query.dtype
 
 
 @contextmanager
@@ -237,15 +280,23 @@ def _one_dtype_under_autocast(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
         yield tuple(tensor.to(dtype) for tensor in tensors)
 
 
-def _reference_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float) -> Tensor:
+def _reference_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout_p: float,
+) -> Tensor:
     """Materialise the ``[B, h, S, S]`` scores; softmax in fp32, or in fp64 for fp64."""
     repeats = query.size(1) // key.size(1)
-    key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    key = key.repeat_interleave(repeats, dim=1)
+    value = value.repeat_interleave(repeats, dim=1)
     if mask is None:
         mask = causal_mask(query.size(2), query.device)
     scores = query @ key.transpose(-1, -2) * query.size(-1) ** -0.5
     # the least number, not -inf: a row that is masked everywhere would be NaN
     scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    # a bf16 sum over S exponentials would lose the small ones
     wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
     weights = torch.softmax(scores, dim=-1, dtype=wide).to(query.dtype)
     return F.dropout(weights, dropout_p) @ value

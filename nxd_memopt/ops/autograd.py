@@ -58,9 +58,13 @@ def as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     Use it for results of a Function's forward: if forward returns a no-op ``.to()``, torch 2.11's
     dynamo silently drops the Function's gradients.
     """
-    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+    if tensor.dtype == dtype:
+        return tensor
+    return tensor.to(dtype)
 
 
 def as_contiguous(tensor: Tensor) -> Tensor:
     """Return ``tensor.contiguous()``, or ``tensor`` if it is contiguous; see ``as_dtype``."""
-    return tensor if tensor.is_contiguous() else tensor.contiguous()
+    if tensor.is_contiguous():
+        return tensor
+    return tensor.contiguous()

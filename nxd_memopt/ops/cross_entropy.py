@@ -40,7 +40,12 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def local_sums(logits: Tensor, local_target: Tensor, terms: LossTerms, valid: int | Tensor | None = None) -> Tensor:
+def local_sums(
+    logits: Tensor,
+    local_target: Tensor,
+    terms: LossTerms,
+    valid: int | Tensor | None = None,
+) -> Tensor:
     """Return the sums over this rank's part of the vocabulary that the loss of each token needs.
 
     The sums are the log-sum-exp, the target's logit (0 if it is not in this part) and, with
@@ -77,11 +82,15 @@ def combined_sums(parts: Tensor) -> Tensor:
 
 def token_losses(sums: Tensor, terms: LossTerms) -> Tensor:
     """Return the loss of each token from the combined sums, ``[n, R] -> [R]``."""
-    log_sum_exp, target_logit = sums[0], sums[1]
+    log_sum_exp = sums[0]
+    target_logit = sums[1]
+    # Terms with weight 0 are left out, so that the usual loss costs one subtraction per token.
     loss = log_sum_exp - (1 - terms.label_smoothing) * target_logit
     if terms.label_smoothing:
         loss = loss - terms.label_smoothing / terms.vocab_size * sums[2]
-    return loss + terms.z_loss_weight * log_sum_exp.square() if terms.z_loss_weight else loss
+    if terms.z_loss_weight:
+        loss = loss + terms.z_loss_weight * log_sum_exp.square()
+    return loss
 
 
 def logits_gradient(
@@ -108,20 +117,27 @@ def logits_gradient(
         ``[v, R]``.
     """
     # d(lse)/dx = softmax p, so d(z lse^2)/dx = 2 z lse p: z-loss only scales the softmax term
-    softmax_scale = scale * (1 + 2 * terms.z_loss_weight * log_sum_exp) if terms.z_loss_weight else scale
+    softmax_scale = scale
+    if terms.z_loss_weight:
+        softmax_scale = scale * (1 + 2 * terms.z_loss_weight * log_sum_exp)
     if can_use_triton(logits):
         return cuda.logits_gradient(logits, log_sum_exp, softmax_scale, scale, local_target, terms, valid)
+    # d loss / dx = p (1 + 2 z lse) - (1 - e) onehot(target) - e / V, with p = exp(x - lse) for the
+    # soft-capped logit x = c tanh(logit / c)
     capped = _capped(logits, terms)
-    # d loss / dx = p (1 + 2 z lse) - (1 - e) onehot(target) - e / V, times dx/dlogit = 1 - (x /
-    # c)^2 with soft-capping
     grad = (capped - log_sum_exp).exp() * softmax_scale
     rows = torch.arange(logits.size(0), device=logits.device).unsqueeze(-1)
     grad = grad - torch.where(rows == local_target, (1 - terms.label_smoothing) * scale, 0.0)
-    grad = grad - terms.label_smoothing / terms.vocab_size * scale if terms.label_smoothing else grad
-    grad = grad * (1 - (capped / terms.softcap).square()) if terms.softcap else grad
+    if terms.label_smoothing:
+        grad = grad - terms.label_smoothing / terms.vocab_size * scale
+    if terms.softcap:
+        # dx/dlogit = 1 - tanh(logit / c)^2 = 1 - (x / c)^2
+        grad = grad * (1 - (capped / terms.softcap).square())
     # padding has p = exp(logit - lse) above 0, but no part in the loss
     grad = _without_padding(grad, valid, 0.0)
-    return logits.copy_(grad) if backend.views_share_memory else grad.to(logits.dtype)
+    if backend.views_share_memory:
+        return logits.copy_(grad)
+    return grad.to(logits.dtype)
 
 
 def labels_outside(target: Tensor, vocab_size: int, ignore_index: int) -> Tensor | None:
@@ -138,15 +154,19 @@ def labels_outside(target: Tensor, vocab_size: int, ignore_index: int) -> Tensor
     if bool(outside.any()):
         label = int(target[outside][0])
         raise ValueError(
-            f"label {label} is outside the vocabulary [0, {vocab_size}) and is not ignore_index {ignore_index}: "
+            f"label {label} is outside the vocabulary [0, {vocab_size}) "
+            f"and is not ignore_index {ignore_index}: "
             "check that the tokenizer belongs to the model"
         )
     return None
 
 
 def _capped(logits: Tensor, terms: LossTerms) -> Tensor:
+    """Return ``c tanh(logit / c)`` in fp32 (fp64 for fp64), or the logits without soft-capping."""
     wide = logits.to(wide_dtype(logits.dtype))
-    return wide if terms.softcap is None else terms.softcap * torch.tanh(wide / terms.softcap)
+    if terms.softcap is None:
+        return wide
+    return terms.softcap * torch.tanh(wide / terms.softcap)
 
 
 def _without_padding(values: Tensor, valid: int | Tensor | None, fill: float) -> Tensor:
@@ -157,7 +177,8 @@ def _without_padding(values: Tensor, valid: int | Tensor | None, fill: float) ->
 
 
 def _target_logit(logits: Tensor, local_target: Tensor, terms: LossTerms) -> Tensor:
-    held = (local_target >= 0) & (local_target < logits.size(0))
-    # gather needs valid indices: take row 0 for targets of other parts, and mask the result to 0
-    picked = logits.gather(0, torch.where(held, local_target, 0).unsqueeze(0)).squeeze(0)
-    return _capped(picked, terms).masked_fill(~held, 0.0)
+    is_local = (local_target >= 0) & (local_target < logits.size(0))
+    # gather needs valid indices: take row 0 for targets of other ranks, and mask the result to 0
+    row = torch.where(is_local, local_target, 0)
+    target_logit = logits.gather(0, row.unsqueeze(0)).squeeze(0)
+    return _capped(target_logit, terms).masked_fill(~is_local, 0.0)

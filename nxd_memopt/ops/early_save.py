@@ -30,7 +30,7 @@ class SavedInputs:
         return self._ctx.needs_input_grad[1:]
 
 
-class _Hold(torch.autograd.Function):
+class _SaveInputs(torch.autograd.Function):
     """Identity Function that saves its inputs and returns views of them."""
 
     @staticmethod
@@ -38,7 +38,7 @@ class _Hold(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
         # The handle reads the tensors from this node, so checkpoint's saved-tensor hooks apply to
-        # them.
+        # them: offloading moves them, and a recomputation ends when the last one is saved again.
         handle._ctx = ctx
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
@@ -57,7 +57,7 @@ def save_inputs_first(*tensors: Tensor) -> tuple[SavedInputs | None, tuple[Tenso
     if torch.compiler.is_compiling():
         return None, tensors
     handle = SavedInputs()
-    return handle, _Hold.apply(handle, *tensors)  # pyright: ignore[reportReturnType]
+    return handle, _SaveInputs.apply(handle, *tensors)  # pyright: ignore[reportReturnType]
 
 
 def link_saved_inputs(ctx: Any, handle: SavedInputs | None, *tensors: Tensor) -> None:

@@ -6,18 +6,31 @@ from nxd_memopt.backends import backend
 from nxd_memopt.ops.cuda.support import unavailable_reason
 
 _TRITON = {
-    "RMSNorm, residual + RMSNorm": "one pass over memory each way; the residual's gradient is added in the norm's pass",
-    "SwiGLU, GeGLU": "one pass; backward makes the activation anew and puts gradients in gate's and up's places",
-    "GeLU": "one pass each way; a polynomial in erf's place",
-    "RoPE (full, partial)": "one pass; one projection's parts turn in place, and get their gradients as one",
-    "residual + bias": "one pass, where PyTorch makes two",
-    "two affine parts of one LayerNorm": "GPT-NeoX's parallel branches: one pass each way for both",
-    "gradients of biases of column-parallel layers and residuals": "sums of ranges of rows first, then of those",
-    "cross entropy": "two passes over the logits, the second one in place",
+    "RMSNorm, residual + RMSNorm": (
+        "one pass over memory in forward and one in backward, which also adds the gradient of the residual"
+    ),
+    "SwiGLU, GeGLU": (
+        "one pass in forward and one in backward, "
+        "which recomputes the activation and overwrites gate and up with their gradients"
+    ),
+    "GeLU": "one pass in forward and one in backward; erf is approximated by a polynomial",
+    "RoPE (full, partial)": (
+        "one pass, in place in the output of the projection where possible; "
+        "the gradients of query, key and value are written as one tensor"
+    ),
+    "residual + bias": "one pass; PyTorch takes two",
+    "two affine parts of one LayerNorm": (
+        "for GPT-NeoX's parallel residual: one pass in forward and one in backward for both"
+    ),
+    "gradients of biases of column-parallel layers and residuals": (
+        "partial sums over ranges of rows, then the sum of the partial sums"
+    ),
+    "cross entropy": "two passes over the logits; the second one overwrites them with their gradient",
     "AdamW": "one pass over parameters, gradients and moments",
 }
+"""Operations with Triton kernels, and what their kernels do."""
 _TORCH = {
-    "LayerNorm": "PyTorch's own kernel is one pass each way",
+    "LayerNorm": "PyTorch's own kernel takes one pass in forward and one in backward",
     "bias": "added inside the matmul",
 }
 
@@ -25,6 +38,11 @@ _TORCH = {
 def describe_fused() -> list[str]:
     """Return one line of text per fused operation."""
     reason = unavailable_reason(backend.device)
-    chosen = "Triton" if reason is None else "plain PyTorch"
-    lines = [f"{name}: {chosen} ({why if reason is None else reason})" for name, why in _TRITON.items()]
-    return [*lines, *(f"{name}: PyTorch ({why})" for name, why in _TORCH.items())]
+    lines = []
+    for name, description in _TRITON.items():
+        if reason is None:
+            lines.append(f"{name}: Triton ({description})")
+        else:
+            lines.append(f"{name}: plain PyTorch ({reason})")
+    lines += [f"{name}: PyTorch ({description})" for name, description in _TORCH.items()]
+    return lines

@@ -28,14 +28,19 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """
     if can_use_triton(x, weight):
         return cuda.add_rms_norm(x, None, weight, eps)[0]
-    wide = x if x.dtype == torch.float64 else x.float()
+    wide = _widened(x)
     # [..., H] * [..., 1]
     normalised = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     # rounded before the weight, as in LLaMA
     return weight * normalised.to(x.dtype)
 
 
-def add_rms_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor,
+    added: Tensor | None,
+    weight: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
     """Return ``rms_norm(x + added)`` and the sum ``x + added``, which is the next residual stream.
 
     Args:
@@ -47,10 +52,24 @@ def add_rms_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) ->
     Returns:
         ``[..., H]`` and ``[..., H]``.
     """
-    if can_use_triton(x, weight) and (added is None or (added.shape == x.shape and can_use_triton(x, added))):
+    operands = [x, weight]
+    if added is not None:
+        operands.append(added)
+    # the kernel does not broadcast ``added``
+    is_one_shape = added is None or added.shape == x.shape
+    if is_one_shape and can_use_triton(*operands):
         return cuda.add_rms_norm(x, added, weight, eps)
-    total = x if added is None else x + added
+    total = x
+    if added is not None:
+        total = x + added
     return rms_norm(total, weight, eps), total
+
+
+def _widened(x: Tensor) -> Tensor:
+    """Return ``x`` in the dtype of its statistics: fp64 for fp64, and fp32 otherwise."""
+    if x.dtype == torch.float64:
+        return x
+    return x.float()
 
 
 def normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -67,7 +86,8 @@ def normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """
     if x.device.type in _NATIVE_LAYER_NORM:
         return torch.native_layer_norm(x, [x.size(-1)], None, None, eps)
-    wide = x if x.dtype == torch.float64 else x.float()
+    # Two passes, the variance from the differences to the mean: E[x^2] - E[x]^2 cancels in fp32.
+    wide = _widened(x)
     mean = wide.mean(-1, keepdim=True)
     rstd = torch.rsqrt((wide - mean).square().mean(-1, keepdim=True) + eps)
     return ((wide - mean) * rstd).to(x.dtype), mean, rstd
@@ -83,17 +103,23 @@ def normalise_gradient(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> T
         rstd: ``[..., 1]``, from ``normalise``.
     """
     if x.device.type in _NATIVE_LAYER_NORM:
-        # gradients of x, weight, bias
-        wanted = [True, False, False]
-        return torch.ops.aten.native_layer_norm_backward(grad, x, [x.size(-1)], mean, rstd, None, None, wanted)[0]
+        # of x, but not of weight and bias, which normalise() does not have
+        output_mask = [True, False, False]
+        dx, _, _ = torch.ops.aten.native_layer_norm_backward(grad, x, [x.size(-1)], mean, rstd, None, None, output_mask)
+        return dx
+    # With y = (x - mean) * rstd: dx = rstd * (dy - mean(dy) - y * mean(dy * y)), means over H.
+    # y is recomputed from x, so that forward saves nothing in fp32 but two numbers per row.
     wide = grad.to(rstd.dtype)
     normalised = (x - mean) * rstd
-    # With y = (x - mean) * rstd: dx = rstd * (dy - mean(dy) - y * mean(dy * y)), means over H.
-    along = (wide * normalised).mean(-1, keepdim=True)
-    return (rstd * (wide - wide.mean(-1, keepdim=True) - normalised * along)).to(x.dtype)
+    projection = (wide * normalised).mean(-1, keepdim=True)
+    return (rstd * (wide - wide.mean(-1, keepdim=True) - normalised * projection)).to(x.dtype)
 
 
-def affine_branches(normalised: Tensor, gains: Sequence[Tensor], shifts: Sequence[Tensor]) -> list[Tensor]:
+def affine_branches(
+    normalised: Tensor,
+    gains: Sequence[Tensor],
+    shifts: Sequence[Tensor],
+) -> list[Tensor]:
     """Return ``normalised * gain + shift`` for each pair of gain and shift.
 
     Args:
@@ -104,13 +130,17 @@ def affine_branches(normalised: Tensor, gains: Sequence[Tensor], shifts: Sequenc
     Returns:
         ``[..., H]`` each.
     """
+    # the kernels are for GPT-NeoX's two branches
     if len(gains) == 2 and can_use_triton(normalised, *gains, *shifts):
         return cuda.affine_branches(normalised, gains, shifts)
-    return [torch.addcmul(shift, normalised, gain) for gain, shift in zip(gains, shifts, strict=True)]
+    branches = zip(gains, shifts, strict=True)
+    return [torch.addcmul(shift, normalised, gain) for gain, shift in branches]
 
 
 def affine_branches_gradient(
-    normalised: Tensor, grads: Sequence[Tensor], gains: Sequence[Tensor]
+    normalised: Tensor,
+    grads: Sequence[Tensor],
+    gains: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of ``affine_branches``.
 
@@ -128,9 +158,12 @@ def affine_branches_gradient(
     wide = torch.float64 if normalised.dtype == torch.float64 else torch.float32
     flat = normalised.reshape(-1, normalised.size(-1)).to(wide)
     # Per branch: dx += dy * gain, dgain = sum over rows of dy * x, dshift = sum over rows of dy.
-    by_normalised, by_affine = torch.zeros_like(flat), []
+    # dx of all branches is summed in fp32 and rounded once.
+    grad_normalised = torch.zeros_like(flat)
+    grad_affine = []
     for grad, gain in zip(grads, gains, strict=True):
         wide_grad = grad.reshape(flat.shape).to(wide)
-        by_normalised = torch.addcmul(by_normalised, wide_grad, gain.to(wide))
-        by_affine.append(torch.stack([(wide_grad * flat).sum(0), wide_grad.sum(0)]))
-    return by_normalised.view(normalised.shape).to(normalised.dtype), torch.stack(by_affine)
+        grad_normalised = torch.addcmul(grad_normalised, wide_grad, gain.to(wide))
+        grad_affine.append(torch.stack([(wide_grad * flat).sum(0), wide_grad.sum(0)]))
+    grad_normalised = grad_normalised.view(normalised.shape).to(normalised.dtype)
+    return grad_normalised, torch.stack(grad_affine)

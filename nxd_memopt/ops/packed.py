@@ -41,14 +41,16 @@ class PackedDocuments:
                 stall the device.
         """
         if cu_seqlens.dim() != 1 or cu_seqlens.size(0) < 2 or cu_seqlens.is_floating_point():
-            raise ValueError(f"cu_seqlens must be integers [N + 1], got {cu_seqlens.dtype} {list(cu_seqlens.shape)}")
+            got = f"{cu_seqlens.dtype} {list(cu_seqlens.shape)}"
+            raise ValueError(f"cu_seqlens must be integers [N + 1], got {got}")
         total = batch_size * sequence_length
         if cu_seqlens.device.type == "cpu":
             _check(cu_seqlens, total, sequence_length)
         # [B * S + 1]: the last element is for documents that end with the batch
         starts = torch.zeros(total + 1, dtype=torch.int64, device=cu_seqlens.device)
         ends = cu_seqlens[1:].to(torch.int64)
-        # a token's document number is the number of documents that ended before it
+        # A token's document number is the number of documents that ended before it. index_add
+        # counts documents that end at the same token (empty ones), so their numbers are skipped.
         ids = starts.index_add(0, ends, torch.ones_like(ends)).cumsum(0)[:total]
         return cls(cu_seqlens.to(torch.int32).contiguous(), ids.view(batch_size, sequence_length))
 
@@ -66,7 +68,9 @@ class PackedDocuments:
 
 
 def _check(cu_seqlens: Tensor, total: int, sequence_length: int) -> None:
-    first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
+    """Raise ``ValueError`` unless the numbers divide each row of the batch into documents."""
+    first = int(cu_seqlens[0])
+    last = int(cu_seqlens[-1])
     if first != 0 or last != total:
         raise ValueError(f"cu_seqlens must go from 0 to the batch's {total} tokens, got {first} to {last}")
     if bool((cu_seqlens.diff() < 0).any()):
@@ -87,7 +91,12 @@ def varlen_attention() -> Callable[..., Any] | None:
     return varlen_attn
 
 
-def flash_attention(query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments) -> Tensor:
+def flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: PackedDocuments,
+) -> Tensor:
     """Return causal attention within each document, with the kernel for variable lengths.
 
     Args:
@@ -101,10 +110,12 @@ def flash_attention(query: Tensor, key: Tensor, value: Tensor, documents: Packed
     """
     attend = varlen_attention()
     assert attend is not None
-    # torch 2.10 has is_causal, later versions have windows
+    # torch 2.10 has is_causal, later versions have windows. Causal is a window without limit to
+    # the left and of 0 to the right.
     known = inspect.signature(attend).parameters
-    # causal: a window without limit to the left and of 0 to the right
-    options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    options: dict[str, Any] = {"is_causal": True}
+    if "window_size" in known:
+        options = {"window_size": (-1, 0)}
     if "enable_gqa" in known:
         options["enable_gqa"] = query.size(1) != key.size(1)
     # the batch's rows become one row of B * S tokens with N documents
@@ -115,7 +126,11 @@ def flash_attention(query: Tensor, key: Tensor, value: Tensor, documents: Packed
 
 
 def attention_by_document(
-    query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments, attend: Callable[..., Tensor]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: PackedDocuments,
+    attend: Callable[..., Tensor],
 ) -> Tensor:
     """Call ``attend`` for each document separately; for the CPU, where lengths are known.
 
@@ -129,12 +144,14 @@ def attention_by_document(
     Returns:
         ``[B, h, S, d]``.
     """
-    length, starts = query.size(2), documents.boundaries.tolist()
-    rows: list[list[Tensor]] = [[] for _ in range(query.size(0))]
-    for start, stop in pairwise(starts):
-        if stop > start:
-            # no document crosses a row, so a row's outputs concatenate along S in order
-            row, first = divmod(start, length)
-            parts = (x[row : row + 1].narrow(2, first, stop - start) for x in (query, key, value))
-            rows[row].append(attend(*parts))
-    return torch.cat([torch.cat(parts, dim=2) for parts in rows])
+    sequence_length = query.size(2)
+    # No document crosses a row, so each row's outputs concatenate along S in the order of its
+    # documents. The work is the sum of length^2 over the documents, not B * S^2.
+    outputs: list[list[Tensor]] = [[] for _ in range(query.size(0))]
+    for start, stop in pairwise(documents.boundaries.tolist()):
+        if stop <= start:
+            continue  # an empty document, which pads the boundaries
+        row, first = divmod(start, sequence_length)
+        document = [x[row : row + 1].narrow(2, first, stop - start) for x in (query, key, value)]
+        outputs[row].append(attend(*document))
+    return torch.cat([torch.cat(row_outputs, dim=2) for row_outputs in outputs])

@@ -23,53 +23,59 @@ def packed_view(tensors: Sequence[Tensor], dim: int) -> Tensor | None:
     # adjacency is a property of real storages, which a trace does not have
     if not backend.views_share_memory or torch.compiler.is_compiling():
         return None
+    # This runs on the host for every packed projection of every layer and step, so the cheap
+    # comparisons come first and the first tensor's properties are read once.
     dim %= first.dim()
-    stride, offset, length = first.stride(), first.storage_offset(), 0
-    for tensor in tensors:
-        # Each tensor must begin where the previous one ends along dim, in the same storage.
-        alike = tensor.dtype == first.dtype and _same_but(first, tensor, dim) and _same_strides(first, tensor, dim)
-        if not alike or tensor.storage_offset() != offset or not _one_storage(first, tensor):
+    stride = first.stride()
+    storage = first.untyped_storage()._cdata
+    length = first.size(dim)
+    offset = first.storage_offset() + length * stride[dim]
+    for tensor in tensors[1:]:
+        # each tensor must begin where the previous one ends along dim, in the same storage
+        if tensor.storage_offset() != offset or tensor.dtype != first.dtype:
+            return None
+        if not _is_same_except(first, tensor, dim):
+            return None
+        if tensor.untyped_storage()._cdata != storage:
             return None
         offset += tensor.size(dim) * stride[dim]
         length += tensor.size(dim)
     return first.as_strided((*first.shape[:dim], length, *first.shape[dim + 1 :]), stride)
 
 
-def _same_strides(a: Tensor, b: Tensor, dim: int) -> bool:
-    """Return whether two tensors have equal strides where strides matter.
-
-    The strides of ``dim``, and of dimensions with more than one element, must be equal. ``view``
-    gives dimensions of one element any stride.
-    """
-    strides = zip(a.shape, a.stride(), b.stride(), strict=True)
-    return a.stride() == b.stride() or all(
-        one == other or (n == 1 and i != dim) for i, (n, one, other) in enumerate(strides)
-    )
-
-
-def _same_but(a: Tensor, b: Tensor, dim: int) -> bool:
-    return a.dim() == b.dim() and a.shape[:dim] == b.shape[:dim] and a.shape[dim + 1 :] == b.shape[dim + 1 :]
-
-
-def _one_storage(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+def _is_same_except(a: Tensor, b: Tensor, dim: int) -> bool:
+    """Return whether two tensors have equal shapes except in ``dim``, and equal strides."""
+    if a.dim() != b.dim():
+        return False
+    if a.shape[:dim] != b.shape[:dim] or a.shape[dim + 1 :] != b.shape[dim + 1 :]:
+        return False
+    if a.stride() == b.stride():
+        return True
+    # ``view`` may give a dimension of one element any stride, which no address depends on. The
+    # stride of ``dim`` counts even then: the packed view has several elements in ``dim``.
+    for i, (size, stride_a, stride_b) in enumerate(zip(a.shape, a.stride(), b.stride(), strict=True)):
+        if stride_a != stride_b and (size > 1 or i == dim):
+            return False
+    return True
 
 
 def _start(tensor: Tensor) -> int:
     return int(tensor.storage_offset())
 
 
-def _dense_length(by_place: Sequence[Tensor]) -> int | None:
+def _dense_length(in_memory_order: Sequence[Tensor]) -> int | None:
     """Return the number of elements of the dense tensor whose consecutive chunks are the tensors.
 
     None means that the tensors, in order of their offsets, overlap or leave holes.
     """
     # The distance of the first two tensors gives the dimension along which they are chunks: the one
     # in which the first tensor's extent is that distance.
-    first, second = by_place[:2]
+    first, second = in_memory_order[:2]
     step = _start(second) - _start(first)
     for dim, (size, stride) in enumerate(zip(first.shape, first.stride(), strict=True)):
-        view = packed_view(by_place, dim) if size * stride == step else None
+        if size * stride != step:
+            continue
+        view = packed_view(in_memory_order, dim)
         if view is not None and _is_dense(view):
             return view.numel()
     return None
@@ -113,23 +119,29 @@ class Layout:
         ``span`` is ``None`` unless two or more tensors are, in some order, the consecutive chunks
         of a dense tensor.
         """
-        by_place = sorted(tensors, key=_start)
-        first = _start(by_place[0])
+        # the order in memory may differ from the order of the arguments
+        in_memory_order = sorted(tensors, key=_start)
+        first = _start(in_memory_order[0])
         return cls(
-            _dense_length(by_place),
+            _dense_length(in_memory_order),
             tuple(tensor.shape for tensor in tensors),
             tuple(tensor.stride() for tensor in tensors),
             tuple(_start(tensor) - first for tensor in tensors),
         )
 
-    def is_that_of(self, *tensors: Tensor) -> bool:
+    def matches(self, *tensors: Tensor) -> bool:
         """Return whether ``tensors`` have this layout; strides of single elements do not matter."""
         other = Layout.of(*tensors)
-        return (self.span, self.shapes, self.offsets) == (other.span, other.shapes, other.offsets) and all(
-            one == another or n == 1
-            for shape, strides, others in zip(self.shapes, self.strides, other.strides, strict=True)
-            for n, one, another in zip(shape, strides, others, strict=True)
-        )
+        if (self.span, self.shapes, self.offsets) != (other.span, other.shapes, other.offsets):
+            return False
+        if self.strides == other.strides:
+            return True
+        # ``view`` may give a dimension of one element any stride, which no address depends on
+        for shape, strides, other_strides in zip(self.shapes, self.strides, other.strides, strict=True):
+            for size, stride, other_stride in zip(shape, strides, other_strides, strict=True):
+                if stride != other_stride and size > 1:
+                    return False
+        return True
 
     def empty(self, like: Tensor) -> list[Tensor]:
         """Return uninitialised tensors in this layout, with the dtype and device of ``like``.
@@ -137,12 +149,12 @@ class Layout:
         Without a common span, each tensor has its own memory and keeps its own order of dimensions.
         """
         if self.span is None:
-            return [_dense(like, *each) for each in zip(self.shapes, self.strides, strict=True)]
-        memory = like.new_empty(self.span)
-        return [
-            memory.as_strided(shape, stride, offset)
-            for shape, stride, offset in zip(self.shapes, self.strides, self.offsets, strict=True)
-        ]
+            views = zip(self.shapes, self.strides, strict=True)
+            return [_dense(like, shape, strides) for shape, strides in views]
+        # one allocation for all: packed_view() of the results is then a view of the buffer
+        buffer = like.new_empty(self.span)
+        views = zip(self.shapes, self.strides, self.offsets, strict=True)
+        return [buffer.as_strided(shape, strides, offset) for shape, strides, offset in views]
 
 
 def _dense(like: Tensor, shape: torch.Size, strides: tuple[int, ...]) -> Tensor:
@@ -150,6 +162,7 @@ def _dense(like: Tensor, shape: torch.Size, strides: tuple[int, ...]) -> Tensor:
 
     Expanded dimensions (stride 0) get their own memory.
     """
-    # the meta tensor only carries the order of dimensions; it uses no memory
-    model = torch.empty_strided(shape, strides, device="meta")
-    return torch.empty_like(model, dtype=like.dtype, device=like.device)
+    # The meta tensor only carries the order of dimensions and uses no memory. empty_like keeps that
+    # order, and makes the strides dense.
+    meta = torch.empty_strided(shape, strides, device="meta")
+    return torch.empty_like(meta, dtype=like.dtype, device=like.device)

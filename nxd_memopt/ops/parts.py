@@ -62,5 +62,7 @@ class _SplitSizes(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         # gradients that a kernel wrote next to each other need no copy
-        adjacent = packed_view(grads, ctx.dim)
-        return torch.cat(grads, dim=ctx.dim) if adjacent is None else adjacent, None, None
+        grad_x = packed_view(grads, ctx.dim)
+        if grad_x is None:
+            grad_x = torch.cat(grads, dim=ctx.dim)
+        return grad_x, None, None

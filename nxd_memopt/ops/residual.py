@@ -19,6 +19,8 @@ def add_residual(residual: Tensor, output: Tensor, bias: Tensor) -> Tensor:
     Returns:
         ``[..., H]``.
     """
-    if residual.shape == output.shape and bias.shape == output.shape[-1:] and can_use_triton(residual, output, bias):
+    # the kernel broadcasts only the bias
+    fits = residual.shape == output.shape and bias.shape == output.shape[-1:]
+    if fits and can_use_triton(residual, output, bias):
         return cuda.add_residual(residual, output, bias)
     return residual + (output + bias)

@@ -29,12 +29,15 @@ def rope_frequencies(rotary_dim: int, rope_parameters: Mapping[str, Any]) -> Ten
     """
     kind = rope_parameters.get("rope_type", "default")
     require_one_of("rope_type", kind, ROPE_TYPES)
-    # theta^(-2i / rotary_dim) for i in [0, rotary_dim / 2), always on the CPU in fp32
+    # theta^(-2i / rotary_dim) for i in [0, rotary_dim / 2). Always on the CPU in fp32: powers that
+    # a device computes may differ in the last bits, and positions multiply the difference.
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64, device="cpu").float() / rotary_dim
     frequencies = 1.0 / (rope_parameters["rope_theta"] ** exponents)
     if kind == "linear":
         return frequencies / rope_parameters["factor"]
-    return _scale_llama3(frequencies, rope_parameters) if kind == "llama3" else frequencies
+    if kind == "llama3":
+        return _scale_llama3(frequencies, rope_parameters)
+    return frequencies
 
 
 def _scale_llama3(frequencies: Tensor, rope_parameters: Mapping[str, Any]) -> Tensor:
@@ -44,7 +47,8 @@ def _scale_llama3(frequencies: Tensor, rope_parameters: Mapping[str, Any]) -> Te
     are blended.
     """
     factor = rope_parameters["factor"]
-    low, high = rope_parameters["low_freq_factor"], rope_parameters["high_freq_factor"]
+    low = rope_parameters["low_freq_factor"]
+    high = rope_parameters["high_freq_factor"]
     context = rope_parameters["original_max_position_embeddings"]
     # blend is 0 at the long wavelength context / low, and 1 at the short wavelength context / high
     wavelengths = 2 * math.pi / frequencies
@@ -55,7 +59,11 @@ def _scale_llama3(frequencies: Tensor, rope_parameters: Mapping[str, Any]) -> Te
     return torch.where(between, blended, slowed)
 
 
-def rope_tables(frequencies: Tensor, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rope_tables(
+    frequencies: Tensor,
+    position_ids: Tensor,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
     """Return cosine and sine ``[B, S, rotary_dim]``, computed in fp32 and rounded to ``dtype``.
 
     Args:
@@ -63,6 +71,7 @@ def rope_tables(frequencies: Tensor, position_ids: Tensor, dtype: torch.dtype) -
         position_ids: ``[B, S]``.
         dtype: of the tables.
     """
+    # fp32, because bf16 has 8 bits: it would round position 257 to 256
     angles = position_ids.unsqueeze(-1).float() * frequencies.to(position_ids.device)
     # Hugging Face's half-split convention: dimensions i and i + rotary_dim / 2 rotate by one angle.
     angles = torch.cat((angles, angles), dim=-1)
@@ -86,14 +95,19 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Returns:
         ``[B, heads, S, d]``.
     """
+    # the kernel's backward has no gradients of the tables
     if can_use_triton(x, cos, sin) and not cos.requires_grad:
         return cuda.apply_rope(x, cos, sin)
     # [B, 1, S, rotary_dim] broadcasts over heads
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    cos = cos.unsqueeze(1)
+    sin = sin.unsqueeze(1)
     rotary_dim = cos.size(-1)
-    rotated, passed = x[..., :rotary_dim], x[..., rotary_dim:]
+    rotated = x[..., :rotary_dim]
+    passed = x[..., rotary_dim:]
     rotated = rotated * cos + rotate_half(rotated) * sin
-    return rotated if passed.size(-1) == 0 else torch.cat((rotated, passed), dim=-1)
+    if passed.size(-1) == 0:
+        return rotated
+    return torch.cat((rotated, passed), dim=-1)
 
 
 def apply_rope_qkv(

@@ -17,4 +17,6 @@ def column_sums(x: Tensor) -> Tensor:
     Returns:
         ``[N]`` in x's dtype.
     """
-    return cuda.column_sums(x) if can_use_triton(x) else x.reshape(-1, x.size(-1)).sum(0)
+    if can_use_triton(x):
+        return cuda.column_sums(x)
+    return x.reshape(-1, x.size(-1)).sum(0)

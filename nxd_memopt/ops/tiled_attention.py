@@ -27,7 +27,9 @@ _TILE_MULTIPLE = 128
 
 def refusal(call: AttentionCall) -> str | None:
     """Return why ``tiled_attention`` cannot run ``call``, or None if it can."""
-    return f"tiled attention has no dropout, got {call.dropout_p}" if call.dropout_p > 0 else None
+    if call.dropout_p > 0:
+        return f"tiled attention has no dropout, got {call.dropout_p}"
+    return None
 
 
 def tile_length(sequence_length: int) -> int:
@@ -42,7 +44,12 @@ def tile_length(sequence_length: int) -> int:
 
 
 def tiled_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *, tile: int | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    *,
+    tile: int | None = None,
 ) -> Tensor:
     """Return ``softmax(Q K^t / sqrt(d)) V`` with a running softmax over tiles of keys.
 
@@ -73,14 +80,29 @@ class _TiledAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, tile: int) -> Tensor:
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        tile: int,
+    ) -> Tensor:
         spans = _spans(query.size(2), tile)
-        rows: list[tuple[Tensor, Tensor]] = []
+        outputs: list[Tensor] = []
+        log_sum_exps: list[Tensor] = []
+        # each tile of queries waits for the results of the previous one, see the module's docstring
+        previous: Sequence[Tensor] = ()
         for span in spans:
-            rows.append(_attend(query, key, value, mask, span, spans, after=rows[-1] if rows else ()))
-        output = torch.cat([out for out, _ in rows], dim=2)
-        log_sum_exp = torch.cat([lse for _, lse in rows], dim=2)  # [B, h, S, 1]
-        ctx.save_for_backward(query, key, value, output, log_sum_exp, *([] if mask is None else [mask]))
+            previous = _attend(query, key, value, mask, span, spans, after=previous)
+            outputs.append(previous[0])
+            log_sum_exps.append(previous[1])
+        output = torch.cat(outputs, dim=2)
+        log_sum_exp = torch.cat(log_sum_exps, dim=2)  # [B, h, S, 1]
+        saved = [query, key, value, output, log_sum_exp]
+        if mask is not None:
+            saved.append(mask)
+        ctx.save_for_backward(*saved)
         ctx.spans = spans
         return output
 
@@ -111,17 +133,21 @@ def _attend(
     Returns:
         ``[B, h, t, d]`` and ``[B, h, t, 1]``.
     """
-    groups, wide = key.size(1), _wide(query)
-    tile, *_ = backend.optimization_barrier([_rows(query, rows, groups), *after])  # [B, g, r*t, d]
+    wide = _wide(query)
+    # [B, g, r*t, d]
+    tile, *_ = backend.optimization_barrier([_rows(query, rows, key.size(1)), *after])
     # Running softmax. Over the keys seen so far: m = max of the scores, l = sum of exp(s - m), and
-    # o = sum of exp(s - m) v. A new tile with a larger maximum rescales l and o by exp(m_old -
-    # m_new).
+    # o = sum of exp(s - m) v. A new tile with a larger maximum rescales l and o by
+    # exp(m_old - m_new).
     maximum = tile.new_full((*tile.shape[:-1], 1), torch.finfo(wide).min, dtype=wide)
-    total, summed = torch.zeros_like(maximum), torch.zeros_like(tile, dtype=wide)
+    total = torch.zeros_like(maximum)
+    summed = torch.zeros_like(tile, dtype=wide)
     for cols in _visible(rows, spans):
+        # the scores of this tile may exist only after those of the previous one are summed up
         tile, maximum, total, summed = backend.optimization_barrier([tile, maximum, total, summed])
         scores = _scores(tile, key.narrow(2, *cols), mask, rows, cols)
-        previous, maximum = maximum, torch.maximum(maximum, scores.amax(-1, keepdim=True))
+        previous = maximum
+        maximum = torch.maximum(previous, scores.amax(-1, keepdim=True))
         weights = (scores - maximum).exp()
         decay = (previous - maximum).exp()
         total = total * decay + weights.sum(-1, keepdim=True)
@@ -145,17 +171,26 @@ def _backward(
     With ``P = exp(S - lse)`` and ``D = rowsum(dO O)``: dV = P^t dO, dS = P (dO V^t - D), dQ = dS K,
     dK = dS^t Q.
     """
-    groups, wide, dtype = key.size(1), _wide(query), query.dtype
+    wide = _wide(query)
+    dtype = query.dtype
+    groups = key.size(1)
     dot = (grad.to(wide) * output).sum(-1, keepdim=True)  # [B, h, S, 1]
-    by_rows = {rows: tuple(_rows(tensor, rows, groups) for tensor in (query, grad, log_sum_exp, dot)) for rows in spans}
+    # the tiles of query, grad, lse and dot for each range of queries
+    row_tiles: dict[Span, tuple[Tensor, ...]] = {}
+    for rows in spans:
+        row_tiles[rows] = tuple(_rows(x, rows, groups) for x in (query, grad, log_sum_exp, dot))
     # dQ accumulates over the outer loop, so all its tiles stay in fp32: 2 x the bytes of a bf16 Q.
     # dK and dV of one tile are complete after the inner loop.
-    dquery = {rows: torch.zeros_like(tiles[0], dtype=wide) for rows, tiles in by_rows.items()}
-    dkeys, dvalues, after = [], [], []
+    dquery = {rows: torch.zeros_like(tiles[0], dtype=wide) for rows, tiles in row_tiles.items()}
+    dkeys: list[Tensor] = []
+    dvalues: list[Tensor] = []
+    after: list[Tensor] = []
     for cols in spans:
-        key_tile, value_tile = key.narrow(2, *cols), value.narrow(2, *cols)
-        dkey, dvalue = torch.zeros_like(key_tile, dtype=wide), torch.zeros_like(value_tile, dtype=wide)
-        for rows, (query_tile, grad_tile, lse_tile, dot_tile) in by_rows.items():
+        key_tile = key.narrow(2, *cols)
+        value_tile = value.narrow(2, *cols)
+        dkey = torch.zeros_like(key_tile, dtype=wide)
+        dvalue = torch.zeros_like(value_tile, dtype=wide)
+        for rows, (query_tile, grad_tile, lse_tile, dot_tile) in row_tiles.items():
             if cols not in _visible(rows, spans):
                 continue
             query_tile, grad_tile, *_ = backend.optimization_barrier([query_tile, grad_tile, *after])
@@ -198,7 +233,13 @@ def _heads(tensor: Tensor, rows: Span) -> Tensor:
     return tensor.unflatten(2, (-1, rows[1])).flatten(1, 2)
 
 
-def _scores(query_tile: Tensor, key_tile: Tensor, mask: Tensor | None, rows: Span, cols: Span) -> Tensor:
+def _scores(
+    query_tile: Tensor,
+    key_tile: Tensor,
+    mask: Tensor | None,
+    rows: Span,
+    cols: Span,
+) -> Tensor:
     """Return the scores ``[B, g, r*t, c]``, in fp32 or float64.
 
     Scores of hidden keys are the dtype's least number.
@@ -208,8 +249,10 @@ def _scores(query_tile: Tensor, key_tile: Tensor, mask: Tensor | None, rows: Spa
     hidden = _hidden(mask, rows, cols, scores.device)
     if hidden is None:
         return scores
-    by_head = scores.unflatten(2, (-1, rows[1]))  # [B, g, r, t, c]
-    return by_head.masked_fill(hidden, torch.finfo(wide).min).flatten(2, 3)
+    scores = scores.unflatten(2, (-1, rows[1]))  # [B, g, r, t, c]
+    # The least number, not -inf: while all keys of a row are hidden, exp(s - m) is 1 and the row's
+    # sum stays above 0. The first visible key rescales that sum by exp(m_old - m_new) = 0.
+    return scores.masked_fill(hidden, torch.finfo(wide).min).flatten(2, 3)
 
 
 def _hidden(mask: Tensor | None, rows: Span, cols: Span, device: torch.device) -> Tensor | None:
@@ -223,8 +266,12 @@ def _hidden(mask: Tensor | None, rows: Span, cols: Span, device: torch.device) -
     if mask is None:
         return hidden
     if mask.dim() == 2:
-        own, others = mask.narrow(1, *rows)[:, :, None], mask.narrow(1, *cols)[:, None, :]
-        by_mask = (own != others)[:, None, None]
+        # documents: [B, t, 1] != [B, 1, c] for this pair of tiles only, never [B, S, S]
+        query_ids = mask.narrow(1, *rows)[:, :, None]
+        key_ids = mask.narrow(1, *cols)[:, None, :]
+        masked = (query_ids != key_ids)[:, None, None]
     else:
-        by_mask = ~mask.narrow(2, *rows).narrow(3, *cols).unsqueeze(2)
-    return by_mask if hidden is None else by_mask | hidden
+        masked = ~mask.narrow(2, *rows).narrow(3, *cols).unsqueeze(2)
+    if hidden is None:
+        return masked
+    return masked | hidden

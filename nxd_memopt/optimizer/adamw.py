@@ -86,22 +86,33 @@ class AdamW_FP32OptimParams(torch.optim.Optimizer):  # noqa: N801 (neuronx-distr
         """
         super().load_state_dict(state_dict)
         # ``super()`` loads steps and options; copy the moments again in the dtype of the file.
+        states = state_dict["state"]
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
         for index, param in zip(saved, params, strict=True):
+            if index not in states:
+                continue  # the parameter had no gradient before the state was saved
             for name in ("exp_avg", "exp_avg_sq"):
-                if index in state_dict["state"]:
-                    self.state[param][name] = state_dict["state"][index][name].to(param.device, copy=True)
+                self.state[param][name] = states[index][name].to(param.device, copy=True)
 
 
-def _update(param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any], numbers: Numbers) -> None:
+def _update(
+    param: Tensor,
+    grad: Tensor,
+    state: dict[str, Any],
+    group: dict[str, Any],
+    numbers: Numbers,
+) -> None:
     """Update one parameter and its moments."""
     if not state:
         # fp32 for bf16, fp16 and fp32 gradients; float64 stays float64.
         wide = torch.promote_types(grad.dtype, torch.float32)
-        state.update(step=0, exp_avg=torch.zeros_like(grad, dtype=wide), exp_avg_sq=torch.zeros_like(grad, dtype=wide))
+        state["step"] = 0
+        state["exp_avg"] = torch.zeros_like(grad, dtype=wide)
+        state["exp_avg_sq"] = torch.zeros_like(grad, dtype=wide)
     state["step"] += 1
-    mean, mean_of_squares = state["exp_avg"], state["exp_avg_sq"]
+    mean = state["exp_avg"]
+    mean_of_squares = state["exp_avg_sq"]
     beta1, beta2 = group["betas"]
     wide_grad = grad.to(mean.dtype)
     # m = beta1 m + (1 - beta1) g, v = beta2 v + (1 - beta2) g^2
@@ -111,7 +122,10 @@ def _update(param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str,
     # host-to-device copy per step and dtype, not one per parameter.
     key = (state["step"], mean.device, mean.dtype)
     if key not in numbers:
-        numbers[key] = _step_size(state["step"], group, mean), _operand(1 - group["lr"] * group["weight_decay"], mean)
+        numbers[key] = (
+            _step_size(state["step"], group, mean),
+            _operand(1 - group["lr"] * group["weight_decay"], mean),
+        )
     step_size, decay = numbers[key]
     # p = (p - step_size m / (sqrt(v) + eps)) (1 - lr weight_decay), in fp32; ``copy_`` rounds once.
     updated = param.to(mean.dtype)

@@ -18,8 +18,9 @@ def join_group(rank_groups: list[list[int]]) -> ProcessGroup | None:
     """
     world_size = parallel_state.get_world_size()
     # A partition of equal groups: every rank takes part in one collective with shards of equal
-    # length.
-    if sorted(rank for ranks in rank_groups for rank in ranks) != list(range(world_size)):
+    # length. A rank of no group, or of two, would leave the other ranks of a collective waiting.
+    members = [rank for ranks in rank_groups for rank in ranks]
+    if sorted(members) != list(range(world_size)):
         raise ValueError(f"sharding_groups {rank_groups} must name each of the world's {world_size} ranks once")
     if len({len(ranks) for ranks in rank_groups}) != 1:
         raise ValueError(f"sharding_groups {rank_groups} must be of one size: the ranks hold equal shards")
@@ -40,6 +41,6 @@ def require_tensor_parallel_groups(rank_groups: Sequence[Sequence[int]] | None) 
     expected = parallel_state.get_tensor_model_parallel_replica_groups()
     if rank_groups is not None and [list(ranks) for ranks in rank_groups] != expected:
         raise ValueError(
-            f"grad_norm_groups {rank_groups} must be the tensor-parallel groups {expected}, over which the gradient's "
-            "norm is summed: pass those or leave it out"
+            f"grad_norm_groups {rank_groups} must be the tensor-parallel groups {expected}, "
+            "over which the gradient's norm is summed: pass those or leave it out"
         )

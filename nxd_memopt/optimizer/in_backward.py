@@ -42,41 +42,44 @@ class OptimizerInBackward:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
-        # Keep the full groups: ``_only`` replaces the groups during each step.
+        # Keep the full groups: ``_restricted_to`` replaces the groups during each step.
         self._params = [list(group["params"]) for group in optimizer.param_groups]
         self._updated: set[Tensor] = set()
         gradient_ledger.track(param for params in self._params for param in params)
         self._hooks = []
         for i, params in enumerate(self._params):
             for param in params:
-                _require_fresh(param)
-                self._hooks.append(param.register_post_accumulate_grad_hook(_hook(weakref.ref(self), i)))
+                _require_no_gradient(param)
+                hook = _hook(weakref.ref(self), i)
+                self._hooks.append(param.register_post_accumulate_grad_hook(hook))
 
     def _update(self, group: int, param: Tensor) -> None:
         """Reduce the gradient of ``param``, update ``param``, and free the gradient."""
         if param in self._updated:
             raise RuntimeError(
-                f"a second gradient of a parameter of shape {list(param.shape)} before step(): one backward a step, "
-                "gradients cannot be accumulated"
+                f"a second gradient of a parameter of shape {list(param.shape)} before step(): "
+                "one backward a step, gradients cannot be accumulated"
             )
         # These collectives need the same order of hooks on all ranks, which run the same autograd
-        # graph.
+        # graph. One collective per parameter and no bucket: a bucket would keep the gradients that
+        # this class is there to free.
         self._updated.add(param)
         grads.allreduce_sequence_parallel_gradients([param])
         grads.bucket_allreduce_gradients([param])
         # The optimizer keeps its own states and options; it only sees a group with a single
         # parameter.
-        with self._only(group, param):
+        with self._restricted_to(group, param):
             self.optimizer.step()
         param.grad = None
 
     @contextmanager
-    def _only(self, group: int, param: Tensor) -> Iterator[None]:
+    def _restricted_to(self, group: int, param: Tensor) -> Iterator[None]:
         """Restrict the optimizer to one parameter inside the block."""
         # ``optimizer.step()`` updates all parameters that have gradients. Other gradients may exist
         # but are not reduced yet.
-        for i, each in enumerate(self.optimizer.param_groups):
-            each["params"] = [param] if i == group else []
+        for each in self.optimizer.param_groups:
+            each["params"] = []
+        self.optimizer.param_groups[group]["params"] = [param]
         try:
             yield
         finally:
@@ -129,10 +132,14 @@ def _hook(owner: weakref.ref[OptimizerInBackward], group: int) -> Callable[[Tens
     return update
 
 
-def _require_fresh(param: Tensor) -> None:
-    """Raise ``ValueError`` if ``param`` does not require a gradient or already has one."""
+def _require_no_gradient(param: Tensor) -> None:
+    """Raise ``ValueError`` if ``param`` does not require a gradient or already has one.
+
+    A gradient from before would be added to the first one that the hook sees.
+    """
     if not param.requires_grad or param.grad is not None:
+        article = "no" if param.grad is None else "a"
         raise ValueError(
-            f"a parameter of shape {list(param.shape)} has requires_grad={param.requires_grad} and "
-            f"{'no' if param.grad is None else 'a'} gradient: leave frozen ones out, and call zero_grad() first"
+            f"a parameter of shape {list(param.shape)} has requires_grad={param.requires_grad} "
+            f"and {article} gradient: leave frozen ones out, and call zero_grad() first"
         )

@@ -25,7 +25,11 @@ def accumulate_in(dtype: torch.dtype, parameters: Iterable[Tensor]) -> list[Remo
         Handles that remove the hooks.
     """
     hook = functools.partial(_add_to_main_grad, dtype)
-    return [p.register_post_accumulate_grad_hook(hook) for p in parameters if p.dtype != dtype and p.requires_grad]
+    handles = []
+    for parameter in parameters:
+        if parameter.dtype != dtype and parameter.requires_grad:
+            handles.append(parameter.register_post_accumulate_grad_hook(hook))
+    return handles
 
 
 def _add_to_main_grad(dtype: torch.dtype, parameter: Any) -> None:

@@ -24,7 +24,12 @@ from nxd_memopt.backends import backend
 from nxd_memopt.parallel_layers.utils import padded_size
 
 
-def to_row_shards(flat: Tensor, shape: Sequence[int], sharding: Sequence[int], group: ProcessGroup | None) -> Tensor:
+def to_row_shards(
+    flat: Tensor,
+    shape: Sequence[int],
+    sharding: Sequence[int],
+    group: ProcessGroup | None,
+) -> Tensor:
     """Return the rows that torch_xla assigns to this rank, ``[R, ...]``, from this rank's flat
     shard.
 
@@ -44,6 +49,8 @@ def to_row_shards(flat: Tensor, shape: Sequence[int], sharding: Sequence[int], g
     # communication.
     if shape[0] % size == 0:
         return flat.view(rows, *shape[1:])
+    # Otherwise the row boundaries lie inside flat shards of other ranks. Memory: one full parameter
+    # at a time.
     with backend.outside_step():
         gathered = backend.all_gather(flat.contiguous(), group)
         full = gathered[: math.prod(shape)].view(*shape)
@@ -54,7 +61,8 @@ def cut_rows(full: Tensor, rank: int, size: int) -> Tensor:
     """Return rows ``[rank R, (rank + 1) R)`` of ``full``, zero-padded to a multiple of ``size``
     rows.
     """
-    full = full.reshape(1) if full.dim() == 0 else full
+    if full.dim() == 0:
+        full = full.reshape(1)
     rows = padded_size(full.size(0), size) // size
     # ``F.pad`` takes pairs from the last dimension to the first: only dimension 0 grows.
     padded = F.pad(full, [0, 0] * (full.dim() - 1) + [0, rows * size - full.size(0)])
@@ -82,36 +90,57 @@ def to_nxd_layout(
     params = [param for options in param_groups for param in options["params"]]
     # ``position[k]`` is the number of the k-th trained parameter among all parameters.
     position = [i for i, param in enumerate(params) if param.requires_grad]
-
-    def rows(i: int, value: Any, name: str) -> Any:
-        shape = params[position[i]].shape
-        # A state with one value per element of the shard is converted; step counters and scalars
-        # are copied.
-        length = padded_size(math.prod(shape), sharding[1]) // sharding[1]
-        is_shard = has_elements(value, name, params[position[i]]) and value.numel() == length
-        return to_row_shards(value, shape, sharding, group) if is_shard else value
-
+    # The order of these calls is the order of the all-gathers, and equal on all ranks of the group:
+    # every rank has a shard of each state, under the same numbers and names.
+    base_state: dict[int, dict[str, Any]] = {}
+    for i, values in state["state"].items():
+        param = params[position[i]]
+        base_state[position[i]] = {
+            name: _state_to_rows(value, name, param, sharding, group) for name, value in values.items()
+        }
+    # torch_xla numbers all parameters, ``state_dict()`` only the trained ones
+    groups = []
+    numbers_by_group = number_parameters(param_groups)
+    for options, numbers in zip(state["param_groups"], numbers_by_group, strict=True):
+        groups.append({**options, "params": numbers})
     # torch_xla stores the base optimizer's states under ``base_state`` and leaves ``state`` empty.
     nxd: dict[str, Any] = {
         "state": {},
-        "param_groups": [
-            {**options, "params": numbers}
-            for options, numbers in zip(state["param_groups"], number_parameters(param_groups), strict=True)
-        ],
-        "base_state": {
-            position[i]: {name: rows(i, value, name) for name, value in values.items()}
-            for i, values in state["state"].items()
-        },
+        "param_groups": groups,
+        "base_state": base_state,
         "shape_info": {i: torch.Size(param.shape) for i, param in enumerate(params)},
         "sharding": list(sharding),
     }
     if masters:
-        stored = {position[i]: rows(i, master, "master") for i, master in masters.items()}
+        rows: dict[int, Tensor] = {}
+        for i, master in masters.items():
+            param = params[position[i]]
+            rows[position[i]] = _state_to_rows(master, "master", param, sharding, group)
         # torch_xla keeps masters of frozen parameters too. The optimizer has none: cut them from
         # the parameters.
-        frozen = {i: cut_rows(p.detach().float(), *sharding) for i, p in enumerate(params) if i not in stored}
-        nxd["sharded_master_weights"] = dict(sorted({**stored, **frozen}.items()))
+        for i, param in enumerate(params):
+            if i not in rows:
+                rows[i] = cut_rows(param.detach().float(), *sharding)
+        nxd["sharded_master_weights"] = dict(sorted(rows.items()))
     return nxd
+
+
+def _state_to_rows(
+    value: Any,
+    name: str,
+    param: Tensor,
+    sharding: Sequence[int],
+    group: ProcessGroup | None,
+) -> Any:
+    """Return ``value`` as torch_xla's rows if it is a flat shard of ``param``, and else unchanged.
+
+    A state with one value per element of the shard is converted; step counters and scalars are
+    not.
+    """
+    length = padded_size(math.prod(param.shape), sharding[1]) // sharding[1]
+    if has_elements(value, name, param) and value.numel() == length:
+        return to_row_shards(value, param.shape, sharding, group)
+    return value
 
 
 def has_elements(value: Any, name: str, param: Tensor) -> bool:
@@ -121,12 +150,15 @@ def has_elements(value: Any, name: str, param: Tensor) -> bool:
     The states of a 0-dim parameter have no dimension either. Its counter is recognized by torch's
     name, ``step``.
     """
-    return isinstance(value, Tensor) and (value.dim() > 0 or (param.dim() == 0 and name != "step"))
+    if not isinstance(value, Tensor):
+        return False
+    return value.dim() > 0 or (param.dim() == 0 and name != "step")
 
 
 def number_parameters(param_groups: Sequence[Mapping[str, Any]]) -> list[list[int]]:
     """Return the numbers of the parameters by group, counted over all groups."""
-    numbers, start = [], 0
+    numbers = []
+    start = 0
     for options in param_groups:
         stop = start + len(options["params"])
         numbers.append(list(range(start, stop)))

@@ -67,7 +67,8 @@ class OptimizerFiles:
     """
 
     def __init__(self, files: RankFiles, stage_names: Sequence[frozenset[str]] = ()) -> None:
-        self.files, self.stage_names = files, stage_names
+        self.files = files
+        self.stage_names = stage_names
         self._opened: dict[tuple[int, int, int], dict[str, Any]] = {}
 
     def content(self, tensor_rank: int, stage: int = 0, data_rank: int = 0) -> dict[str, Any]:
@@ -101,21 +102,23 @@ class OptimizerFiles:
 
 def states_of(content: Mapping[str, Any]) -> Mapping[int, Mapping[str, Any]]:
     """Return the states by parameter, in torch_xla's layout or in this library's."""
-    return content["base_state"] if "base_state" in content else content["state"]
+    if "base_state" in content:
+        return content["base_state"]
+    return content["state"]
 
 
 def read_state(source: OptimizerFiles, target: Target) -> dict[str, Any]:
-    """Return the input of ``NeuronZero1Optimizer.load_state_dict`` for this rank, from files of any
-    T and D.
+    """Return the input of ``NeuronZero1Optimizer.load_state_dict`` for this rank.
 
-    With the files' own T and D every value equals the file's bit for bit. Otherwise the shards are
-    concatenated and cut again. Only files that store elements of this rank are read.
+    The files may be of any T and D. With the files' own T and D every value equals the file's bit
+    for bit. Otherwise the shards are concatenated and cut again. Only files that store elements of
+    this rank are read.
 
     Raises:
         ValueError: files are damaged, belong to another model, or have KV replicas for another T.
     """
-    files, places = source.files, _places(source, target)
-    own_size = parallel_state.get_tensor_model_parallel_size()
+    files = source.files
+    locations = _locations(source, target)
     trained = [i for i, param in enumerate(target.params) if param.requires_grad]
     state: dict[int, dict[str, Any]] = {}
     masters: dict[int, Tensor] = {}
@@ -123,22 +126,20 @@ def read_state(source: OptimizerFiles, target: Target) -> dict[str, Any]:
     for new_number, i in enumerate(trained):
         # ``number`` counts within the stage's files; ``new_number`` counts the trained parameters,
         # as in ``load_state_dict``.
-        param, (stage, number) = target.params[i], places[i]
-        same_size = files.tensor_model_parallel_size == own_size
-        # Same T: only this tensor-parallel rank's files. Another T: all shards of a sharded
-        # parameter, or the file of rank 0 for a replicated one.
-        tensor_ranks = [parallel_state.get_tensor_model_parallel_rank()] if same_size else _ranks(files, param)
+        param = target.params[i]
+        stage, number = locations[i]
+        tensor_ranks = _tensor_ranks(files, param)
         _require_shape(source, param, number, stage, tensor_ranks[0])
-        read = _ParameterReader(source, param, number, stage, tensor_ranks, not same_size and is_sharded(param))
-        values = {
-            name: read.shard(name, value, target.sharding) for name, value in read.first.items() if name != "master"
-        }
+        resharded = not _has_own_size(files) and is_sharded(param)
+        reader = _ParameterReader(source, param, number, stage, tensor_ranks, resharded)
+        values = {name: reader.shard(name, value, target.sharding) for name, value in reader.first.items()}
+        if "master" in values:
+            masters[new_number] = cast(Tensor, values.pop("master"))
         if values:
             state[new_number] = values
-        if "master" in read.first:
-            masters[new_number] = cast(Tensor, read.shard("master", read.first["master"], target.sharding))
         shape_info[new_number] = list(param.shape)
     _warn_of_unknown(source)
+    # the options are the same in all files: those of one rank are enough
     groups = _groups(source.content(_own_rank(files), 0)["param_groups"], target, trained)
     return {
         "state": state,
@@ -154,12 +155,27 @@ def _own_rank(files: RankFiles) -> int:
     T.
     """
     rank = parallel_state.get_tensor_model_parallel_rank()
-    return rank if rank < files.tensor_model_parallel_size else 0
+    if rank < files.tensor_model_parallel_size:
+        return rank
+    return 0
 
 
-def _ranks(files: RankFiles, param: Tensor) -> list[int]:
-    """Return the tensor-parallel ranks whose files are needed for the full parameter."""
-    return list(range(files.tensor_model_parallel_size)) if is_sharded(param) else [0]
+def _has_own_size(files: RankFiles) -> bool:
+    """Return whether the files are of this run's tensor-parallel size."""
+    return files.tensor_model_parallel_size == parallel_state.get_tensor_model_parallel_size()
+
+
+def _tensor_ranks(files: RankFiles, param: Tensor) -> list[int]:
+    """Return the tensor-parallel ranks whose files this rank reads for ``param``.
+
+    With the same T these are only the files of this rank. With another T they are all files of a
+    sharded parameter, and the files of rank 0 for a replicated one.
+    """
+    if _has_own_size(files):
+        return [parallel_state.get_tensor_model_parallel_rank()]
+    if is_sharded(param):
+        return list(range(files.tensor_model_parallel_size))
+    return [0]
 
 
 @dataclass
@@ -179,22 +195,32 @@ class _ParameterReader:
         return self.source.values(self.number, self.tensor_ranks[0], self.stage, 0)
 
     def shard(self, name: str, value: Any, sharding: Sequence[int]) -> Any:
-        """Return this rank's flat shard, or ``value`` itself if it is not one value per element (a
-        step).
+        """Return this rank's flat shard of the state ``name``.
+
+        ``value`` itself is returned if it is not one value per element, as a step counter.
         """
-        value = resolve(value) if isinstance(value, StoredTensor) else value
+        if isinstance(value, StoredTensor):
+            value = resolve(value)
         if not has_elements(value, name, self.param):
-            return value.clone() if isinstance(value, Tensor) else value
+            # a copy, which does not keep the memory map of the file open
+            if isinstance(value, Tensor):
+                return value.clone()
+            return value
         rank, size = sharding
         # Same T: assemble only this rank's range of the flat parameter. Another T: assemble every
         # tensor-parallel shard, join them to the full tensor, and cut this rank's part again.
         if not self.resharded:
             length = padded_size(self.param.numel(), size) // size
             elements = (rank * length, (rank + 1) * length)
-            part = self._elements(name, self.tensor_ranks[0], tuple(self.param.shape), elements)
-            return part.view(self.param.shape) if size == 1 else part
+            shape = tuple(self.param.shape)
+            shard = self._elements(name, self.tensor_ranks[0], shape, elements)
+            # an optimizer without sharding has states in the shape of the parameter
+            if size == 1:
+                return shard.view(self.param.shape)
+            return shard
         # Full tensor [.., n, ..] from T_old shards, then this rank's slice for T_new, then its flat
         # chunk for D_new.
+        # The host has the full state of one parameter at a time.
         shards = [self._full_shard(name, tensor_rank) for tensor_rank in self.tensor_ranks]
         local = local_slice(join_shards(shards, self.param), self.param, dtype=shards[0].dtype)
         return flat_shard(local, rank, size)
@@ -204,30 +230,41 @@ class _ParameterReader:
         shape = tuple(self.source.content(tensor_rank, self.stage)["shape_info"][self.number])
         return self._elements(name, tensor_rank, shape, (0, math.prod(shape))).view(shape)
 
-    def _elements(self, name: str, tensor_rank: int, shape: tuple[int, ...], wanted: tuple[int, int]) -> Tensor:
-        """Return elements ``wanted`` = (start, stop) of a tensor-parallel shard of ``shape``, 1-D.
+    def _elements(
+        self,
+        name: str,
+        tensor_rank: int,
+        shape: tuple[int, ...],
+        elements: tuple[int, int],
+    ) -> Tensor:
+        """Return ``elements`` = (start, stop) of a tensor-parallel shard of ``shape``, 1-D.
 
         Elements past the end of the shard are zeros. Only the overlapping files of the D ranks are
         read.
         """
-        start, stop = wanted
-        pieces: list[Tensor] = []
+        start, stop = elements
+        chunks: list[Tensor] = []
         first = 0
         for data_rank in range(self.source.files.data_parallel_size):
             # File d stores [d length, (d + 1) length); take the intersection with [start, stop),
             # without padding.
             length = self._length(shape, tensor_rank)
-            low, high = max(start, first), min(stop, first + length, math.prod(shape))
+            low = max(start, first)
+            high = min(stop, first + length, math.prod(shape))
             if low < high:
-                pieces.append(self._flat(name, tensor_rank, data_rank, length)[low - first : high - first])
+                stored = self._flat(name, tensor_rank, data_rank, length)
+                chunks.append(stored[low - first : high - first])
             first += length
         # No chunk overlaps if the full range is padding (a parameter with fewer than D elements).
-        found = torch.cat(pieces) if pieces else resolve(self.first[name]).new_zeros(0)
-        return F.pad(found, (0, stop - start - found.numel()))
+        if not chunks:
+            chunks.append(resolve(self.first[name]).new_zeros(0))
+        flat = torch.cat(chunks)
+        return F.pad(flat, (0, stop - start - flat.numel()))
 
     def _length(self, shape: tuple[int, ...], tensor_rank: int) -> int:
-        """Return the number of elements in each data-parallel rank's file: R n_1 n_2 ... in
-        torch_xla's layout, else ceil(n / D).
+        """Return the number of elements in each data-parallel rank's file.
+
+        It is R n_1 n_2 ... in torch_xla's layout, and ceil(n / D) otherwise.
         """
         size = self.source.files.data_parallel_size
         if "base_state" in self.source.content(tensor_rank, self.stage):
@@ -248,22 +285,27 @@ class _ParameterReader:
         flat = resolve(values[name]).reshape(-1)
         if flat.numel() != length:
             raise ValueError(
-                f"{path}: {name!r} of parameter {self.number} has {flat.numel()} elements, its shape over "
-                f"{self.source.files.data_parallel_size} data-parallel ranks gives {length}: "
+                f"{path}: {name!r} of parameter {self.number} has {flat.numel()} elements, its "
+                f"shape over {self.source.files.data_parallel_size} data-parallel ranks gives {length}: "
                 "a rank file is missing, or from another save"
             )
         return flat
 
 
 def read_tensor_parallel_shard(
-    source: OptimizerFiles, place: tuple[int, int], tensor_rank: int, name: str, shape: tuple[int, ...]
+    source: OptimizerFiles,
+    location: tuple[int, int],
+    tensor_rank: int,
+    name: str,
+    shape: tuple[int, ...],
 ) -> Tensor:
-    """Return one tensor-parallel rank's state or master ``name``, concatenated over the
-    data-parallel ranks' files.
+    """Return one tensor-parallel rank's state or master ``name``.
+
+    It is concatenated over the files of the data-parallel ranks.
 
     Args:
         source: the files.
-        place: pipeline stage and number of the parameter.
+        location: pipeline stage and number of the parameter.
         tensor_rank: the tensor-parallel rank.
         name: name of the state, or ``master``.
         shape: shape of the shard.
@@ -271,75 +313,93 @@ def read_tensor_parallel_shard(
     Raises:
         ValueError: a file is missing or damaged, or stores another number of elements.
     """
-    stage, number = place
-    reader = _ParameterReader(source, torch.empty(shape, device="meta"), number, stage, [tensor_rank], False)
+    stage, number = location
+    meta = torch.empty(shape, device="meta")
+    reader = _ParameterReader(source, meta, number, stage, [tensor_rank], resharded=False)
     return reader._elements(name, tensor_rank, shape, (0, math.prod(shape))).view(shape)
 
 
-def _require_shape(source: OptimizerFiles, param: Tensor, number: int, stage: int, tensor_rank: int) -> None:
-    """Raise ``ValueError`` if a parameter's shape in the files is not compatible with the
-    optimizer's.
-    """
-    content = source.content(tensor_rank, stage)
-    stored = content.get("shape_info", {}).get(number)
-    if stored is None and source.files.tensor_model_parallel_size == parallel_state.get_tensor_model_parallel_size():
+def _require_shape(
+    source: OptimizerFiles,
+    param: Tensor,
+    number: int,
+    stage: int,
+    tensor_rank: int,
+) -> None:
+    """Raise ``ValueError`` if a parameter's shape in the files does not fit the optimizer's."""
+    files = source.files
+    stored = source.content(tensor_rank, stage).get("shape_info", {}).get(number)
+    if stored is None and _has_own_size(files):
         return  # a run without ZeRO records no shapes; the number of elements is checked
-    path = source.files.file(tensor_rank, stage)
+    path = files.file(tensor_rank, stage)
     if stored is None:
-        raise ValueError(f"{path} has no shape_info: it can only be loaded at the size of {source.files.sizes()}")
+        raise ValueError(f"{path} has no shape_info: it can only be loaded at the size of {files.sizes()}")
     expected = list(param.shape)
-    if source.files.tensor_model_parallel_size != parallel_state.get_tensor_model_parallel_size():
+    if not _has_own_size(files) and is_sharded(param):
         # With another T, only the sharded dimension may differ, and its full length must fit.
-        dim = cast(Any, param).partition_dim % param.dim() if is_sharded(param) else None
-        expected = [stored[i] if i == dim else n for i, n in enumerate(param.shape)]
-        if dim is not None and list(stored) == expected:
+        dim = cast(Any, param).partition_dim % param.dim()
+        if dim < len(stored):
+            expected[dim] = stored[dim]
+        if list(stored) == expected:
             try:
-                require_joinable(stored[dim], source.files.tensor_model_parallel_size, param)
+                require_joinable(stored[dim], files.tensor_model_parallel_size, param)
             except ValueError as error:
-                raise ValueError(f"{source.files.directory}: parameter {number}: {error}") from None
+                raise ValueError(f"{files.directory}: parameter {number}: {error}") from None
     if list(stored) != expected:
         raise ValueError(
-            f"{path}: parameter {number} has shape {list(stored)}, the optimizer's is {expected}: build the same model "
-            "with the same parameter groups in the same order"
+            f"{path}: parameter {number} has shape {list(stored)}, the optimizer's is {expected}: "
+            "build the same model with the same parameter groups in the same order"
         )
 
 
-def _places(source: OptimizerFiles, target: Target) -> list[tuple[int, int]]:
+def _locations(source: OptimizerFiles, target: Target) -> list[tuple[int, int]]:
     """Return (stage, number in the files of the stage) for each parameter of ``target``."""
     stages = source.files.pipeline_model_parallel_size
     if stages > 1 and (len(source.stage_names) != stages or not target.names):
         raise ValueError(
-            f"{source.files.directory} was written with {source.files.sizes()}: merging the stages needs the "
-            "parameters' names: load the model and the optimizer together"
+            f"{source.files.directory} was written with {source.files.sizes()}: "
+            "merging the stages needs the parameters' names: load the model and the optimizer together"
         )
     # Each stage's files number only the parameters of the stage, group by group, in the model's
     # order. A parameter of several stages (tied embeddings) is read from the first one.
-    places: dict[int, tuple[int, int]] = {}
+    locations: dict[int, tuple[int, int]] = {}
     numbers = number_parameters(target.param_groups)
     for stage in range(stages):
         stored = source.content(_own_rank(source.files), stage)["param_groups"]
         for group, positions in enumerate(numbers):
-            local = [i for i in positions if stages == 1 or target.names[i] in source.stage_names[stage]]
+            local = positions
+            if stages > 1:
+                stage_names = source.stage_names[stage]
+                local = [i for i in positions if target.names[i] in stage_names]
             # A file of this library's first format numbers the trained parameters only.
             trained = [i for i in local if target.params[i].requires_grad]
-            saved = stored[group]["params"] if group < len(stored) else []
+            saved = []
+            if group < len(stored):
+                saved = stored[group]["params"]
             if len(stored) != len(numbers) or len(saved) not in (len(local), len(trained)):
                 raise ValueError(
                     f"{source.files.file(_own_rank(source.files), stage)} has parameter groups of "
-                    f"{[len(options['params']) for options in stored]} parameters, the optimizer's group {group} of "
-                    f"{len(numbers)} has {len(local)} of that stage: build the same parameter groups"
+                    f"{[len(options['params']) for options in stored]} parameters, "
+                    f"the optimizer's group {group} of {len(numbers)} has {len(local)} "
+                    "of that stage: build the same parameter groups"
                 )
-            chosen = local if len(saved) == len(local) else trained
-            places.update({i: (stage, number) for i, number in zip(chosen, saved, strict=True) if i not in places})
-    missing = [i for i, param in enumerate(target.params) if param.requires_grad and i not in places]
+            numbered = local if len(saved) == len(local) else trained
+            for i, number in zip(numbered, saved, strict=True):
+                locations.setdefault(i, (stage, number))
+    missing = [i for i, param in enumerate(target.params) if param.requires_grad and i not in locations]
     if missing:
         raise ValueError(
             f"{source.files.directory} has no state of {len(missing)} parameters, the first is {missing[0]}"
         )
-    return [places.get(i, (0, -1)) for i in range(len(target.params))]
+    # frozen parameters have no state: their location is never read
+    return [locations.get(i, (0, -1)) for i in range(len(target.params))]
 
 
-def _groups(stored: Sequence[Mapping[str, Any]], target: Target, trained: Sequence[int]) -> list[dict[str, Any]]:
+def _groups(
+    stored: Sequence[Mapping[str, Any]],
+    target: Target,
+    trained: Sequence[int],
+) -> list[dict[str, Any]]:
     """Return the options in the files, completed by the optimizer's own options.
 
     The optimizer's own value is used if the files have none, or if the option depends on the
@@ -348,11 +408,12 @@ def _groups(stored: Sequence[Mapping[str, Any]], target: Target, trained: Sequen
     # Position among all parameters -> number among the trained ones.
     new_number = {i: number for number, i in enumerate(trained)}
     groups = []
-    for options, own, positions in zip(stored, target.options, number_parameters(target.param_groups), strict=True):
+    numbers = number_parameters(target.param_groups)
+    for options, defaults, positions in zip(stored, target.options, numbers, strict=True):
         # Later entries win: own defaults < options in the files < device options of this run.
-        kept = {name: value for name, value in own.items() if name in OPTIONS_OF_THE_DEVICE}
+        device_options = {name: value for name, value in defaults.items() if name in OPTIONS_OF_THE_DEVICE}
         params = [new_number[i] for i in positions if i in new_number]
-        groups.append({**own, **options, **kept, "params": params})
+        groups.append({**defaults, **options, **device_options, "params": params})
     return groups
 
 

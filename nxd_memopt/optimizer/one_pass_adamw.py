@@ -13,7 +13,7 @@ from nxd_memopt.ops.adamw import StepNumbers, adamw_update, arithmetic_dtype, st
 from nxd_memopt.ops.cuda import adamw as cuda
 from nxd_memopt.ops.cuda.support import can_use_triton
 
-_OTHER_FORMS = ("amsgrad", "maximize", "capturable", "differentiable", "fused")
+_TORCH_ONLY_OPTIONS = ("amsgrad", "maximize", "capturable", "differentiable", "fused")
 
 
 class AdamW(torch.optim.AdamW):
@@ -39,14 +39,14 @@ class AdamW(torch.optim.AdamW):
             with torch.enable_grad():
                 loss = closure()
         # Every group takes the same path: torch's step does not update single groups.
-        if not _is_capturing() and all(self._is_served(group) for group in self.param_groups):
+        if not _is_capturing() and all(self._is_supported(group) for group in self.param_groups):
             for group in self.param_groups:
                 self._update(group)
-        elif backend.scalars_are_compiled and all(_takes_tensors(group) for group in self.param_groups):
+        elif backend.scalars_are_compiled and all(_can_use_tensors(group) for group in self.param_groups):
             for group in self.param_groups:
                 self._update_by_tensors(group)
         else:
-            _torchs_step(self)
+            _run_torch_step(self)
         return loss
 
     @torch.no_grad()
@@ -56,10 +56,13 @@ class AdamW(torch.optim.AdamW):
         """
         super().load_state_dict(state_dict)
         for group in self.param_groups:
-            if not (group["fused"] or group["capturable"]):
-                for state in (self.state[param] for param in group["params"] if "step" in self.state[param]):
-                    # A step on the device would cost a device-to-host synchronization in each
-                    # ``step()``.
+            if group["fused"] or group["capturable"]:
+                continue
+            for param in group["params"]:
+                # A step on the device would cost a device-to-host synchronization in each
+                # ``step()``.
+                state = self.state[param]
+                if "step" in state:
                     state["step"] = state["step"].cpu()
 
     def _update(self, group: dict[str, Any]) -> None:
@@ -73,11 +76,17 @@ class AdamW(torch.optim.AdamW):
         beta1, beta2 = group["betas"]
         # All parameters of the group go to one call of the kernel, not several calls per parameter.
         updates = [
-            cuda.Update(*update, step=int(step))
-            for *update, step in zip(params, grads, means, squares, steps, strict=True)
+            cuda.Update(param, grad, mean, square, step=int(step))
+            for param, grad, mean, square, step in zip(params, grads, means, squares, steps, strict=True)
         ]
-        options = {name: float(group[name]) for name in ("lr", "eps", "weight_decay")}
-        cuda.adamw(updates, beta1=beta1, beta2=beta2, **options)
+        cuda.adamw(
+            updates,
+            lr=float(group["lr"]),
+            beta1=beta1,
+            beta2=beta2,
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
+        )
         # The kernel writes without autograd's knowledge: raise the version counters.
         torch.autograd.graph.increment_version([*params, *means, *squares])
 
@@ -86,11 +95,13 @@ class AdamW(torch.optim.AdamW):
         tensors: list[list[Tensor]] = [[] for _ in range(6)]
         params, grads, means, squares, _, steps = tensors
         self._init_group(group, *tensors)
-        betas, eps = group["betas"], group["eps"]
+        betas = group["betas"]
+        eps = group["eps"]
         # Parameters of one dtype share the numbers, unless one of them had no gradient in some
         # step.
         numbers: dict[tuple[Any, ...], StepNumbers] = {}
         for param, grad, mean, square, step in zip(params, grads, means, squares, steps, strict=True):
+            # ``step`` is on the host: reading it does not wait for the device
             step.add_(1)
             key = (int(step), param.device, arithmetic_dtype(param))
             if key not in numbers:
@@ -98,31 +109,40 @@ class AdamW(torch.optim.AdamW):
                 numbers[key] = step_numbers(key[0], param, betas=betas, **options)
             adamw_update(param, grad, mean, square, numbers[key], betas=betas, eps=eps)
 
-    def _is_served(self, group: dict[str, Any]) -> bool:
+    def _is_supported(self, group: dict[str, Any]) -> bool:
         """Return whether the Triton kernel supports all parameters of ``group``."""
-        if _is_other_form(group):
+        if _needs_torch_step(group):
             return False
-        return all(_fits(param, self.state.get(param, {})) for param in group["params"] if param.grad is not None)
+        for param in group["params"]:
+            if param.grad is not None and not _fits(param, self.state.get(param, {})):
+                return False
+        return True
 
 
-def for_this_device(optimizer_class: Callable[..., torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
+def for_this_device(
+    optimizer_class: Callable[..., torch.optim.Optimizer],
+) -> Callable[..., torch.optim.Optimizer]:
     """Return this module's ``AdamW`` for ``torch.optim.AdamW`` if ``backend.scalars_are_compiled``.
 
     It has the same arguments, states and results. torch's own class may compile kernels for the
     numbers of each step. Every other class is returned unchanged.
     """
-    return AdamW if optimizer_class is torch.optim.AdamW and backend.scalars_are_compiled else optimizer_class
+    if optimizer_class is torch.optim.AdamW and backend.scalars_are_compiled:
+        return AdamW
+    return optimizer_class
 
 
-def _is_other_form(group: dict[str, Any]) -> bool:
+def _needs_torch_step(group: dict[str, Any]) -> bool:
     """Return whether ``group`` has options that only torch's own step implements."""
+    if any(group[name] for name in _TORCH_ONLY_OPTIONS):
+        return True
     numbers = (group["lr"], *group["betas"])
-    return any(group[name] for name in _OTHER_FORMS) or any(isinstance(number, Tensor) for number in numbers)
+    return any(isinstance(number, Tensor) for number in numbers)
 
 
-def _takes_tensors(group: dict[str, Any]) -> bool:
+def _can_use_tensors(group: dict[str, Any]) -> bool:
     """Return whether ``_update_by_tensors`` supports ``group``."""
-    return not (_is_other_form(group) or any(param.is_complex() for param in group["params"]))
+    return not (_needs_torch_step(group) or any(param.is_complex() for param in group["params"]))
 
 
 def _is_capturing() -> bool:
@@ -133,18 +153,25 @@ def _is_capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def _torchs_step(optimizer: torch.optim.AdamW) -> None:
+def _run_torch_step(optimizer: torch.optim.AdamW) -> None:
     """Run torch's step without the hooks of ``step``: this class's own step has run them."""
+    # torch.optim.Optimizer wraps ``step`` of each class that is instantiated, once, and marks the
+    # wrapper with ``hooked``. The wrapper runs the pre- and post-step hooks.
     step: Any = torch.optim.AdamW.step
-    (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
+    if getattr(step, "hooked", False):
+        step = step.__wrapped__
+    step(optimizer)
 
 
 def _fits(param: Tensor, state: dict[str, Any]) -> bool:
     """Return whether the tensors of ``param`` are plain and its moments have one dtype."""
     assert param.grad is not None
     moments: list[Tensor] = [state[name] for name in ("exp_avg", "exp_avg_sq") if name in state]
+    # the kernel reads both moments through pointers of one type
+    if len({moment.dtype for moment in moments}) > 1:
+        return False
     tensors = (param, param.grad, *moments)
-    return all(_is_plain(tensor, param.device) for tensor in tensors) and len({m.dtype for m in moments}) <= 1
+    return all(_is_plain(tensor, param.device) for tensor in tensors)
 
 
 def _is_plain(tensor: Tensor, device: torch.device) -> bool:

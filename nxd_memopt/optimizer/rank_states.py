@@ -34,7 +34,8 @@ class StatesInRankFiles:
             num_workers_per_step: ranks of one host that copy their state to the host at the same
                 time.
         """
-        with backend.outside_step():  # torch_xla may return wrong values when pending results are read one by one
+        # torch_xla may return wrong values when pending results are read one by one
+        with backend.outside_step():
             state = self.nxd_state_dict()
         # Ranks of one host take turns: each turn copies a rank's full state to host memory.
         for is_my_turn in coordination.turns(num_workers_per_step):
@@ -42,11 +43,15 @@ class StatesInRankFiles:
                 if is_my_turn:
                     write_tensors(_rank_file(output_dir), checkpointing.to_host(state))
 
-    def load_sharded_state_dict(self, output_dir: str | Path, num_workers_per_step: int = 8) -> None:
-        """Load files of ``save_sharded_state_dict``, of this library or of neuronx-distributed, for
-        any T and D.
+    def load_sharded_state_dict(
+        self,
+        output_dir: str | Path,
+        num_workers_per_step: int = 8,
+    ) -> None:
+        """Load files of ``save_sharded_state_dict``, for any T and D.
 
-        Every rank calls, after loading the model.
+        The files may be of this library or of neuronx-distributed. Every rank calls, after loading
+        the model.
 
         Raises:
             ValueError: on every rank, if files are missing, damaged, or do not fit.
@@ -75,17 +80,23 @@ class StatesInRankFiles:
             ValueError: on every rank, if files are missing, damaged, or do not fit.
         """
         state: dict[str, Any] = {}
-        options = [{k: v for k, v in group.items() if k != "params"} for group in self.base_optimizer.param_groups]
+        options = []
+        for group in self.base_optimizer.param_groups:
+            options.append({name: value for name, value in group.items() if name != "params"})
         target = Target(self.param_groups, options, self._sharding(), names)
+        # Ranks of one host take turns, which bounds the host memory. A rank that fails makes all
+        # ranks raise: the other ranks would wait for it in the all-gather below.
         for is_my_turn in coordination.turns(num_workers):
             with coordination.raise_together(f"loading {directory}"):
                 if is_my_turn:
-                    state = read_state(OptimizerFiles(find_rank_files(directory, "optim"), stage_names), target)
+                    files = OptimizerFiles(find_rank_files(directory, "optim"), stage_names)
+                    state = read_state(files, target)
         # Every rank calls together, after all turns: loading all-gathers the parameters.
         self.load_state_dict(state)
 
 
 def _rank_file(output_dir: str | Path) -> Path:
     """Return the file of this rank."""
-    data, tensor = parallel_state.get_data_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()
-    return Path(output_dir) / f"optim.dp_rank_{data:02d}.tp_rank_{tensor:02d}"
+    data_rank = parallel_state.get_data_parallel_rank()
+    tensor_rank = parallel_state.get_tensor_model_parallel_rank()
+    return Path(output_dir) / f"optim.dp_rank_{data_rank:02d}.tp_rank_{tensor_rank:02d}"

@@ -26,7 +26,9 @@ def cut_shard(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
     A group of size 1 returns ``tensor`` in its own shape.
     """
     size = backend.group_size(group)
-    return tensor if size == 1 else backend.shard(_padded(tensor, size), 0, group)
+    if size == 1:
+        return tensor
+    return backend.shard(_padded(tensor, size), 0, group)
 
 
 def flat_shard(tensor: Tensor, rank: int, size: int) -> Tensor:
@@ -35,8 +37,10 @@ def flat_shard(tensor: Tensor, rank: int, size: int) -> Tensor:
 
     ``size`` 1 returns ``tensor`` itself.
     """
+    if size == 1:
+        return tensor
     length = _length(tensor, size)
-    return tensor if size == 1 else _padded(tensor, size).narrow(0, rank * length, length).clone()
+    return _padded(tensor, size).narrow(0, rank * length, length).clone()
 
 
 def cut_blocks(param: Tensor, group: ProcessGroup | None) -> tuple[ShardBlock, ...]:
@@ -54,18 +58,24 @@ def cut_blocks(param: Tensor, group: ProcessGroup | None) -> tuple[ShardBlock, .
     row_elements = param[0].numel()
     length = _length(param, size)
     first = backend.group_rank(group) * length
-    cut, start = [], 0
+    local_blocks = []
+    start = 0
     for block in blocks:
         stop = start + block.rows * row_elements
         elements = max(min(stop, first + length) - max(start, first), 0)
-        cut.append(ShardBlock(block.full_rows * row_elements, elements, block.replicas))
+        local_blocks.append(ShardBlock(block.full_rows * row_elements, elements, block.replicas))
         start = stop
     # The blocks must add up to the length of the shard.
-    padding = length - sum(block.rows for block in cut)
-    return (*cut, ShardBlock(0, padding, 1))
+    padding = length - sum(block.rows for block in local_blocks)
+    return (*local_blocks, ShardBlock(0, padding, 1))
 
 
-def reduce_scatter_mean(tensors: Sequence[Tensor], group: ProcessGroup | None, *, bucket_bytes: int) -> list[Tensor]:
+def reduce_scatter_mean(
+    tensors: Sequence[Tensor],
+    group: ProcessGroup | None,
+    *,
+    bucket_bytes: int,
+) -> list[Tensor]:
     """Return this rank's shard of the mean over ``group`` of each tensor, in the dtype of the
     tensor.
 
@@ -82,14 +92,19 @@ def reduce_scatter_mean(tensors: Sequence[Tensor], group: ProcessGroup | None, *
     shards = list(tensors)
     for bucket in bucket_indices(tensors, bucket_bytes):
         # One collective per bucket. A chunk is [ceil(n / D)], the average of A_i over the ranks.
-        chunks = backend.reduce_scatter_mean_list([_padded(tensors[i], size) for i in bucket], group)
+        padded = [_padded(tensors[i], size) for i in bucket]
+        chunks = backend.reduce_scatter_mean_list(padded, group)
         for i, chunk in zip(bucket, chunks, strict=True):
             shards[i] = chunk
     return shards
 
 
 def all_gather_into(
-    tensors: Sequence[Tensor], shards: Sequence[Tensor], group: ProcessGroup | None, *, bucket_bytes: int
+    tensors: Sequence[Tensor],
+    shards: Sequence[Tensor],
+    group: ProcessGroup | None,
+    *,
+    bucket_bytes: int,
 ) -> None:
     """Overwrite each tensor with the shards of all ranks.
 

@@ -146,7 +146,10 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         dtypes = [param.dtype for param in grads.parameters_of(self) if param.requires_grad]
         self.optimizer_dtype = optimizer_dtype or functools.reduce(torch.promote_types, dtypes, torch.float32)
         self._rounds_parameters = optimizer_dtype is not None
-        self.max_norm = (1.0 if max_norm is None else max_norm) if grad_clipping else math.inf
+        # an infinite limit computes the norm and leaves the gradients unchanged
+        self.max_norm = math.inf
+        if grad_clipping:
+            self.max_norm = 1.0 if max_norm is None else max_norm
         self.sharding_groups = [
             list(ranks) for ranks in sharding_groups or parallel_state.get_data_parallel_replica_groups()
         ]
@@ -155,7 +158,8 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         size = backend.group_size(self.sharding_group)
         self._gather_bytes = _to_bytes(bucket_cap_mb_all_gather * size or _DEFAULT_BUCKET_MB)
         self._reduce_bytes = _to_bytes(bucket_cap_mb_reduce_scatter or _DEFAULT_BUCKET_MB)
-        self.use_grad_acc_hook, self.higher_cc_precision = use_grad_acc_hook, higher_cc_precision
+        self.use_grad_acc_hook = use_grad_acc_hook
+        self.higher_cc_precision = higher_cc_precision
         self.save_master_weights = save_master_weights
         self._grad_norm: Tensor | None = None
         self._hooks: list[Any] = []
@@ -166,6 +170,8 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
 
     def init_zero(self) -> None:
         """Shard the current parameters and start with new optimizer states."""
+        # A second call shards again, for example after parameters were frozen. Hooks of the first
+        # call would leave no gradient for the new ones to add.
         for hook in self._hooks:
             hook.remove()
         self._sharded: list[_Sharded] = []
@@ -193,15 +199,16 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         wide = torch.promote_types(param.dtype, self.optimizer_dtype)
         if wide != self.optimizer_dtype and not self._rounds_parameters:
             raise ValueError(
-                f"a parameter of dtype {param.dtype} is added to masters of dtype {self.optimizer_dtype}, which would "
-                f"round it: pass it when the optimizer is made, or pass optimizer_dtype={wide}"
+                f"a parameter of dtype {param.dtype} is added to masters of dtype "
+                f"{self.optimizer_dtype}, which would round it: "
+                f"pass it when the optimizer is made, or pass optimizer_dtype={wide}"
             )
         master = cut_shard(param.detach(), self.sharding_group).to(self.optimizer_dtype, copy=True)
-        shard = nn.Parameter(master)
+        shard: Any = nn.Parameter(master)
         # For ``clip_grad_norm``, which counts replicated elements once.
-        for name, value in (("tensor_model_parallel", is_sharded(param)), ("replicas", getattr(param, "replicas", 1))):
-            setattr(shard, name, value)
-        shard.blocks = cut_blocks(param, self.sharding_group)  # pyright: ignore[reportAttributeAccessIssue]
+        shard.tensor_model_parallel = is_sharded(param)
+        shard.replicas = getattr(param, "replicas", 1)
+        shard.blocks = cut_blocks(param, self.sharding_group)
         return _Sharded(param, shard, param._version)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -260,43 +267,52 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         """Return the unreduced gradient, or zeros: collectives need equal shapes on all ranks."""
         grad = grads.gradient_of(param)
         if grad is None:
-            grad = torch.zeros_like(param, dtype=self.optimizer_dtype if self.use_grad_acc_hook else None)
-        return grad.to(self.optimizer_dtype) if self.higher_cc_precision else grad
+            # a collective needs one dtype too: with the hook the other ranks pass ``main_grad``
+            dtype = self.optimizer_dtype if self.use_grad_acc_hook else None
+            grad = torch.zeros_like(param, dtype=dtype)
+        if self.higher_cc_precision:
+            grad = grad.to(self.optimizer_dtype)
+        return grad
 
     @torch.no_grad()
     def update_parameters(self) -> None:
         """Run the second half of ``step()``: update masters and all-gather the parameters."""
-        self._take_over_weights()
+        self._copy_outside_writes()
         self._copy_options(self.param_groups, self.base_optimizer.param_groups)
         self.base_optimizer.step()
         self._gather_parameters()
+        # Release the reduced gradients, 1/D of the elements in fp32, before the next forward needs
+        # the memory for activations.
         for each in self._sharded:
             if each.shard is not each.param:
                 each.shard.grad = None
 
     @torch.no_grad()
-    def _take_over_weights(self) -> None:
+    def _copy_outside_writes(self) -> None:
         """Copy outside writes to parameters into the masters."""
         for each in self._sharded:
             if each.was_written_to:
                 # A master element that rounds to the written value keeps its lower bits: a model
                 # that is loaded after the optimizer does not round the masters.
                 written = cut_shard(each.param.detach(), self.sharding_group)
-                each.shard.copy_(torch.where(each.shard.to(written.dtype) == written, each.shard, written))
+                is_equal = each.shard.to(written.dtype) == written
+                each.shard.copy_(torch.where(is_equal, each.shard, written))
                 each.mark_equal()
 
     def _gather_parameters(self) -> None:
         """All-gather the masters into the parameters, cast to the parameters' dtypes."""
         # Parameters that the optimizer updates in place (no sharding, no masters) need no copy.
         separate = [each for each in self._sharded if each.shard is not each.param]
-        params, shards = [each.param.detach() for each in separate], [each.shard.detach() for each in separate]
+        params = [each.param.detach() for each in separate]
+        shards = [each.shard.detach() for each in separate]
         all_gather_into(params, shards, self.sharding_group, bucket_bytes=self._gather_bytes)
         for each in separate:
             each.mark_equal()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
-        clear_main_grad((param for group in self.param_groups for param in group["params"]), set_to_none=set_to_none)
+        for group in self.param_groups:
+            clear_main_grad(group["params"], set_to_none=set_to_none)
 
     def _require_shards(self) -> None:
         """Raise an error if the parameters are not sharded, or other ones require gradients now."""
@@ -304,12 +320,16 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
             raise RuntimeError("parameters are not sharded yet: call init_zero() before the first step")
         # The base optimizer has shards of the parameters that were trainable at ``init_zero``: a
         # parameter that was frozen or unfrozen since would be updated wrongly or not at all.
-        trained = [id(param) for group in self.param_groups for param in group["params"] if param.requires_grad]
+        trained: list[int] = []
+        for group in self.param_groups:
+            trained += [id(param) for param in group["params"] if param.requires_grad]
         sharded = [id(each.param) for each in self._sharded]
         if trained != sharded:
             raise ValueError(
-                f"{len(trained)} parameters require gradients but {len(sharded)} did when they were sharded, "
-                f"{len(set(trained) & set(sharded))} are the same: call init_zero() after freezing or unfreezing"
+                f"{len(trained)} parameters require gradients "
+                f"but {len(sharded)} did when they were sharded, "
+                f"{len(set(trained) & set(sharded))} are the same: "
+                "call init_zero() after freezing or unfreezing"
             )
 
     # Saving and loading
@@ -321,14 +341,14 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         ``shape_info`` (full shapes), ``sharding`` (``[rank, size]``).
         """
         self._require_shards()
-        self._take_over_weights()
+        self._copy_outside_writes()
         self._copy_options(self.param_groups, self.base_optimizer.param_groups)
         # A master in the parameter's dtype equals the parameter: it is not stored.
-        masters = {
-            i: each.shard.detach()
-            for i, each in enumerate(self._sharded)
-            if self.save_master_weights and each.param.dtype != self.optimizer_dtype
-        }
+        masters: dict[int, Tensor] = {}
+        if self.save_master_weights:
+            for i, each in enumerate(self._sharded):
+                if each.param.dtype != self.optimizer_dtype:
+                    masters[i] = each.shard.detach()
         return {
             **self.base_optimizer.state_dict(),
             "sharded_master_weights": masters,
@@ -339,12 +359,11 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
     def stored_parameters(self) -> list[StoredParameter]:
         """Return the stored tensor of each trained parameter, equal to the parameter now."""
         self._require_shards()
-        self._take_over_weights()
+        self._copy_outside_writes()
         index, size = self._sharding()
         index_of = {rank: i for ranks in self.sharding_groups for i, rank in enumerate(ranks)}
         # Data-parallel ranks with the same index in their sharding groups store the same elements.
-        me = parallel_state.get_global_rank()
-        replicas = next(ranks for ranks in parallel_state.get_data_parallel_replica_groups() if me in ranks)
+        replicas = _group_with(parallel_state.get_global_rank(), parallel_state.get_data_parallel_replica_groups())
         holders = tuple(i for i, rank in enumerate(replicas) if index_of[rank] == index)
         return [StoredParameter(each.param, each.shard, index, size, holders) for each in self._sharded]
 
@@ -363,14 +382,15 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         It has masters of all parameters, or of none if ``state_dict()`` has none.
         """
         state = self.state_dict()
-        stored = state["sharded_master_weights"]
-        masters = {i: each.shard.detach() for i, each in enumerate(self._sharded)} if stored else {}
+        masters: dict[int, Tensor] = {}
+        if state["sharded_master_weights"]:
+            masters = {i: each.shard.detach() for i, each in enumerate(self._sharded)}
         return to_nxd_layout(state, self.param_groups, masters, self.sharding_group)
 
     def _sharding(self) -> list[int]:
         """Return ``[rank, size]`` of this rank in its sharding group."""
         rank = parallel_state.get_global_rank()
-        ranks = next(ranks for ranks in self.sharding_groups if rank in ranks)
+        ranks = _group_with(rank, self.sharding_groups)
         return [ranks.index(rank), len(ranks)]
 
     @torch.no_grad()
@@ -405,9 +425,15 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         for name, expected in (("sharding", self._sharding()), ("shape_info", shapes)):
             if state_dict.get(name) != expected:
                 raise ValueError(
-                    f"the saved optimizer has {name} {state_dict.get(name)}, this one {expected}: build the same model "
-                    "with the same parameter groups and parallel sizes, and load this rank's own file"
+                    f"the saved optimizer has {name} {state_dict.get(name)}, this one {expected}: "
+                    "build the same model with the same parameter groups and parallel sizes, "
+                    "and load this rank's own file"
                 )
+
+
+def _group_with(rank: int, rank_groups: Sequence[Sequence[int]]) -> Sequence[int]:
+    """Return the group that ``rank`` belongs to."""
+    return next(ranks for ranks in rank_groups if rank in ranks)
 
 
 def _to_bytes(mebibytes: float) -> int:

@@ -37,7 +37,15 @@ class Update(NamedTuple):
     step: int
 
 
-def adamw(updates: Sequence[Update], *, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float) -> None:
+def adamw(
+    updates: Sequence[Update],
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+) -> None:
     """Run ``torch.optim.AdamW``'s step for ``updates``, with one kernel launch per kind of tensors.
 
     The arithmetic is in fp32 for tensors of any dtype; results are rounded when they are stored.
@@ -56,14 +64,14 @@ def adamw(updates: Sequence[Update], *, lr: float, beta1: float, beta2: float, e
     kinds: dict[tuple[Any, ...], list[Update]] = {}
     for update in updates:
         kinds.setdefault(_kind(update), []).append(update)
-    for (*_, is_aligned), alike in kinds.items():
-        corrections = [_corrections(update, beta1, beta2) for update in alike]
-        with torch.cuda.device_of(alike[0].param):
+    for (*_, is_aligned), same_kind in kinds.items():
+        corrections = [_corrections(update, beta1, beta2) for update in same_kind]
+        with torch.cuda.device_of(same_kind[0].param):
             # one tensor needs no table on the device, and so no copy from the host
-            if len(alike) == 1:
-                _launch_one(alike[0], corrections[0], numbers)
+            if len(same_kind) == 1:
+                _launch_one(same_kind[0], corrections[0], numbers)
             else:
-                _launch(alike, corrections, numbers, is_aligned=is_aligned)
+                _launch(same_kind, corrections, numbers, is_aligned=is_aligned)
 
 
 def _kernels() -> Any:
@@ -73,6 +81,7 @@ def _kernels() -> Any:
 
 
 def _kind(update: Update) -> tuple[Any, ...]:
+    """Return what tensors of one launch have in common: device, dtypes and alignment."""
     tensors = update[:4]
     addresses = [tensor.data_ptr() for tensor in tensors]
     # with 16-byte addresses and sizes divisible by 16 Triton uses vector loads and stores
@@ -81,6 +90,7 @@ def _kind(update: Update) -> tuple[Any, ...]:
 
 
 def _corrections(update: Update, beta1: float, beta2: float) -> list[float]:
+    """Return the bias corrections: of the first moment, and the root of the second moment's."""
     return [1 - beta1**update.step, math.sqrt(1 - beta2**update.step)]
 
 
@@ -96,18 +106,23 @@ def _launch_one(update: Update, corrections: Sequence[float], numbers: Sequence[
 
 
 def _launch(
-    updates: Sequence[Update], corrections: list[list[float]], numbers: Sequence[float], *, is_aligned: bool
+    updates: Sequence[Update],
+    corrections: list[list[float]],
+    numbers: Sequence[float],
+    *,
+    is_aligned: bool,
 ) -> None:
     first = updates[0]
+    # The grid has one program per chunk of all tensors. The prefix sums of the chunk counts are
+    # the numbers of each tensor's first chunk.
     chunks = [-(-update.param.numel() // _CHUNK) for update in updates]
-    # prefix sums: the grid has one program per chunk of all tensors
     first_chunks = itertools.accumulate(chunks[:-1], initial=0)
     # One row per tensor: four addresses, the size, the number of its first chunk. A program finds
     # its tensor by binary search over the first chunks.
-    rows = [
-        [*(tensor.data_ptr() for tensor in update[:4]), update.param.numel(), first_chunk]
-        for update, first_chunk in zip(updates, first_chunks, strict=True)
-    ]
+    rows = []
+    for update, first_chunk in zip(updates, first_chunks, strict=True):
+        addresses = [tensor.data_ptr() for tensor in update[:4]]
+        rows.append([*addresses, update.param.numel(), first_chunk])
     _kernels().adamw[(sum(chunks),)](
         _on_device(rows, torch.int64, first.param.device),
         _on_device(corrections, torch.float32, first.param.device),
@@ -126,4 +141,6 @@ def _launch(
 def _on_device(values: list[list[Any]], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Copy from pinned memory, so that the host does not wait for the device."""
     host = torch.tensor(values, dtype=dtype)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+    if device.type != "cuda":
+        return host
+    return host.pin_memory().to(device, non_blocking=True)

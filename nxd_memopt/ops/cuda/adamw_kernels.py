@@ -28,19 +28,20 @@ def _update_chunk(
     """Update ``CHUNK`` elements from ``first``. The rates are ``1 - beta``, computed in float64."""
     step_size = lr / correction
     for block in range(CHUNK // BLOCK):
-        place = first + block * BLOCK + tl.arange(0, BLOCK)
-        mask = place < size
-        g = tl.load(grad + place, mask=mask, other=0.0).to(tl.float32)
-        m = tl.load(mean + place, mask=mask, other=0.0).to(tl.float32)
+        offset = first + block * BLOCK + tl.arange(0, BLOCK)
+        mask = offset < size
+        g = tl.load(grad + offset, mask=mask, other=0.0).to(tl.float32)
+        m = tl.load(mean + offset, mask=mask, other=0.0).to(tl.float32)
         # m + (g - m) * (1 - beta1), in the two forms that torch.lerp uses
         m = tl.where(mean_rate < 0.5, m + (g - m) * mean_rate, g - (g - m) * (1.0 - mean_rate))
-        v = beta2 * tl.load(square + place, mask=mask, other=0.0).to(tl.float32) + square_rate * g * g
+        v_old = tl.load(square + offset, mask=mask, other=0.0).to(tl.float32)
+        v = beta2 * v_old + square_rate * g * g
         # decoupled weight decay, then the step of the bias-corrected moments
-        p = tl.load(param + place, mask=mask, other=0.0).to(tl.float32) * (1.0 - lr * weight_decay)
+        p = tl.load(param + offset, mask=mask, other=0.0).to(tl.float32) * (1.0 - lr * weight_decay)
         p -= step_size * m / (tl.sqrt(v) / root_of_correction + eps)
-        tl.store(param + place, p.to(param.dtype.element_ty), mask=mask)
-        tl.store(mean + place, m.to(mean.dtype.element_ty), mask=mask)
-        tl.store(square + place, v.to(square.dtype.element_ty), mask=mask)
+        tl.store(param + offset, p.to(param.dtype.element_ty), mask=mask)
+        tl.store(mean + offset, m.to(mean.dtype.element_ty), mask=mask)
+        tl.store(square + offset, v.to(square.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -57,9 +58,9 @@ def _tensor_of(table, count, chunk):
     low, high = 0, count
     while high - low > 1:
         middle = (low + high) // 2
-        is_behind = tl.load(table + middle * 6 + 5) > chunk
-        low = tl.where(is_behind, low, middle)
-        high = tl.where(is_behind, middle, high)
+        is_after = tl.load(table + middle * 6 + 5) > chunk
+        low = tl.where(is_after, low, middle)
+        high = tl.where(is_after, middle, high)
     return low
 
 

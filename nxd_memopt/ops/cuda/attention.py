@@ -17,15 +17,19 @@ from nxd_memopt.ops.packed import PackedDocuments
 from nxd_memopt.ops.packed_view import Layout
 
 _DTYPES = (torch.bfloat16, torch.float16)
-# Earlier betas lack parts, which does not show in their signatures.
-_DISTRIBUTION, _TESTED = "flash-attn-4", "4.0.0b36"
+_DISTRIBUTION = "flash-attn-4"
+# Earlier betas lack features, which does not show in their signatures.
+_TESTED = "4.0.0b36"
 _KERNELS = "flash_attn.cute.interface"
 # Private functions of a beta: the operator needs the log-sum-exps, a separate backward, and output
-# buffers that it passes in.
+# buffers that it passes in. Their parameters are checked before the first call.
 _PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 _PARAMETERS = {
     "_flash_attn_fwd": ("q", "k", "v", "causal", "out", "return_lse", *_PACKED),
-    "_flash_attn_bwd": ("q", "k", "v", "out", "dout", "lse", "causal", "deterministic", "dq", "dk", "dv", *_PACKED),
+    "_flash_attn_bwd": (
+        *("q", "k", "v", "out", "dout", "lse", "causal", "deterministic", "dq", "dk", "dv"),
+        *_PACKED,
+    ),
 }
 
 
@@ -36,7 +40,9 @@ def unavailable_reason() -> str | None:
     The first call imports them, which takes seconds.
     """
     reason = why_missing(_KERNELS, at_least=(_DISTRIBUTION, _TESTED), **_PARAMETERS)
-    return None if reason is None else f"{reason}; {_DISTRIBUTION}=={_TESTED} is known to work, on CUDA 13 with [cu13]"
+    if reason is None:
+        return None
+    return f"{reason}; {_DISTRIBUTION}=={_TESTED} is known to work, on CUDA 13 with [cu13]"
 
 
 def refusal(call: AttentionCall) -> str | None:
@@ -50,7 +56,12 @@ def refusal(call: AttentionCall) -> str | None:
     return call.unsuited("flash4", max_head_dim=128, head_dim_multiple=32, packs=True)
 
 
-def flash4_attention(query: Tensor, key: Tensor, value: Tensor, documents: PackedDocuments | None = None) -> Tensor:
+def flash4_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: PackedDocuments | None = None,
+) -> Tensor:
     """Return causal ``softmax(Q K^t / sqrt(d)) V``, within each document.
 
     Saves its inputs, output and one number per query. A kernel is compiled at its first call, which
@@ -66,11 +77,15 @@ def flash4_attention(query: Tensor, key: Tensor, value: Tensor, documents: Packe
     Returns:
         ``[B, h, S, d]``.
     """
-    columns = [_readable(x).transpose(1, 2) for x in (query, key, value)]  # [B, S, heads, d]
+    # [B, S, heads, d], the kernels' layout: a view, because they take any stride but the last one
+    columns = [_readable(x).transpose(1, 2) for x in (query, key, value)]
     if documents is None:
         output, _ = flash4(*columns, None, query.size(2))
     else:
-        output, _ = flash4(*(x.flatten(0, 1) for x in columns), documents.boundaries, query.size(2))
+        # The kernels for variable lengths take one row of B * S tokens. S bounds the longest
+        # document, whose length the host does not know without waiting for the device.
+        flat = [x.flatten(0, 1) for x in columns]
+        output, _ = flash4(*flat, documents.boundaries, query.size(2))
         output = output.unflatten(0, (query.size(0), -1))
     return output.transpose(1, 2)
 
@@ -81,11 +96,19 @@ def _readable(x: Tensor) -> Tensor:
     The kernels need adjacent elements in a head, and no expanded dimension (stride 0), as in the
     gradient of ``sum``.
     """
-    return x if x.stride(-1) == 1 and 0 not in x.stride() else x.contiguous()
+    if x.stride(-1) == 1 and 0 not in x.stride():
+        return x
+    return x.contiguous()
 
 
 @torch.library.custom_op("nxd_memopt::flash4", mutates_args=())
-def flash4(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor | None, longest: int) -> tuple[Tensor, Tensor]:
+def flash4(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    boundaries: Tensor | None,
+    longest: int,
+) -> tuple[Tensor, Tensor]:
     """Return the output, and the log-sum-exps in fp32.
 
     A custom operator, so that recompute can keep its output and a compiler does not trace into it.
@@ -104,19 +127,33 @@ def flash4(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor | None,
     output = torch.empty_like(query)
     with _kernels() as kernels:
         _, log_sum_exp, *_ = kernels._flash_attn_fwd(
-            q=query, k=key, v=value, causal=True, out=output, return_lse=True, **_packed_options(boundaries, longest)
+            q=query,
+            k=key,
+            v=value,
+            causal=True,
+            out=output,
+            return_lse=True,
+            **_packed_options(boundaries, longest),
         )
     return output, log_sum_exp
 
 
 @flash4.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor | None, longest: int) -> tuple[Tensor, Tensor]:
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    boundaries: Tensor | None,
+    longest: int,
+) -> tuple[Tensor, Tensor]:
     del key, value, boundaries, longest
     # log-sum-exps: [B, S, h, d] -> [B, h, S]; packed [B * S, h, d] -> [h, B * S]
     sizes = [*query.shape[:-3], query.size(-2), query.size(-3)]
     return torch.empty_like(query), query.new_empty(sizes, dtype=torch.float32)
 
 
+# An operator of its own, so that dispatch modes and a compiler see one call with known writes. The
+# caller allocates the gradients, and so decides their layout.
 @torch.library.custom_op("nxd_memopt::flash4_backward", mutates_args=("dquery", "dkey", "dvalue"))
 def _flash4_backward(
     grad_output: Tensor,
@@ -162,10 +199,13 @@ def _kernels() -> Iterator[Any]:
 
 
 def _packed_options(boundaries: Tensor | None, longest: int) -> dict[str, Any]:
-    return {} if boundaries is None else dict(zip(_PACKED, (boundaries, boundaries, longest, longest), strict=True))
+    """Return the kernels' arguments for variable lengths; queries and keys have the same ones."""
+    if boundaries is None:
+        return {}
+    return dict(zip(_PACKED, (boundaries, boundaries, longest, longest), strict=True))
 
 
-def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     query, key, value, boundaries, ctx.longest = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)  # no zeros for the gradient of the log-sum-exps
@@ -185,6 +225,6 @@ def _backward(ctx: Any, grad_output: Tensor | None, _: None) -> tuple[Tensor | N
     return *grads, None, None
 
 
-flash4.register_autograd(_backward, setup_context=_keep_for_backward)
+flash4.register_autograd(_backward, setup_context=_save_for_backward)
 FLASH4_OPERATOR = torch.ops.nxd_memopt.flash4.default
 """Operator that dispatch modes see for ``flash4``."""

@@ -16,9 +16,14 @@ from nxd_memopt.ops.cuda.support import power_of_2
 
 _TOKENS = 128  # per tile
 _FEW_TOKENS = 16  # 64 bytes of fp32
-_SUM_ROWS, _GRADIENT_ROWS = 16, 32  # per tile
-_SUM_RANGE, _GRADIENT_RANGE = 1024, 256  # vocabulary rows per program
-_MULTIPLY_BLOCK, _MULTIPLY_PROGRAMS = 4096, 2048
+# vocabulary rows per tile
+_SUM_ROWS = 16
+_GRADIENT_ROWS = 32
+# vocabulary rows per program
+_SUM_RANGE = 1024
+_GRADIENT_RANGE = 256
+_MULTIPLY_BLOCK = 4096
+_MULTIPLY_PROGRAMS = 2048
 
 
 def _kernels() -> Any:
@@ -30,19 +35,32 @@ def _kernels() -> Any:
 def _clamped(valid: int | Tensor | None, vocab: int) -> int:
     """Return ``valid`` limited to ``[0, vocab]``."""
     assert not isinstance(valid, Tensor), "on CUDA a rank knows itself as an int"
-    return vocab if valid is None else min(max(valid, 0), vocab)
+    if valid is None:
+        return vocab
+    return min(max(valid, 0), vocab)
 
 
-def local_sums(logits: Tensor, local_target: Tensor, terms: Any, valid: int | Tensor | None) -> Tensor:
+def local_sums(
+    logits: Tensor,
+    local_target: Tensor,
+    terms: Any,
+    valid: int | Tensor | None,
+) -> Tensor:
     """Implement ``ops.cross_entropy.local_sums`` in fp32, with two kernel launches."""
     kernels = _kernels()
     vocab, tokens = logits.shape
-    ranges, with_sum = -(-vocab // _SUM_RANGE), terms.label_smoothing > 0
+    ranges = -(-vocab // _SUM_RANGE)
+    with_sum = terms.label_smoothing > 0
     # First launch: log-sum-exp (and sum) of each range of 1,024 vocabulary rows. Second launch:
-    # combine the ranges, and read the target's logit.
+    # combine the ranges, and read the target's logit. One program for all rows of its tokens would
+    # leave most multiprocessors idle: a chunk has few tokens and a large vocabulary.
     partial = torch.empty((1 + with_sum, ranges, tokens), dtype=torch.float32, device=logits.device)
     # without smoothing partial[-1] is the log-sum-exps, and the kernels do not use it as sums
-    softcap: dict[str, Any] = {"softcap": terms.softcap or 1.0, "SOFTCAP": terms.softcap is not None}
+    # softcap is read only with SOFTCAP; a kernel argument must be a number in any case
+    softcap: dict[str, Any] = {
+        "softcap": terms.softcap or 1.0,
+        "SOFTCAP": terms.softcap is not None,
+    }
     kernels.sums[(-(-tokens // _TOKENS), ranges)](
         logits,
         logits.stride(0),
@@ -124,5 +142,6 @@ def multiply_(tensor: Tensor, factor: Tensor) -> Tensor:
     kernels = _kernels()
     # A bounded number of programs, each with a loop: with factor 1 each of them reads one number.
     programs = min(-(-tensor.numel() // _MULTIPLY_BLOCK), _MULTIPLY_PROGRAMS)
-    kernels.multiply[(programs,)](tensor, factor.float(), tensor.numel(), BLOCK=_MULTIPLY_BLOCK, num_warps=4)
+    options = {"BLOCK": _MULTIPLY_BLOCK, "num_warps": 4}
+    kernels.multiply[(programs,)](tensor, factor.float(), tensor.numel(), **options)
     return tensor

@@ -22,7 +22,9 @@ def _tanh(x):
 def _tile(logits, rows, last, stride, token, is_token, softcap, SOFTCAP: tl.constexpr):  # noqa: N803
     """Load ``[ROWS, TOKENS]`` logits in fp32, soft-capped; ``_LOWEST`` where there is no logit."""
     mask = (rows < last)[:, None] & is_token[None, :]
-    x = tl.load(logits + rows[:, None] * stride + token[None, :], mask=mask, other=_LOWEST).to(tl.float32)
+    pointers = logits + rows[:, None] * stride + token[None, :]
+    x = tl.load(pointers, mask=mask, other=_LOWEST).to(tl.float32)
+    # soft-capping would raise _LOWEST to -softcap, which the sum of exponentials would count
     return tl.where(mask, softcap * _tanh(x / softcap), _LOWEST) if SOFTCAP else x
 
 
@@ -72,12 +74,12 @@ def sums(
         exp_sum += exp2(c * _LOG2_E - offset) + exp2(d * _LOG2_E - offset)
         maximum = largest
     # combine the ROWS partial sums of each token: [ROWS, TOKENS] -> [TOKENS]
-    whole = tl.max(maximum, 0)
-    exp_sums = tl.sum(exp_sum * exp2((maximum - whole[None, :]) * _LOG2_E), 0)
-    place = tl.program_id(1) * tokens + token
-    tl.store(log_sum_exp + place, whole + tl.log2(exp_sums) / _LOG2_E, mask=is_token)
+    token_max = tl.max(maximum, 0)
+    exp_sums = tl.sum(exp_sum * exp2((maximum - token_max[None, :]) * _LOG2_E), 0)
+    offset = tl.program_id(1) * tokens + token
+    tl.store(log_sum_exp + offset, token_max + tl.log2(exp_sums) / _LOG2_E, mask=is_token)
     if WITH_SUM:
-        tl.store(logit_sum + place, tl.sum(total, 0), mask=is_token)
+        tl.store(logit_sum + offset, tl.sum(total, 0), mask=is_token)
 
 
 @triton.jit
@@ -105,20 +107,21 @@ def token_sums(
     is_token = token < tokens
     row = tl.arange(0, RANGES)
     mask = (row < ranges)[:, None] & is_token[None, :]
-    place = row[:, None] * tokens + token[None, :]
-    parts = tl.load(log_sum_exps + place, mask=mask, other=_LOWEST)
+    offset = row[:, None] * tokens + token[None, :]
+    parts = tl.load(log_sum_exps + offset, mask=mask, other=_LOWEST)
     largest = tl.maximum(tl.max(parts, 0), _LOWEST)  # a range with padding only has -inf
     # lse = m + ln(sum of exp(lse_i - m)) over the ranges; ln = log2 / log2(e)
     exp_sum = tl.sum(tl.where(mask, exp2((parts - largest[None, :]) * _LOG2_E), 0.0), 0)
     tl.store(result + token, largest + tl.log2(exp_sum) / _LOG2_E, mask=is_token)
+    # a label of another rank's part of the vocabulary counts as logit 0: the ranks' logits add up
     label = tl.load(target + token, mask=is_token, other=-1)
-    held = (label >= 0) & (label < vocab)
-    logit = tl.load(logits + label * stride + token, mask=held, other=0.0).to(tl.float32)
+    is_local = (label >= 0) & (label < vocab)
+    logit = tl.load(logits + label * stride + token, mask=is_local, other=0.0).to(tl.float32)
     if SOFTCAP:
         logit = softcap * _tanh(logit / softcap)
     tl.store(result + tokens + token, logit, mask=is_token)
     if WITH_SUM:
-        sums = tl.load(logit_sums + place, mask=mask, other=0.0)
+        sums = tl.load(logit_sums + offset, mask=mask, other=0.0)
         tl.store(result + 2 * tokens + token, tl.sum(sums, 0), mask=is_token)
 
 
@@ -161,16 +164,17 @@ def gradient(
     label = tl.load(target + token, mask=is_token, other=-1)
     first = tl.program_id(1).to(tl.int64) * RANGE
     last = tl.minimum(first + RANGE, vocab)
-    labelled = is_token & (label >= first) & (label < last)
-    label_place = logits + label * stride + token
-    label_logit = tl.load(label_place, mask=labelled, other=0.0).to(tl.float32)
+    has_label = is_token & (label >= first) & (label < last)
+    label_pointer = logits + label * stride + token
+    label_logit = tl.load(label_pointer, mask=has_label, other=0.0).to(tl.float32)
     tl.debug_barrier()
-    # the constexpr options remove the branches that a loss does not use
+    # p = exp(x - lse) as a power of 2, with lse * log2(e) computed once per token above. The
+    # constexpr options remove the branches that a loss does not use.
     for start in range(first, last, ROWS):
         rows = start + tl.arange(0, ROWS)
         mask = (rows < last)[:, None] & is_token[None, :]
-        place = logits + rows[:, None] * stride + token[None, :]
-        x = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+        pointers = logits + rows[:, None] * stride + token[None, :]
+        x = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
         capped = _tanh(x / softcap) if SOFTCAP else x
         x = softcap * capped if SOFTCAP else x
         grad = exp2(x * _LOG2_E - lse[None, :]) * p_scale[None, :]
@@ -180,23 +184,28 @@ def gradient(
             grad *= 1.0 - capped * capped
         if PADDED:
             grad = tl.where((rows < valid)[:, None], grad, 0.0)
-        tl.store(place, grad.to(logits.dtype.element_ty), mask=mask)
+        tl.store(pointers, grad.to(logits.dtype.element_ty), mask=mask)
     tl.debug_barrier()
+    # d tanh(u)/du = 1 - tanh(u)^2, as in the loop
     slope = 1.0
     if SOFTCAP:
         capped_label = _tanh(label_logit / softcap)
         label_logit = softcap * capped_label
         slope = 1.0 - capped_label * capped_label
-    label_grad = exp2(label_logit * _LOG2_E - lse) * p_scale - (target_weight + uniform_weight) * weight
-    tl.store(label_place, (label_grad * slope).to(logits.dtype.element_ty), mask=labelled)
+    label_p = exp2(label_logit * _LOG2_E - lse) * p_scale
+    label_grad = label_p - (target_weight + uniform_weight) * weight
+    tl.store(label_pointer, (label_grad * slope).to(logits.dtype.element_ty), mask=has_label)
 
 
 @triton.jit
 def multiply(tensor, factor, size, BLOCK: tl.constexpr):  # noqa: N803
     """Multiply ``tensor`` by the device scalar ``factor``, unless it is 1."""
-    by = tl.load(factor)
-    if by != 1.0:
+    scale = tl.load(factor)
+    if scale != 1.0:
+        # grid-stride loop: the number of programs does not depend on the size
         for start in range(tl.program_id(0).to(tl.int64) * BLOCK, size, tl.num_programs(0) * BLOCK):
-            place = start + tl.arange(0, BLOCK)
-            x = tl.load(tensor + place, mask=place < size, other=0.0)
-            tl.store(tensor + place, (x.to(tl.float32) * by).to(tensor.dtype.element_ty), mask=place < size)
+            offset = start + tl.arange(0, BLOCK)
+            mask = offset < size
+            x = tl.load(tensor + offset, mask=mask, other=0.0)
+            scaled = x.to(tl.float32) * scale
+            tl.store(tensor + offset, scaled.to(tensor.dtype.element_ty), mask=mask)

@@ -29,10 +29,17 @@ _BLOCK = 1024
 _NORM_PROGRAMS = 264  # two per multiprocessor of an H200
 # Shared memory for rows that a program prefetches; no GPU since Ampere has less.
 _STAGED_BYTES = 96 * 2**10
-# 36 us for 2,048 x 6,144; with 64, 4, 512 50 us (H200)
-_AFFINE_RANGES, _AFFINE_ROWS, _AFFINE_COLUMNS = 16, 8, 128
-_SUM_PROGRAMS, _SUM_ROWS, _SUM_COLUMNS = 528, 8, 512  # four programs per multiprocessor
-_PART_ROWS, _PART_COLUMNS = 32, 32  # narrow blocks: few rows must occupy all multiprocessors
+# Ranges of rows, and rows and columns per block: 36 us for 2,048 x 6,144; with 64, 4 and 512 it
+# takes 50 us (H200).
+_AFFINE_RANGES = 16
+_AFFINE_ROWS = 8
+_AFFINE_COLUMNS = 128
+_SUM_PROGRAMS = 528  # four per multiprocessor
+_SUM_ROWS = 8
+_SUM_COLUMNS = 512
+# narrow blocks for the sum of partial sums: few rows must occupy all multiprocessors
+_PART_ROWS = 32
+_PART_COLUMNS = 32
 
 
 def _kernels() -> Any:
@@ -48,49 +55,100 @@ class _AddRMSNorm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        added: Tensor | None,
+        weight: Tensor,
+        eps: float,
+    ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         # One program per row. Each of x, added, total and y passes through memory once.
-        rows, hidden = x.numel() // x.size(-1), x.size(-1)
-        flat, adds = x.contiguous(), added is not None
-        other = flat if added is None else added.contiguous()
-        total = torch.empty_like(flat) if adds else flat
-        y, rstd = torch.empty_like(flat), torch.empty(rows, dtype=torch.float32, device=x.device)
+        hidden = x.size(-1)
+        rows = x.numel() // hidden
+        flat = x.contiguous()
+        adds = added is not None
+        # without ADDS the kernel uses neither added nor total: pass any tensor for them
+        flat_added = flat
+        flat_total = flat
+        total = x
+        if added is not None:
+            flat_added = added.contiguous()
+            flat_total = torch.empty_like(flat)
+            total = flat_total
+        y = torch.empty_like(flat)
+        rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
         options = {"ADDS": adds, "BLOCK": power_of_2(hidden), "num_warps": 8}
-        _kernels().rms_norm_forward[(rows,)](flat, other, weight, total, y, rstd, hidden, eps, **options)
+        _kernels().rms_norm_forward[(rows,)](flat, flat_added, weight, flat_total, y, rstd, hidden, eps, **options)
         ctx.adds = adds
         # Saves the norm's input and 4 bytes per row; the normalised values are recomputed in
         # backward.
-        ctx.save_for_backward(total if adds else x, weight, rstd)
-        return y, total if adds else x
+        ctx.save_for_backward(total, weight, rstd)
+        return y, total
 
     @staticmethod
     @first_derivative_only
-    def backward(ctx: Any, grad: Tensor | None, total_grad: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any,
+        grad: Tensor | None,
+        total_grad: Tensor | None,
+    ) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
         if grad is None:
-            # only the sum was used
-            return total_grad, total_grad if ctx.adds else None, None, None
-        flat, grad = x.contiguous(), grad.contiguous()
-        # The sum x + added has two uses, the norm and the residual stream: its gradient is the
-        # norm's plus total_grad. Both x and added get this gradient. Without total_grad the kernel
-        # does not read dtotal.
-        dtotal = grad if total_grad is None else total_grad.contiguous()
-        rows, hidden = rstd.numel(), x.size(-1)
-        # Few programs with many rows each: the weight's gradient has one partial sum per program.
-        programs, rows_each = _ranges(rows, 1, _NORM_PROGRAMS)
-        # The weight's gradient: [programs, H] partial sums in fp32, summed by a second launch.
-        dx, parts = torch.empty_like(flat), torch.empty(programs, hidden, dtype=torch.float32, device=x.device)
-        adds, block = total_grad is not None, power_of_2(hidden)
-        # Rows of x, dy (and dtotal) are prefetched, unless two stages of them exceed the shared
-        # memory.
-        staged_bytes = 2 * (3 if adds else 2) * block * flat.element_size()
-        stages = 3 if staged_bytes <= _STAGED_BYTES else 1
-        options = {"ADDS": adds, "BLOCK": block, "STAGES": stages, "num_warps": 8}
-        _kernels().rms_norm_backward[(programs,)](
-            flat, weight, rstd, grad, dtotal, dx, parts, rows, hidden, rows_each, **options
-        )
-        return dx, dx if ctx.adds else None, _sum_of_parts(parts, weight.dtype), None
+            # only the sum was used: it passes its gradient on unchanged
+            dx, dweight = total_grad, None
+        else:
+            dx, dweight = _rms_norm_backward(x, weight, rstd, grad, total_grad)
+        # x and added have the same gradient, that of their sum
+        dadded = None
+        if ctx.adds:
+            dadded = dx
+        return dx, dadded, dweight, None
+
+
+def _rms_norm_backward(
+    x: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    grad: Tensor,
+    total_grad: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the norm's input and weight, with two kernel launches.
+
+    The input has two uses, the norm and the residual stream: its gradient is the norm's plus
+    ``total_grad``.
+
+    Args:
+        x: ``[..., H]``, input of the norm.
+        weight: ``[H]``.
+        rstd: fp32, one number per row, from forward.
+        grad: ``[..., H]``, gradient of the norm's result.
+        total_grad: ``[..., H]``, gradient of the residual stream; ``None``: it has no other use.
+    """
+    rows = rstd.numel()
+    hidden = x.size(-1)
+    flat = x.contiguous()
+    grad = grad.contiguous()
+    # without ADDS the kernel does not read dtotal: pass any tensor
+    adds = total_grad is not None
+    dtotal = grad
+    if total_grad is not None:
+        dtotal = total_grad.contiguous()
+    # The weight's gradient: [programs, H] partial sums in fp32, summed by a second launch. Few
+    # programs with many rows each keep these partial sums small compared with x.
+    programs, rows_each = _ranges(rows, 1, _NORM_PROGRAMS)
+    dx = torch.empty_like(flat)
+    parts = torch.empty(programs, hidden, dtype=torch.float32, device=x.device)
+    # Rows of x, dy (and dtotal) are prefetched, unless two stages of them exceed the shared
+    # memory.
+    block = power_of_2(hidden)
+    staged_bytes = 2 * (2 + adds) * block * flat.element_size()
+    stages = 3 if staged_bytes <= _STAGED_BYTES else 1
+    options = {"ADDS": adds, "BLOCK": block, "STAGES": stages, "num_warps": 8}
+    _kernels().rms_norm_backward[(programs,)](
+        flat, weight, rstd, grad, dtotal, dx, parts, rows, hidden, rows_each, **options
+    )
+    return dx, _sum_of_parts(parts, weight.dtype)
 
 
 class _AddResidual(torch.autograd.Function):
@@ -98,17 +156,23 @@ class _AddResidual(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, residual: Tensor, output: Tensor, bias: Tensor) -> Tensor:
-        flat, added = residual.contiguous(), output.contiguous()
-        y, hidden = torch.empty_like(flat), bias.numel()
+        flat = residual.contiguous()
+        flat_output = output.contiguous()
+        y = torch.empty_like(flat)
+        hidden = bias.numel()
         grid = (y.numel() // hidden, -(-hidden // _BLOCK))
-        _kernels().add_residual[grid](flat, added, bias.contiguous(), y, hidden, BLOCK=_BLOCK, num_warps=4)
+        options = {"BLOCK": _BLOCK, "num_warps": 4}
+        _kernels().add_residual[grid](flat, flat_output, bias.contiguous(), y, hidden, **options)
         return y
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         # the sum passes its gradient on unchanged: no copy
-        return grad, grad, column_sums(grad) if ctx.needs_input_grad[2] else None
+        dbias = None
+        if ctx.needs_input_grad[2]:
+            dbias = column_sums(grad)
+        return grad, grad, dbias
 
 
 class _Activation(torch.autograd.Function):
@@ -120,14 +184,16 @@ class _Activation(torch.autograd.Function):
         ctx.save_for_backward(x)
         flat = x.contiguous()
         y = torch.empty_like(flat)
-        _kernels().activation_forward[_blocks(y)](flat, y, y.numel(), KIND=kind, BLOCK=_BLOCK, num_warps=4)
+        options = {"KIND": kind, "BLOCK": _BLOCK, "num_warps": 4}
+        _kernels().activation_forward[_blocks(y)](flat, y, y.numel(), **options)
         return y
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
-        flat, grad = x.contiguous(), grad.contiguous()
+        flat = x.contiguous()
+        grad = grad.contiguous()
         dx = torch.empty_like(flat)
         options = {"KIND": ctx.kind, "BLOCK": _BLOCK, "num_warps": 4}
         _kernels().activation_backward[_blocks(dx)](flat, grad, dx, dx.numel(), **options)
@@ -156,25 +222,37 @@ class _Gated(torch.autograd.Function):
         # If gate and up are chunks of one projection's output, so are their gradients: the
         # projection's backward needs no copy.
         dgate, dup = Layout.of(gate, up).empty(gate)
-        grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+        # the kernel takes row strides, but needs adjacent elements in a row
+        if grad.stride(-1) != 1:
+            grad = grad.contiguous()
         # without WITH_VALUE the kernel does not write its last tensor: pass any tensor
-        _on_rows(_kernels().gated_backward, ctx.kind, gate, up, grad, dgate, dup, grad, WITH_VALUE=False)
+        tensors = (gate, up, grad, dgate, dup, grad)
+        _on_rows(_kernels().gated_backward, ctx.kind, *tensors, WITH_VALUE=False)
         return dgate, dup, None
 
 
 def _on_rows(kernel: Any, kind: str, *tensors: Tensor, **options: Any) -> None:
     """Launch ``kernel`` with a program per row and block of columns; pass each row stride."""
     rows, width = tensors[0].shape
-    grid, strides = (rows, -(-width // _BLOCK)), (t.stride(0) for t in tensors)
+    grid = (rows, -(-width // _BLOCK))
+    # each has its own row stride: gate and up may be halves of one tensor, the result is not
+    strides = [tensor.stride(0) for tensor in tensors]
     kernel[grid](*tensors, *strides, width, KIND=kind, BLOCK=_BLOCK, num_warps=4, **options)
 
 
 def _rows(x: Tensor) -> Tensor:
     """Return ``x`` as ``[rows, F]`` with contiguous rows, without a copy where possible."""
-    return x.reshape(-1, x.size(-1)) if x.stride(-1) == 1 else x.contiguous().view(-1, x.size(-1))
+    if x.stride(-1) == 1:
+        return x.reshape(-1, x.size(-1))
+    return x.contiguous().view(-1, x.size(-1))
 
 
-def add_rms_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor,
+    added: Tensor | None,
+    weight: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
     """Implement ``ops.norm.add_rms_norm``."""
     return cast("tuple[Tensor, Tensor]", _AddRMSNorm.apply(x, added, weight, eps))
 
@@ -206,7 +284,8 @@ def gated_activation_gradient(gate: Tensor, up: Tensor, grad: Tensor, kind: str)
     """
     assert gate.stride(-1) == up.stride(-1) == 1
     grad = grad.contiguous()
-    # gradients overwrite gate and up, the value overwrites grad
+    # Gradients overwrite gate and up, and the value overwrites grad: no memory but the inputs. Each
+    # thread reads its elements of all three before it writes them.
     _on_rows(_kernels().gated_backward, kind, gate, up, grad, gate, up, grad, WITH_VALUE=True)
     return grad
 
@@ -216,6 +295,8 @@ def _ranges(rows: int, step: int, most: int) -> tuple[int, int]:
 
     The rows per range are a multiple of ``step``. ``most = 0`` counts as 1.
     """
+    # Round the rows per range up, for at most ``most`` ranges and to a multiple of ``step``. Fewer
+    # ranges may then be enough, so that none of them is empty.
     rows_each = -(-rows // (max(most, 1) * step)) * step
     return -(-rows // rows_each), rows_each
 
@@ -224,7 +305,7 @@ def column_sums(x: Tensor) -> Tensor:
     """Implement ``ops.sums.column_sums``."""
     flat = _rows(x)
     rows, columns = flat.shape
-    # ranges x blocks programs, at most _SUM_PROGRAMS
+    # ranges x blocks programs, at most _SUM_PROGRAMS where blocks alone are not more
     blocks = -(-columns // _SUM_COLUMNS)
     ranges, rows_each = _ranges(rows, _SUM_ROWS, _SUM_PROGRAMS // blocks)
     parts = torch.empty(ranges, columns, dtype=torch.float32, device=x.device)
@@ -238,6 +319,8 @@ def _sum_of_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
 
     Takes 2.7 us for 264 x 4,096 (H200); PyTorch takes 6.9 us.
     """
+    # One range of rows: a program sums all partial sums of its columns, in a fixed order. Atomic
+    # additions in the first kernel would need no second launch, but add in a random order.
     ranges, columns = parts.shape
     _, rows_each = _ranges(ranges, _PART_ROWS, 1)
     total = torch.empty(columns, dtype=dtype, device=parts.device)
@@ -247,24 +330,33 @@ def _sum_of_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
     return total
 
 
-def affine_branches(normalised: Tensor, gains: Sequence[Tensor], shifts: Sequence[Tensor]) -> list[Tensor]:
+def affine_branches(
+    normalised: Tensor,
+    gains: Sequence[Tensor],
+    shifts: Sequence[Tensor],
+) -> list[Tensor]:
     """Implement ``ops.norm.affine_branches`` for two branches."""
     flat = normalised.contiguous().view(-1, normalised.size(-1))
     results = [torch.empty_like(flat) for _ in gains]
-    grid = (flat.size(0), -(-flat.size(1) // _BLOCK))
-    _kernels().affine_forward[grid](flat, *gains, *shifts, *results, flat.size(1), BLOCK=_BLOCK, num_warps=4)
+    rows, hidden = flat.shape
+    grid = (rows, -(-hidden // _BLOCK))
+    options = {"BLOCK": _BLOCK, "num_warps": 4}
+    _kernels().affine_forward[grid](flat, *gains, *shifts, *results, hidden, **options)
     return [result.view(normalised.shape) for result in results]
 
 
 def affine_branches_gradient(
-    normalised: Tensor, grads: Sequence[Tensor], gains: Sequence[Tensor]
+    normalised: Tensor,
+    grads: Sequence[Tensor],
+    gains: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:
     """Implement ``ops.norm.affine_branches_gradient`` for two branches."""
     flat, *flat_grads = (x.contiguous().view(-1, x.size(-1)) for x in (normalised, *grads))
     rows, hidden = flat.shape
     # parts: [ranges, 4 * H] in fp32, in the order gain 1, shift 1, gain 2, shift 2
     ranges, rows_each = _ranges(rows, _AFFINE_ROWS, _AFFINE_RANGES)
-    result, parts = torch.empty_like(flat), torch.empty(ranges, 4 * hidden, dtype=torch.float32, device=flat.device)
+    result = torch.empty_like(flat)
+    parts = torch.empty(ranges, 4 * hidden, dtype=torch.float32, device=flat.device)
     _kernels().affine_backward[(ranges, -(-hidden // _AFFINE_COLUMNS))](
         flat,
         *flat_grads,

@@ -31,14 +31,16 @@ def rms_norm_forward(
     # 64-bit row offsets, since rows * H may exceed 2^31; columns beyond H load 0
     values = tl.load(x + row + column, mask=mask, other=0.0).to(tl.float32)
     if ADDS:
-        summed = (values + tl.load(added + row + column, mask=mask, other=0.0).to(tl.float32)).to(x.dtype.element_ty)
+        added_values = tl.load(added + row + column, mask=mask, other=0.0).to(tl.float32)
+        summed = (values + added_values).to(x.dtype.element_ty)
         tl.store(total + row + column, summed, mask=mask)
         values = summed.to(tl.float32)  # statistics of the rounded sum, which backward reads
     # the row is in registers: one read of x, one write of y
     scale = tl.rsqrt(tl.sum(values * values, 0) / hidden + eps)
     tl.store(rstd + tl.program_id(0), scale)
-    normalised = (values * scale).to(x.dtype.element_ty)  # rounded before the weight, as LLaMA does
-    tl.store(y + row + column, normalised * tl.load(weight + column, mask=mask, other=0.0), mask=mask)
+    normalised = (values * scale).to(x.dtype.element_ty)  # rounded before the weight, as in LLaMA
+    weights = tl.load(weight + column, mask=mask, other=0.0)
+    tl.store(y + row + column, normalised * weights, mask=mask)
 
 
 @triton.jit
@@ -65,23 +67,23 @@ def rms_norm_backward(
     first = tl.program_id(0).to(tl.int64) * rows_each
     column = tl.arange(0, BLOCK)
     mask = column < hidden
-    scale_of = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
+    weights = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
     # the weight's gradient accumulates in registers over the rows of this program
     sums = tl.zeros([BLOCK], tl.float32)
     for row in tl.range(first, tl.minimum(first + rows_each, rows), num_stages=STAGES):
-        place = row * hidden + column
+        offset = row * hidden + column
         scale = tl.load(rstd + row)
-        normalised = tl.load(x + place, mask=mask, other=0.0).to(tl.float32) * scale
-        grad = tl.load(dy + place, mask=mask, other=0.0).to(tl.float32)
+        normalised = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32) * scale
+        grad = tl.load(dy + offset, mask=mask, other=0.0).to(tl.float32)
         # With n = x * rstd and y = n * w: dw = sum over rows of dy * n, with n rounded as in
         # forward; dn = dy * w; dx = rstd * (dn - n * mean(dn * n)).
         sums += grad * normalised.to(x.dtype.element_ty).to(tl.float32)
-        grad *= scale_of
-        along = tl.sum(grad * normalised, 0) / hidden
-        result = scale * (grad - normalised * along)
+        grad *= weights
+        projection = tl.sum(grad * normalised, 0) / hidden
+        result = scale * (grad - normalised * projection)
         if ADDS:
-            result += tl.load(dtotal + place, mask=mask, other=0.0).to(tl.float32)
-        tl.store(dx + place, result.to(dx.dtype.element_ty), mask=mask)
+            result += tl.load(dtotal + offset, mask=mask, other=0.0).to(tl.float32)
+        tl.store(dx + offset, result.to(dx.dtype.element_ty), mask=mask)
     tl.store(dweight + tl.program_id(0).to(tl.int64) * hidden + column, sums, mask=mask)
 
 
@@ -90,11 +92,12 @@ def add_residual(residual, output, bias, y, hidden, BLOCK: tl.constexpr):  # noq
     """Compute ``residual + (output + bias)``, rounded once."""
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < hidden
-    place = tl.program_id(0).to(tl.int64) * hidden + column
-    values = tl.load(output + place, mask=mask, other=0.0).to(tl.float32)
+    offset = tl.program_id(0).to(tl.int64) * hidden + column
+    # output + bias first, as in the plain form, but in fp32 throughout
+    values = tl.load(output + offset, mask=mask, other=0.0).to(tl.float32)
     values += tl.load(bias + column, mask=mask, other=0.0).to(tl.float32)
-    values += tl.load(residual + place, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y + place, values.to(y.dtype.element_ty), mask=mask)
+    values += tl.load(residual + offset, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y + offset, values.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -102,14 +105,14 @@ def affine_forward(x, gain_1, gain_2, shift_1, shift_2, y_1, y_2, hidden, BLOCK:
     """Compute ``x * gain + shift`` for two branches; x is read once."""
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < hidden
-    place = tl.program_id(0).to(tl.int64) * hidden + column
-    values = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
+    offset = tl.program_id(0).to(tl.int64) * hidden + column
+    values = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
     gain = tl.load(gain_1 + column, mask=mask, other=0.0).to(tl.float32)
     shift = tl.load(shift_1 + column, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y_1 + place, (values * gain + shift).to(y_1.dtype.element_ty), mask=mask)
+    tl.store(y_1 + offset, (values * gain + shift).to(y_1.dtype.element_ty), mask=mask)
     gain = tl.load(gain_2 + column, mask=mask, other=0.0).to(tl.float32)
     shift = tl.load(shift_2 + column, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y_2 + place, (values * gain + shift).to(y_2.dtype.element_ty), mask=mask)
+    tl.store(y_2 + offset, (values * gain + shift).to(y_2.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -139,28 +142,30 @@ def affine_backward(
     scale_2 = tl.load(gain_2 + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
     # dgain = sum over rows of dy * x, dshift = sum over rows of dy, per branch; the sum over the
     # tile's rows comes after the loop.
-    by_gain_1 = tl.zeros([ROWS, COLUMNS], tl.float32)
-    by_gain_2 = tl.zeros([ROWS, COLUMNS], tl.float32)
-    by_shift_1 = tl.zeros([ROWS, COLUMNS], tl.float32)
-    by_shift_2 = tl.zeros([ROWS, COLUMNS], tl.float32)
+    dgain_1 = tl.zeros([ROWS, COLUMNS], tl.float32)
+    dgain_2 = tl.zeros([ROWS, COLUMNS], tl.float32)
+    dshift_1 = tl.zeros([ROWS, COLUMNS], tl.float32)
+    dshift_2 = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(0, rows_each, ROWS):
         row = first + start + tl.arange(0, ROWS)
         mask = (row < last)[:, None] & is_column[None, :]
-        place = row[:, None] * hidden + column[None, :]
-        values = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
-        grad_1 = tl.load(dy_1 + place, mask=mask, other=0.0).to(tl.float32)
-        grad_2 = tl.load(dy_2 + place, mask=mask, other=0.0).to(tl.float32)
-        tl.store(dx + place, (grad_1 * scale_1 + grad_2 * scale_2).to(dx.dtype.element_ty), mask=mask)
-        by_gain_1 += grad_1 * values
-        by_gain_2 += grad_2 * values
-        by_shift_1 += grad_1
-        by_shift_2 += grad_2
+        offset = row[:, None] * hidden + column[None, :]
+        values = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
+        grad_1 = tl.load(dy_1 + offset, mask=mask, other=0.0).to(tl.float32)
+        grad_2 = tl.load(dy_2 + offset, mask=mask, other=0.0).to(tl.float32)
+        # x feeds both branches: the sum of their gradients is rounded once
+        result = grad_1 * scale_1 + grad_2 * scale_2
+        tl.store(dx + offset, result.to(dx.dtype.element_ty), mask=mask)
+        dgain_1 += grad_1 * values
+        dgain_2 += grad_2 * values
+        dshift_1 += grad_1
+        dshift_2 += grad_2
     # one row of parts per range: [4 * H] = gain 1, shift 1, gain 2, shift 2
     target = parts + tl.program_id(0).to(tl.int64) * 4 * hidden + column
-    tl.store(target, tl.sum(by_gain_1, 0), mask=is_column)
-    tl.store(target + hidden, tl.sum(by_shift_1, 0), mask=is_column)
-    tl.store(target + 2 * hidden, tl.sum(by_gain_2, 0), mask=is_column)
-    tl.store(target + 3 * hidden, tl.sum(by_shift_2, 0), mask=is_column)
+    tl.store(target, tl.sum(dgain_1, 0), mask=is_column)
+    tl.store(target + hidden, tl.sum(dshift_1, 0), mask=is_column)
+    tl.store(target + 2 * hidden, tl.sum(dgain_2, 0), mask=is_column)
+    tl.store(target + 3 * hidden, tl.sum(dshift_2, 0), mask=is_column)
 
 
 @triton.jit
@@ -187,7 +192,8 @@ def column_sums(
         row = first + start + tl.arange(0, ROWS)
         mask = (row < last)[:, None] & is_column[None, :]
         # per-element accumulators: the sum over ROWS comes after the loop
-        total += tl.load(x + row[:, None] * row_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        pointers = x + row[:, None] * row_stride + column[None, :]
+        total += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
     target = sums + tl.program_id(0).to(tl.int64) * columns + column
     tl.store(target, tl.sum(total, 0).to(sums.dtype.element_ty), mask=is_column)
 
@@ -214,10 +220,11 @@ def _gelu(x):
     series = t * (0.15079169 + t * (0.19542128 + t * (-0.020713727 + t * series)))
     # exp(-x^2 / 2) as a power of 2: 0.72134752 = log2(e) / 2
     bell = exp2(x * x * -0.7213475204444817)
-    beyond = series * bell  # 1 - P(|x|)
-    below = tl.where(x < 0, beyond, 1.0 - beyond)
+    # 1 - P(|x|) is P(x) for negative x: no difference of nearly equal numbers in the tail
+    tail = series * bell
+    probability = tl.where(x < 0, tail, 1.0 - tail)
     # d/dx (x P(x)) = P(x) + x p(x), with the density p(x) = bell / sqrt(2 pi)
-    return x * below, below + x * 0.3989422804014327 * bell
+    return x * probability, probability + x * 0.3989422804014327 * bell
 
 
 @triton.jit
@@ -245,20 +252,21 @@ def _activated(x, KIND: tl.constexpr):  # noqa: N803
 @triton.jit
 def activation_forward(x, y, count, KIND: tl.constexpr, BLOCK: tl.constexpr):  # noqa: N803
     """Compute ``act(x)`` for one block per program."""
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = place < count
-    value, _ = _activated(tl.load(x + place, mask=mask, other=0.0).to(tl.float32), KIND)
-    tl.store(y + place, value.to(y.dtype.element_ty), mask=mask)
+    offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offset < count
+    # the derivative is not used, so the compiler removes it
+    value, _ = _activated(tl.load(x + offset, mask=mask, other=0.0).to(tl.float32), KIND)
+    tl.store(y + offset, value.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def activation_backward(x, dy, dx, count, KIND: tl.constexpr, BLOCK: tl.constexpr):  # noqa: N803
     """Compute ``dy * act'(x)`` for one block per program."""
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = place < count
-    _, slope = _activated(tl.load(x + place, mask=mask, other=0.0).to(tl.float32), KIND)
-    grad = tl.load(dy + place, mask=mask, other=0.0).to(tl.float32)
-    tl.store(dx + place, (grad * slope).to(dx.dtype.element_ty), mask=mask)
+    offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offset < count
+    _, slope = _activated(tl.load(x + offset, mask=mask, other=0.0).to(tl.float32), KIND)
+    grad = tl.load(dy + offset, mask=mask, other=0.0).to(tl.float32)
+    tl.store(dx + offset, (grad * slope).to(dx.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -278,7 +286,8 @@ def gated_forward(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
     # gate and up may be halves of one [rows, 2 F] tensor: each has its own row stride
-    value, _ = _activated(tl.load(gate + row * gate_row + column, mask=mask, other=0.0).to(tl.float32), KIND)
+    x = tl.load(gate + row * gate_row + column, mask=mask, other=0.0).to(tl.float32)
+    value, _ = _activated(x, KIND)
     factor = tl.load(up + row * up_row + column, mask=mask, other=0.0).to(tl.float32)
     tl.store(y + row * y_row + column, (value * factor).to(y.dtype.element_ty), mask=mask)
 
@@ -309,11 +318,14 @@ def gated_backward(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
-    value, slope = _activated(tl.load(gate + row * gate_row + column, mask=mask, other=0.0).to(tl.float32), KIND)
+    x = tl.load(gate + row * gate_row + column, mask=mask, other=0.0).to(tl.float32)
+    value, slope = _activated(x, KIND)
     factor = tl.load(up + row * up_row + column, mask=mask, other=0.0).to(tl.float32)
     grad = tl.load(dy + row * dy_row + column, mask=mask, other=0.0).to(tl.float32)
     # dup = dy * act(gate), dgate = dy * up * act'(gate)
-    tl.store(dup + row * dup_row + column, (grad * value).to(dup.dtype.element_ty), mask=mask)
-    tl.store(dgate + row * dgate_row + column, (grad * factor * slope).to(dgate.dtype.element_ty), mask=mask)
+    grad_up = grad * value
+    grad_gate = grad * factor * slope
+    tl.store(dup + row * dup_row + column, grad_up.to(dup.dtype.element_ty), mask=mask)
+    tl.store(dgate + row * dgate_row + column, grad_gate.to(dgate.dtype.element_ty), mask=mask)
     if WITH_VALUE:
         tl.store(y + row * y_row + column, (value * factor).to(y.dtype.element_ty), mask=mask)

@@ -43,62 +43,99 @@ class _RopeQKV(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, in_place: bool
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        in_place: bool,
     ) -> tuple[Tensor, ...]:
-        ctx.layout, ctx.in_place = Layout.of(query, key, value), in_place
+        ctx.layout = Layout.of(query, key, value)
+        ctx.in_place = in_place
         ctx.save_for_backward(cos, sin)
-        # in place: detach() gives new tensors on the same memory, see increment_version below
-        given = (query, key, value)
-        results = [x.detach() for x in given] if in_place else [torch.empty_like(x) for x in given]
-        _rotate_all(given, results, cos, sin, in_place=in_place, transposed=False)
+        inputs = (query, key, value)
+        if in_place:
+            # new tensors on the same memory, see increment_version below
+            results = [x.detach() for x in inputs]
+        else:
+            results = [torch.empty_like(x) for x in inputs]
+        _rotate_all(inputs, results, cos, sin, in_place=in_place, transposed=False)
         return tuple(results)
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # attention's backward may have created them in this layout
-        in_place = ctx.in_place and ctx.layout.is_that_of(*grads)
-        # gradients in the layout of the inputs, so that the projection's backward sees one tensor
-        results = grads if in_place else ctx.layout.empty(grads[0])
+        # The projection's backward reads one tensor if the gradients have the layout of the inputs.
+        # Attention's backward may have created them in it; otherwise they are copied into it.
+        in_place = ctx.in_place and ctx.layout.matches(*grads)
+        results = grads
+        if not in_place:
+            results = ctx.layout.empty(grads[0])
         _rotate_all(grads, results, *ctx.saved_tensors, in_place=in_place, transposed=True)
         return *results, None, None, None
 
 
 def _rotate_all(
-    given: Sequence[Tensor], results: Sequence[Tensor], cos: Tensor, sin: Tensor, *, in_place: bool, transposed: bool
+    inputs: Sequence[Tensor],
+    results: Sequence[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    in_place: bool,
+    transposed: bool,
 ) -> None:
     """Rotate query and key into ``results``, and copy value unless ``in_place``.
 
     Query and key take one launch if their heads are adjacent in memory.
     """
     # [B, h, S, d] and [B, g, S, d] with adjacent heads are one [B, h + g, S, d]: one launch
-    packed = packed_view(given[:2], 1)
+    packed = packed_view(inputs[:2], 1)
     packed_result = packed_view(results[:2], 1)
-    pairs = list(zip(given[:2], results[:2], strict=True))
+    pairs = list(zip(inputs[:2], results[:2], strict=True))
     if packed is not None and packed_result is not None:
         pairs = [(packed, packed_result)]
     for x, y in pairs:
         _rotate(x, cos, sin, y, transposed=transposed, in_place=in_place)
     if in_place:
-        torch.autograd.graph.increment_version(given[:2])  # autograd raises if they were saved
+        # The kernel writes without autograd's knowledge. With a higher version, backward raises if
+        # another operation has saved the tensors, instead of reading rotated values.
+        torch.autograd.graph.increment_version(inputs[:2])
     else:
-        _copied(given[2], cos, results[2])
+        _copy(inputs[2], cos, results[2])
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor, *, transposed: bool, in_place: bool = False) -> Tensor:
+def _rotate(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    y: Tensor,
+    *,
+    transposed: bool,
+    in_place: bool = False,
+) -> Tensor:
     """Rotate ``x`` into ``y`` and return ``y``.
 
     With ``in_place`` both are the same memory. Shapes are ``[B, h, S, d]``, in any order of memory
     with contiguous heads.
     """
-    x = x if x.stride(-1) == 1 else x.contiguous()
+    if x.stride(-1) != 1:
+        x = x.contiguous()
     assert y.stride(-1) == 1
-    cos, sin = cos.contiguous(), sin.contiguous()
+    cos = cos.contiguous()
+    sin = sin.contiguous()
     batch, heads, tokens, head_dim = x.shape
     rotary_dim = cos.size(-1)
-    # in place the dimensions that are not rotated are already at their destination
-    rest = 0 if in_place else head_dim - rotary_dim
-    # one program per token, with all heads
+    # In place, the dimensions that are not rotated are already at their destination: REST = 0
+    # removes their copy from the kernel.
+    rest = 0
+    if not in_place and head_dim > rotary_dim:
+        rest = power_of_2(head_dim - rotary_dim)
+    # stride 0 broadcasts one table [1, S, rotary_dim] over the batch
+    table_batch_stride = cos.stride(0)
+    if cos.size(0) == 1:
+        table_batch_stride = 0
+    # One program per token, with all heads: they share the token's row of the tables.
     _kernel()[(tokens, batch)](
         x,
         y,
@@ -106,27 +143,26 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor, *, transposed: bool,
         sin,
         *x.stride()[:3],
         *y.stride()[:3],
-        # stride 0 broadcasts one table [1, S, rotary_dim] over the batch
-        0 if cos.size(0) == 1 else cos.stride(0),
+        table_batch_stride,
         heads,
         head_dim,
         rotary_dim // 2,
         TRANSPOSED=transposed,
         HEADS=power_of_2(heads),
         HALF=power_of_2(rotary_dim // 2),
-        REST=power_of_2(rest) if rest else 0,
+        REST=rest,
         num_warps=4,
     )
     return y
 
 
-def _copied(x: Tensor, cos: Tensor, y: Tensor) -> Tensor:
+def _copy(x: Tensor, cos: Tensor, y: Tensor) -> Tensor:
     """Copy ``x`` into ``y`` with the RoPE kernel and no rotated dimension.
 
     The copy runs at memory bandwidth; ``Tensor.copy_`` reaches a third of it here.
     """
-    nothing = cos[..., :0]
-    return _rotate(x, nothing, nothing, y, transposed=False)
+    empty_table = cos[..., :0]
+    return _rotate(x, empty_table, empty_table, y, transposed=False)
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -135,18 +171,25 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def apply_rope_qkv(
-    query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, *, in_place: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    in_place: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Implement ``ops.rope.apply_rope_qkv``."""
     # chunks of one projection's output: only then can gradients be written as one tensor
-    is_joined = all(x.stride(-1) == 1 for x in (query, key, value)) and Layout.of(query, key, value).span is not None
-    if not is_joined:
+    has_contiguous_heads = all(x.stride(-1) == 1 for x in (query, key, value))
+    if not has_contiguous_heads or Layout.of(query, key, value).span is None:
         return apply_rope(query, cos, sin), apply_rope(key, cos, sin), value
-    in_place = in_place and not _is_dispatch_watched()
-    return cast("tuple[Tensor, Tensor, Tensor]", _RopeQKV.apply(query, key, value, cos, sin, in_place))
+    in_place = in_place and not _has_dispatch_mode()
+    results = _RopeQKV.apply(query, key, value, cos, sin, in_place)
+    return cast("tuple[Tensor, Tensor, Tensor]", results)
 
 
-def _is_dispatch_watched() -> bool:
+def _has_dispatch_mode() -> bool:
     """Return whether a dispatch mode is active.
 
     Selective checkpointing, for example, may keep the output of a matmul and return it again in the

@@ -32,7 +32,9 @@ def rope(
     Dimension i forms a pair with dimension i + half. ``TRANSPOSED`` applies the transposed
     rotation, for gradients. ``REST`` dimensions after the rotated ones are copied.
     """
-    token, batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    # 64-bit, since offsets of tokens may exceed 2^31 elements
+    token = tl.program_id(0).to(tl.int64)
+    batch = tl.program_id(1).to(tl.int64)
     column = tl.arange(0, HALF)
     is_column = column < half
     # a token's table row has 2 * half = rotary_dim entries
@@ -51,12 +53,15 @@ def rope(
     # y_1 = x_1 cos_1 - x_2 sin_1 and y_2 = x_2 cos_2 + x_1 sin_2; the tables of both halves may
     # differ. The gradient is the transposed matrix times (dy_1, dy_2).
     if TRANSPOSED:
-        turned_1, turned_2 = first * cos_1 + second * sin_2, second * cos_2 - first * sin_1
+        rotated_1 = first * cos_1 + second * sin_2
+        rotated_2 = second * cos_2 - first * sin_1
     else:
-        turned_1, turned_2 = first * cos_1 - second * sin_1, second * cos_2 + first * sin_2
-    tl.store(target + column[None, :], turned_1.to(y.dtype.element_ty), mask=mask)
-    tl.store(target + half + column[None, :], turned_2.to(y.dtype.element_ty), mask=mask)
+        rotated_1 = first * cos_1 - second * sin_1
+        rotated_2 = second * cos_2 + first * sin_2
+    tl.store(target + column[None, :], rotated_1.to(y.dtype.element_ty), mask=mask)
+    tl.store(target + half + column[None, :], rotated_2.to(y.dtype.element_ty), mask=mask)
     if REST > 0:
         passed = 2 * half + tl.arange(0, REST)
         mask = (head < heads)[:, None] & (passed < head_dim)[None, :]
-        tl.store(target + passed[None, :], tl.load(source + passed[None, :], mask=mask, other=0.0), mask=mask)
+        values = tl.load(source + passed[None, :], mask=mask, other=0.0)
+        tl.store(target + passed[None, :], values, mask=mask)

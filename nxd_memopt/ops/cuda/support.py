@@ -21,7 +21,9 @@ def unavailable_reason(device: torch.device) -> str | None:
     """Return why no kernel can run for tensors on ``device``, or None if kernels can run."""
     if device.type != "cuda":
         return f"the kernels are for NVIDIA GPUs, the device is {device.type}"
-    return None if has_triton() else "Triton is not installed"
+    if not has_triton():
+        return "Triton is not installed"
+    return None
 
 
 def power_of_2(size: int) -> int:
@@ -35,7 +37,12 @@ def can_use_triton(*tensors: Tensor) -> bool:
     All tensors must be on one NVIDIA GPU, of one supported dtype, and not empty. Inside
     torch.compile the answer is False, since the compiler fuses operations itself.
     """
+    # Runs on the host before every operator: the test that fails everywhere but on CUDA comes
+    # first. Empty tensors are left to PyTorch, because launches divide by numbers of rows and
+    # columns.
     first = tensors[0]
-    if not first.is_cuda or first.dtype not in _DTYPES or torch.compiler.is_compiling() or not has_triton():
+    if not first.is_cuda or first.dtype not in _DTYPES:
+        return False
+    if torch.compiler.is_compiling() or not has_triton():
         return False
     return all(tensor.dtype == first.dtype and tensor.device == first.device and tensor.numel() for tensor in tensors)

@@ -28,7 +28,11 @@ def refusal(call: AttentionCall) -> str | None:
     """Return why ``nki_attention`` cannot run ``call``, or None if it can."""
     if call.dtype not in _DTYPES:
         return f"the NKI kernel takes {[str(dtype) for dtype in _DTYPES]}, got {call.dtype}"
-    return call.unsuited("the NKI kernel", sequence_multiple=_SEQUENCE_MULTIPLE, max_head_dim=_MAX_HEAD_DIM)
+    return call.unsuited(
+        "the NKI kernel",
+        sequence_multiple=_SEQUENCE_MULTIPLE,
+        max_head_dim=_MAX_HEAD_DIM,
+    )
 
 
 def nki_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -79,17 +83,23 @@ class _NkiAttention(torch.autograd.Function):
         # Without the barrier the compiler saves forward's transposed copies for backward.
         saved = backend.optimization_barrier([*ctx.saved_tensors, grad_output])
         query, key, value, output, log_sum_exp, grad_output = saved
-        # flash_attn_bwd has no grouped heads: repeat K and V
+        # flash_attn_bwd has no grouped heads: repeat K and V, and sum their gradients afterwards
         repeats = query.size(1) // key.size(1)
         repeated = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
+        operands = (query, *repeated, output, grad_output.to(output.dtype))
         # contiguous [B, h, d, S] copies
-        layout = [_head_dim_first(tensor) for tensor in (query, *repeated, output, grad_output.to(output.dtype))]
+        transposed = [_head_dim_first(tensor) for tensor in operands]
         kernels = importlib.import_module(_KERNELS)
         dquery, dkey, dvalue = kernels.flash_attn_bwd[query.size(0), query.size(1)](
-            *layout, log_sum_exp, _seed(query), use_causal_mask=True, **_precision_and_scale(query)
+            *transposed,
+            log_sum_exp,
+            _seed(query),
+            use_causal_mask=True,
+            **_precision_and_scale(query),
         )  # [B, h, d, S] each
-        shares = (_sum_over_repeats(grad, repeats) for grad in (dkey, dvalue))
-        return tuple(grad.transpose(-1, -2) for grad in (dquery, *shares))
+        dkey = _sum_over_repeats(dkey, repeats)
+        dvalue = _sum_over_repeats(dvalue, repeats)
+        return tuple(grad.transpose(-1, -2) for grad in (dquery, dkey, dvalue))
 
 
 def _head_dim_first(tensor: Tensor) -> Tensor:
@@ -106,7 +116,10 @@ def _precision_and_scale(query: Tensor) -> dict[str, Any]:
     With ``mixed_precision`` the kernels multiply in bf16: correct for bf16, a silent loss of
     precision for fp32.
     """
-    return {"mixed_precision": query.dtype == torch.bfloat16, "softmax_scale": query.size(-1) ** -0.5}
+    return {
+        "mixed_precision": query.dtype == torch.bfloat16,
+        "softmax_scale": query.size(-1) ** -0.5,
+    }
 
 
 def _sum_over_repeats(grad: Tensor, repeats: int) -> Tensor:
