@@ -59,7 +59,12 @@ class BackgroundSaver:
     """
 
     def __init__(
-        self, directory: str | Path, *, keep: int = 2, pool: HostPool | None = None, stall_s: float = STALL_S
+        self,
+        directory: str | Path,
+        *,
+        keep: int = 2,
+        pool: HostPool | None = None,
+        stall_s: float = STALL_S,
     ) -> None:
         self._directory, self._keep, self._stall_s = Path(directory), keep, stall_s
         # None on devices that cannot copy next to compute: the snapshot then copies synchronously.
@@ -73,7 +78,10 @@ class BackgroundSaver:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         try:
             # After an exception the other ranks may not reach a collective: only wait for this

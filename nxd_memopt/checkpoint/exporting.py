@@ -15,11 +15,19 @@ from torch import Tensor
 
 from nxd_memopt._optional import require_transformers
 from nxd_memopt.backends import backend
-from nxd_memopt.checkpoint.directories import incomplete_path, replace_directory, restore_interrupted
+from nxd_memopt.checkpoint.directories import (
+    incomplete_path,
+    replace_directory,
+    restore_interrupted,
+)
 from nxd_memopt.checkpoint.files import WEIGHTS, WEIGHTS_INDEX, write_safetensors
 from nxd_memopt.checkpoint.names import named_tensors
 from nxd_memopt.parallel_layers import parallel_state
-from nxd_memopt.parallel_layers.checkpointing import full_shape, gather_full_tensor, is_model_replica_zero
+from nxd_memopt.parallel_layers.checkpointing import (
+    full_shape,
+    gather_full_tensor,
+    is_model_replica_zero,
+)
 from nxd_memopt.parallel_layers.coordination import raise_together
 from nxd_memopt.parallel_layers.utils import is_sharded
 
@@ -87,7 +95,11 @@ def save_pretrained(
             shutil.rmtree(incomplete_path(target), ignore_errors=True)
 
 
-def plan_shards(model: torch.nn.Module, max_shard_size_bytes: int, dtype: torch.dtype | None) -> Shards:
+def plan_shards(
+    model: torch.nn.Module,
+    max_shard_size_bytes: int,
+    dtype: torch.dtype | None,
+) -> Shards:
     """Assign the model's tensors to files, in order. The result is the same on every rank.
 
     Raises:
@@ -207,7 +219,12 @@ def require_replaceable(target: Path) -> None:
         )
 
 
-def _finish(model: torch.nn.Module, target: Path, shards: Shards, dtype: torch.dtype | None) -> None:
+def _finish(
+    model: torch.nn.Module,
+    target: Path,
+    shards: Shards,
+    dtype: torch.dtype | None,
+) -> None:
     """Write the index, the config and the remaining files, and replace ``target``."""
     incomplete = incomplete_path(target)
     if len(shards) > 1:

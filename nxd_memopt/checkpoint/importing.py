@@ -11,7 +11,13 @@ from torch import Tensor
 
 from nxd_memopt._optional import require_transformers
 from nxd_memopt.backends import backend
-from nxd_memopt.checkpoint.files import Sources, find_gguf, open_weights, read_json, require_directory
+from nxd_memopt.checkpoint.files import (
+    Sources,
+    find_gguf,
+    open_weights,
+    read_json,
+    require_directory,
+)
 from nxd_memopt.checkpoint.gguf import weights_directory
 from nxd_memopt.checkpoint.names import match_names
 from nxd_memopt.modules.packed_weights import pack_weights

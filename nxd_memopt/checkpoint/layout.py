@@ -146,7 +146,12 @@ def parts_of(param: Tensor, *, rank: int = 0, size: int = 1) -> list[Part]:
 
 
 def _cut(
-    offset: Shape, box: Shape, position: int, dim: int, span: tuple[int, int, int], holders: tuple[int, ...]
+    offset: Shape,
+    box: Shape,
+    position: int,
+    dim: int,
+    span: tuple[int, int, int],
+    holders: tuple[int, ...],
 ) -> Part | None:
     """Return the part of a local box with indices in ``span`` along ``dim``, or None if it is
     empty.
@@ -249,7 +254,12 @@ def within(box: FlatBox, outer: FlatBox) -> tuple[slice, ...]:
     return tuple(slice(a - b, a - b + n) for a, n, b in zip(*box, outer[0], strict=True))
 
 
-def choose_data_rank(load_bytes: list[int], holders: Sequence[int], size_bytes: int, turn: int) -> int:
+def choose_data_rank(
+    load_bytes: list[int],
+    holders: Sequence[int],
+    size_bytes: int,
+    turn: int,
+) -> int:
     """Return the data-parallel rank that writes a box stored by ``holders``, and add it to
     ``load_bytes``.
 

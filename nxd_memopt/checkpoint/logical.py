@@ -112,7 +112,10 @@ def name_of(param: Tensor, names: Mapping[int, str]) -> str:
     return names[id(param)]
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Iterator[FullTensorShard]:
+def optimizer_tensors(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[int, str],
+) -> Iterator[FullTensorShard]:
     """Yield master weights and all states that are tensors.
 
     Raises:
@@ -169,7 +172,13 @@ def _require_no_tensor(value: Any, where: str) -> None:
             _require_no_tensor(item, f"{where}[{i}]")
 
 
-def _state_tensor(key: str, name: str, each: StoredParameter, value: Tensor, parts: list[Part]) -> FullTensorShard:
+def _state_tensor(
+    key: str,
+    name: str,
+    each: StoredParameter,
+    value: Tensor,
+    parts: list[Part],
+) -> FullTensorShard:
     """Return the shard of a state: like its parameter, or equal on all ranks (step counters)."""
     if value.shape == each.stored.shape:
         return _like_parameter(key, name, each, value, parts)
@@ -184,12 +193,21 @@ def _state_tensor(key: str, name: str, each: StoredParameter, value: Tensor, par
     return FullTensorShard(f"optimizer.{key}.{name}", tuple(value.shape), value, parts_of(value), _all_data_ranks())
 
 
-def _like_parameter(key: str, name: str, each: StoredParameter, value: Tensor, parts: list[Part]) -> FullTensorShard:
+def _like_parameter(
+    key: str,
+    name: str,
+    each: StoredParameter,
+    value: Tensor,
+    parts: list[Part],
+) -> FullTensorShard:
     """Return a shard that is sharded like its parameter."""
     return FullTensorShard(f"optimizer.{key}.{name}", full_shape(each.param), value, parts, each.holders)
 
 
-def optimizer_numbers(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+def optimizer_numbers(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[int, str],
+) -> dict[str, Any]:
     """Return the states that are not tensors, by parameter name and state."""
     stored = StoredOptimizer(optimizer)
     numbers = {}
@@ -200,7 +218,10 @@ def optimizer_numbers(optimizer: torch.optim.Optimizer, names: Mapping[int, str]
     return numbers
 
 
-def optimizer_groups(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[dict[str, Any]]:
+def optimizer_groups(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[int, str],
+) -> list[dict[str, Any]]:
     """Return the parameter groups: names of the trained parameters, and options such as the
     learning rate.
     """

@@ -16,7 +16,15 @@ from torch import Tensor
 
 from nxd_memopt.checkpoint.directories import replace_directory
 from nxd_memopt.checkpoint.fingerprint import flat_config, parallel_sizes
-from nxd_memopt.checkpoint.index import FORMAT, INDEX, VERSION, merge_tensors, read_checked_json, versions, write_json
+from nxd_memopt.checkpoint.index import (
+    FORMAT,
+    INDEX,
+    VERSION,
+    merge_tensors,
+    read_checked_json,
+    versions,
+    write_json,
+)
 from nxd_memopt.checkpoint.layout import Part
 from nxd_memopt.checkpoint.logical import (
     FullTensorShard,
@@ -33,7 +41,14 @@ from nxd_memopt.checkpoint.pickled import require_visible
 from nxd_memopt.checkpoint.plain import encode, require_plain
 from nxd_memopt.checkpoint.snapshot import Source
 from nxd_memopt.checkpoint.steps import incomplete_directory, prune, step_directory
-from nxd_memopt.checkpoint.stream import DTYPES, Entry, dtype_name, encode_header, in_file_order, write_file
+from nxd_memopt.checkpoint.stream import (
+    DTYPES,
+    Entry,
+    dtype_name,
+    encode_header,
+    in_file_order,
+    write_file,
+)
 from nxd_memopt.parallel_layers import parallel_state
 
 _COMPLETE = ".json"
@@ -54,7 +69,12 @@ class RankSave:
     """
 
     def __init__(
-        self, directory: str | Path, step: int, state: TrainingState, config: Mapping[str, Any], keep: int
+        self,
+        directory: str | Path,
+        step: int,
+        state: TrainingState,
+        config: Mapping[str, Any],
+        keep: int,
     ) -> None:
         self.parent, self.keep = Path(directory), keep
         self.target, self.incomplete = step_directory(directory, step), incomplete_directory(directory, step)
@@ -204,7 +224,12 @@ def _tensor(logical: FullTensorShard, boxes: list[dict[str, Any]]) -> dict[str, 
     return {"shape": list(logical.shape), "dtype": logical.dtype, "boxes": boxes}
 
 
-def _key(name: str, offset: tuple[int, ...], size: tuple[int, ...], shape: tuple[int, ...]) -> str:
+def _key(
+    name: str,
+    offset: tuple[int, ...],
+    size: tuple[int, ...],
+    shape: tuple[int, ...],
+) -> str:
     """Return the name of the full tensor, with the range of a partial box:
     ``model.norm.weight[0:8]``.
     """

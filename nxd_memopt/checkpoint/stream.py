@@ -93,7 +93,11 @@ def encode_header(entries: Sequence[Entry]) -> bytes:
     return len(encoded).to_bytes(8, "little") + encoded
 
 
-def write_file(path: Path, entries: Sequence[Entry], pieces_of: Callable[[int], Iterable[Tensor]]) -> list[int]:
+def write_file(
+    path: Path,
+    entries: Sequence[Entry],
+    pieces_of: Callable[[int], Iterable[Tensor]],
+) -> list[int]:
     """Write ``entries`` to ``path``, flush it to the disk, and return the CRC-32 of each entry.
 
     Args:

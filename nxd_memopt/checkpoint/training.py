@@ -42,7 +42,12 @@ class Restored:
 
 
 def save_training_state(
-    directory: str | Path, step: int, *, state: TrainingState, config: Mapping[str, Any], keep: int = 2
+    directory: str | Path,
+    step: int,
+    *,
+    state: TrainingState,
+    config: Mapping[str, Any],
+    keep: int = 2,
 ) -> Path:
     """Write ``directory/step_XXXXXXXX`` and return its path.
 
@@ -132,7 +137,12 @@ def load_training_state(
     return Restored(step, rest, rest)
 
 
-def _load(index: Index, state: TrainingState, config: Mapping[str, Any], not_compared: Collection[str]) -> Restored:
+def _load(
+    index: Index,
+    state: TrainingState,
+    config: Mapping[str, Any],
+    not_compared: Collection[str],
+) -> Restored:
     """Load a checkpoint of version 2."""
     require_same_config(index.directory, index.content["config"], flat_config(config), not_compared)
     load_model(index, state.model)

@@ -35,7 +35,12 @@ class Worker:
         report_failure: called in the thread with the message of an error.
     """
 
-    def __init__(self, target: Path, work: Callable[[Worker], None], report_failure: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        target: Path,
+        work: Callable[[Worker], None],
+        report_failure: Callable[[str], None],
+    ) -> None:
         self._target, self._work, self._report_failure = target, work, report_failure
         self._error: Exception | None = None
         self._reports: list[str] = []

@@ -12,7 +12,9 @@ from nxd_memopt.parallel_layers import parallel_state
 _IGNORED_LABEL = -100
 
 
-def get_batch_on_this_context_parallel_rank(batch: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+def get_batch_on_this_context_parallel_rank(
+    batch: dict[str, Tensor | None],
+) -> dict[str, Tensor | None]:
     """Return this rank's sequence chunk of every ``[B, S, ...]`` tensor; without context
     parallelism ``batch`` itself.
 

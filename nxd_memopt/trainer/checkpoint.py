@@ -204,7 +204,12 @@ def _refuse(**options: bool) -> None:
 # Writing
 
 
-def _own_states(model: Any, optimizer: Any, *, zero1_optimizer: bool) -> dict[str, Callable[[], Any]]:
+def _own_states(
+    model: Any,
+    optimizer: Any,
+    *,
+    zero1_optimizer: bool,
+) -> dict[str, Callable[[], Any]]:
     """Return functions that return the states of this rank's files, by file name. Every rank calls.
 
     ZeRO-1 states are converted to neuronx-distributed's layout here, because this takes

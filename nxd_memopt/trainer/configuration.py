@@ -122,7 +122,11 @@ def join_parallel_state(config: Mapping[str, Any]) -> None:
         )
 
 
-def _filled(section: str, given: Mapping[str, Any] | None, defaults: Mapping[str, Any]) -> dict[str, Any]:
+def _filled(
+    section: str,
+    given: Mapping[str, Any] | None,
+    defaults: Mapping[str, Any],
+) -> dict[str, Any]:
     """Return ``defaults`` updated with ``given``, or raise ``ValueError`` for an unknown key."""
     for key in given or {}:
         require_one_of(f"{section} key", key, tuple(defaults))

@@ -55,7 +55,9 @@ class NxDOptimizer(torch.optim.Optimizer):
         return self.optimizer.state
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def param_groups(
+        self,
+    ) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.optimizer.param_groups
 
     @property
@@ -74,7 +76,10 @@ class NxDOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+    ) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Reduce, clip, update; return what ``closure`` returns.
 
         Raises:

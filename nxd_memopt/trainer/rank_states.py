@@ -53,7 +53,12 @@ def is_sharded_optimizer(optimizer: Any) -> bool:
 
 
 def load_model(
-    source: Path, model: nn.Module | dict[str, Any], optimizer: Any, *, num_workers: int, strict: bool
+    source: Path,
+    model: nn.Module | dict[str, Any],
+    optimizer: Any,
+    *,
+    num_workers: int,
+    strict: bool,
 ) -> None:
     """Load ``model`` from ``source/model``. Every rank calls.
 
@@ -142,7 +147,12 @@ def _require_replica_order(files: RankFiles, params: Mapping[str, Tensor]) -> No
     # No layer has its shards in all files: load_state_dict will report the missing names.
 
 
-def _require_equal_replicas(files: RankFiles, name: str, param: Tensor, stored: Sequence[Tensor]) -> None:
+def _require_equal_replicas(
+    files: RankFiles,
+    name: str,
+    param: Tensor,
+    stored: Sequence[Tensor],
+) -> None:
     """Raise ``ValueError`` if ranks with the same KV heads in this run have different values in the
     files.
     """
@@ -293,7 +303,11 @@ def _require_unsharded(files: RankFiles, optimizer: torch.optim.Optimizer) -> No
         )
 
 
-def _names(source: Path, optimizer: torch.optim.Optimizer, model: Any) -> tuple[list[str], list[frozenset[str]]]:
+def _names(
+    source: Path,
+    optimizer: torch.optim.Optimizer,
+    model: Any,
+) -> tuple[list[str], list[frozenset[str]]]:
     """Return the parameters' names in the order of the groups and the names in each stage's files;
     empty if not needed.
     """

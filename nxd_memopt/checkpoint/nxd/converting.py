@@ -158,7 +158,10 @@ def from_nxd(
 
 
 def _write_shards(
-    joined: Mapping[str, JoinedTensor], directory: Path, max_shard_size_bytes: int, progress: Callable[[str], None]
+    joined: Mapping[str, JoinedTensor],
+    directory: Path,
+    max_shard_size_bytes: int,
+    progress: Callable[[str], None],
 ) -> None:
     """Write the full tensors as safetensors files of bounded size, and an index if there are
     several.
@@ -186,7 +189,12 @@ def _size_bytes(tensor: JoinedTensor) -> int:
     return math.prod(tensor.get_shape()) * resolve(tensor.shards[0]).element_size()
 
 
-def to_nxd(source: str | Path, target: str | Path, options: Target, progress: Callable[[str], None] = print) -> None:
+def to_nxd(
+    source: str | Path,
+    target: str | Path,
+    options: Target,
+    progress: Callable[[str], None] = print,
+) -> None:
     """Write the Hugging Face directory ``source`` as neuronx-distributed's checkpoint ``target``.
 
     ``config.json`` is not part of this checkpoint: neuronx-distributed's samples read it from a

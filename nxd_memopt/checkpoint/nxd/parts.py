@@ -216,7 +216,12 @@ def _cut_part(full: Tensor, part: Part, layout: Layout, rank: int, stride: int) 
     return local
 
 
-def detect_kv_order(rule: Rule, part: Part, shards: Sequence[Tensor], replicas: int) -> set[KVOrder]:
+def detect_kv_order(
+    rule: Rule,
+    part: Part,
+    shards: Sequence[Tensor],
+    replicas: int,
+) -> set[KVOrder]:
     """Return the orders of KV replicas for which all replicas are equal."""
     fitting: set[KVOrder] = set()
     orders: tuple[KVOrder, ...] = ("strided", "consecutive")

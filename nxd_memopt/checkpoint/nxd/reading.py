@@ -65,7 +65,14 @@ class JoinedTensor:
     Its shards are read when it is indexed; see ``checkpointing.LazySlice``.
     """
 
-    def __init__(self, rule: Rule, part: Part, shards: Shards, layout: Layout, directory: Path) -> None:
+    def __init__(
+        self,
+        rule: Rule,
+        part: Part,
+        shards: Shards,
+        layout: Layout,
+        directory: Path,
+    ) -> None:
         self.rule, self.part, self.shards, self.layout, self.directory = rule, part, shards, layout, directory
 
     def get_shape(self) -> list[int]:
@@ -178,7 +185,10 @@ def open_weights(
     return NxDWeights(files.directory, shards, extras, layout, form)
 
 
-def read_state_dicts(files: RankFiles, model_key: str = "model") -> tuple[dict[str, Shards], dict[str, str]]:
+def read_state_dicts(
+    files: RankFiles,
+    model_key: str = "model",
+) -> tuple[dict[str, Shards], dict[str, str]]:
     """Return the parameters of all stages by name, and a description of each other entry.
 
     Raises:
@@ -218,7 +228,11 @@ def _require_equal(files: RankFiles, name: str, first: Shards, second: Shards) -
         )
 
 
-def _state_dict(path: Path, model_key: str, extras: dict[str, str]) -> dict[str, Tensor | StoredTensor]:
+def _state_dict(
+    path: Path,
+    model_key: str,
+    extras: dict[str, str],
+) -> dict[str, Tensor | StoredTensor]:
     """Return the tensors of one rank file, and add its other entries to ``extras``."""
     content = read_stored(path)
     if not isinstance(content, Mapping):
@@ -240,7 +254,12 @@ def _describe(value: Any) -> str:
 # KV replicas
 
 
-def _count_replicas(files: RankFiles, shards: dict[str, Shards], config: Mapping[str, Any], size: int) -> int:
+def _count_replicas(
+    files: RankFiles,
+    shards: dict[str, Shards],
+    config: Mapping[str, Any],
+    size: int,
+) -> int:
     """Return m, the number of KV rows on all ranks divided by the rows of all KV heads."""
     if config.get("model_type") != "llama":
         return 1
@@ -272,7 +291,11 @@ def _rows(value: Tensor | StoredTensor) -> int:
 
 
 def _find_order(
-    files: RankFiles, rules: list[Rule], shards: dict[str, Shards], layout: Layout, asked: KVOrder | None
+    files: RankFiles,
+    rules: list[Rule],
+    shards: dict[str, Shards],
+    layout: Layout,
+    asked: KVOrder | None,
 ) -> KVOrder:
     """Return the order in which the replicas are equal.
 
@@ -313,7 +336,10 @@ def _kv_parts(rules: Sequence[Rule]) -> Iterator[tuple[Rule, Part]]:
 # Hugging Face names
 
 
-def as_hugging_face(weights: NxDWeights, config: Mapping[str, Any]) -> tuple[dict[str, JoinedTensor], list[str]]:
+def as_hugging_face(
+    weights: NxDWeights,
+    config: Mapping[str, Any],
+) -> tuple[dict[str, JoinedTensor], list[str]]:
     """Return the full tensors by Hugging Face name, and a line for each entry without a
     counterpart.
 
