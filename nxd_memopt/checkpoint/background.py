@@ -2,8 +2,8 @@
 
 A save has two parts. The calling thread takes a snapshot (``snapshot.py``), which copies almost
 nothing when the save begins. A low-priority thread writes the rank's file. On rank 0 the thread
-also waits for the files of the other ranks by polling the shared directory, and then completes the
-checkpoint. The thread runs no collectives: the ranks agree on the result in ``poll`` and
+also waits for the files of the other ranks by polling the shared directory, and then completes
+the checkpoint. The thread runs no collectives: the ranks agree on the result in ``poll`` and
 ``finish``, which every rank calls in its main thread.
 """
 
@@ -41,14 +41,14 @@ class BackgroundSaver:
                     saver.save(step, state, config)
 
     The checkpoint contains the state at the call of ``save``. Parameters must be updated by
-    ``state.optimizer``, whose step first completes the snapshot. Any other write to the parameters
-    makes the save fail, except a write through ``Tensor.data``, which is not detected: call
-    ``before_update`` before it. If an exception leaves the block, the program waits for a running
-    save as long as the save makes progress. A partial checkpoint never becomes visible.
+    ``state.optimizer``, whose step first completes the snapshot. Any other write to the
+    parameters makes the save fail, except a write through ``Tensor.data``, which is not detected:
+    call ``before_update`` before it. If an exception leaves the block, the program waits for a
+    running save as long as the save makes progress. A partial checkpoint never becomes visible.
 
-    A save creates thousands of Python objects, after which the interpreter may start a full garbage
-    collection (0.2 s for a 3B model). ``gc.freeze()`` before the first step prevents the pause; the
-    training program calls it.
+    A save creates thousands of Python objects, after which the interpreter may start a full
+    garbage collection (0.2 s for a 3B model). ``gc.freeze()`` before the first step prevents the
+    pause; the training program calls it.
 
     Args:
         directory: directory of the run; all ranks must see it.
@@ -67,7 +67,8 @@ class BackgroundSaver:
         stall_s: float = STALL_S,
     ) -> None:
         self._directory, self._keep, self._stall_s = Path(directory), keep, stall_s
-        # None on devices that cannot copy next to compute: the snapshot then copies synchronously.
+        # None on devices that cannot copy next to compute: the snapshot then copies
+        # synchronously.
         self._transfers = backend.host_transfers()
         self.pool = pool or HostPool(pinned=self._transfers is not None)
         self._worker: Worker | None = None
@@ -116,8 +117,8 @@ class BackgroundSaver:
                 start.
         """
         self.finish()
-        # Three phases, each with an agreement of the ranks: describe and create the directory, take
-        # the snapshot, start the writer.
+        # Three phases, each with an agreement of the ranks: describe and create the directory,
+        # take the snapshot, start the writer.
         save = begin_save(self._directory, step, state, config, self._keep)
         snapshot: Snapshot | None = None
         try:
@@ -154,8 +155,8 @@ class BackgroundSaver:
         Every rank calls, once per step. Free if no save is running.
 
         Raises:
-            ValueError, OSError: on every rank, if the save failed on one; earlier checkpoints stay
-                complete.
+            ValueError, OSError: on every rank, if the save failed on one; earlier checkpoints
+                stay complete.
         """
         if self._worker is not None and self._worker.poll():
             self._take_result()

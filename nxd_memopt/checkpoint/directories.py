@@ -22,8 +22,8 @@ def replaced_path(target: Path) -> Path:
 def replace_directory(complete: Path, target: Path) -> None:
     """Rename ``complete`` to ``target`` and remove the previous directory.
 
-    It takes two renames, because no portable call swaps directories. A kill between the two leaves
-    the previous version at ``replaced_path``; ``restore_interrupted`` renames it back.
+    It takes two renames, because no portable call swaps directories. A kill between the two
+    leaves the previous version at ``replaced_path``; ``restore_interrupted`` renames it back.
     """
     if os.path.lexists(target):  # also true for a dangling symbolic link
         target.rename(replaced_path(target))

@@ -48,15 +48,16 @@ def save_pretrained(
     max_shard_size_bytes: int = MAX_SHARD_SIZE_BYTES,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write ``model`` as safetensors with its config, for ``AutoModelForCausalLM.from_pretrained``.
+    """Write ``model`` as safetensors with its config, for
+    ``AutoModelForCausalLM.from_pretrained``.
 
     Every rank calls.
 
-    The first data-parallel replica gathers the parameters of one file at a time on its first rank,
-    which writes them. The host of this rank needs ``max_shard_size_bytes``; each device of the
-    replica needs one full parameter. The files are written next to ``directory`` and renamed when
-    complete. An earlier export in ``directory`` is replaced at this point; other files in it (a
-    tokenizer) stay.
+    The first data-parallel replica gathers the parameters of one file at a time on its first
+    rank, which writes them. The host of this rank needs ``max_shard_size_bytes``; each device of
+    the replica needs one full parameter. The files are written next to ``directory`` and renamed
+    when complete. An earlier export in ``directory`` is replaced at this point; other files in it
+    (a tokenizer) stay.
 
     Args:
         model: a model with ``config`` and, optionally, ``generation_config``.
@@ -180,8 +181,8 @@ def _gather(params: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, T
 
 
 def _prepare(target: Path, total_bytes: int) -> None:
-    """Check that ``target`` can be replaced and has enough space, and create the directory to write
-    into.
+    """Check that ``target`` can be replaced and has enough space, and create the directory to
+    write into.
     """
     restore_interrupted(target)
     require_replaceable(target)
@@ -240,8 +241,8 @@ def _finish(
 
 
 def _write_config(model: torch.nn.Module, directory: Path, dtype: torch.dtype) -> None:
-    """Write ``config.json`` with the stored dtype, and ``generation_config.json`` if the model has
-    one.
+    """Write ``config.json`` with the stored dtype, and ``generation_config.json`` if the model
+    has one.
     """
     # Transformers reads dtype and architectures from the config; the model's own config stays
     # unchanged.

@@ -15,8 +15,8 @@ from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
 
 @contextmanager
 def weights_directory(directory: Path) -> Iterator[Path]:
-    """Yield a directory with safetensors or PyTorch weights: ``directory``, or a conversion of its
-    GGUF file.
+    """Yield a directory with safetensors or PyTorch weights: ``directory``, or a conversion of
+    its GGUF file.
 
     Every rank calls. Global rank 0 converts to fp32 in a temporary directory (``TMPDIR``), which
     all ranks must see: they run on one host, or ``TMPDIR`` is shared. The block must end with
@@ -46,6 +46,7 @@ def _convert(gguf: Path, target: Path) -> None:
             f"{gguf} ({size} bytes) cannot be converted: {type(error).__name__}: {error}: "
             "download it again, or use a model type and quantization that transformers can dequantize"
         ) from error
-    # Parameters only: transformers registers tied weights once, and the model computes its buffers.
+    # Parameters only: transformers registers tied weights once, and the model computes its
+    # buffers.
     parameters = {name: param.detach().contiguous() for name, param in model.named_parameters()}
     write_safetensors(target / WEIGHTS, parameters)

@@ -64,7 +64,8 @@ def _load_gguf_config(auto_config: Any, path: Path) -> PretrainedConfig:
 
 
 def load_pretrained(model: torch.nn.Module, directory: str | Path) -> None:
-    """Load ``model`` from a Hugging Face directory. Every rank calls and reads only its own slices.
+    """Load ``model`` from a Hugging Face directory. Every rank calls and reads only its own
+    slices.
 
     Supported are ``model.safetensors``, ``pytorch_model.bin``, their sharded forms, and a single
     ``*.gguf`` file (converted once by rank 0, see ``gguf.weights_directory``). Parameters on the
@@ -72,10 +73,10 @@ def load_pretrained(model: torch.nn.Module, directory: str | Path) -> None:
     the dtype of the parameter. The host stores one shard of one parameter at a time.
 
     Raises:
-        ValueError: on every rank, before any parameter changes, if files are missing or damaged, or
-            if names or shapes differ from the model's.
-        ImportError: a GGUF file needs transformers, which is missing or too old; all other formats
-            work without it.
+        ValueError: on every rank, before any parameter changes, if files are missing or damaged,
+            or if names or shapes differ from the model's.
+        ImportError: a GGUF file needs transformers, which is missing or too old; all other
+            formats work without it.
     """
     with (
         weights_directory(Path(directory)) as location,

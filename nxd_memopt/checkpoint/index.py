@@ -1,4 +1,5 @@
-"""The JSON index of a training checkpoint: what it holds, in which file and at which place of the full tensor.
+"""The JSON index of a training checkpoint: what it holds, in which file and at which place of the
+full tensor.
 
 Version 2 of the format. ``tensors`` has the shape, the dtype and the boxes of each full tensor. A
 box has an offset and a size in the full tensor, a file, a key in the file, and the CRC-32 of its
@@ -210,7 +211,8 @@ class Index:
         Padding is zero.
 
         Raises:
-            ValueError: a file is missing, damaged or altered, or the boxes do not cover the parts.
+            ValueError: a file is missing, damaged or altered, or the boxes do not cover the
+                parts.
         """
         local = torch.zeros(shape, dtype=self.dtype(name))
         boxes = [_box(box) for box in self.content["tensors"][name]["boxes"]]

@@ -1,4 +1,5 @@
-"""Describes which boxes of a full tensor a rank's parameter, or its flat ZeRO-1 shard, consists of.
+"""Describes which boxes of a full tensor a rank's parameter, or its flat ZeRO-1 shard, consists
+of.
 
 A checkpoint that does not depend on T, D and ZeRO-1 stores boxes of full tensors: an offset and a
 size in each dimension. All results follow from ``shard_ranges`` and ``full_shape`` of the
@@ -41,7 +42,8 @@ class Part:
         view: shape of the view.
         dim: dimension along which the view is narrowed.
         first: first index of the box along ``dim``.
-        holders: tensor-parallel ranks that store the same box (KV replicas, unsharded parameters).
+        holders: tensor-parallel ranks that store the same box (KV replicas, unsharded
+            parameters).
     """
 
     offset: Shape
@@ -72,12 +74,12 @@ def boxes_of_range(shape: Shape, start: int, stop: int) -> list[FlatBox]:
     """Return the boxes that cover the elements ``start`` to ``stop`` of a row-major tensor of
     ``shape``, in order.
 
-    Let ``row`` be the number of elements of one index of dimension 0. The range consists of the end
-    of a first row, a number of full rows, and the beginning of a last row. The two incomplete rows
-    are ranges of a tensor with one dimension less. A range of a tensor with k dimensions gives at
-    most 2k - 1 boxes: each end descends at most k - 1 dimensions and leaves one box in each of
-    them, and one box of full rows is between the ends. A range within one row is passed on to the
-    boxes of this row.
+    Let ``row`` be the number of elements of one index of dimension 0. The range consists of the
+    end of a first row, a number of full rows, and the beginning of a last row. The two incomplete
+    rows are ranges of a tensor with one dimension less. A range of a tensor with k dimensions
+    gives at most 2k - 1 boxes: each end descends at most k - 1 dimensions and leaves one box in
+    each of them, and one box of full rows is between the ends. A range within one row is passed
+    on to the boxes of this row.
 
     Example: elements 1 to 8 of a [3, 3] tensor are [0, 1:3], [1:2, 0:3] and [2, 0:2].
     """
@@ -120,8 +122,8 @@ def parts_of(param: Tensor, *, rank: int = 0, size: int = 1) -> list[Part]:
             parameter's shape.
 
     Raises:
-        ValueError: the parameter was built for another tensor-parallel size than the process groups
-            have.
+        ValueError: the parameter was built for another tensor-parallel size than the process
+            groups have.
     """
     # Two mappings in a row: flat ZeRO-1 range -> boxes of the local parameter [begin, end), and
     # each of these boxes -> one part per contiguous range of the full tensor (a fused weight has
@@ -224,8 +226,8 @@ def split_part(part: Part, max_elements: int) -> list[Part]:
     # again a range of the flat tensor.
     if not part.is_contiguous and axis >= part.dim:
         return [part]
-    # ``row`` elements of the box per index of ``axis``; ``stored_row`` elements of the stored view,
-    # which is larger if the box is narrowed.
+    # ``row`` elements of the box per index of ``axis``; ``stored_row`` elements of the stored
+    # view, which is larger if the box is narrowed.
     row = part.elements // part.size[axis]
     step = max(1, max_elements // row)
     stored_row = math.prod(part.view[axis + 1 :])

@@ -61,8 +61,8 @@ def load_optimizer(index: Index, optimizer: torch.optim.Optimizer, model: nn.Mod
     Call it after ``load_model``.
 
     Raises:
-        ValueError: the checkpoint has no optimizer, the parameter groups differ, or the checkpoint
-            has states of other parameters.
+        ValueError: the checkpoint has no optimizer, the parameter groups differ, or the
+            checkpoint has states of other parameters.
     """
     names, content = parameter_names(model), index.content["optimizer"]
     if content is None:

@@ -1,4 +1,5 @@
-"""Names the full tensors that a model and its optimizer consist of, and says which boxes of them this rank stores.
+"""Names the full tensors that a model and its optimizer consist of, and says which boxes of them
+this rank stores.
 
 Names are ``model.<parameter>`` with the model's (Hugging Face's) parameter names,
 ``optimizer.master.<parameter>`` for master weights of another dtype than their parameter, and
@@ -33,13 +34,13 @@ class TrainingState:
     Args:
         model: its parameters and persistent buffers are saved.
         optimizer: an optimizer of the model's parameters, or None: a torch optimizer,
-            ``NeuronZero1Optimizer``, or a wrapper with one of them as attribute ``optimizer``, such
-            as ``NxDOptimizer``. States are numbers, or tensors of dimension 0 or of their
+            ``NeuronZero1Optimizer``, or a wrapper with one of them as attribute ``optimizer``,
+            such as ``NxDOptimizer``. States are numbers, or tensors of dimension 0 or of their
             parameter's shape.
-        shared: nested plain values and tensors that are equal on all ranks, such as the position in
-            the data.
-        per_rank: nested plain values and tensors of this rank, such as random states. They are only
-            restored if T and D are those of the run that wrote them.
+        shared: nested plain values and tensors that are equal on all ranks, such as the position
+            in the data.
+        per_rank: nested plain values and tensors of this rank, such as random states. They are
+            only restored if T and D are those of the run that wrote them.
     """
 
     model: nn.Module
@@ -156,8 +157,8 @@ def _require_state_name(key: Any, name: str) -> None:
 def _require_no_tensor(value: Any, where: str) -> None:
     """Raise ``ValueError`` if ``value`` contains a tensor.
 
-    States other than tensors are stored once for all ranks. A tensor inside them would become rank
-    0's shard on every rank.
+    States other than tensors are stored once for all ranks. A tensor inside them would become
+    rank 0's shard on every rank.
     """
     if isinstance(value, Tensor):
         raise ValueError(
@@ -240,8 +241,8 @@ def owned_parts(logicals: list[FullTensorShard]) -> list[tuple[FullTensorShard, 
     Each box of a full tensor is written by exactly one rank.
 
     Tensor-parallel ranks that store the same box take turns. Of the data-parallel ranks the one
-    with the fewest bytes so far writes. Every rank computes the same answer, because all ranks list
-    the same tensors in the same order.
+    with the fewest bytes so far writes. Every rank computes the same answer, because all ranks
+    list the same tensors in the same order.
     """
     tensor_rank, data_rank = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_data_parallel_rank()
     load_bytes = [0] * parallel_state.get_data_parallel_size()

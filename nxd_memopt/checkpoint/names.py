@@ -13,8 +13,8 @@ from torch import Tensor
 from nxd_memopt.parallel_layers.output_projection import describe_output_projections
 
 OUTPUT_HEADS = ("lm_head.weight", "embed_out.weight")
-"""Names of the output head: ``embed_out`` in GPT-NeoX files of transformers before version 5, else
-``lm_head``.
+"""Names of the output head: ``embed_out`` in GPT-NeoX files of transformers before version 5,
+else ``lm_head``.
 """
 
 _OLD_BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attention\.bias|attention\.masked_bias)$")
@@ -33,8 +33,8 @@ class NamedTensor:
 
 def named_tensors(model: torch.nn.Module) -> list[NamedTensor]:
     """Return the tensors that a checkpoint of ``model`` holds, each tensor once."""
-    # The columns of attention output projections follow the query heads, whose order depends on the
-    # KV replicas: describe this sharding before it is read.
+    # The columns of attention output projections follow the query heads, whose order depends on
+    # the KV replicas: describe this sharding before it is read.
     describe_output_projections(model)
     names: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
@@ -51,8 +51,8 @@ def match_names(model: torch.nn.Module, stored: Collection[str]) -> dict[str, Te
     are ignored.
 
     Raises:
-        ValueError: a tensor is not stored, or a stored name is not the model's; the message has the
-            nearest match.
+        ValueError: a tensor is not stored, or a stored name is not the model's; the message has
+            the nearest match.
     """
     wanted = named_tensors(model)
     matched: dict[str, Tensor] = {}

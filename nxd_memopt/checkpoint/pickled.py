@@ -84,8 +84,9 @@ def require_kv_order(checkpoint: Path) -> None:
     path = checkpoint / MANIFEST
     saved = read_json(path).get("kv_rank_strides", {}) if path.is_file() else None
     for size, stride in parallel_state.kv_rank_strides().items():
-        # Versions that did not store a stride of 1 left the table empty. A count that is not in the
-        # table was another number of replicas in that run; the check of the shapes refuses it.
+        # Versions that did not store a stride of 1 left the table empty. A count that is not in
+        # the table was another number of replicas in that run; the check of the shapes refuses
+        # it.
         stored = saved.get(str(size), stride if saved else 1) if saved is not None else stride
         if stored != stride:
             raise ValueError(

@@ -1,4 +1,5 @@
-"""Writes one rank's part of a training checkpoint, and on rank 0 the index that makes the checkpoint complete.
+"""Writes one rank's part of a training checkpoint, and on rank 0 the index that makes the
+checkpoint complete.
 
 Each rank writes ``rank_XXXXX.safetensors`` and then ``rank_XXXXX.json``, which lists the content
 and marks the first file as complete. Rank 0 merges the JSON files into ``index.json`` and renames
@@ -111,8 +112,8 @@ class RankSave:
         if state.optimizer is not None:
             logicals += optimizer_tensors(state.optimizer, parameter_names(state.model))
         sources = []
-        # Every tensor enters the fragment, also without boxes of this rank: ranks must agree on all
-        # shapes.
+        # Every tensor enters the fragment, also without boxes of this rank: ranks must agree on
+        # all shapes.
         for logical, parts in owned_parts(logicals):
             boxes: list[dict[str, Any]] = []
             for part in parts:
@@ -199,8 +200,8 @@ class RankSave:
         Raises:
             ValueError: the boxes of the ranks do not cover every full tensor.
         """
-        # Merge, write the index, remove the fragments, rename: before the rename the directory does
-        # not count as a checkpoint.
+        # Merge, write the index, remove the fragments, rename: before the rename the directory
+        # does not count as a checkpoint.
         paths = [rank_file(self.incomplete, rank, _COMPLETE) for rank in range(self._head["sizes"]["world_size"])]
         fragments = [read_checked_json(path) for path in paths]
         content = {

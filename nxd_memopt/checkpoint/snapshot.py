@@ -6,13 +6,13 @@ therefore be complete at the next update, not when the save begins:
 - Tensors on the host are read in place by the writer. ``before_update`` copies the ones that are
   not yet read. If forward and backward take long enough, nothing is copied.
 - Tensors on a GPU are copied to pinned memory on a separate stream, overlapped with forward and
-  backward. The writer's thread launches the copies. ``before_update`` makes the update wait for the
-  copies on the device.
+  backward. The writer's thread launches the copies. ``before_update`` makes the update wait for
+  the copies on the device.
 - Tensors of other devices (XLA) are copied one at a time when the save begins.
 
-A write to a tensor before it is copied is an error, detected by the version counter. On a GPU every
-write before ``before_update`` is an error, because the copies may be running. Writes through
-``Tensor.data`` are not counted and not detected.
+A write to a tensor before it is copied is an error, detected by the version counter. On a GPU
+every write before ``before_update`` is an error, because the copies may be running. Writes
+through ``Tensor.data`` are not counted and not detected.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Source:
         entry: the entry of the file.
         stored: this rank's tensor.
         part: the box of ``stored`` that is written.
-        is_updated_by_optimizer: whether the tensor changes only in ``optimizer.step()`` and not in
-            forward.
+        is_updated_by_optimizer: whether the tensor changes only in ``optimizer.step()`` and not
+            in forward.
     """
 
     entry: Entry
@@ -66,8 +66,8 @@ class HostReader:
     graph-compiling devices.
 
     Slicing a tensor on such a device would compile a graph for each slice. The full tensor is
-    copied instead, once for all of its parts, which are consecutive in a file. One such copy exists
-    at a time.
+    copied instead, once for all of its parts, which are consecutive in a file. One such copy
+    exists at a time.
     """
 
     def __init__(self) -> None:
@@ -207,9 +207,9 @@ class Snapshot:
     def start_copies(self) -> None:
         """Launch the asynchronous device copies. The thread that reads the snapshot calls it.
 
-        Launching a thousand copies takes a tenth of a second, and a thread that fills the device's
-        queue blocks. Neither should happen in the training thread. At most two windows of copies
-        are queued at a time.
+        Launching a thousand copies takes a tenth of a second, and a thread that fills the
+        device's queue blocks. Neither should happen in the training thread. At most two windows
+        of copies are queued at a time.
         """
         try:
             for _ in self._copy_on_device(self._by_device):
@@ -226,8 +226,8 @@ class Snapshot:
         """Launch the copies of the sources ``chosen`` window by window, and yield each window's
         transfer.
 
-        Versions are compared later, when an update begins or the copy is done: a write may overlap
-        with a running copy.
+        Versions are compared later, when an update begins or the copy is done: a write may
+        overlap with a running copy.
         """
         pieces = [piece for i in chosen for piece in self._pieces[i]]
         for first in range(0, len(pieces), _WINDOW_PIECES):
@@ -268,13 +268,14 @@ class Snapshot:
         """
         if self._is_complete:
             return
-        # Wait until all copies are launched, then make the device's next work wait for the copies.
-        # The host does not wait for the copies themselves.
+        # Wait until all copies are launched, then make the device's next work wait for the
+        # copies. The host does not wait for the copies themselves.
         if self._by_device:
             self._copies_launched.wait()
         for transfer in self._started:
             transfer.wait()
-        # Writer and training thread may reach a chunk at the same time: only one of them copies it.
+        # Writer and training thread may reach a chunk at the same time: only one of them copies
+        # it.
         with self._lock:
             if self._is_complete:  # the writer failed and closed the snapshot meanwhile
                 return
@@ -312,7 +313,8 @@ class Snapshot:
         One other thread may call it, in the order of the sources.
 
         Raises:
-            ValueError: a tensor was written to before it was copied, or the pool has no block left.
+            ValueError: a tensor was written to before it was copied, or the pool has no block
+                left.
             RuntimeError: host memory could not be allocated or pinned.
         """
         for piece in self._pieces[index]:
@@ -325,8 +327,8 @@ class Snapshot:
             if self._failure is not None:
                 raise self._failure
             block = self._blocks[piece.block]
-            # Read in place, from host memory: copied to the staging buffer under the lock, so that
-            # ``before_update`` waits until the bytes are safe.
+            # Read in place, from host memory: copied to the staging buffer under the lock, so
+            # that ``before_update`` waits until the bytes are safe.
             if not piece.is_copied:
                 self._require_unchanged(index)
                 # numpy copies in this thread only; torch would use threads that compete with

@@ -76,7 +76,8 @@ def find_latest(directory: str | Path) -> Path | None:
 
 
 def prepare_step(parent: Path, step: int, keep: int) -> None:
-    """Remove the remains of interrupted saves and create the directory to write into. Rank 0 calls.
+    """Remove the remains of interrupted saves and create the directory to write into. Rank 0
+    calls.
 
     Raises:
         ValueError: ``step`` or ``keep`` is out of range, or ``parent`` has a later step.

@@ -1,8 +1,10 @@
-"""Writes and reads safetensors files tensor by tensor, in bounded host memory, with a checksum of each tensor.
+"""Writes and reads safetensors files tensor by tensor, in bounded host memory, with a checksum of
+each tensor.
 
-The format (https://huggingface.co/docs/safetensors): 8 bytes with the length of the header, a JSON
-header with dtype, shape and byte range of each tensor, then the bytes of the tensors without gaps.
-All sizes are known before the first byte is written, so tensors are streamed one after the other.
+The format (https://huggingface.co/docs/safetensors): 8 bytes with the length of the header, a
+JSON header with dtype, shape and byte range of each tensor, then the bytes of the tensors without
+gaps. All sizes are known before the first byte is written, so tensors are streamed one after the
+other.
 """
 
 from __future__ import annotations

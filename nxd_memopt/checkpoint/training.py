@@ -29,8 +29,8 @@ class Restored:
     Attributes:
         step: optimizer steps done.
         shared: ``TrainingState.shared`` of the saved state.
-        per_rank: this rank's own values, or None if T or D differ from those of the run that wrote
-            them.
+        per_rank: this rank's own values, or None if T or D differ from those of the run that
+            wrote them.
         notes: messages about parts of the run that are not resumed exactly; empty for an exact
             resume.
     """
@@ -108,9 +108,9 @@ def load_training_state(
 
     Every rank calls.
 
-    T, D and ZeRO-1 may differ from the run that wrote it; parameters, masters and optimizer states
-    are bit-identical. A version-1 checkpoint (``rank_XXXXX.pt``) needs the same world size, T and
-    ZeRO-1. All of its other entries are returned in both ``shared`` and ``per_rank``.
+    T, D and ZeRO-1 may differ from the run that wrote it; parameters, masters and optimizer
+    states are bit-identical. A version-1 checkpoint (``rank_XXXXX.pt``) needs the same world
+    size, T and ZeRO-1. All of its other entries are returned in both ``shared`` and ``per_rank``.
 
     Args:
         directory: directory of the run.

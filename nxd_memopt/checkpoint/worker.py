@@ -92,7 +92,8 @@ class Worker:
         return _DONE if self._error is None else f"{type(self._error).__name__}: {self._error}"
 
     def poll(self) -> bool:
-        """Return whether the save has ended on all ranks; the same on all ranks. Every rank calls.
+        """Return whether the save has ended on all ranks; the same on all ranks. Every rank
+        calls.
 
         A failure on one rank stops the writers of all ranks: rank 0 would otherwise wait forever
         for the failed rank's files.

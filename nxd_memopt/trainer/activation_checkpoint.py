@@ -33,8 +33,8 @@ def apply_activation_checkpointing(
         check_fn: selects the modules.
     """
     wrapped: dict[nn.Module, nn.Module] = {}
-    # ``modules()`` lists parents before children: in reverse order inner modules are wrapped first.
-    # A module that is shared by several parents is wrapped once.
+    # ``modules()`` lists parents before children: in reverse order inner modules are wrapped
+    # first. A module that is shared by several parents is wrapped once.
     for parent in reversed(list(model.modules())):
         for name, child in list(parent.named_children()):
             if child not in wrapped and check_fn(child):

@@ -34,8 +34,8 @@ class TagSave:
             written.
 
     Raises:
-        ValueError: on every rank, if a host has too little memory; the message has the required and
-            the available bytes.
+        ValueError: on every rank, if a host has too little memory; the message has the required
+            and the available bytes.
     """
 
     def __init__(
@@ -98,8 +98,8 @@ class TagSave:
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    """Return a host copy that shares no memory with ``tensor`` and does not include the rest of its
-    storage.
+    """Return a host copy that shares no memory with ``tensor`` and does not include the rest of
+    its storage.
     """
     tensor = tensor.detach()
     return tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()

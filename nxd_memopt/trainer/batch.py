@@ -18,8 +18,8 @@ def get_batch_on_this_context_parallel_rank(
     """Return this rank's sequence chunk of every ``[B, S, ...]`` tensor; without context
     parallelism ``batch`` itself.
 
-    ``labels`` are first shifted: position s gets the token that it predicts, the last position gets
-    -100. The model must not shift the labels again.
+    ``labels`` are first shifted: position s gets the token that it predicts, the last position
+    gets -100. The model must not shift the labels again.
 
     Args:
         batch: tensors ``[B, S, ...]`` by name. None values and tensors with S = 1 are returned

@@ -1,9 +1,10 @@
-"""Saves and loads training checkpoints under tags, in neuronx-distributed's layout; complete or absent.
+"""Saves and loads training checkpoints under tags, in neuronx-distributed's layout; complete or
+absent.
 
-The files are ``directory/tag/{model,optim}/dp_rank_XX_tp_rank_XX_pp_rank_XX.pt``, ``scheduler.pt``,
-``user_content.pt``, neuronx-distributed's markers ``checkpoint`` and ``done``, and
-``manifest.json``, which is written last and counts the saves. Each library loads checkpoints of the
-other one.
+The files are ``directory/tag/{model,optim}/dp_rank_XX_tp_rank_XX_pp_rank_XX.pt``,
+``scheduler.pt``, ``user_content.pt``, neuronx-distributed's markers ``checkpoint`` and ``done``,
+and ``manifest.json``, which is written last and counts the saves. Each library loads checkpoints
+of the other one.
 """
 
 from __future__ import annotations
@@ -90,9 +91,10 @@ def save_checkpoint(
         async_save: return when the state is copied to host memory; a thread then writes it while
             training goes on. One save runs at a time: the next one waits. An error of the save is
             raised on every rank by the next ``optimizer.step()`` of an ``NxDOptimizer``,
-            ``save_checkpoint`` or ``finalize_checkpoint``. Call ``finalize_checkpoint`` before the
-            program ends.
-        zero1_optimizer: the state dict passed as ``optimizer`` is sharded over data-parallel ranks.
+            ``save_checkpoint`` or ``finalize_checkpoint``. Call ``finalize_checkpoint`` before
+            the program ends.
+        zero1_optimizer: the state dict passed as ``optimizer`` is sharded over data-parallel
+            ranks.
         use_zero1_dcp: must be False.
         avoid_saving_lower_precision_weights: must be False.
 
@@ -144,8 +146,8 @@ def load_checkpoint(
     Return its ``user_content``, or None. Every rank calls.
 
     Reads checkpoints of ``save_checkpoint`` of this library and of neuronx-distributed, xser or
-    not. A module and an optimizer may have other tensor- and data-parallel sizes than the run that
-    wrote it. Pipeline stages are merged.
+    not. A module and an optimizer may have other tensor- and data-parallel sizes than the run
+    that wrote it. Pipeline stages are merged.
 
     Args:
         path: directory of all tags.
@@ -158,8 +160,8 @@ def load_checkpoint(
         use_zero1_dcp: must be False.
 
     Raises:
-        ValueError: on every rank, if there is no checkpoint, or a file is missing, damaged or does
-            not fit.
+        ValueError: on every rank, if there is no checkpoint, or a file is missing, damaged or
+            does not fit.
     """
     _refuse(use_zero1_dcp=use_zero1_dcp)
     # A running asynchronous save may still write the checkpoint that is loaded.
@@ -210,7 +212,8 @@ def _own_states(
     *,
     zero1_optimizer: bool,
 ) -> dict[str, Callable[[], Any]]:
-    """Return functions that return the states of this rank's files, by file name. Every rank calls.
+    """Return functions that return the states of this rank's files, by file name. Every rank
+    calls.
 
     ZeRO-1 states are converted to neuronx-distributed's layout here, because this takes
     collectives.
@@ -258,7 +261,8 @@ def _begin_async_save(
     with raise_together(f"saving {target}"):
         shared = _shared_states(scheduler, user_content) if parallel_state.is_global_rank_zero() else {}
         states = {name: state_of() for name, state_of in {**own, **shared}.items()}
-        # Check in the main thread: an error in the writer's thread would be reported a step later.
+        # Check in the main thread: an error in the writer's thread would be reported a step
+        # later.
         for name, state in states.items():
             require_plain(state, Path(name).stem)
     save = TagSave(

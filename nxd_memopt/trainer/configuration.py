@@ -34,8 +34,8 @@ def neuronx_distributed_config(
 
     If torch.distributed is initialized, create the model-parallel groups.
 
-    ``pipeline_parallel_size``, ``expert_parallel_size``, ``context_parallel_size`` and ``lnc_size``
-    must be 1; ``pipeline_config`` and ``lora_config`` must be None.
+    ``pipeline_parallel_size``, ``expert_parallel_size``, ``context_parallel_size`` and
+    ``lnc_size`` must be 1; ``pipeline_config`` and ``lora_config`` must be None.
 
     Args:
         tensor_parallel_size: T, the number of ranks that share one layer.
@@ -50,19 +50,20 @@ def neuronx_distributed_config(
         pad_model: pad the attention heads of a Hugging Face model to a multiple of T.
         sequence_parallel: recorded for the caller. Optimizers always sum the gradients that the
             layers have tagged.
-        model_init_config: ``sequential_move_factor``; ``meta_device_init`` (False) and the function
-            it needs, ``param_init_fn`` of a module and a device.
+        model_init_config: ``sequential_move_factor``; ``meta_device_init`` (False) and the
+            function it needs, ``param_init_fn`` of a module and a device.
         lora_config: must be None.
-        mixed_precision_config: ``use_master_weights`` (fp32 masters; ZeRO-1 always has masters) and
-            ``use_fp32_grad_acc`` default to ``zero_one_enabled``. ``use_master_weights_in_ckpt``
-            defaults to ``use_master_weights``, which makes resumes exact.
+        mixed_precision_config: ``use_master_weights`` (fp32 masters; ZeRO-1 always has masters)
+            and ``use_fp32_grad_acc`` default to ``zero_one_enabled``.
+            ``use_master_weights_in_ckpt`` defaults to ``use_master_weights``, which makes resumes
+            exact.
         sequential_move_factor: ranks of one host that move their model to the device at the same
             time.
         lnc_size: must be 1.
 
     Raises:
-        ValueError: an option is not supported, or a key is unknown; the message names the supported
-            ones.
+        ValueError: an option is not supported, or a key is unknown; the message names the
+            supported ones.
     """
     sizes = {"pipeline_parallel_size": pipeline_parallel_size, "expert_parallel_size": expert_parallel_size}
     sizes |= {"context_parallel_size": context_parallel_size, "lnc_size": lnc_size}
@@ -107,7 +108,8 @@ def join_parallel_state(config: Mapping[str, Any]) -> None:
     size.
 
     Raises:
-        ValueError: a size is not supported, or the groups exist with another tensor-parallel size.
+        ValueError: a size is not supported, or the groups exist with another tensor-parallel
+            size.
     """
     _require_offered(config)
     size = config["tensor_parallel_size"]

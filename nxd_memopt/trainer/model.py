@@ -112,8 +112,8 @@ def initialize_parallel_model(
         model = model_fn(*model_args, **model_kwargs)
     # Not strict here: functions that slice or gather full tensors check strictly.
     describe_output_projections(model, strict=False)
-    # Ranks of one host take turns: with ``param_init_fn`` each rank materializes its full shard of
-    # the model on the host first.
+    # Ranks of one host take turns: with ``param_init_fn`` each rank materializes its full shard
+    # of the model on the host first.
     for is_my_turn in turns(init_config["sequential_move_factor"]):
         with raise_together("moving the model to the device"):
             if is_my_turn:

@@ -43,10 +43,10 @@ def load_nxd_training_state(
 
     Every rank calls.
 
-    The tag may have any T, D and number of stages. Its optimizer files number the parameters group
-    by group, in the order of ``named_parameters()``. The groups are those of NxD's samples: a
-    single one, or a second one for names with ``bias`` or ``norm``. The shapes in the files must
-    agree.
+    The tag may have any T, D and number of stages. Its optimizer files number the parameters
+    group by group, in the order of ``named_parameters()``. The groups are those of NxD's samples:
+    a single one, or a second one for names with ``bias`` or ``norm``. The shapes in the files
+    must agree.
 
     Args:
         directory: directory of the tag.
@@ -59,7 +59,8 @@ def load_nxd_training_state(
         group_of: maps names to groups, if the run had other parameter groups.
 
     Returns:
-        A line for each entry that was not loaded, including the options of the groups in the files.
+        A line for each entry that was not loaded, including the options of the groups in the
+        files.
 
     Raises:
         ValueError: on every rank, if files are missing, damaged, or do not fit.
@@ -192,8 +193,8 @@ def _read(run: _Run, optimizer: NeuronZero1Optimizer, sharding: Sequence[int]) -
             is_elements = isinstance(value, Tensor) and value.dim() > 0
             values[name] = _shard(run, rule, part, (stage, number), name, param, sharding) if is_elements else value
         if "master" in values:
-            # ``read_tensor_parallel_shard`` returns masters like states; ``load_state_dict`` takes
-            # them separately.
+            # ``read_tensor_parallel_shard`` returns masters like states; ``load_state_dict``
+            # takes them separately.
             masters[i] = values.pop("master")
         if values:
             state[i] = values

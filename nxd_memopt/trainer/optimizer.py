@@ -40,8 +40,8 @@ class NxDOptimizer(torch.optim.Optimizer):
 
     @property
     def grad_norm(self) -> Tensor | None:
-        """Gradient norm of the complete model before clipping, 0-dim fp32, or None before the first
-        step.
+        """Gradient norm of the complete model before clipping, 0-dim fp32, or None before the
+        first step.
         """
         return self._grad_norm
 

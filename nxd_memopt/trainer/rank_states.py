@@ -96,8 +96,8 @@ def _has_own_sizes(files: RankFiles) -> bool:
 
 
 def _local_state(files: RankFiles, model: nn.Module) -> dict[str, Tensor]:
-    """Return this rank's state dict: the content of its own file, or, at other sizes, slices of the
-    full tensors.
+    """Return this rank's state dict: the content of its own file, or, at other sizes, slices of
+    the full tensors.
     """
     rank = parallel_state.get_tensor_model_parallel_rank()
     same_tensor_size = files.tensor_model_parallel_size == parallel_state.get_tensor_model_parallel_size()
@@ -105,8 +105,8 @@ def _local_state(files: RankFiles, model: nn.Module) -> dict[str, Tensor]:
     if _has_own_sizes(files):
         _require_replica_order(files, params)
         return read_tensors(files.file(rank))
-    # Same T, several stages: merge the stages of this rank. Another T: join the shards and cut them
-    # again, one parameter at a time.
+    # Same T, several stages: merge the stages of this rank. Another T: join the shards and cut
+    # them again, one parameter at a time.
     shards, extras = read_state_dicts(files)
     if extras:
         warnings.warn(f"{files.directory}: entries that are not loaded: {extras}", stacklevel=2)
@@ -128,8 +128,8 @@ def _local_state(files: RankFiles, model: nn.Module) -> dict[str, Tensor]:
 
 
 def _require_replica_order(files: RankFiles, params: Mapping[str, Tensor]) -> None:
-    """Raise ``ValueError`` if the KV replicas in the files are ordered differently over ranks: trn1
-    and trn2 differ.
+    """Raise ``ValueError`` if the KV replicas in the files are ordered differently over ranks:
+    trn1 and trn2 differ.
 
     One layer is enough to distinguish the orders. Only rank 0 reads the files of other ranks.
     """
@@ -153,11 +153,12 @@ def _require_equal_replicas(
     param: Tensor,
     stored: Sequence[Tensor],
 ) -> None:
-    """Raise ``ValueError`` if ranks with the same KV heads in this run have different values in the
-    files.
+    """Raise ``ValueError`` if ranks with the same KV heads in this run have different values in
+    the files.
     """
     for first, last in _kv_blocks(param):
-        # Full-parameter row range -> first rank that stores it; every later rank must be bit-equal.
+        # Full-parameter row range -> first rank that stores it; every later rank must be
+        # bit-equal.
         owner: dict[tuple[int, int], int] = {}
         for rank, shard in enumerate(stored):
             earlier = owner.setdefault(_range_at(param, rank, first), rank)
@@ -195,7 +196,8 @@ def _range_at(param: Tensor, rank: int, first: int) -> tuple[int, int]:
 
 
 def _has_no_weights(files: RankFiles) -> bool:
-    """Return whether the weights are missing because of avoid_saving_lower_precision_weights=True.
+    """Return whether the weights are missing because of
+    avoid_saving_lower_precision_weights=True.
 
     Only the optimizer's masters contain the weights then.
     """
@@ -291,8 +293,8 @@ def _load_unsharded(source: Path, optimizer: Any, model: Any) -> None:
 def _require_unsharded(files: RankFiles, optimizer: torch.optim.Optimizer) -> None:
     """Raise ``ValueError`` for files of a ZeRO-1 optimizer.
 
-    ``torch.optim`` would load a shard as the full state. ``NeuronZero1Optimizer`` checks its state
-    itself.
+    ``torch.optim`` would load a shard as the full state. ``NeuronZero1Optimizer`` checks its
+    state itself.
     """
     path = files.file(0)
     content = OptimizerFiles(files).content(0)
@@ -308,8 +310,8 @@ def _names(
     optimizer: torch.optim.Optimizer,
     model: Any,
 ) -> tuple[list[str], list[frozenset[str]]]:
-    """Return the parameters' names in the order of the groups and the names in each stage's files;
-    empty if not needed.
+    """Return the parameters' names in the order of the groups and the names in each stage's
+    files; empty if not needed.
     """
     files = find_rank_files(source / "optim", "optim")
     if files.pipeline_model_parallel_size == 1 or not isinstance(model, nn.Module):

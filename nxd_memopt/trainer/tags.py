@@ -1,4 +1,5 @@
-"""Finds and removes complete checkpoints under tags: this library's, with a manifest, and neuronx-distributed's.
+"""Finds and removes complete checkpoints under tags: this library's, with a manifest, and
+neuronx-distributed's.
 
 This library's directories appear under their final name when they are complete; ``manifest.json``
 counts the saves. neuronx-distributed writes the file ``checkpoint`` into the directory of a tag
@@ -42,12 +43,12 @@ def tag_directory(directory: str | Path, tag: str) -> Path:
 
 
 def begin_writing(incomplete: Path) -> None:
-    """Create the directory to write a tag into, and remove directories of saves that ended without
-    completing.
+    """Create the directory to write a tag into, and remove directories of saves that ended
+    without completing.
 
-    A save has ended if it belongs to this process, which has no other running save, or to a process
-    of this host that no longer runs. Processes of other hosts cannot be checked; a save of the same
-    tag replaces their directories. Rank 0 calls.
+    A save has ended if it belongs to this process, which has no other running save, or to a
+    process of this host that no longer runs. Processes of other hosts cannot be checked; a save
+    of the same tag replaces their directories. Rank 0 calls.
     """
     for path in incomplete.parent.iterdir() if incomplete.parent.is_dir() else ():
         if _INCOMPLETE.fullmatch(path.name) and path.is_dir() and not path.is_symlink() and _has_ended(path):
@@ -58,8 +59,8 @@ def begin_writing(incomplete: Path) -> None:
 
 
 def end_writing(incomplete: Path) -> None:
-    """Mark the checkpoint complete for neuronx-distributed, and remove the file that identifies the
-    writing process.
+    """Mark the checkpoint complete for neuronx-distributed, and remove the file that identifies
+    the writing process.
     """
     (incomplete / _WRITER).unlink(missing_ok=True)
     (incomplete / DONE).write_text("1")
@@ -160,18 +161,19 @@ def prune_tags(directory: Path, num_kept_ckpts: int | None) -> None:
     if num_kept_ckpts in (None, -1):
         return
     for path in list(complete_tags(directory).values())[:-num_kept_ckpts]:
-        # Without its markers the checkpoint is incomplete for both libraries, also after a kill in
-        # between.
+        # Without its markers the checkpoint is incomplete for both libraries, also after a kill
+        # in between.
         (path / DONE).unlink(missing_ok=True)
         (path / MANIFEST).unlink(missing_ok=True)
         remove_directory(path)
 
 
 def find_tag(directory: Path, tag: str | None) -> Path:
-    """Return the checkpoint of ``tag``, by default the newest, that rank 0 sees. Every rank calls.
+    """Return the checkpoint of ``tag``, by default the newest, that rank 0 sees. Every rank
+    calls.
 
-    A directory of rank files without any marker, as NxD's converter writes it, can be loaded by its
-    tag.
+    A directory of rank files without any marker, as NxD's converter writes it, can be loaded by
+    its tag.
 
     Raises:
         ValueError: on every rank, if there is no such checkpoint, or its save was interrupted.

@@ -129,8 +129,8 @@ def _llama(config: Mapping[str, Any], layout: Layout, form: QKVForm) -> list[Rul
 
 
 def _llama_attention(prefix: str, form: QKVForm, sizes: tuple[int, int, int]) -> list[Rule]:
-    """Return the rules of one attention module; ``sizes`` are the rows of q, the rows of k (and v),
-    and H.
+    """Return the rules of one attention module; ``sizes`` are the rows of q, the rows of k (and
+    v), and H.
     """
     query_size, kv_size, hidden = sizes
     query = Part(f"{prefix}.q_proj.weight", "query", (query_size, hidden))
@@ -176,8 +176,8 @@ def _require_kv_layout(config: Mapping[str, Any], layout: Layout, form: QKVForm)
 
 
 def _gpt_neox(config: Mapping[str, Any], layout: Layout, form: QKVForm) -> list[Rule]:
-    """Return the rules of GPT-NeoX, which has a bias in every linear layer and norm of its decoder
-    layers.
+    """Return the rules of GPT-NeoX, which has a bias in every linear layer and norm of its
+    decoder layers.
     """
     del form  # GPT-NeoX has a single form
     require_divisible("num_attention_heads", config["num_attention_heads"], "tensor_model_parallel_size", layout.size)
@@ -185,8 +185,8 @@ def _gpt_neox(config: Mapping[str, Any], layout: Layout, form: QKVForm) -> list[
     rules = [_rule("gpt_neox.embed_in.weight", "column", (vocab, hidden))]
     for i in range(config["num_hidden_layers"]):
         layer = f"gpt_neox.layers.{i}"
-        # Rows [h, 3, d] in Hugging Face's order; with stride 3 the sample shards each third of the
-        # rows.
+        # Rows [h, 3, d] in Hugging Face's order; with stride 3 the sample shards each third of
+        # the rows.
         qkv, stride = f"{layer}.attention.query_key_value", layout.query_key_value_stride
         rules += [
             *_layer_norm(f"{layer}.input_layernorm", hidden),

@@ -57,9 +57,9 @@ def load_nxd(
         kv_order: order of KV replicas; None finds it by comparing the replicas.
         query_key_value_stride: GPT-NeoX: 3 if ``query_key_value`` was sharded with the sample's
             ``stride=3``.
-        accept_drift: where norms and row-parallel biases differ between ranks, use rank 0's values
-            and warn for each. GPT-NeoX's sample makes them differ, because it never sums their
-            gradients. Without this option a difference is an error.
+        accept_drift: where norms and row-parallel biases differ between ranks, use rank 0's
+            values and warn for each. GPT-NeoX's sample makes them differ, because it never sums
+            their gradients. Without this option a difference is an error.
 
     Returns:
         A line for each entry of the files that is not a weight of the model.
@@ -119,9 +119,9 @@ def from_nxd(
         kv_order: order of KV replicas; None finds it by comparing the replicas.
         query_key_value_stride: GPT-NeoX: 3 if ``query_key_value`` was sharded with the sample's
             ``stride=3``.
-        accept_drift: where norms and row-parallel biases differ between ranks, use rank 0's values
-            and warn for each. GPT-NeoX's sample makes them differ, because it never sums their
-            gradients. Without this option a difference is an error.
+        accept_drift: where norms and row-parallel biases differ between ranks, use rank 0's
+            values and warn for each. GPT-NeoX's sample makes them differ, because it never sums
+            their gradients. Without this option a difference is an error.
         tensor_model_parallel_size: expected T of the files; None accepts any.
         max_shard_size_bytes: upper bound of a file in bytes, unless a single parameter is larger.
         progress: receives a line for each file, and for each entry of the source that is not a

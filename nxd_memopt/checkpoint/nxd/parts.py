@@ -1,17 +1,19 @@
-"""Joins and cuts tensor-parallel shards as neuronx-distributed's layers hold them, KV replicas included.
+"""Joins and cuts tensor-parallel shards as neuronx-distributed's layers hold them, KV replicas
+included.
 
-The full tensors are in Hugging Face's order of heads. A shard of one layer is the concatenation of
-the shards of its parts (``[gate, up]``, ``[q, k, v]``) along the sharded dimension. With T ranks
-and m replicas of each KV shard there are n = T/m KV shards, and rank r stores
+The full tensors are in Hugging Face's order of heads. A shard of one layer is the concatenation
+of the shards of its parts (``[gate, up]``, ``[q, k, v]``) along the sharded dimension. With T
+ranks and m replicas of each KV shard there are n = T/m KV shards, and rank r stores
 
 - in strided order (trn1): KV shard ``r mod n``; the ranks of KV shard j are
   ``j, j + n, j + 2n, ...``
 - in consecutive order (trn2): KV shard ``r // m``; the ranks of KV shard j are
   ``jm, ..., jm + m - 1``.
 
-The query heads of a KV shard are divided over its ranks in increasing order. In consecutive order a
-rank's query heads are the contiguous slice r of T. In strided order they are slice
-``(r mod n) * m + r // n``. The columns of the attention's output projection follow the query heads.
+The query heads of a KV shard are divided over its ranks in increasing order. In consecutive order
+a rank's query heads are the contiguous slice r of T. In strided order they are slice
+``(r mod n) * m + r // n``. The columns of the attention's output projection follow the query
+heads.
 """
 
 from __future__ import annotations
@@ -42,8 +44,8 @@ class Layout:
         kv_order: order of the KV replicas over the ranks; irrelevant if m is 1 or T.
         query_key_value_stride: 1 or 3, for GPT-NeoX's fused projection; see
             docs/migrating_from_nxd.md.
-        accept_drift: use rank 0's value of a replicated parameter that differs between ranks, with
-            a warning.
+        accept_drift: use rank 0's value of a replicated parameter that differs between ranks,
+            with a warning.
     """
 
     size: int

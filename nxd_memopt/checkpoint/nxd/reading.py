@@ -129,10 +129,10 @@ def model_directory(directory: str | Path) -> Path:
     """Return ``directory/model`` if it exists (the trainer's layout), else ``directory``.
 
     Raises:
-        ValueError: the save of the tag was interrupted: the directory has the marker of a save that
-            has begun, but neither the marker of a complete save nor this library's manifest.
-            Directories without markers are accepted, because neuronx-distributed's converters write
-            none.
+        ValueError: the save of the tag was interrupted: the directory has the marker of a save
+            that has begun, but neither the marker of a complete save nor this library's manifest.
+            Directories without markers are accepted, because neuronx-distributed's converters
+            write none.
     """
     path = Path(directory)
     model = path / "model" if (path / "model").is_dir() else path
@@ -160,8 +160,8 @@ def open_weights(
         config: content of the model's Hugging Face ``config.json``.
         kv_order: order of KV replicas; None finds it by comparing the replicas.
         query_key_value_stride: 1 or 3, for GPT-NeoX; see docs/migrating_from_nxd.md.
-        accept_drift: use rank 0's values of replicated parameters that differ between ranks, with a
-            warning.
+        accept_drift: use rank 0's values of replicated parameters that differ between ranks, with
+            a warning.
         tensor_model_parallel_size: expected T of the files; None accepts any.
         model_key: entry of the state dict, if a file contains more than the state dict.
 

@@ -56,12 +56,12 @@ def write_weights(
     target: Target,
     progress: Progress = print,
 ) -> None:
-    """Write ``directory/model/dp_rank_00_tp_rank_XX_pp_rank_XX.pt``, which ``nxd.load_checkpoint``
-    reads by its tag.
+    """Write ``directory/model/dp_rank_00_tp_rank_XX_pp_rank_XX.pt``, which
+    ``nxd.load_checkpoint`` reads by its tag.
 
     The tag is the name of the directory. The files are written next to ``directory``, which is
-    replaced when all files are complete. An existing ``directory`` must be a checkpoint of weights.
-    The host stores the shards of one rank at a time.
+    replaced when all files are complete. An existing ``directory`` must be a checkpoint of
+    weights. The host stores the shards of one rank at a time.
 
     Args:
         sources: full tensors by Hugging Face name.
@@ -87,8 +87,8 @@ def write_weights(
         total = target.layout.size * target.pipeline_model_parallel_size
         for stage in range(target.pipeline_model_parallel_size):
             for rank in range(target.layout.size):
-                # Only the tensors of this stage are read; they are read again for every rank, which
-                # bounds the host memory.
+                # Only the tensors of this stage are read; they are read again for every rank,
+                # which bounds the host memory.
                 chosen = [rule for rule in rules if stages[rule.name] == stage]
                 state = {rule.name: _cut(rule, found, target.layout, rank) for rule in chosen}
                 file = incomplete / "model" / f"dp_rank_00_tp_rank_{rank:02d}_pp_rank_{stage:02d}.pt"
