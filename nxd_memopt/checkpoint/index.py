@@ -134,8 +134,7 @@ def _overlap(boxes: list[Any]) -> bool:
     for first in range(0, len(boxes), _ROWS):
         rows = slice(first, first + _ROWS)
         # [rows, n, dimensions]: two boxes overlap if their ranges overlap in every dimension.
-        # Blocks
-        # of rows bound the memory of the n x n comparison.
+        # Blocks of rows bound the memory of the n x n comparison.
         shared = np.minimum(high[rows, None], high[None]) > np.maximum(low[rows, None], low[None])
         pairs += int(shared.all(axis=2).sum())
     return pairs > len(boxes)  # each overlaps itself

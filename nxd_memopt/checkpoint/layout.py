@@ -222,8 +222,7 @@ def split_part(part: Part, max_elements: int) -> list[Part]:
         return [part]
     axis = next((i for i, n in enumerate(part.size) if n > 1), 0)
     # A narrowed view is split only along a dimension before ``dim``, where each chunk of the view
-    # is
-    # again a range of the flat tensor.
+    # is again a range of the flat tensor.
     if not part.is_contiguous and axis >= part.dim:
         return [part]
     # ``row`` elements of the box per index of ``axis``; ``stored_row`` elements of the stored

@@ -93,8 +93,7 @@ class NxDOptimizer(torch.optim.Optimizer):
                 loss = closure()
         options = self.nxd_config["optimizer_config"]
         # ZeRO-1 reduces over data-parallel ranks itself (reduce-scatter). Masters without ZeRO-1
-        # have
-        # groups of one rank, so the gradients are all-reduced here.
+        # have groups of one rank, so the gradients are all-reduced here.
         grads.allreduce_sequence_parallel_gradients(self.params)
         if not options["zero_one_enabled"]:
             grads.bucket_allreduce_gradients(self.params)
