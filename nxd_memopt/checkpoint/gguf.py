@@ -26,9 +26,12 @@ def weights_directory(directory: Path) -> Iterator[Path]:
         # Only rank 0 searches and converts; the other ranks learn the location from rank 0.
         location = directory
         with raise_together(f"reading {directory}"):
-            gguf = find_gguf(require_directory(directory)) if parallel_state.is_global_rank_zero() else None
+            gguf: Path | None = None
+            if parallel_state.is_global_rank_zero():
+                gguf = find_gguf(require_directory(directory))
             if gguf is not None:
-                location = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="nxd_memopt_gguf_")))
+                temporary = tempfile.TemporaryDirectory(prefix="nxd_memopt_gguf_")
+                location = Path(stack.enter_context(temporary))
                 _convert(gguf, location)
         yield Path(share_texts(str(location))[0])
 

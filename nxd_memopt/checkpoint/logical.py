@@ -1,5 +1,4 @@
-"""Names the full tensors that a model and its optimizer consist of, and says which boxes of them
-this rank stores.
+"""Names the full tensors of a model and its optimizer, and the boxes of them that this rank stores.
 
 Names are ``model.<parameter>`` with the model's (Hugging Face's) parameter names,
 ``optimizer.master.<parameter>`` for master weights of another dtype than their parameter, and

@@ -83,7 +83,7 @@ class RankSave:
         self.file = rank_file(self.incomplete, self._rank, ".safetensors").name
         self._fragment: dict[str, Any] = {"file": self.file, "tensors": {}, "plain_tensors": {}}
         # Key in the file -> JSON entry that receives the checksum.
-        self._places: dict[str, dict[str, Any]] = {}
+        self._json_entries: dict[str, dict[str, Any]] = {}
         # The file order sorts by element size (alignment); keys are unique within the rank.
         sources = [*self._tensor_sources(state), *self._plain_sources(state)]
         by_key = {source.entry.key: source for source in sources}
@@ -120,7 +120,7 @@ class RankSave:
                 key = _key(logical.name, part.offset, part.size, logical.shape)
                 box = {"offset": list(part.offset), "size": list(part.size), "file": self.file, "key": key}
                 boxes.append(box)
-                self._places[key] = box
+                self._json_entries[key] = box
                 entry = Entry(key, DTYPES[logical.dtype], part.size)
                 sources.append(Source(entry, logical.stored, part, logical.is_updated_by_optimizer))
             self._fragment["tensors"][logical.name] = _tensor(logical, boxes)
@@ -138,7 +138,7 @@ class RankSave:
             tensor = tensor.detach()
             dtype = dtype_name(tensor.dtype, key)
             place = {"shape": list(tensor.shape), "dtype": dtype, "file": self.file}
-            self._fragment["plain_tensors"][key] = self._places[key] = place
+            self._fragment["plain_tensors"][key] = self._json_entries[key] = place
             shape = tuple(tensor.shape)
             # One box that covers the complete tensor.
             part = Part((0,) * len(shape), shape, 0, shape, 0, 0, (0,))
@@ -159,10 +159,10 @@ class RankSave:
             self._fragment[name] = encode(values, put)
         return sources
 
-    def write(self, pieces_of: Callable[[int], Iterable[Tensor]]) -> None:
+    def write(self, chunks_of: Callable[[int], Iterable[Tensor]]) -> None:
         """Write this rank's files and flush them.
 
-        ``pieces_of(i)`` yields the bytes of ``sources[i]`` in chunks.
+        ``chunks_of(i)`` yields the bytes of ``sources[i]`` in chunks.
 
         Raises:
             OSError: the disk is full, or the directory was removed.
@@ -171,9 +171,9 @@ class RankSave:
         require_visible(self.incomplete)
         entries = [source.entry for source in self.sources]
         # Checksums are computed while the bytes are written, so each byte is read once.
-        checksums = write_file(self.incomplete / self.file, entries, pieces_of)
+        checksums = write_file(self.incomplete / self.file, entries, chunks_of)
         for entry, checksum in zip(entries, checksums, strict=True):
-            self._places[entry.key]["crc32"] = checksum
+            self._json_entries[entry.key]["crc32"] = checksum
         # The fragment is written last: its presence means that the tensor file is complete.
         self._fragment["bytes"] = len(encode_header(entries)) + self.size_bytes
         write_json(rank_file(self.incomplete, self._rank, _COMPLETE), self._fragment)

@@ -113,7 +113,7 @@ class StoredOptimizer:
         for group, options in zip(self.param_groups, saved, strict=True):
             for option, value in options.items():
                 if option not in OPTIONS_OF_THE_DEVICE:
-                    group[option] = _of_the_kind_of(group.get(option), value)
+                    group[option] = _match_type(group.get(option), value)
         if self._zero1 is not None:
             self._zero1.copy_options()
 
@@ -124,7 +124,7 @@ def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return _unwrapped(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
 
 
-def _of_the_kind_of(present: Any, value: Any) -> Any:
+def _match_type(present: Any, value: Any) -> Any:
     """Return ``value`` as a tensor or a number, like ``present``."""
     if isinstance(present, Tensor):
         return torch.as_tensor(value, dtype=present.dtype, device=present.device)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from nxd_memopt.checkpoint.layout import Shape
 
-PIECE_BYTES = 32 << 20
+CHUNK_BYTES = 32 << 20
 """Chunk size, 32 MiB: bytes that are copied to the host, added to the checksum and written at a
 time.
 """
@@ -98,14 +98,14 @@ def encode_header(entries: Sequence[Entry]) -> bytes:
 def write_file(
     path: Path,
     entries: Sequence[Entry],
-    pieces_of: Callable[[int], Iterable[Tensor]],
+    chunks_of: Callable[[int], Iterable[Tensor]],
 ) -> list[int]:
     """Write ``entries`` to ``path``, flush it to the disk, and return the CRC-32 of each entry.
 
     Args:
         path: a new file.
         entries: the entries in the order of the file.
-        pieces_of: yields the bytes of the i-th entry in order, as 1-D uint8 host tensors. Each
+        chunks_of: yields the bytes of the i-th entry in order, as 1-D uint8 host tensors. Each
             chunk is used before the next one is requested, so the buffer may be reused.
 
     Raises:
@@ -118,8 +118,8 @@ def write_file(
             _write_all(file, memoryview(encode_header(entries)))
             for i, entry in enumerate(entries):
                 checksum = written = 0
-                for piece in pieces_of(i):
-                    content = _view(piece)
+                for chunk in chunks_of(i):
+                    content = _view(chunk)
                     checksum = zlib.crc32(content, checksum)
                     _write_all(file, content)
                     written += len(content)

@@ -75,7 +75,7 @@ def save_training_state(
     # Every rank writes its file; only if all succeed, rank 0 writes the index.
     with raise_together(task):
         # No snapshot: the tensors are read directly, because training waits for the save.
-        save.write(lambda i: reader.pieces(save.sources[i]))
+        save.write(lambda i: reader.chunks(save.sources[i]))
     with raise_together(task):
         if parallel_state.is_global_rank_zero():
             save.complete()

@@ -46,7 +46,7 @@ class Worker:
         self._reports: list[str] = []
         self._progress = 0
         self._stop = threading.Event()
-        self._why_stopped = "the program ended before the save was complete"
+        self._stop_reason = "the program ended before the save was complete"
         # A daemon thread, because the interpreter must not wait for it: rank 0 may be waiting for
         # dead ranks.
         self._thread = threading.Thread(target=self._run, name=f"save {target.name}", daemon=True)
@@ -83,7 +83,7 @@ class Worker:
         Call it in waiting loops.
         """
         if self._stop.is_set():
-            raise AbandonedError(self._why_stopped)
+            raise AbandonedError(self._stop_reason)
 
     def _status(self) -> str:
         """Return this rank's status: busy, done, or its error."""
@@ -102,7 +102,7 @@ class Worker:
         # Every rank computes this from the same shared reports.
         failed = self._first_failure()
         if failed is not None:
-            self._why_stopped = f"rank {failed} failed: {self._reports[failed]}"
+            self._stop_reason = f"rank {failed} failed: {self._reports[failed]}"
             self._stop.set()
         return _BUSY not in self._reports
 

@@ -19,7 +19,7 @@ from nxd_memopt.trainer.activation_checkpoint import (
     apply_activation_checkpointing,
     classes_to_recompute,
 )
-from nxd_memopt.trainer.configuration import join_parallel_state
+from nxd_memopt.trainer.configuration import initialize_parallel_state
 
 
 class NxDModel(nn.Module):
@@ -106,7 +106,7 @@ def initialize_parallel_model(
         ValueError: see ``classes_to_recompute``; ``pad_model`` without
             ``config.num_attention_heads``.
     """
-    join_parallel_state(nxd_config)
+    initialize_parallel_state(nxd_config)
     init_config = nxd_config["model_init_config"]
     with _on_meta(include_buffers) if init_config["meta_device_init"] else nullcontext():
         model = model_fn(*model_args, **model_kwargs)

@@ -16,7 +16,7 @@ from nxd_memopt.checkpoint.directories import (
     replace_directory,
     restore_interrupted,
 )
-from nxd_memopt.checkpoint.exporting import keep_other_files, require_replaceable
+from nxd_memopt.checkpoint.exporting import copy_other_files, require_replaceable
 from nxd_memopt.checkpoint.files import (
     WEIGHTS,
     WEIGHTS_INDEX,
@@ -27,7 +27,7 @@ from nxd_memopt.checkpoint.files import (
 from nxd_memopt.checkpoint.files import open_weights as open_hugging_face
 from nxd_memopt.checkpoint.importing import load_sources
 from nxd_memopt.checkpoint.nxd.parts import KVOrder
-from nxd_memopt.checkpoint.nxd.reading import JoinedTensor, as_hugging_face, open_weights
+from nxd_memopt.checkpoint.nxd.reading import LazyFullTensor, as_hugging_face, open_weights
 from nxd_memopt.checkpoint.nxd.writing import Target, write_weights
 from nxd_memopt.parallel_layers.coordination import raise_together
 from nxd_memopt.parallel_layers.tensor_files import resolve
@@ -77,12 +77,12 @@ def load_nxd(
             query_key_value_stride=query_key_value_stride,
             accept_drift=accept_drift,
         )
-        joined, report = as_hugging_face(weights, config)
-        for tensor in joined.values():
+        full_tensors, report = as_hugging_face(weights, config)
+        for tensor in full_tensors.values():
             tensor.check()
     # Parameters change only after every rank has checked the files.
     with raise_together(f"loading {directory}"):
-        load_sources(model, dict(joined), Path(directory))
+        load_sources(model, dict(full_tensors), Path(directory))
     return report
 
 
@@ -139,7 +139,7 @@ def from_nxd(
         accept_drift=accept_drift,
         tensor_model_parallel_size=tensor_model_parallel_size,
     )
-    joined, report = as_hugging_face(weights, content)
+    full_tensors, report = as_hugging_face(weights, content)
     restore_interrupted(path)
     require_replaceable(path)
     incomplete = incomplete_path(path)
@@ -149,16 +149,16 @@ def from_nxd(
         incomplete.mkdir(parents=True)
         for line in (f"{weights.directory}: {weights.describe()}", *report):
             progress(line)
-        _write_shards(joined, incomplete, max_shard_size_bytes, progress)
+        _write_shards(full_tensors, incomplete, max_shard_size_bytes, progress)
         (incomplete / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        keep_other_files(path, incomplete)
+        copy_other_files(path, incomplete)
         replace_directory(incomplete, path)
     finally:
         remove_directory(incomplete)
 
 
 def _write_shards(
-    joined: Mapping[str, JoinedTensor],
+    full_tensors: Mapping[str, LazyFullTensor],
     directory: Path,
     max_shard_size_bytes: int,
     progress: Callable[[str], None],
@@ -167,7 +167,7 @@ def _write_shards(
     several.
     """
     # Assign names to files by size first; each tensor is read only when its file is written.
-    sizes = {name: _size_bytes(tensor) for name, tensor in joined.items()}
+    sizes = {name: _size_bytes(tensor) for name, tensor in full_tensors.items()}
     groups: list[list[str]] = [[]]
     for name, size_bytes in sizes.items():
         if groups[-1] and sum(sizes[other] for other in groups[-1]) + size_bytes > max_shard_size_bytes:
@@ -176,7 +176,7 @@ def _write_shards(
     weight_map: dict[str, str] = {}
     for i, names in enumerate(groups, start=1):
         file_name = WEIGHTS if len(groups) == 1 else f"model-{i:05d}-of-{len(groups):05d}.safetensors"
-        write_safetensors(directory / file_name, {name: joined[name].full() for name in names})
+        write_safetensors(directory / file_name, {name: full_tensors[name].full() for name in names})
         weight_map.update(dict.fromkeys(names, file_name))
         progress(f"{i} of {len(groups)}: {file_name}")
     if len(groups) > 1:
@@ -184,7 +184,7 @@ def _write_shards(
         (directory / WEIGHTS_INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _size_bytes(tensor: JoinedTensor) -> int:
+def _size_bytes(tensor: LazyFullTensor) -> int:
     """Return the bytes of a full tensor."""
     return math.prod(tensor.get_shape()) * resolve(tensor.shards[0]).element_size()
 

@@ -59,7 +59,7 @@ class NxDWeights:
         return text
 
 
-class JoinedTensor:
+class LazyFullTensor:
     """One full Hugging Face tensor.
 
     Its shards are read when it is indexed; see ``checkpointing.LazySlice``.
@@ -339,7 +339,7 @@ def _kv_parts(rules: Sequence[Rule]) -> Iterator[tuple[Rule, Part]]:
 def as_hugging_face(
     weights: NxDWeights,
     config: Mapping[str, Any],
-) -> tuple[dict[str, JoinedTensor], list[str]]:
+) -> tuple[dict[str, LazyFullTensor], list[str]]:
     """Return the full tensors by Hugging Face name, and a line for each entry without a
     counterpart.
 
@@ -359,20 +359,20 @@ def as_hugging_face(
             f"{weights.directory}: the files lack {len(missing)} parameters of the model, {missing[:5]}, and hold "
             f"{len(unknown)} unknown tensors, {unknown[:5]}: pass the config.json of the model that was trained"
         )
-    joined = {
-        part.name: JoinedTensor(rule, part, weights.shards[name], weights.layout, weights.directory)
+    full_tensors = {
+        part.name: LazyFullTensor(rule, part, weights.shards[name], weights.layout, weights.directory)
         for name, rule in rules.items()
         if name in weights.shards
         for part in rule.parts
     }
     # A tied model is stored once: the sample's copy of the output head must equal the embedding.
-    if tied and head in joined:
-        embedding = joined[next(iter(rules))]
-        if not bit_equal(embedding.full(), joined.pop(head).full()):
+    if tied and head in full_tensors:
+        embedding = full_tensors[next(iter(rules))]
+        if not bit_equal(embedding.full(), full_tensors.pop(head).full()):
             raise ValueError(
                 f"{weights.directory}: config.json ties the output head to the embedding, and {head} differs from it: "
                 "set tie_word_embeddings to false in config.json"
             )
     report = [f"left out: {name}: a buffer that the model computes" for name in buffers]
     report += [f"left out: {name}: {kind}: no weight of the model" for name, kind in weights.extras.items()]
-    return joined, report
+    return full_tensors, report
