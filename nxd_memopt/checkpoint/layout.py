@@ -294,6 +294,7 @@ def choose_data_rank(
     """
     if len(holders) < len(load_bytes):
         return holders[turn % len(holders)]
+    # The first of the least loaded ranks: ties are broken equally on all ranks.
     chosen = min(holders, key=load_bytes.__getitem__)
     load_bytes[chosen] += size_bytes
     return chosen

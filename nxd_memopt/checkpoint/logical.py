@@ -106,8 +106,8 @@ def name_of(param: Tensor, names: Mapping[int, str]) -> str:
     """
     if id(param) not in names:
         raise ValueError(
-            f"the optimizer holds a parameter of shape {list(param.shape)} that is not the model's: build the "
-            "optimizer from the parameters of the model that is saved with it"
+            f"the optimizer holds a parameter of shape {list(param.shape)} that is not the "
+            "model's: build the optimizer from the parameters of the model that is saved with it"
         )
     return names[id(param)]
 
@@ -129,7 +129,8 @@ def optimizer_tensors(
         # Master and states of a parameter are sharded identically: one list of boxes for all of
         # them.
         parts = parts_of(each.param, rank=each.rank, size=each.size)
-        # A master in the parameter's dtype equals the parameter and is not stored.
+        # A master in the parameter's dtype equals the parameter and is not stored: loading cuts
+        # it from the parameter, without a loss.
         if stored.has_master(each):
             yield _like_parameter(MASTER, name, each, each.stored.detach(), parts)
         for key, value in stored.states_of(each).items():
@@ -148,8 +149,8 @@ def _require_state_name(key: Any, name: str) -> None:
     """
     if not isinstance(key, str) or not key or "." in key or key == MASTER:
         raise ValueError(
-            f"optimizer state {key!r} of {name} is a tensor: its name must be a string without dots other than "
-            f"{MASTER!r}: rename it in the optimizer"
+            f"optimizer state {key!r} of {name} is a tensor: its name must be a string without "
+            f"dots other than {MASTER!r}: rename it in the optimizer"
         )
 
 
@@ -161,8 +162,8 @@ def _require_no_tensor(value: Any, where: str) -> None:
     """
     if isinstance(value, Tensor):
         raise ValueError(
-            f"{where} is a tensor in a list, tuple or dict, of which every rank would load rank 0's: keep it as "
-            "a state with a name of its own"
+            f"{where} is a tensor in a list, tuple or dict, of which every rank would load rank "
+            "0's: keep it as a state with a name of its own"
         )
     if isinstance(value, Mapping):
         for key, item in value.items():
@@ -186,11 +187,18 @@ def _state_tensor(
     is_replicated = each.size == 1 and full_shape(each.param) == tuple(each.param.shape)
     if value.dim() and not is_replicated:
         raise ValueError(
-            f"optimizer state {key!r} of {name} has shape {list(value.shape)}, its parameter {list(each.stored.shape)} "
-            "on this rank: only states of the parameter's shape or with one element and no dimension can be stored "
-            "independently of the number of ranks"
+            f"optimizer state {key!r} of {name} has shape {list(value.shape)}, its parameter "
+            f"{list(each.stored.shape)} on this rank: only states of the parameter's shape or "
+            "with one element and no dimension can be stored independently of the number of ranks"
         )
-    return FullTensorShard(f"optimizer.{key}.{name}", tuple(value.shape), value, parts_of(value), _all_data_ranks())
+    full_name = f"optimizer.{key}.{name}"
+    return FullTensorShard(
+        full_name,
+        tuple(value.shape),
+        value,
+        parts_of(value),
+        _all_data_ranks(),
+    )
 
 
 def _like_parameter(
@@ -212,7 +220,8 @@ def optimizer_numbers(
     stored = StoredOptimizer(optimizer)
     numbers = {}
     for each in stored.parameters:
-        plain = {key: value for key, value in stored.states_of(each).items() if not isinstance(value, Tensor)}
+        states = stored.states_of(each)
+        plain = {key: value for key, value in states.items() if not isinstance(value, Tensor)}
         if plain:
             numbers[name_of(each.param, names)] = plain
     return numbers
@@ -225,13 +234,12 @@ def optimizer_groups(
     """Return the parameter groups: names of the trained parameters, and options such as the
     learning rate.
     """
-    return [
-        {
-            "parameters": [name_of(param, names) for param in group["params"] if param.requires_grad],
-            "options": {name: value for name, value in group.items() if name != "params"},
-        }
-        for group in optimizer.param_groups
-    ]
+    groups = []
+    for group in optimizer.param_groups:
+        trained = [param for param in group["params"] if param.requires_grad]
+        options = {name: value for name, value in group.items() if name != "params"}
+        groups.append({"parameters": [name_of(param, names) for param in trained], "options": options})
+    return groups
 
 
 def owned_parts(logicals: list[FullTensorShard]) -> list[tuple[FullTensorShard, list[Part]]]:
@@ -243,22 +251,27 @@ def owned_parts(logicals: list[FullTensorShard]) -> list[tuple[FullTensorShard, 
     with the fewest bytes so far writes. Every rank computes the same answer, because all ranks
     list the same tensors in the same order.
     """
-    tensor_rank, data_rank = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_data_parallel_rank()
+    tensor_rank = parallel_state.get_tensor_model_parallel_rank()
+    data_rank = parallel_state.get_data_parallel_rank()
+    # Bytes that each data-parallel rank of this tensor-parallel rank writes so far.
     load_bytes = [0] * parallel_state.get_data_parallel_size()
     owned = []
     for turn, logical in enumerate(logicals):
         # ``turn`` is the position of the tensor in the list: consecutive tensors go to different
         # holders.
-        mine = []
+        own_parts: list[Part] = []
+        element_size = logical.stored.element_size()
         for part in logical.parts:
             # Replicated boxes (norms, KV replicas) are written by one tensor-parallel rank per
             # tensor.
             if part.holders[turn % len(part.holders)] != tensor_rank:
                 continue
-            size_bytes = part.elements * logical.stored.element_size()
+            # Also called for boxes that another rank writes: ``load_bytes`` must stay equal on
+            # all data-parallel ranks.
+            size_bytes = part.elements * element_size
             if choose_data_rank(load_bytes, logical.holders, size_bytes, turn) == data_rank:
-                mine += split_part(part, max(1, MAX_BOX_BYTES // logical.stored.element_size()))
-        owned.append((logical, mine))
+                own_parts += split_part(part, max(1, MAX_BOX_BYTES // element_size))
+        owned.append((logical, own_parts))
     return owned
 
 

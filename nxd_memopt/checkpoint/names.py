@@ -36,6 +36,7 @@ def named_tensors(model: torch.nn.Module) -> list[NamedTensor]:
     # The columns of attention output projections follow the query heads, whose order depends on
     # the KV replicas: describe this sharding before it is read.
     describe_output_projections(model)
+    # By id: the values of tied names are one object, and ``keep_vars`` keeps them so.
     names: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -76,7 +77,9 @@ def match_names(model: torch.nn.Module, stored: Collection[str]) -> dict[str, Te
 
 def _aliases(names: tuple[str, ...]) -> tuple[str, ...]:
     """Return all names under which a tensor may be stored."""
-    return names + OUTPUT_HEADS if any(name in OUTPUT_HEADS for name in names) else names
+    if any(name in OUTPUT_HEADS for name in names):
+        return names + OUTPUT_HEADS
+    return names
 
 
 def _raise_on_difference(missing: list[str], unexpected: list[str], known: list[str]) -> None:
@@ -99,7 +102,12 @@ def _spell(names: Iterable[str], candidates: list[str]) -> str:
     names = list(names)
     spelled = []
     for name in names[:_SHOWN]:
+        text = repr(name)
         close = difflib.get_close_matches(name, candidates, n=1)
-        spelled.append(f"{name!r}" + (f" (nearest: {close[0]!r})" if close else ""))
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(spelled) + more
+        if close:
+            text += f" (nearest: {close[0]!r})"
+        spelled.append(text)
+    message = ", ".join(spelled)
+    if len(names) > _SHOWN:
+        message += f" and {len(names) - _SHOWN} more"
+    return message

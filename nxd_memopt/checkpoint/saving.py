@@ -77,8 +77,10 @@ class RankSave:
         config: Mapping[str, Any],
         keep: int,
     ) -> None:
-        self.parent, self.keep = Path(directory), keep
-        self.target, self.incomplete = step_directory(directory, step), incomplete_directory(directory, step)
+        self.parent = Path(directory)
+        self.keep = keep
+        self.target = step_directory(directory, step)
+        self.incomplete = incomplete_directory(directory, step)
         self._rank = parallel_state.get_global_rank()
         self.file = rank_file(self.incomplete, self._rank, ".safetensors").name
         self._fragment: dict[str, Any] = {"file": self.file, "tensors": {}, "plain_tensors": {}}
@@ -118,7 +120,13 @@ class RankSave:
             boxes: list[dict[str, Any]] = []
             for part in parts:
                 key = _key(logical.name, part.offset, part.size, logical.shape)
-                box = {"offset": list(part.offset), "size": list(part.size), "file": self.file, "key": key}
+                # ``write`` adds the checksum to this entry, which the fragment contains too.
+                box = {
+                    "offset": list(part.offset),
+                    "size": list(part.size),
+                    "file": self.file,
+                    "key": key,
+                }
                 boxes.append(box)
                 self._json_entries[key] = box
                 entry = Entry(key, DTYPES[logical.dtype], part.size)
@@ -137,9 +145,10 @@ class RankSave:
             key = f"plain.{self._rank}.{len(sources)}"
             tensor = tensor.detach()
             dtype = dtype_name(tensor.dtype, key)
-            place = {"shape": list(tensor.shape), "dtype": dtype, "file": self.file}
-            self._fragment["plain_tensors"][key] = self._json_entries[key] = place
             shape = tuple(tensor.shape)
+            json_entry = {"shape": list(shape), "dtype": dtype, "file": self.file}
+            self._fragment["plain_tensors"][key] = json_entry
+            self._json_entries[key] = json_entry
             # One box that covers the complete tensor.
             part = Part((0,) * len(shape), shape, 0, shape, 0, 0, (0,))
             entry = Entry(key, DTYPES[dtype], shape)
@@ -152,8 +161,10 @@ class RankSave:
             plain["shared"] = dict(state.shared)
             if state.optimizer is not None:
                 names = parameter_names(state.model)
-                groups, numbers = optimizer_groups(state.optimizer, names), optimizer_numbers(state.optimizer, names)
-                plain["optimizer"] = {"groups": groups, "numbers": numbers}
+                plain["optimizer"] = {
+                    "groups": optimizer_groups(state.optimizer, names),
+                    "numbers": optimizer_numbers(state.optimizer, names),
+                }
         for name, values in plain.items():
             require_plain(values, name)
             self._fragment[name] = encode(values, put)
@@ -170,7 +181,8 @@ class RankSave:
         """
         require_visible(self.incomplete)
         entries = [source.entry for source in self.sources]
-        # Checksums are computed while the bytes are written, so each byte is read once.
+        # Checksums are computed while the bytes are written: one pass over the data. Reading the
+        # file again would double the input and output of a save.
         checksums = write_file(self.incomplete / self.file, entries, chunks_of)
         for entry, checksum in zip(entries, checksums, strict=True):
             self._json_entries[entry.key]["crc32"] = checksum
@@ -202,13 +214,19 @@ class RankSave:
         """
         # Merge, write the index, remove the fragments, rename: before the rename the directory
         # does not count as a checkpoint.
-        paths = [rank_file(self.incomplete, rank, _COMPLETE) for rank in range(self._head["sizes"]["world_size"])]
+        world_size = self._head["sizes"]["world_size"]
+        paths = [rank_file(self.incomplete, rank, _COMPLETE) for rank in range(world_size)]
         fragments = [read_checked_json(path) for path in paths]
+        # Keys contain the rank, so the tables of the ranks have no key in common.
+        plain_tensors: dict[str, Any] = {}
+        for fragment in fragments:
+            plain_tensors.update(fragment["plain_tensors"])
         content = {
             **self._head,
             "files": {fragment["file"]: fragment["bytes"] for fragment in fragments},
             "tensors": merge_tensors(fragments),
-            "plain_tensors": {key: place for each in fragments for key, place in each["plain_tensors"].items()},
+            "plain_tensors": plain_tensors,
+            # Of the values that are equal on all ranks only rank 0 stores a copy.
             "optimizer": fragments[0].get("optimizer"),
             "shared": fragments[0]["shared"],
             "per_rank": [fragment["per_rank"] for fragment in fragments],
@@ -236,4 +254,5 @@ def _key(
     """
     if math.prod(size) == math.prod(shape):
         return name
-    return f"{name}[{','.join(f'{start}:{start + count}' for start, count in zip(offset, size, strict=True))}]"
+    ranges = [f"{start}:{start + count}" for start, count in zip(offset, size, strict=True)]
+    return f"{name}[{','.join(ranges)}]"

@@ -117,7 +117,10 @@ def write_file(
         with path.open("xb", buffering=0) as file:
             _write_all(file, memoryview(encode_header(entries)))
             for i, entry in enumerate(entries):
-                checksum = written = 0
+                # One pass: a chunk is added to the checksum and written while it is in the
+                # processor's cache. Host memory: one chunk, whatever the size of the entry.
+                checksum = 0
+                written = 0
                 for chunk in chunks_of(i):
                     content = _view(chunk)
                     checksum = zlib.crc32(content, checksum)
@@ -140,7 +143,10 @@ def _write_all(file: Any, content: memoryview) -> None:
 def bytes_of(tensor: Tensor) -> Tensor:
     """Return the memory of a contiguous tensor as 1-D uint8, sharing the storage."""
     flat = tensor.view(-1)
-    return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
+    # numpy and ``memoryview`` take an empty uint8 tensor on the host; there are no bytes to share.
+    if not flat.numel():
+        return torch.empty(0, dtype=torch.uint8)
+    return flat.view(torch.uint8)
 
 
 def _view(content: Tensor) -> memoryview:
@@ -174,6 +180,7 @@ class TensorFile:
         try:
             with self._path.open("rb") as file:
                 length = int.from_bytes(file.read(8), "little")
+                # Checked before the read: a damaged length could ask for any number of bytes.
                 if length > self._path.stat().st_size - 8:
                     raise ValueError(f"a header of {length} bytes does not fit")
                 header = json.loads(file.read(length))
@@ -186,8 +193,13 @@ class TensorFile:
     @staticmethod
     def _begin(stored: Any) -> int:
         """Return the first byte of a header entry, or 0 if the entry is damaged."""
-        offsets = stored.get("data_offsets") if isinstance(stored, dict) else None
-        return offsets[0] if isinstance(offsets, list) and offsets and isinstance(offsets[0], int) else 0
+        # A damaged entry differs from the expected one wherever it begins: ``read`` refuses it.
+        if not isinstance(stored, dict):
+            return 0
+        offsets = stored.get("data_offsets")
+        if not isinstance(offsets, list) or not offsets or not isinstance(offsets[0], int):
+            return 0
+        return offsets[0]
 
     def read(self, entry: Entry, checksum: int) -> Tensor:
         """Return the tensor ``entry`` on the host.
@@ -201,8 +213,8 @@ class TensorFile:
         begin = self._begin(stored)
         if stored != {**expected, "data_offsets": [begin, begin + entry.size_bytes]}:
             raise ValueError(
-                f"{self._path} has {stored} as {entry.key!r} and its index says {expected}: one of the two was "
-                "altered: copy both again"
+                f"{self._path} has {stored} as {entry.key!r} and its index says {expected}: one "
+                "of the two was altered: copy both again"
             )
         tensor = torch.empty(entry.shape, dtype=entry.dtype)
         with self._path.open("rb", buffering=0) as file:
@@ -212,8 +224,8 @@ class TensorFile:
         found = zlib.crc32(_view(bytes_of(tensor)))
         if found != checksum:
             raise ValueError(
-                f"{self._path}: the bytes of {entry.key!r} have checksum {found:08x} and the index says "
-                f"{checksum:08x}: the file was altered: copy it again"
+                f"{self._path}: the bytes of {entry.key!r} have checksum {found:08x} and the "
+                f"index says {checksum:08x}: the file was altered: copy it again"
             )
         return tensor
 

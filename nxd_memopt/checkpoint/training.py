@@ -146,19 +146,25 @@ def _load(
     """Load a checkpoint of version 2."""
     require_same_config(index.directory, index.content["config"], flat_config(config), not_compared)
     load_model(index, state.model)
-    notes = [] if state.optimizer is None else load_optimizer(index, state.optimizer, state.model)
+    notes: list[str] = []
+    if state.optimizer is not None:
+        # After the model: masters that the checkpoint lacks are cut from the loaded parameters.
+        notes = load_optimizer(index, state.optimizer, state.model)
     shared = decode(index.content["shared"], index.plain_tensor)
     # Values of one rank, such as random states, have no meaning at other parallel sizes.
+    per_rank: dict[str, Any] | None = None
     if parallel_sizes() == index.sizes:
         rank = parallel_state.get_global_rank()
-        return Restored(index.step, shared, decode(index.content["per_rank"][rank], index.plain_tensor), notes)
-    return Restored(index.step, shared, None, notes)
+        per_rank = decode(index.content["per_rank"][rank], index.plain_tensor)
+    return Restored(index.step, shared, per_rank, notes)
 
 
 def _load_version_1(latest: Path, rest: dict[str, Any], state: TrainingState) -> None:
     """Load the model of a version-1 checkpoint, after checking its entries."""
-    wanted = ["model"] if state.optimizer is None else ["model", "optimizer"]
-    missing = [name for name in wanted if name not in rest]
+    required = ["model"]
+    if state.optimizer is not None:
+        required.append("optimizer")
+    missing = [name for name in required if name not in rest]
     if missing:
         raise ValueError(f"{latest} has no {missing}, only {list(rest)}: it was written by another program")
     load_into(state.model, rest.pop("model"))

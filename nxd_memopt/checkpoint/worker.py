@@ -19,7 +19,8 @@ JOIN_S = 1.0
 ranks.
 """
 _LOWEST_PRIORITY = 19
-_BUSY, _DONE = "busy", "done"
+_BUSY = "busy"
+_DONE = "done"
 
 
 class Worker:
@@ -41,7 +42,9 @@ class Worker:
         work: Callable[[Worker], None],
         report_failure: Callable[[str], None],
     ) -> None:
-        self._target, self._work, self._report_failure = target, work, report_failure
+        self._target = target
+        self._work = work
+        self._report_failure = report_failure
         self._error: Exception | None = None
         self._reports: list[str] = []
         self._progress = 0
@@ -89,7 +92,9 @@ class Worker:
         """Return this rank's status: busy, done, or its error."""
         if self._thread.is_alive():
             return _BUSY
-        return _DONE if self._error is None else f"{type(self._error).__name__}: {self._error}"
+        if self._error is None:
+            return _DONE
+        return f"{type(self._error).__name__}: {self._error}"
 
     def poll(self) -> bool:
         """Return whether the save has ended on all ranks; the same on all ranks. Every rank
@@ -111,9 +116,16 @@ class Worker:
 
         A rank that was stopped because of another rank reports ``AbandonedError``.
         """
-        failed = [rank for rank, report in enumerate(self._reports) if report not in (_BUSY, _DONE)]
-        own_errors = [rank for rank in failed if not self._reports[rank].startswith(AbandonedError.__name__)]
-        return next(iter([*own_errors, *failed]), None)
+        abandoned: int | None = None
+        for rank, report in enumerate(self._reports):
+            if report in (_BUSY, _DONE):
+                continue
+            # The reports are texts: ``_status`` puts the type of the error first.
+            if not report.startswith(AbandonedError.__name__):
+                return rank
+            if abandoned is None:
+                abandoned = rank
+        return abandoned
 
     def finish(self) -> None:
         """Wait until the save has ended on all ranks.
@@ -152,11 +164,13 @@ class Worker:
             error: the reason why the program ends; gets a note if the save did not complete.
         """
         atexit.unregister(self._at_exit)
-        # One round lasts up to ``stall_s``; a round without a heartbeat ends the wait.
-        before = -1
-        while self._thread.is_alive() and self._progress != before:
-            before = self._progress
+        # One round lasts up to ``stall_s``; a round without a heartbeat ends the wait. A save on
+        # a slow disk thus completes, and a save that waits for dead ranks does not.
+        progress_before = -1
+        while self._thread.is_alive() and self._progress != progress_before:
+            progress_before = self._progress
             self._thread.join(timeout=stall_s)
+        # The thread raises ``AbandonedError`` at its next heartbeat and returns its memory.
         self._stop.set()
         self._thread.join(timeout=stall_s)
         status = self._status()
