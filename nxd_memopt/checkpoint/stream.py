@@ -117,8 +117,8 @@ def write_file(
         with path.open("xb", buffering=0) as file:
             _write_all(file, memoryview(encode_header(entries)))
             for i, entry in enumerate(entries):
-                # One pass: a chunk is added to the checksum and written while it is in the
-                # processor's cache. Host memory: one chunk, whatever the size of the entry.
+                # One pass over the data, with one chunk in host memory at a time, whatever the
+                # size of the entry.
                 checksum = 0
                 written = 0
                 for chunk in chunks_of(i):
@@ -143,7 +143,7 @@ def _write_all(file: Any, content: memoryview) -> None:
 def bytes_of(tensor: Tensor) -> Tensor:
     """Return the memory of a contiguous tensor as 1-D uint8, sharing the storage."""
     flat = tensor.view(-1)
-    # numpy and ``memoryview`` take an empty uint8 tensor on the host; there are no bytes to share.
+    # There are no bytes to share: the result is on the host for every device.
     if not flat.numel():
         return torch.empty(0, dtype=torch.uint8)
     return flat.view(torch.uint8)

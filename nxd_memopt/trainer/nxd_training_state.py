@@ -217,7 +217,7 @@ def _shard(
     # slice -> flat shard of this rank.
     shape = rule.local_shape(run.layout)
     shards = [read_tensor_parallel_shard(run.source, place, rank, name, shape) for rank in range(run.layout.size)]
-    full = rule.join(part, shards, run.layout)
+    full = rule.merge(part, shards, run.layout)
     return flat_shard(local_slice(full, param, dtype=full.dtype), *sharding)
 
 

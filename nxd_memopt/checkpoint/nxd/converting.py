@@ -93,7 +93,9 @@ def plain_config(model: torch.nn.Module) -> dict[str, Any]:
     config: Any = model.config
     plain = config.to_dict()
     groups = getattr(config, "num_query_groups", None)
-    return {**plain, "num_key_value_heads": groups} if groups else plain
+    if groups:
+        return {**plain, "num_key_value_heads": groups}
+    return plain
 
 
 def from_nxd(
@@ -130,7 +132,8 @@ def from_nxd(
     Raises:
         ValueError: files are missing or damaged, or do not fit the config.
     """
-    content, path = read_json(Path(config)), Path(target).resolve()
+    content = read_json(Path(config))
+    path = Path(target).resolve()
     weights = open_weights(
         source,
         content,
@@ -169,13 +172,18 @@ def _write_shards(
     # Assign names to files by size first; each tensor is read only when its file is written.
     sizes = {name: _size_bytes(tensor) for name, tensor in full_tensors.items()}
     groups: list[list[str]] = [[]]
+    group_bytes = 0
     for name, size_bytes in sizes.items():
-        if groups[-1] and sum(sizes[other] for other in groups[-1]) + size_bytes > max_shard_size_bytes:
+        if groups[-1] and group_bytes + size_bytes > max_shard_size_bytes:
             groups.append([])
+            group_bytes = 0
         groups[-1].append(name)
+        group_bytes += size_bytes
     weight_map: dict[str, str] = {}
     for i, names in enumerate(groups, start=1):
-        file_name = WEIGHTS if len(groups) == 1 else f"model-{i:05d}-of-{len(groups):05d}.safetensors"
+        file_name = f"model-{i:05d}-of-{len(groups):05d}.safetensors"
+        if len(groups) == 1:
+            file_name = WEIGHTS
         write_safetensors(directory / file_name, {name: full_tensors[name].full() for name in names})
         weight_map.update(dict.fromkeys(names, file_name))
         progress(f"{i} of {len(groups)}: {file_name}")

@@ -100,7 +100,7 @@ class LazyFullTensor:
         """
         shards = self._matching_shards()
         with self._naming_directory():
-            return self.rule.join(self.part, shards, self.layout)
+            return self.rule.merge(self.part, shards, self.layout)
 
     def _matching_shards(self) -> list[Tensor]:
         """Return the shards of all ranks after checking shapes and dtypes."""
