@@ -65,8 +65,12 @@ def neuronx_distributed_config(
         ValueError: an option is not supported, or a key is unknown; the message names the
             supported ones.
     """
-    sizes = {"pipeline_parallel_size": pipeline_parallel_size, "expert_parallel_size": expert_parallel_size}
-    sizes |= {"context_parallel_size": context_parallel_size, "lnc_size": lnc_size}
+    sizes = {
+        "pipeline_parallel_size": pipeline_parallel_size,
+        "expert_parallel_size": expert_parallel_size,
+        "context_parallel_size": context_parallel_size,
+        "lnc_size": lnc_size,
+    }
     _require_supported_sizes(sizes)
     absent = {"pipeline_config": pipeline_config, "lora_config": lora_config}
     _require_absent(absent)
@@ -119,8 +123,9 @@ def initialize_parallel_state(config: Mapping[str, Any]) -> None:
     existing = parallel_state.get_tensor_model_parallel_size()
     if existing != size:
         raise ValueError(
-            f"tensor_parallel_size {size} differs from the initialized tensor_model_parallel_size {existing}: "
-            "use one, or call parallel_state.destroy_model_parallel() between"
+            f"tensor_parallel_size {size} differs from the initialized "
+            f"tensor_model_parallel_size {existing}: use one, or call "
+            "parallel_state.destroy_model_parallel() between"
         )
 
 
@@ -152,7 +157,9 @@ def _mixed_precision(options: Mapping[str, Any] | None, zero_one_enabled: bool) 
 
 def _model_init(options: Mapping[str, Any] | None, sequential_move_factor: int) -> dict[str, Any]:
     """Return ``model_init_config`` with defaults."""
-    filled = _with_defaults("model_init_config", options, {**_MODEL_INIT, "sequential_move_factor": sequential_move_factor})
+    # The argument is the default of the entry with the same name.
+    defaults = {**_MODEL_INIT, "sequential_move_factor": sequential_move_factor}
+    filled = _with_defaults("model_init_config", options, defaults)
     if filled["meta_device_init"] and filled["param_init_fn"] is None:
         raise ValueError("meta_device_init=True needs param_init_fn, a function of (module, device): pass it")
     return filled

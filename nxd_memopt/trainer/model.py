@@ -108,7 +108,10 @@ def initialize_parallel_model(
     """
     initialize_parallel_state(nxd_config)
     init_config = nxd_config["model_init_config"]
-    with _on_meta(include_buffers) if init_config["meta_device_init"] else nullcontext():
+    construction = nullcontext()
+    if init_config["meta_device_init"]:
+        construction = _on_meta(include_buffers)
+    with construction:
         model = model_fn(*model_args, **model_kwargs)
     # Not strict here: functions that slice or gather full tensors check strictly.
     describe_output_projections(model, strict=False)
@@ -134,6 +137,8 @@ def _materialize(
     """Move ``model`` to the device, after initializing it with ``param_init_fn`` on the host if
     there is one.
     """
+    # On the host: a device that compiles graphs would compile the many small operations of an
+    # initialization.
     if param_init_fn is not None:
         host = torch.device("cpu")
         move_model_to_device(model, host)
@@ -152,6 +157,9 @@ def _on_meta(include_buffers: bool) -> Iterator[None]:
         with torch.device("meta"):
             yield
         return
+    # ``torch.device("meta")`` would construct buffers without values too (rotary frequencies, for
+    # example), which are computed in constructors. Parameters alone are moved when a module
+    # registers them: each exists on the host only until then.
     register_parameter = nn.Module.register_parameter
     # Original -> meta parameter. A parameter that is registered twice (tied) stays one parameter.
     moved: dict[nn.Parameter, nn.Parameter] = {}
@@ -177,7 +185,7 @@ def _pad_heads(model: Any) -> None:
     heads = getattr(getattr(model, "config", None), "num_attention_heads", None)
     if heads is None:
         raise ValueError(
-            f"pad_model=True needs model.config.num_attention_heads, which {type(model).__name__} lacks: "
-            "call parallel_layers.pad.pad_model yourself"
+            "pad_model=True needs model.config.num_attention_heads, which "
+            f"{type(model).__name__} lacks: call parallel_layers.pad.pad_model yourself"
         )
     pad_model(model, parallel_state.get_tensor_model_parallel_size(), heads)
