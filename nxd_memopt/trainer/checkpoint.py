@@ -199,6 +199,7 @@ def finalize_checkpoint() -> None:
         ValueError, OSError: on every rank, if a save with ``async_save`` failed on one.
     """
     finish_saves()
+    # A barrier, also if no save is running.
     share_texts("")
 
 
@@ -292,6 +293,8 @@ def _complete_save(directory: Path, target: Path, num_kept_ckpts: int | None) ->
 
     Rank 0 calls.
     """
+    # neuronx-distributed's marker, this library's manifest, the rename: a kill between two of
+    # these steps leaves the directory under its incomplete name.
     incomplete = incomplete_path(target)
     end_writing(incomplete)
     # The number orders the tags by save, independent of file times.

@@ -169,6 +169,8 @@ def _on_meta(include_buffers: bool) -> Iterator[None]:
         if param is not None and not param.is_meta:
             if param not in moved:
                 moved[param] = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+                # Attributes from before the registration, such as those of the sharding. Later
+                # ones are set on the meta parameter itself.
                 vars(moved[param]).update(vars(param))
             param = moved[param]
         register_parameter(module, name, param)

@@ -184,6 +184,7 @@ def _weight_decay_group(name: str) -> int:
 def _read(run: _Run, optimizer: NeuronZero1Optimizer, sharding: Sequence[int]) -> dict[str, Any]:
     """Return the entries of ``NeuronZero1Optimizer.state_dict()`` that come from the files."""
     parts = {part.name: (rule, part) for rule in run.rules.values() for part in rule.parts}
+    # ``NeuronZero1Optimizer.state_dict()`` numbers the trained parameters group by group.
     params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
     state: dict[int, dict[str, Any]] = {}
     masters: dict[int, Tensor] = {}

@@ -87,6 +87,8 @@ class NxDOptimizer(torch.optim.Optimizer):
             ValueError, OSError: on every rank, if ``save_checkpoint(async_save=True)`` failed on
                 one.
         """
+        # Errors of a save are raised here on every rank at the same step, before any collective of
+        # the step could wait for a rank that has stopped.
         poll_saves()
         loss = None
         if closure is not None:
