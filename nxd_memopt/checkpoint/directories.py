@@ -28,6 +28,8 @@ def replace_directory(complete: Path, target: Path) -> None:
     if os.path.lexists(target):  # also true for a dangling symbolic link
         target.rename(replaced_path(target))
     complete.rename(target)
+    # The renames are on the disk before the previous version is removed: otherwise a crash of the
+    # host could leave neither version.
     flush_to_disk(target.parent)
     remove_directory(replaced_path(target))
 

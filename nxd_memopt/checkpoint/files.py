@@ -134,6 +134,7 @@ def write_safetensors(path: Path, tensors: dict[str, Tensor]) -> None:
     try:
         save_file(tensors, path, metadata={"format": "pt"})
         flush_to_disk(path)
+    # safetensors reports a full disk as its own error type.
     except (SafetensorError, OSError) as error:
         raise OSError(f"could not write {path}: {error}: free disk space or choose another directory") from error
 

@@ -28,7 +28,7 @@ The elements of a box from ``boxes_of_range`` are consecutive in row-major order
 
 @dataclass(frozen=True)
 class Part:
-    """One box of a full tensor and its place in this rank's stored tensor.
+    """One box of a full tensor and its location in this rank's stored tensor.
 
     ``stored.flatten()[start : start + prod(view)].view(view)``, narrowed along ``dim`` from
     ``first`` to ``first + size[dim]``, is the box. If the box is contiguous in the stored tensor,

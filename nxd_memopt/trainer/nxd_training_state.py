@@ -93,7 +93,7 @@ class _Run:
     Attributes:
         layout: layout of the shards.
         rules: rules by neuronx-distributed's names.
-        places: (stage, number in the optimizer files) by neuronx-distributed's names.
+        locations: (stage, number in the optimizer files) by neuronx-distributed's names.
         source: the optimizer files.
         targets: Hugging Face names of the model's tensors, by id.
     """
@@ -224,7 +224,7 @@ def _shard(
     param: Tensor,
     sharding: Sequence[int],
 ) -> Tensor:
-    """Return this rank's shard of one state: joined over the files' D and T, cut for this run's T
+    """Return this rank's shard of one state: merged over the files' D and T, cut for this run's T
     and D.
     """
     # Flat shards over D -> shard of each of T ranks -> full Hugging Face tensor -> this rank's

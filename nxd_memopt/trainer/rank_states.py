@@ -306,7 +306,7 @@ def _load_unsharded(source: Path, optimizer: Any, model: Any) -> None:
         optimizer.update(read_tensors(own, mmap=False))
         return
     _require_unsharded(files, optimizer)
-    # Same sizes: torch's own loading. Other sizes: states are joined and cut per parameter.
+    # Same sizes: torch's own loading. Other sizes: states are merged and cut per parameter.
     if _has_own_sizes(files):
         load_into(optimizer, read_tensors(files.file(rank), mmap=False))
         return

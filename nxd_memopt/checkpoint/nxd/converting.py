@@ -184,7 +184,12 @@ def _write_shards(
         file_name = f"model-{i:05d}-of-{len(groups):05d}.safetensors"
         if len(groups) == 1:
             file_name = WEIGHTS
-        write_safetensors(directory / file_name, {name: full_tensors[name].full() for name in names})
+        # The host stores the full tensors of one file at a time: no name may refer to them while
+        # those of the next file are read.
+        write_safetensors(
+            directory / file_name,
+            {name: full_tensors[name].full() for name in names},
+        )
         weight_map.update(dict.fromkeys(names, file_name))
         progress(f"{i} of {len(groups)}: {file_name}")
     if len(groups) > 1:

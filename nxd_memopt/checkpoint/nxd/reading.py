@@ -335,9 +335,14 @@ def _find_order(
     for rule, part in _kv_parts(rules):
         if rule.name not in shards:
             continue
-        # Layers with equal KV heads (all zeros, for example) fit both orders.
-        values = [resolve(shard) for shard in shards[rule.name]]
-        orders &= detect_kv_order(rule, part, values, layout.kv_replicas)
+        # Layers with equal KV heads (all zeros, for example) fit both orders: go on to the next
+        # one. Usually the first layer decides, and only its T shards are read.
+        orders &= detect_kv_order(
+            rule,
+            part,
+            [resolve(shard) for shard in shards[rule.name]],
+            layout.kv_replicas,
+        )
         if len(orders) < 2:
             break
     # Four cases: no order fits, or not the one that is asked for (errors); both orders fit and
