@@ -94,7 +94,7 @@ def test_an_update_takes_no_memory_of_a_closed_snapshot(tmp_path):
         wait = staticmethod(lambda: taken.close())
         synchronize = staticmethod(lambda: None)
 
-    taken._started.append(Transfer())
+    taken._window_transfers.append(Transfer())
     taken.before_update()
     assert pool.ledger() == {}
 
