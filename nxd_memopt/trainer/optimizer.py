@@ -56,9 +56,7 @@ class NxDOptimizer(torch.optim.Optimizer):
         return self.optimizer.state
 
     @property
-    def param_groups(
-        self,
-    ) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.optimizer.param_groups
 
     @property
