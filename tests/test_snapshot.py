@@ -94,7 +94,7 @@ def test_an_update_takes_no_memory_of_a_closed_snapshot(tmp_path):
         wait = staticmethod(lambda: taken.close())
         synchronize = staticmethod(lambda: None)
 
-    taken._started.append(Transfer())
+    taken._window_transfers.append(Transfer())
     taken.before_update()
     assert pool.ledger() == {}
 
@@ -125,7 +125,7 @@ def test_a_tensor_of_many_boxes_is_copied_to_the_host_once(in_background):
     reader = snapshot.HostReader()
     taken = snapshot.Snapshot(sources, small_pool(), None) if in_background else None
     read = [
-        torch.cat([piece.clone() for piece in (taken.pieces_of(i) if taken else reader.pieces(source))])
+        torch.cat([piece.clone() for piece in (taken.chunks_of(i) if taken else reader.chunks(source))])
         for i, source in enumerate(sources)
     ]
     assert torch.equal(torch.cat(read).view(torch.float32), torch.cat(values))

@@ -2,8 +2,8 @@
 
 A save has two parts. The calling thread takes a snapshot (``snapshot.py``), which copies almost
 nothing when the save begins. A low-priority thread writes the rank's file. On rank 0 the thread
-also waits for the files of the other ranks by polling the shared directory, and then completes the
-checkpoint. The thread runs no collectives: the ranks agree on the result in ``poll`` and
+also waits for the files of the other ranks by polling the shared directory, and then completes
+the checkpoint. The thread runs no collectives: the ranks agree on the result in ``poll`` and
 ``finish``, which every rank calls in its main thread.
 """
 
@@ -41,14 +41,14 @@ class BackgroundSaver:
                     saver.save(step, state, config)
 
     The checkpoint contains the state at the call of ``save``. Parameters must be updated by
-    ``state.optimizer``, whose step first completes the snapshot. Any other write to the parameters
-    makes the save fail, except a write through ``Tensor.data``, which is not detected: call
-    ``before_update`` before it. If an exception leaves the block, the program waits for a running
-    save as long as the save makes progress. A partial checkpoint never becomes visible.
+    ``state.optimizer``, whose step first completes the snapshot. Any other write to the
+    parameters makes the save fail, except a write through ``Tensor.data``, which is not detected:
+    call ``before_update`` before it. If an exception leaves the block, the program waits for a
+    running save as long as the save makes progress. A partial checkpoint never becomes visible.
 
-    A save creates thousands of Python objects, after which the interpreter may start a full garbage
-    collection (0.2 s for a 3B model). ``gc.freeze()`` before the first step prevents the pause; the
-    training program calls it.
+    A save creates thousands of Python objects, after which the interpreter may start a full
+    garbage collection (0.2 s for a 3B model). ``gc.freeze()`` before the first step prevents the
+    pause; the training program calls it.
 
     Args:
         directory: directory of the run; all ranks must see it.
@@ -59,21 +59,32 @@ class BackgroundSaver:
     """
 
     def __init__(
-        self, directory: str | Path, *, keep: int = 2, pool: HostPool | None = None, stall_s: float = STALL_S
+        self,
+        directory: str | Path,
+        *,
+        keep: int = 2,
+        pool: HostPool | None = None,
+        stall_s: float = STALL_S,
     ) -> None:
-        self._directory, self._keep, self._stall_s = Path(directory), keep, stall_s
-        # None on devices that cannot copy next to compute: the snapshot then copies synchronously.
+        self._directory = Path(directory)
+        self._keep = keep
+        self._stall_s = stall_s
+        # None on devices that cannot copy next to compute: the snapshot then copies
+        # synchronously.
         self._transfers = backend.host_transfers()
         self.pool = pool or HostPool(pinned=self._transfers is not None)
         self._worker: Worker | None = None
         self._snapshot: Snapshot | None = None
-        self._hooked: dict[int, tuple[torch.optim.Optimizer, Any]] = {}
+        self._step_hooks: dict[int, tuple[torch.optim.Optimizer, Any]] = {}
 
     def __enter__(self) -> BackgroundSaver:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         try:
             # After an exception the other ranks may not reach a collective: only wait for this
@@ -83,7 +94,7 @@ class BackgroundSaver:
             elif self._worker is not None:
                 self._worker.end(self._stall_s, error)
         finally:
-            self._close()
+            self._remove_step_hooks()
 
     def reserve(self, state: TrainingState) -> None:
         """Allocate the host memory for a snapshot of ``state`` now instead of in the first step
@@ -95,6 +106,7 @@ class BackgroundSaver:
         """
         with raise_together("reserving host memory for checkpoints"):
             # Step and configuration do not matter: only the size of this rank's tensors is used.
+            # Nothing is written or copied.
             save = RankSave(self._directory, 0, state, {}, self._keep)
             self.pool.reserve(save.size_bytes, OWNER)
 
@@ -108,14 +120,15 @@ class BackgroundSaver:
                 start.
         """
         self.finish()
-        # Three phases, each with an agreement of the ranks: describe and create the directory, take
-        # the snapshot, start the writer.
+        # The ranks agree twice: after the directory is created, and after the snapshot is taken.
+        # The writers start only if both succeeded on every rank, because rank 0's writer waits
+        # for the files of all ranks.
         save = begin_save(self._directory, step, state, config, self._keep)
         snapshot: Snapshot | None = None
         try:
             with raise_together(f"saving {save.target}"):
                 require_visible(save.incomplete)
-                self._hook(state.optimizer)
+                self._register_step_hooks(state.optimizer)
                 snapshot = Snapshot(save.sources, self.pool, self._transfers)
             self._worker = Worker(save.target, partial(_write, save, snapshot), save.report_failure)
         except BaseException:
@@ -146,11 +159,11 @@ class BackgroundSaver:
         Every rank calls, once per step. Free if no save is running.
 
         Raises:
-            ValueError, OSError: on every rank, if the save failed on one; earlier checkpoints stay
-                complete.
+            ValueError, OSError: on every rank, if the save failed on one; earlier checkpoints
+                stay complete.
         """
         if self._worker is not None and self._worker.poll():
-            self._take_result()
+            self._collect_result()
 
     def finish(self) -> None:
         """Wait until the running save is done. Every rank calls.
@@ -160,33 +173,38 @@ class BackgroundSaver:
         """
         if self._worker is not None:
             self._worker.finish()
-            self._take_result()
+            self._collect_result()
 
-    def _take_result(self) -> None:
-        """Forget the ended save and raise its error, if it failed."""
+    def _collect_result(self) -> None:
+        """Release the ended save and raise its error, if it failed."""
         # Reset first: after an error the saver can be used for the next save.
-        worker, self._worker, self._snapshot = self._worker, None, None
+        worker = self._worker
+        self._worker = None
+        self._snapshot = None
         assert worker is not None
         worker.raise_failure()
 
-    def _hook(self, optimizer: torch.optim.Optimizer | None) -> None:
+    def _register_step_hooks(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Complete the snapshot before each step of ``optimizer``.
 
         For ZeRO-1 the base optimizer gets the hook too, because its step makes the updates.
         """
-        # By id: the same optimizer is saved many times, and a hook must be registered once.
-        for each in () if optimizer is None else StoredOptimizer(optimizer).steps:
-            if id(each) not in self._hooked:
-                self._hooked[id(each)] = (each, each.register_step_pre_hook(self._before_step))
+        if optimizer is None:
+            return
+        # By id: the same optimizer is saved many times, and a hook must be registered once. The
+        # entry keeps the optimizer alive, so its id is not reused by another object.
+        for each in StoredOptimizer(optimizer).steps:
+            if id(each) not in self._step_hooks:
+                self._step_hooks[id(each)] = (each, each.register_step_pre_hook(self._before_step))
 
     def _before_step(self, *args: Any) -> None:
         del args
         self.before_update()
 
-    def _close(self) -> None:
-        for _, handle in self._hooked.values():
+    def _remove_step_hooks(self) -> None:
+        for _, handle in self._step_hooks.values():
             handle.remove()
-        self._hooked.clear()
+        self._step_hooks.clear()
 
 
 def _write(save: RankSave, snapshot: Snapshot, worker: Worker) -> None:
@@ -195,21 +213,24 @@ def _write(save: RankSave, snapshot: Snapshot, worker: Worker) -> None:
     Runs in the worker's thread.
     """
 
-    def pieces_of(index: int) -> Iterator[Tensor]:
-        for piece in snapshot.pieces_of(index):
+    def chunks_of(index: int) -> Iterator[Tensor]:
+        for chunk in snapshot.chunks_of(index):
             # One heartbeat per chunk (at most 32 MiB) tells ``Worker.end`` that the save makes
             # progress.
             worker.heartbeat()
-            yield piece
+            yield chunk
 
     try:
         snapshot.start_copies()
-        # Lower the priority only now: the next update waits until the copies are launched.
+        # Lower the priority only now: the next update waits until the copies are launched, so
+        # this thread must get the processor until then.
         lower_priority()
-        save.write(pieces_of)
+        save.write(chunks_of)
     finally:
         snapshot.close()
-    # The snapshot's memory is returned before rank 0 waits for the other ranks.
+    # The snapshot's memory is returned before rank 0 waits for the other ranks. The wait polls
+    # files: a collective in this thread could interleave with those of the training thread, in
+    # an order that differs between ranks.
     if save.is_rank_zero:
         save.wait_for_ranks(worker.check_cancelled)
         save.complete()

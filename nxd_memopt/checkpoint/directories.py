@@ -22,12 +22,14 @@ def replaced_path(target: Path) -> Path:
 def replace_directory(complete: Path, target: Path) -> None:
     """Rename ``complete`` to ``target`` and remove the previous directory.
 
-    It takes two renames, because no portable call swaps directories. A kill between the two leaves
-    the previous version at ``replaced_path``; ``restore_interrupted`` renames it back.
+    It takes two renames, because no portable call swaps directories. A kill between the two
+    leaves the previous version at ``replaced_path``; ``restore_interrupted`` renames it back.
     """
     if os.path.lexists(target):  # also true for a dangling symbolic link
         target.rename(replaced_path(target))
     complete.rename(target)
+    # The renames are on the disk before the previous version is removed: otherwise a crash of the
+    # host could leave neither version.
     flush_to_disk(target.parent)
     remove_directory(replaced_path(target))
 

@@ -15,11 +15,19 @@ from torch import Tensor
 
 from nxd_memopt._optional import require_transformers
 from nxd_memopt.backends import backend
-from nxd_memopt.checkpoint.directories import incomplete_path, replace_directory, restore_interrupted
+from nxd_memopt.checkpoint.directories import (
+    incomplete_path,
+    replace_directory,
+    restore_interrupted,
+)
 from nxd_memopt.checkpoint.files import WEIGHTS, WEIGHTS_INDEX, write_safetensors
 from nxd_memopt.checkpoint.names import named_tensors
 from nxd_memopt.parallel_layers import parallel_state
-from nxd_memopt.parallel_layers.checkpointing import full_shape, gather_full_tensor, is_model_replica_zero
+from nxd_memopt.parallel_layers.checkpointing import (
+    full_shape,
+    gather_full_tensor,
+    is_model_replica_zero,
+)
 from nxd_memopt.parallel_layers.coordination import raise_together
 from nxd_memopt.parallel_layers.utils import is_sharded
 
@@ -40,15 +48,16 @@ def save_pretrained(
     max_shard_size_bytes: int = MAX_SHARD_SIZE_BYTES,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write ``model`` as safetensors with its config, for ``AutoModelForCausalLM.from_pretrained``.
+    """Write ``model`` as safetensors with its config, for
+    ``AutoModelForCausalLM.from_pretrained``.
 
     Every rank calls.
 
-    The first data-parallel replica gathers the parameters of one file at a time on its first rank,
-    which writes them. The host of this rank needs ``max_shard_size_bytes``; each device of the
-    replica needs one full parameter. The files are written next to ``directory`` and renamed when
-    complete. An earlier export in ``directory`` is replaced at this point; other files in it (a
-    tokenizer) stay.
+    The first data-parallel replica gathers the parameters of one file at a time on its first
+    rank, which writes them. The host of this rank needs ``max_shard_size_bytes``; each device of
+    the replica needs one full parameter. The files are written next to ``directory`` and renamed
+    when complete. An earlier export in ``directory`` is replaced at this point; other files in it
+    (a tokenizer) stay.
 
     Args:
         model: a model with ``config`` and, optionally, ``generation_config``.
@@ -66,6 +75,8 @@ def save_pretrained(
     backend.mark_step()  # torch_xla may return wrong values when pending results are read one by one
     target = Path(directory).resolve()
     task = f"exporting to {target}"
+    # One rank writes: the first tensor-parallel rank of the first replica, to which
+    # ``gather_full_tensor`` returns the full tensors.
     writes = is_model_replica_zero() and parallel_state.get_tensor_model_parallel_rank() == 0
     with raise_together(task):
         shards = plan_shards(model, max_shard_size_bytes, dtype)
@@ -73,7 +84,9 @@ def save_pretrained(
             require_transformers("nxd_memopt.checkpoint.save_pretrained")  # before anything is gathered or written
             _prepare(target, _total_bytes(shards, dtype))
     try:
-        # One file at a time bounds the host memory of the writing rank.
+        # One file at a time bounds the host memory of the writing rank. The gathers are outside
+        # of ``raise_together``: the error of one rank inside of it would leave the other ranks
+        # waiting in a collective.
         for file_name, params in shards.items():
             tensors = _gather(params, dtype)
             with raise_together(task):
@@ -87,7 +100,11 @@ def save_pretrained(
             shutil.rmtree(incomplete_path(target), ignore_errors=True)
 
 
-def plan_shards(model: torch.nn.Module, max_shard_size_bytes: int, dtype: torch.dtype | None) -> Shards:
+def plan_shards(
+    model: torch.nn.Module,
+    max_shard_size_bytes: int,
+    dtype: torch.dtype | None,
+) -> Shards:
     """Assign the model's tensors to files, in order. The result is the same on every rank.
 
     Raises:
@@ -96,7 +113,7 @@ def plan_shards(model: torch.nn.Module, max_shard_size_bytes: int, dtype: torch.
     if max_shard_size_bytes < 1:
         raise ValueError(f"max_shard_size_bytes must be at least 1, got {max_shard_size_bytes}")
     groups: list[dict[str, Tensor]] = [{}]
-    room = max_shard_size_bytes
+    left_bytes = max_shard_size_bytes
     for entry in named_tensors(model):
         # Greedy: start a new file if the tensor does not fit the remaining bytes, unless the file
         # is empty.
@@ -104,24 +121,28 @@ def plan_shards(model: torch.nn.Module, max_shard_size_bytes: int, dtype: torch.
         if entry.tensor.is_meta:
             raise ValueError(f"{entry.names[0]} is on the meta device: load or initialize the model before saving it")
         size_bytes = _full_bytes(entry.tensor, dtype)
-        if size_bytes > room and groups[-1]:
+        if size_bytes > left_bytes and groups[-1]:
             groups.append({})
-            room = max_shard_size_bytes
+            left_bytes = max_shard_size_bytes
         groups[-1][_stored_name(model, entry.names[0])] = entry.tensor
-        room -= size_bytes
+        left_bytes -= size_bytes
     if len(groups) == 1:
         return {WEIGHTS: groups[0]}
-    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, start=1)}
+    # transformers' names, which its own loader finds through the index.
+    count = len(groups)
+    return {f"model-{i:05d}-of-{count:05d}.safetensors": groups[i - 1] for i in range(1, count + 1)}
 
 
 def _require_groups_of_model(name: str, param: Any) -> None:
     """Raise ``ValueError`` if a parameter was sharded for another T than the process groups
     have.
     """
+    if not is_sharded(param):
+        return
     size = parallel_state.get_tensor_model_parallel_size()
-    # A sharded parameter has num_partitions shards with ``replicas`` ranks each; their product is
-    # T.
-    built_for = param.num_partitions * getattr(param, "replicas", 1) if is_sharded(param) else size
+    # A sharded parameter has ``num_partitions`` shards with ``replicas`` ranks each (KV heads may
+    # have several replicas); their product is T.
+    built_for = param.num_partitions * getattr(param, "replicas", 1)
     if built_for != size:
         raise ValueError(
             f"{name} was sharded for tensor_model_parallel_size {built_for}, the process groups have {size}: "
@@ -134,7 +155,8 @@ def _stored_name(model: torch.nn.Module, name: str) -> str:
 
     GPT-NeoX's output head is ``embed_out``, which every version of transformers reads.
     """
-    if name == "lm_head.weight" and getattr(getattr(model, "config", None), "model_type", "") == "gpt_neox":
+    config = getattr(model, "config", None)
+    if name == "lm_head.weight" and getattr(config, "model_type", "") == "gpt_neox":
         return "embed_out.weight"
     return name
 
@@ -143,7 +165,9 @@ def _stored_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     """Return the dtype on disk: ``dtype`` for floating-point tensors, else the dtype of
     ``tensor``.
     """
-    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    if dtype is not None and tensor.is_floating_point():
+        return dtype
+    return tensor.dtype
 
 
 def _full_bytes(tensor: Tensor, dtype: torch.dtype | None) -> int:
@@ -163,13 +187,17 @@ def _gather(params: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, T
         return {}
     # Every rank of the first replica takes part in the all-gathers; only the first one receives a
     # tensor.
-    gathered = {name: gather_full_tensor(param, dtype=_stored_dtype(param, dtype)) for name, param in params.items()}
-    return {name: tensor for name, tensor in gathered.items() if tensor is not None}
+    full_tensors: dict[str, Tensor] = {}
+    for name, param in params.items():
+        tensor = gather_full_tensor(param, dtype=_stored_dtype(param, dtype))
+        if tensor is not None:
+            full_tensors[name] = tensor
+    return full_tensors
 
 
 def _prepare(target: Path, total_bytes: int) -> None:
-    """Check that ``target`` can be replaced and has enough space, and create the directory to write
-    into.
+    """Check that ``target`` can be replaced and has enough space, and create the directory to
+    write into.
     """
     restore_interrupted(target)
     require_replaceable(target)
@@ -207,7 +235,12 @@ def require_replaceable(target: Path) -> None:
         )
 
 
-def _finish(model: torch.nn.Module, target: Path, shards: Shards, dtype: torch.dtype | None) -> None:
+def _finish(
+    model: torch.nn.Module,
+    target: Path,
+    shards: Shards,
+    dtype: torch.dtype | None,
+) -> None:
     """Write the index, the config and the remaining files, and replace ``target``."""
     incomplete = incomplete_path(target)
     if len(shards) > 1:
@@ -216,15 +249,15 @@ def _finish(model: torch.nn.Module, target: Path, shards: Shards, dtype: torch.d
         index = {"metadata": {"total_size": _total_bytes(shards, dtype)}, "weight_map": weight_map}
         (incomplete / WEIGHTS_INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     _write_config(model, incomplete, dtype or next(iter(named_tensors(model))).tensor.dtype)
-    # The tokenizer, for example, is copied before the rename, so the new directory is complete at
-    # once.
-    keep_other_files(target, incomplete)
+    # Files of the previous export that this one does not write, such as the tokenizer, are copied
+    # before the rename: the new directory is complete from its first moment.
+    copy_other_files(target, incomplete)
     replace_directory(incomplete, target)
 
 
 def _write_config(model: torch.nn.Module, directory: Path, dtype: torch.dtype) -> None:
-    """Write ``config.json`` with the stored dtype, and ``generation_config.json`` if the model has
-    one.
+    """Write ``config.json`` with the stored dtype, and ``generation_config.json`` if the model
+    has one.
     """
     # Transformers reads dtype and architectures from the config; the model's own config stays
     # unchanged.
@@ -237,8 +270,12 @@ def _write_config(model: torch.nn.Module, directory: Path, dtype: torch.dtype) -
         generation_config.save_pretrained(directory)
 
 
-def keep_other_files(source: Path, directory: Path) -> None:
+def copy_other_files(source: Path, directory: Path) -> None:
     """Copy the files that an export does not write, such as the tokenizer."""
-    for path in source.iterdir() if source.exists() else ():
+    if not source.exists():
+        return
+    for path in source.iterdir():
+        # Old weight files are left out under any name: an export to several files may replace one
+        # to a single file, and transformers would prefer the single file.
         if not _WEIGHT_FILE.fullmatch(path.name) and not (directory / path.name).exists():
             shutil.copy2(path, directory / path.name)

@@ -15,7 +15,8 @@ from torch import Tensor
 from nxd_memopt.checkpoint.directories import flush_to_disk, replaced_path
 from nxd_memopt.parallel_layers.checkpointing import LazySlice, read_tensors
 
-WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS = "model.safetensors"
+WEIGHTS_INDEX = "model.safetensors.index.json"
 _CANDIDATES = (WEIGHTS, WEIGHTS_INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")  # transformers' order
 
 Sources = dict[str, Tensor | LazySlice]
@@ -31,6 +32,7 @@ def require_directory(directory: str | Path) -> Path:
     if path.is_dir():
         return path
     problem = "is a file" if path.exists() else "does not exist"
+    # A kill between the two renames of ``replace_directory`` leaves only the previous version.
     remedy = "pass a local directory in Hugging Face format, for instance one fetched with 'hf download'"
     if replaced_path(path).is_dir():
         remedy = f"an export was cut off; its predecessor is complete: rename {replaced_path(path)} to {path}"
@@ -39,7 +41,10 @@ def require_directory(directory: str | Path) -> Path:
 
 def find_weights(directory: Path) -> Path | None:
     """Return the weight file or index that transformers would read, or None."""
-    return next((directory / name for name in _CANDIDATES if (directory / name).is_file()), None)
+    for name in _CANDIDATES:
+        if (directory / name).is_file():
+            return directory / name
+    return None
 
 
 def find_gguf(directory: Path) -> Path | None:
@@ -129,6 +134,7 @@ def write_safetensors(path: Path, tensors: dict[str, Tensor]) -> None:
     try:
         save_file(tensors, path, metadata={"format": "pt"})
         flush_to_disk(path)
+    # safetensors reports a full disk as its own error type.
     except (SafetensorError, OSError) as error:
         raise OSError(f"could not write {path}: {error}: free disk space or choose another directory") from error
 

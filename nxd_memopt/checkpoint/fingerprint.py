@@ -27,9 +27,8 @@ def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     # Through JSON, because the saved configuration was: tuples become lists, for example, before
     # the comparison.
-    return {
-        name: _encoded(value) for name, value in _flatten(json.loads(json.dumps(config, default=_to_plain))).items()
-    }
+    plain = json.loads(json.dumps(config, default=_to_plain))
+    return {name: _encoded(value) for name, value in _flatten(plain).items()}
 
 
 def _encoded(value: Any) -> Any:
@@ -52,12 +51,18 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return nested ``values`` by dotted name."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        flat.update(_flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
+        if isinstance(value, dict):
+            flat.update(_flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
     return flat
 
 
 def require_same_config(
-    checkpoint: Path, saved: Mapping[str, Any], current: Mapping[str, Any], not_compared: Collection[str] = ()
+    checkpoint: Path,
+    saved: Mapping[str, Any],
+    current: Mapping[str, Any],
+    not_compared: Collection[str] = (),
 ) -> None:
     """Raise ``ValueError`` naming every field that differs, with both values.
 
@@ -65,12 +70,13 @@ def require_same_config(
     """
     # The union of both key sets, in order: a field that exists on one side only is a difference
     # too.
-    differences = [
-        f"{name} was {_spell(saved, name)} and is {_spell(current, name)}"
-        for name in dict.fromkeys([*saved, *current])
-        if name not in not_compared
-        if name not in saved or name not in current or _encoded(saved[name]) != _encoded(current[name])
-    ]
+    differences = []
+    for name in dict.fromkeys([*saved, *current]):
+        if name in not_compared:
+            continue
+        is_in_both = name in saved and name in current
+        if not is_in_both or _encoded(saved[name]) != _encoded(current[name]):
+            differences.append(f"{name} was {_spell(saved, name)} and is {_spell(current, name)}")
     if differences:
         raise ValueError(
             f"{checkpoint} was written by another configuration: {'; '.join(differences)}: "
@@ -80,4 +86,6 @@ def require_same_config(
 
 def _spell(values: Mapping[str, Any], name: str) -> str:
     """Return a value for an error message."""
-    return repr(decode(values[name], _no_tensor)) if name in values else "absent"
+    if name not in values:
+        return "absent"
+    return repr(decode(values[name], _no_tensor))

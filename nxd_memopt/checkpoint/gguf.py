@@ -15,8 +15,8 @@ from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
 
 @contextmanager
 def weights_directory(directory: Path) -> Iterator[Path]:
-    """Yield a directory with safetensors or PyTorch weights: ``directory``, or a conversion of its
-    GGUF file.
+    """Yield a directory with safetensors or PyTorch weights: ``directory``, or a conversion of
+    its GGUF file.
 
     Every rank calls. Global rank 0 converts to fp32 in a temporary directory (``TMPDIR``), which
     all ranks must see: they run on one host, or ``TMPDIR`` is shared. The block must end with
@@ -26,9 +26,12 @@ def weights_directory(directory: Path) -> Iterator[Path]:
         # Only rank 0 searches and converts; the other ranks learn the location from rank 0.
         location = directory
         with raise_together(f"reading {directory}"):
-            gguf = find_gguf(require_directory(directory)) if parallel_state.is_global_rank_zero() else None
+            gguf: Path | None = None
+            if parallel_state.is_global_rank_zero():
+                gguf = find_gguf(require_directory(directory))
             if gguf is not None:
-                location = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="nxd_memopt_gguf_")))
+                temporary = tempfile.TemporaryDirectory(prefix="nxd_memopt_gguf_")
+                location = Path(stack.enter_context(temporary))
                 _convert(gguf, location)
         yield Path(share_texts(str(location))[0])
 
@@ -46,6 +49,7 @@ def _convert(gguf: Path, target: Path) -> None:
             f"{gguf} ({size} bytes) cannot be converted: {type(error).__name__}: {error}: "
             "download it again, or use a model type and quantization that transformers can dequantize"
         ) from error
-    # Parameters only: transformers registers tied weights once, and the model computes its buffers.
+    # Parameters only: transformers registers tied weights once, and the model computes its
+    # buffers.
     parameters = {name: param.detach().contiguous() for name, param in model.named_parameters()}
     write_safetensors(target / WEIGHTS, parameters)

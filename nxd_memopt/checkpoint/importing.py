@@ -11,7 +11,13 @@ from torch import Tensor
 
 from nxd_memopt._optional import require_transformers
 from nxd_memopt.backends import backend
-from nxd_memopt.checkpoint.files import Sources, find_gguf, open_weights, read_json, require_directory
+from nxd_memopt.checkpoint.files import (
+    Sources,
+    find_gguf,
+    open_weights,
+    read_json,
+    require_directory,
+)
 from nxd_memopt.checkpoint.gguf import weights_directory
 from nxd_memopt.checkpoint.names import match_names
 from nxd_memopt.modules.packed_weights import pack_weights
@@ -39,7 +45,9 @@ def load_config(directory: str | Path) -> PretrainedConfig:
     known = transformers.CONFIG_MAPPING
     if model_type not in known:
         close = difflib.get_close_matches(str(model_type), list(known.keys()), n=1)
-        hint = f"did you mean {close[0]!r}?" if close else "set model_type to one that transformers knows"
+        hint = "set model_type to one that transformers knows"
+        if close:
+            hint = f"did you mean {close[0]!r}?"
         raise ValueError(f"{path / 'config.json'} has the unknown model_type {model_type!r}: {hint}")
     return transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
 
@@ -58,7 +66,8 @@ def _load_gguf_config(auto_config: Any, path: Path) -> PretrainedConfig:
 
 
 def load_pretrained(model: torch.nn.Module, directory: str | Path) -> None:
-    """Load ``model`` from a Hugging Face directory. Every rank calls and reads only its own slices.
+    """Load ``model`` from a Hugging Face directory. Every rank calls and reads only its own
+    slices.
 
     Supported are ``model.safetensors``, ``pytorch_model.bin``, their sharded forms, and a single
     ``*.gguf`` file (converted once by rank 0, see ``gguf.weights_directory``). Parameters on the
@@ -66,10 +75,10 @@ def load_pretrained(model: torch.nn.Module, directory: str | Path) -> None:
     the dtype of the parameter. The host stores one shard of one parameter at a time.
 
     Raises:
-        ValueError: on every rank, before any parameter changes, if files are missing or damaged, or
-            if names or shapes differ from the model's.
-        ImportError: a GGUF file needs transformers, which is missing or too old; all other formats
-            work without it.
+        ValueError: on every rank, before any parameter changes, if files are missing or damaged,
+            or if names or shapes differ from the model's.
+        ImportError: a GGUF file needs transformers, which is missing or too old; all other
+            formats work without it.
     """
     with (
         weights_directory(Path(directory)) as location,
@@ -105,6 +114,8 @@ def load_sources(model: torch.nn.Module, sources: Sources, directory: Path) -> N
         if name in targets:
             _fill(targets[name], local_slice(sources[name], targets[name]), created)
     _replace_tensors(model, created)
+    # New tensors have memory of their own. On GPUs, layers with one input keep their weights
+    # adjacent in memory for a single matmul: restore this.
     pack_weights(model)
 
 
@@ -117,12 +128,14 @@ def _fill(param: Tensor, local: Tensor, created: dict[int, Tensor]) -> None:
         with torch.no_grad():
             param.copy_(local)
         return
-    successor = local.to(backend.device)
+    # A meta tensor has no storage to copy into. The new tensor takes over the type and all
+    # attributes, so that the model is sharded and trained as it was built.
+    replacement = local.to(backend.device)
     if isinstance(param, torch.nn.Parameter):
-        successor = torch.nn.Parameter(successor, requires_grad=param.requires_grad)
+        replacement = torch.nn.Parameter(replacement, requires_grad=param.requires_grad)
     for name, value in vars(param).items():  # sharding attributes and user attributes
-        setattr(successor, name, value)
-    created[id(param)] = successor
+        setattr(replacement, name, value)
+    created[id(param)] = replacement
 
 
 def _replace_tensors(model: torch.nn.Module, created: dict[int, Tensor]) -> None:

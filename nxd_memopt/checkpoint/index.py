@@ -1,4 +1,4 @@
-"""The JSON index of a training checkpoint: what it holds, in which file and at which place of the full tensor.
+"""The JSON index of a training checkpoint: the boxes of each full tensor, and the file of each box.
 
 Version 2 of the format. ``tensors`` has the shape, the dtype and the boxes of each full tensor. A
 box has an offset and a size in the full tensor, a file, a key in the file, and the CRC-32 of its
@@ -100,8 +100,10 @@ def _require_exact_cover(name: str, tensor: Mapping[str, Any]) -> None:
     Boxes inside the tensor that do not overlap and have as many elements as the tensor cover it
     exactly.
     """
-    shape, boxes = tensor["shape"], tensor["boxes"]
-    # Inside, disjoint and of the right total size together imply an exact cover.
+    shape = tensor["shape"]
+    boxes = tensor["boxes"]
+    # Inside, disjoint and of the right total size together imply an exact cover: n boxes need
+    # n^2 comparisons of offsets, and no element of the tensor is enumerated.
     covered = sum(math.prod(box["size"]) for box in boxes)
     expected = math.prod(shape)
     inside = all(
@@ -118,8 +120,8 @@ def _require_exact_cover(name: str, tensor: Mapping[str, Any]) -> None:
     else:
         return
     raise ValueError(
-        f"the ranks' boxes of {name} {shape} {problem}: every element must be stored once per copy of the model; check "
-        "the parameter's description (shard_ranges)"
+        f"the ranks' boxes of {name} {shape} {problem}: every element must be stored once per "
+        "copy of the model; check the parameter's description (shard_ranges)"
     )
 
 
@@ -133,8 +135,7 @@ def _overlap(boxes: list[Any]) -> bool:
     for first in range(0, len(boxes), _ROWS):
         rows = slice(first, first + _ROWS)
         # [rows, n, dimensions]: two boxes overlap if their ranges overlap in every dimension.
-        # Blocks
-        # of rows bound the memory of the n x n comparison.
+        # Blocks of rows bound the memory of the n x n comparison.
         shared = np.minimum(high[rows, None], high[None]) > np.maximum(low[rows, None], low[None])
         pairs += int(shared.all(axis=2).sum())
     return pairs > len(boxes)  # each overlaps itself
@@ -210,14 +211,16 @@ class Index:
         Padding is zero.
 
         Raises:
-            ValueError: a file is missing, damaged or altered, or the boxes do not cover the parts.
+            ValueError: a file is missing, damaged or altered, or the boxes do not cover the
+                parts.
         """
         local = torch.zeros(shape, dtype=self.dtype(name))
         boxes = [_box(box) for box in self.content["tensors"][name]["boxes"]]
         for part in parts:
             # Copy the intersection of the wanted box with each stored box. Stored boxes do not
             # overlap, so the copied elements must add up to the elements of the part.
-            target, filled = part.of(local), 0
+            target = part.of(local)
+            filled = 0
             wanted = (part.offset, part.size)
             for box in boxes:
                 shared = overlap(wanted, (box.offset, box.size))
@@ -229,8 +232,8 @@ class Index:
                     filled += math.prod(shared[1])
             if filled != part.elements:
                 raise ValueError(
-                    f"{self.directory / INDEX} covers {filled} of the {part.elements} elements of {name} at offset "
-                    f"{list(part.offset)}: copy the checkpoint again"
+                    f"{self.directory / INDEX} covers {filled} of the {part.elements} elements of "
+                    f"{name} at offset {list(part.offset)}: copy the checkpoint again"
                 )
         return local
 
@@ -245,13 +248,14 @@ class Index:
 
         The last box is cached: consecutive parts of one parameter often need the same box.
         """
-        # Only the last box is cached, which bounds the host memory.
-        place = (box.file, box.key)
-        if self._last is None or self._last[0] != place:
+        # A box is read completely, because its checksum covers all of its bytes. Only the last
+        # box is cached, which bounds the host memory.
+        identity = (box.file, box.key)
+        if self._last is None or self._last[0] != identity:
             self._last = None  # free the previous box before the next one is read
             with remedy_for_damage(self.directory):
                 tensor = self._file(box.file).read(Entry(box.key, dtype, box.size), box.checksum)
-            self._last = (place, tensor)
+            self._last = (identity, tensor)
         return self._last[1]
 
     def _file(self, name: str) -> TensorFile:

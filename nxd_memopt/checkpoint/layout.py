@@ -1,4 +1,4 @@
-"""Describes which boxes of a full tensor a rank's parameter, or its flat ZeRO-1 shard, consists of.
+"""Describes a rank's parameter, or its flat ZeRO-1 shard, as boxes of the full tensor.
 
 A checkpoint that does not depend on T, D and ZeRO-1 stores boxes of full tensors: an offset and a
 size in each dimension. All results follow from ``shard_ranges`` and ``full_shape`` of the
@@ -28,7 +28,7 @@ The elements of a box from ``boxes_of_range`` are consecutive in row-major order
 
 @dataclass(frozen=True)
 class Part:
-    """One box of a full tensor and its place in this rank's stored tensor.
+    """One box of a full tensor and its location in this rank's stored tensor.
 
     ``stored.flatten()[start : start + prod(view)].view(view)``, narrowed along ``dim`` from
     ``first`` to ``first + size[dim]``, is the box. If the box is contiguous in the stored tensor,
@@ -41,7 +41,8 @@ class Part:
         view: shape of the view.
         dim: dimension along which the view is narrowed.
         first: first index of the box along ``dim``.
-        holders: tensor-parallel ranks that store the same box (KV replicas, unsharded parameters).
+        holders: tensor-parallel ranks that store the same box (KV replicas, unsharded
+            parameters).
     """
 
     offset: Shape
@@ -64,20 +65,22 @@ class Part:
 
     def of(self, stored: Tensor) -> Tensor:
         """Return the box as a view of ``stored``, which must be contiguous."""
-        box = stored.view(-1)[self.start : self.start + math.prod(self.view)].view(self.view)
-        return box if self.is_contiguous else box.narrow(self.dim, self.first, self.size[self.dim])
+        view = stored.view(-1)[self.start : self.start + math.prod(self.view)].view(self.view)
+        if self.is_contiguous:
+            return view
+        return view.narrow(self.dim, self.first, self.size[self.dim])
 
 
 def boxes_of_range(shape: Shape, start: int, stop: int) -> list[FlatBox]:
     """Return the boxes that cover the elements ``start`` to ``stop`` of a row-major tensor of
     ``shape``, in order.
 
-    Let ``row`` be the number of elements of one index of dimension 0. The range consists of the end
-    of a first row, a number of full rows, and the beginning of a last row. The two incomplete rows
-    are ranges of a tensor with one dimension less. A range of a tensor with k dimensions gives at
-    most 2k - 1 boxes: each end descends at most k - 1 dimensions and leaves one box in each of
-    them, and one box of full rows is between the ends. A range within one row is passed on to the
-    boxes of this row.
+    Let ``row`` be the number of elements of one index of dimension 0. The range consists of the
+    end of a first row, a number of full rows, and the beginning of a last row. The two incomplete
+    rows are ranges of a tensor with one dimension less. A range of a tensor with k dimensions
+    gives at most 2k - 1 boxes: each end descends at most k - 1 dimensions and leaves one box in
+    each of them, and one box of full rows is between the ends. A range within one row is passed
+    on to the boxes of this row.
 
     Example: elements 1 to 8 of a [3, 3] tensor are [0, 1:3], [1:2, 0:3] and [2, 0:2].
     """
@@ -90,7 +93,8 @@ def boxes_of_range(shape: Shape, start: int, stop: int) -> list[FlatBox]:
     first, last = start // row, (stop - 1) // row
     if first == last and stop - start < row:
         return _within(first, shape, start - first * row, stop - first * row)
-    # Three ranges: rest of a started first row, full rows, start of an incomplete last row.
+    # Three ranges: rest of a started first row, full rows, start of an incomplete last row. Each
+    # may be empty; after the first one, ``first`` is the first full row.
     boxes: list[FlatBox] = []
     if start % row:
         boxes += _within(first, shape, start % row, row)
@@ -120,8 +124,8 @@ def parts_of(param: Tensor, *, rank: int = 0, size: int = 1) -> list[Part]:
             parameter's shape.
 
     Raises:
-        ValueError: the parameter was built for another tensor-parallel size than the process groups
-            have.
+        ValueError: the parameter was built for another tensor-parallel size than the process
+            groups have.
     """
     # Two mappings in a row: flat ZeRO-1 range -> boxes of the local parameter [begin, end), and
     # each of these boxes -> one part per contiguous range of the full tensor (a fused weight has
@@ -130,14 +134,17 @@ def parts_of(param: Tensor, *, rank: int = 0, size: int = 1) -> list[Part]:
     elements = math.prod(shape)
     # ceil(n / D) elements per rank; the range of the last ranks is clipped to the n elements.
     length = padded_size(elements, size) // size
-    begin, end = min(rank * length, elements), min((rank + 1) * length, elements)
+    begin = min(rank * length, elements)
+    end = min((rank + 1) * length, elements)
     ranges = _dimension_ranges(param)
-    dim = cast(Any, param).partition_dim % param.dim() if is_sharded(param) else 0
+    dim = 0
+    if is_sharded(param):
+        dim = cast(Any, param).partition_dim % param.dim()
     parts: list[Part] = []
     position = 0
     for offset, box in boxes_of_range(shape, begin, end):
-        for local, full, count, holders in ranges if shape else [(0, 0, 0, ranges[0][3])]:
-            part = _cut(offset, box, position, dim, (local, full, count), holders)
+        for span in ranges:
+            part = _intersect(offset, box, position, dim, span)
             if part is not None:
                 parts.append(part)
         # Boxes follow one another in the stored tensor, in row-major order.
@@ -145,9 +152,24 @@ def parts_of(param: Tensor, *, rank: int = 0, size: int = 1) -> list[Part]:
     return parts
 
 
-def _cut(
-    offset: Shape, box: Shape, position: int, dim: int, span: tuple[int, int, int], holders: tuple[int, ...]
-) -> Part | None:
+@dataclass(frozen=True)
+class _Span:
+    """A range along the sharded dimension.
+
+    Attributes:
+        local: first index in the local parameter.
+        full: first index in the full tensor.
+        count: number of indices.
+        holders: tensor-parallel ranks that store these indices.
+    """
+
+    local: int
+    full: int
+    count: int
+    holders: tuple[int, ...]
+
+
+def _intersect(offset: Shape, box: Shape, position: int, dim: int, span: _Span) -> Part | None:
     """Return the part of a local box with indices in ``span`` along ``dim``, or None if it is
     empty.
 
@@ -156,52 +178,59 @@ def _cut(
         box: size of the box.
         position: index of its first element in the stored tensor.
         dim: the sharded dimension.
-        span: first local index, first index in the full tensor, and count.
-        holders: tensor-parallel ranks that store these indices.
+        span: range along ``dim``.
     """
+    # A tensor without dimensions is one element, which has no index to compare.
     if not box:
-        return Part((), (), position, (), 0, 0, holders)
-    local, full, count = span
+        return Part((), (), position, (), 0, 0, span.holders)
     # Intersection of the box with the span along ``dim``, in local indices.
-    low, high = max(offset[dim], local), min(offset[dim] + box[dim], local + count)
+    low = max(offset[dim], span.local)
+    high = min(offset[dim] + box[dim], span.local + span.count)
     if low >= high:
         return None
-    # low - local is the distance from the start of the span; the span starts at ``full`` in the
-    # full tensor.
-    target = (*offset[:dim], full + low - local, *offset[dim + 1 :])
+    # low - span.local is the distance from the start of the span; the span starts at
+    # ``span.full`` in the full tensor.
+    target = (*offset[:dim], span.full + low - span.local, *offset[dim + 1 :])
     size = (*box[:dim], high - low, *box[dim + 1 :])
     first = low - offset[dim]
     # All dimensions before ``dim`` have length 1: a range along ``dim`` is contiguous in memory.
     if math.prod(box[:dim]) == 1:
-        return Part(target, size, position + first * math.prod(box[dim + 1 :]), size, 0, 0, holders)
-    return Part(target, size, position, box, dim, first, holders)
+        start = position + first * math.prod(box[dim + 1 :])
+        return Part(target, size, start, size, 0, 0, span.holders)
+    return Part(target, size, position, box, dim, first, span.holders)
 
 
-def _dimension_ranges(param: Tensor) -> list[tuple[int, int, int, tuple[int, ...]]]:
-    """Return (local index, full index, count, holders) of each range along the sharded dimension.
+def _dimension_ranges(param: Tensor) -> list[_Span]:
+    """Return the ranges along the sharded dimension.
 
     The padding at the end of the full dimension is left out.
     """
     tensor_ranks = range(parallel_state.get_tensor_model_parallel_size())
     if not is_sharded(param):
-        return [(0, 0, param.shape[0] if param.dim() else 0, tuple(tensor_ranks))]
+        length = param.shape[0] if param.dim() else 0
+        return [_Span(0, 0, length, tuple(tensor_ranks))]
     description: Any = param
     built_for = description.num_partitions * getattr(param, "replicas", 1)
     if built_for != len(tensor_ranks):
         raise ValueError(
-            f"a parameter of shape {list(param.shape)} was sharded for tensor_model_parallel_size {built_for}, the "
-            f"process groups have {len(tensor_ranks)}: initialize_model_parallel with the model's size"
+            f"a parameter of shape {list(param.shape)} was sharded for "
+            f"tensor_model_parallel_size {built_for}, the process groups have "
+            f"{len(tensor_ranks)}: initialize_model_parallel with the model's size"
         )
     length = full_shape(param)[description.partition_dim % param.dim()]
     # Ranks with an identical range are replicas of it.
-    of_ranks = [set(shard_ranges(param, rank=rank)) for rank in tensor_ranks]
-    # Ranges may reach into the padding after the full length: clip them.
-    ranges, local = [], 0
+    ranges_by_rank = [set(shard_ranges(param, rank=rank)) for rank in tensor_ranks]
+    spans: list[_Span] = []
+    local = 0
     for start, stop in shard_ranges(param):
-        holders = tuple(rank for rank in tensor_ranks if (start, stop) in of_ranks[rank])
-        ranges.append((local, start, min(stop, length) - start, holders))
+        # A range may reach into the padding after the full length (a vocabulary that T does not
+        # divide), or be all padding: clip it.
+        count = min(stop, length) - start
+        if count > 0:
+            holders = tuple(rank for rank in tensor_ranks if (start, stop) in ranges_by_rank[rank])
+            spans.append(_Span(local, start, count, holders))
         local += stop - start
-    return [entry for entry in ranges if entry[2] > 0]
+    return spans
 
 
 def split_part(part: Part, max_elements: int) -> list[Part]:
@@ -213,26 +242,25 @@ def split_part(part: Part, max_elements: int) -> list[Part]:
     """
     if part.elements <= max_elements or not part.size:
         return [part]
-    axis = next((i for i, n in enumerate(part.size) if n > 1), 0)
+    axis = next((i for i, n in enumerate(part.size) if n > 1), 0)  # 0 for a single element
     # A narrowed view is split only along a dimension before ``dim``, where each chunk of the view
-    # is
-    # again a range of the flat tensor.
+    # is again a range of the flat tensor.
     if not part.is_contiguous and axis >= part.dim:
         return [part]
-    # ``row`` elements of the box per index of ``axis``; ``stored_row`` elements of the stored view,
-    # which is larger if the box is narrowed.
+    # ``row`` elements of the box per index of ``axis``; ``stored_row`` elements of the stored
+    # view, which is larger if the box is narrowed.
     row = part.elements // part.size[axis]
     step = max(1, max_elements // row)
     stored_row = math.prod(part.view[axis + 1 :])
-    pieces = []
+    boxes = []
     for first in range(0, part.size[axis], step):
         count = min(step, part.size[axis] - first)
         offset = (*part.offset[:axis], part.offset[axis] + first, *part.offset[axis + 1 :])
         size = (*part.size[:axis], count, *part.size[axis + 1 :])
         view = (*part.view[:axis], count, *part.view[axis + 1 :])
         start = part.start + first * stored_row
-        pieces.append(Part(offset, size, start, view, part.dim, part.first, part.holders))
-    return pieces
+        boxes.append(Part(offset, size, start, view, part.dim, part.first, part.holders))
+    return boxes
 
 
 def overlap(first: FlatBox, second: FlatBox) -> FlatBox | None:
@@ -241,7 +269,9 @@ def overlap(first: FlatBox, second: FlatBox) -> FlatBox | None:
     low = tuple(max(a, b) for a, b in zip(first[0], second[0], strict=True))
     high = tuple(min(a + m, b + n) for a, m, b, n in zip(*first, *second, strict=True))
     size = tuple(b - a for a, b in zip(low, high, strict=True))
-    return (low, size) if all(n > 0 for n in size) else None
+    if any(n <= 0 for n in size):
+        return None
+    return low, size
 
 
 def within(box: FlatBox, outer: FlatBox) -> tuple[slice, ...]:
@@ -249,7 +279,12 @@ def within(box: FlatBox, outer: FlatBox) -> tuple[slice, ...]:
     return tuple(slice(a - b, a - b + n) for a, n, b in zip(*box, outer[0], strict=True))
 
 
-def choose_data_rank(load_bytes: list[int], holders: Sequence[int], size_bytes: int, turn: int) -> int:
+def choose_data_rank(
+    load_bytes: list[int],
+    holders: Sequence[int],
+    size_bytes: int,
+    turn: int,
+) -> int:
     """Return the data-parallel rank that writes a box stored by ``holders``, and add it to
     ``load_bytes``.
 
@@ -259,6 +294,7 @@ def choose_data_rank(load_bytes: list[int], holders: Sequence[int], size_bytes: 
     """
     if len(holders) < len(load_bytes):
         return holders[turn % len(holders)]
+    # The first of the least loaded ranks: ties are broken equally on all ranks.
     chosen = min(holders, key=load_bytes.__getitem__)
     load_bytes[chosen] += size_bytes
     return chosen

@@ -37,13 +37,19 @@ def load_model(index: Index, model: nn.Module) -> None:
     pack_weights(model)
 
 
-def _require_alike(index: Index, name: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> None:
+def _require_alike(
+    index: Index,
+    name: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype | None,
+) -> None:
     """Raise ``ValueError`` if a full tensor has another shape or dtype in the checkpoint."""
     stored = index.dtype(name)
     if index.shape(name) != shape or (dtype is not None and stored != dtype):
         raise ValueError(
-            f"{name} has shape {list(index.shape(name))} and dtype {stored} in {index.directory}, here {list(shape)} "
-            f"and {dtype or stored}: build the model and the optimizer of the run that wrote it"
+            f"{name} has shape {list(index.shape(name))} and dtype {stored} in "
+            f"{index.directory}, here {list(shape)} and {dtype or stored}: build the model and "
+            "the optimizer of the run that wrote it"
         )
 
 
@@ -56,23 +62,29 @@ def load_optimizer(index: Index, optimizer: torch.optim.Optimizer, model: nn.Mod
     Call it after ``load_model``.
 
     Raises:
-        ValueError: the checkpoint has no optimizer, the parameter groups differ, or the checkpoint
-            has states of other parameters.
+        ValueError: the checkpoint has no optimizer, the parameter groups differ, or the
+            checkpoint has states of other parameters.
     """
-    names, content = parameter_names(model), index.content["optimizer"]
+    names = parameter_names(model)
+    content = index.content["optimizer"]
     if content is None:
         raise ValueError(f"{index.directory} holds no optimizer: resume without one, or from another checkpoint")
     content = decode(content, index.plain_tensor)
-    stored, notes = StoredOptimizer(optimizer), []
+    stored = StoredOptimizer(optimizer)
+    notes: list[str] = []
     _load_groups(content["groups"], stored, names)
     states = _states_by_parameter(index)
-    # Masters are read below. Without this, they would be cut from the loaded parameters first.
+    # Masters are read below. Without this, ``stored.parameters`` would first cut them from the
+    # loaded parameters, because these were written to after the optimizer was built.
     stored.mark_masters_synced()
     # Parameters without states in the checkpoint must start without states here, too.
     stored.base.state.clear()
     # Options of each parameter's group decide where torch expects the step.
     groups = {id(param): group for group in stored.base.param_groups for param in group["params"]}
-    without_master = [each for each in stored.parameters if not _load_master(index, stored, each, names)]
+    without_master = []
+    for each in stored.parameters:
+        if not _load_master(index, stored, each, names):
+            without_master.append(each)
     if without_master:
         notes.append(
             f"{index.directory} holds no master weights of {len(without_master)} parameters: they start from the "
@@ -86,12 +98,18 @@ def load_optimizer(index: Index, optimizer: torch.optim.Optimizer, model: nn.Mod
             state[key] = _state_tensor(index, key, name, each, groups[id(each.stored)])
         if state:
             stored.base.state[each.stored] = state
+    # The masters were written to just now. They belong to the loaded parameters and must not be
+    # cut from them, or the low bits of every master would be lost.
     stored.mark_masters_synced()
     _require_all_used(index, {name_of(each.param, names) for each in stored.parameters})
     return notes
 
 
-def _load_groups(saved: list[dict[str, Any]], optimizer: StoredOptimizer, names: Mapping[int, str]) -> None:
+def _load_groups(
+    saved: list[dict[str, Any]],
+    optimizer: StoredOptimizer,
+    names: Mapping[int, str],
+) -> None:
     """Restore the options of each parameter group.
 
     Raises:
@@ -102,11 +120,12 @@ def _load_groups(saved: list[dict[str, Any]], optimizer: StoredOptimizer, names:
     stored = [group["parameters"] for group in saved]
     # The order within a group may differ: states are found by name.
     if [set(group) for group in current] != [set(group) for group in stored]:
-        differing = sorted({name for group in stored for name in group} ^ {name for group in current for name in group})
+        differing = sorted(set().union(*stored) ^ set().union(*current))
         raise ValueError(
-            f"the checkpoint's optimizer has parameter groups of {[len(group) for group in stored]} parameters, this "
-            f"one of {[len(group) for group in current]}; in one of the two only: {differing[:_SHOWN]}: build the "
-            "parameter groups of the run that wrote it"
+            "the checkpoint's optimizer has parameter groups of "
+            f"{[len(group) for group in stored]} parameters, this one of "
+            f"{[len(group) for group in current]}; in one of the two only: "
+            f"{differing[:_SHOWN]}: build the parameter groups of the run that wrote it"
         )
     optimizer.load_options([entry["options"] for entry in saved])
 
@@ -127,7 +146,12 @@ def _states_by_parameter(index: Index) -> dict[str, list[str]]:
     return found
 
 
-def _load_master(index: Index, optimizer: StoredOptimizer, each: StoredParameter, names: Mapping[int, str]) -> bool:
+def _load_master(
+    index: Index,
+    optimizer: StoredOptimizer,
+    each: StoredParameter,
+    names: Mapping[int, str],
+) -> bool:
     """Fill the optimizer's tensor of one parameter.
 
     Return False if it needs a master that the checkpoint lacks.
@@ -137,13 +161,15 @@ def _load_master(index: Index, optimizer: StoredOptimizer, each: StoredParameter
     """
     # Three cases: no stored master (cut from the weights), a stored master that this optimizer
     # cannot keep (error), and a stored master.
-    name = f"optimizer.{MASTER}.{name_of(each.param, names)}"
+    param_name = name_of(each.param, names)
+    name = f"optimizer.{MASTER}.{param_name}"
+    parts = parts_of(each.param, rank=each.rank, size=each.size)
+    shape = tuple(each.stored.shape)
     # Without a stored master, the optimizer's tensor starts from the model's values: exact if the
     # dtypes are equal.
-    parts, shape = parts_of(each.param, rank=each.rank, size=each.size), tuple(each.stored.shape)
     if name not in index:
         if each.stored is not each.param:
-            each.stored.copy_(index.assemble(f"model.{name_of(each.param, names)}", parts, shape))
+            each.stored.copy_(index.assemble(f"model.{param_name}", parts, shape))
         return not optimizer.has_master(each)
     if each.stored is each.param or each.stored.dtype == each.param.dtype:
         raise ValueError(
@@ -155,7 +181,13 @@ def _load_master(index: Index, optimizer: StoredOptimizer, each: StoredParameter
     return True
 
 
-def _state_tensor(index: Index, key: str, name: str, each: StoredParameter, group: Mapping[str, Any]) -> Tensor:
+def _state_tensor(
+    index: Index,
+    key: str,
+    name: str,
+    each: StoredParameter,
+    group: Mapping[str, Any],
+) -> Tensor:
     """Return one state of one parameter: this rank's shard, or a step counter."""
     full_name = f"optimizer.{key}.{name}"
     shape = index.shape(full_name)
@@ -165,10 +197,11 @@ def _state_tensor(index: Index, key: str, name: str, each: StoredParameter, grou
         parts = parts_of(each.param, rank=each.rank, size=each.size)
         return index.assemble(full_name, parts, tuple(each.stored.shape)).to(each.stored.device)
     value = index.assemble(full_name, parts_of(torch.empty(shape, device="meta")), shape)
-    # torch's optimizers count steps on the host. A fused kernel or a CUDA graph needs the step on
-    # the device.
-    on_device = bool(value.dim()) or group.get("fused") or group.get("capturable")
-    return value.to(each.stored.device) if on_device else value
+    # torch's optimizers count steps on the host, where reading the count does not wait for the
+    # device. A fused kernel or a CUDA graph needs the step on the device.
+    if value.dim() or group.get("fused") or group.get("capturable"):
+        return value.to(each.stored.device)
+    return value
 
 
 def _require_all_used(index: Index, names: Iterable[str]) -> None:
@@ -179,6 +212,7 @@ def _require_all_used(index: Index, names: Iterable[str]) -> None:
     unused = [name for name in index.names("optimizer.") if name.partition(".")[2] not in known]
     if unused:
         raise ValueError(
-            f"{index.directory} has {len(unused)} optimizer states of parameters that this optimizer does not train: "
-            f"{unused[:_SHOWN]}: train the parameters of the run that wrote it"
+            f"{index.directory} has {len(unused)} optimizer states of parameters that this "
+            f"optimizer does not train: {unused[:_SHOWN]}: train the parameters of the run that "
+            "wrote it"
         )

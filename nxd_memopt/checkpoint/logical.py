@@ -1,4 +1,4 @@
-"""Names the full tensors that a model and its optimizer consist of, and says which boxes of them this rank stores.
+"""Names the full tensors of a model and its optimizer, and the boxes of them that this rank stores.
 
 Names are ``model.<parameter>`` with the model's (Hugging Face's) parameter names,
 ``optimizer.master.<parameter>`` for master weights of another dtype than their parameter, and
@@ -33,13 +33,13 @@ class TrainingState:
     Args:
         model: its parameters and persistent buffers are saved.
         optimizer: an optimizer of the model's parameters, or None: a torch optimizer,
-            ``NeuronZero1Optimizer``, or a wrapper with one of them as attribute ``optimizer``, such
-            as ``NxDOptimizer``. States are numbers, or tensors of dimension 0 or of their
+            ``NeuronZero1Optimizer``, or a wrapper with one of them as attribute ``optimizer``,
+            such as ``NxDOptimizer``. States are numbers, or tensors of dimension 0 or of their
             parameter's shape.
-        shared: nested plain values and tensors that are equal on all ranks, such as the position in
-            the data.
-        per_rank: nested plain values and tensors of this rank, such as random states. They are only
-            restored if T and D are those of the run that wrote them.
+        shared: nested plain values and tensors that are equal on all ranks, such as the position
+            in the data.
+        per_rank: nested plain values and tensors of this rank, such as random states. They are
+            only restored if T and D are those of the run that wrote them.
     """
 
     model: nn.Module
@@ -106,13 +106,16 @@ def name_of(param: Tensor, names: Mapping[int, str]) -> str:
     """
     if id(param) not in names:
         raise ValueError(
-            f"the optimizer holds a parameter of shape {list(param.shape)} that is not the model's: build the "
-            "optimizer from the parameters of the model that is saved with it"
+            f"the optimizer holds a parameter of shape {list(param.shape)} that is not the "
+            "model's: build the optimizer from the parameters of the model that is saved with it"
         )
     return names[id(param)]
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Iterator[FullTensorShard]:
+def optimizer_tensors(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[int, str],
+) -> Iterator[FullTensorShard]:
     """Yield master weights and all states that are tensors.
 
     Raises:
@@ -126,7 +129,8 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, names: Mapping[int, str]
         # Master and states of a parameter are sharded identically: one list of boxes for all of
         # them.
         parts = parts_of(each.param, rank=each.rank, size=each.size)
-        # A master in the parameter's dtype equals the parameter and is not stored.
+        # A master in the parameter's dtype equals the parameter and is not stored: loading cuts
+        # it from the parameter, without a loss.
         if stored.has_master(each):
             yield _like_parameter(MASTER, name, each, each.stored.detach(), parts)
         for key, value in stored.states_of(each).items():
@@ -145,21 +149,21 @@ def _require_state_name(key: Any, name: str) -> None:
     """
     if not isinstance(key, str) or not key or "." in key or key == MASTER:
         raise ValueError(
-            f"optimizer state {key!r} of {name} is a tensor: its name must be a string without dots other than "
-            f"{MASTER!r}: rename it in the optimizer"
+            f"optimizer state {key!r} of {name} is a tensor: its name must be a string without "
+            f"dots other than {MASTER!r}: rename it in the optimizer"
         )
 
 
 def _require_no_tensor(value: Any, where: str) -> None:
     """Raise ``ValueError`` if ``value`` contains a tensor.
 
-    States other than tensors are stored once for all ranks. A tensor inside them would become rank
-    0's shard on every rank.
+    States other than tensors are stored once for all ranks. A tensor inside them would become
+    rank 0's shard on every rank.
     """
     if isinstance(value, Tensor):
         raise ValueError(
-            f"{where} is a tensor in a list, tuple or dict, of which every rank would load rank 0's: keep it as "
-            "a state with a name of its own"
+            f"{where} is a tensor in a list, tuple or dict, of which every rank would load rank "
+            "0's: keep it as a state with a name of its own"
         )
     if isinstance(value, Mapping):
         for key, item in value.items():
@@ -169,7 +173,13 @@ def _require_no_tensor(value: Any, where: str) -> None:
             _require_no_tensor(item, f"{where}[{i}]")
 
 
-def _state_tensor(key: str, name: str, each: StoredParameter, value: Tensor, parts: list[Part]) -> FullTensorShard:
+def _state_tensor(
+    key: str,
+    name: str,
+    each: StoredParameter,
+    value: Tensor,
+    parts: list[Part],
+) -> FullTensorShard:
     """Return the shard of a state: like its parameter, or equal on all ranks (step counters)."""
     if value.shape == each.stored.shape:
         return _like_parameter(key, name, each, value, parts)
@@ -177,40 +187,59 @@ def _state_tensor(key: str, name: str, each: StoredParameter, value: Tensor, par
     is_replicated = each.size == 1 and full_shape(each.param) == tuple(each.param.shape)
     if value.dim() and not is_replicated:
         raise ValueError(
-            f"optimizer state {key!r} of {name} has shape {list(value.shape)}, its parameter {list(each.stored.shape)} "
-            "on this rank: only states of the parameter's shape or with one element and no dimension can be stored "
-            "independently of the number of ranks"
+            f"optimizer state {key!r} of {name} has shape {list(value.shape)}, its parameter "
+            f"{list(each.stored.shape)} on this rank: only states of the parameter's shape or "
+            "with one element and no dimension can be stored independently of the number of ranks"
         )
-    return FullTensorShard(f"optimizer.{key}.{name}", tuple(value.shape), value, parts_of(value), _all_data_ranks())
+    full_name = f"optimizer.{key}.{name}"
+    return FullTensorShard(
+        full_name,
+        tuple(value.shape),
+        value,
+        parts_of(value),
+        _all_data_ranks(),
+    )
 
 
-def _like_parameter(key: str, name: str, each: StoredParameter, value: Tensor, parts: list[Part]) -> FullTensorShard:
+def _like_parameter(
+    key: str,
+    name: str,
+    each: StoredParameter,
+    value: Tensor,
+    parts: list[Part],
+) -> FullTensorShard:
     """Return a shard that is sharded like its parameter."""
     return FullTensorShard(f"optimizer.{key}.{name}", full_shape(each.param), value, parts, each.holders)
 
 
-def optimizer_numbers(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+def optimizer_numbers(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[int, str],
+) -> dict[str, Any]:
     """Return the states that are not tensors, by parameter name and state."""
     stored = StoredOptimizer(optimizer)
     numbers = {}
     for each in stored.parameters:
-        plain = {key: value for key, value in stored.states_of(each).items() if not isinstance(value, Tensor)}
+        states = stored.states_of(each)
+        plain = {key: value for key, value in states.items() if not isinstance(value, Tensor)}
         if plain:
             numbers[name_of(each.param, names)] = plain
     return numbers
 
 
-def optimizer_groups(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[dict[str, Any]]:
+def optimizer_groups(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[int, str],
+) -> list[dict[str, Any]]:
     """Return the parameter groups: names of the trained parameters, and options such as the
     learning rate.
     """
-    return [
-        {
-            "parameters": [name_of(param, names) for param in group["params"] if param.requires_grad],
-            "options": {name: value for name, value in group.items() if name != "params"},
-        }
-        for group in optimizer.param_groups
-    ]
+    groups = []
+    for group in optimizer.param_groups:
+        trained = [param for param in group["params"] if param.requires_grad]
+        options = {name: value for name, value in group.items() if name != "params"}
+        groups.append({"parameters": [name_of(param, names) for param in trained], "options": options})
+    return groups
 
 
 def owned_parts(logicals: list[FullTensorShard]) -> list[tuple[FullTensorShard, list[Part]]]:
@@ -219,25 +248,30 @@ def owned_parts(logicals: list[FullTensorShard]) -> list[tuple[FullTensorShard, 
     Each box of a full tensor is written by exactly one rank.
 
     Tensor-parallel ranks that store the same box take turns. Of the data-parallel ranks the one
-    with the fewest bytes so far writes. Every rank computes the same answer, because all ranks list
-    the same tensors in the same order.
+    with the fewest bytes so far writes. Every rank computes the same answer, because all ranks
+    list the same tensors in the same order.
     """
-    tensor_rank, data_rank = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_data_parallel_rank()
+    tensor_rank = parallel_state.get_tensor_model_parallel_rank()
+    data_rank = parallel_state.get_data_parallel_rank()
+    # Bytes that each data-parallel rank of this tensor-parallel rank writes so far.
     load_bytes = [0] * parallel_state.get_data_parallel_size()
     owned = []
     for turn, logical in enumerate(logicals):
         # ``turn`` is the position of the tensor in the list: consecutive tensors go to different
         # holders.
-        mine = []
+        own_parts: list[Part] = []
+        element_size = logical.stored.element_size()
         for part in logical.parts:
             # Replicated boxes (norms, KV replicas) are written by one tensor-parallel rank per
             # tensor.
             if part.holders[turn % len(part.holders)] != tensor_rank:
                 continue
-            size_bytes = part.elements * logical.stored.element_size()
+            # Also called for boxes that another rank writes: ``load_bytes`` must stay equal on
+            # all data-parallel ranks.
+            size_bytes = part.elements * element_size
             if choose_data_rank(load_bytes, logical.holders, size_bytes, turn) == data_rank:
-                mine += split_part(part, max(1, MAX_BOX_BYTES // logical.stored.element_size()))
-        owned.append((logical, mine))
+                own_parts += split_part(part, max(1, MAX_BOX_BYTES // element_size))
+        owned.append((logical, own_parts))
     return owned
 
 

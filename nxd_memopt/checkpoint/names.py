@@ -13,8 +13,8 @@ from torch import Tensor
 from nxd_memopt.parallel_layers.output_projection import describe_output_projections
 
 OUTPUT_HEADS = ("lm_head.weight", "embed_out.weight")
-"""Names of the output head: ``embed_out`` in GPT-NeoX files of transformers before version 5, else
-``lm_head``.
+"""Names of the output head: ``embed_out`` in GPT-NeoX files of transformers before version 5,
+else ``lm_head``.
 """
 
 _OLD_BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attention\.bias|attention\.masked_bias)$")
@@ -33,9 +33,10 @@ class NamedTensor:
 
 def named_tensors(model: torch.nn.Module) -> list[NamedTensor]:
     """Return the tensors that a checkpoint of ``model`` holds, each tensor once."""
-    # The columns of attention output projections follow the query heads, whose order depends on the
-    # KV replicas: describe this sharding before it is read.
+    # The columns of attention output projections follow the query heads, whose order depends on
+    # the KV replicas: describe this sharding before it is read.
     describe_output_projections(model)
+    # By id: the values of tied names are one object, and ``keep_vars`` keeps them so.
     names: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -51,8 +52,8 @@ def match_names(model: torch.nn.Module, stored: Collection[str]) -> dict[str, Te
     are ignored.
 
     Raises:
-        ValueError: a tensor is not stored, or a stored name is not the model's; the message has the
-            nearest match.
+        ValueError: a tensor is not stored, or a stored name is not the model's; the message has
+            the nearest match.
     """
     wanted = named_tensors(model)
     matched: dict[str, Tensor] = {}
@@ -76,7 +77,9 @@ def match_names(model: torch.nn.Module, stored: Collection[str]) -> dict[str, Te
 
 def _aliases(names: tuple[str, ...]) -> tuple[str, ...]:
     """Return all names under which a tensor may be stored."""
-    return names + OUTPUT_HEADS if any(name in OUTPUT_HEADS for name in names) else names
+    if any(name in OUTPUT_HEADS for name in names):
+        return names + OUTPUT_HEADS
+    return names
 
 
 def _raise_on_difference(missing: list[str], unexpected: list[str], known: list[str]) -> None:
@@ -99,7 +102,12 @@ def _spell(names: Iterable[str], candidates: list[str]) -> str:
     names = list(names)
     spelled = []
     for name in names[:_SHOWN]:
+        text = repr(name)
         close = difflib.get_close_matches(name, candidates, n=1)
-        spelled.append(f"{name!r}" + (f" (nearest: {close[0]!r})" if close else ""))
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(spelled) + more
+        if close:
+            text += f" (nearest: {close[0]!r})"
+        spelled.append(text)
+    message = ", ".join(spelled)
+    if len(names) > _SHOWN:
+        message += f" and {len(names) - _SHOWN} more"
+    return message

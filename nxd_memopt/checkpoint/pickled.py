@@ -17,7 +17,8 @@ from nxd_memopt.parallel_layers.tensor_files import info_file, tensors_directory
 
 MANIFEST = "manifest.json"
 # neuronx-distributed's marker files of a save that has begun, and of a complete save.
-BEGUN, DONE = "checkpoint", "done"
+BEGUN = "checkpoint"
+DONE = "done"
 _SIZES = ("world_size", "tensor_model_parallel_size")  # sizes that version 1 compares
 
 
@@ -64,7 +65,9 @@ def write_manifest(checkpoint: Path, content: Mapping[str, Any]) -> None:
     order of KV replicas.
     """
     # The entry for one replica keeps the table from being empty; see ``require_kv_order``.
-    strides = {"1": 1, **{str(size): stride for size, stride in parallel_state.kv_rank_strides().items()}}
+    strides = {"1": 1}
+    for size, stride in parallel_state.kv_rank_strides().items():
+        strides[str(size)] = stride
     manifest = {**content, "kv_rank_strides": strides, "versions": versions()}
     # Rename after the flush: a kill leaves the manifest either complete or absent.
     incomplete = checkpoint / f".{MANIFEST}.incomplete"
@@ -82,17 +85,23 @@ def require_kv_order(checkpoint: Path) -> None:
     neuronx-distributed.
     """
     path = checkpoint / MANIFEST
-    saved = read_json(path).get("kv_rank_strides", {}) if path.is_file() else None
+    if not path.is_file():
+        return
+    saved = read_json(path).get("kv_rank_strides", {})
     for size, stride in parallel_state.kv_rank_strides().items():
-        # Versions that did not store a stride of 1 left the table empty. A count that is not in the
-        # table was another number of replicas in that run; the check of the shapes refuses it.
-        stored = saved.get(str(size), stride if saved else 1) if saved is not None else stride
+        # Versions that did not store a stride of 1 left the table empty: consecutive ranks. A
+        # count that is missing in a filled table was another number of replicas in that run; the
+        # check of the shapes refuses it, so it is not refused here.
+        default = stride if saved else 1
+        stored = saved.get(str(size), default)
         if stored != stride:
             raise ValueError(
-                f"{checkpoint} holds replicas of KV heads on ranks {stored} apart, this run has them {stride} apart "
-                f"({size} replicas): continue on the platform that wrote it, or there write a Hugging Face directory "
-                "with save_pretrained, which loads everywhere; consecutive ranks on any platform: call "
-                f"parallel_state.initialize_kv_group({size}, sequential_ranks_in_group=True) before building the model"
+                f"{checkpoint} holds replicas of KV heads on ranks {stored} apart, this run has "
+                f"them {stride} apart ({size} replicas): continue on the platform that wrote it, "
+                "or there write a Hugging Face directory with save_pretrained, which loads "
+                "everywhere; consecutive ranks on any platform: call "
+                f"parallel_state.initialize_kv_group({size}, sequential_ranks_in_group=True) "
+                "before building the model"
             )
 
 

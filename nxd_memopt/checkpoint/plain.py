@@ -45,7 +45,8 @@ def encode(value: Any, put: Callable[[Tensor], str]) -> Any:
     if isinstance(value, Mapping):
         if all(type(key) is str and not key.startswith("$") for key in value):
             return {key: encode(item, put) for key, item in value.items()}
-        # Keys that are not strings, or that could be mistaken for an encoded type.
+        # Keys that are not strings (JSON would make strings of them), or that could be mistaken
+        # for an encoded type: a list of pairs keeps both.
         return {"$items": [[encode(key, put), encode(item, put)] for key, item in value.items()]}
     if isinstance(value, tuple):
         return {"$tuple": [encode(item, put) for item in value]}

@@ -1,4 +1,5 @@
-"""Writes one rank's part of a training checkpoint, and on rank 0 the index that makes the checkpoint complete.
+"""Writes one rank's part of a training checkpoint, and on rank 0 the index that makes the
+checkpoint complete.
 
 Each rank writes ``rank_XXXXX.safetensors`` and then ``rank_XXXXX.json``, which lists the content
 and marks the first file as complete. Rank 0 merges the JSON files into ``index.json`` and renames
@@ -16,7 +17,15 @@ from torch import Tensor
 
 from nxd_memopt.checkpoint.directories import replace_directory
 from nxd_memopt.checkpoint.fingerprint import flat_config, parallel_sizes
-from nxd_memopt.checkpoint.index import FORMAT, INDEX, VERSION, merge_tensors, read_checked_json, versions, write_json
+from nxd_memopt.checkpoint.index import (
+    FORMAT,
+    INDEX,
+    VERSION,
+    merge_tensors,
+    read_checked_json,
+    versions,
+    write_json,
+)
 from nxd_memopt.checkpoint.layout import Part
 from nxd_memopt.checkpoint.logical import (
     FullTensorShard,
@@ -33,7 +42,14 @@ from nxd_memopt.checkpoint.pickled import require_visible
 from nxd_memopt.checkpoint.plain import encode, require_plain
 from nxd_memopt.checkpoint.snapshot import Source
 from nxd_memopt.checkpoint.steps import incomplete_directory, prune, step_directory
-from nxd_memopt.checkpoint.stream import DTYPES, Entry, dtype_name, encode_header, in_file_order, write_file
+from nxd_memopt.checkpoint.stream import (
+    DTYPES,
+    Entry,
+    dtype_name,
+    encode_header,
+    in_file_order,
+    write_file,
+)
 from nxd_memopt.parallel_layers import parallel_state
 
 _COMPLETE = ".json"
@@ -54,15 +70,22 @@ class RankSave:
     """
 
     def __init__(
-        self, directory: str | Path, step: int, state: TrainingState, config: Mapping[str, Any], keep: int
+        self,
+        directory: str | Path,
+        step: int,
+        state: TrainingState,
+        config: Mapping[str, Any],
+        keep: int,
     ) -> None:
-        self.parent, self.keep = Path(directory), keep
-        self.target, self.incomplete = step_directory(directory, step), incomplete_directory(directory, step)
+        self.parent = Path(directory)
+        self.keep = keep
+        self.target = step_directory(directory, step)
+        self.incomplete = incomplete_directory(directory, step)
         self._rank = parallel_state.get_global_rank()
         self.file = rank_file(self.incomplete, self._rank, ".safetensors").name
         self._fragment: dict[str, Any] = {"file": self.file, "tensors": {}, "plain_tensors": {}}
         # Key in the file -> JSON entry that receives the checksum.
-        self._places: dict[str, dict[str, Any]] = {}
+        self._json_entries: dict[str, dict[str, Any]] = {}
         # The file order sorts by element size (alignment); keys are unique within the rank.
         sources = [*self._tensor_sources(state), *self._plain_sources(state)]
         by_key = {source.entry.key: source for source in sources}
@@ -91,15 +114,21 @@ class RankSave:
         if state.optimizer is not None:
             logicals += optimizer_tensors(state.optimizer, parameter_names(state.model))
         sources = []
-        # Every tensor enters the fragment, also without boxes of this rank: ranks must agree on all
-        # shapes.
+        # Every tensor enters the fragment, also without boxes of this rank: ranks must agree on
+        # all shapes.
         for logical, parts in owned_parts(logicals):
             boxes: list[dict[str, Any]] = []
             for part in parts:
                 key = _key(logical.name, part.offset, part.size, logical.shape)
-                box = {"offset": list(part.offset), "size": list(part.size), "file": self.file, "key": key}
+                # ``write`` adds the checksum to this entry, which the fragment contains too.
+                box = {
+                    "offset": list(part.offset),
+                    "size": list(part.size),
+                    "file": self.file,
+                    "key": key,
+                }
                 boxes.append(box)
-                self._places[key] = box
+                self._json_entries[key] = box
                 entry = Entry(key, DTYPES[logical.dtype], part.size)
                 sources.append(Source(entry, logical.stored, part, logical.is_updated_by_optimizer))
             self._fragment["tensors"][logical.name] = _tensor(logical, boxes)
@@ -116,9 +145,10 @@ class RankSave:
             key = f"plain.{self._rank}.{len(sources)}"
             tensor = tensor.detach()
             dtype = dtype_name(tensor.dtype, key)
-            place = {"shape": list(tensor.shape), "dtype": dtype, "file": self.file}
-            self._fragment["plain_tensors"][key] = self._places[key] = place
             shape = tuple(tensor.shape)
+            json_entry = {"shape": list(shape), "dtype": dtype, "file": self.file}
+            self._fragment["plain_tensors"][key] = json_entry
+            self._json_entries[key] = json_entry
             # One box that covers the complete tensor.
             part = Part((0,) * len(shape), shape, 0, shape, 0, 0, (0,))
             entry = Entry(key, DTYPES[dtype], shape)
@@ -131,17 +161,19 @@ class RankSave:
             plain["shared"] = dict(state.shared)
             if state.optimizer is not None:
                 names = parameter_names(state.model)
-                groups, numbers = optimizer_groups(state.optimizer, names), optimizer_numbers(state.optimizer, names)
-                plain["optimizer"] = {"groups": groups, "numbers": numbers}
+                plain["optimizer"] = {
+                    "groups": optimizer_groups(state.optimizer, names),
+                    "numbers": optimizer_numbers(state.optimizer, names),
+                }
         for name, values in plain.items():
             require_plain(values, name)
             self._fragment[name] = encode(values, put)
         return sources
 
-    def write(self, pieces_of: Callable[[int], Iterable[Tensor]]) -> None:
+    def write(self, chunks_of: Callable[[int], Iterable[Tensor]]) -> None:
         """Write this rank's files and flush them.
 
-        ``pieces_of(i)`` yields the bytes of ``sources[i]`` in chunks.
+        ``chunks_of(i)`` yields the bytes of ``sources[i]`` in chunks.
 
         Raises:
             OSError: the disk is full, or the directory was removed.
@@ -149,10 +181,11 @@ class RankSave:
         """
         require_visible(self.incomplete)
         entries = [source.entry for source in self.sources]
-        # Checksums are computed while the bytes are written, so each byte is read once.
-        checksums = write_file(self.incomplete / self.file, entries, pieces_of)
+        # Checksums are computed while the bytes are written: one pass over the data. Reading the
+        # file again would double the input and output of a save.
+        checksums = write_file(self.incomplete / self.file, entries, chunks_of)
         for entry, checksum in zip(entries, checksums, strict=True):
-            self._places[entry.key]["crc32"] = checksum
+            self._json_entries[entry.key]["crc32"] = checksum
         # The fragment is written last: its presence means that the tensor file is complete.
         self._fragment["bytes"] = len(encode_header(entries)) + self.size_bytes
         write_json(rank_file(self.incomplete, self._rank, _COMPLETE), self._fragment)
@@ -179,15 +212,21 @@ class RankSave:
         Raises:
             ValueError: the boxes of the ranks do not cover every full tensor.
         """
-        # Merge, write the index, remove the fragments, rename: before the rename the directory does
-        # not count as a checkpoint.
-        paths = [rank_file(self.incomplete, rank, _COMPLETE) for rank in range(self._head["sizes"]["world_size"])]
+        # Merge, write the index, remove the fragments, rename: before the rename the directory
+        # does not count as a checkpoint.
+        world_size = self._head["sizes"]["world_size"]
+        paths = [rank_file(self.incomplete, rank, _COMPLETE) for rank in range(world_size)]
         fragments = [read_checked_json(path) for path in paths]
+        # Keys contain the rank, so the tables of the ranks have no key in common.
+        plain_tensors: dict[str, Any] = {}
+        for fragment in fragments:
+            plain_tensors.update(fragment["plain_tensors"])
         content = {
             **self._head,
             "files": {fragment["file"]: fragment["bytes"] for fragment in fragments},
             "tensors": merge_tensors(fragments),
-            "plain_tensors": {key: place for each in fragments for key, place in each["plain_tensors"].items()},
+            "plain_tensors": plain_tensors,
+            # Of the values that are equal on all ranks only rank 0 stores a copy.
             "optimizer": fragments[0].get("optimizer"),
             "shared": fragments[0]["shared"],
             "per_rank": [fragment["per_rank"] for fragment in fragments],
@@ -204,10 +243,16 @@ def _tensor(logical: FullTensorShard, boxes: list[dict[str, Any]]) -> dict[str, 
     return {"shape": list(logical.shape), "dtype": logical.dtype, "boxes": boxes}
 
 
-def _key(name: str, offset: tuple[int, ...], size: tuple[int, ...], shape: tuple[int, ...]) -> str:
+def _key(
+    name: str,
+    offset: tuple[int, ...],
+    size: tuple[int, ...],
+    shape: tuple[int, ...],
+) -> str:
     """Return the name of the full tensor, with the range of a partial box:
     ``model.norm.weight[0:8]``.
     """
     if math.prod(size) == math.prod(shape):
         return name
-    return f"{name}[{','.join(f'{start}:{start + count}' for start, count in zip(offset, size, strict=True))}]"
+    ranges = [f"{start}:{start + count}" for start, count in zip(offset, size, strict=True)]
+    return f"{name}[{','.join(ranges)}]"

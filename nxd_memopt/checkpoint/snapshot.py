@@ -6,13 +6,13 @@ therefore be complete at the next update, not when the save begins:
 - Tensors on the host are read in place by the writer. ``before_update`` copies the ones that are
   not yet read. If forward and backward take long enough, nothing is copied.
 - Tensors on a GPU are copied to pinned memory on a separate stream, overlapped with forward and
-  backward. The writer's thread launches the copies. ``before_update`` makes the update wait for the
-  copies on the device.
+  backward. The writer's thread launches the copies. ``before_update`` makes the update wait for
+  the copies on the device.
 - Tensors of other devices (XLA) are copied one at a time when the save begins.
 
-A write to a tensor before it is copied is an error, detected by the version counter. On a GPU every
-write before ``before_update`` is an error, because the copies may be running. Writes through
-``Tensor.data`` are not counted and not detected.
+A write to a tensor before it is copied is an error, detected by the version counter. On a GPU
+every write before ``before_update`` is an error, because the copies may be running. Writes
+through ``Tensor.data`` are not counted and not detected.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from torch import Tensor
 
 from nxd_memopt.backends import HostTransfers, Transfer
 from nxd_memopt.checkpoint.layout import Part
-from nxd_memopt.checkpoint.stream import PIECE_BYTES, Entry, bytes_of
+from nxd_memopt.checkpoint.stream import CHUNK_BYTES, Entry, bytes_of
 from nxd_memopt.memory.host_pool import HostPool
 
 OWNER = "checkpoint snapshot"
-# Copies are launched in windows of 32 chunks (of up to 32 MiB); about two windows are queued at a
+# Copies are launched in windows of 32 chunks (up to 1 GiB); about two windows are queued at a
 # time.
-_WINDOW_PIECES, _WINDOWS = 32, 2
+_CHUNKS_PER_WINDOW = 32
+_QUEUED_WINDOWS = 2
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ class Source:
         entry: the entry of the file.
         stored: this rank's tensor.
         part: the box of ``stored`` that is written.
-        is_updated_by_optimizer: whether the tensor changes only in ``optimizer.step()`` and not in
-            forward.
+        is_updated_by_optimizer: whether the tensor changes only in ``optimizer.step()`` and not
+            in forward.
     """
 
     entry: Entry
@@ -57,7 +58,11 @@ class Source:
         """Return the part's bytes, 1-D uint8, on the device of ``stored``; a view if the part is
         contiguous.
         """
-        stored = self.stored if stored is None else stored
+        if stored is None:
+            stored = self.stored
+        # ``part`` describes ranges of the flat row-major tensor, so the tensor must be contiguous
+        # before the box is cut out of it. Both calls are free for the usual contiguous tensors;
+        # only a box that is narrowed along an inner dimension is copied.
         return bytes_of(self.part.of(stored.contiguous()).contiguous())
 
 
@@ -66,8 +71,8 @@ class HostReader:
     graph-compiling devices.
 
     Slicing a tensor on such a device would compile a graph for each slice. The full tensor is
-    copied instead, once for all of its parts, which are consecutive in a file. One such copy exists
-    at a time.
+    copied instead, once for all of its parts, which are consecutive in a file. One such copy
+    exists at a time.
     """
 
     def __init__(self) -> None:
@@ -82,15 +87,15 @@ class HostReader:
             self._last = (source.stored, source.stored.cpu())
         return source.flat(self._last[1])
 
-    def pieces(self, source: Source) -> Iterator[Tensor]:
+    def chunks(self, source: Source) -> Iterator[Tensor]:
         """Yield the current bytes of ``source`` on the host, in chunks of bounded size."""
         flat = self.flat(source)
-        for begin in range(0, flat.numel(), PIECE_BYTES):
-            yield flat[begin : begin + PIECE_BYTES].cpu()
+        for begin in range(0, flat.numel(), CHUNK_BYTES):
+            yield flat[begin : begin + CHUNK_BYTES].cpu()
 
 
 @dataclass
-class _Piece:
+class _Chunk:
     """A chunk of consecutive bytes of a source, inside one block.
 
     Attributes:
@@ -98,7 +103,7 @@ class _Piece:
         begin: first byte in the source.
         end: one after the last byte in the source.
         block: index of the block.
-        at: first byte in the block.
+        block_offset: first byte in the block.
         is_copied: whether the block contains the bytes, or a copy was launched.
     """
 
@@ -106,12 +111,12 @@ class _Piece:
     begin: int
     end: int
     block: int
-    at: int
+    block_offset: int
     is_copied: bool = False
 
-    def place(self, block: Tensor) -> Tensor:
+    def view_in(self, block: Tensor) -> Tensor:
         """Return the chunk's bytes in ``block``."""
-        return block[self.at : self.at + self.end - self.begin]
+        return block[self.block_offset : self.block_offset + self.end - self.begin]
 
 
 @dataclass
@@ -143,123 +148,142 @@ class Snapshot:
     pool: HostPool
     transfers: HostTransfers | None
     _blocks: list[_Block] = field(default_factory=list)
-    _pieces: list[list[_Piece]] = field(default_factory=list)
+    _chunks: list[list[_Chunk]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        # Protects blocks, chunks and ``_is_complete``, which the training thread
+        # (``before_update``) and the writer's thread (``chunks_of``) both change.
         self._lock = threading.Lock()
         # Version counters at the start of the save; any later difference is a write.
         self._versions = [source.stored._version for source in self.sources]
+        # Receives one chunk at a time that the writer reads directly from a host tensor.
         self._staging = np.empty(self.pool.block_bytes, dtype=np.uint8)
-        self._by_device: list[int] = []  # sources that are copied asynchronously by the device
-        self._begun: Transfer | None = None
-        self._started: list[Transfer] = []
+        self._async_sources: list[int] = []  # sources that are copied asynchronously by the device
+        self._start_mark: Transfer | None = None
+        self._window_transfers: list[Transfer] = []
         self._copies_launched = threading.Event()
         self._failure: Exception | None = None
         self._is_complete = False
-        self._cut()
+        self._assign_blocks()
         try:
-            self._begin()
+            self._copy_unstable_sources()
         except BaseException:
             self.close()
             raise
 
-    def _cut(self) -> None:
+    def _assign_blocks(self) -> None:
         """Assign the bytes of the sources to blocks, one after the other."""
-        position, block_bytes = 0, self.pool.block_bytes
+        block_bytes = self.pool.block_bytes
+        position = 0  # in the concatenation of all sources
         for source in self.sources:
-            pieces, begin, size_bytes = [], 0, source.entry.size_bytes
+            chunks = []
+            begin = 0  # in the source
+            size_bytes = source.entry.size_bytes
             while begin < size_bytes:
                 # A source may span several blocks, and a block may contain several small sources.
-                block, at = divmod(position, block_bytes)
-                count = min(size_bytes - begin, block_bytes - at)
-                pieces.append(_Piece(source, begin, begin + count, block, at))
+                # A chunk ends where its source or its block ends.
+                block, block_offset = divmod(position, block_bytes)
+                count = min(size_bytes - begin, block_bytes - block_offset)
+                chunks.append(_Chunk(source, begin, begin + count, block, block_offset))
                 if block == len(self._blocks):
                     self._blocks.append(_Block())
                 self._blocks[block].waiting += 1
-                begin, position = begin + count, position + count
-            self._pieces.append(pieces)
+                begin += count
+                position += count
+            self._chunks.append(chunks)
 
-    def _begin(self) -> None:
+    def _copy_unstable_sources(self) -> None:
         """Copy the sources that may change before ``before_update``, or that cannot be copied
         asynchronously.
         """
         # GPU tensors that forward changes are copied now; GPU tensors that only the optimizer
         # changes are copied later by the writer's thread; the host tensors of the optimizer wait
-        # for the update.
-        now: list[int] = []
-        reader, waits_for_update = HostReader(), False
+        # for the update. All other tensors (host buffers, XLA) are copied synchronously.
+        async_now: list[int] = []
+        waits_for_update = False
+        reader = HostReader()
         for i, source in enumerate(self.sources):
             if self._has_async_copies(source):
-                (self._by_device if source.is_updated_by_optimizer else now).append(i)
+                if source.is_updated_by_optimizer:
+                    self._async_sources.append(i)
+                else:
+                    async_now.append(i)
             elif source.stored.device.type == "cpu" and source.is_updated_by_optimizer:
                 waits_for_update = True
             else:
                 flat = reader.flat(source)
-                for piece in self._pieces[i]:
-                    self._copy(piece, flat)
+                for chunk in self._chunks[i]:
+                    self._copy(chunk, flat)
+        # All copies, also those that the writer's thread launches later, start after the work
+        # that is queued on the device now, and not after the next forward and backward.
         if self.transfers is not None:
-            self._begun = self.transfers.mark()
-        for transfer in self._copy_on_device(now):
+            self._start_mark = self.transfers.mark()
+        for transfer in self._copy_on_device(async_now):
             # Forward changes these tensors: make the device's next work wait for the copies.
             transfer.wait()
-        self._is_complete = not (waits_for_update or self._by_device)
+        self._is_complete = not (waits_for_update or self._async_sources)
 
     def start_copies(self) -> None:
         """Launch the asynchronous device copies. The thread that reads the snapshot calls it.
 
-        Launching a thousand copies takes a tenth of a second, and a thread that fills the device's
-        queue blocks. Neither should happen in the training thread. At most two windows of copies
-        are queued at a time.
+        Launching a thousand copies takes a tenth of a second, and a thread that fills the
+        device's queue blocks. Neither should happen in the training thread. At most two windows
+        of copies are queued at a time.
         """
         try:
-            for _ in self._copy_on_device(self._by_device):
-                if len(self._started) > _WINDOWS:
-                    self._started[-_WINDOWS - 1].synchronize()
+            for _ in self._copy_on_device(self._async_sources):
+                if len(self._window_transfers) > _QUEUED_WINDOWS:
+                    self._window_transfers[-_QUEUED_WINDOWS - 1].synchronize()
         finally:
+            # Also after an error: ``before_update`` waits for this event in the training thread.
             self._copies_launched.set()
 
     def _has_async_copies(self, source: Source) -> bool:
         """Return whether the tensor of ``source`` is on the device of ``transfers``."""
-        return self.transfers is not None and source.stored.device.type == self.transfers.device.type
+        if self.transfers is None:
+            return False
+        return source.stored.device.type == self.transfers.device.type
 
-    def _copy_on_device(self, chosen: Sequence[int]) -> Iterator[Transfer]:
-        """Launch the copies of the sources ``chosen`` window by window, and yield each window's
+    def _copy_on_device(self, indices: Sequence[int]) -> Iterator[Transfer]:
+        """Launch the copies of the sources ``indices`` window by window, and yield each window's
         transfer.
 
-        Versions are compared later, when an update begins or the copy is done: a write may overlap
-        with a running copy.
+        Versions are compared later, when an update begins or the copy is done: a write may
+        overlap with a running copy.
         """
-        pieces = [piece for i in chosen for piece in self._pieces[i]]
-        for first in range(0, len(pieces), _WINDOW_PIECES):
+        chunks = [chunk for i in indices for chunk in self._chunks[i]]
+        for first in range(0, len(chunks), _CHUNKS_PER_WINDOW):
             # One transfer (one event) per window instead of one per chunk.
-            window = pieces[first : first + _WINDOW_PIECES]
-            assert self.transfers is not None and self._begun is not None
-            transfer = self.transfers.copy_out(self._pairs(window), self._begun)
-            self._started.append(transfer)
-            for piece in window:
-                self._blocks[piece.block].copied.append(transfer)
+            window = chunks[first : first + _CHUNKS_PER_WINDOW]
+            assert self.transfers is not None and self._start_mark is not None
+            transfer = self.transfers.copy_out(self._pairs(window), self._start_mark)
+            self._window_transfers.append(transfer)
+            for chunk in window:
+                self._blocks[chunk.block].copied.append(transfer)
             yield transfer
 
-    def _pairs(self, window: Iterable[_Piece]) -> Iterator[tuple[Tensor, Tensor]]:
+    def _pairs(self, window: Iterable[_Chunk]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (host chunk, device chunk) for each chunk of ``window``."""
-        for piece in window:
+        for chunk in window:
+            # Marked when the copy is launched, not when it is done: readers wait for the block's
+            # transfers before they use its memory.
             with self._lock:
-                target = piece.place(self._memory(piece))
-                piece.is_copied = True
-            yield target, piece.source.flat()[piece.begin : piece.end]
+                target = chunk.view_in(self._memory_of(chunk))
+                chunk.is_copied = True
+            yield target, chunk.source.flat()[chunk.begin : chunk.end]
 
-    def _memory(self, piece: _Piece) -> Tensor:
+    def _memory_of(self, chunk: _Chunk) -> Tensor:
         """Return the memory of the chunk's block, taking it from the pool if needed."""
-        block = self._blocks[piece.block]
+        block = self._blocks[chunk.block]
         # Blocks whose chunks are all read in place never take memory.
         if block.memory is None:
             block.memory = self.pool.take(OWNER)
         return block.memory
 
-    def _copy(self, piece: _Piece, flat: Tensor) -> None:
+    def _copy(self, chunk: _Chunk, flat: Tensor) -> None:
         """Copy one chunk synchronously."""
-        piece.place(self._memory(piece)).copy_(flat[piece.begin : piece.end])
-        piece.is_copied = True
+        chunk.view_in(self._memory_of(chunk)).copy_(flat[chunk.begin : chunk.end])
+        chunk.is_copied = True
 
     def before_update(self) -> None:
         """Complete the snapshot. Call it before any write to the tensors; later calls do nothing.
@@ -268,13 +292,14 @@ class Snapshot:
         """
         if self._is_complete:
             return
-        # Wait until all copies are launched, then make the device's next work wait for the copies.
-        # The host does not wait for the copies themselves.
-        if self._by_device:
+        # Wait until all copies are launched, then make the device's next work wait for the
+        # copies. The host does not wait for the copies themselves.
+        if self._async_sources:
             self._copies_launched.wait()
-        for transfer in self._started:
+        for transfer in self._window_transfers:
             transfer.wait()
-        # Writer and training thread may reach a chunk at the same time: only one of them copies it.
+        # Writer and training thread may reach a chunk at the same time: only one of them copies
+        # it.
         with self._lock:
             if self._is_complete:  # the writer failed and closed the snapshot meanwhile
                 return
@@ -286,75 +311,87 @@ class Snapshot:
 
     def _copy_remaining(self) -> None:
         """Check the versions of the sources and copy the chunks that are not yet copied or read."""
-        for i in self._by_device:
-            self._require_unchanged(i)  # the copies may have been under way when it was written to
-        for i, pieces in enumerate(self._pieces):
-            remaining = [piece for piece in pieces if not piece.is_copied]
+        # A device copy that ran during a write may contain old and new bytes. Only writes after
+        # ``before_update`` are ordered after the copies, so any earlier write is an error.
+        for i in self._async_sources:
+            self._require_unchanged(i)
+        for i, chunks in enumerate(self._chunks):
+            remaining = [chunk for chunk in chunks if not chunk.is_copied]
             if remaining:
                 self._require_unchanged(i)
                 flat = self.sources[i].flat()
-                for piece in remaining:
-                    self._copy(piece, flat)
+                for chunk in remaining:
+                    self._copy(chunk, flat)
 
     def _require_unchanged(self, index: int) -> None:
         """Raise ``ValueError`` if the tensor was written to after the save began."""
         source = self.sources[index]
-        if source.stored._version != self._versions[index]:
+        version = source.stored._version
+        if version != self._versions[index]:
             raise ValueError(
-                f"{source.entry.key} was written to (version {source.stored._version}, {self._versions[index]} when "
-                "the save began) before it was copied: update parameters through the optimizer that is saved, or call "
-                "before_update() first"
+                f"{source.entry.key} was written to (version {version}, {self._versions[index]} "
+                "when the save began) before it was copied: update parameters through the "
+                "optimizer that is saved, or call before_update() first"
             )
 
-    def pieces_of(self, index: int) -> Iterator[Tensor]:
+    def chunks_of(self, index: int) -> Iterator[Tensor]:
         """Yield the bytes of source ``index``.
 
         One other thread may call it, in the order of the sources.
 
         Raises:
-            ValueError: a tensor was written to before it was copied, or the pool has no block left.
+            ValueError: a tensor was written to before it was copied, or the pool has no block
+                left.
             RuntimeError: host memory could not be allocated or pinned.
         """
-        for piece in self._pieces[index]:
-            yield self._read(piece, index)
-            self._release(piece)
+        for chunk in self._chunks[index]:
+            yield self._read(chunk, index)
+            self._count_written(chunk)
 
-    def _read(self, piece: _Piece, index: int) -> Tensor:
+    def _read(self, chunk: _Chunk, index: int) -> Tensor:
         """Return the bytes of one chunk, from its block or directly from the tensor on the host."""
         with self._lock:
             if self._failure is not None:
                 raise self._failure
-            block = self._blocks[piece.block]
-            # Read in place, from host memory: copied to the staging buffer under the lock, so that
-            # ``before_update`` waits until the bytes are safe.
-            if not piece.is_copied:
+            block = self._blocks[chunk.block]
+            if not chunk.is_copied:
+                # Read in place, from host memory: copied to the staging buffer under the lock, so
+                # that ``before_update`` waits until the bytes are safe. The file would otherwise
+                # get bytes of the next step if the update runs during the write to the disk.
                 self._require_unchanged(index)
                 # numpy copies in this thread only; torch would use threads that compete with
                 # training.
-                live = piece.source.flat()[piece.begin : piece.end].numpy()
+                live = chunk.source.flat()[chunk.begin : chunk.end].numpy()
                 np.copyto(self._staging[: len(live)], live)
-                piece.is_copied = True
+                chunk.is_copied = True
                 return torch.from_numpy(self._staging[: len(live)])
         # A block may contain chunks of several windows: wait for all of the block's copies.
         for transfer in block.copied:
             transfer.synchronize()
+        # No update has begun, so ``_copy_remaining`` has not compared the versions: a write since
+        # the save began may have overlapped with the device's copy. After an update the versions
+        # differ anyway and have been compared.
+        is_async = self._has_async_copies(chunk.source) and chunk.source.is_updated_by_optimizer
         with self._lock:
-            if not self._is_complete and self._has_async_copies(piece.source) and piece.source.is_updated_by_optimizer:
-                self._require_unchanged(index)  # no update has begun: any write may have met the copy under way
+            if is_async and not self._is_complete:
+                self._require_unchanged(index)
         assert block.memory is not None
-        return piece.place(block.memory)
+        return chunk.view_in(block.memory)
 
-    def _release(self, piece: _Piece) -> None:
+    def _count_written(self, chunk: _Chunk) -> None:
         """Count a chunk as written, and return its block to the pool after the last chunk."""
         with self._lock:
-            block = self._blocks[piece.block]
+            block = self._blocks[chunk.block]
             block.waiting -= 1
             if not block.waiting:
-                self._give_back(block)
+                self._release_memory(block)
 
-    def _give_back(self, block: _Block) -> None:
-        if block.memory is not None:
-            memory, block.memory = block.memory, None
+    def _release_memory(self, block: _Block) -> None:
+        memory = block.memory
+        if memory is not None:
+            # Reset first: ``close`` runs after all chunks are written too, and must not return
+            # the same block twice.
+            block.memory = None
             self.pool.give_back(memory, OWNER)
 
     def close(self) -> None:
@@ -363,9 +400,9 @@ class Snapshot:
         Nothing may be read afterwards, and ``before_update`` copies nothing.
         """
         self._copies_launched.set()
-        for transfer in self._started:
+        for transfer in self._window_transfers:
             transfer.synchronize()  # a running copy still writes to the memory
         with self._lock:
             for block in self._blocks:
-                self._give_back(block)
+                self._release_memory(block)
             self._is_complete = True

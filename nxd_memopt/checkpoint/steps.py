@@ -51,11 +51,14 @@ def complete_steps(directory: Path) -> dict[int, Path]:
     """Return the complete checkpoints by step, including the previous version left by an
     interrupted replacement.
     """
+    if not directory.is_dir():
+        return {}
     found: dict[int, Path] = {}
-    for path in directory.iterdir() if directory.is_dir() else ():
-        # A previous version counts only while the new one is not in place.
-        moved, renamed = _REPLACED_STEP.fullmatch(path.name), _STEP.fullmatch(path.name)
-        match = renamed or moved
+    for path in directory.iterdir():
+        renamed = _STEP.fullmatch(path.name)
+        match = renamed or _REPLACED_STEP.fullmatch(path.name)
+        # Both versions may be there, in any order: a kill during the removal of the previous one
+        # leaves it next to the new one. It counts only while the new one is not in place.
         if match and _is_complete(path) and (renamed or int(match[1]) not in found):
             found[int(match[1])] = path
     return dict(sorted(found.items()))
@@ -70,13 +73,19 @@ def find_latest(directory: str | Path) -> Path | None:
     latest = ""
     with raise_together(f"searching {directory}"):
         if parallel_state.is_global_rank_zero():
-            latest = next((path.name for path in reversed(complete_steps(Path(directory)).values())), "")
+            paths = list(complete_steps(Path(directory)).values())
+            if paths:
+                latest = paths[-1].name
+    # Rank 0's answer for all ranks: a network file system may show a rename to some hosts late.
     latest = share_texts(latest)[0]
-    return Path(directory) / latest if latest else None
+    if not latest:
+        return None
+    return Path(directory) / latest
 
 
 def prepare_step(parent: Path, step: int, keep: int) -> None:
-    """Remove the remains of interrupted saves and create the directory to write into. Rank 0 calls.
+    """Remove the remains of interrupted saves and create the directory to write into. Rank 0
+    calls.
 
     Raises:
         ValueError: ``step`` or ``keep`` is out of range, or ``parent`` has a later step.

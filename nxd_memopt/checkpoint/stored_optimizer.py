@@ -30,7 +30,9 @@ class StoredOptimizer:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = _unwrapped(optimizer)
-        self._zero1 = self._optimizer if isinstance(self._optimizer, NeuronZero1Optimizer) else None
+        self._zero1: NeuronZero1Optimizer | None = None
+        if isinstance(self._optimizer, NeuronZero1Optimizer):
+            self._zero1 = self._optimizer
 
     @cached_property
     def parameters(self) -> list[StoredParameter]:
@@ -49,7 +51,9 @@ class StoredOptimizer:
     @property
     def base(self) -> torch.optim.Optimizer:
         """The optimizer whose ``state`` has the states of ``parameters``."""
-        return self._optimizer if self._zero1 is None else self._zero1.base_optimizer
+        if self._zero1 is None:
+            return self._optimizer
+        return self._zero1.base_optimizer
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -59,7 +63,9 @@ class StoredOptimizer:
     @property
     def steps(self) -> list[torch.optim.Optimizer]:
         """The optimizers whose ``step`` writes to parameters, masters and states."""
-        return [self._optimizer] if self._zero1 is None else [self._optimizer, self.base]
+        if self._zero1 is None:
+            return [self._optimizer]
+        return [self._optimizer, self.base]
 
     def require_all_states(self) -> None:
         """Refuse states that are not in ``base.state`` by parameter: a checkpoint would silently
@@ -68,21 +74,27 @@ class StoredOptimizer:
         Raises:
             ValueError: a state belongs to no parameter, or an inner optimizer has the states.
         """
-        base, known = self.base, {id(each.stored) for each in self.parameters}
+        base = self.base
         # Compare by identity: == of tensors is element-wise.
-        others = [key for key in base.state if id(key) not in known]
-        if others:
-            first = f"a tensor of shape {list(others[0].shape)}" if isinstance(others[0], Tensor) else repr(others[0])
+        known = {id(each.stored) for each in self.parameters}
+        unknown = [key for key in base.state if id(key) not in known]
+        if unknown:
+            if isinstance(unknown[0], Tensor):
+                first = f"a tensor of shape {list(unknown[0].shape)}"
+            else:
+                first = repr(unknown[0])
             raise ValueError(
-                f"{type(base).__name__} has {len(others)} of {len(base.state)} states that are of none of its "
-                f"parameters, the first is of {first}: pass the optimizer whose param_groups have what it updates"
+                f"{type(base).__name__} has {len(unknown)} of {len(base.state)} states that are "
+                f"of none of its parameters, the first is of {first}: pass the optimizer whose "
+                "param_groups have what it updates"
             )
         # A wrapper that names its inner optimizer differently would look like an optimizer before
         # its first step.
         if known and not base.state and _has_states_elsewhere(base):
             raise ValueError(
-                f"{type(base).__name__} has {len(known)} parameters and its attribute 'state' is empty, but an "
-                "optimizer inside of it has states: pass that one, or name the attribute that holds it 'optimizer'"
+                f"{type(base).__name__} has {len(known)} parameters and its attribute 'state' is "
+                "empty, but an optimizer inside of it has states: pass that one, or name the "
+                "attribute that holds it 'optimizer'"
             )
 
     def states_of(self, each: StoredParameter) -> Mapping[Any, Any]:
@@ -93,8 +105,11 @@ class StoredOptimizer:
         """Return whether the stored tensor has another dtype than the parameter and is to be
         saved.
         """
-        saves = self._zero1 is None or self._zero1.save_master_weights
-        return saves and each.stored is not each.param and each.stored.dtype != each.param.dtype
+        if self._zero1 is not None and not self._zero1.save_master_weights:
+            return False
+        # A shard in the parameter's dtype is another tensor, but has no bits that the parameter
+        # lacks.
+        return each.stored is not each.param and each.stored.dtype != each.param.dtype
 
     def mark_masters_synced(self) -> None:
         """Treat the current parameters and masters as equal, after both were read from one
@@ -113,18 +128,22 @@ class StoredOptimizer:
         for group, options in zip(self.param_groups, saved, strict=True):
             for option, value in options.items():
                 if option not in OPTIONS_OF_THE_DEVICE:
-                    group[option] = _of_the_kind_of(group.get(option), value)
+                    group[option] = _match_type(group.get(option), value)
         if self._zero1 is not None:
             self._zero1.copy_options()
 
 
 def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return the innermost optimizer of nested wrappers."""
+    # ``vars`` instead of ``getattr``: a wrapper's ``__getattr__`` may delegate to the optimizer
+    # inside, which would then be asked for its own ``optimizer``.
     inner = vars(optimizer).get("optimizer")
-    return _unwrapped(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
+    if isinstance(inner, torch.optim.Optimizer):
+        return _unwrapped(inner)
+    return optimizer
 
 
-def _of_the_kind_of(present: Any, value: Any) -> Any:
+def _match_type(present: Any, value: Any) -> Any:
     """Return ``value`` as a tensor or a number, like ``present``."""
     if isinstance(present, Tensor):
         return torch.as_tensor(value, dtype=present.dtype, device=present.device)
@@ -137,13 +156,16 @@ def _has_states_elsewhere(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an inner optimizer, or an overridden ``state_dict``, has states."""
     if any(inner.state for inner in _inner_optimizers(optimizer)):
         return True
-    is_torchs = type(optimizer).state_dict is torch.optim.Optimizer.state_dict
-    return not is_torchs and bool(optimizer.state_dict().get("state"))
+    # torch's own ``state_dict`` reads ``state``, which is empty. Building it is skipped.
+    if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
+        return False
+    return bool(optimizer.state_dict().get("state"))
 
 
 def _inner_optimizers(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
     """Yield the optimizers among the attributes, also in lists and tuples."""
     for value in vars(optimizer).values():
-        for each in value if isinstance(value, (list, tuple)) else [value]:
-            if isinstance(each, torch.optim.Optimizer):
-                yield each
+        candidates = value if isinstance(value, (list, tuple)) else [value]
+        for candidate in candidates:
+            if isinstance(candidate, torch.optim.Optimizer):
+                yield candidate

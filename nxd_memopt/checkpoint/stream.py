@@ -1,8 +1,10 @@
-"""Writes and reads safetensors files tensor by tensor, in bounded host memory, with a checksum of each tensor.
+"""Writes and reads safetensors files tensor by tensor, in bounded host memory, with a checksum of
+each tensor.
 
-The format (https://huggingface.co/docs/safetensors): 8 bytes with the length of the header, a JSON
-header with dtype, shape and byte range of each tensor, then the bytes of the tensors without gaps.
-All sizes are known before the first byte is written, so tensors are streamed one after the other.
+The format (https://huggingface.co/docs/safetensors): 8 bytes with the length of the header, a
+JSON header with dtype, shape and byte range of each tensor, then the bytes of the tensors without
+gaps. All sizes are known before the first byte is written, so tensors are streamed one after the
+other.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from torch import Tensor
 
 from nxd_memopt.checkpoint.layout import Shape
 
-PIECE_BYTES = 32 << 20
+CHUNK_BYTES = 32 << 20
 """Chunk size, 32 MiB: bytes that are copied to the host, added to the checksum and written at a
 time.
 """
@@ -93,13 +95,17 @@ def encode_header(entries: Sequence[Entry]) -> bytes:
     return len(encoded).to_bytes(8, "little") + encoded
 
 
-def write_file(path: Path, entries: Sequence[Entry], pieces_of: Callable[[int], Iterable[Tensor]]) -> list[int]:
+def write_file(
+    path: Path,
+    entries: Sequence[Entry],
+    chunks_of: Callable[[int], Iterable[Tensor]],
+) -> list[int]:
     """Write ``entries`` to ``path``, flush it to the disk, and return the CRC-32 of each entry.
 
     Args:
         path: a new file.
         entries: the entries in the order of the file.
-        pieces_of: yields the bytes of the i-th entry in order, as 1-D uint8 host tensors. Each
+        chunks_of: yields the bytes of the i-th entry in order, as 1-D uint8 host tensors. Each
             chunk is used before the next one is requested, so the buffer may be reused.
 
     Raises:
@@ -111,9 +117,12 @@ def write_file(path: Path, entries: Sequence[Entry], pieces_of: Callable[[int], 
         with path.open("xb", buffering=0) as file:
             _write_all(file, memoryview(encode_header(entries)))
             for i, entry in enumerate(entries):
-                checksum = written = 0
-                for piece in pieces_of(i):
-                    content = _view(piece)
+                # One pass over the data, with one chunk in host memory at a time, whatever the
+                # size of the entry.
+                checksum = 0
+                written = 0
+                for chunk in chunks_of(i):
+                    content = _view(chunk)
                     checksum = zlib.crc32(content, checksum)
                     _write_all(file, content)
                     written += len(content)
@@ -134,7 +143,10 @@ def _write_all(file: Any, content: memoryview) -> None:
 def bytes_of(tensor: Tensor) -> Tensor:
     """Return the memory of a contiguous tensor as 1-D uint8, sharing the storage."""
     flat = tensor.view(-1)
-    return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
+    # There are no bytes to share: the result is on the host for every device.
+    if not flat.numel():
+        return torch.empty(0, dtype=torch.uint8)
+    return flat.view(torch.uint8)
 
 
 def _view(content: Tensor) -> memoryview:
@@ -168,6 +180,7 @@ class TensorFile:
         try:
             with self._path.open("rb") as file:
                 length = int.from_bytes(file.read(8), "little")
+                # Checked before the read: a damaged length could ask for any number of bytes.
                 if length > self._path.stat().st_size - 8:
                     raise ValueError(f"a header of {length} bytes does not fit")
                 header = json.loads(file.read(length))
@@ -180,8 +193,13 @@ class TensorFile:
     @staticmethod
     def _begin(stored: Any) -> int:
         """Return the first byte of a header entry, or 0 if the entry is damaged."""
-        offsets = stored.get("data_offsets") if isinstance(stored, dict) else None
-        return offsets[0] if isinstance(offsets, list) and offsets and isinstance(offsets[0], int) else 0
+        # A damaged entry differs from the expected one wherever it begins: ``read`` refuses it.
+        if not isinstance(stored, dict):
+            return 0
+        offsets = stored.get("data_offsets")
+        if not isinstance(offsets, list) or not offsets or not isinstance(offsets[0], int):
+            return 0
+        return offsets[0]
 
     def read(self, entry: Entry, checksum: int) -> Tensor:
         """Return the tensor ``entry`` on the host.
@@ -195,8 +213,8 @@ class TensorFile:
         begin = self._begin(stored)
         if stored != {**expected, "data_offsets": [begin, begin + entry.size_bytes]}:
             raise ValueError(
-                f"{self._path} has {stored} as {entry.key!r} and its index says {expected}: one of the two was "
-                "altered: copy both again"
+                f"{self._path} has {stored} as {entry.key!r} and its index says {expected}: one "
+                "of the two was altered: copy both again"
             )
         tensor = torch.empty(entry.shape, dtype=entry.dtype)
         with self._path.open("rb", buffering=0) as file:
@@ -206,8 +224,8 @@ class TensorFile:
         found = zlib.crc32(_view(bytes_of(tensor)))
         if found != checksum:
             raise ValueError(
-                f"{self._path}: the bytes of {entry.key!r} have checksum {found:08x} and the index says "
-                f"{checksum:08x}: the file was altered: copy it again"
+                f"{self._path}: the bytes of {entry.key!r} have checksum {found:08x} and the "
+                f"index says {checksum:08x}: the file was altered: copy it again"
             )
         return tensor
 

@@ -29,8 +29,8 @@ class Restored:
     Attributes:
         step: optimizer steps done.
         shared: ``TrainingState.shared`` of the saved state.
-        per_rank: this rank's own values, or None if T or D differ from those of the run that wrote
-            them.
+        per_rank: this rank's own values, or None if T or D differ from those of the run that
+            wrote them.
         notes: messages about parts of the run that are not resumed exactly; empty for an exact
             resume.
     """
@@ -42,7 +42,12 @@ class Restored:
 
 
 def save_training_state(
-    directory: str | Path, step: int, *, state: TrainingState, config: Mapping[str, Any], keep: int = 2
+    directory: str | Path,
+    step: int,
+    *,
+    state: TrainingState,
+    config: Mapping[str, Any],
+    keep: int = 2,
 ) -> Path:
     """Write ``directory/step_XXXXXXXX`` and return its path.
 
@@ -70,7 +75,7 @@ def save_training_state(
     # Every rank writes its file; only if all succeed, rank 0 writes the index.
     with raise_together(task):
         # No snapshot: the tensors are read directly, because training waits for the save.
-        save.write(lambda i: reader.pieces(save.sources[i]))
+        save.write(lambda i: reader.chunks(save.sources[i]))
     with raise_together(task):
         if parallel_state.is_global_rank_zero():
             save.complete()
@@ -103,9 +108,9 @@ def load_training_state(
 
     Every rank calls.
 
-    T, D and ZeRO-1 may differ from the run that wrote it; parameters, masters and optimizer states
-    are bit-identical. A version-1 checkpoint (``rank_XXXXX.pt``) needs the same world size, T and
-    ZeRO-1. All of its other entries are returned in both ``shared`` and ``per_rank``.
+    T, D and ZeRO-1 may differ from the run that wrote it; parameters, masters and optimizer
+    states are bit-identical. A version-1 checkpoint (``rank_XXXXX.pt``) needs the same world
+    size, T and ZeRO-1. All of its other entries are returned in both ``shared`` and ``per_rank``.
 
     Args:
         directory: directory of the run.
@@ -132,23 +137,34 @@ def load_training_state(
     return Restored(step, rest, rest)
 
 
-def _load(index: Index, state: TrainingState, config: Mapping[str, Any], not_compared: Collection[str]) -> Restored:
+def _load(
+    index: Index,
+    state: TrainingState,
+    config: Mapping[str, Any],
+    not_compared: Collection[str],
+) -> Restored:
     """Load a checkpoint of version 2."""
     require_same_config(index.directory, index.content["config"], flat_config(config), not_compared)
     load_model(index, state.model)
-    notes = [] if state.optimizer is None else load_optimizer(index, state.optimizer, state.model)
+    notes: list[str] = []
+    if state.optimizer is not None:
+        # After the model: masters that the checkpoint lacks are cut from the loaded parameters.
+        notes = load_optimizer(index, state.optimizer, state.model)
     shared = decode(index.content["shared"], index.plain_tensor)
     # Values of one rank, such as random states, have no meaning at other parallel sizes.
+    per_rank: dict[str, Any] | None = None
     if parallel_sizes() == index.sizes:
         rank = parallel_state.get_global_rank()
-        return Restored(index.step, shared, decode(index.content["per_rank"][rank], index.plain_tensor), notes)
-    return Restored(index.step, shared, None, notes)
+        per_rank = decode(index.content["per_rank"][rank], index.plain_tensor)
+    return Restored(index.step, shared, per_rank, notes)
 
 
 def _load_version_1(latest: Path, rest: dict[str, Any], state: TrainingState) -> None:
     """Load the model of a version-1 checkpoint, after checking its entries."""
-    wanted = ["model"] if state.optimizer is None else ["model", "optimizer"]
-    missing = [name for name in wanted if name not in rest]
+    required = ["model"]
+    if state.optimizer is not None:
+        required.append("optimizer")
+    missing = [name for name in required if name not in rest]
     if missing:
         raise ValueError(f"{latest} has no {missing}, only {list(rest)}: it was written by another program")
     load_into(state.model, rest.pop("model"))

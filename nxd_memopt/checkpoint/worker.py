@@ -19,7 +19,8 @@ JOIN_S = 1.0
 ranks.
 """
 _LOWEST_PRIORITY = 19
-_BUSY, _DONE = "busy", "done"
+_BUSY = "busy"
+_DONE = "done"
 
 
 class Worker:
@@ -35,13 +36,20 @@ class Worker:
         report_failure: called in the thread with the message of an error.
     """
 
-    def __init__(self, target: Path, work: Callable[[Worker], None], report_failure: Callable[[str], None]) -> None:
-        self._target, self._work, self._report_failure = target, work, report_failure
+    def __init__(
+        self,
+        target: Path,
+        work: Callable[[Worker], None],
+        report_failure: Callable[[str], None],
+    ) -> None:
+        self._target = target
+        self._work = work
+        self._report_failure = report_failure
         self._error: Exception | None = None
         self._reports: list[str] = []
         self._progress = 0
         self._stop = threading.Event()
-        self._why_stopped = "the program ended before the save was complete"
+        self._stop_reason = "the program ended before the save was complete"
         # A daemon thread, because the interpreter must not wait for it: rank 0 may be waiting for
         # dead ranks.
         self._thread = threading.Thread(target=self._run, name=f"save {target.name}", daemon=True)
@@ -78,16 +86,19 @@ class Worker:
         Call it in waiting loops.
         """
         if self._stop.is_set():
-            raise AbandonedError(self._why_stopped)
+            raise AbandonedError(self._stop_reason)
 
     def _status(self) -> str:
         """Return this rank's status: busy, done, or its error."""
         if self._thread.is_alive():
             return _BUSY
-        return _DONE if self._error is None else f"{type(self._error).__name__}: {self._error}"
+        if self._error is None:
+            return _DONE
+        return f"{type(self._error).__name__}: {self._error}"
 
     def poll(self) -> bool:
-        """Return whether the save has ended on all ranks; the same on all ranks. Every rank calls.
+        """Return whether the save has ended on all ranks; the same on all ranks. Every rank
+        calls.
 
         A failure on one rank stops the writers of all ranks: rank 0 would otherwise wait forever
         for the failed rank's files.
@@ -96,7 +107,7 @@ class Worker:
         # Every rank computes this from the same shared reports.
         failed = self._first_failure()
         if failed is not None:
-            self._why_stopped = f"rank {failed} failed: {self._reports[failed]}"
+            self._stop_reason = f"rank {failed} failed: {self._reports[failed]}"
             self._stop.set()
         return _BUSY not in self._reports
 
@@ -105,9 +116,16 @@ class Worker:
 
         A rank that was stopped because of another rank reports ``AbandonedError``.
         """
-        failed = [rank for rank, report in enumerate(self._reports) if report not in (_BUSY, _DONE)]
-        own_errors = [rank for rank in failed if not self._reports[rank].startswith(AbandonedError.__name__)]
-        return next(iter([*own_errors, *failed]), None)
+        abandoned: int | None = None
+        for rank, report in enumerate(self._reports):
+            if report in (_BUSY, _DONE):
+                continue
+            # The reports are texts: ``_status`` puts the type of the error first.
+            if not report.startswith(AbandonedError.__name__):
+                return rank
+            if abandoned is None:
+                abandoned = rank
+        return abandoned
 
     def finish(self) -> None:
         """Wait until the save has ended on all ranks.
@@ -146,11 +164,13 @@ class Worker:
             error: the reason why the program ends; gets a note if the save did not complete.
         """
         atexit.unregister(self._at_exit)
-        # One round lasts up to ``stall_s``; a round without a heartbeat ends the wait.
-        before = -1
-        while self._thread.is_alive() and self._progress != before:
-            before = self._progress
+        # One round lasts up to ``stall_s``; a round without a heartbeat ends the wait. A save on
+        # a slow disk thus completes, and a save that waits for dead ranks does not.
+        progress_before = -1
+        while self._thread.is_alive() and self._progress != progress_before:
+            progress_before = self._progress
             self._thread.join(timeout=stall_s)
+        # The thread raises ``AbandonedError`` at its next heartbeat and returns its memory.
         self._stop.set()
         self._thread.join(timeout=stall_s)
         status = self._status()

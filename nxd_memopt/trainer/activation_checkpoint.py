@@ -33,8 +33,8 @@ def apply_activation_checkpointing(
         check_fn: selects the modules.
     """
     wrapped: dict[nn.Module, nn.Module] = {}
-    # ``modules()`` lists parents before children: in reverse order inner modules are wrapped first.
-    # A module that is shared by several parents is wrapped once.
+    # ``modules()`` lists parents before children: in reverse order inner modules are wrapped
+    # first. A module that is shared by several parents is wrapped once.
     for parent in reversed(list(model.modules())):
         for name, child in list(parent.named_children()):
             if child not in wrapped and check_fn(child):
@@ -56,17 +56,23 @@ def classes_to_recompute(model: nn.Module, choice: Any) -> tuple[type[nn.Module]
     """
     if choice == "full":
         return _layer_classes(model)
-    classes: tuple[Any, ...] = tuple(choice) if isinstance(choice, list | tuple) else (choice,)
-    if not classes or not all(isinstance(each, type) and issubclass(each, nn.Module) for each in classes):
+    classes: tuple[Any, ...] = (choice,)
+    if isinstance(choice, list | tuple):
+        classes = tuple(choice)
+    if not classes or not all(_is_module_class(each) for each in classes):
         raise ValueError(
             f"activation_checkpoint_config {choice!r} must be None, 'full', a module class or a list of them"
         )
     if not any(isinstance(module, classes) for module in model.modules()):
         raise ValueError(
-            f"activation_checkpoint_config names {[each.__name__ for each in classes]}, which the model has not: "
-            "name classes of its modules, or 'full'"
+            f"activation_checkpoint_config names {[each.__name__ for each in classes]}, which the "
+            "model has not: name classes of its modules, or 'full'"
         )
     return classes
+
+
+def _is_module_class(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, nn.Module)
 
 
 def _layer_classes(model: Any) -> tuple[type[nn.Module], ...]:
@@ -75,12 +81,14 @@ def _layer_classes(model: Any) -> tuple[type[nn.Module], ...]:
     """
     if hasattr(model, "decoder_layers"):
         return tuple({type(layer) for layer in model.decoder_layers()})
-    # transformers lists the classes of its decoder layers there.
+    # transformers lists the names of the classes that must stay on one device there: its decoder
+    # layers. The list may name classes that this model does not use.
     names = getattr(model, "_no_split_modules", None) or ()
     classes = tuple({type(module) for module in model.modules() if type(module).__name__ in names})
     if not classes:
         raise ValueError(
-            f"activation_checkpoint_config 'full' finds no layers: {type(model).__name__} has neither decoder_layers() "
-            f"nor modules of the classes in _no_split_modules ({list(names)}): pass the layer's class"
+            f"activation_checkpoint_config 'full' finds no layers: {type(model).__name__} has "
+            "neither decoder_layers() nor modules of the classes in _no_split_modules "
+            f"({list(names)}): pass the layer's class"
         )
     return classes

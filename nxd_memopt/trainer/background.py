@@ -34,8 +34,8 @@ class TagSave:
             written.
 
     Raises:
-        ValueError: on every rank, if a host has too little memory; the message has the required and
-            the available bytes.
+        ValueError: on every rank, if a host has too little memory; the message has the required
+            and the available bytes.
     """
 
     def __init__(
@@ -46,8 +46,13 @@ class TagSave:
         write: Write,
         complete: Callable[[], None],
     ) -> None:
-        self._incomplete, self._write, self._complete = incomplete, write, complete
-        self._rank, self._world_size = parallel_state.get_global_rank(), parallel_state.get_world_size()
+        self._incomplete = incomplete
+        self._write = write
+        self._complete = complete
+        self._rank = parallel_state.get_global_rank()
+        self._world_size = parallel_state.get_world_size()
+        # Only checks the available memory: the copies have the sizes of their tensors, and blocks
+        # of one size would not fit them.
         pool = HostPool()
         with raise_together(f"copying the state for {target}"):
             require_visible(incomplete)
@@ -65,7 +70,8 @@ class TagSave:
         for name in list(self._states):
             worker.heartbeat()
             self._write(name, self._states.pop(name))  # frees the copy after it is written
-        # A marker file per rank replaces a barrier, which the thread must not run.
+        # A marker file per rank replaces a barrier, which the thread must not run: its collective
+        # would interleave with those of the training thread.
         rank_file(self._incomplete, self._rank, _WRITTEN).touch()
         if self._rank == 0:
             wait_for_ranks(self._incomplete, self._world_size, _WRITTEN, worker.check_cancelled)
@@ -98,11 +104,14 @@ class TagSave:
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    """Return a host copy that shares no memory with ``tensor`` and does not include the rest of its
-    storage.
+    """Return a host copy that shares no memory with ``tensor`` and does not include the rest of
+    its storage.
     """
     tensor = tensor.detach()
-    return tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()
+    # ``cpu()`` returns a host tensor itself, which training would go on changing.
+    if tensor.device.type == "cpu":
+        return tensor.clone()
+    return tensor.cpu()
 
 
 def _size_bytes(value: Any) -> int:
@@ -114,6 +123,7 @@ def _size_bytes(value: Any) -> int:
         total += tensor.numel() * tensor.element_size()
         return tensor
 
+    # Tied tensors count once, as they are copied once.
     map_distinct_tensors(value, count)
     return total
 

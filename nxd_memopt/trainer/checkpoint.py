@@ -1,9 +1,10 @@
-"""Saves and loads training checkpoints under tags, in neuronx-distributed's layout; complete or absent.
+"""Saves and loads training checkpoints under tags, in neuronx-distributed's layout; complete or
+absent.
 
-The files are ``directory/tag/{model,optim}/dp_rank_XX_tp_rank_XX_pp_rank_XX.pt``, ``scheduler.pt``,
-``user_content.pt``, neuronx-distributed's markers ``checkpoint`` and ``done``, and
-``manifest.json``, which is written last and counts the saves. Each library loads checkpoints of the
-other one.
+The files are ``directory/tag/{model,optim}/dp_rank_XX_tp_rank_XX_pp_rank_XX.pt``,
+``scheduler.pt``, ``user_content.pt``, neuronx-distributed's markers ``checkpoint`` and ``done``,
+and ``manifest.json``, which is written last and counts the saves. Each library loads checkpoints
+of the other one.
 """
 
 from __future__ import annotations
@@ -90,9 +91,10 @@ def save_checkpoint(
         async_save: return when the state is copied to host memory; a thread then writes it while
             training goes on. One save runs at a time: the next one waits. An error of the save is
             raised on every rank by the next ``optimizer.step()`` of an ``NxDOptimizer``,
-            ``save_checkpoint`` or ``finalize_checkpoint``. Call ``finalize_checkpoint`` before the
-            program ends.
-        zero1_optimizer: the state dict passed as ``optimizer`` is sharded over data-parallel ranks.
+            ``save_checkpoint`` or ``finalize_checkpoint``. Call ``finalize_checkpoint`` before
+            the program ends.
+        zero1_optimizer: the state dict passed as ``optimizer`` is sharded over data-parallel
+            ranks.
         use_zero1_dcp: must be False.
         avoid_saving_lower_precision_weights: must be False.
 
@@ -101,8 +103,11 @@ def save_checkpoint(
     """
     _refuse(use_zero1_dcp=use_zero1_dcp)
     _refuse(avoid_saving_lower_precision_weights=avoid_saving_lower_precision_weights)
-    directory, target = Path(checkpoint_dir_str), tag_directory(checkpoint_dir_str, tag)
+    directory = Path(checkpoint_dir_str)
+    target = tag_directory(checkpoint_dir_str, tag)
     incomplete = incomplete_path(target)
+    # One save at a time: the previous asynchronous save may write the same tag, and needs host
+    # memory for its copies.
     finish_saves()
     with raise_together(f"saving {target}"):
         _require_valid(num_kept_ckpts)
@@ -117,11 +122,16 @@ def save_checkpoint(
         return
     # torch.save needs the rank's complete state on the host: take turns to bound the host memory.
     # xser copies one tensor at a time, so all ranks can write at once.
-    for is_my_turn in turns(parallel_state.get_world_size() if use_xser else num_workers):
+    ranks_at_once = num_workers
+    if use_xser:
+        ranks_at_once = parallel_state.get_world_size()
+    for is_my_turn in turns(ranks_at_once):
         with raise_together(f"saving {target}"):
             if is_my_turn:
                 for name, state_of in own.items():
                     _write(incomplete, name, state_of(), use_xser=use_xser)
+    # ``raise_together`` above is a barrier: the files of all ranks are on the disk before rank 0
+    # declares the checkpoint complete.
     with raise_together(f"saving {target}"):
         if parallel_state.is_global_rank_zero():
             for name, state_of in _shared_states(scheduler, user_content).items():
@@ -144,8 +154,8 @@ def load_checkpoint(
     Return its ``user_content``, or None. Every rank calls.
 
     Reads checkpoints of ``save_checkpoint`` of this library and of neuronx-distributed, xser or
-    not. A module and an optimizer may have other tensor- and data-parallel sizes than the run that
-    wrote it. Pipeline stages are merged.
+    not. A module and an optimizer may have other tensor- and data-parallel sizes than the run
+    that wrote it. Pipeline stages are merged.
 
     Args:
         path: directory of all tags.
@@ -158,8 +168,8 @@ def load_checkpoint(
         use_zero1_dcp: must be False.
 
     Raises:
-        ValueError: on every rank, if there is no checkpoint, or a file is missing, damaged or does
-            not fit.
+        ValueError: on every rank, if there is no checkpoint, or a file is missing, damaged or
+            does not fit.
     """
     _refuse(use_zero1_dcp=use_zero1_dcp)
     # A running asynchronous save may still write the checkpoint that is loaded.
@@ -189,6 +199,7 @@ def finalize_checkpoint() -> None:
         ValueError, OSError: on every rank, if a save with ``async_save`` failed on one.
     """
     finish_saves()
+    # A barrier, also if no save is running.
     share_texts("")
 
 
@@ -204,8 +215,14 @@ def _refuse(**options: bool) -> None:
 # Writing
 
 
-def _own_states(model: Any, optimizer: Any, *, zero1_optimizer: bool) -> dict[str, Callable[[], Any]]:
-    """Return functions that return the states of this rank's files, by file name. Every rank calls.
+def _own_states(
+    model: Any,
+    optimizer: Any,
+    *,
+    zero1_optimizer: bool,
+) -> dict[str, Callable[[], Any]]:
+    """Return functions that return the states of this rank's files, by file name. Every rank
+    calls.
 
     ZeRO-1 states are converted to neuronx-distributed's layout here, because this takes
     collectives.
@@ -215,14 +232,16 @@ def _own_states(model: Any, optimizer: Any, *, zero1_optimizer: bool) -> dict[st
         states[f"model/{own_file_name(data_rank=0)}"] = functools.partial(_state, model)
     inner = unwrap(optimizer)
     # Called on every rank, also on ranks that write nothing: it may all-gather.
-    sharded_state = inner.nxd_state_dict() if isinstance(inner, NeuronZero1Optimizer) else None
+    source = optimizer
+    if isinstance(inner, NeuronZero1Optimizer):
+        source = inner.nxd_state_dict()
     # Sharded states: every data-parallel rank writes its own file. Otherwise the first replica
     # writes.
     is_sharded = zero1_optimizer or is_sharded_optimizer(optimizer)
     if optimizer is not None and (is_sharded or is_model_replica_zero()):
         data_rank = parallel_state.get_data_parallel_rank() if is_sharded else 0
         name = f"optim/{own_file_name(data_rank=data_rank)}"
-        states[name] = functools.partial(_state, optimizer if sharded_state is None else sharded_state)
+        states[name] = functools.partial(_state, source)
     return states
 
 
@@ -251,9 +270,12 @@ def _begin_async_save(
     """Copy the states to host memory and start the thread that writes them. Every rank calls."""
     incomplete = incomplete_path(target)
     with raise_together(f"saving {target}"):
-        shared = _shared_states(scheduler, user_content) if parallel_state.is_global_rank_zero() else {}
-        states = {name: state_of() for name, state_of in {**own, **shared}.items()}
-        # Check in the main thread: an error in the writer's thread would be reported a step later.
+        functions = dict(own)
+        if parallel_state.is_global_rank_zero():
+            functions |= _shared_states(scheduler, user_content)
+        states = {name: state_of() for name, state_of in functions.items()}
+        # Check in the main thread: an error in the writer's thread would be reported a step
+        # later.
         for name, state in states.items():
             require_plain(state, Path(name).stem)
     save = TagSave(
@@ -271,6 +293,8 @@ def _complete_save(directory: Path, target: Path, num_kept_ckpts: int | None) ->
 
     Rank 0 calls.
     """
+    # neuronx-distributed's marker, this library's manifest, the rename: a kill between two of
+    # these steps leaves the directory under its incomplete name.
     incomplete = incomplete_path(target)
     end_writing(incomplete)
     # The number orders the tags by save, independent of file times.
@@ -288,7 +312,9 @@ def _write(directory: Path, name: str, state: Any, *, use_xser: bool = False) ->
 
 def _state(source: Any) -> Any:
     """Return a state dict, of ``source`` or ``source`` itself."""
-    return source if isinstance(source, Mapping) else source.state_dict()
+    if isinstance(source, Mapping):
+        return source
+    return source.state_dict()
 
 
 def _require_valid(num_kept_ckpts: int | None) -> None:
@@ -309,6 +335,10 @@ def _read_user_content(source: Path) -> Any:
         content = read_tensors(path, mmap=False)
     except ValueError as error:
         raise ValueError(f"{error}; rename the file to load the checkpoint without it") from error
-    manifest = read_json(source / MANIFEST) if (source / MANIFEST).is_file() else {"layout": _LAYOUT}
-    # Before layout 2 this library wrapped the content; neuronx-distributed never does.
-    return content if manifest.get("layout", 1) >= _LAYOUT else content["user_content"]
+    # Before layout 2 this library wrapped the content; neuronx-distributed, which writes no
+    # manifest, never does.
+    if not (source / MANIFEST).is_file():
+        return content
+    if read_json(source / MANIFEST).get("layout", 1) >= _LAYOUT:
+        return content
+    return content["user_content"]

@@ -34,8 +34,8 @@ def neuronx_distributed_config(
 
     If torch.distributed is initialized, create the model-parallel groups.
 
-    ``pipeline_parallel_size``, ``expert_parallel_size``, ``context_parallel_size`` and ``lnc_size``
-    must be 1; ``pipeline_config`` and ``lora_config`` must be None.
+    ``pipeline_parallel_size``, ``expert_parallel_size``, ``context_parallel_size`` and
+    ``lnc_size`` must be 1; ``pipeline_config`` and ``lora_config`` must be None.
 
     Args:
         tensor_parallel_size: T, the number of ranks that share one layer.
@@ -50,26 +50,31 @@ def neuronx_distributed_config(
         pad_model: pad the attention heads of a Hugging Face model to a multiple of T.
         sequence_parallel: recorded for the caller. Optimizers always sum the gradients that the
             layers have tagged.
-        model_init_config: ``sequential_move_factor``; ``meta_device_init`` (False) and the function
-            it needs, ``param_init_fn`` of a module and a device.
+        model_init_config: ``sequential_move_factor``; ``meta_device_init`` (False) and the
+            function it needs, ``param_init_fn`` of a module and a device.
         lora_config: must be None.
-        mixed_precision_config: ``use_master_weights`` (fp32 masters; ZeRO-1 always has masters) and
-            ``use_fp32_grad_acc`` default to ``zero_one_enabled``. ``use_master_weights_in_ckpt``
-            defaults to ``use_master_weights``, which makes resumes exact.
+        mixed_precision_config: ``use_master_weights`` (fp32 masters; ZeRO-1 always has masters)
+            and ``use_fp32_grad_acc`` default to ``zero_one_enabled``.
+            ``use_master_weights_in_ckpt`` defaults to ``use_master_weights``, which makes resumes
+            exact.
         sequential_move_factor: ranks of one host that move their model to the device at the same
             time.
         lnc_size: must be 1.
 
     Raises:
-        ValueError: an option is not supported, or a key is unknown; the message names the supported
-            ones.
+        ValueError: an option is not supported, or a key is unknown; the message names the
+            supported ones.
     """
-    sizes = {"pipeline_parallel_size": pipeline_parallel_size, "expert_parallel_size": expert_parallel_size}
-    sizes |= {"context_parallel_size": context_parallel_size, "lnc_size": lnc_size}
-    _require_offered(sizes)
+    sizes = {
+        "pipeline_parallel_size": pipeline_parallel_size,
+        "expert_parallel_size": expert_parallel_size,
+        "context_parallel_size": context_parallel_size,
+        "lnc_size": lnc_size,
+    }
+    _require_supported_sizes(sizes)
     absent = {"pipeline_config": pipeline_config, "lora_config": lora_config}
     _require_absent(absent)
-    optimizer = _filled("optimizer_config", optimizer_config, _OPTIMIZER)
+    optimizer = _with_defaults("optimizer_config", optimizer_config, _OPTIMIZER)
     config = {
         "tensor_parallel_size": tensor_parallel_size,
         **sizes,
@@ -82,11 +87,11 @@ def neuronx_distributed_config(
         "mixed_precision_config": _mixed_precision(mixed_precision_config, optimizer["zero_one_enabled"]),
     }
     if dist.is_initialized():
-        join_parallel_state(config)
+        initialize_parallel_state(config)
     return config
 
 
-def _require_offered(sizes: Mapping[str, Any]) -> None:
+def _require_supported_sizes(sizes: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` if a parallel size that is not supported differs from 1."""
     for name in ("pipeline_parallel_size", "expert_parallel_size", "context_parallel_size", "lnc_size"):
         if sizes[name] != 1:
@@ -102,14 +107,15 @@ def _require_absent(options: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} is not offered: leave it out")
 
 
-def join_parallel_state(config: Mapping[str, Any]) -> None:
+def initialize_parallel_state(config: Mapping[str, Any]) -> None:
     """Create the process groups of ``config``, unless they exist with the same tensor-parallel
     size.
 
     Raises:
-        ValueError: a size is not supported, or the groups exist with another tensor-parallel size.
+        ValueError: a size is not supported, or the groups exist with another tensor-parallel
+            size.
     """
-    _require_offered(config)
+    _require_supported_sizes(config)
     size = config["tensor_parallel_size"]
     # A script may have created the groups itself; only T must agree.
     if not parallel_state.model_parallel_is_initialized():
@@ -117,36 +123,43 @@ def join_parallel_state(config: Mapping[str, Any]) -> None:
     existing = parallel_state.get_tensor_model_parallel_size()
     if existing != size:
         raise ValueError(
-            f"tensor_parallel_size {size} differs from the initialized tensor_model_parallel_size {existing}: "
-            "use one, or call parallel_state.destroy_model_parallel() between"
+            f"tensor_parallel_size {size} differs from the initialized "
+            f"tensor_model_parallel_size {existing}: use one, or call "
+            "parallel_state.destroy_model_parallel() between"
         )
 
 
-def _filled(section: str, given: Mapping[str, Any] | None, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``defaults`` updated with ``given``, or raise ``ValueError`` for an unknown key."""
-    for key in given or {}:
+def _with_defaults(
+    section: str,
+    options: Mapping[str, Any] | None,
+    defaults: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return ``defaults`` updated with ``options``, or raise ``ValueError`` for an unknown key."""
+    for key in options or {}:
         require_one_of(f"{section} key", key, tuple(defaults))
-    return {**defaults, **(given or {})}
+    return {**defaults, **(options or {})}
 
 
-def _mixed_precision(given: Mapping[str, Any] | None, zero_one_enabled: bool) -> dict[str, Any]:
+def _mixed_precision(options: Mapping[str, Any] | None, zero_one_enabled: bool) -> dict[str, Any]:
     """Return ``mixed_precision_config`` with defaults, which follow ``zero_one_enabled``."""
     # Defaults depend on each other: ZeRO-1 implies masters, and masters are saved.
-    masters = (given or {}).get("use_master_weights", zero_one_enabled)
+    masters = (options or {}).get("use_master_weights", zero_one_enabled)
     defaults = {
         "use_master_weights": masters,
         "use_fp32_grad_acc": zero_one_enabled,
         "use_master_weights_in_ckpt": masters,
     }
-    filled = _filled("mixed_precision_config", given, defaults)
+    filled = _with_defaults("mixed_precision_config", options, defaults)
     if filled["use_master_weights_in_ckpt"] and not masters:
         raise ValueError("use_master_weights_in_ckpt=True needs use_master_weights=True: set both or neither")
     return filled
 
 
-def _model_init(given: Mapping[str, Any] | None, sequential_move_factor: int) -> dict[str, Any]:
+def _model_init(options: Mapping[str, Any] | None, sequential_move_factor: int) -> dict[str, Any]:
     """Return ``model_init_config`` with defaults."""
-    filled = _filled("model_init_config", given, {**_MODEL_INIT, "sequential_move_factor": sequential_move_factor})
+    # The argument is the default of the entry with the same name.
+    defaults = {**_MODEL_INIT, "sequential_move_factor": sequential_move_factor}
+    filled = _with_defaults("model_init_config", options, defaults)
     if filled["meta_device_init"] and filled["param_init_fn"] is None:
         raise ValueError("meta_device_init=True needs param_init_fn, a function of (module, device): pass it")
     return filled

@@ -15,8 +15,11 @@ from nxd_memopt.parallel_layers.coordination import raise_together, turns
 from nxd_memopt.parallel_layers.output_projection import describe_output_projections
 from nxd_memopt.parallel_layers.pad import pad_model
 from nxd_memopt.parallel_layers.utils import move_model_to_device
-from nxd_memopt.trainer.activation_checkpoint import apply_activation_checkpointing, classes_to_recompute
-from nxd_memopt.trainer.configuration import join_parallel_state
+from nxd_memopt.trainer.activation_checkpoint import (
+    apply_activation_checkpointing,
+    classes_to_recompute,
+)
+from nxd_memopt.trainer.configuration import initialize_parallel_state
 
 
 class NxDModel(nn.Module):
@@ -72,7 +75,12 @@ class NxDModel(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return self.module.state_dict(*args, **kwargs)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+    def load_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        strict: bool = True,
+        assign: bool = False,
+    ) -> Any:
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
 
@@ -98,14 +106,17 @@ def initialize_parallel_model(
         ValueError: see ``classes_to_recompute``; ``pad_model`` without
             ``config.num_attention_heads``.
     """
-    join_parallel_state(nxd_config)
+    initialize_parallel_state(nxd_config)
     init_config = nxd_config["model_init_config"]
-    with _on_meta(include_buffers) if init_config["meta_device_init"] else nullcontext():
+    construction = nullcontext()
+    if init_config["meta_device_init"]:
+        construction = _on_meta(include_buffers)
+    with construction:
         model = model_fn(*model_args, **model_kwargs)
     # Not strict here: functions that slice or gather full tensors check strictly.
     describe_output_projections(model, strict=False)
-    # Ranks of one host take turns: with ``param_init_fn`` each rank materializes its full shard of
-    # the model on the host first.
+    # Ranks of one host take turns: with ``param_init_fn`` each rank materializes its full shard
+    # of the model on the host first.
     for is_my_turn in turns(init_config["sequential_move_factor"]):
         with raise_together("moving the model to the device"):
             if is_my_turn:
@@ -119,10 +130,15 @@ def initialize_parallel_model(
     return NxDModel(model, nxd_config).train()
 
 
-def _materialize(model: nn.Module, param_init_fn: Callable[[nn.Module, torch.device], Any] | None) -> None:
+def _materialize(
+    model: nn.Module,
+    param_init_fn: Callable[[nn.Module, torch.device], Any] | None,
+) -> None:
     """Move ``model`` to the device, after initializing it with ``param_init_fn`` on the host if
     there is one.
     """
+    # On the host: a device that compiles graphs would compile the many small operations of an
+    # initialization.
     if param_init_fn is not None:
         host = torch.device("cpu")
         move_model_to_device(model, host)
@@ -141,6 +157,9 @@ def _on_meta(include_buffers: bool) -> Iterator[None]:
         with torch.device("meta"):
             yield
         return
+    # ``torch.device("meta")`` would construct buffers without values too (rotary frequencies, for
+    # example), which are computed in constructors. Parameters alone are moved when a module
+    # registers them: each exists on the host only until then.
     register_parameter = nn.Module.register_parameter
     # Original -> meta parameter. A parameter that is registered twice (tied) stays one parameter.
     moved: dict[nn.Parameter, nn.Parameter] = {}
@@ -150,6 +169,8 @@ def _on_meta(include_buffers: bool) -> Iterator[None]:
         if param is not None and not param.is_meta:
             if param not in moved:
                 moved[param] = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+                # Attributes from before the registration, such as those of the sharding. Later
+                # ones are set on the meta parameter itself.
                 vars(moved[param]).update(vars(param))
             param = moved[param]
         register_parameter(module, name, param)
@@ -166,7 +187,7 @@ def _pad_heads(model: Any) -> None:
     heads = getattr(getattr(model, "config", None), "num_attention_heads", None)
     if heads is None:
         raise ValueError(
-            f"pad_model=True needs model.config.num_attention_heads, which {type(model).__name__} lacks: "
-            "call parallel_layers.pad.pad_model yourself"
+            "pad_model=True needs model.config.num_attention_heads, which "
+            f"{type(model).__name__} lacks: call parallel_layers.pad.pad_model yourself"
         )
     pad_model(model, parallel_state.get_tensor_model_parallel_size(), heads)

@@ -43,10 +43,10 @@ def load_nxd_training_state(
 
     Every rank calls.
 
-    The tag may have any T, D and number of stages. Its optimizer files number the parameters group
-    by group, in the order of ``named_parameters()``. The groups are those of NxD's samples: a
-    single one, or a second one for names with ``bias`` or ``norm``. The shapes in the files must
-    agree.
+    The tag may have any T, D and number of stages. Its optimizer files number the parameters
+    group by group, in the order of ``named_parameters()``. The groups are those of NxD's samples:
+    a single one, or a second one for names with ``bias`` or ``norm``. The shapes in the files
+    must agree.
 
     Args:
         directory: directory of the tag.
@@ -59,7 +59,8 @@ def load_nxd_training_state(
         group_of: maps names to groups, if the run had other parameter groups.
 
     Returns:
-        A line for each entry that was not loaded, including the options of the groups in the files.
+        A line for each entry that was not loaded, including the options of the groups in the
+        files.
 
     Raises:
         ValueError: on every rank, if files are missing, damaged, or do not fit.
@@ -71,6 +72,7 @@ def load_nxd_training_state(
         "query_key_value_stride": query_key_value_stride,
         "accept_drift": accept_drift,
     }
+    # The model first: the states are read by the layout of the same files, which this checks.
     report = load_nxd(model, path, **layout_options)
     with raise_together(f"loading {path}"):
         if not isinstance(inner, NeuronZero1Optimizer):
@@ -78,7 +80,7 @@ def load_nxd_training_state(
         run = _open(path, model, layout_options, group_of)
         state = inner.state_dict()
         state.update(_read(run, inner, state["sharding"]))
-        report += _left_out(run)
+        report += _describe_unused(run)
     # Not inside raise_together: loading all-gathers the parameters.
     inner.load_state_dict(state)
     return report
@@ -91,19 +93,24 @@ class _Run:
     Attributes:
         layout: layout of the shards.
         rules: rules by neuronx-distributed's names.
-        places: (stage, number in the optimizer files) by neuronx-distributed's names.
+        locations: (stage, number in the optimizer files) by neuronx-distributed's names.
         source: the optimizer files.
         targets: Hugging Face names of the model's tensors, by id.
     """
 
     layout: Layout
     rules: dict[str, Rule]
-    places: dict[str, tuple[int, int]]
+    locations: dict[str, tuple[int, int]]
     source: OptimizerFiles
     targets: dict[int, str]
 
 
-def _open(path: Path, model: nn.Module, layout_options: Mapping[str, Any], group_of: GroupOf | None) -> _Run:
+def _open(
+    path: Path,
+    model: nn.Module,
+    layout_options: Mapping[str, Any],
+    group_of: GroupOf | None,
+) -> _Run:
     """Open the model and optimizer files of a tag, and find each parameter's number in the
     optimizer files.
     """
@@ -113,26 +120,30 @@ def _open(path: Path, model: nn.Module, layout_options: Mapping[str, Any], group
     source = OptimizerFiles(find_rank_files(path / "optim", "optim"))
     # Three name spaces: Hugging Face names (model), NxD's names (files of the model), numbers
     # (files of the optimizer).
-    joined, _ = as_hugging_face(weights, config)
-    targets = {id(param): name for name, param in match_names(model, joined).items()}
+    full_tensors, _ = as_hugging_face(weights, config)
+    targets = {id(param): name for name, param in match_names(model, full_tensors).items()}
     model_files = find_rank_files(path / "model")
     if model_files.tensor_model_parallel_size != source.files.tensor_model_parallel_size:
         raise ValueError(
-            f"{path}: the model was written with {model_files.sizes()}, the optimizer with {source.files.sizes()}: "
-            "they are not of one save"
+            f"{path}: the model was written with {model_files.sizes()}, the optimizer with "
+            f"{source.files.sizes()}: they are not of one save"
         )
-    places: dict[str, tuple[int, int]] = {}
+    locations: dict[str, tuple[int, int]] = {}
     for stage in range(model_files.pipeline_model_parallel_size):
         # The state dict is in the order of ``named_parameters()``, like the numbers in the
         # optimizer files.
         names = [name for name in read_stored(model_files.file(0, stage)) if name in rules]
         shapes = {name: rules[name].local_shape(weights.layout) for name in names}
-        places |= {name: (stage, number) for name, number in _number(source, stage, shapes, group_of).items()}
-    return _Run(weights.layout, rules, places, source, targets)
+        for name, number in _number(source, stage, shapes, group_of).items():
+            locations[name] = (stage, number)
+    return _Run(weights.layout, rules, locations, source, targets)
 
 
 def _number(
-    source: OptimizerFiles, stage: int, shapes: Mapping[str, tuple[int, ...]], group_of: GroupOf | None
+    source: OptimizerFiles,
+    stage: int,
+    shapes: Mapping[str, tuple[int, ...]],
+    group_of: GroupOf | None,
 ) -> dict[str, int]:
     """Return each parameter's number in the stage's optimizer files.
 
@@ -142,18 +153,25 @@ def _number(
     groups = [options["params"] for options in content["param_groups"]]
     # Group g of the files lists its parameters in the model's order: pair them, and check every
     # shape.
-    chosen = group_of or (_weight_decay_group if len(groups) == 2 else lambda name: 0)
+    if group_of is None:
+        group_of = _weight_decay_group if len(groups) == 2 else _single_group
     numbers: dict[str, int] = {}
     for group, saved in enumerate(groups):
-        members = [name for name in shapes if chosen(name) == group]
+        members = [name for name in shapes if group_of(name) == group]
         stored = [tuple(content.get("shape_info", {}).get(number, ())) for number in saved]
         if stored != [shapes[name] for name in members]:
             raise ValueError(
-                f"{source.files.file(0, stage)}: group {group} of {len(groups)} has {len(saved)} parameters, of the "
-                f"model's {len(members)} belong to it, or shapes differ: pass group_of, which says what the run grouped"
+                f"{source.files.file(0, stage)}: group {group} of {len(groups)} has {len(saved)} "
+                f"parameters, of the model's {len(members)} belong to it, or shapes differ: pass "
+                "group_of, which says what the run grouped"
             )
         numbers |= dict(zip(members, saved, strict=True))
     return numbers
+
+
+def _single_group(name: str) -> int:
+    del name
+    return 0
 
 
 def _weight_decay_group(name: str) -> int:
@@ -166,6 +184,7 @@ def _weight_decay_group(name: str) -> int:
 def _read(run: _Run, optimizer: NeuronZero1Optimizer, sharding: Sequence[int]) -> dict[str, Any]:
     """Return the entries of ``NeuronZero1Optimizer.state_dict()`` that come from the files."""
     parts = {part.name: (rule, part) for rule in run.rules.values() for part in rule.parts}
+    # ``NeuronZero1Optimizer.state_dict()`` numbers the trained parameters group by group.
     params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
     state: dict[int, dict[str, Any]] = {}
     masters: dict[int, Tensor] = {}
@@ -177,15 +196,19 @@ def _read(run: _Run, optimizer: NeuronZero1Optimizer, sharding: Sequence[int]) -
         # A fused parameter of NxD (gate_up_proj) has several of this model's parameters as parts;
         # all of them have its number.
         rule, part = parts[run.targets[id(param)]]
-        stage, number = run.places[rule.name]
+        stage, number = run.locations[rule.name]
         values: dict[str, Any] = {}
         for name, value in run.source.values(number, 0, stage, 0).items():
-            value = resolve(value) if isinstance(value, StoredTensor) else value
-            is_elements = isinstance(value, Tensor) and value.dim() > 0
-            values[name] = _shard(run, rule, part, (stage, number), name, param, sharding) if is_elements else value
+            if isinstance(value, StoredTensor):
+                value = resolve(value)
+            # One value per element of the parameter: distributed over the files of the D ranks.
+            # A tensor without dimensions or a number (the step) is equal in all files.
+            if isinstance(value, Tensor) and value.dim() > 0:
+                value = _shard(run, rule, part, (stage, number), name, param, sharding)
+            values[name] = value
         if "master" in values:
-            # ``read_tensor_parallel_shard`` returns masters like states; ``load_state_dict`` takes
-            # them separately.
+            # ``read_tensor_parallel_shard`` returns masters like states; ``load_state_dict``
+            # takes them separately.
             masters[i] = values.pop("master")
         if values:
             state[i] = values
@@ -193,28 +216,36 @@ def _read(run: _Run, optimizer: NeuronZero1Optimizer, sharding: Sequence[int]) -
 
 
 def _shard(
-    run: _Run, rule: Rule, part: Part, place: tuple[int, int], name: str, param: Tensor, sharding: Sequence[int]
+    run: _Run,
+    rule: Rule,
+    part: Part,
+    location: tuple[int, int],
+    name: str,
+    param: Tensor,
+    sharding: Sequence[int],
 ) -> Tensor:
-    """Return this rank's shard of one state: joined over the files' D and T, cut for this run's T
+    """Return this rank's shard of one state: merged over the files' D and T, cut for this run's T
     and D.
     """
     # Flat shards over D -> shard of each of T ranks -> full Hugging Face tensor -> this rank's
     # slice -> flat shard of this rank.
     shape = rule.local_shape(run.layout)
-    shards = [read_tensor_parallel_shard(run.source, place, rank, name, shape) for rank in range(run.layout.size)]
-    full = rule.join(part, shards, run.layout)
+    shards = []
+    for rank in range(run.layout.size):
+        shards.append(read_tensor_parallel_shard(run.source, location, rank, name, shape))
+    full = rule.merge(part, shards, run.layout)
     return flat_shard(local_slice(full, param, dtype=full.dtype), *sharding)
 
 
-def _left_out(run: _Run) -> list[str]:
+def _describe_unused(run: _Run) -> list[str]:
     """Return a line for each unused state and for the options of each group in the files."""
     used = set(run.targets.values())
     report = [
         f"left out: states of {rule.name}: the model has no such parameter"
         for rule in run.rules.values()
-        if rule.name in run.places and not any(part.name in used for part in rule.parts)
+        if rule.name in run.locations and not any(part.name in used for part in rule.parts)
     ]
     for i, options in enumerate(run.source.content(0)["param_groups"]):
-        kept = {name: value for name, value in options.items() if name != "params"}
-        report.append(f"left out: options of parameter group {i}: {kept}: the optimizer keeps its own")
+        unused = {name: value for name, value in options.items() if name != "params"}
+        report.append(f"left out: options of parameter group {i}: {unused}: the optimizer keeps its own")
     return report

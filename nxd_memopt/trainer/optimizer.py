@@ -24,7 +24,8 @@ class NxDOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, nxd_config: Mapping[str, Any]) -> None:
-        # No super().__init__(): the wrapped optimizer has everything that it would create.
+        # No super().__init__(): the wrapped optimizer has everything that it would create, and
+        # parameter groups of its own would differ from the wrapped ones after the first change.
         self.optimizer = optimizer
         self.nxd_config = nxd_config
         self._grad_norm: Tensor | None = None
@@ -40,8 +41,8 @@ class NxDOptimizer(torch.optim.Optimizer):
 
     @property
     def grad_norm(self) -> Tensor | None:
-        """Gradient norm of the complete model before clipping, 0-dim fp32, or None before the first
-        step.
+        """Gradient norm of the complete model before clipping, 0-dim fp32, or None before the
+        first step.
         """
         return self._grad_norm
 
@@ -74,13 +75,18 @@ class NxDOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+    ) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Reduce, clip, update; return what ``closure`` returns.
 
         Raises:
             ValueError, OSError: on every rank, if ``save_checkpoint(async_save=True)`` failed on
                 one.
         """
+        # Errors of a save are raised here on every rank at the same step, before any collective of
+        # the step could wait for a rank that has stopped.
         poll_saves()
         loss = None
         if closure is not None:
@@ -88,8 +94,7 @@ class NxDOptimizer(torch.optim.Optimizer):
                 loss = closure()
         options = self.nxd_config["optimizer_config"]
         # ZeRO-1 reduces over data-parallel ranks itself (reduce-scatter). Masters without ZeRO-1
-        # have
-        # groups of one rank, so the gradients are all-reduced here.
+        # have groups of one rank, so the gradients are all-reduced here.
         grads.allreduce_sequence_parallel_gradients(self.params)
         if not options["zero_one_enabled"]:
             grads.bucket_allreduce_gradients(self.params)
@@ -98,8 +103,11 @@ class NxDOptimizer(torch.optim.Optimizer):
             self.optimizer.step()
             self._grad_norm = self.optimizer.grad_norm
         else:
-            clip = options["max_grad_norm"] if options["grad_clipping"] else torch.inf
-            self._grad_norm = grads.clip_grad_norm(self.params, clip)
+            # An infinite bound measures the norm and leaves the gradients unchanged.
+            max_norm = torch.inf
+            if options["grad_clipping"]:
+                max_norm = options["max_grad_norm"]
+            self._grad_norm = grads.clip_grad_norm(self.params, max_norm)
             self.optimizer.step()
         return loss
 
@@ -120,15 +128,21 @@ def initialize_parallel_optimizer(
     """
     # Masters and fp32 accumulation are features of ``NeuronZero1Optimizer``; with groups of one
     # rank it has them without sharding.
-    options, precision = nxd_config["optimizer_config"], nxd_config["mixed_precision_config"]
-    if not options["zero_one_enabled"] and not precision["use_master_weights"] and not precision["use_fp32_grad_acc"]:
+    options = nxd_config["optimizer_config"]
+    precision = nxd_config["mixed_precision_config"]
+    uses_fp32 = precision["use_master_weights"] or precision["use_fp32_grad_acc"]
+    if not options["zero_one_enabled"] and not uses_fp32:
         return NxDOptimizer(for_this_device(optimizer_class)(parameters, **defaults), nxd_config)
+    # None selects the data-parallel groups.
+    sharding_groups: list[list[int]] | None = None
+    if not options["zero_one_enabled"]:
+        sharding_groups = _groups_of_one()
     optimizer = NeuronZero1Optimizer(
         parameters,
         optimizer_class,
         grad_clipping=options["grad_clipping"],
         max_norm=options["max_grad_norm"],
-        sharding_groups=None if options["zero_one_enabled"] else _groups_of_one(),
+        sharding_groups=sharding_groups,
         use_grad_acc_hook=precision["use_fp32_grad_acc"],
         higher_cc_precision=precision["use_fp32_grad_acc"],
         save_master_weights=precision["use_master_weights_in_ckpt"],

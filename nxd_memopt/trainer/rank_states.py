@@ -40,7 +40,9 @@ def own_file_name(*, data_rank: int) -> str:
 
 def unwrap(optimizer: Any) -> Any:
     """Return the optimizer inside an ``NxDOptimizer``, or ``optimizer`` itself."""
-    return optimizer.optimizer if isinstance(optimizer, NxDOptimizer) else optimizer
+    if isinstance(optimizer, NxDOptimizer):
+        return optimizer.optimizer
+    return optimizer
 
 
 def is_sharded_optimizer(optimizer: Any) -> bool:
@@ -53,7 +55,12 @@ def is_sharded_optimizer(optimizer: Any) -> bool:
 
 
 def load_model(
-    source: Path, model: nn.Module | dict[str, Any], optimizer: Any, *, num_workers: int, strict: bool
+    source: Path,
+    model: nn.Module | dict[str, Any],
+    optimizer: Any,
+    *,
+    num_workers: int,
+    strict: bool,
 ) -> None:
     """Load ``model`` from ``source/model``. Every rank calls.
 
@@ -62,6 +69,7 @@ def load_model(
     """
     for is_my_turn in turns(num_workers):
         with raise_together(f"loading {source}"):
+            # Also in rounds of other ranks, every rank reaches the end of ``raise_together``.
             if not is_my_turn:
                 continue
             files = find_rank_files(source / "model")
@@ -78,38 +86,41 @@ def _require_own_sizes(files: RankFiles) -> None:
     """Raise ``ValueError`` if the files have other parallel sizes than this run."""
     if not _has_own_sizes(files):
         raise ValueError(
-            f"{files.directory} was written with {files.sizes()}, this run has tensor_model_parallel_size "
-            f"{parallel_state.get_tensor_model_parallel_size()}: pass a module, whose parameters say how they are "
-            "sharded, or use the checkpoint's size"
+            f"{files.directory} was written with {files.sizes()}, this run has "
+            f"tensor_model_parallel_size {parallel_state.get_tensor_model_parallel_size()}: pass a "
+            "module, whose parameters say how they are sharded, or use the checkpoint's size"
         )
 
 
 def _has_own_sizes(files: RankFiles) -> bool:
     """Return whether the files have this run's tensor- and pipeline-parallel sizes."""
-    same = files.tensor_model_parallel_size == parallel_state.get_tensor_model_parallel_size()
-    return same and files.pipeline_model_parallel_size == parallel_state.get_pipeline_model_parallel_size()
+    if files.tensor_model_parallel_size != parallel_state.get_tensor_model_parallel_size():
+        return False
+    pipeline_size = parallel_state.get_pipeline_model_parallel_size()
+    return files.pipeline_model_parallel_size == pipeline_size
 
 
 def _local_state(files: RankFiles, model: nn.Module) -> dict[str, Tensor]:
-    """Return this rank's state dict: the content of its own file, or, at other sizes, slices of the
-    full tensors.
+    """Return this rank's state dict: the content of its own file, or, at other sizes, slices of
+    the full tensors.
     """
     rank = parallel_state.get_tensor_model_parallel_rank()
-    same_tensor_size = files.tensor_model_parallel_size == parallel_state.get_tensor_model_parallel_size()
+    tensor_size = parallel_state.get_tensor_model_parallel_size()
     params = model.state_dict(keep_vars=True)
     if _has_own_sizes(files):
         _require_replica_order(files, params)
         return read_tensors(files.file(rank))
-    # Same T, several stages: merge the stages of this rank. Another T: join the shards and cut them
-    # again, one parameter at a time.
+    # Same T, several stages: merge the stages of this rank. Another T: join the shards and cut
+    # them again, one parameter at a time.
     shards, extras = read_state_dicts(files)
     if extras:
         warnings.warn(f"{files.directory}: entries that are not loaded: {extras}", stacklevel=2)
-    if same_tensor_size:
+    if files.tensor_model_parallel_size == tensor_size:
         _require_replica_order(files, params)
         return {name: resolve(values[rank]) for name, values in shards.items()}
     local: dict[str, Tensor] = {}
     for name, values in shards.items():
+        # Unknown names are passed on: ``load_into`` reports them, or ignores them if not strict.
         param = params.get(name)
         if param is None or not is_sharded(param):
             local[name] = resolve(values[0])
@@ -123,11 +134,13 @@ def _local_state(files: RankFiles, model: nn.Module) -> dict[str, Tensor]:
 
 
 def _require_replica_order(files: RankFiles, params: Mapping[str, Tensor]) -> None:
-    """Raise ``ValueError`` if the KV replicas in the files are ordered differently over ranks: trn1
-    and trn2 differ.
+    """Raise ``ValueError`` if the KV replicas in the files are ordered differently over ranks:
+    trn1 and trn2 differ.
 
     One layer is enough to distinguish the orders. Only rank 0 reads the files of other ranks.
     """
+    # Ranks that hold the same KV heads in this run must have equal values in the files. In the
+    # order of the other platform their values are those of different heads.
     names = [name for name, param in params.items() if _kv_blocks(param)]
     if not names or not parallel_state.is_global_rank_zero():
         return
@@ -142,20 +155,27 @@ def _require_replica_order(files: RankFiles, params: Mapping[str, Tensor]) -> No
     # No layer has its shards in all files: load_state_dict will report the missing names.
 
 
-def _require_equal_replicas(files: RankFiles, name: str, param: Tensor, stored: Sequence[Tensor]) -> None:
-    """Raise ``ValueError`` if ranks with the same KV heads in this run have different values in the
-    files.
+def _require_equal_replicas(
+    files: RankFiles,
+    name: str,
+    param: Tensor,
+    stored: Sequence[Tensor],
+) -> None:
+    """Raise ``ValueError`` if ranks with the same KV heads in this run have different values in
+    the files.
     """
     for first, last in _kv_blocks(param):
-        # Full-parameter row range -> first rank that stores it; every later rank must be bit-equal.
+        # Full-parameter row range -> first rank that stores it; every later rank must be
+        # bit-equal.
         owner: dict[tuple[int, int], int] = {}
         for rank, shard in enumerate(stored):
             earlier = owner.setdefault(_range_at(param, rank, first), rank)
             if not bit_equal(shard[first:last], stored[earlier][first:last]):
                 raise ValueError(
-                    f"{files.directory}: {name} of tensor-parallel ranks {earlier} and {rank} differ, and these "
-                    "ranks hold the same KV heads in this run: the checkpoint's KV replicas are in the order of the "
-                    "other platform (trn1 strided, trn2 consecutive): convert it with nxd-memopt convert"
+                    f"{files.directory}: {name} of tensor-parallel ranks {earlier} and {rank} "
+                    "differ, and these ranks hold the same KV heads in this run: the checkpoint's "
+                    "KV replicas are in the order of the other platform (trn1 strided, trn2 "
+                    "consecutive): convert it with nxd-memopt convert"
                 )
 
 
@@ -163,13 +183,18 @@ def _kv_blocks(param: Tensor) -> list[tuple[int, int]]:
     """Return the local row ranges that other ranks store too."""
     blocks = getattr(param, "blocks", None)
     if not blocks:
-        return [(0, param.size(0))] if is_sharded(param) and getattr(param, "replicas", 1) > 1 else []
-    # A fused parameter has several blocks in a row; only blocks with replicas are returned.
-    rows, start = [], 0
+        if is_sharded(param) and getattr(param, "replicas", 1) > 1:
+            return [(0, param.size(0))]
+        return []
+    # A fused parameter is a sequence of blocks, [q, k, v] for example; only the blocks with
+    # replicas are returned.
+    ranges = []
+    start = 0
     for block in blocks:
-        rows += [(start, start + block.rows)] if block.replicas > 1 else []
+        if block.replicas > 1:
+            ranges.append((start, start + block.rows))
         start += block.rows
-    return rows
+    return ranges
 
 
 def _range_at(param: Tensor, rank: int, first: int) -> tuple[int, int]:
@@ -185,10 +210,13 @@ def _range_at(param: Tensor, rank: int, first: int) -> tuple[int, int]:
 
 
 def _has_no_weights(files: RankFiles) -> bool:
-    """Return whether the weights are missing because of avoid_saving_lower_precision_weights=True.
+    """Return whether the weights are missing because of
+    avoid_saving_lower_precision_weights=True.
 
     Only the optimizer's masters contain the weights then.
     """
+    # With this option neuronx-distributed writes the references of the xser format and no tensor
+    # files, so a reference without a file is no sign of damage if all files are absent.
     content = _require_dict(files.file(0), read_stored(files.file(0)))
     stored = [value for value in content.values() if isinstance(value, StoredTensor)]
     return bool(stored) and not any(value.file.exists() for value in stored)
@@ -212,19 +240,25 @@ def _require_masters(source: Path, model: nn.Module, optimizer: Any) -> None:
         reason = f"pass the model with a NeuronZero1Optimizer, not {type(inner).__name__}"
     else:
         files = OptimizerFiles(find_rank_files(source / "optim", "optim"))
-        covered = {id(param) for group in inner.param_groups for param in group["params"] if param.requires_grad}
-        left = [name for name, param in model.named_parameters() if id(param) not in covered]
+        params = [param for group in inner.param_groups for param in group["params"]]
+        covered = {id(param) for param in params if param.requires_grad}
+        uncovered = [name for name, param in model.named_parameters() if id(param) not in covered]
         if not files.content(0).get("sharded_master_weights"):
             reason = "its optimizer has no sharded_master_weights either: save it again"
-        elif left:
-            reason = f"the optimizer has no masters of {left[:5]}: load these from another checkpoint"
+        elif uncovered:
+            reason = f"the optimizer has no masters of {uncovered[:5]}: load these from another checkpoint"
     if reason:
         raise ValueError(
             f"{source} holds no weights, it was written with avoid_saving_lower_precision_weights=True: {reason}"
         )
-    buffers = [name for name in model.state_dict() if name not in dict(model.named_parameters(remove_duplicate=False))]
+    # All names of tied parameters count: the state dict has them all.
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    buffers = [name for name in model.state_dict() if name not in parameters]
     if buffers:
-        warnings.warn(f"{source}: these buffers are not stored and stay as they are: {buffers[:5]}", stacklevel=2)
+        warnings.warn(
+            f"{source}: these buffers are not stored and stay as they are: {buffers[:5]}",
+            stacklevel=2,
+        )
 
 
 # The optimizer
@@ -242,6 +276,7 @@ def load_optimizer(source: Path, optimizer: Any, model: Any, *, num_workers: int
     if isinstance(inner, NeuronZero1Optimizer):
         with raise_together(f"loading {source}"):
             names, stage_names = _names(source, inner, model)
+        # Not inside raise_together: loading all-gathers the parameters.
         inner.load_rank_files(source / "optim", num_workers, names=names, stage_names=stage_names)
         return
     for is_my_turn in turns(num_workers):
@@ -260,55 +295,70 @@ def _load_unsharded(source: Path, optimizer: Any, model: Any) -> None:
         # A dict is filled with this rank's file as it is: states cannot be cut for another D.
         if files.data_parallel_size not in (1, data_size):
             raise ValueError(
-                f"{files.directory} was written with {files.sizes()}, this run has {data_size} data-parallel ranks: "
-                "pass the optimizer instead of a dict, or use the checkpoint's size"
+                f"{files.directory} was written with {files.sizes()}, this run has {data_size} "
+                "data-parallel ranks: pass the optimizer instead of a dict, or use the "
+                "checkpoint's size"
             )
-        data_rank = parallel_state.get_data_parallel_rank() if files.data_parallel_size > 1 else 0
+        data_rank = 0
+        if files.data_parallel_size > 1:
+            data_rank = parallel_state.get_data_parallel_rank()
         own = files.file(rank, 0, data_rank)
         optimizer.update(read_tensors(own, mmap=False))
         return
     _require_unsharded(files, optimizer)
-    # Same sizes: torch's own loading. Other sizes: states are joined and cut per parameter.
+    # Same sizes: torch's own loading. Other sizes: states are merged and cut per parameter.
     if _has_own_sizes(files):
         load_into(optimizer, read_tensors(files.file(rank), mmap=False))
         return
     names, stage_names = _names(source, optimizer, model)
-    options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    state = read_state(OptimizerFiles(files, stage_names), Target(optimizer.param_groups, options, (0, 1), names))
+    options = []
+    for group in optimizer.param_groups:
+        options.append({name: value for name, value in group.items() if name != "params"})
+    # (0, 1): the only chunk of one, because this optimizer's states are not sharded over
+    # data-parallel ranks.
+    target = Target(optimizer.param_groups, options, (0, 1), names)
+    state = read_state(OptimizerFiles(files, stage_names), target)
     load_into(optimizer, {name: state[name] for name in ("state", "param_groups")})
 
 
 def _require_unsharded(files: RankFiles, optimizer: torch.optim.Optimizer) -> None:
     """Raise ``ValueError`` for files of a ZeRO-1 optimizer.
 
-    ``torch.optim`` would load a shard as the full state. ``NeuronZero1Optimizer`` checks its state
-    itself.
+    ``torch.optim`` would load a shard as the full state. ``NeuronZero1Optimizer`` checks its
+    state itself.
     """
     path = files.file(0)
     content = OptimizerFiles(files).content(0)
     if "base_state" in content or "sharding" in content:
         raise ValueError(
-            f"{path} comes from an optimizer with ZeRO-1 or master weights, {type(optimizer).__name__} has neither: "
-            "resume with the optimizer_config and mixed_precision_config of the run that wrote it"
+            f"{path} comes from an optimizer with ZeRO-1 or master weights, "
+            f"{type(optimizer).__name__} has neither: resume with the optimizer_config and "
+            "mixed_precision_config of the run that wrote it"
         )
 
 
-def _names(source: Path, optimizer: torch.optim.Optimizer, model: Any) -> tuple[list[str], list[frozenset[str]]]:
-    """Return the parameters' names in the order of the groups and the names in each stage's files;
-    empty if not needed.
+def _names(
+    source: Path,
+    optimizer: torch.optim.Optimizer,
+    model: Any,
+) -> tuple[list[str], list[frozenset[str]]]:
+    """Return the parameters' names in the order of the groups and the names in each stage's
+    files; empty if not needed.
     """
     files = find_rank_files(source / "optim", "optim")
     if files.pipeline_model_parallel_size == 1 or not isinstance(model, nn.Module):
         return [], []
     # Parameter groups order the optimizer's files, names tell the stage: both are needed to merge
     # stages.
-    by_param = {id(param): name for name, param in model.named_parameters()}
+    name_of = {id(param): name for name, param in model.named_parameters()}
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    unnamed = [tuple(cast(Tensor, param).shape) for param in params if id(param) not in by_param]
+    unnamed = [tuple(cast(Tensor, param).shape) for param in params if id(param) not in name_of]
     if unnamed:
         raise ValueError(
             f"{source}: the model has no parameters of the optimizer's shapes {unnamed[:5]}: pass its model"
         )
     model_files = find_rank_files(source / "model")
-    stages = range(model_files.pipeline_model_parallel_size)
-    return [by_param[id(param)] for param in params], [frozenset(read_stored(model_files.file(0, s))) for s in stages]
+    stage_names = []
+    for stage in range(model_files.pipeline_model_parallel_size):
+        stage_names.append(frozenset(read_stored(model_files.file(0, stage))))
+    return [name_of[id(param)] for param in params], stage_names

@@ -1,4 +1,5 @@
-"""Finds and removes complete checkpoints under tags: this library's, with a manifest, and neuronx-distributed's.
+"""Finds and removes complete checkpoints under tags: this library's, with a manifest, and
+neuronx-distributed's.
 
 This library's directories appear under their final name when they are complete; ``manifest.json``
 counts the saves. neuronx-distributed writes the file ``checkpoint`` into the directory of a tag
@@ -36,21 +37,26 @@ def tag_directory(directory: str | Path, tag: str) -> Path:
     Raises:
         ValueError: ``tag`` is not a valid directory name.
     """
-    if not str(tag) or Path(str(tag)).name != str(tag) or str(tag).startswith("."):
+    # A number, such as the step, is a valid tag. A leading dot marks incomplete and replaced
+    # directories, see ``directories``.
+    name = str(tag)
+    if not name or Path(name).name != name or name.startswith("."):
         raise ValueError(f"tag {tag!r} must be a directory's name, without a separator or a leading dot")
-    return Path(directory) / str(tag)
+    return Path(directory) / name
 
 
 def begin_writing(incomplete: Path) -> None:
-    """Create the directory to write a tag into, and remove directories of saves that ended without
-    completing.
+    """Create the directory to write a tag into, and remove directories of saves that ended
+    without completing.
 
-    A save has ended if it belongs to this process, which has no other running save, or to a process
-    of this host that no longer runs. Processes of other hosts cannot be checked; a save of the same
-    tag replaces their directories. Rank 0 calls.
+    A save has ended if it belongs to this process, which has no other running save, or to a
+    process of this host that no longer runs. Processes of other hosts cannot be checked; a save
+    of the same tag replaces their directories. Rank 0 calls.
     """
-    for path in incomplete.parent.iterdir() if incomplete.parent.is_dir() else ():
-        if _INCOMPLETE.fullmatch(path.name) and path.is_dir() and not path.is_symlink() and _has_ended(path):
+    for path in _entries(incomplete.parent):
+        if not _INCOMPLETE.fullmatch(path.name) or path.is_symlink() or not path.is_dir():
+            continue
+        if _has_ended(path):
             remove_directory(path)
     incomplete.mkdir(parents=True)
     (incomplete / _WRITER).write_text(json.dumps([*_process_ids(), os.getpid()]), encoding="utf-8")
@@ -58,20 +64,30 @@ def begin_writing(incomplete: Path) -> None:
 
 
 def end_writing(incomplete: Path) -> None:
-    """Mark the checkpoint complete for neuronx-distributed, and remove the file that identifies the
-    writing process.
+    """Mark the checkpoint complete for neuronx-distributed, and remove the file that identifies
+    the writing process.
     """
     (incomplete / _WRITER).unlink(missing_ok=True)
     (incomplete / DONE).write_text("1")
     flush_to_disk(incomplete / DONE)
 
 
+def _entries(directory: Path) -> list[Path]:
+    """Return the entries of ``directory``; none if it does not exist."""
+    if not directory.is_dir():
+        return []
+    return list(directory.iterdir())
+
+
 def _process_ids() -> list[str]:
     """Return the namespace of this host's process ids: containers with the same host name have
     separate ids.
     """
-    namespace = Path("/proc/self/ns/pid")
-    return [socket.gethostname(), str(namespace.readlink()) if namespace.is_symlink() else ""]
+    namespace = ""
+    link = Path("/proc/self/ns/pid")  # absent on systems other than Linux
+    if link.is_symlink():
+        namespace = str(link.readlink())
+    return [socket.gethostname(), namespace]
 
 
 def _has_ended(path: Path) -> bool:
@@ -103,15 +119,22 @@ def complete_tags(directory: Path) -> dict[str, Path]:
     If a replacement was interrupted, the previous checkpoint of the tag is returned.
     """
     numbers = saved_numbers(directory)
+    # A previous version counts only while the new one is not in place: ``renamed`` wins.
+    renamed: dict[str, Path] = {}
+    replaced: dict[str, Path] = {}
+    for path in numbers:
+        match = _REPLACED.fullmatch(path.name)
+        if match:
+            replaced[match[1]] = path
+        else:
+            renamed[path.name] = path
     # Own checkpoints are ordered by their number, neuronx-distributed's by file time.
-    replaced = {match[1]: path for path in numbers if (match := _REPLACED.fullmatch(path.name))}
-    renamed = {path.name: path for path in numbers if not path.name.startswith(".")}
     own = sorted((replaced | renamed).items(), key=lambda item: numbers[item[1]])
-    paths = list(directory.iterdir()) if directory.is_dir() else []
-    others = [(path.name, path) for path in paths if _is_neuronx_distributed(path)]
-    others.sort(key=lambda item: _written_ns(item[1]))
-    # Each list keeps its order. Only the order between the two lists depends on file times.
-    return dict(heapq.merge(own, others, key=lambda item: _written_ns(item[1])))
+    nxd = [(path.name, path) for path in _entries(directory) if _is_neuronx_distributed(path)]
+    nxd.sort(key=lambda item: _written_ns(item[1]))
+    # Each list keeps its order, also if files were copied and have new times. Only the order
+    # between the two lists depends on file times.
+    return dict(heapq.merge(own, nxd, key=lambda item: _written_ns(item[1])))
 
 
 def saved_numbers(directory: Path) -> dict[Path, int]:
@@ -120,9 +143,13 @@ def saved_numbers(directory: Path) -> dict[Path, int]:
     Incomplete saves, whose names start with a dot, and unreadable manifests are left out: the
     directory may contain files of other programs.
     """
-    paths = directory.iterdir() if directory.is_dir() else ()
-    manifests = {path: _read_manifest(path) for path in paths if _is_renamed(path)}
-    return {path: manifest["number"] for path, manifest in manifests.items() if "number" in manifest}
+    numbers: dict[Path, int] = {}
+    for path in _entries(directory):
+        if _is_renamed(path):
+            manifest = _read_manifest(path)
+            if "number" in manifest:
+                numbers[path] = manifest["number"]
+    return numbers
 
 
 def _is_renamed(path: Path) -> bool:
@@ -160,18 +187,19 @@ def prune_tags(directory: Path, num_kept_ckpts: int | None) -> None:
     if num_kept_ckpts in (None, -1):
         return
     for path in list(complete_tags(directory).values())[:-num_kept_ckpts]:
-        # Without its markers the checkpoint is incomplete for both libraries, also after a kill in
-        # between.
+        # Without its markers the checkpoint is incomplete for both libraries, also after a kill
+        # in between.
         (path / DONE).unlink(missing_ok=True)
         (path / MANIFEST).unlink(missing_ok=True)
         remove_directory(path)
 
 
 def find_tag(directory: Path, tag: str | None) -> Path:
-    """Return the checkpoint of ``tag``, by default the newest, that rank 0 sees. Every rank calls.
+    """Return the checkpoint of ``tag``, by default the newest, that rank 0 sees. Every rank
+    calls.
 
-    A directory of rank files without any marker, as NxD's converter writes it, can be loaded by its
-    tag.
+    A directory of rank files without any marker, as NxD's converter writes it, can be loaded by
+    its tag.
 
     Raises:
         ValueError: on every rank, if there is no such checkpoint, or its save was interrupted.
@@ -186,21 +214,28 @@ def find_tag(directory: Path, tag: str | None) -> Path:
 def _find(directory: Path, tag: str | None) -> str:
     """Return the directory name of the checkpoint to load."""
     complete = complete_tags(directory)
-    # Newest complete checkpoint by default; the file ``newest`` names it for old releases.
-    wanted = str(tag) if tag is not None else next(reversed(complete), "")
-    if tag is None and not complete and (directory / "newest").is_file():
-        wanted = (directory / "newest").read_text(encoding="utf-8").strip()  # of early releases of neuronx-distributed
-    if tag is None:
+    # Newest complete checkpoint by default. Early releases of neuronx-distributed named it in the
+    # file ``newest``.
+    if tag is not None:
+        wanted = str(tag)
+    else:
+        wanted = next(reversed(complete), "")
+        if not complete and (directory / "newest").is_file():
+            wanted = (directory / "newest").read_text(encoding="utf-8").strip()
         _warn_of_unreadable(directory)
     if wanted in complete:
         return complete[wanted].name
+    # Not a complete checkpoint by its markers. Without any marker it can still be the output of
+    # NxD's converter: a ``model`` directory of rank files.
     unmarked = directory / wanted
     if wanted and (unmarked / MANIFEST).is_file():
         read_json(unmarked / MANIFEST)  # raises for a manifest that is damaged or not a JSON object
     if wanted and (unmarked / "model").is_dir() and not (unmarked / BEGUN).exists():
         return wanted
     # Tell an interrupted save from a wrong tag.
-    missing = "no complete checkpoint" if tag is None else f"no complete checkpoint {tag!r}"
+    missing = "no complete checkpoint"
+    if tag is not None:
+        missing += f" {tag!r}"
     if wanted and (unmarked / BEGUN).is_file():
         missing += f" ({unmarked / DONE} is missing: its save was interrupted)"
     raise ValueError(f"{directory} has {missing}, only {list(complete)}: check the directory and the tag")
@@ -208,9 +243,11 @@ def _find(directory: Path, tag: str | None) -> str:
 
 def _warn_of_unreadable(directory: Path) -> None:
     """Warn about tags whose manifests are damaged: one of them could be the newest checkpoint."""
-    paths = directory.iterdir() if directory.is_dir() else ()
-    for path in sorted(paths):
-        if (path / BEGUN).is_file() and (path / MANIFEST).is_file() and not path.name.startswith("."):
+    for path in sorted(_entries(directory)):
+        if path.name.startswith("."):
+            continue
+        # Both files: a manifest alone may belong to another program.
+        if (path / BEGUN).is_file() and (path / MANIFEST).is_file():
             try:
                 read_json(path / MANIFEST)
             except ValueError as error:

@@ -86,7 +86,9 @@ def find_form(names: Collection[str]) -> QKVForm:
 def layer_index(name: str) -> int | None:
     """Return the index of the decoder layer of ``name``, or None if it is outside the layers."""
     match = re.search(r"\.layers\.(\d+)\.", name)
-    return int(match[1]) if match else None
+    if match is None:
+        return None
+    return int(match[1])
 
 
 def is_first_stage(name: str) -> bool:
@@ -103,18 +105,22 @@ def kv_heads(config: Mapping[str, Any]) -> int:
 
 def _llama(config: Mapping[str, Any], layout: Layout, form: QKVForm) -> list[Rule]:
     """Return the rules of LLaMA: embedding [V, H], layers, norm [H], output head [V, H]."""
-    hidden, width, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    hidden = config["hidden_size"]
+    width = config["intermediate_size"]
+    vocab = config["vocab_size"]
     head_dim = config.get("head_dim") or hidden // config["num_attention_heads"]
     if config.get("attention_bias") or config.get("mlp_bias"):
         raise ValueError("attention_bias or mlp_bias is true: neuronx-distributed's LLaMA sample has no biases")
     _require_kv_layout(config, layout, form)
     # Rows of the full projections: q [heads * head_dim, H], k and v [g * head_dim, H].
-    query, kv = config["num_attention_heads"] * head_dim, kv_heads(config) * head_dim
+    query = config["num_attention_heads"] * head_dim
+    kv = kv_heads(config) * head_dim
     rules = [_rule("model.embed_tokens.weight", "column", (vocab, hidden))]
     for i in range(config["num_hidden_layers"]):
         layer = f"model.layers.{i}"
         rules += _llama_attention(f"{layer}.self_attn", form, (query, kv, hidden))
-        gate, up = (Part(f"{layer}.mlp.{name}_proj.weight", "column", (width, hidden)) for name in ("gate", "up"))
+        gate = Part(f"{layer}.mlp.gate_proj.weight", "column", (width, hidden))
+        up = Part(f"{layer}.mlp.up_proj.weight", "column", (width, hidden))
         rules += [
             Rule(f"{layer}.mlp.gate_up_proj.weight", (gate, up)),
             _rule(f"{layer}.mlp.down_proj.weight", "row", (hidden, width)),
@@ -129,65 +135,79 @@ def _llama(config: Mapping[str, Any], layout: Layout, form: QKVForm) -> list[Rul
 
 
 def _llama_attention(prefix: str, form: QKVForm, sizes: tuple[int, int, int]) -> list[Rule]:
-    """Return the rules of one attention module; ``sizes`` are the rows of q, the rows of k (and v),
-    and H.
+    """Return the rules of one attention module; ``sizes`` are the rows of q, the rows of k (and
+    v), and H.
     """
     query_size, kv_size, hidden = sizes
     query = Part(f"{prefix}.q_proj.weight", "query", (query_size, hidden))
-    key, value = (Part(f"{prefix}.{name}_proj.weight", "kv", (kv_size, hidden)) for name in "kv")
+    key = Part(f"{prefix}.k_proj.weight", "kv", (kv_size, hidden))
+    value = Part(f"{prefix}.v_proj.weight", "kv", (kv_size, hidden))
     output = _rule(f"{prefix}.o_proj.weight", "query_row", (hidden, query_size))
-    # One parameter with three parts, [q, k, v] along dimension 0 in each rank's shard.
-    if form in ("stacked", "fused"):
-        name = f"{prefix}.qkv_proj.{'weight_qkv' if form == 'fused' else 'weight'}"
-        return [Rule(name, (query, key, value)), output]
-    projections = [
-        Rule(part.name if form == "separate" else f"{prefix}.qkv_proj.weight_{letter}", (part,))
-        for letter, part in zip("qkv", (query, key, value), strict=True)
-    ]
-    return [*projections, output]
+    # Stacked and fused: one parameter with three parts, [q, k, v] along dimension 0 in each
+    # rank's shard. Linear and separate: three parameters, which differ only in their names.
+    if form == "stacked":
+        return [Rule(f"{prefix}.qkv_proj.weight", (query, key, value)), output]
+    if form == "fused":
+        return [Rule(f"{prefix}.qkv_proj.weight_qkv", (query, key, value)), output]
+    if form == "linear":
+        return [
+            Rule(f"{prefix}.qkv_proj.weight_q", (query,)),
+            Rule(f"{prefix}.qkv_proj.weight_k", (key,)),
+            Rule(f"{prefix}.qkv_proj.weight_v", (value,)),
+            output,
+        ]
+    return [*(Rule(part.name, (part,)) for part in (query, key, value)), output]
 
 
 def _require_kv_layout(config: Mapping[str, Any], layout: Layout, form: QKVForm) -> None:
     """Raise ``ValueError`` if the heads cannot be sharded over the layout's ranks."""
-    heads, groups, replicas = config["num_attention_heads"], kv_heads(config), layout.kv_replicas
+    heads = config["num_attention_heads"]
+    groups = kv_heads(config)
+    replicas = layout.kv_replicas
     require_divisible("num_attention_heads", heads, "tensor_model_parallel_size", layout.size)
     if replicas > 1 and form not in ("linear", "fused"):
         raise ValueError(
-            f"kv_size_multiplier {replicas} needs GQAQKVColumnParallelLinear (weights named qkv_proj.weight_k or "
-            f"weight_qkv): the {form} form has no KV replicas"
+            f"kv_size_multiplier {replicas} needs GQAQKVColumnParallelLinear (weights named "
+            f"qkv_proj.weight_k or weight_qkv): the {form} form has no KV replicas"
         )
     if form == "stacked" and groups != heads:
         raise ValueError(
-            f"num_key_value_heads {groups} differs from num_attention_heads {heads}: qkv_proj.weight without "
-            "GQAQKVColumnParallelLinear holds as many KV heads as query heads"
+            f"num_key_value_heads {groups} differs from num_attention_heads {heads}: "
+            "qkv_proj.weight without GQAQKVColumnParallelLinear holds as many KV heads as query "
+            "heads"
         )
     if replicas == 1 and groups % layout.size:
         raise ValueError(
-            f"num_key_value_heads {groups} is not divisible by tensor_model_parallel_size {layout.size}, so ranks "
-            f"would hold parts of heads: use kv_size_multiplier {max(layout.size // groups, 1)}"
+            f"num_key_value_heads {groups} is not divisible by tensor_model_parallel_size "
+            f"{layout.size}, so ranks would hold parts of heads: use kv_size_multiplier "
+            f"{max(layout.size // groups, 1)}"
         )
     # With several KV heads per replicated shard, a rank's query heads would not be a contiguous
     # slice.
     if replicas > 1 and groups * replicas != layout.size:
         raise ValueError(
-            f"kv_size_multiplier {replicas} times num_key_value_heads {groups} is not tensor_model_parallel_size "
-            f"{layout.size}: use kv_size_multiplier {max(layout.size // groups, 1)}"
+            f"kv_size_multiplier {replicas} times num_key_value_heads {groups} is not "
+            f"tensor_model_parallel_size {layout.size}: use kv_size_multiplier "
+            f"{max(layout.size // groups, 1)}"
         )
 
 
 def _gpt_neox(config: Mapping[str, Any], layout: Layout, form: QKVForm) -> list[Rule]:
-    """Return the rules of GPT-NeoX, which has a bias in every linear layer and norm of its decoder
-    layers.
+    """Return the rules of GPT-NeoX, which has a bias in every linear layer and norm of its
+    decoder layers.
     """
     del form  # GPT-NeoX has a single form
     require_divisible("num_attention_heads", config["num_attention_heads"], "tensor_model_parallel_size", layout.size)
-    hidden, width, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    hidden = config["hidden_size"]
+    width = config["intermediate_size"]
+    vocab = config["vocab_size"]
     rules = [_rule("gpt_neox.embed_in.weight", "column", (vocab, hidden))]
     for i in range(config["num_hidden_layers"]):
         layer = f"gpt_neox.layers.{i}"
-        # Rows [h, 3, d] in Hugging Face's order; with stride 3 the sample shards each third of the
-        # rows.
-        qkv, stride = f"{layer}.attention.query_key_value", layout.query_key_value_stride
+        # Rows [h, 3, d] in Hugging Face's order; with stride 3 the sample shards each third of
+        # the rows.
+        qkv = f"{layer}.attention.query_key_value"
+        stride = layout.query_key_value_stride
         rules += [
             *_layer_norm(f"{layer}.input_layernorm", hidden),
             *_layer_norm(f"{layer}.post_attention_layernorm", hidden),

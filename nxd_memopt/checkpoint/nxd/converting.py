@@ -16,7 +16,7 @@ from nxd_memopt.checkpoint.directories import (
     replace_directory,
     restore_interrupted,
 )
-from nxd_memopt.checkpoint.exporting import keep_other_files, require_replaceable
+from nxd_memopt.checkpoint.exporting import copy_other_files, require_replaceable
 from nxd_memopt.checkpoint.files import (
     WEIGHTS,
     WEIGHTS_INDEX,
@@ -27,7 +27,7 @@ from nxd_memopt.checkpoint.files import (
 from nxd_memopt.checkpoint.files import open_weights as open_hugging_face
 from nxd_memopt.checkpoint.importing import load_sources
 from nxd_memopt.checkpoint.nxd.parts import KVOrder
-from nxd_memopt.checkpoint.nxd.reading import JoinedTensor, as_hugging_face, open_weights
+from nxd_memopt.checkpoint.nxd.reading import LazyFullTensor, as_hugging_face, open_weights
 from nxd_memopt.checkpoint.nxd.writing import Target, write_weights
 from nxd_memopt.parallel_layers.coordination import raise_together
 from nxd_memopt.parallel_layers.tensor_files import resolve
@@ -57,9 +57,9 @@ def load_nxd(
         kv_order: order of KV replicas; None finds it by comparing the replicas.
         query_key_value_stride: GPT-NeoX: 3 if ``query_key_value`` was sharded with the sample's
             ``stride=3``.
-        accept_drift: where norms and row-parallel biases differ between ranks, use rank 0's values
-            and warn for each. GPT-NeoX's sample makes them differ, because it never sums their
-            gradients. Without this option a difference is an error.
+        accept_drift: where norms and row-parallel biases differ between ranks, use rank 0's
+            values and warn for each. GPT-NeoX's sample makes them differ, because it never sums
+            their gradients. Without this option a difference is an error.
 
     Returns:
         A line for each entry of the files that is not a weight of the model.
@@ -77,12 +77,12 @@ def load_nxd(
             query_key_value_stride=query_key_value_stride,
             accept_drift=accept_drift,
         )
-        joined, report = as_hugging_face(weights, config)
-        for tensor in joined.values():
+        full_tensors, report = as_hugging_face(weights, config)
+        for tensor in full_tensors.values():
             tensor.check()
     # Parameters change only after every rank has checked the files.
     with raise_together(f"loading {directory}"):
-        load_sources(model, dict(joined), Path(directory))
+        load_sources(model, dict(full_tensors), Path(directory))
     return report
 
 
@@ -93,7 +93,9 @@ def plain_config(model: torch.nn.Module) -> dict[str, Any]:
     config: Any = model.config
     plain = config.to_dict()
     groups = getattr(config, "num_query_groups", None)
-    return {**plain, "num_key_value_heads": groups} if groups else plain
+    if groups:
+        return {**plain, "num_key_value_heads": groups}
+    return plain
 
 
 def from_nxd(
@@ -119,9 +121,9 @@ def from_nxd(
         kv_order: order of KV replicas; None finds it by comparing the replicas.
         query_key_value_stride: GPT-NeoX: 3 if ``query_key_value`` was sharded with the sample's
             ``stride=3``.
-        accept_drift: where norms and row-parallel biases differ between ranks, use rank 0's values
-            and warn for each. GPT-NeoX's sample makes them differ, because it never sums their
-            gradients. Without this option a difference is an error.
+        accept_drift: where norms and row-parallel biases differ between ranks, use rank 0's
+            values and warn for each. GPT-NeoX's sample makes them differ, because it never sums
+            their gradients. Without this option a difference is an error.
         tensor_model_parallel_size: expected T of the files; None accepts any.
         max_shard_size_bytes: upper bound of a file in bytes, unless a single parameter is larger.
         progress: receives a line for each file, and for each entry of the source that is not a
@@ -130,7 +132,8 @@ def from_nxd(
     Raises:
         ValueError: files are missing or damaged, or do not fit the config.
     """
-    content, path = read_json(Path(config)), Path(target).resolve()
+    content = read_json(Path(config))
+    path = Path(target).resolve()
     weights = open_weights(
         source,
         content,
@@ -139,7 +142,7 @@ def from_nxd(
         accept_drift=accept_drift,
         tensor_model_parallel_size=tensor_model_parallel_size,
     )
-    joined, report = as_hugging_face(weights, content)
+    full_tensors, report = as_hugging_face(weights, content)
     restore_interrupted(path)
     require_replaceable(path)
     incomplete = incomplete_path(path)
@@ -149,31 +152,44 @@ def from_nxd(
         incomplete.mkdir(parents=True)
         for line in (f"{weights.directory}: {weights.describe()}", *report):
             progress(line)
-        _write_shards(joined, incomplete, max_shard_size_bytes, progress)
+        _write_shards(full_tensors, incomplete, max_shard_size_bytes, progress)
         (incomplete / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        keep_other_files(path, incomplete)
+        copy_other_files(path, incomplete)
         replace_directory(incomplete, path)
     finally:
         remove_directory(incomplete)
 
 
 def _write_shards(
-    joined: Mapping[str, JoinedTensor], directory: Path, max_shard_size_bytes: int, progress: Callable[[str], None]
+    full_tensors: Mapping[str, LazyFullTensor],
+    directory: Path,
+    max_shard_size_bytes: int,
+    progress: Callable[[str], None],
 ) -> None:
     """Write the full tensors as safetensors files of bounded size, and an index if there are
     several.
     """
     # Assign names to files by size first; each tensor is read only when its file is written.
-    sizes = {name: _size_bytes(tensor) for name, tensor in joined.items()}
+    sizes = {name: _size_bytes(tensor) for name, tensor in full_tensors.items()}
     groups: list[list[str]] = [[]]
+    group_bytes = 0
     for name, size_bytes in sizes.items():
-        if groups[-1] and sum(sizes[other] for other in groups[-1]) + size_bytes > max_shard_size_bytes:
+        if groups[-1] and group_bytes + size_bytes > max_shard_size_bytes:
             groups.append([])
+            group_bytes = 0
         groups[-1].append(name)
+        group_bytes += size_bytes
     weight_map: dict[str, str] = {}
     for i, names in enumerate(groups, start=1):
-        file_name = WEIGHTS if len(groups) == 1 else f"model-{i:05d}-of-{len(groups):05d}.safetensors"
-        write_safetensors(directory / file_name, {name: joined[name].full() for name in names})
+        file_name = f"model-{i:05d}-of-{len(groups):05d}.safetensors"
+        if len(groups) == 1:
+            file_name = WEIGHTS
+        # The host stores the full tensors of one file at a time: no name may refer to them while
+        # those of the next file are read.
+        write_safetensors(
+            directory / file_name,
+            {name: full_tensors[name].full() for name in names},
+        )
         weight_map.update(dict.fromkeys(names, file_name))
         progress(f"{i} of {len(groups)}: {file_name}")
     if len(groups) > 1:
@@ -181,12 +197,17 @@ def _write_shards(
         (directory / WEIGHTS_INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _size_bytes(tensor: JoinedTensor) -> int:
+def _size_bytes(tensor: LazyFullTensor) -> int:
     """Return the bytes of a full tensor."""
     return math.prod(tensor.get_shape()) * resolve(tensor.shards[0]).element_size()
 
 
-def to_nxd(source: str | Path, target: str | Path, options: Target, progress: Callable[[str], None] = print) -> None:
+def to_nxd(
+    source: str | Path,
+    target: str | Path,
+    options: Target,
+    progress: Callable[[str], None] = print,
+) -> None:
     """Write the Hugging Face directory ``source`` as neuronx-distributed's checkpoint ``target``.
 
     ``config.json`` is not part of this checkpoint: neuronx-distributed's samples read it from a

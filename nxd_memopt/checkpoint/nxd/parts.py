@@ -1,17 +1,19 @@
-"""Joins and cuts tensor-parallel shards as neuronx-distributed's layers hold them, KV replicas included.
+"""Merges and cuts tensor-parallel shards as neuronx-distributed's layers hold them, KV replicas
+included.
 
-The full tensors are in Hugging Face's order of heads. A shard of one layer is the concatenation of
-the shards of its parts (``[gate, up]``, ``[q, k, v]``) along the sharded dimension. With T ranks
-and m replicas of each KV shard there are n = T/m KV shards, and rank r stores
+The full tensors are in Hugging Face's order of heads. A shard of one layer is the concatenation
+of the shards of its parts (``[gate, up]``, ``[q, k, v]``) along the sharded dimension. With T
+ranks and m replicas of each KV shard there are n = T/m KV shards, and rank r stores
 
 - in strided order (trn1): KV shard ``r mod n``; the ranks of KV shard j are
   ``j, j + n, j + 2n, ...``
 - in consecutive order (trn2): KV shard ``r // m``; the ranks of KV shard j are
   ``jm, ..., jm + m - 1``.
 
-The query heads of a KV shard are divided over its ranks in increasing order. In consecutive order a
-rank's query heads are the contiguous slice r of T. In strided order they are slice
-``(r mod n) * m + r // n``. The columns of the attention's output projection follow the query heads.
+The query heads of a KV shard are divided over its ranks in increasing order. In consecutive order
+a rank's query heads are the contiguous slice r of T. In strided order they are slice
+``(r mod n) * m + r // n``. The columns of the attention's output projection follow the query
+heads.
 """
 
 from __future__ import annotations
@@ -42,8 +44,8 @@ class Layout:
         kv_order: order of the KV replicas over the ranks; irrelevant if m is 1 or T.
         query_key_value_stride: 1 or 3, for GPT-NeoX's fused projection; see
             docs/migrating_from_nxd.md.
-        accept_drift: use rank 0's value of a replicated parameter that differs between ranks, with
-            a warning.
+        accept_drift: use rank 0's value of a replicated parameter that differs between ranks,
+            with a warning.
     """
 
     size: int
@@ -59,7 +61,9 @@ class Layout:
     @property
     def rank_stride(self) -> int:
         """Distance between ranks that store consecutive query slices; see ``rank_order``."""
-        return self.size // self.kv_replicas if self.kv_order == "strided" else 1
+        if self.kv_order == "strided":
+            return self.size // self.kv_replicas
+        return 1
 
     def kv_shard(self, rank: int) -> int:
         """Return the index of the KV shard, of T/m, that ``rank`` stores."""
@@ -77,7 +81,9 @@ class Layout:
             return self.kv_shard(rank), self.size // self.kv_replicas
         if kind in ("query", "query_row"):
             return self.query_slice(rank), self.size
-        return (0, 1) if kind == "replicated" else (rank, self.size)
+        if kind == "replicated":
+            return 0, 1
+        return rank, self.size
 
 
 @dataclass(frozen=True)
@@ -138,29 +144,35 @@ class Rule:
 
     def cut(self, full: dict[str, Tensor], layout: Layout, rank: int) -> Tensor:
         """Return the shard of ``rank``, cut from the full Hugging Face tensors."""
-        pieces = [_cut_part(full[part.name], part, layout, rank, self.stride) for part in self.parts]
-        return (pieces[0].clone() if len(pieces) == 1 else torch.cat(pieces, self.dim)).contiguous()
+        shards = []
+        for part in self.parts:
+            shards.append(_cut_part(full[part.name], part, layout, rank, self.stride))
+        if len(shards) == 1:
+            return shards[0]
+        return torch.cat(shards, self.dim).contiguous()
 
-    def join(self, part: Part, shards: Sequence[Tensor], layout: Layout) -> Tensor:
+    def merge(self, part: Part, shards: Sequence[Tensor], layout: Layout) -> Tensor:
         """Return the full tensor of ``part``, from the shards of ranks 0 to T-1.
 
         Raises:
             ValueError: replicas differ.
         """
         self.require_replicas(part, shards, layout)
-        # The shard is the concatenation of its parts' shards: skip the parts before ``part``.
-        offset = 0
-        for other in self.parts:
-            if other is part:
-                break
-            offset += other.local_length(layout)
-        length = part.local_length(layout)
+        # Ranks with the same slice copy it one after the other; ``require_replicas`` has compared
+        # them.
         full = torch.empty(part.shape, dtype=shards[0].dtype)
         for rank, shard in enumerate(shards):
-            local = shard.narrow(self.dim, offset, length)
-            for piece, target in _pieces(local, full, part, layout, rank, self.stride):
-                target.copy_(piece)
+            local = self._local_part(shard, part, layout)
+            for source, target in _matching_views(local, full, part, layout, rank, self.stride):
+                target.copy_(source)
         return full
+
+    def _local_part(self, shard: Tensor, part: Part, layout: Layout) -> Tensor:
+        """Return the view of ``part`` in one rank's shard."""
+        # The shard is the concatenation of its parts' shards: skip the parts before ``part``.
+        previous = self.parts[: self.parts.index(part)]
+        offset = sum(other.local_length(layout) for other in previous)
+        return shard.narrow(self.dim, offset, part.local_length(layout))
 
     def require_replicas(self, part: Part, shards: Sequence[Tensor], layout: Layout) -> None:
         """Raise ``ValueError`` if ranks that should store the same slice store different values.
@@ -168,29 +180,35 @@ class Rule:
         The files then have another layout than ``layout``.
         """
         first: dict[int, int] = {}
-        offset = sum(other.local_length(layout) for other in self.parts[: self.parts.index(part)])
         for rank, shard in enumerate(shards):
             # Compare each rank with the first rank that stores the same slice.
             index, _ = layout.slice_index(part.kind, rank)
             earlier = first.setdefault(index, rank)
-            mine, theirs = (x.narrow(self.dim, offset, part.local_length(layout)) for x in (shard, shards[earlier]))
-            if earlier != rank and not bit_equal(mine, theirs):
+            local = self._local_part(shard, part, layout)
+            reference = self._local_part(shards[earlier], part, layout)
+            if earlier != rank and not bit_equal(local, reference):
                 if part.kind == "replicated" and layout.accept_drift:
-                    warnings.warn(f"{self.name} differs between tensor-parallel ranks: rank 0's is taken", stacklevel=2)
+                    warnings.warn(
+                        f"{self.name} differs between tensor-parallel ranks: rank 0's is taken",
+                        stacklevel=2,
+                    )
                     return
-                what = f"in {layout.kv_order} order of KV replicas" if part.kind == "kv" else "as a replicated tensor"
-                remedy = (
-                    "pass the other order"
-                    if part.kind == "kv"
-                    else ("pass accept_drift=True (GPT-NeoX's script does not reduce these gradients)")
-                )
                 raise ValueError(
-                    f"{self.name} differs between tensor-parallel ranks {earlier} and {rank}, which hold the same "
-                    f"slice of {part.name} {what}: {remedy}, or check that the files are of one save"
+                    f"{self.name} differs between tensor-parallel ranks {earlier} and {rank}, "
+                    f"which hold the same slice of {part.name} {_replica_remedy(part, layout)}, "
+                    "or check that the files are of one save"
                 )
 
 
-def _pieces(
+def _replica_remedy(part: Part, layout: Layout) -> str:
+    """Return how the replicas of ``part`` were read, and what to pass instead."""
+    if part.kind == "kv":
+        return f"in {layout.kv_order} order of KV replicas: pass the other order"
+    remedy = "pass accept_drift=True (GPT-NeoX's script does not reduce these gradients)"
+    return f"as a replicated tensor: {remedy}"
+
+
+def _matching_views(
     local: Tensor, full: Tensor, part: Part, layout: Layout, rank: int, stride: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield pairs of views of ``local`` and ``full`` that contain the same elements."""
@@ -198,8 +216,8 @@ def _pieces(
     if part.kind == "replicated":
         yield local, full
         return
-    # With stride 3 the full tensor is [3, shards, length]: the local slice has one range in each
-    # third.
+    # Along ``dim`` the full tensor is [stride, shards, length]: with stride 3 the local shard,
+    # [stride, length], has one range in each third; with stride 1 it is one contiguous range.
     length = local.size(part.dim) // stride
     for block in range(stride):
         start = block * length * shards + index * length
@@ -211,13 +229,20 @@ def _cut_part(full: Tensor, part: Part, layout: Layout, rank: int, stride: int) 
     shape = list(part.shape)
     shape[part.dim] = part.local_length(layout)
     local = torch.empty(shape, dtype=full.dtype)
-    for target, piece in _pieces(local, full, part, layout, rank, stride):
-        target.copy_(piece)
+    for target, source in _matching_views(local, full, part, layout, rank, stride):
+        target.copy_(source)
     return local
 
 
-def detect_kv_order(rule: Rule, part: Part, shards: Sequence[Tensor], replicas: int) -> set[KVOrder]:
+def detect_kv_order(
+    rule: Rule,
+    part: Part,
+    shards: Sequence[Tensor],
+    replicas: int,
+) -> set[KVOrder]:
     """Return the orders of KV replicas for which all replicas are equal."""
+    # The files do not record the order. In the wrong order ``require_replicas`` compares ranks
+    # with different KV heads, which differ unless the heads happen to be equal.
     fitting: set[KVOrder] = set()
     orders: tuple[KVOrder, ...] = ("strided", "consecutive")
     for order in orders:

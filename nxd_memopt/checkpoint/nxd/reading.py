@@ -59,14 +59,25 @@ class NxDWeights:
         return text
 
 
-class JoinedTensor:
+class LazyFullTensor:
     """One full Hugging Face tensor.
 
     Its shards are read when it is indexed; see ``checkpointing.LazySlice``.
     """
 
-    def __init__(self, rule: Rule, part: Part, shards: Shards, layout: Layout, directory: Path) -> None:
-        self.rule, self.part, self.shards, self.layout, self.directory = rule, part, shards, layout, directory
+    def __init__(
+        self,
+        rule: Rule,
+        part: Part,
+        shards: Shards,
+        layout: Layout,
+        directory: Path,
+    ) -> None:
+        self.rule = rule
+        self.part = part
+        self.shards = shards
+        self.layout = layout
+        self.directory = directory
 
     def get_shape(self) -> list[int]:
         """Return the shape of the full tensor."""
@@ -80,7 +91,10 @@ class JoinedTensor:
         replicas.
         """
         shards = self._matching_shards()
-        if not (self.part.kind == "replicated" and self.layout.accept_drift):
+        # With ``accept_drift`` a replicated parameter cannot fail: ``full`` warns, once, when the
+        # values are used.
+        accepts_drift = self.part.kind == "replicated" and self.layout.accept_drift
+        if not accepts_drift:
             with self._naming_directory():
                 self.rule.require_replicas(self.part, shards, self.layout)
 
@@ -93,7 +107,7 @@ class JoinedTensor:
         """
         shards = self._matching_shards()
         with self._naming_directory():
-            return self.rule.join(self.part, shards, self.layout)
+            return self.rule.merge(self.part, shards, self.layout)
 
     def _matching_shards(self) -> list[Tensor]:
         """Return the shards of all ranks after checking shapes and dtypes."""
@@ -102,10 +116,10 @@ class JoinedTensor:
         for rank, shard in enumerate(shards):
             if tuple(shard.shape) != expected or shard.dtype != shards[0].dtype:
                 raise ValueError(
-                    f"{self.directory}: {self.rule.name} of tensor-parallel rank {rank} is {list(shard.shape)} "
-                    f"{shard.dtype}, expected {list(expected)} {shards[0].dtype} at tensor_model_parallel_size "
-                    f"{self.layout.size}: a rank file is missing or from another save, or config.json belongs to "
-                    "another model"
+                    f"{self.directory}: {self.rule.name} of tensor-parallel rank {rank} is "
+                    f"{list(shard.shape)} {shard.dtype}, expected {list(expected)} "
+                    f"{shards[0].dtype} at tensor_model_parallel_size {self.layout.size}: a rank "
+                    "file is missing or from another save, or config.json belongs to another model"
                 )
         return shards
 
@@ -122,14 +136,19 @@ def model_directory(directory: str | Path) -> Path:
     """Return ``directory/model`` if it exists (the trainer's layout), else ``directory``.
 
     Raises:
-        ValueError: the save of the tag was interrupted: the directory has the marker of a save that
-            has begun, but neither the marker of a complete save nor this library's manifest.
-            Directories without markers are accepted, because neuronx-distributed's converters write
-            none.
+        ValueError: the save of the tag was interrupted: the directory has the marker of a save
+            that has begun, but neither the marker of a complete save nor this library's manifest.
+            Directories without markers are accepted, because neuronx-distributed's converters
+            write none.
     """
     path = Path(directory)
-    model = path / "model" if (path / "model").is_dir() else path
-    tag = model.parent if model.name == "model" else path
+    model = path
+    if (path / "model").is_dir():
+        model = path / "model"
+    # ``directory`` may itself be the ``model`` of a tag; the markers are in the tag.
+    tag = path
+    if model.name == "model":
+        tag = model.parent
     if (tag / BEGUN).is_file() and not (tag / DONE).is_file() and not (tag / MANIFEST).is_file():
         raise ValueError(f"{tag} has the marker {BEGUN!r} and no {DONE!r}: its save was interrupted; read another tag")
     return model
@@ -153,8 +172,8 @@ def open_weights(
         config: content of the model's Hugging Face ``config.json``.
         kv_order: order of KV replicas; None finds it by comparing the replicas.
         query_key_value_stride: 1 or 3, for GPT-NeoX; see docs/migrating_from_nxd.md.
-        accept_drift: use rank 0's values of replicated parameters that differ between ranks, with a
-            warning.
+        accept_drift: use rank 0's values of replicated parameters that differ between ranks, with
+            a warning.
         tensor_model_parallel_size: expected T of the files; None accepts any.
         model_key: entry of the state dict, if a file contains more than the state dict.
 
@@ -178,7 +197,10 @@ def open_weights(
     return NxDWeights(files.directory, shards, extras, layout, form)
 
 
-def read_state_dicts(files: RankFiles, model_key: str = "model") -> tuple[dict[str, Shards], dict[str, str]]:
+def read_state_dicts(
+    files: RankFiles,
+    model_key: str = "model",
+) -> tuple[dict[str, Shards], dict[str, str]]:
     """Return the parameters of all stages by name, and a description of each other entry.
 
     Raises:
@@ -189,18 +211,19 @@ def read_state_dicts(files: RankFiles, model_key: str = "model") -> tuple[dict[s
     extras: dict[str, str] = {}
     for stage in range(files.pipeline_model_parallel_size):
         # Every stage has T files with the same names; each name gets the list of its T shards.
-        by_rank = [
-            _state_dict(files.file(rank, stage), model_key, extras) for rank in range(files.tensor_model_parallel_size)
-        ]
-        for rank, state in enumerate(by_rank):
-            if state.keys() != by_rank[0].keys():
-                different = sorted(state.keys() ^ by_rank[0].keys())
+        states = []
+        for rank in range(files.tensor_model_parallel_size):
+            states.append(_state_dict(files.file(rank, stage), model_key, extras))
+        for rank, state in enumerate(states):
+            if state.keys() != states[0].keys():
+                different = sorted(state.keys() ^ states[0].keys())
                 raise ValueError(
-                    f"{files.file(rank, stage)} and {files.file(0, stage)} differ in their entries, {different[:5]}: "
-                    "they are not of one save"
+                    f"{files.file(rank, stage)} and {files.file(0, stage)} differ in their "
+                    f"entries, {different[:5]}: they are not of one save"
                 )
-        for name in by_rank[0]:
-            shards = [state[name] for state in by_rank]
+        for name in states[0]:
+            shards = [state[name] for state in states]
+            # A tied parameter is in the first and in the last stage, as two copies.
             if name in merged:
                 _require_equal(files, name, merged[name], shards)
             merged[name] = shards
@@ -213,54 +236,78 @@ def _require_equal(files: RankFiles, name: str, first: Shards, second: Shards) -
     """
     if any(not bit_equal(resolve(a), resolve(b)) for a, b in zip(first, second, strict=True)):
         raise ValueError(
-            f"{files.directory}: {name} is in the files of two pipeline stages with different values: "
-            "convert the stages' files one at a time, or save again"
+            f"{files.directory}: {name} is in the files of two pipeline stages with different "
+            "values: convert the stages' files one at a time, or save again"
         )
 
 
-def _state_dict(path: Path, model_key: str, extras: dict[str, str]) -> dict[str, Tensor | StoredTensor]:
+def _state_dict(
+    path: Path,
+    model_key: str,
+    extras: dict[str, str],
+) -> dict[str, Tensor | StoredTensor]:
     """Return the tensors of one rank file, and add its other entries to ``extras``."""
     content = read_stored(path)
     if not isinstance(content, Mapping):
         raise ValueError(f"{path} holds a {type(content).__name__}, not a state dict: it is no checkpoint of a model")
+    # The state dict is the content itself, or one of its entries, next to a step count and others.
     if isinstance(content.get(model_key), Mapping):
-        extras.update({str(k): _describe(v) for k, v in content.items() if k != model_key})
+        for name, value in content.items():
+            if name != model_key:
+                extras[str(name)] = _describe(value)
         content = content[model_key]
-    tensors = {name: value for name, value in content.items() if isinstance(value, Tensor | StoredTensor)}
-    extras.update({str(name): _describe(value) for name, value in content.items() if name not in tensors})
+    tensors: dict[str, Tensor | StoredTensor] = {}
+    for name, value in content.items():
+        if isinstance(value, Tensor | StoredTensor):
+            tensors[name] = value
+        else:
+            extras[str(name)] = _describe(value)
     if not tensors:
         raise ValueError(f"{path} holds no tensors under its entry {model_key!r} or at its top: pass model_key")
     return tensors
 
 
 def _describe(value: Any) -> str:
-    return f"{type(value).__name__} {value}" if isinstance(value, bool | int | float | str) else type(value).__name__
+    """Return the type of an entry, with the value of a plain one."""
+    kind = type(value).__name__
+    if isinstance(value, bool | int | float | str):
+        return f"{kind} {value}"
+    return kind
 
 
 # KV replicas
 
 
-def _count_replicas(files: RankFiles, shards: dict[str, Shards], config: Mapping[str, Any], size: int) -> int:
+def _count_replicas(
+    files: RankFiles,
+    shards: dict[str, Shards],
+    config: Mapping[str, Any],
+    size: int,
+) -> int:
     """Return m, the number of KV rows on all ranks divided by the rows of all KV heads."""
     if config.get("model_type") != "llama":
         return 1
     require_sizes(config)
     query = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // query
-    # m = T * (KV rows of one rank) / (KV rows of the full projection).
-    kv_rows, query_rows = kv_heads(config) * head_dim, query * head_dim
+    # m = T * (KV rows of one rank) / (KV rows of the full projection). All layers have the same
+    # m: the first parameter with replicas decides. Other forms have no replicas.
+    kv_rows = kv_heads(config) * head_dim
+    query_rows = query * head_dim
     for name, values in shards.items():
-        if name.endswith((".qkv_proj.weight_k", ".qkv_proj.weight_qkv")):
-            rows = _rows(values[0])
-            # A fused shard is [q, k, v] with q_rows / T + 2 kv_rows rows: remove the query rows.
-            if name.endswith("weight_qkv"):
-                rows = (rows - query_rows // size) // 2
-            if rows <= 0 or rows * size % kv_rows:
-                raise ValueError(
-                    f"{files.directory}: {name} has {rows} KV rows on each of {size} ranks, config.json says {kv_rows} "
-                    "in all: a rank file is missing, or config.json belongs to another model"
-                )
-            return rows * size // kv_rows
+        if not name.endswith((".qkv_proj.weight_k", ".qkv_proj.weight_qkv")):
+            continue
+        rows = _rows(values[0])
+        # A fused shard is [q, k, v] with q_rows / T + 2 kv_rows rows: remove the query rows.
+        if name.endswith("weight_qkv"):
+            rows = (rows - query_rows // size) // 2
+        if rows <= 0 or rows * size % kv_rows:
+            raise ValueError(
+                f"{files.directory}: {name} has {rows} KV rows on each of {size} ranks, "
+                f"config.json says {kv_rows} in all: a rank file is missing, or config.json "
+                "belongs to another model"
+            )
+        return rows * size // kv_rows
     return 1
 
 
@@ -272,7 +319,11 @@ def _rows(value: Tensor | StoredTensor) -> int:
 
 
 def _find_order(
-    files: RankFiles, rules: list[Rule], shards: dict[str, Shards], layout: Layout, asked: KVOrder | None
+    files: RankFiles,
+    rules: list[Rule],
+    shards: dict[str, Shards],
+    layout: Layout,
+    asked: KVOrder | None,
 ) -> KVOrder:
     """Return the order in which the replicas are equal.
 
@@ -284,20 +335,31 @@ def _find_order(
     for rule, part in _kv_parts(rules):
         if rule.name not in shards:
             continue
-        # Layers with equal KV heads (all zeros, for example) fit both orders.
-        orders &= detect_kv_order(rule, part, [resolve(shard) for shard in shards[rule.name]], layout.kv_replicas)
+        # Layers with equal KV heads (all zeros, for example) fit both orders: go on to the next
+        # one. Usually the first layer decides, and only its T shards are read.
+        orders &= detect_kv_order(
+            rule,
+            part,
+            [resolve(shard) for shard in shards[rule.name]],
+            layout.kv_replicas,
+        )
         if len(orders) < 2:
             break
-    found = " or ".join(sorted(orders)) or "neither order"
+    # Four cases: no order fits, or not the one that is asked for (errors); both orders fit and
+    # none is asked for (error); one order is left.
     if not orders or (asked and asked not in orders):
+        found = " or ".join(sorted(orders)) or "neither order"
+        remedy = "the rank files are not of one save"
+        if orders:
+            remedy = f"pass kv_order {found}"
         raise ValueError(
-            f"{files.directory}: the replicas of KV heads are equal in {found}, not in {asked or 'any order'}: "
-            f"{'pass kv_order ' + found if orders else 'the rank files are not of one save'}"
+            f"{files.directory}: the replicas of KV heads are equal in {found}, not in {asked or 'any order'}: {remedy}"
         )
     if len(orders) == 2 and asked is None:
         raise ValueError(
-            f"{files.directory}: all KV heads are equal, so that the order of their {layout.kv_replicas} replicas "
-            "cannot be found: pass kv_order strided (trn1) or consecutive (trn2)"
+            f"{files.directory}: all KV heads are equal, so that the order of their "
+            f"{layout.kv_replicas} replicas cannot be found: pass kv_order strided (trn1) or "
+            "consecutive (trn2)"
         )
     return asked or next(iter(orders))
 
@@ -313,7 +375,10 @@ def _kv_parts(rules: Sequence[Rule]) -> Iterator[tuple[Rule, Part]]:
 # Hugging Face names
 
 
-def as_hugging_face(weights: NxDWeights, config: Mapping[str, Any]) -> tuple[dict[str, JoinedTensor], list[str]]:
+def as_hugging_face(
+    weights: NxDWeights,
+    config: Mapping[str, Any],
+) -> tuple[dict[str, LazyFullTensor], list[str]]:
     """Return the full tensors by Hugging Face name, and a line for each entry without a
     counterpart.
 
@@ -324,29 +389,32 @@ def as_hugging_face(weights: NxDWeights, config: Mapping[str, Any]) -> tuple[dic
     # tensors.
     rules = {rule.name: rule for rule in build_rules(config, weights.layout, weights.form)}
     tied = bool(config.get("tie_word_embeddings"))
-    head = next(reversed(rules))
+    head = next(reversed(rules))  # the rules begin with the embedding and end with the output head
     buffers = [name for name in weights.shards if name not in rules and is_computed_buffer(name)]
     unknown = [name for name in weights.shards if name not in rules and name not in buffers]
     missing = [name for name in rules if name not in weights.shards and not (tied and name == head)]
     if missing or unknown:
         raise ValueError(
-            f"{weights.directory}: the files lack {len(missing)} parameters of the model, {missing[:5]}, and hold "
-            f"{len(unknown)} unknown tensors, {unknown[:5]}: pass the config.json of the model that was trained"
+            f"{weights.directory}: the files lack {len(missing)} parameters of the model, "
+            f"{missing[:5]}, and hold {len(unknown)} unknown tensors, {unknown[:5]}: pass the "
+            "config.json of the model that was trained"
         )
-    joined = {
-        part.name: JoinedTensor(rule, part, weights.shards[name], weights.layout, weights.directory)
-        for name, rule in rules.items()
-        if name in weights.shards
-        for part in rule.parts
-    }
+    full_tensors: dict[str, LazyFullTensor] = {}
+    for name, rule in rules.items():
+        if name not in weights.shards:  # the tied output head
+            continue
+        for part in rule.parts:
+            full_tensors[part.name] = LazyFullTensor(
+                rule, part, weights.shards[name], weights.layout, weights.directory
+            )
     # A tied model is stored once: the sample's copy of the output head must equal the embedding.
-    if tied and head in joined:
-        embedding = joined[next(iter(rules))]
-        if not bit_equal(embedding.full(), joined.pop(head).full()):
+    if tied and head in full_tensors:
+        embedding = full_tensors[next(iter(rules))]
+        if not bit_equal(embedding.full(), full_tensors.pop(head).full()):
             raise ValueError(
-                f"{weights.directory}: config.json ties the output head to the embedding, and {head} differs from it: "
-                "set tie_word_embeddings to false in config.json"
+                f"{weights.directory}: config.json ties the output head to the embedding, and "
+                f"{head} differs from it: set tie_word_embeddings to false in config.json"
             )
     report = [f"left out: {name}: a buffer that the model computes" for name in buffers]
     report += [f"left out: {name}: {kind}: no weight of the model" for name, kind in weights.extras.items()]
-    return joined, report
+    return full_tensors, report

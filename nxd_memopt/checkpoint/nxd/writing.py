@@ -50,14 +50,18 @@ class Target:
 
 
 def write_weights(
-    sources: Sources, config: Mapping[str, Any], directory: str | Path, target: Target, progress: Progress = print
+    sources: Sources,
+    config: Mapping[str, Any],
+    directory: str | Path,
+    target: Target,
+    progress: Progress = print,
 ) -> None:
-    """Write ``directory/model/dp_rank_00_tp_rank_XX_pp_rank_XX.pt``, which ``nxd.load_checkpoint``
-    reads by its tag.
+    """Write ``directory/model/dp_rank_00_tp_rank_XX_pp_rank_XX.pt``, which
+    ``nxd.load_checkpoint`` reads by its tag.
 
     The tag is the name of the directory. The files are written next to ``directory``, which is
-    replaced when all files are complete. An existing ``directory`` must be a checkpoint of weights.
-    The host stores the shards of one rank at a time.
+    replaced when all files are complete. An existing ``directory`` must be a checkpoint of
+    weights. The host stores the shards of one rank at a time.
 
     Args:
         sources: full tensors by Hugging Face name.
@@ -83,13 +87,15 @@ def write_weights(
         total = target.layout.size * target.pipeline_model_parallel_size
         for stage in range(target.pipeline_model_parallel_size):
             for rank in range(target.layout.size):
-                # Only the tensors of this stage are read; they are read again for every rank, which
-                # bounds the host memory.
+                # Only the tensors of this stage are read; they are read again for every rank,
+                # which bounds the host memory.
                 chosen = [rule for rule in rules if stages[rule.name] == stage]
                 state = {rule.name: _cut(rule, found, target.layout, rank) for rule in chosen}
                 file = incomplete / "model" / f"dp_rank_00_tp_rank_{rank:02d}_pp_rank_{stage:02d}.pt"
                 write_flushed(file, state, use_xser=target.xser)
                 progress(f"{stage * target.layout.size + rank + 1} of {total}: {file.name}")
+        # The marker of a complete save comes last, and all of it is on the disk before the rename:
+        # a crash of the host leaves the earlier checkpoint or the complete new one.
         (incomplete / "done").write_text("1")
         flush_to_disk(incomplete / "done")
         flush_to_disk(incomplete)
@@ -107,37 +113,51 @@ def assign_stages(rules: list[Rule], num_layers: int, num_stages: int) -> dict[s
     """
     if not 1 <= num_stages <= num_layers:
         raise ValueError(
-            f"pipeline_model_parallel_size {num_stages} must be at least 1 and at most the {num_layers} layers: "
-            "use fewer stages"
+            f"pipeline_model_parallel_size {num_stages} must be at least 1 and at most the "
+            f"{num_layers} layers: use fewer stages"
         )
-    # 10 layers over 4 stages: 2, 2, 3, 3.
-    each, remainder = divmod(num_layers, num_stages)
-    lengths = [each + (stage >= num_stages - remainder) for stage in range(num_stages)]
-    stage_of_layer = [stage for stage, length in enumerate(lengths) for _ in range(length)]
+    # Every stage gets ``per_stage`` layers, and each of the last ``remainder`` stages one more:
+    # 10 layers over 4 stages are 2, 2, 3, 3.
+    per_stage, remainder = divmod(num_layers, num_stages)
+    stage_of_layer: list[int] = []
+    for stage in range(num_stages):
+        length = per_stage + (stage >= num_stages - remainder)
+        stage_of_layer += [stage] * length
     stages = {}
     for rule in rules:
         layer = layer_index(rule.name)
-        outer = 0 if is_first_stage(rule.name) else num_stages - 1
-        stages[rule.name] = outer if layer is None else stage_of_layer[layer]
+        if layer is not None:
+            stages[rule.name] = stage_of_layer[layer]
+        elif is_first_stage(rule.name):
+            stages[rule.name] = 0
+        else:
+            stages[rule.name] = num_stages - 1
     return stages
 
 
-def _match_sources(rules: list[Rule], sources: Sources, config: Mapping[str, Any]) -> dict[str, Any]:
+def _match_sources(
+    rules: list[Rule],
+    sources: Sources,
+    config: Mapping[str, Any],
+) -> dict[str, Any]:
     """Return the sources by the rules' Hugging Face names, after checking names and shapes."""
     found: dict[str, Any] = {}
     known: set[str] = set()
     head = rules[-1].parts[0].name
-    for part in (part for rule in rules for part in rule.parts):
-        names = OUTPUT_HEADS if part.name == head else (part.name,)
+    for part in [part for rule in rules for part in rule.parts]:
         # The head has two names on disk; with tied embeddings it may be absent and equals the
         # embedding.
+        names = OUTPUT_HEADS if part.name == head else (part.name,)
         stored = next((name for name in names if name in sources), None)
         if stored is None and part.name == head and config.get("tie_word_embeddings"):
             stored = rules[0].parts[0].name
         if stored is None or stored not in sources:
             raise ValueError(f"the checkpoint has no {part.name}: pass a complete one, with its own config.json")
         source = sources[stored]
-        shape = tuple(source.shape if isinstance(source, Tensor) else source.get_shape())
+        if isinstance(source, Tensor):
+            shape = tuple(source.shape)
+        else:
+            shape = tuple(source.get_shape())
         if shape != part.shape:
             raise ValueError(
                 f"{stored} has shape {list(shape)}, config.json says {list(part.shape)}: "
@@ -148,8 +168,8 @@ def _match_sources(rules: list[Rule], sources: Sources, config: Mapping[str, Any
     unknown = [name for name in sources if name not in known and not is_computed_buffer(name)]
     if unknown:
         raise ValueError(
-            f"the checkpoint holds {len(unknown)} tensors that neuronx-distributed's sample has no place for, "
-            f"{unknown[:5]}: remove them, or pass another model"
+            f"the checkpoint holds {len(unknown)} tensors that neuronx-distributed's sample has "
+            f"no place for, {unknown[:5]}: remove them, or pass another model"
         )
     return found
 
@@ -161,7 +181,9 @@ def _cut(rule: Rule, sources: dict[str, Any], layout: Layout, rank: int) -> Tens
 
 def _require_checkpoint(path: Path) -> None:
     """Raise ``ValueError`` if ``path`` contains anything but a checkpoint of weights."""
-    content = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
+    content: set[str] = set()
+    if path.is_dir():
+        content = {entry.name for entry in path.iterdir()}
     if path.is_file() or content - {"model", "checkpoint", "done"}:
         raise ValueError(
             f"{path} exists and holds {sorted(content)[:5] or 'a file'}, not only a checkpoint of weights: "
