@@ -208,8 +208,8 @@ def _unchecked_config(values: Mapping[str, Any]) -> TrainConfig:
     _require_known(TrainConfig, values, "the configuration")
     # A section without options is None in YAML. Every section exists in the result, with
     # defaults.
-    given = {name: {} if options is None else options for name, options in values.items()}
-    sections = _resolve_aliases(given)
+    options = {name: {} if section is None else section for name, section in values.items()}
+    sections = _resolve_aliases(options)
     built = {name: _build(name, sections.get(name, {})) for name in SECTIONS}
     return _unchecked(TrainConfig, built)
 

@@ -59,8 +59,8 @@ def _forward_backward(model: ParallelCausalLM, config: TrainConfig) -> ForwardBa
 
     if not uses_cuda_graph(config, model.config):
         return forward_backward
-    # The first call warms up and captures; later calls copy the micro-batch into the graph's
-    # input and replay it. The gradients stay allocated, because the graph accumulates into their
+    # The first two calls run eagerly, then a micro-batch is captured; later calls copy it into
+    # the graph's input. Gradients stay allocated, because the graph accumulates into their
     # memory.
     graphed = GraphedLoss(trainable_parameters(model), loss_of)
 
