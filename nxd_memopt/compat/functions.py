@@ -79,6 +79,5 @@ def gather_from_sequence_parallel_region(
     Raises:
         ValueError: ``tile_cc`` is set.
     """
-    # tile_cc selects NxD's tiled collectives, which overlap with a matmul that this call lacks.
     refuse(tile_cc=tile_cc)
     return mappings.gather_from_sequence_parallel_region(input_, sequence_dimension, to_model_parallel, process_group)

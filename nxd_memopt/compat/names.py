@@ -7,24 +7,26 @@ from nxd_memopt.compat.table import Sources, build_table
 _OURS = "nxd_memopt.parallel_layers"
 _COMPAT = "nxd_memopt.compat"
 
-# Functions with neuronx-distributed's signature resolve to this library's modules. A function
-# whose arguments, defaults or values differ has an adapter of the same name in nxd_memopt.compat,
-# and the table names the adapter: a script must not get another meaning for a call by position.
+# Functions with neuronx-distributed's signature resolve to this library's modules. A function whose
+# arguments, defaults or values differ has an adapter of the same name in nxd_memopt.compat, and the
+# table names the adapter: a script must not get another meaning for a call by position.
 _PARALLEL_STATE = """
     destroy_model_parallel model_parallel_is_initialized is_global_rank_zero rmsg get_world_group
     get_tensor_model_parallel_group get_tensor_model_parallel_replica_groups
     get_tensor_model_parallel_size get_tensor_model_parallel_rank
-    get_tensor_model_parallel_src_rank get_data_parallel_group get_data_parallel_replica_groups
-    get_data_parallel_size get_data_parallel_src_rank get_pipeline_model_parallel_group
-    get_pipeline_model_parallel_replica_groups get_pipeline_model_parallel_size
+    get_tensor_model_parallel_src_rank
+    get_data_parallel_group get_data_parallel_replica_groups
+    get_data_parallel_size get_data_parallel_src_rank
+    get_pipeline_model_parallel_group get_pipeline_model_parallel_replica_groups
+    get_pipeline_model_parallel_size
     get_context_model_parallel_group get_context_model_parallel_replica_groups
     get_context_model_parallel_size get_context_model_parallel_rank
-    get_context_model_parallel_src_tgt_pairs get_expert_model_parallel_group
-    get_expert_model_parallel_replica_groups get_expert_model_parallel_size
-    get_expert_model_parallel_rank get_expert_data_parallel_group
-    get_expert_data_parallel_replica_groups get_expert_data_parallel_size
-    get_expert_data_parallel_rank initialize_token_shuffle_group get_token_shuffle_group
-    get_token_shuffle_replica_groups
+    get_context_model_parallel_src_tgt_pairs
+    get_expert_model_parallel_group get_expert_model_parallel_replica_groups
+    get_expert_model_parallel_size get_expert_model_parallel_rank
+    get_expert_data_parallel_group get_expert_data_parallel_replica_groups
+    get_expert_data_parallel_size get_expert_data_parallel_rank
+    initialize_token_shuffle_group get_token_shuffle_group get_token_shuffle_replica_groups
     get_token_shuffle_group_size get_zero1_sharding_groups destroy_kv_group"""
 # Module variables are here too. Scripts assign them, and the alias passes an assignment on to the
 # module that the table names.

@@ -42,7 +42,7 @@ class Launch:
         environment: values that the ranks get in addition to the present environment.
         command: program and arguments.
         open_files: soft limit of open files to set before the start; ``None`` leaves it
-        unchanged.
+            unchanged.
         notes: advice that does not stop the launch.
     """
 

@@ -74,7 +74,7 @@ def parse_config(arguments: Sequence[str], *, program: str = "nxd-memopt train")
 
     Raises:
         ValueError: for a missing or malformed file, an unknown recipe or key, or an invalid
-        value.
+            value.
         SystemExit: with code 0 after ``--help``.
     """
     # argparse takes --config and --recipe only. tyro parses everything else, --help included,

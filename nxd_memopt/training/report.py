@@ -29,7 +29,7 @@ class StepMetrics:
         grad_norm: global gradient norm before clipping, fp32.
         lr: learning rate of the update.
         tokens_per_s: tokens per second over all ranks, mean over the steps that were read
-        together.
+            together.
         peak_memory_bytes: peak of this rank since the start of training, in bytes; ``None`` if
             the device does not report it.
     """
