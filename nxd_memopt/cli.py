@@ -112,8 +112,8 @@ def main() -> int:
 
     A user error is shown as one line on standard error, with exit status 2.
     """
-    # Warnings are shown without the source line, which means nothing to a user of the command. Other
-    # exceptions than the three below are defects and keep their traceback.
+    # Warnings are shown without the source line, which means nothing to a user of the command.
+    # Exceptions other than the three below are defects and keep their traceback.
     warnings.formatwarning = lambda message, *_, **__: f"nxd-memopt: warning: {message}\n"
     try:
         return _parse(sys.argv[1:])() or 0

@@ -140,7 +140,8 @@ def _cpu(run: Run) -> list[Variable]:
 
 def _xla_cpu(run: Run) -> list[Variable]:
     """Return the environment variables of ranks that run trn1's code path on the CPU."""
-    # The same checks as on trn1, so that a configuration that trn1 would reject fails here too.
+    # trn1's checks of flags and variables. Its check of group sizes is left out: gloo has no such
+    # limit.
     flags = neuron_cc_flags(run.config, run.environ.get("NEURON_CC_FLAGS", ""))
     refuse_downcasts(run.environ)
     return [

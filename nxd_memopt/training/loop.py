@@ -233,7 +233,7 @@ def finish(
         export(training.model, vocabulary.tokenizer, directory)
         summary.export = str(directory)
     # Rank 0 alone loads the export with transformers. The other ranks wait in raise_together and
-    # end with its error if the verification fails.
+    # end with its error if that fails.
     with raise_together("finishing"):
         if is_rank_zero():
             if config.trainer.verify_export:
