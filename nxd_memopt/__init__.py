@@ -8,10 +8,18 @@ from typing import Any
 __version__ = "0.2.0"
 
 _SUBMODULES = (
-    *("backends", "checkpoint", "config", "memory", "modules", "ops", "optimizer", "parallel_layers"),
+    "backends",
+    "checkpoint",
+    "config",
+    "memory",
+    "modules",
+    "ops",
+    "optimizer",
+    "parallel_layers",
     "trainer",
 )
-_MODELS = "models"  # needs transformers: left out of __all__, so that ``from nxd_memopt import *`` does not
+# Needs transformers. It is not in __all__, so ``from nxd_memopt import *`` works without them.
+_MODELS = "models"
 _TRAINER = (  # offered here too, as neuronx_distributed does
     *("neuronx_distributed_config", "initialize_parallel_model", "initialize_parallel_optimizer"),
     *("save_checkpoint", "load_checkpoint", "has_checkpoint", "finalize_checkpoint"),

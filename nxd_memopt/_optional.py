@@ -1,4 +1,4 @@
-"""Checks that optional packages are installed, in the versions and with the signatures that this library calls."""
+"""Checks that optional packages are installed, with the versions and signatures that are called."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class MissingDependencyError(ImportError):
 def require_transformers(feature: str, *, extra: str = "models") -> ModuleType:
     """Import transformers for ``feature`` and return it.
 
-    The version that is checked is the imported module's, not the installed distribution's. The two
-    differ if another copy comes earlier on ``sys.path``.
+    The version that is checked is the imported module's, not the installed distribution's. The
+    two differ if another copy comes earlier on ``sys.path``.
 
     Args:
         feature: name, known to users, of the feature that needs transformers; begins the message.
@@ -43,22 +43,26 @@ def require_transformers(feature: str, *, extra: str = "models") -> ModuleType:
         transformers = importlib.import_module("transformers")
     except ImportError as error:
         # an ImportError from inside transformers means that it is installed and broken
-        is_absent = isinstance(error, ModuleNotFoundError) and error.name == "transformers"
-        found = "it is not installed" if is_absent else f"the installed one cannot be imported ({error})"
-        raise MissingDependencyError(f"{needed}, and {found}: {command}", name="transformers") from error
+        found = f"the installed one cannot be imported ({error})"
+        if isinstance(error, ModuleNotFoundError) and error.name == "transformers":
+            found = "it is not installed"
+        message = f"{needed}, and {found}: {command}"
+        raise MissingDependencyError(message, name="transformers") from error
     version = getattr(transformers, "__version__", None)
     if not isinstance(version, str):
-        # A directory called "transformers" without __init__.py, on sys.path, is imported as a namespace package.
+        # A directory called "transformers" without __init__.py, on sys.path, is imported as a
+        # namespace package.
         location = ", ".join(getattr(transformers, "__path__", ["an unknown place"]))
         raise MissingDependencyError(
-            f"{needed}, and what is imported from {location} is not transformers (it has no __version__): "
-            f"remove it from sys.path; {command}",
+            f"{needed}, and what is imported from {location} is not transformers (it has no "
+            f"__version__): remove it from sys.path; {command}",
             name="transformers",
         )
     if _is_older(version, TRANSFORMERS_VERSION):
         raise MissingDependencyError(
-            f"{needed}, and {version} is installed: {command}, into another environment if this one must keep "
-            f"{version}; parallel layers, optimizers, trainer and the alias of neuronx-distributed work with either",
+            f"{needed}, and {version} is installed: {command}, into another environment if this "
+            f"one must keep {version}; parallel layers, optimizers, trainer and the alias of "
+            "neuronx-distributed work with either",
             name="transformers",
         )
     return transformers
@@ -84,7 +88,12 @@ def require_installed(feature: str, *modules: str, extra: str) -> None:
 
 
 @functools.cache
-def why_missing(module: str, *, at_least: tuple[str, str] | None = None, **functions: tuple[str, ...]) -> str | None:
+def why_missing(
+    module: str,
+    *,
+    at_least: tuple[str, str] | None = None,
+    **functions: tuple[str, ...],
+) -> str | None:
     """Return why ``module`` cannot be used, or None if it can. The module is imported once.
 
     Args:
@@ -94,15 +103,17 @@ def why_missing(module: str, *, at_least: tuple[str, str] | None = None, **funct
         functions: names in the module that are used, each with the parameters that it must have;
             with an empty tuple only the name is checked.
     """
-    reason = _outdated(*at_least) if at_least else None
-    if reason is not None:
-        return reason
+    if at_least is not None:
+        reason = _outdated(*at_least)
+        if reason is not None:
+            return reason
     try:
         # Import the module: only then are missing shared libraries and the functions' signatures
         # known.
         found = importlib.import_module(module)
     except Exception as error:  # of any type, if a kernel or a device is missing
-        return f"{module} cannot be imported: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        lines = str(error).splitlines() or [""]
+        return f"{module} cannot be imported: {type(error).__name__}: {lines[0]}"
     absent = [name for name in functions if not hasattr(found, name)]
     if absent:
         return f"{module} has no {', '.join(absent)}"
@@ -122,7 +133,8 @@ def why_missing(module: str, *, at_least: tuple[str, str] | None = None, **funct
 
 def installed(*distributions: str) -> list[str]:
     """Return ``name version`` of each distribution that is installed."""
-    return [f"{name} {metadata.version(name)}" for name in distributions if any(metadata.distributions(name=name))]
+    found = [name for name in distributions if any(metadata.distributions(name=name))]
+    return [f"{name} {metadata.version(name)}" for name in found]
 
 
 def _outdated(distribution: str, earliest: str) -> str | None:
@@ -135,7 +147,9 @@ def _outdated(distribution: str, earliest: str) -> str | None:
         is_older = _is_older(version, earliest)
     except (InvalidVersion, TypeError):  # the version of a broken installation is None
         return f"{distribution} has version {version!r}, not one that can be compared with {earliest}"
-    return f"{distribution} {version} is older than {earliest}" if is_older else None
+    if not is_older:
+        return None
+    return f"{distribution} {version} is older than {earliest}"
 
 
 def _is_importable(module: str) -> bool:

@@ -7,7 +7,12 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from nxd_memopt._optional import MissingDependencyError, installed, require_installed, require_transformers
+from nxd_memopt._optional import (
+    MissingDependencyError,
+    installed,
+    require_installed,
+    require_transformers,
+)
 from nxd_memopt.certify.command import Certify
 
 _OPTIONAL = ("triton", "flash-attn-4")
@@ -28,7 +33,7 @@ class Train:
 
 @dataclass(frozen=True)
 class Launch:
-    """Start training on the ranks of a platform, or show how; ``nxd-memopt launch --help`` shows the options."""
+    """Start training on a platform's ranks, or show how; ``nxd-memopt launch --help`` shows the options."""
 
     arguments: tuple[str, ...] = ()
 
@@ -43,6 +48,8 @@ class Doctor:
     """Show the versions, the backend and why it was chosen, the attention and the fused operations that run."""
 
     def __call__(self) -> None:
+        # Imported here, so that the other commands and --help do not select a backend, which may
+        # open a device.
         import torch
 
         from nxd_memopt import __version__
@@ -50,8 +57,9 @@ class Doctor:
         from nxd_memopt.ops.attention import describe_attention
         from nxd_memopt.ops.fused import describe_fused
 
-        packages = {"nxd_memopt": __version__, "torch": torch.__version__}
-        print(", ".join([*(f"{name} {version}" for name, version in packages.items()), *installed(*_OPTIONAL)]))
+        versions = [f"nxd_memopt {__version__}", f"torch {torch.__version__}"]
+        versions += installed(*_OPTIONAL)
+        print(", ".join(versions))
         print(f"models: {_describe_models()}")
         print(f"backend {backend.name}: {BACKEND_REASON}")
         for name, backend_class in BACKENDS.items():
@@ -80,6 +88,8 @@ def _parse(arguments: Sequence[str]) -> Command:
         return Launch(tuple(arguments[1:]))
     if list(arguments) == ["doctor"]:
         return Doctor()
+    # convert and certify: tyro builds their options from the fields of the dataclasses. train and
+    # launch are in the table for --help only.
     require_installed("nxd-memopt (every command but doctor)", "tyro", "rich", extra="cli")
     import tyro
 
@@ -103,6 +113,7 @@ def main() -> int:
     A user error is shown as one line on standard error, with exit status 2.
     """
     # Warnings are shown without the source line, which means nothing to a user of the command.
+    # Exceptions other than the three below are defects and keep their traceback.
     warnings.formatwarning = lambda message, *_, **__: f"nxd-memopt: warning: {message}\n"
     try:
         return _parse(sys.argv[1:])() or 0

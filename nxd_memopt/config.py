@@ -11,7 +11,17 @@ from typing import Any, Literal, TypeVar
 RECOMPUTE_GRANULARITIES = (None, "selective", "full")
 RECOMPUTE_METHODS = (None, "uniform", "block")
 RECOMPUTE_MODULES = ("core_attn", "attn", "norm", "mlp_act", "mlp")
-ATTENTION_BACKENDS = ("auto", "flash4", "cudnn", "flash", "efficient", "sdpa", "tiled", "nki", "math")
+ATTENTION_BACKENDS = (
+    "auto",
+    "flash4",
+    "cudnn",
+    "flash",
+    "efficient",
+    "sdpa",
+    "tiled",
+    "nki",
+    "math",
+)
 REDUCE_DTYPES = (None, "float32")
 
 ConfigT = TypeVar("ConfigT")
@@ -33,8 +43,9 @@ def require_divisible(what: str, value: int, by: str, divisor: int, remedy: str 
     if divisor < 1:
         raise ValueError(f"{by} must be at least 1, got {divisor}")
     if value % divisor:
-        # the nearest multiples of the divisor; 0 is no remedy
-        lower, upper = value // divisor * divisor, -(-value // divisor) * divisor
+        # The nearest multiples of the divisor; 0 is no remedy.
+        lower = value // divisor * divisor
+        upper = -(-value // divisor) * divisor
         near = f"{lower} or {upper}" if lower else f"{upper}"
         remedy = remedy or f"use {near} for {what}, or a {by} that divides {value}"
         raise ValueError(f"{what} {value} is not divisible by {by} {divisor}: {remedy}")
@@ -48,8 +59,13 @@ def require_one_of(name: str, value: object, allowed: tuple[object, ...]) -> Non
 
 
 def _nearest(value: object, allowed: tuple[object, ...]) -> str:
-    close = difflib.get_close_matches(str(value), [str(name) for name in allowed], n=1, cutoff=0.5)
-    return f": did you mean {close[0]!r}?" if close else ""
+    # The cutoff of 0.5 is below difflib's default 0.6: a poor suggestion costs a user less than a
+    # missing one.
+    names = [str(name) for name in allowed]
+    close = difflib.get_close_matches(str(value), names, n=1, cutoff=0.5)
+    if not close:
+        return ""
+    return f": did you mean {close[0]!r}?"
 
 
 def from_mapping(cls: type[ConfigT], values: Mapping[str, Any], *, section: str) -> ConfigT:
@@ -65,10 +81,12 @@ def from_mapping(cls: type[ConfigT], values: Mapping[str, Any], *, section: str)
     """
     if not isinstance(values, Mapping):
         raise ValueError(f"{section} must be a mapping of option names to values, got {type(values).__name__}")
+    # An unknown key would be a TypeError of the constructor, without a suggestion.
     known = tuple(field.name for field in dataclasses.fields(cls))  # pyright: ignore[reportArgumentType]
     for key in values:
         if key not in known:
-            raise ValueError(f"unknown key {key!r} in {section}{_nearest(key, known) or f': known are {list(known)}'}")
+            remedy = _nearest(key, known) or f": known are {list(known)}"
+            raise ValueError(f"unknown key {key!r} in {section}{remedy}")
     return cls(**values)
 
 
@@ -82,9 +100,9 @@ class ParallelConfig:
             (arXiv:2205.05198).
         reduce_dtype: ``None`` reduces the linear layers' partial outputs and input gradients in
             their own dtype; ``"float32"`` reduces them in fp32 at twice the bytes for bf16.
-        use_cpu_initialization: True draws initial weights on the CPU, equal for every T. False lets
-            each rank draw its own shards on its device, which is fast for large models, but gives
-            different weights for each T.
+        use_cpu_initialization: True draws initial weights on the CPU, equal for every T. False
+            lets each rank draw its own shards on its device, which is fast for large models, but
+            gives different weights for each T.
     """
 
     tensor_model_parallel_size: int = 1
@@ -101,6 +119,8 @@ class ParallelConfig:
             raise ValueError(f"sequence_parallel_enabled must be true or false, got {self.sequence_parallel_enabled!r}")
         if size < 1:
             raise ValueError(f"tensor_model_parallel_size must be at least 1, got {size}")
+        # With one rank there is nothing to shard. An error, because a script that sets the switch
+        # counts on less activation memory.
         if self.sequence_parallel_enabled and size == 1:
             raise ValueError(
                 "sequence_parallel_enabled=True needs tensor_model_parallel_size above 1, got 1: "
@@ -118,8 +138,8 @@ class MemoryConfig:
             input and recomputes the layer in backward; ``"selective"`` recomputes only the named
             submodules.
         recompute_method: for ``"full"``: ``"uniform"`` recomputes all layers in chunks of
-            ``recompute_num_layers``; ``"block"`` recomputes only the first ``recompute_num_layers``
-            layers. ``None`` recomputes each layer separately.
+            ``recompute_num_layers``; ``"block"`` recomputes only the first
+            ``recompute_num_layers`` layers. ``None`` recomputes each layer separately.
         recompute_num_layers: layers per chunk (``uniform``) or recomputed layers (``block``).
         recompute_modules: for ``"selective"``: any of ``core_attn``, ``attn``, ``norm``,
             ``mlp_act``, ``mlp``; default ``("core_attn",)``.
@@ -132,12 +152,12 @@ class MemoryConfig:
             between forward and backward; ``"full"`` recompute then applies to the layers after
             them. Needs an NVIDIA GPU.
         attention_backend: ``"auto"`` takes, for each call, the first of the device's
-            implementations that can run it. A name takes that implementation or fails: ``"flash4"``
-            (FlashAttention-4, from the package flash-attn-4), ``"cudnn"``, ``"flash"``
-            (FlashAttention-2) and ``"efficient"`` (from xFormers) are kernels for NVIDIA GPUs,
-            ``"sdpa"`` is PyTorch's choice on other devices, ``"tiled"`` is plain PyTorch without
-            S x S scores, ``"nki"`` are AWS Neuron's flash kernels, and ``"math"`` is the reference,
-            which materialises S x S scores.
+            implementations that can run it. A name takes that implementation or fails:
+            ``"flash4"`` (FlashAttention-4, from the package flash-attn-4), ``"cudnn"``,
+            ``"flash"`` (FlashAttention-2) and ``"efficient"`` (from xFormers) are kernels for
+            NVIDIA GPUs, ``"sdpa"`` is PyTorch's choice on other devices, ``"tiled"`` is plain
+            PyTorch without S x S scores, ``"nki"`` are AWS Neuron's flash kernels, and ``"math"``
+            is the reference, which materialises S x S scores.
         fused_linear_cross_entropy: compute the loss without ever materialising all logits
             (``loss_functions.fused_linear_cross_entropy``); the head's module is then not called.
             ``False`` computes the logits, as does ``return_logits``.
@@ -160,6 +180,7 @@ class MemoryConfig:
         require_one_of("recompute_granularity", self.recompute_granularity, RECOMPUTE_GRANULARITIES)
         require_one_of("recompute_method", self.recompute_method, RECOMPUTE_METHODS)
         require_one_of("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
+        # NxD's switch sets recompute_granularity, which the two checks after it read.
         self._apply_nxd_switch()
         self._check_recompute_modules()
         self._check_recompute()
@@ -176,9 +197,14 @@ class MemoryConfig:
 
     def _check_recompute_modules(self) -> None:
         selective = self.recompute_granularity == "selective"
-        names = ("core_attn",) if self.recompute_modules is None and selective else self.recompute_modules
+        names = self.recompute_modules
+        # Megatron's default: the attention core has the largest activations for the least
+        # recomputation (arXiv:2205.05198, section 5).
+        if names is None and selective:
+            names = ("core_attn",)
         if names is None:
             return
+        # A string is a sequence too: "mlp" would be the modules m, l and p.
         if isinstance(names, str) or not names:
             raise ValueError(f"recompute_modules {names!r} must be a list of one or more of {list(RECOMPUTE_MODULES)}")
         for name in names:
@@ -192,12 +218,15 @@ class MemoryConfig:
         object.__setattr__(self, "recompute_modules", tuple(names))
 
     def _check_recompute(self) -> None:
-        method, num_layers = self.recompute_method, self.recompute_num_layers
+        method = self.recompute_method
+        num_layers = self.recompute_num_layers
         for name in ("recompute_num_layers", "cpu_offloading_num_layers"):
             value = getattr(self, name)
             # type(), not isinstance(): a bool is an int too
             if type(value) is not int and not (value is None and name == "recompute_num_layers"):
                 raise ValueError(f"{name} must be an integer, got {value!r}")
+        # A value that the granularity does not use would be ignored, and the run would need more
+        # memory than planned: each such combination is an error.
         if method is not None and self.recompute_granularity != "full":
             raise ValueError(
                 f"recompute_method {method!r} needs recompute_granularity 'full', got {self.recompute_granularity!r}"
@@ -216,7 +245,8 @@ class MemoryConfig:
         if self.cpu_offloading is not None and self.cpu_offloading != (self.cpu_offloading_num_layers > 0):
             raise ValueError(
                 f"cpu_offloading {self.cpu_offloading} contradicts cpu_offloading_num_layers "
-                f"{self.cpu_offloading_num_layers}: set the number of layers, 0 for none, and leave the switch out"
+                f"{self.cpu_offloading_num_layers}: set the number of layers, 0 for none, and "
+                "leave the switch out"
             )
         if num_layers is not None and num_layers < 1:
             raise ValueError(f"recompute_num_layers must be at least 1, got {num_layers}")

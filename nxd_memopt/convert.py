@@ -48,8 +48,8 @@ class Convert:
     required if ranks share KV heads; from nxd the default finds it by comparing the files."""
     query_key_value_stride: Literal[1, 3] = 1
     """GPT-NeoX: order of query_key_value's rows. 1: as the sample's attention reads them. 3: the
-    files were cut from full weights by the layer's stride=3 (checkpointing.load(sharded=False)) at
-    T above 1."""
+    files were cut from full weights by the layer's stride=3 (checkpointing.load(sharded=False))
+    at T above 1."""
     accept_drift: bool = False
     """From nxd: take norms and row-parallel biases from rank 0 if ranks differ, as after GPT-NeoX's
     sample, which does not sum their gradients; without it a difference is an error."""
@@ -71,10 +71,14 @@ class Convert:
 
     def _require_sizes(self) -> None:
         """Raise ``ValueError`` for a size that is not positive, or a missing config.json."""
-        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "kv_size_multiplier"):
-            size = getattr(self, name)
+        sizes = {
+            "--tensor-model-parallel-size": self.tensor_model_parallel_size,
+            "--pipeline-model-parallel-size": self.pipeline_model_parallel_size,
+            "--kv-size-multiplier": self.kv_size_multiplier,
+        }
+        for option, size in sizes.items():
             if size is not None and size < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {size}")
+                raise ValueError(f"{option} must be at least 1, got {size}")
         if not (math.isfinite(self.max_shard_size_gib) and self.max_shard_size_gib > 0):
             raise ValueError(f"--max-shard-size-gib must be a positive number, got {self.max_shard_size_gib}")
         if self.config is not None and not self.config.is_file():
@@ -84,19 +88,30 @@ class Convert:
         """Raise ``ValueError`` for an option that the two formats do not use."""
         if self.source_format == self.target_format == "nxd":
             raise ValueError("--from nxd --to nxd is not offered: convert to hf, and from there to the other sizes")
-        to_nxd = {"pipeline_model_parallel_size": 1, "qkv_linear": False, "fused_qkv": False, "xser": False}
-        either = {"tensor_model_parallel_size": None, "kv_order": None, "query_key_value_stride": 1}
+        # The options that the chosen formats do not use, with their defaults. An option counts as
+        # set if its value differs: a default that is written out changes nothing and is accepted.
         unused: dict[str, object] = {}
         if self.target_format != "nxd":
-            unused |= {**to_nxd, "kv_size_multiplier": 1}
+            unused |= {
+                "pipeline_model_parallel_size": 1,
+                "qkv_linear": False,
+                "fused_qkv": False,
+                "xser": False,
+                "kv_size_multiplier": 1,
+            }
         if self.source_format != "nxd":
             unused |= {"config": None, "accept_drift": False}
         if "nxd" not in (self.source_format, self.target_format):
-            unused |= either
-        given = [f"--{name.replace('_', '-')}" for name, default in unused.items() if getattr(self, name) != default]
-        if given:
+            unused |= {
+                "tensor_model_parallel_size": None,
+                "kv_order": None,
+                "query_key_value_stride": 1,
+            }
+        names = [name for name, default in unused.items() if getattr(self, name) != default]
+        if names:
+            options = ", ".join(f"--{name.replace('_', '-')}" for name in names)
             formats = f"--from {self.source_format} --to {self.target_format}"
-            raise ValueError(f"{formats} takes no {', '.join(given)}: leave it out, or set --from or --to nxd")
+            raise ValueError(f"{formats} takes no {options}: leave it out, or set --from or --to nxd")
 
     def _to_hugging_face(self) -> None:
         """Convert a Hugging Face directory or GGUF file to a Hugging Face directory."""
@@ -104,7 +119,8 @@ class Convert:
         from nxd_memopt.models import model_class
 
         config = load_config(self.source)
-        # The model is built on the meta device, without memory; loading creates its weights.
+        # The model is built on the meta device, without memory; loading creates its weights. Names
+        # and shapes are checked on the way, which copying the files would not do.
         model = model_class(config.model_type)(config, dtype=config.dtype, device="meta")
         load_pretrained(model, self.source)
         save_pretrained(model, self.target, max_shard_size_bytes=self._max_shard_size_bytes)
@@ -132,19 +148,26 @@ class Convert:
         from nxd_memopt.checkpoint.nxd.parts import Layout
         from nxd_memopt.checkpoint.nxd.writing import Target
 
-        size, replicas = self.tensor_model_parallel_size, self.kv_size_multiplier
+        size = self.tensor_model_parallel_size
+        replicas = self.kv_size_multiplier
         if size is None:
             raise ValueError("--to nxd needs --tensor-model-parallel-size: the files are written for one T")
+        # Both orders give files of the same names and shapes, so a wrong one would load without
+        # an error and give wrong attention: it is not guessed. With 1 or T replicas they are
+        # equal.
         if self.kv_order is None and 1 < replicas < size:
             raise ValueError(
-                f"--kv-size-multiplier {replicas} needs --kv-order: strided for trn1, consecutive for trn2, "
-                "whose ranks hold the KV heads in other orders"
+                f"--kv-size-multiplier {replicas} needs --kv-order: strided for trn1, "
+                "consecutive for trn2, whose ranks hold the KV heads in other orders"
             )
         layout = Layout(size, replicas, self.kv_order or "consecutive", self.query_key_value_stride)
-        # Names of the attention weights: GQAQKVColumnParallelLinear (linear) or plain projections,
-        # each with separate parameters or one fused parameter. Replicated KV heads need the former.
-        linear = self.qkv_linear or replicas > 1
-        form = ("fused" if self.fused_qkv else "linear") if linear else ("stacked" if self.fused_qkv else "separate")
+        # Names of the attention weights: GQAQKVColumnParallelLinear (linear) or plain
+        # projections, each with separate parameters or one fused parameter. Replicated KV heads
+        # need the former.
+        if self.qkv_linear or replicas > 1:
+            form = "fused" if self.fused_qkv else "linear"
+        else:
+            form = "stacked" if self.fused_qkv else "separate"
         options = Target(layout, form, self.pipeline_model_parallel_size, self.xser)
         to_nxd(self.source, self.target, options)
 

@@ -1,7 +1,7 @@
 """Runs neuronx-distributed's scripts unchanged: importing this package aliases ``neuronx_distributed``.
 
-``python -m nxd_memopt.compat script.py ...`` imports the package before it runs the script. On all
-backends but xla, ``torch_xla`` is an alias too, with the functions that such scripts use: see
+``python -m nxd_memopt.compat script.py ...`` imports the package before it runs the script. On
+all backends but xla, ``torch_xla`` is an alias too, with the functions that such scripts use: see
 ``xla``. On backend xla, ``torch.utils.checkpoint.checkpoint`` is replaced with
 ``nxd_memopt.memory.checkpoint``: see ``torch_checkpoint``.
 """
@@ -28,6 +28,8 @@ def install() -> None:
     Raises:
         RuntimeError: one of the real packages was imported before.
     """
+    # The device mode and the process-group wrapper stack on what is there, so they are installed
+    # only if the alias is new. On backend xla the real torch_xla must stay in place.
     _alias("neuronx_distributed", NAMES)
     if backend.name != "xla" and _alias("torch_xla", xla.NAMES):
         xla.device.install()
@@ -38,12 +40,14 @@ def install() -> None:
 
 def _alias(root: str, names: Table) -> bool:
     """Install the alias and report a real package that it hides. Return whether it is new."""
-    installed = install_alias(root, names)
-    # PathFinder looks at installed packages only, not at the alias.
-    real = PathFinder.find_spec(root) if installed else None
+    if not install_alias(root, names):
+        return False
+    # PathFinder looks at installed packages only, not at the alias. The notice appears once:
+    # which of the two packages a script runs on must not be a guess.
+    real = PathFinder.find_spec(root)
     if real is not None:
-        print(f"nxd_memopt.compat: {root} of {real.origin} is left aside", file=sys.stderr)
-    return installed
+        print(f"nxd_memopt.compat: {root} of {real.origin} is ignored", file=sys.stderr)
+    return True
 
 
 install()

@@ -17,15 +17,19 @@ def main(argv: list[str]) -> int:
     ``sys.argv`` and ``sys.path[0]`` are those that Python sets for the script or module.
     """
     as_module = argv[:1] == ["-m"]
-    argv = argv[1:] if as_module else argv
+    if as_module:
+        argv = argv[1:]
     if not argv or (argv[0].startswith("-") and not as_module):
         print(_USAGE, file=sys.stderr)
         return 2
     if not as_module and not Path(argv[0]).is_file():
         print(f"{_USAGE}\nno such script: {argv[0]}", file=sys.stderr)
         return 2
+    # As the interpreter does: the script's folder comes first for a script, the current one for
+    # -m. run_module replaces sys.argv[0] with the module's file.
+    folder = Path.cwd() if as_module else Path(argv[0]).resolve().parent
     sys.argv = argv
-    sys.path[0] = str(Path.cwd() if as_module else Path(argv[0]).resolve().parent)
+    sys.path[0] = str(folder)
     try:
         if as_module:
             runpy.run_module(argv[0], run_name="__main__", alter_sys=True)

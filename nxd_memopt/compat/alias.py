@@ -26,9 +26,9 @@ def target(location: str) -> tuple[ModuleType, str]:
 class AliasModule(ModuleType):
     """Module without attributes of its own: it reads and writes attributes of other modules.
 
-    A name that is patched through the alias is patched in the module where the library looks it up.
-    Every alias module is a package: ``from alias import unknown`` then calls ``AliasFinder``, whose
-    message names the nearest name that exists.
+    A name that is patched through the alias is patched in the module where the library looks it
+    up. Every alias module is a package: ``from alias import unknown`` then calls ``AliasFinder``,
+    whose message names the nearest name that exists.
     """
 
     _offered: Mapping[str, str]
@@ -37,10 +37,16 @@ class AliasModule(ModuleType):
         """Return the object that the table names, or a submodule of the alias."""
         if name.startswith("__"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        # Looked up on each access, not stored: a name that a test or a program replaces in our
+        # module is replaced in the alias too.
         if name in self._offered:
             owner, attribute = target(self._offered[name])
-            return getattr(owner, attribute) if attribute else owner
+            if not attribute:
+                return owner
+            return getattr(owner, attribute)
         finder: AliasFinder = self.__loader__  # pyright: ignore[reportAssignmentType]
+        # "import a.b.c" binds submodules itself; this is for attribute access to a submodule that
+        # has not been imported, as in "neuronx_distributed.utils.get_device".
         submodule = f"{self.__name__}.{name}"
         if submodule in finder.table:
             return importlib.import_module(submodule)
@@ -69,7 +75,8 @@ class AliasModule(ModuleType):
         """Return the names of the table and of submodules, sorted."""
         prefix = f"{self.__name__}."
         finder: AliasFinder = self.__loader__  # pyright: ignore[reportAssignmentType]
-        children = {name[len(prefix) :].split(".")[0] for name in finder.table if name.startswith(prefix)}
+        descendants = [name.removeprefix(prefix) for name in finder.table if name.startswith(prefix)]
+        children = {name.split(".")[0] for name in descendants}
         return sorted({*super().__dir__(), *self._offered, *children})
 
 
@@ -80,12 +87,15 @@ class AliasFinder(MetaPathFinder, Loader):
     """
 
     def __init__(self, root: str, table: Table) -> None:
-        self.root, self.table = root, table
+        self.root = root
+        self.table = table
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return the spec of an alias module; None for modules of other packages."""
+        # None passes a name on to the next finder. For names of the aliased tree an error is
+        # raised instead, or an installed package's modules would mix with the alias.
         del path, target
         if fullname != self.root and not fullname.startswith(f"{self.root}."):
             return None
@@ -107,7 +117,9 @@ class AliasFinder(MetaPathFinder, Loader):
     def explain(self, missing: str) -> str:
         """Return an error message for a missing dotted name, with the nearest name that exists."""
         # Nearest: the same name in another module, else a similar name in the same module.
-        offered = [*self.table, *(f"{module}.{name}" for module, names in self.table.items() for name in names)]
+        offered = list(self.table)
+        for module, names in self.table.items():
+            offered += [f"{module}.{name}" for name in names]
         parent, _, name = missing.rpartition(".")
         same_name = [full for full in offered if full.rpartition(".")[2] == name]
         siblings = [full for full in offered if full.rpartition(".")[0] == parent]
@@ -128,5 +140,6 @@ def install_alias(root: str, table: Table) -> bool:
         return False
     if root in sys.modules:
         raise RuntimeError(f"{root} was imported before its alias: import nxd_memopt.compat first")
+    # First, so that an installed package of the same name is not found.
     sys.meta_path.insert(0, AliasFinder(root, table))
     return True

@@ -1,7 +1,8 @@
 """neuronx-distributed's ``CheckpointConverterBase``: a full state dict to and from the files of all ranks.
 
-It is for scripts written for neuronx-distributed (``examples/training/*/convert_checkpoints.py``).
-``nxd-memopt convert`` converts Hugging Face directories, with checks of names and shapes.
+It is for scripts written for neuronx-distributed
+(``examples/training/*/convert_checkpoints.py``). ``nxd-memopt convert`` converts Hugging Face
+directories, with checks of names and shapes.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import json
 import re
 from collections.abc import Iterable
+from itertools import accumulate, product
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from nxd_memopt.compat.converter_files import (
 )
 from nxd_memopt.compat.converter_tensors import (
     cut_slice,
-    join_gate_up,
+    fuse_gate_up,
     order_slices,
     pad_to_multiple,
     unfuse_qkv,
@@ -78,6 +80,7 @@ class CheckpointConverterBase:
         """Return ``config[key]``, or that of ``attribute_map[key]``; ``KeyError`` if absent."""
         if key in config:
             return config[key]
+        # Configs such as DBRX's nest the keys: "ffn_config.ffn_hidden_size" is two look-ups.
         value: Any = config
         for name in self.attribute_map.get(key, key).split("."):
             if not isinstance(value, dict) or name not in value:
@@ -109,23 +112,36 @@ class CheckpointConverterBase:
         self, qkv_linear: bool = True, is_gqa: bool = True
     ) -> tuple[dict[str, str], dict[str, str]]:
         """Return the map of Q, K and V's last two name parts from Hugging Face to NxD, and back."""
-        # With qkv_linear NxD has GQAQKVColumnParallelLinear's three parameters. Without it, a model
-        # with grouped KV heads has three layers, and one without has a single qkv_proj.
-        ours = [f"{letter}_proj.weight" for letter in "qkv"]
+        # With qkv_linear NxD has GQAQKVColumnParallelLinear's three parameters. Without it, a
+        # model with grouped KV heads has three layers, and one without has a single qkv_proj.
+        hf_keys = [f"{letter}_proj.weight" for letter in "qkv"]
         if qkv_linear:
-            theirs = [f"qkv_proj.weight_{letter}" for letter in "qkv"]
+            nxd_keys = [f"qkv_proj.weight_{letter}" for letter in "qkv"]
+        elif is_gqa:
+            nxd_keys = hf_keys
         else:
-            theirs = ours if is_gqa else ["qkv_proj.weight"] * 3
-        return dict(zip(ours, theirs, strict=True)), dict(zip(theirs, ours, strict=True))
+            nxd_keys = ["qkv_proj.weight"] * 3
+        # Three names map to one in the last case, so the inverse has the last of them only,
+        # v_proj.
+        hf_to_nxd = dict(zip(hf_keys, nxd_keys, strict=True))
+        nxd_to_hf = dict(zip(nxd_keys, hf_keys, strict=True))
+        return hf_to_nxd, nxd_to_hf
 
     def get_weight_key(
-        self, keys_hf_to_nxd: dict[str, str], keys_nxd_to_hf: dict[str, str], name: str, hf_to_nxd: bool
+        self,
+        keys_hf_to_nxd: dict[str, str],
+        keys_nxd_to_hf: dict[str, str],
+        name: str,
+        hf_to_nxd: bool,
     ) -> str:
         if not self.is_qkv_weight(name):
             return name
+        keys = keys_nxd_to_hf
+        if hf_to_nxd:
+            keys = keys_hf_to_nxd
+        # "model.layers.0.self_attn.q_proj.weight": the keys are the last two parts of the name.
         prefix, _, last = name.rpartition(".")
         prefix, _, module = prefix.rpartition(".")
-        keys = keys_hf_to_nxd if hf_to_nxd else keys_nxd_to_hf
         return f"{prefix}.{keys[f'{module}.{last}']}"
 
     # Full state dict to shards
@@ -134,14 +150,14 @@ class CheckpointConverterBase:
         """Replace q_proj, k_proj and v_proj with qkv_proj, whose shard r is rank r's [q, k, v]."""
         # Rows in the order [q_0, k_0, v_0, q_1, ...] for ranks 0, 1, ...: a plain slice of the
         # result is what the fused layer expects on a rank.
+        # Names are collected first, because the loop removes entries.
+        dim = self.qkv_partition_dim
         for name in [name for name in state_dict if name.endswith("q_proj.weight")]:
-            parts = [state_dict.pop(name.replace("q_proj", f"{letter}_proj")) for letter in "qkv"]
-            joined = [
-                cut_slice(part, self.qkv_partition_dim, rank, tp_degree, name)
-                for rank in range(tp_degree)
-                for part in parts
-            ]
-            state_dict[name.replace("q_proj", "qkv_proj")] = torch.cat(joined, self.qkv_partition_dim)
+            weights = [state_dict.pop(name.replace("q_proj", f"{letter}_proj")) for letter in "qkv"]
+            chunks = []
+            for rank in range(tp_degree):
+                chunks += [cut_slice(weight, dim, rank, tp_degree, name) for weight in weights]
+            state_dict[name.replace("q_proj", "qkv_proj")] = torch.cat(chunks, dim)
         return state_dict
 
     def convert_full_state_to_tp(
@@ -169,37 +185,52 @@ class CheckpointConverterBase:
         partial: State = {}
         for name, full in full_state.items():
             is_expert = "expert_mlps" in name
-            # Expert rank 0 has the parameters that are no experts; other expert ranks have experts
-            # only. Experts are split over expert ranks along dimension 0, then over T.
-            if self._stage(name, args, partitions) not in (None, pp_rank) or (ep_rank and not is_expert):
+            if self._stage(name, args, partitions) not in (None, pp_rank):
+                continue
+            # Expert rank 0 has the parameters that are no experts; other expert ranks have
+            # experts only. Experts are split over expert ranks along dimension 0, then over T.
+            if ep_rank and not is_expert:
                 continue
             if is_expert:
                 full = cut_slice(full, 0, ep_rank, args.ep_size, name)
             # Attention weights follow the order of KV replicas, other sharded weights plain rank
             # order; everything else is replicated.
             if self.is_qkv_weight(name) or "o_proj" in name:
-                target = self.get_weight_key(keys, inverse, name, True) if args.qkv_linear else name
-                partial[target] = self._cut_heads(name, full, layout if args.qkv_linear else None, args, tp_rank)
+                target = name
+                if args.qkv_linear:
+                    target = self.get_weight_key(keys, inverse, name, True)
+                partial[target] = self._cut_heads(name, full, layout, args, tp_rank)
             elif any(part in name for part in _SHARDED):
                 partial[name] = self._pad(name, self._shard(name, full, args, tp_rank), args, config)
             else:
                 partial[name] = full
-        partial = join_gate_up(partial, self.get_partition_dim)
+        # Fused after sharding: a rank's gate_up_proj is [its rows of gate, its rows of up], which
+        # is not a slice of the concatenated full weights.
+        partial = fuse_gate_up(partial, self.get_partition_dim)
         if args.fuse_qkv and args.qkv_linear:
             partial = self.convert_partial_state_to_fused_qkv(partial, inverse, args.n_layers)
         return partial
 
     def _heads(self, config: dict[str, Any]) -> tuple[int, int]:
-        return tuple(self._get_config_value(config, f"num_{kind}_heads") for kind in ("attention", "key_value"))  # pyright: ignore[reportReturnType]
+        """Return the numbers of query heads and of KV heads."""
+        query = self._get_config_value(config, "num_attention_heads")
+        kv = self._get_config_value(config, "num_key_value_heads")
+        return query, kv
 
-    def _layout(self, args: Any, heads: tuple[int, int]) -> Layout:
-        order: KVOrder = "consecutive" if args.hw_backend == "trn2" else "strided"
-        if args.qkv_linear and heads[1] * args.kv_size_multiplier != args.tp_size and args.kv_size_multiplier > 1:
+    def _layout(self, args: Any, heads: tuple[int, int]) -> Layout | None:
+        """Return the order of heads over ranks; None for plain rank order, without replicas."""
+        if not args.qkv_linear:
+            return None
+        # With replicas each rank has exactly one KV head, so KV heads times replicas must be T.
+        kv_heads = heads[1]
+        replicas = args.kv_size_multiplier
+        if replicas > 1 and kv_heads * replicas != args.tp_size:
             raise ValueError(
-                f"kv_size_multiplier {args.kv_size_multiplier} times {heads[1]} KV heads is not tp_size "
-                f"{args.tp_size}: use kv_size_multiplier {max(args.tp_size // heads[1], 1)}"
+                f"kv_size_multiplier {replicas} times {kv_heads} KV heads is not tp_size "
+                f"{args.tp_size}: use kv_size_multiplier {max(args.tp_size // kv_heads, 1)}"
             )
-        return Layout(args.tp_size, args.kv_size_multiplier if args.qkv_linear else 1, order)
+        order: KVOrder = "consecutive" if args.hw_backend == "trn2" else "strided"
+        return Layout(args.tp_size, replicas, order)
 
     def _stage(self, name: str, args: Any, partitions: list[str]) -> int | None:
         """Return a parameter's pipeline rank (virtual stages in turn), or None if all have it."""
@@ -209,10 +240,12 @@ class CheckpointConverterBase:
             return args.pp_size - 1
         if self.layer_name not in name.split("."):
             return None
-        # Names are model.layers.N...; a stage ends with the layer that partitions names.
+        # Names are model.layers.N...; a stage ends with the layer that partitions names. The
+        # stage is the number of ends before the layer. With virtual pipeline stages there are
+        # more stages than pipeline ranks, and rank r has the stages r, r + pp_size, ...
         layer = int(name.split(".")[2])
-        ends = [int(cut.split(".")[2]) for cut in partitions]
-        stage = next((stage for stage, end in enumerate(ends) if layer <= end), len(ends))
+        ends = [int(last_layer.split(".")[2]) for last_layer in partitions]
+        stage = sum(layer > end for end in ends)
         return stage % args.pp_size
 
     def _shard(self, name: str, full: Tensor, args: Any, tp_rank: int) -> Tensor:
@@ -222,6 +255,9 @@ class CheckpointConverterBase:
         """Return a rank's query heads, KV heads or columns of the output projection."""
         if layout is None:
             return self._shard(name, full, args, tp_rank)
+        # Ranks with replicas of a KV head take the same slice of k and v, so there are T /
+        # replicas slices. Queries and the output projection's columns have T slices, in the order
+        # in which the query heads of a KV head are divided over its ranks.
         is_kv = "k_proj" in name or "v_proj" in name
         index, count = layout.slice_index("kv" if is_kv else "query", tp_rank)
         return cut_slice(full, self.get_partition_dim(name), index, count, name)
@@ -229,11 +265,14 @@ class CheckpointConverterBase:
     def _pad(self, name: str, shard: Tensor, args: Any, config: dict[str, Any]) -> Tensor:
         """Return an MLP's shard, padded to a multiple of ``--i_tp_round_factor`` of its width."""
         factor = args.i_tp_round_factor
-        if not factor or not any(part in name for part in ("gate_proj", "up_proj", "down_proj")):
+        is_mlp = any(part in name for part in ("gate_proj", "up_proj", "down_proj"))
+        if not factor or not is_mlp:
             return shard
-        return pad_to_multiple(shard, self.get_partition_dim(name), self._expert_width(args, config), factor, name)
+        width = self._expert_width(args, config)
+        return pad_to_multiple(shard, self.get_partition_dim(name), width, factor, name)
 
     def _expert_width(self, args: Any, config: dict[str, Any]) -> int:
+        """Return the width of an MLP on one rank, without padding."""
         return self._get_config_value(config["ffn_config"], "ffn_hidden_size") // args.tp_size
 
     def convert_partial_state_to_fused_qkv(
@@ -242,9 +281,9 @@ class CheckpointConverterBase:
         """Replace ``weight_q``, ``weight_k`` and ``weight_v`` with their concatenation."""
         del keys_nxd_to_hf, num_hidden_layers
         for name in [name for name in partial_state if name.endswith("qkv_proj.weight_q")]:
-            parts = [partial_state.pop(f"{name[:-1]}{letter}") for letter in "qkv"]
+            weights = [partial_state.pop(f"{name[:-1]}{letter}") for letter in "qkv"]
             fused = name.replace("qkv_proj.weight_q", self.get_fused_qkv_key())
-            partial_state[fused] = torch.cat(parts, self.qkv_partition_dim)
+            partial_state[fused] = torch.cat(weights, self.qkv_partition_dim)
         return partial_state
 
     # Shards to a full state dict
@@ -260,40 +299,56 @@ class CheckpointConverterBase:
         layout = self._layout(args, heads)
         _, inverse = self.get_hf_to_nxd_model_keys(args.qkv_linear, heads[0] != heads[1])
         # shards[name][tp_rank] has one tensor per (pp_rank, ep_rank) that has the parameter.
+        # Expert ranks come in the order in which _merge concatenates them.
         shards: dict[str, list[list[Tensor]]] = {}
-        for tp_rank in range(args.tp_size):
-            for pp_rank in range(args.pp_size):
-                for ep_rank in range(args.ep_size):
-                    for name, value in self._read(args, config, heads, (tp_rank, pp_rank, ep_rank)).items():
-                        by_rank = shards.setdefault(name, [[] for _ in range(args.tp_size)])
-                        by_rank[tp_rank].append(value)
+        for ranks in self._all_ranks(args):
+            tp_rank = ranks[0]
+            for name, value in self._read(args, config, heads, ranks).items():
+                if name not in shards:
+                    shards[name] = [[] for _ in range(args.tp_size)]
+                shards[name][tp_rank].append(value)
         full = {}
-        for name, by_rank in shards.items():
-            target = self.get_weight_key({}, inverse, name, False) if args.qkv_linear else name
-            full[target] = self._merge(target, by_rank, layout if args.qkv_linear else None)
+        for name, rank_shards in shards.items():
+            target = name
+            if args.qkv_linear:
+                target = self.get_weight_key({}, inverse, name, False)
+            full[target] = self._merge(target, rank_shards, layout)
         return self.post_process_full_state_after_tp_conversion(full, args)
 
-    def _read(self, args: Any, config: dict[str, Any], heads: tuple[int, int], ranks: tuple[int, int, int]) -> State:
+    def _read(
+        self,
+        args: Any,
+        config: dict[str, Any],
+        heads: tuple[int, int],
+        ranks: tuple[int, int, int],
+    ) -> State:
         """Return one rank's tensors, with fused parameters split and padding removed."""
         load = self.load_partial_xser if args.load_xser else self.load_partial_no_xser
         partial = load(args, *ranks)
+        # Training checkpoints have the state dict under a key, exports are the state dict itself.
         if isinstance(partial.get(args.model_key), dict):
             partial = partial[args.model_key]
         if args.fuse_qkv and args.qkv_linear:
             counts = (heads[0], heads[1] * args.kv_size_multiplier)
             partial = unfuse_qkv(partial, counts, self.get_fused_qkv_key())
+        # Parameters are split here, on one rank's tensors: a fused shard is [its rows of the
+        # first part, its rows of the second, ...], so the parts must be separated before ranks
+        # are concatenated. This holds for biases too.
         state: State = {}
         for name, value in partial.items():
             if "gate_up_proj" in name:
                 dim = self.get_partition_dim(name)
-                for token, part in zip(("gate_proj", "up_proj"), value.chunk(2, dim), strict=True):
-                    state[name.replace("gate_up_proj", token)] = self._unpad(part, dim, args, config)
+                gate, up = value.chunk(2, dim)
+                gate_name = name.replace("gate_up_proj", "gate_proj")
+                up_name = name.replace("gate_up_proj", "up_proj")
+                state[gate_name] = self._unpad(gate, dim, args, config)
+                state[up_name] = self._unpad(up, dim, args, config)
             elif "down_proj" in name:
                 state[name] = self._unpad(value, self.get_partition_dim(name), args, config)
             elif name.endswith(self.get_fused_qkv_key()) or ("qkv_proj.weight_" in name and not args.qkv_linear):
                 raise ValueError(
-                    f"the files hold {name}, of GQAQKVColumnParallelLinear: pass --qkv_linear, and --fuse_qkv if the "
-                    "files hold weight_qkv"
+                    f"the files hold {name}, of GQAQKVColumnParallelLinear: pass --qkv_linear, "
+                    "and --fuse_qkv if the files hold weight_qkv"
                 )
             elif "qkv_proj." in name and heads[0] == heads[1] and not args.qkv_linear:
                 for letter, part in zip("qkv", value.chunk(3, self.qkv_partition_dim), strict=True):
@@ -304,18 +359,23 @@ class CheckpointConverterBase:
 
     def _unpad(self, value: Tensor, dim: int, args: Any, config: dict[str, Any]) -> Tensor:
         """Undo ``_pad``, which pads every MLP."""
-        return value.narrow(dim, 0, self._expert_width(args, config)) if args.i_tp_round_factor else value
+        if not args.i_tp_round_factor:
+            return value
+        return value.narrow(dim, 0, self._expert_width(args, config))
 
-    def _merge(self, name: str, by_rank: list[list[Tensor]], layout: Layout | None) -> Tensor:
-        # by_rank[tp_rank] has one tensor per (pp_rank, ep_rank) that has the parameter. Experts of
-        # expert-parallel ranks are concatenated; other parameters are equal, the first is taken.
+    def _merge(self, name: str, rank_shards: list[list[Tensor]], layout: Layout | None) -> Tensor:
+        """Return the full parameter; ``rank_shards`` as the values of ``shards`` in the caller."""
+        # Experts of expert-parallel ranks are concatenated; other parameters are equal on
+        # pipeline ranks that share them, and the first is taken. It is cloned, because the
+        # tensors are views of memory-mapped files, which a program may replace afterwards.
         if "expert_mlps" in name:
-            by_rank = [[torch.cat(parts)] for parts in by_rank]
-        stored = [parts[0] for parts in by_rank if parts]
-        if not (self.is_qkv_weight(name) or "o_proj" in name or any(part in name for part in _SHARDED)):
+            rank_shards = [[torch.cat(experts)] for experts in rank_shards]
+        stored = [tensors[0] for tensors in rank_shards if tensors]
+        has_heads = self.is_qkv_weight(name) or "o_proj" in name
+        if not has_heads and not any(part in name for part in _SHARDED):
             return stored[0].clone()
         dim = self.get_partition_dim(name)
-        if layout is None or not (self.is_qkv_weight(name) or "o_proj" in name):
+        if layout is None or not has_heads:
             return torch.cat(stored, dim)
         kind = "kv" if "k_proj" in name or "v_proj" in name else "query"
         return torch.cat(order_slices(name, stored, layout, kind), dim)
@@ -349,11 +409,27 @@ class CheckpointConverterBase:
         print(f"writing {path}")
         write_tensors(path, full_state)
 
-    def save_partial_xser(self, args: Any, partial_state: State, tp_rank: int, pp_rank: int, ep_rank: int) -> None:
-        write_partial(Path(self.get_output_filename(args, tp_rank, pp_rank, ep_rank, True)), partial_state, xser=True)
+    def save_partial_xser(
+        self,
+        args: Any,
+        partial_state: State,
+        tp_rank: int,
+        pp_rank: int,
+        ep_rank: int,
+    ) -> None:
+        path = self.get_output_filename(args, tp_rank, pp_rank, ep_rank, True)
+        write_partial(Path(path), partial_state, xser=True)
 
-    def save_partial_no_xser(self, args: Any, partial_state: State, tp_rank: int, pp_rank: int, ep_rank: int) -> None:
-        write_partial(Path(self.get_output_filename(args, tp_rank, pp_rank, ep_rank, False)), partial_state, xser=False)
+    def save_partial_no_xser(
+        self,
+        args: Any,
+        partial_state: State,
+        tp_rank: int,
+        pp_rank: int,
+        ep_rank: int,
+    ) -> None:
+        path = self.get_output_filename(args, tp_rank, pp_rank, ep_rank, False)
+        write_partial(Path(path), partial_state, xser=False)
 
     # Commands
 
@@ -366,22 +442,28 @@ class CheckpointConverterBase:
             full_state = self.coalesce_qkv(full_state, config, args.tp_size)
         full_state = self.pre_process_full_state_before_tp_conversion(full_state, args)
         save = self.save_partial_xser if args.save_xser else self.save_partial_no_xser
+        # One rank at a time: the host needs memory for the full state dict and one rank's shards.
         for ranks in self._all_ranks(args):
-            save(args, self.convert_full_state_to_tp(full_state, args, *ranks, partitions, config), *ranks)
+            partial = self.convert_full_state_to_tp(full_state, args, *ranks, partitions, config)
+            save(args, partial, *ranks)
 
     def _partitions(self, names: Iterable[str], stages: int) -> list[str]:
         """Return the last layer of each stage except the last; last stages take the remainder."""
+        # Sorted by number: in the order of texts "layers.10" comes before "layers.2".
         matches = (re.match(self.layer_name_pattern, name) for name in names)
-        layers = sorted({match[1] for match in matches if match}, key=lambda name: int(name.split(".")[-1]))
+        layer_names = {match[1] for match in matches if match}
+        layers = sorted(layer_names, key=lambda name: int(name.split(".")[-1]))
         if not 1 <= stages <= len(layers):
             raise ValueError(f"{stages} pipeline stages need as many layers, the state dict has {len(layers)}")
         # 10 layers in 4 stages: each 2, remainder 2, lengths [2, 2, 3, 3].
-        each, remainder = divmod(len(layers), stages)
-        lengths = [each + (stage >= stages - remainder) for stage in range(stages)]
-        return [layers[sum(lengths[: stage + 1]) - 1] for stage in range(stages - 1)]
+        # The last layers are then those at the running sums minus 1: 1, 3 and 6.
+        length, remainder = divmod(len(layers), stages)
+        lengths = [length] * (stages - remainder) + [length + 1] * remainder
+        return [layers[end - 1] for end in accumulate(lengths[:-1])]
 
     def _all_ranks(self, args: Any) -> list[tuple[int, int, int]]:
-        return [(tp, pp, ep) for tp in range(args.tp_size) for pp in range(args.pp_size) for ep in range(args.ep_size)]
+        """Return ``(tp_rank, pp_rank, ep_rank)`` of all files; the expert rank varies fastest."""
+        return list(product(range(args.tp_size), range(args.pp_size), range(args.ep_size)))
 
     def convert_to_full_state(self, args: Any) -> None:
         """Write ``args.output_dir/checkpoint.pt`` from the rank files in ``args.input_dir``."""
@@ -404,7 +486,12 @@ class CheckpointConverterBase:
             ValueError: for no or several flags, an unsupported option, or files that do not fit.
         """
         require_supported(args)
-        flags = ("convert_from_full_state", "convert_to_full_state", "convert_from_xser", "convert_to_xser")
+        flags = (
+            "convert_from_full_state",
+            "convert_to_full_state",
+            "convert_from_xser",
+            "convert_to_xser",
+        )
         chosen = [flag for flag in flags if getattr(args, flag)]
         if len(chosen) != 1:
             raise ValueError(f"exactly one of {[f'--{flag}' for flag in flags]} must be given, got {chosen}")

@@ -21,6 +21,8 @@ def load_full(args: Any) -> dict[str, Tensor]:
     """
     if not args.input_dir:
         raise ValueError("--input_dir is needed: a file with the full state dict, or a Hugging Face directory")
+    # open_weights reads safetensors and .bin files with their index; "source[...]" reads a full
+    # tensor from its file.
     path = Path(args.input_dir)
     if path.is_dir():
         with open_weights(path) as sources:
@@ -39,23 +41,30 @@ def find_input(directory: str, tp_rank: int, pp_rank: int, ep_rank: int, *, xser
     """
     short = f"tp_rank_{tp_rank:02d}_pp_rank_{pp_rank:02d}"
     expert = f"ep_rank_{ep_rank:02d}"
-    # A folder per rank (a file with xser), then files named by data-parallel rank, without and with
-    # the expert rank.
+    # A folder per rank (a file with xser), then files named by data-parallel rank, without and
+    # with the expert rank.
+    folder = Path(directory)
+    oldest = folder / short
+    if not xser:
+        oldest = oldest / "checkpoint.pt"
     candidates = [
-        Path(directory) / short if xser else Path(directory) / short / "checkpoint.pt",
-        Path(directory) / f"dp_rank_00_{short}.pt",
-        Path(directory) / f"dp_rank_00_{expert}_{short}.pt",
+        oldest,
+        folder / f"dp_rank_00_{short}.pt",
+        folder / f"dp_rank_00_{expert}_{short}.pt",
     ]
-    found = next((path for path in candidates if path.is_file()), None)
-    if found is None:
-        names = [str(path) for path in candidates]
-        raise ValueError(f"none of {names} exists: check --input_dir, --tp_size, --pp_size and --load_xser")
-    return str(found)
+    for path in candidates:
+        if path.is_file():
+            return str(path)
+    names = [str(path) for path in candidates]
+    raise ValueError(f"none of {names} exists: check --input_dir, --tp_size, --pp_size and --load_xser")
 
 
 def output_file(args: Any, tp_rank: int, pp_rank: int, ep_rank: int) -> str:
     """Return the path of a rank's weights as ``nxd.load_checkpoint`` expects it."""
-    expert = f"ep_rank_{ep_rank:02d}_" if args.ep_size > 1 else ""
+    # The expert rank is part of the name only if there are several.
+    expert = ""
+    if args.ep_size > 1:
+        expert = f"ep_rank_{ep_rank:02d}_"
     name = f"dp_rank_00_{expert}tp_rank_{tp_rank:02d}_pp_rank_{pp_rank:02d}.pt"
     return str(Path(args.output_dir) / "model" / name)
 

@@ -21,28 +21,35 @@ def cut_slice(full: Tensor, dim: int, index: int, count: int, name: str) -> Tens
         raise ValueError(
             f"dimension {dim} of {name}, {full.size(dim)}, is not divisible by {count} ranks: use another size"
         )
+    # A copy: torch.save of a view would write the storage of the full tensor.
     length = full.size(dim) // count
     return full.narrow(dim, index * length, length).clone(memory_format=torch.contiguous_format)
 
 
-def join_gate_up(state: Mapping[str, Tensor], dim_of: Callable[[str], int]) -> dict[str, Tensor]:
+def fuse_gate_up(state: Mapping[str, Tensor], dim_of: Callable[[str], int]) -> dict[str, Tensor]:
     """Return ``state`` with each gate_proj and up_proj concatenated to a gate_up_proj, gate first.
 
     Raises:
         ValueError: one of the two is missing.
     """
-    joined: dict[str, Tensor] = {}
+    # Gate and up of a layer give the same fused name, so the second of them writes an equal entry
+    # again. Both must be checked: a model without one of them would lose the other silently.
+    fused: dict[str, Tensor] = {}
     for name, value in state.items():
-        token = next((token for token in ("gate_proj", "up_proj") if token in name), None)
-        if token is None:
-            joined[name] = value
+        if "gate_proj" in name:
+            token = "gate_proj"
+        elif "up_proj" in name:
+            token = "up_proj"
+        else:
+            fused[name] = value
             continue
-        names = [name.replace(token, other) for other in ("gate_proj", "up_proj")]
-        missing = [other for other in names if other not in state]
-        if missing:
-            raise ValueError(f"the state dict has {name} but not {missing[0]}: gate_up_proj is made of both")
-        joined[name.replace(token, "gate_up_proj")] = torch.cat([state[other] for other in names], dim_of(name))
-    return joined
+        gate = name.replace(token, "gate_proj")
+        up = name.replace(token, "up_proj")
+        for required in (gate, up):
+            if required not in state:
+                raise ValueError(f"the state dict has {name} but not {required}: gate_up_proj is made of both")
+        fused[name.replace(token, "gate_up_proj")] = torch.cat([state[gate], state[up]], dim_of(name))
+    return fused
 
 
 def pad_to_multiple(shard: Tensor, dim: int, width: int, factor: int, name: str) -> Tensor:
@@ -54,9 +61,12 @@ def pad_to_multiple(shard: Tensor, dim: int, width: int, factor: int, name: str)
     """
     if shard.size(dim) != width:
         raise ValueError(
-            f"{name} has {shard.size(dim)} elements on each rank, ffn_hidden_size over tp_size gives {width}: "
-            "--i_tp_round_factor pads all MLPs of a model, which must be of one width"
+            f"{name} has {shard.size(dim)} elements on each rank, ffn_hidden_size over tp_size "
+            f"gives {width}: --i_tp_round_factor pads all MLPs of a model, which must be of one "
+            "width"
         )
+    # The padding of gate and up gives activations of 0, and the padding of down multiplies them
+    # by 0: the padded MLP has the same output.
     shape = list(shard.shape)
     shape[dim] = -(-width // factor) * factor
     padded = shard.new_zeros(shape)
@@ -101,7 +111,8 @@ def order_slices(name: str, shards: Sequence[Tensor], layout: Layout, kind: Kind
         index, _ = layout.slice_index(kind, rank)
         if not bit_equal(slices.setdefault(index, shard), shard):
             raise ValueError(
-                f"{name} of tensor-parallel rank {rank} differs from that of the rank with the same KV heads in "
-                f"{layout.kv_order} order: pass the other --hw_backend, or check that the files are of one save"
+                f"{name} of tensor-parallel rank {rank} differs from that of the rank with the "
+                f"same KV heads in {layout.kv_order} order: pass the other --hw_backend, or "
+                "check that the files are of one save"
             )
     return [slices[index] for index in range(len(slices))]

@@ -50,6 +50,8 @@ def clip_grad_norm(
 
 def _sharding_group(sharded: bool, groups: Sequence[Sequence[int]] | None) -> ProcessGroup | None:
     """Return the process group over which parameters are sharded, or None if they are not."""
+    # The norm's sum of squares is summed over this group: for parameters that are not sharded
+    # that would count each of them once per rank.
     if not sharded:
         return None
     if groups is None:
@@ -59,6 +61,8 @@ def _sharding_group(sharded: bool, groups: Sequence[Sequence[int]] | None) -> Pr
 
 def bucket_allreduce_gradients(grads_list: Iterable[Tensor], reduce_over_ep_group: bool = False) -> None:
     """Average gradients over the data-parallel group in place."""
+    # Expert parallelism has its own data-parallel groups, which this library does not reduce
+    # over.
     refuse(reduce_over_ep_group=reduce_over_ep_group)
     grads.bucket_allreduce_gradients(grads_list)
 

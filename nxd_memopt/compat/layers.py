@@ -32,7 +32,12 @@ def refuse(**options: Any) -> None:
 
 def _with_defaults(layer: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments by name, with NxD's default of ``reduce_dtype``, fp32."""
-    return {"reduce_dtype": torch.float32, **inspect.signature(layer).bind(*args, **kwargs).arguments}
+    # By name, because the caller may pass reduce_dtype by position: it then overrides the
+    # default.
+    return {
+        "reduce_dtype": torch.float32,
+        **inspect.signature(layer).bind(*args, **kwargs).arguments,
+    }
 
 
 def linear_with_async_allreduce(
@@ -68,7 +73,11 @@ def linear_with_async_allreduce(
     refuse(autograd_func_class=autograd_func_class)
     if not (async_grad_allreduce or sequence_parallel_enabled):
         return F.linear(input, weight, bias)
-    dimension = (sequence_dimension or 0) if sequence_parallel_enabled else None
+    # None means that X is not sharded: forward has no collective, and backward all-reduces dX.
+    dimension = None
+    if sequence_parallel_enabled:
+        dimension = sequence_dimension or 0
+    # save_for_backward=False disables gradients; it does not enable them inside torch.no_grad.
     sharding = ColumnActivationSharding(process_group, dimension, reduce_dtype, (None,))
     with torch.set_grad_enabled(torch.is_grad_enabled() and save_for_backward):
         (output,) = layers.column_parallel(input, [(weight, bias)], sharding)
@@ -116,7 +125,9 @@ class BaseParallelLinear(base_linear.BaseParallelLinear):
 
     def _group_size(self) -> int:
         """Return T, the number of ranks of the layer's process group."""
-        return 1 if self.tensor_parallel_group is None else dist.get_world_size(group=self.tensor_parallel_group)
+        if self.tensor_parallel_group is None:
+            return 1
+        return dist.get_world_size(group=self.tensor_parallel_group)
 
     def _check_pad_false_for_training(self) -> None:
         """Raise ``RuntimeError`` for a padded layer in training.
@@ -133,7 +144,9 @@ class BaseParallelLinear(base_linear.BaseParallelLinear):
         Raises:
             ValueError: the tensor has not the layer's size along ``dim``.
         """
-        tensor, expected = state_dict[name], (self.output_size, self.full_input_size)[dim]
+        # Weights are [output_size, input_size], biases [output_size].
+        tensor = state_dict[name]
+        expected = (self.output_size, self.full_input_size)[dim]
         if tensor.size(dim) != expected:
             raise ValueError(f"{name} has {tensor.size(dim)} entries along dimension {dim}, the layer {expected}")
         # F.pad takes (before, after) pairs from the last dimension to the first.
@@ -160,8 +173,11 @@ class ColumnParallelLinear(BaseParallelLinear, layers.ColumnParallelLinear):
     def set_weight_and_bias_config(self) -> None:
         """Set the shapes of weight and bias; with a gathered output the bias is not sharded."""
         super().set_weight_and_bias_config()
+        # nxd_memopt's own layer adds its bias shard before the all-gather. Checkpoints and
+        # scripts of neuronx-distributed expect the full bias on every rank.
         if self.gather_output and self.use_bias:
-            self.bias_shape, self.bias_partition_dim = (self.output_size + self.pad_size,), None
+            self.bias_shape = (self.output_size + self.pad_size,)
+            self.bias_partition_dim = None
 
     @property
     def pad_size(self) -> int:
@@ -176,7 +192,9 @@ class ColumnParallelLinear(BaseParallelLinear, layers.ColumnParallelLinear):
         """
         self._check_pad_false_for_training()
         # The matmul runs without bias, which is added at the end: with gather_output it is full.
-        weight = self.weight if slice_indices is None else self.weight[slice_indices]
+        weight = self.weight
+        if slice_indices is not None:
+            weight = weight[slice_indices]
         output = linear_with_async_allreduce(
             input=input,
             weight=weight,
@@ -190,22 +208,32 @@ class ColumnParallelLinear(BaseParallelLinear, layers.ColumnParallelLinear):
         if self.gather_output:
             output = gather_from_tensor_model_parallel_region(output, process_group=self.tensor_parallel_group)
             output = self._in_full_order(output)
+        # Padding columns are the last of the gathered output, as they are of the full weight.
         bias = self.bias
         if self.gather_output and not self.keep_padded_output:
-            output, bias = output[..., : self.output_size], None if bias is None else bias[: self.output_size]
+            output = output[..., : self.output_size]
+            if bias is not None:
+                bias = bias[: self.output_size]
         if self.skip_bias_add:
             return output, bias
-        return output if bias is None else output + bias.to(output.dtype)
+        if bias is None:
+            return output
+        return output + bias.to(output.dtype)
 
     def preshard_hook(self, model_state_dict: dict[str, Tensor], prefix: str) -> None:
         """Pad the full tensor named ``prefix``.
 
-        A weight is padded with zeros, a bias with its dtype's minimum: a padded logit is never the
-        largest.
+        A weight is padded with zeros, a bias with its dtype's minimum: a padded logit is never
+        the largest.
         """
-        if self.pad_size:
-            lowest = torch.finfo(model_state_dict[prefix].dtype).min
-            self._pad_entry(model_state_dict, prefix, 0, lowest if prefix.endswith("bias") else 0.0)
+        # Called on a full state dict before it is sharded. Columns are divided over T ranks, so
+        # their number must be a multiple of T.
+        if not self.pad_size:
+            return
+        value = 0.0
+        if prefix.endswith("bias"):
+            value = torch.finfo(model_state_dict[prefix].dtype).min
+        self._pad_entry(model_state_dict, prefix, 0, value)
 
 
 class RowParallelLinear(BaseParallelLinear, layers.RowParallelLinear):
@@ -216,7 +244,11 @@ class RowParallelLinear(BaseParallelLinear, layers.RowParallelLinear):
     """
 
     def __init__(
-        self, *args: Any, tile_cc: bool = False, rank_ordering: Sequence[int] | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        tile_cc: bool = False,
+        rank_ordering: Sequence[int] | None = None,
+        **kwargs: Any,
     ) -> None:
         refuse(tile_cc=tile_cc, rank_ordering=rank_ordering)
         options = _with_defaults(layers.RowParallelLinear, args, kwargs)
@@ -235,12 +267,18 @@ class RowParallelLinear(BaseParallelLinear, layers.RowParallelLinear):
 
     def preshard_hook(self, model_state_dict: dict[str, Tensor], prefix: str) -> None:
         """Pad the full weight named ``prefix`` with zeros; the bias is not sharded."""
+        # Padding inputs have weights 0, so they add nothing to the sum over ranks. The bias has
+        # one entry per output and is equal on all ranks.
         if self.pad_size and prefix.endswith("weight"):
             self._pad_entry(model_state_dict, prefix, 1)
 
 
 def create_local_weight(
-    full_weight: Tensor, partition_dim: int, per_partition_size: int, stride: int, out_weight: Tensor | None = None
+    full_weight: Tensor,
+    partition_dim: int,
+    per_partition_size: int,
+    stride: int,
+    out_weight: Tensor | None = None,
 ) -> Tensor:
     """Return this rank's shard of ``full_weight`` along ``partition_dim``.
 
@@ -253,13 +291,17 @@ def create_local_weight(
         stride: number of blocks that are sharded separately, such as 3 for query, key and value.
         out_weight: tensor to fill and return; default: a new tensor.
     """
-    size, rank = parallel_state.get_tensor_model_parallel_size(), parallel_state.get_tensor_model_parallel_rank()
+    size = parallel_state.get_tensor_model_parallel_size()
+    rank = parallel_state.get_tensor_model_parallel_rank()
     length = divide(per_partition_size, stride)
-    # Block i starts at i * T * length; within each block rank r has [r * length, (r + 1) * length).
+    # Block i starts at i * T * length; within each block rank r has [r * length, (r + 1) *
+    # length).
     starts = range(rank * length, full_weight.size(partition_dim), size * length)
-    pieces = [full_weight.narrow(partition_dim, start, length) for start in starts]
+    chunks = [full_weight.narrow(partition_dim, start, length) for start in starts]
+    # out= is refused by autograd for a parameter, hence no_grad. The chunks are views, so this is
+    # the only copy.
     with torch.no_grad():
-        return torch.cat(pieces, dim=partition_dim, out=out_weight)
+        return torch.cat(chunks, dim=partition_dim, out=out_weight)
 
 
 def _initialize_parameter_cpu(
@@ -277,13 +319,17 @@ def _initialize_parameter_cpu(
     Returns:
         The full tensor in ``param_dtype`` with ``return_master_param``, else None.
     """
+    # The attributes come first: initialize_sharded_ reads the shard's position from them. Every
+    # rank draws the values of the full tensor and takes its slice, so they do not depend on T.
     full_shape = list(param.shape)
     full_shape[partition_dim] *= num_partitions
     set_tensor_model_parallel_attributes(
         param, True, partition_dim, stride, num_partitions, full_shape=tuple(full_shape)
     )
     full = initialize_sharded_(param, init_method, keep_full=return_master_param)
-    return None if full is None else full.to(param_dtype)
+    if full is None:
+        return None
+    return full.to(param_dtype)
 
 
 class ParallelEmbedding(embedding.ParallelEmbedding):
@@ -316,6 +362,8 @@ class ParallelEmbedding(embedding.ParallelEmbedding):
         rank_ordering: Sequence[int] | None = None,
         collect_output: bool = True,
     ) -> None:
+        # The order of the arguments is neuronx-distributed's, for calls by position. An option
+        # that would change values or gradients is refused instead of ignored.
         del norm_type  # an option of max_norm, which is not supported
         refuse(max_norm=max_norm, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
         refuse(use_spmd_rank=use_spmd_rank, tile_cc=tile_cc, rank_ordering=rank_ordering)

@@ -1,4 +1,4 @@
-"""neuronx-distributed's signatures of its QKV layer, attention kernels and rotary embedding, where they differ."""
+"""neuronx-distributed's signatures of QKV layer, attention kernels and rotary embedding."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ class GQAQKVColumnParallelLinear(qkv_linear.GQAQKVColumnParallelLinear):
         fuse_qkv: bool = True,
         reduce_dtype: torch.dtype | None = torch.float32,
     ) -> None:
+        # For calls by position: neuronx-distributed has keep_master_weight before
+        # kv_size_multiplier, the base class has it by keyword only.
         super().__init__(
             input_size,
             output_sizes,
@@ -83,13 +85,18 @@ def nki_flash_attn_func(
     Raises:
         ValueError: ``causal`` is False, or ``seed`` is set.
     """
+    # Ignored options select how a kernel computes the same result. Options that change the result
+    # are refused.
     del lnc, mixed_precision, hardware_type
     refuse(non_causal_attention=not causal, seed=seed is not None)
     if transpose_nki_inputs:
-        q, k, v = (tensor.transpose(-1, -2) for tensor in (q, k, v))
+        q = q.transpose(-1, -2)
+        k = k.transpose(-1, -2)
+        v = v.transpose(-1, -2)
     if softmax_scale is not None:
         # core_attention multiplies the scores with d ** -0.5, so q gets the remaining factor.
         q = q * (softmax_scale * q.size(-1) ** 0.5)
+    # The fastest implementation for these inputs; its reason is not needed.
     name, _ = attention_implementation(q.shape, k.size(1), dtype=q.dtype, dropout_p=dropout_p)
     return core_attention(q, k, v, implementation=name, dropout_p=dropout_p)
 
@@ -111,12 +118,22 @@ def nki_ring_attn_func(
     Raises:
         ValueError: context parallelism is on: ring attention over several ranks is not supported.
     """
+    # The ring's ranks and its pairs of sender and receiver have no meaning for a ring of one rank.
     del rank_id, src_tgt_pairs
     size = parallel_state.get_context_model_parallel_size()
     if size > 1:
         raise ValueError(f"ring attention over context_parallel_size {size} is not offered: use sequence parallelism")
     return nki_flash_attn_func(
-        q, k, v, 1, dropout_p, softmax_scale, causal, mixed_precision, seed, transpose_nki_inputs=False
+        q,
+        k,
+        v,
+        1,
+        dropout_p,
+        softmax_scale,
+        causal,
+        mixed_precision,
+        seed,
+        transpose_nki_inputs=False,
     )
 
 
@@ -144,14 +161,18 @@ def apply_rotary_pos_emb(
         Rotated queries and keys, shaped as ``q`` and ``k``.
     """
     if position_ids is not None:
-        cos, sin = cos[position_ids], sin[position_ids]
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    if flash_attn and transpose_nki_inputs:
-        rotated = (_rotate(x.transpose(-1, -2), cos, sin).transpose(-1, -2) for x in (q, k))
-    else:
-        rotated = (_rotate(x, cos, sin) for x in (q, k))
-    query, key = rotated
-    return query, key
+        cos = cos[position_ids]
+        sin = sin[position_ids]
+    # [B, 1, S, d]: the same angles for all heads.
+    cos = cos.unsqueeze(1)
+    sin = sin.unsqueeze(1)
+    if not (flash_attn and transpose_nki_inputs):
+        return _rotate(q, cos, sin), _rotate(k, cos, sin)
+    # The kernel's layout has d before S. The transposed views cost nothing; the results are views
+    # too, so their memory has d last.
+    q = _rotate(q.transpose(-1, -2), cos, sin).transpose(-1, -2)
+    k = _rotate(k.transpose(-1, -2), cos, sin).transpose(-1, -2)
+    return q, k
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -6,46 +6,66 @@ from nxd_memopt.compat.table import Sources, build_table
 
 _OURS = "nxd_memopt.parallel_layers"
 _COMPAT = "nxd_memopt.compat"
+
+# Functions with neuronx-distributed's signature resolve to this library's modules. A function whose
+# arguments, defaults or values differ has an adapter of the same name in nxd_memopt.compat, and the
+# table names the adapter: a script must not get another meaning for a call by position.
 _PARALLEL_STATE = """
-    destroy_model_parallel model_parallel_is_initialized is_global_rank_zero rmsg
-    get_world_group get_tensor_model_parallel_group get_tensor_model_parallel_replica_groups
-    get_tensor_model_parallel_size get_tensor_model_parallel_rank get_tensor_model_parallel_src_rank
-    get_data_parallel_group get_data_parallel_replica_groups get_data_parallel_size get_data_parallel_src_rank
-    get_pipeline_model_parallel_group get_pipeline_model_parallel_replica_groups get_pipeline_model_parallel_size
-    get_context_model_parallel_group get_context_model_parallel_replica_groups get_context_model_parallel_size
-    get_context_model_parallel_rank get_context_model_parallel_src_tgt_pairs
-    get_expert_model_parallel_group get_expert_model_parallel_replica_groups get_expert_model_parallel_size
-    get_expert_model_parallel_rank get_expert_data_parallel_group get_expert_data_parallel_replica_groups
-    get_expert_data_parallel_size get_expert_data_parallel_rank destroy_kv_group initialize_token_shuffle_group
-    get_token_shuffle_group get_token_shuffle_replica_groups get_token_shuffle_group_size get_zero1_sharding_groups"""
+    destroy_model_parallel model_parallel_is_initialized is_global_rank_zero rmsg get_world_group
+    get_tensor_model_parallel_group get_tensor_model_parallel_replica_groups
+    get_tensor_model_parallel_size get_tensor_model_parallel_rank
+    get_tensor_model_parallel_src_rank
+    get_data_parallel_group get_data_parallel_replica_groups
+    get_data_parallel_size get_data_parallel_src_rank
+    get_pipeline_model_parallel_group get_pipeline_model_parallel_replica_groups
+    get_pipeline_model_parallel_size
+    get_context_model_parallel_group get_context_model_parallel_replica_groups
+    get_context_model_parallel_size get_context_model_parallel_rank
+    get_context_model_parallel_src_tgt_pairs
+    get_expert_model_parallel_group get_expert_model_parallel_replica_groups
+    get_expert_model_parallel_size get_expert_model_parallel_rank
+    get_expert_data_parallel_group get_expert_data_parallel_replica_groups
+    get_expert_data_parallel_size get_expert_data_parallel_rank
+    initialize_token_shuffle_group get_token_shuffle_group get_token_shuffle_replica_groups
+    get_token_shuffle_group_size get_zero1_sharding_groups destroy_kv_group"""
+# Module variables are here too. Scripts assign them, and the alias passes an assignment on to the
+# module that the table names.
 _PARALLEL_STATE_ADAPTED = """
-    initialize_model_parallel get_pipeline_model_parallel_rank get_data_parallel_rank initialize_kv_group
-    get_kv_shared_group get_kv_shared_replica_groups get_kv_shared_group_size _PIPELINE_MODEL_PARALLEL_GROUP_SPMD
-    _DATA_PARALLEL_GROUP_SPMD _REPLICA_LOGIC"""
+    initialize_model_parallel get_pipeline_model_parallel_rank get_data_parallel_rank
+    initialize_kv_group
+    get_kv_shared_group get_kv_shared_replica_groups get_kv_shared_group_size
+    _PIPELINE_MODEL_PARALLEL_GROUP_SPMD _DATA_PARALLEL_GROUP_SPMD _REPLICA_LOGIC"""
 _RANK_GROUPS = """
-    ParallelGroups PG_Group_Logic arrange_kv_groups ascending_descending_ring_PG_group ascending_ring_PG_group
-    get_logic_chosen"""
+    ParallelGroups PG_Group_Logic get_logic_chosen arrange_kv_groups
+    ascending_ring_PG_group ascending_descending_ring_PG_group"""
 _TENSOR_MAPPINGS = """
     copy_to_tensor_model_parallel_region reduce_from_tensor_model_parallel_region
     scatter_to_tensor_model_parallel_region gather_from_tensor_model_parallel_region"""
 _MAPPINGS = f"""
-    {_TENSOR_MAPPINGS} gather_from_tensor_model_parallel_region_with_dim scatter_to_sequence_parallel_region
-    scatter_input_channels_to_tensor_model_parallel_region reduce_scatter_to_sequence_parallel_region
+    {_TENSOR_MAPPINGS}
+    gather_from_tensor_model_parallel_region_with_dim
+    scatter_input_channels_to_tensor_model_parallel_region
+    scatter_to_sequence_parallel_region reduce_scatter_to_sequence_parallel_region
     _split_along_first_dim _gather_along_first_dim"""
 _SHARD_ATTRIBUTES = "copy_tensor_model_parallel_attributes set_tensor_model_parallel_attributes"
 _UTILS = """
-    EmbeddingUtility ensure_divisibility get_padding_length split_tensor_along_dim split_tensor_along_last_dim
-    indices_split_along_dim param_is_not_tensor_parallel_duplicate
-    set_defaults_if_not_set_tensor_model_parallel_attributes cast_all cast_if_autocast_enabled verify_casted_dtype
+    EmbeddingUtility ensure_divisibility get_padding_length
+    split_tensor_along_dim split_tensor_along_last_dim indices_split_along_dim
+    param_is_not_tensor_parallel_duplicate
+    set_defaults_if_not_set_tensor_model_parallel_attributes
+    cast_all cast_if_autocast_enabled verify_casted_dtype
     get_local_world_size move_all_tensor_to_cpu"""
 _LAYERS = "ColumnParallelLinear RowParallelLinear ParallelEmbedding"
 _GRAD_NORMS = "clip_grad_norm get_grad_norm"
 _TRAINER = "initialize_parallel_model initialize_parallel_optimizer"
 _CONFIG = (f"{_COMPAT}.trainer", "neuronx_distributed_config")
 _CHECKPOINT = "save_checkpoint load_checkpoint has_checkpoint finalize_checkpoint"
+# pipeline.model imports the module parallel_state, which programs reach through it. It resolves
+# to the alias module, so that they get the adapters too.
 _STATE_MODULE = ("neuronx_distributed.parallel_layers", "parallel_state")
 
 # NxD's module -> [(our module, names)]. A name is written "theirs=ours" if the names differ.
+# Modules without names are packages that exist for their submodules only.
 _TABLE: dict[str, Sources] = {
     "": [("nxd_memopt.trainer", f"{_TRAINER} {_CHECKPOINT}"), _CONFIG],
     "kernels": [],
@@ -85,8 +105,14 @@ _TABLE: dict[str, Sources] = {
             " linear_with_async_allreduce _initialize_parameter_cpu"
             " gather_from_tensor_model_parallel_region",
         ),
-        (f"{_OURS}.conv", "BaseParallelConv InputChannelParallelConv2d OutputChannelParallelConv2d"),
-        (f"{_OURS}.parallel_state", "get_tensor_model_parallel_size get_tensor_model_parallel_rank"),
+        (
+            f"{_OURS}.conv",
+            "BaseParallelConv InputChannelParallelConv2d OutputChannelParallelConv2d",
+        ),
+        (
+            f"{_OURS}.parallel_state",
+            "get_tensor_model_parallel_size get_tensor_model_parallel_rank",
+        ),
     ],
     "parallel_layers.loss_functions": [
         (f"{_OURS}.loss_functions", "parallel_cross_entropy from_parallel_logits_to_logprobs")
@@ -106,7 +132,10 @@ _TABLE: dict[str, Sources] = {
     ],
     "parallel_layers.random": [(f"{_OURS}.random", "model_parallel_xla_manual_seed get_xla_rng_tracker")],
     "parallel_layers.utils": [
-        (f"{_OURS}.utils", f"{_SHARD_ATTRIBUTES} divide move_model_to_device requires_init_pg_override"),
+        (
+            f"{_OURS}.utils",
+            f"{_SHARD_ATTRIBUTES} divide move_model_to_device requires_init_pg_override",
+        ),
         (f"{_COMPAT}.utils", _UTILS),
     ],
     "pipeline": [],

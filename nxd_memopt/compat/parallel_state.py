@@ -43,6 +43,7 @@ def initialize_model_parallel(
     Raises:
         ValueError: ``lnc_size`` contradicts the environment.
     """
+    # 1 is the default of the argument, so it cannot be told from an option that was left out.
     configured = logical_nc_config(os.environ)
     if lnc_size not in (1, configured):
         raise ValueError(f"lnc_size {lnc_size} is not the environment's {configured}: set NEURON_LOGICAL_NC_CONFIG")
@@ -59,18 +60,23 @@ def initialize_model_parallel(
 def get_pipeline_model_parallel_rank() -> int:
     """Return this rank's pipeline stage, from the program's own groups if it has set them."""
     groups = _PIPELINE_MODEL_PARALLEL_GROUP_SPMD
-    return parallel_state.get_pipeline_model_parallel_rank() if groups is None else _place_in(groups)
+    if groups is None:
+        return parallel_state.get_pipeline_model_parallel_rank()
+    return _rank_in(groups)
 
 
 def get_data_parallel_rank() -> int:
     """Return this rank's data-parallel rank, from the program's own groups if it has set them."""
     groups = _DATA_PARALLEL_GROUP_SPMD
-    return parallel_state.get_data_parallel_rank() if groups is None else _place_in(groups)
+    if groups is None:
+        return parallel_state.get_data_parallel_rank()
+    return _rank_in(groups)
 
 
-def _place_in(groups: RankGroups) -> int:
+def _rank_in(groups: RankGroups) -> int:
     """Return this rank's position in its group."""
-    return next(ranks.index(dist.get_rank()) for ranks in groups if dist.get_rank() in ranks)
+    rank = dist.get_rank()
+    return next(ranks.index(rank) for ranks in groups if rank in ranks)
 
 
 def initialize_kv_group(kv_shared_group_size: int = 1, sequential_ranks_in_group: bool = False) -> None:
@@ -94,6 +100,7 @@ def get_kv_shared_group_size() -> int:
     Raises:
         RuntimeError: KV groups of several sizes exist, or none.
     """
+    # This library creates KV groups for each size that a layer needs, so several may exist.
     sizes = list(parallel_state.kv_rank_strides())
     if len(sizes) != 1:
         raise RuntimeError(f"KV groups of sizes {sizes} exist: ask nxd_memopt's get_kv_shared_group for one of them")

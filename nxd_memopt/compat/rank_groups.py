@@ -25,7 +25,9 @@ class hardware(Enum):  # noqa: N801 (neuronx-distributed's name)
 
     @classmethod
     def _missing_(cls, value: object) -> hardware | None:
-        return cls.TRN1 if value in ("trn1n", "inf2") else None
+        if value in ("trn1n", "inf2"):
+            return cls.TRN1
+        return None
 
 
 class ParallelGroups(NamedTuple):
@@ -77,32 +79,41 @@ def ascending_descending_ring_PG_group(  # noqa: N802 (neuronx-distributed's nam
 
     A node's ranks are ordered as its first and last row of chips, then the two rows between.
     """
-    # [nodes, 4 rows, ranks per row], with the rows reordered. A data, pipeline or expert dimension
-    # of size 1 gives one group per rank, in the order of ranks.
+    # [nodes, 4 rows, ranks per row], with the rows reordered. A data, pipeline or expert
+    # dimension of size 1 gives one group per rank, in the order of ranks.
     del lnc_size, cluster_ranks_nonexp
-    node = int(os.environ.get("LOCAL_WORLD_SIZE", "64"))
-    rows = torch.arange(dist.get_world_size()).view(-1, 4, node // 4)
+    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "64"))
+    rows = torch.arange(dist.get_world_size()).view(-1, 4, ranks_per_node // 4)
     order = rows[:, TRN2_ROWS_AROUND_TORUS].reshape(pp, dp, cp, tp)
     groups = _groups(order, cluster_ranks_exp)
+    # _groups would list the single ranks in the order of the torus.
+    sizes = {
+        "dp_groups": dp,
+        "pp_groups": pp,
+        "ep_model_groups": ep_model_degree,
+        "ep_data_groups": ep_data_degree,
+    }
     singles = [[rank] for rank in range(order.numel())]
-    return groups._replace(
-        dp_groups=groups.dp_groups if dp > 1 else singles,
-        pp_groups=groups.pp_groups if pp > 1 else singles,
-        ep_model_groups=groups.ep_model_groups if ep_model_degree > 1 else singles,
-        ep_data_groups=groups.ep_data_groups if ep_data_degree > 1 else singles,
-    )
+    return groups._replace(**{name: singles for name, size in sizes.items() if size <= 1})
 
 
 def _groups(dense: Tensor, sparse: Tensor) -> ParallelGroups:
     """Return the groups of grids ``[pp, dp, cp, tp]`` and ``[pp, ep_data, ep_model, tp]``."""
     # Without experts the dense grid gives tp, dp, pp and cp groups; experts split the ranks of
     # dp x cp into ep_data x ep_model.
-    along = {name: _along(dense, dim) for dim, name in enumerate(("pp_groups", "dp_groups", "cp_groups", "tp_groups"))}
-    return ParallelGroups(ep_data_groups=_along(sparse, 1), ep_model_groups=_along(sparse, 2), **along)
+    return ParallelGroups(
+        tp_groups=_along(dense, 3),
+        dp_groups=_along(dense, 1),
+        pp_groups=_along(dense, 0),
+        ep_model_groups=_along(sparse, 2),
+        ep_data_groups=_along(sparse, 1),
+        cp_groups=_along(dense, 2),
+    )
 
 
 def _along(grid: Tensor, dim: int) -> RankGroups:
     """Return the groups of ranks that differ in dimension ``dim`` of ``grid`` only."""
+    # With ``dim`` last, each row is a group; rows are ordered by the other dimensions.
     return grid.movedim(dim, -1).reshape(-1, grid.size(dim)).tolist()
 
 
@@ -113,7 +124,8 @@ class PG_Group_Logic(Enum):  # noqa: N801 (neuronx-distributed's name)
     LOGIC2 = (ascending_descending_ring_PG_group, "around the torus")
 
     def __init__(self, function: Callable[..., ParallelGroups], description: str) -> None:
-        self.function, self.description = function, description
+        self.function = function
+        self.description = description
 
     def __call__(self, *args: Any, **kwargs: Any) -> ParallelGroups:
         return self.function(*args, **kwargs)
@@ -122,13 +134,16 @@ class PG_Group_Logic(Enum):  # noqa: N801 (neuronx-distributed's name)
 def get_logic_chosen(lnc_size: int, hardware_type: hardware, tp: int) -> PG_Group_Logic:
     """Return the order of ranks that neuronx-distributed chooses.
 
-    It is the torus if a tensor-parallel group is half a trn2 node: 64 ranks with LNC 1, or 32 ranks
-    with LNC 2 and at least one full node of 64 ranks. Otherwise ranks are consecutive.
+    It is the torus if a tensor-parallel group is half a trn2 node: 64 ranks with LNC 1, or 32
+    ranks with LNC 2 and at least one full node of 64 ranks. Otherwise ranks are consecutive.
     """
+    # A trn2 node has 128 physical cores: 64 ranks with LNC 2, 128 with LNC 1. Half of them are
+    # two of its four rows of chips, which are neighbours in the order around the torus.
     if hardware_type != hardware.TRN2 or (lnc_size, tp) not in ((1, 64), (2, 32)):
         return PG_Group_Logic.LOGIC1
-    full_nodes = lnc_size == 1 or dist.get_world_size() >= 64
-    return PG_Group_Logic.LOGIC2 if full_nodes else PG_Group_Logic.LOGIC1
+    if lnc_size == 2 and dist.get_world_size() < 64:
+        return PG_Group_Logic.LOGIC1
+    return PG_Group_Logic.LOGIC2
 
 
 def arrange_kv_groups(
@@ -143,8 +158,11 @@ def arrange_kv_groups(
     Ranks of a group are consecutive on trn2 or with ``sequential_ranks_in_group``. Otherwise they
     are T / ``kv_shared_group_size`` apart.
     """
-    groups, size = num_tensor_model_parallel_groups, tensor_model_parallel_size
-    ranks = torch.arange(groups * size)
+    groups = num_tensor_model_parallel_groups
+    ranks = torch.arange(groups * tensor_model_parallel_size)
     if sequential_ranks_in_group or hardware_type == hardware.TRN2:
         return ranks.view(-1, kv_shared_group_size).tolist()
-    return ranks.view(groups, kv_shared_group_size, -1).transpose(1, 2).reshape(-1, kv_shared_group_size).tolist()
+    # [groups, replicas m, KV shards n]: rank j + i * n has replica i of KV shard j. Transposed,
+    # a row has the m ranks of one KV shard.
+    strided = ranks.view(groups, kv_shared_group_size, -1).transpose(1, 2)
+    return strided.reshape(-1, kv_shared_group_size).tolist()

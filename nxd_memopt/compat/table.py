@@ -16,10 +16,15 @@ def build_table(root: str, sources: Mapping[str, Sources]) -> dict[str, dict[str
         sources: module name below ``root`` -> pairs, such as
             ``{"pad": [("nxd_memopt.parallel_layers.pad", "pad_model")]}``; ``""`` is ``root``.
     """
+    # rstrip: the entry "" is the root itself, without a dot.
     return {f"{root}.{module}".rstrip("."): dict(_entries(pairs)) for module, pairs in sources.items()}
 
 
 def _entries(pairs: Sources) -> list[tuple[str, str]]:
     """Return (their name, ``"our.module:name"``) of every name in ``pairs``."""
-    entries = [(owner, *entry.partition("=")[::2]) for owner, names in pairs for entry in names.split()]
-    return [(theirs, f"{owner}:{ours or theirs}") for owner, theirs, ours in entries]
+    entries = []
+    for owner, names in pairs:
+        for entry in names.split():
+            theirs, _, ours = entry.partition("=")
+            entries.append((theirs, f"{owner}:{ours or theirs}"))
+    return entries

@@ -1,4 +1,4 @@
-"""Puts ``nxd_memopt.memory.checkpoint`` in the place of ``torch.utils.checkpoint.checkpoint`` on XLA."""
+"""Replaces ``torch.utils.checkpoint.checkpoint`` with ``nxd_memopt.memory.checkpoint`` on XLA."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.utils.checkpoint
 
 from nxd_memopt.memory import checkpoint
 
-_KEPT = "nxd_memopt"  # this library calls torch's own function on purpose
+_EXCLUDED = "nxd_memopt"  # this library calls torch's own function on purpose
 
 
 def install() -> list[str]:
@@ -22,14 +22,17 @@ def install() -> list[str]:
     Returns:
         Names of the already imported modules in which the function was replaced.
     """
-    # ``from torch.utils.checkpoint import checkpoint`` binds the function in the importing module.
-    # torch.utils.checkpoint itself is among sys.modules, so its attribute is replaced too.
+    # ``from torch.utils.checkpoint import checkpoint`` binds the function in the importing
+    # module. torch.utils.checkpoint itself is among sys.modules, so its attribute is replaced
+    # too.
     original = torch.utils.checkpoint.checkpoint
     replaced: list[str] = []
     for name, module in sorted(sys.modules.items()):
-        if name.split(".")[0] == _KEPT or not isinstance(module, types.ModuleType):
+        if name.split(".")[0] == _EXCLUDED or not isinstance(module, types.ModuleType):
             continue
-        attributes = [attribute for attribute, value in list(vars(module).items()) if value is original]
+        # vars, not getattr: lazy modules would import their submodules on an attribute access.
+        values = list(vars(module).items())
+        attributes = [attribute for attribute, value in values if value is original]
         for attribute in attributes:
             setattr(module, attribute, checkpoint)
         if attributes and module is not torch.utils.checkpoint:

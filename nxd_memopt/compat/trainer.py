@@ -24,7 +24,9 @@ def neuronx_distributed_config(*args: Any, **kwargs: Any) -> dict[str, Any]:
     options["mixed_precision_config"] = {"use_master_weights_in_ckpt": False, **precision}
     # Before initialization the option is not passed on, so our function does not reject it; the
     # result records it instead.
-    stages = 1 if dist.is_initialized() else options.pop("pipeline_parallel_size", 1)
+    stages = 1
+    if not dist.is_initialized():
+        stages = options.pop("pipeline_parallel_size", 1)
     config = trainer.neuronx_distributed_config(**options)
     model_init = options.get("model_init_config")
     if model_init is not None:

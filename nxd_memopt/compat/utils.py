@@ -1,4 +1,4 @@
-"""neuronx-distributed's small helpers of ``parallel_layers.utils``, ``parallel_layers.pad`` and ``utils``."""
+"""neuronx-distributed's helpers of ``parallel_layers.utils``, ``parallel_layers.pad`` and ``utils``."""
 
 from __future__ import annotations
 
@@ -66,12 +66,18 @@ class _FirstRankOnly(logging.Filter):
     """Filter that passes records on global rank 0 only."""
 
     def filter(self, record: logging.LogRecord) -> bool:
+        # Asked for each record, because loggers are created before torch.distributed is
+        # initialized; until then torchrun's variable has the rank.
         del record
-        return (dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))) == 0
+        if dist.is_initialized():
+            return dist.get_rank() == 0
+        return int(os.environ.get("RANK", "0")) == 0
 
 
 def get_logger(name: str = "neuronx_distributed", rank0_only: bool = True) -> logging.Logger:
     """Return a logger with level NXD_LOG_LEVEL (default info), by default active on rank 0 only."""
+    # Two loggers per name, with and without the filter. A logger with handlers was set up by an
+    # earlier call: a second handler would print each record twice.
     logger = logging.getLogger(f"{name}[0]" if rank0_only else f"{name}[]")
     if not logger.handlers:
         handler = logging.StreamHandler()
@@ -95,7 +101,7 @@ class EmbeddingUtility:
         per_partition_vocab_size: int, rank: int, world_size: int
     ) -> tuple[int, int]:
         """Return the range of ``rank`` for a shard of ``per_partition_vocab_size`` rows."""
-        del world_size
+        del world_size  # NxD's signature has it; the range depends on the shard's size only
         return rank * per_partition_vocab_size, (rank + 1) * per_partition_vocab_size
 
     @staticmethod
@@ -125,7 +131,9 @@ def split_tensor_along_dim(
     """
     divide(tensor.size(dim), num_partitions)
     chunks = tensor.chunk(num_partitions, dim=dim)
-    return tuple(chunk.contiguous() for chunk in chunks) if contiguous_split_chunks else chunks
+    if not contiguous_split_chunks:
+        return chunks
+    return tuple(chunk.contiguous() for chunk in chunks)
 
 
 def split_tensor_along_last_dim(
@@ -162,7 +170,13 @@ def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: Tensor) -> 
 
 def cast_all(state: Any, from_dtype: torch.dtype = torch.float32, to_dtype: torch.dtype = torch.bfloat16) -> Any:
     """Return nested containers with every tensor of ``from_dtype`` cast to ``to_dtype``."""
-    return map_tensors(state, lambda tensor: tensor.to(to_dtype) if tensor.dtype == from_dtype else tensor)
+
+    def cast(tensor: Tensor) -> Tensor:
+        if tensor.dtype != from_dtype:
+            return tensor
+        return tensor.to(to_dtype)
+
+    return map_tensors(state, cast)
 
 
 def _autocast_dtype() -> torch.dtype | None:
@@ -181,11 +195,21 @@ def cast_if_autocast_enabled(*args: Any) -> tuple[Any, ...]:
     dtype = _autocast_dtype()
     if dtype is None:
         return args
-    return map_tensors(args, lambda t: t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t)
+
+    # As torch.amp.custom_fwd casts: integers have no lower precision, and fp64 was chosen on
+    # purpose.
+    def cast(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point() or tensor.dtype == torch.float64:
+            return tensor
+        return tensor.to(dtype)
+
+    return map_tensors(args, cast)
 
 
 def verify_casted_dtype(value: Any) -> None:
     """Raise ``AssertionError`` if a tensor in nested containers has not autocast's dtype."""
+    # Containers are searched recursively; values of other types are accepted, as arguments of a
+    # layer may be numbers or None.
     dtype = _autocast_dtype()
     if dtype is None:
         return
@@ -229,12 +253,20 @@ def generate_padding_mask(
     if hardware_type not in (None, hardware.TRN1, hardware.TRN2):
         raise RuntimeError(f"Unexpected hardware_type {hardware_type!r}: must be hardware.TRN1 or hardware.TRN2")
     if hardware_type != hardware.TRN1:
-        rank_stride = None if hardware_type is None else 1
+        # None leaves the order to the backend; a stride of 1 puts replicas on consecutive ranks.
+        rank_stride = None
+        if hardware_type is not None:
+            rank_stride = 1
         return pad.generate_padding_mask(
-            num_heads, num_heads_with_pad, num_kv_heads, tp_degree, tp_rank, rank_stride=rank_stride
+            num_heads,
+            num_heads_with_pad,
+            num_kv_heads,
+            tp_degree,
+            tp_rank,
+            rank_stride=rank_stride,
         )
-    # Ranks r, r + g, r + 2g, ... of TRN1 share a KV head (g = num_kv_heads). Together they have the
-    # head's query heads, of which the first num_heads / g are real and the rest is padding.
+    # Ranks r, r + g, r + 2g, ... of TRN1 share a KV head (g = num_kv_heads). Together they have
+    # the head's query heads, of which the first num_heads / g are real and the rest is padding.
     per_rank = num_heads_with_pad // tp_degree
     first = per_rank * (tp_rank // num_kv_heads)
     return torch.arange(first, first + per_rank) < num_heads // num_kv_heads

@@ -12,6 +12,8 @@ from nxd_memopt.training.errors import user_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the launcher and return its exit status. ``arguments`` default to the command line's."""
     with user_errors():
+        # Before the import of command, which imports tyro and yaml itself: the error then names
+        # the extra to install instead of a module.
         require_installed("nxd-memopt launch", "tyro", "yaml", extra="train")
         from nxd_memopt.launch import command
 

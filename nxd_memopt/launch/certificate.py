@@ -11,6 +11,9 @@ from pathlib import Path
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.training.config import TrainConfig
 
+# certify measures a step on a backend that runs without hardware: torch_xla traces trn1's path on
+# any host. The step of trn2 and trn3, which use TorchNeuron, is measured on the CPU backend, and
+# its peak is compared with their memory.
 DEVICES = {
     "trn1": ("xla", "trn1"),
     "xla_cpu": ("xla", "trn1"),
@@ -23,7 +26,12 @@ DEVICES = {
 
 
 def certify_command(
-    config: TrainConfig, platform: str, *, world_size: int, device_memory_gib: float | None, directory: Path
+    config: TrainConfig,
+    platform: str,
+    *,
+    world_size: int,
+    device_memory_gib: float | None,
+    directory: Path,
 ) -> list[str]:
     """Return the ``nxd-memopt certify`` command for one micro-batch of the run on one rank.
 
@@ -47,8 +55,10 @@ def certify_command(
     if program is None:
         raise ValueError("nxd-memopt is not installed for this Python: run pip install -e '.[train]' in the checkout")
     command = [program, "certify", *_model(config, directory), "--backend", backend]
-    command += ["--device", device] if device else []
-    command += ["--device-memory-gib", str(device_memory_gib)] if device_memory_gib is not None else []
+    if device is not None:
+        command += ["--device", device]
+    if device_memory_gib is not None:
+        command += ["--device-memory-gib", str(device_memory_gib)]
     return [*command, *_step(config), *_memory(config), *_optimizer(config, world_size)]
 
 
@@ -59,17 +69,24 @@ def _model(config: TrainConfig, directory: Path) -> list[str]:
         file = directory / "config.json"
         file.write_text(json.dumps(overrides), encoding="utf-8")
         return ["--model", str(file)]
-    changes = [f"{name}={json.dumps(value)}" for name, value in overrides.items()]
-    return ["--model", config.model.pretrained, *(["--override", *changes] if changes else [])]
+    options = ["--model", config.model.pretrained]
+    if overrides:
+        # certify parses each value as JSON, so None, booleans and strings keep their types.
+        changes = [f"{name}={json.dumps(value)}" for name, value in overrides.items()]
+        options += ["--override", *changes]
+    return options
 
 
 def _step(config: TrainConfig) -> list[str]:
     """Return the options for parallelism, S, B and dtype."""
-    parallel, data = config.parallel, config.data
+    parallel = config.parallel
     options = ["--tensor-model-parallel-size", str(parallel.tensor_model_parallel_size)]
-    options += ["--sequence-parallel-enabled"] if parallel.sequence_parallel_enabled else []
-    options += ["--reduce-dtype", parallel.reduce_dtype] if parallel.reduce_dtype else []
-    options += ["--seq-length", str(data.seq_length), "--micro-batch-size", str(data.micro_batch_size)]
+    if parallel.sequence_parallel_enabled:
+        options += ["--sequence-parallel-enabled"]
+    if parallel.reduce_dtype is not None:
+        options += ["--reduce-dtype", parallel.reduce_dtype]
+    options += ["--seq-length", str(config.data.seq_length)]
+    options += ["--micro-batch-size", str(config.data.micro_batch_size)]
     return [*options, "--dtype", config.model.dtype]
 
 
@@ -77,25 +94,43 @@ def _memory(config: TrainConfig) -> list[str]:
     """Return the options for recompute and attention.
 
     Raises:
-        ValueError: certify cannot measure one of the techniques, so its certificate would be of another step.
+        ValueError: certify cannot measure one of the techniques, so its certificate would be of
+            another step.
     """
-    memory, options = config.memory, []
-    defaults = MemoryConfig()
+    memory = config.memory
+    # certify measures these two techniques at their defaults only. Another value would change the
+    # peak memory without changing the certificate, so the dry run is refused.
     for name in ("cpu_offloading_num_layers", "fused_linear_cross_entropy"):
-        value, default = getattr(memory, name), getattr(defaults, name)
+        value = getattr(memory, name)
+        default = getattr(MemoryConfig(), name)
         if value != default:
             raise ValueError(f"certify has no option for memory.{name} {value}: set {default} for the dry run")
-    for name in ("recompute_granularity", "recompute_method", "recompute_num_layers", "attention_backend"):
-        if getattr(memory, name) is not None:
-            options += [f"--{name.replace('_', '-')}", str(getattr(memory, name))]
-    options += ["--recompute-keep-core-attn"] if memory.recompute_keep_core_attn else []
-    return options + (["--recompute-modules", *memory.recompute_modules] if memory.recompute_modules else [])
+    values = {
+        "--recompute-granularity": memory.recompute_granularity,
+        "--recompute-method": memory.recompute_method,
+        "--recompute-num-layers": memory.recompute_num_layers,
+        "--attention-backend": memory.attention_backend,
+    }
+    options = []
+    for option, value in values.items():
+        if value is not None:
+            options += [option, str(value)]
+    if memory.recompute_keep_core_attn:
+        options += ["--recompute-keep-core-attn"]
+    if memory.recompute_modules:
+        options += ["--recompute-modules", *memory.recompute_modules]
+    return options
 
 
 def _optimizer(config: TrainConfig, world_size: int) -> list[str]:
     """Return the options for the memory of AdamW's states, which certify adds by arithmetic."""
-    # fp32 parameters are their own master weights. D matters for ZeRO-1 only, which shards states.
+    # fp32 parameters are their own master weights. D matters for ZeRO-1 only, which shards
+    # states.
     has_masters = config.model.dtype != "float32" and config.optimizer.master_weights
     replicas = config.data_parallel_size(world_size)
-    options = ["--master-weights"] if has_masters else []
-    return options + (["--zero1", "--data-parallel-size", str(replicas)] if config.optimizer.zero1 else [])
+    options = []
+    if has_masters:
+        options += ["--master-weights"]
+    if config.optimizer.zero1:
+        options += ["--zero1", "--data-parallel-size", str(replicas)]
+    return options

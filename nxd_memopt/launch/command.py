@@ -1,4 +1,4 @@
-"""The launcher: turns a configuration, a platform and a set of hosts into an environment and a torchrun command.
+"""The launcher: turns a configuration, a platform and hosts into an environment and a command.
 
     nxd-memopt launch --recipe gpt_neox_20b --platform trn1 --dry-run --model.tokenizer DIRECTORY
 
@@ -41,7 +41,8 @@ class Launch:
         variables: environment variables with their reasons.
         environment: values that the ranks get in addition to the present environment.
         command: program and arguments.
-        open_files: soft limit of open files to set before the start; ``None`` leaves it unchanged.
+        open_files: soft limit of open files to set before the start; ``None`` leaves it
+            unchanged.
         notes: advice that does not stop the launch.
     """
 
@@ -63,7 +64,9 @@ class Launch:
             lines.append(f"ulimit -S -n {self.open_files}  # sockets and files of a rank; the default is often 1024")
         # A value that differs from the variable's own comes from the present environment.
         for name, value in self.environment.items():
-            reason = reasons[name] if value == values[name] else f"as the environment has it; default {values[name]}"
+            reason = reasons[name]
+            if value != values[name]:
+                reason = f"as the environment has it; default {values[name]}"
             lines.append(f"export {name}={shlex.quote(value)}  # {reason}")
         return "\n".join([*lines, shlex.join(self.command)])
 
@@ -82,7 +85,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"note: {note}", file=sys.stderr, flush=True)
         if options.dry_run:
             print(launch.text(), flush=True)
-            if DEVICES.get(options.platform, ("cpu", None))[0] == "xla":  # the step is certified with torch_xla
+            # The package is needed only if the step is certified with torch_xla. Certificates of
+            # other platforms are measured on the CPU backend, on any host.
+            backend, _ = DEVICES.get(options.platform, ("cpu", None))
+            if backend == "xla":
                 PLATFORMS[options.platform].require_package()
             return dry_run(launch, options.device_memory_gib)
         PLATFORMS[options.platform].require_package()
@@ -108,7 +114,9 @@ def parser() -> argparse.ArgumentParser:
         help="default: trn1; names of instances, such as trn1.32xlarge, are understood too",
     )
     parser.add_argument(
-        "--processes-per-node", type=int, help="default: every logical core of Trainium's host, elsewhere T"
+        "--processes-per-node",
+        type=int,
+        help="default: every logical core of Trainium's host, elsewhere T",
     )
     parser.add_argument("--nodes", type=int, help="hosts; default: SLURM's, else 1")
     parser.add_argument("--node-rank", type=int, help="this host's number; default: SLURM's, else 0")
@@ -120,8 +128,16 @@ def parser() -> argparse.ArgumentParser:
         help="on host 0, for the Neuron runtime; default: 62182 on trn1, a free one elsewhere",
     )
     parser.add_argument("--compile", action="store_true", help="compile every graph with neuron_parallel_compile")
-    parser.add_argument("--dry-run", action="store_true", help="show environment and command, and certify the step")
-    parser.add_argument("--device-memory-gib", type=float, help="with --dry-run: one rank's; default: the platform's")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="show environment and command, and certify the step",
+    )
+    parser.add_argument(
+        "--device-memory-gib",
+        type=float,
+        help="with --dry-run: one rank's; default: the platform's",
+    )
     return parser
 
 
@@ -143,7 +159,11 @@ def plan(
         ValueError: options, configuration, platform and hosts do not fit together.
     """
     machine = machine or Machine.here()
-    source = ["--recipe", options.recipe] if options.recipe is not None else ["--config", options.config]
+    # The ranks parse the same options again, so that their configuration cannot differ from the
+    # one that is checked here.
+    source = ["--config", options.config]
+    if options.recipe is not None:
+        source = ["--recipe", options.recipe]
     config = parse_config([*source, *train_options])
     hosts = find_hosts(
         environ,
@@ -161,21 +181,36 @@ def plan(
     config.accumulation_steps(processes * hosts.count)  # called for its checks of the world size
     run = Run(config, processes, hosts, environ, machine, options.root_comm_port)
     variables = platform.variables(run)
+    # The module instead of the script torchrun: it runs in this interpreter's environment even if
+    # another one comes first on PATH.
     torchrun = [sys.executable, "-m", "torch.distributed.run", *hosts.torchrun_options(processes)]
     command = [*torchrun, "-m", "nxd_memopt.training", *source, *train_options]
+    # neuron_parallel_compile runs the command, records its graphs instead of executing them, and
+    # compiles them in parallel into the cache that the next run reads.
+    if options.compile:
+        command = ["neuron_parallel_compile", *command]
+    # On GPUs and CPUs a host has few ranks, and the present limit is left to the user.
+    open_files = None
+    if platform.is_trainium:
+        open_files = machine.raised_open_files()
     return Launch(
         config,
         platform.name,
         processes * hosts.count,
         variables,
         merged(variables, environ),
-        ["neuron_parallel_compile", *command] if options.compile else command,
-        machine.raised_open_files() if platform.is_trainium else None,
+        command,
+        open_files,
         (*platform.notes(run), *_limit_note(platform, machine)),
     )
 
 
-def _require_support(options: argparse.Namespace, config: TrainConfig, platform: Platform, hosts: Hosts) -> None:
+def _require_support(
+    options: argparse.Namespace,
+    config: TrainConfig,
+    platform: Platform,
+    hosts: Hosts,
+) -> None:
     """Raise ``ValueError`` for options that ``platform`` does not support, or equal ports."""
     if options.compile and not platform.compiles:
         raise ValueError(f"--compile is for trn1's ahead-of-time compiler, not for --platform {platform.name}: omit it")
@@ -189,8 +224,9 @@ def _require_support(options: argparse.Namespace, config: TrainConfig, platform:
     if port is None:
         if platform.root_comm_port == hosts.port:
             raise ValueError(
-                f"the master port {hosts.port} is the Neuron runtime's on --platform {platform.name}: pass another "
-                "--master-port, or move the runtime's with --root-comm-port"
+                f"the master port {hosts.port} is the Neuron runtime's on --platform "
+                f"{platform.name}: pass another --master-port, or move the runtime's with "
+                "--root-comm-port"
             )
         return
     if not platform.is_trainium:
@@ -204,8 +240,9 @@ def _limit_note(platform: Platform, machine: Machine) -> list[str]:
     if not platform.is_trainium or not 0 <= machine.hard_limit < OPEN_FILES:
         return []
     return [
-        f"a process may open {machine.hard_limit} files at most (ulimit -H -n), and AWS's launchers set {OPEN_FILES}: "
-        "raise the hard limit in /etc/security/limits.conf if ranks fail with 'Too many open files'"
+        f"a process may open {machine.hard_limit} files at most (ulimit -H -n), and AWS's "
+        f"launchers set {OPEN_FILES}: raise the hard limit in /etc/security/limits.conf if ranks "
+        "fail with 'Too many open files'"
     ]
 
 

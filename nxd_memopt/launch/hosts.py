@@ -1,4 +1,4 @@
-"""The hosts of a run and which of them this is, from options or SLURM's variables, as torchrun spells it."""
+"""Finds the hosts of a run and this host's rank, from options or SLURM's variables, for torchrun."""
 
 from __future__ import annotations
 
@@ -37,17 +37,20 @@ class Hosts:
             raise ValueError(f"master port {self.port} is outside [1, 65535]: check --master-port and MASTER_PORT")
         if self.count > 1 and not self.address:
             raise ValueError(
-                f"{self.count} hosts need host 0's address: pass --master-addr, or export MASTER_ADDR as "
-                "scripts/launch/slurm.sbatch does"
+                f"{self.count} hosts need host 0's address: pass --master-addr, or export "
+                "MASTER_ADDR as scripts/launch/slurm.sbatch does"
             )
 
     def torchrun_options(self, processes: int) -> list[str]:
         """Return torchrun's options to start ``processes`` ranks on this host."""
         local = ["--nproc_per_node", str(processes)]
+        # --standalone takes a free port for the rendezvous, so that several runs of one host each
+        # can share a machine. Several hosts must agree on host 0's address and port in advance.
         if self.count == 1:
             return ["--standalone", *local]
-        place = ["--nnodes", str(self.count), "--node_rank", str(self.rank)]
-        return [*place, "--master_addr", str(self.address), "--master_port", str(self.port), *local]
+        node = ["--nnodes", str(self.count), "--node_rank", str(self.rank)]
+        rendezvous = ["--master_addr", str(self.address), "--master_port", str(self.port)]
+        return [*node, *rendezvous, *local]
 
 
 def find_hosts(
@@ -75,14 +78,26 @@ def find_hosts(
     # ranks of the host.
     if environ.get("SLURM_LOCALID", "0") != "0":
         raise ValueError(
-            f"SLURM_LOCALID is {environ['SLURM_LOCALID']}: torchrun starts the ranks of a host itself, so start one "
-            "task per host with srun --ntasks-per-node=1"
+            f"SLURM_LOCALID is {environ['SLURM_LOCALID']}: torchrun starts the ranks of a host "
+            "itself, so start one task per host with srun --ntasks-per-node=1"
         )
-    count = nodes if nodes is not None else _number(environ, "SLURM_NNODES", 1)
+    count = nodes
+    if count is None:
+        count = _number(environ, "SLURM_NNODES", 1)
+    # Rank 0 is no default for several hosts: each host would start the rendezvous of its own run
+    # and wait for the others.
     if count > 1 and node_rank is None and "SLURM_NODEID" not in environ:
         raise ValueError(f"{count} hosts need this one's number: start the launcher by srun, or pass --node-rank")
-    rank = node_rank if node_rank is not None else _number(environ, "SLURM_NODEID", 0) if count > 1 else 0
-    port = master_port if master_port is not None else _number(environ, "MASTER_PORT", MASTER_PORT)
+    # SLURM_NODEID is ignored by a run on one host: inside an allocation of several hosts it may
+    # be above 0, which Hosts would reject.
+    rank = 0
+    if node_rank is not None:
+        rank = node_rank
+    elif count > 1:
+        rank = _number(environ, "SLURM_NODEID", 0)
+    port = master_port
+    if port is None:
+        port = _number(environ, "MASTER_PORT", MASTER_PORT)
     return Hosts(count, rank, master_addr or environ.get("MASTER_ADDR"), port)
 
 

@@ -1,4 +1,4 @@
-"""What the launcher asks of the host it runs on: the network interface, Trainium chips, the limit of open files."""
+"""Reads this host's network interface, number of Trainium chips and limit of open files."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import resource
 from dataclasses import dataclass
 from pathlib import Path
 
-# The limit that AWS's launchers set: every rank has sockets to other ranks, and each worker process
-# opens files.
+# The limit that AWS's launchers set: every rank has sockets to other ranks, and each worker
+# process opens files.
 OPEN_FILES = 65535
 CONTAINER_INTERFACE = "eth0"
 _ROUTE_IS_UP = 0x1
@@ -56,18 +56,28 @@ class Machine:
             is_default = len(fields) > 7 and int(fields[1], 16) == 0 and int(fields[7], 16) == 0
             if is_default and int(fields[3], 16) & _ROUTE_IS_UP:
                 routes.append((int(fields[6]), fields[0]))
-        return min(routes)[1] if routes else None
+        if not routes:
+            return None
+        _, interface = min(routes)
+        return interface
 
     def chips(self) -> int:
         """Return the number of Trainium chips, which have one ``/dev/neuron<n>`` each."""
         devices = self.root / "dev"
-        names = [path.name for path in devices.iterdir()] if devices.is_dir() else []
-        return sum(re.fullmatch(r"neuron\d+", name) is not None for name in names)
+        if not devices.is_dir():
+            return 0
+        # fullmatch: other devices and partial names may begin with "neuron" too.
+        return sum(re.fullmatch(r"neuron\d+", path.name) is not None for path in devices.iterdir())
 
     def raised_open_files(self) -> int | None:
         """Return the soft limit to set, min(``OPEN_FILES``, hard limit), or None to keep it."""
-        wanted = OPEN_FILES if self.hard_limit == resource.RLIM_INFINITY else min(OPEN_FILES, self.hard_limit)
-        return wanted if self.soft_limit != resource.RLIM_INFINITY and self.soft_limit < wanted else None
+        # RLIM_INFINITY is -1, so it must not be compared with other limits by < or min.
+        target = OPEN_FILES
+        if self.hard_limit != resource.RLIM_INFINITY:
+            target = min(OPEN_FILES, self.hard_limit)
+        if self.soft_limit == resource.RLIM_INFINITY or self.soft_limit >= target:
+            return None
+        return target
 
 
 def set_open_files(limit: int) -> None:

@@ -1,4 +1,4 @@
-"""The platforms that training can be launched on: ranks per host, their environment, and what is refused."""
+"""Defines the platforms to launch on: ranks per host, environment, and options that are refused."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ class Platform:
     Args:
         name: value of ``--platform``.
         variables: returns the environment variables of the ranks.
-        processes: ranks per host, one per logical NeuronCore. ``None`` means ``chip_processes`` for
-            each chip of the host, or one tensor-parallel group if ``chip_processes`` is None too.
+        processes: ranks per host, one per logical NeuronCore. ``None`` means ``chip_processes``
+            for each chip of the host, or one tensor-parallel group if ``chip_processes`` is None
+            too.
         chip_processes: ranks per Trainium chip, which is also the largest tensor-parallel group
             that AWS advises.
         is_trainium: whether many ranks share a host and the Neuron runtime.
@@ -54,15 +55,16 @@ class Platform:
         """Raise ``ValueError`` if the platform's package is not installed."""
         if self.package is not None and find_spec(self.package) is None:
             raise ValueError(
-                f"--platform {self.name} needs {self.package}, which is not installed for {sys.executable}: activate "
-                "the environment that has it, or choose another --platform"
+                f"--platform {self.name} needs {self.package}, which is not installed for "
+                f"{sys.executable}: activate the environment that has it, or choose another "
+                "--platform"
             )
 
-    def processes_per_host(self, asked: int | None, tensor_model_parallel_size: int, machine: Machine) -> int:
+    def processes_per_host(self, requested: int | None, tensor_model_parallel_size: int, machine: Machine) -> int:
         """Return the number of ranks per host.
 
         Args:
-            asked: value of ``--processes-per-node``, or None.
+            requested: value of ``--processes-per-node``, or None.
             tensor_model_parallel_size: T, the default on platforms without Trainium chips.
             machine: this host.
 
@@ -70,29 +72,35 @@ class Platform:
             ValueError: the number is not positive, exceeds the host's logical cores, or cannot be
                 determined.
         """
-        if asked is not None:
-            return self._checked(asked)
+        if requested is not None:
+            return self._checked(requested)
         if self.processes is not None:
             return self.processes
+        # GPUs and CPUs: devices are not counted, because a host may be shared. One
+        # tensor-parallel group is the smallest run that the configuration allows.
         if self.chip_processes is None:
             return tensor_model_parallel_size
+        # A host without the driver's device files has no chips, or is not the host that will run
+        # the ranks (a login node, --dry-run on a laptop), so its count would be of no use.
         if machine.chips() == 0:
             raise ValueError(
-                f"--platform {self.name} has hosts of several sizes, and this one has no /dev/neuron*: pass "
-                f"--processes-per-node, {self.chip_processes} for each chip of a host"
+                f"--platform {self.name} has hosts of several sizes, and this one has no "
+                f"/dev/neuron*: pass --processes-per-node, {self.chip_processes} for each chip "
+                "of a host"
             )
         return machine.chips() * self.chip_processes
 
-    def _checked(self, asked: int) -> int:
-        """Return ``asked``, or raise ``ValueError`` if a host of the platform cannot have it."""
-        if asked < 1:
-            raise ValueError(f"--processes-per-node must be at least 1, got {asked}")
-        if self.processes is not None and asked > self.processes:
+    def _checked(self, requested: int) -> int:
+        """Return ``requested``, or raise ``ValueError`` if a host of the platform cannot have it."""
+        if requested < 1:
+            raise ValueError(f"--processes-per-node must be at least 1, got {requested}")
+        if self.processes is not None and requested > self.processes:
             raise ValueError(
-                f"--processes-per-node {asked} exceeds the {self.processes} logical NeuronCores that a host of "
-                f"--platform {self.name} has, one for each process: lower it, or name this instance's platform"
+                f"--processes-per-node {requested} exceeds the {self.processes} logical "
+                f"NeuronCores that a host of --platform {self.name} has, one for each process: "
+                "lower it, or name this instance's platform"
             )
-        return asked
+        return requested
 
     def notes(self, run: Run) -> list[str]:
         """Return advice on a configuration that runs, but slowly or with a risk."""
@@ -100,9 +108,9 @@ class Platform:
         size = run.config.parallel.tensor_model_parallel_size
         if self.chip_processes is not None and size > self.chip_processes:
             notes.append(
-                f"parallel.tensor_model_parallel_size {size} spans chips: a chip has {self.chip_processes} ranks on "
-                f"--platform {self.name}, and AWS advises to keep a tensor-parallel group within a chip "
-                "(recipe llama3_8b_trn2)"
+                f"parallel.tensor_model_parallel_size {size} spans chips: a chip has "
+                f"{self.chip_processes} ranks on --platform {self.name}, and AWS advises to keep "
+                "a tensor-parallel group within a chip (recipe llama3_8b_trn2)"
             )
         if self.compiles and (note := cache_note(run)) is not None:
             notes.append(note)
@@ -114,7 +122,11 @@ def _cuda(run: Run) -> list[Variable]:
     del run
     return [
         Variable("NXD_MEMOPT_BACKEND", "cuda", "fail rather than train on another device", "fixed"),
-        Variable("CUBLAS_WORKSPACE_CONFIG", ":0:0", "matmuls without a counter to be reset before each, a launch less"),
+        Variable(
+            "CUBLAS_WORKSPACE_CONFIG",
+            ":0:0",
+            "matmuls without a counter to be reset before each, a launch less",
+        ),
     ]
 
 
@@ -128,20 +140,35 @@ def _cpu(run: Run) -> list[Variable]:
 
 def _xla_cpu(run: Run) -> list[Variable]:
     """Return the environment variables of ranks that run trn1's code path on the CPU."""
+    # trn1's checks of flags and variables. Its check of group sizes is left out: gloo has no such
+    # limit.
     flags = neuron_cc_flags(run.config, run.environ.get("NEURON_CC_FLAGS", ""))
     refuse_downcasts(run.environ)
     return [
         Variable("NXD_MEMOPT_BACKEND", "xla", "the code path of trn1", "fixed"),
-        Variable("PJRT_DEVICE", "CPU", "torch-xla compiles for the CPU, gloo carries the collectives", "fixed"),
+        Variable(
+            "PJRT_DEVICE",
+            "CPU",
+            "torch-xla compiles for the CPU, gloo carries the collectives",
+            "fixed",
+        ),
         functionalization(),
-        Variable("NEURON_CC_FLAGS", flags, "no compiler reads it here, but recompute checks it", "combined"),
+        Variable(
+            "NEURON_CC_FLAGS",
+            flags,
+            "no compiler reads it here, but recompute checks it",
+            "combined",
+        ),
         _threads(run.processes),
     ]
 
 
 def _threads(processes: int) -> Variable:
     """Return the variable that divides the host's cores among its ranks."""
-    return Variable("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)), "the host's cores, shared")
+    # torchrun's own default is one thread per rank, which leaves cores idle; PyTorch's default is
+    # one per core in every rank. cpu_count returns None if the number is unknown.
+    threads = max(1, (os.cpu_count() or 1) // processes)
+    return Variable("OMP_NUM_THREADS", str(threads), "the host's cores, shared")
 
 
 def _lnc1(run: Run) -> list[Variable]:
@@ -168,11 +195,32 @@ PLATFORMS = {
             package="torch_xla",
             root_comm_port=ROOT_COMM_PORT,
         ),
-        # A Trainium2 chip has 8 physical cores: 4 ranks with LNC 2, 8 with LNC 1. trn2.48xlarge has
-        # 16 chips, trn2.3xlarge one.
-        Platform("trn2", _lnc2, processes=64, chip_processes=4, is_trainium=True, package=TORCH_NEURON_PACKAGE),
-        Platform("trn2-lnc1", _lnc1, processes=128, chip_processes=8, is_trainium=True, package=TORCH_NEURON_PACKAGE),
-        Platform("trn2-3xlarge", _lnc2, processes=4, chip_processes=4, is_trainium=True, package=TORCH_NEURON_PACKAGE),
+        # A Trainium2 chip has 8 physical cores: 4 ranks with LNC 2, 8 with LNC 1. trn2.48xlarge
+        # has 16 chips, trn2.3xlarge one.
+        Platform(
+            "trn2",
+            _lnc2,
+            processes=64,
+            chip_processes=4,
+            is_trainium=True,
+            package=TORCH_NEURON_PACKAGE,
+        ),
+        Platform(
+            "trn2-lnc1",
+            _lnc1,
+            processes=128,
+            chip_processes=8,
+            is_trainium=True,
+            package=TORCH_NEURON_PACKAGE,
+        ),
+        Platform(
+            "trn2-3xlarge",
+            _lnc2,
+            processes=4,
+            chip_processes=4,
+            is_trainium=True,
+            package=TORCH_NEURON_PACKAGE,
+        ),
         # Servers of an UltraServer have 4 or 16 Trainium3 chips of 8 physical cores each, so the
         # number of ranks depends on the host.
         Platform("trn3", _lnc2, chip_processes=4, is_trainium=True, package=TORCH_NEURON_PACKAGE),

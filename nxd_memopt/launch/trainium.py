@@ -1,8 +1,8 @@
-"""What ranks on Trainium need in their environment, every variable with its reason and the versions that read it.
+"""Builds the environment of ranks on Trainium: each variable with its reason and its versions.
 
-Sources: AWS's launchers of neuronx-distributed and NxD Training, the Neuron SDK's documentation up
-to 2.33, torch_xla 2.9 and TorchNeuron's published source (2.10 to 2.12). None of it has run on a
-device here.
+Sources: AWS's launchers of neuronx-distributed and NxD Training, the Neuron SDK's documentation
+up to 2.33, torch_xla 2.9 and TorchNeuron's published source (2.10 to 2.12). None of it has run on
+a device here.
 """
 
 from __future__ import annotations
@@ -35,14 +35,29 @@ def trn1(run: Run) -> list[Variable]:
     """
     _require_trn1_groups(run.config.parallel.tensor_model_parallel_size)
     refuse_downcasts(run.environ)
-    flags, cores = neuron_cc_flags(run.config, run.environ.get("NEURON_CC_FLAGS", "")), str(run.processes)
+    flags = neuron_cc_flags(run.config, run.environ.get("NEURON_CC_FLAGS", ""))
+    cores = str(run.processes)
+    # Three groups: what selects the device and the library's code path, what changes numerics or
+    # speed of the compiled graphs, and the number of cores, which the runtime, AWS's launchers
+    # and torch_xla's PJRT client read under four names. All four must equal torchrun's number of
+    # ranks on this host, so they are fixed.
     return [
         Variable("NXD_MEMOPT_BACKEND", "xla", "fail rather than train on another device", "fixed"),
-        Variable("PJRT_DEVICE", "NEURON", "torch-xla runs on NeuronCores, not on its CPU simulation", "fixed"),
+        Variable(
+            "PJRT_DEVICE",
+            "NEURON",
+            "torch-xla runs on NeuronCores, not on its CPU simulation",
+            "fixed",
+        ),
         functionalization(),
         Variable("NEURON_CC_FLAGS", flags, "the compiler's options; recompute needs -O1", "combined"),
         *_compile_cache(run, flags),
-        Variable("NEURON_FUSE_SOFTMAX", "1", "softmax reaches the compiler as one operation", versions=TORCH_XLA),
+        Variable(
+            "NEURON_FUSE_SOFTMAX",
+            "1",
+            "softmax reaches the compiler as one operation",
+            versions=TORCH_XLA,
+        ),
         _stochastic_rounding(run.config),
         Variable(
             "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS",
@@ -54,7 +69,11 @@ def trn1(run: Run) -> list[Variable]:
         Variable("NUM_NEURONCORES", cores, "the same, as AWS's launchers name it", "fixed"),
         Variable("TPU_NUM_DEVICES", cores, "the same, for torch-xla's PJRT client", "fixed", TORCH_XLA),
         Variable(
-            "TPU_CHIPS_PER_HOST_BOUNDS", cores, "the same, for torch-xla's view of the topology", "fixed", TORCH_XLA
+            "TPU_CHIPS_PER_HOST_BOUNDS",
+            cores,
+            "the same, for torch-xla's view of the topology",
+            "fixed",
+            TORCH_XLA,
         ),
         *_runtime(run),
     ]
@@ -69,7 +88,12 @@ def torch_neuron(run: Run, logical_nc_config: int) -> list[Variable]:
             core.
     """
     lnc = str(logical_nc_config)
+    # The older name is fixed only where the environment has it: merged then rejects a value that
+    # contradicts LNC, and runtimes that do not know the name never see it.
     older_name = "NEURON_RT_VIRTUAL_CORE_SIZE"
+    older = []
+    if older_name in run.environ:
+        older = [Variable(older_name, lnc, "the older name of the same", "fixed")]
     return [
         Variable("NXD_MEMOPT_BACKEND", "neuron", "fail rather than train on another device", "fixed"),
         Variable(
@@ -79,7 +103,7 @@ def torch_neuron(run: Run, logical_nc_config: int) -> list[Variable]:
             "fixed",
             "Neuron SDK 2.21 and newer",
         ),
-        *([Variable(older_name, lnc, "the older name of the same", "fixed")] if older_name in run.environ else []),
+        *older,
         *_number_of_cores(run),
         Variable(
             "TORCH_NEURONX_FALLBACK_ONLY_FOR_UNIMPLEMENTED_OPS",
@@ -107,11 +131,13 @@ def _number_of_cores(run: Run) -> list[Variable]:
 
 def functionalization() -> Variable:
     """Return the variable that keeps torch_xla's functionalization on."""
+    # torch_neuronx runs torch_xla without functionalization unless the environment sets this
+    # variable to 0. It is a default, not fixed: the library itself avoids the operation below.
     return Variable(
         "XLA_DISABLE_FUNCTIONALIZATION",
         "0",
-        "with functionalization off, trn1's default, Tensor.split with a list of sizes returns wrong data "
-        "(pytorch/xla#8640)",
+        "with functionalization off, trn1's default, Tensor.split with a list of sizes returns "
+        "wrong data (pytorch/xla#8640)",
         versions="torch-xla 2.1 to 2.9",
     )
 
@@ -134,15 +160,15 @@ def _stochastic_rounding(config: TrainConfig) -> Variable:
     )
 
 
-def neuron_cc_flags(config: TrainConfig, given: str) -> str:
-    """Return the compiler's flags: the configuration's, then ``given``, and ``-O1`` with recompute.
+def neuron_cc_flags(config: TrainConfig, environment_flags: str) -> str:
+    """Return the configuration's compiler flags, then the environment's; ``-O1`` with recompute.
 
     Args:
         config: configuration of the run.
-        given: NEURON_CC_FLAGS of the environment, or an empty string.
+        environment_flags: NEURON_CC_FLAGS of the environment, or an empty string.
 
     Raises:
-        ValueError: recompute is on and another optimization level is given, or the flags cannot be
+        ValueError: recompute is on and another optimization level is set, or the flags cannot be
             parsed.
     """
     with _library_on_cpu():
@@ -151,7 +177,7 @@ def neuron_cc_flags(config: TrainConfig, given: str) -> str:
             recompute_error,
             with_optimization_level,
         )
-    flags = f"{shlex.join(config.launch.neuron_cc_flags)} {given}".strip()
+    flags = f"{shlex.join(config.launch.neuron_cc_flags)} {environment_flags}".strip()
     if config.memory.recompute_granularity is None:
         return flags
     # The compiler takes the last level, so -O1 in front is a default: a level in the
@@ -170,14 +196,15 @@ def _library_on_cpu() -> Iterator[None]:
     The import selects a backend. On trn1 the launcher would otherwise open a NeuronCore, and the
     ranks could not.
     """
-    before = os.environ.get("NXD_MEMOPT_BACKEND")
+    previous = os.environ.get("NXD_MEMOPT_BACKEND")
     os.environ["NXD_MEMOPT_BACKEND"] = "cpu"
     try:
         yield
     finally:
+        # The ranks inherit this environment: restore it, also after an ImportError.
         del os.environ["NXD_MEMOPT_BACKEND"]
-        if before is not None:
-            os.environ["NXD_MEMOPT_BACKEND"] = before
+        if previous is not None:
+            os.environ["NXD_MEMOPT_BACKEND"] = previous
 
 
 def _compile_cache(run: Run, flags: str) -> list[Variable]:
@@ -186,16 +213,26 @@ def _compile_cache(run: Run, flags: str) -> list[Variable]:
     Raises:
         ValueError: the flags have a ``--cache_dir`` too, which would take precedence.
     """
-    given = run.config.launch.compile_cache_dir
-    if given is None:
+    directory = run.config.launch.compile_cache_dir
+    if directory is None:
         return []
+    # torch-neuronx prefers --cache_dir of the flags to the variable. Both spellings are found:
+    # --cache_dir=PATH and --cache_dir PATH.
     if any(word.split("=")[0] == "--cache_dir" for word in shlex.split(flags)):
         raise ValueError(
-            f"launch.compile_cache_dir is {given!r}, and the compiler's flags have a --cache_dir ({flags}), which "
-            "takes precedence: name the cache once"
+            f"launch.compile_cache_dir is {directory!r}, and the compiler's flags have a "
+            f"--cache_dir ({flags}), which takes precedence: name the cache once"
         )
     reason = "compiled graphs are kept here; the default is /var/tmp/neuron-compile-cache of each host"
-    return [Variable("NEURON_COMPILE_CACHE_URL", cache_location(run), reason, "fixed", "torch-neuronx 1.13 to 2.9")]
+    return [
+        Variable(
+            "NEURON_COMPILE_CACHE_URL",
+            cache_location(run),
+            reason,
+            "fixed",
+            "torch-neuronx 1.13 to 2.9",
+        )
+    ]
 
 
 def _neff_cache(run: Run) -> list[Variable]:
@@ -204,45 +241,64 @@ def _neff_cache(run: Run) -> list[Variable]:
     Raises:
         ValueError: the configuration names a URL.
     """
-    given = run.config.launch.compile_cache_dir
-    if given is None:
+    directory = run.config.launch.compile_cache_dir
+    if directory is None:
         return []
-    if "://" in given:
-        raise ValueError(f"launch.compile_cache_dir is {given!r}, but TorchNeuron's cache is a directory: name one")
+    # trn1's cache accepts s3:// URLs. TorchNeuron would take the URL as a relative path.
+    if "://" in directory:
+        raise ValueError(f"launch.compile_cache_dir is {directory!r}, but TorchNeuron's cache is a directory: name one")
     reason = "compiled operations and graphs are kept here"
     return [Variable("TORCH_NEURONX_NEFF_CACHE_DIR", cache_location(run), reason, "fixed", TORCH_NEURON)]
 
 
 def cache_location(run: Run) -> str:
-    """Return ``launch.compile_cache_dir`` for this host: an absolute path, or an unchanged URL."""
-    given = str(run.config.launch.compile_cache_dir).replace(NODE_RANK, str(run.hosts.rank))
-    return given if "://" in given else str(Path(given).expanduser().absolute())
+    """Return ``launch.compile_cache_dir`` on this host: an absolute path, or an unchanged URL."""
+    location = str(run.config.launch.compile_cache_dir).replace(NODE_RANK, str(run.hosts.rank))
+    if "://" in location:
+        return location
+    # No shell expands ~ in a variable, and a relative path would follow a rank's working
+    # directory.
+    return str(Path(location).expanduser().absolute())
 
 
 def cache_note(run: Run) -> str | None:
     """Return a warning if several trn1 hosts may share one cache directory, or None."""
-    given = run.config.launch.compile_cache_dir
-    if given is None or run.hosts.count == 1 or NODE_RANK in given or "://" in given:
+    directory = run.config.launch.compile_cache_dir
+    if directory is None or run.hosts.count == 1:
+        return None
+    # A path with the rank's placeholder differs between hosts, and a URL (s3://) is not on a file
+    # system whose locks could fail.
+    if NODE_RANK in directory or "://" in directory:
         return None
     return (
-        f"launch.compile_cache_dir {given} is the same path on {run.hosts.count} hosts: on NFS, EFS or FSx the cache's "
-        f"file locks do not hold and compilation may fail; put {NODE_RANK} into it for a directory per host"
+        f"launch.compile_cache_dir {directory} is the same path on {run.hosts.count} hosts: on "
+        "NFS, EFS or FSx the cache's file locks do not hold and compilation may fail; put "
+        f"{NODE_RANK} into it for a directory per host"
     )
 
 
 def _runtime(run: Run) -> list[Variable]:
     """Return the variables that the Neuron runtime and glibc read on all Trainium platforms."""
+    between_hosts = []
+    if run.hosts.count > 1:
+        between_hosts = _between_hosts(run)
+    # Without MALLOC_ARENA_MAX, glibc creates up to 8 arenas per core of the host in each rank,
+    # and memory that is freed in one arena is not reused by threads of another.
     return [
         Variable(
             "NEURON_RT_EXEC_TIMEOUT",
             str(EXEC_TIMEOUT_S),
-            "seconds until a graph's execution counts as hung: a rank waits inside it for the slowest rank, which may "
-            "still compile or read a checkpoint",
+            "seconds until a graph's execution counts as hung: a rank waits inside it for the "
+            "slowest rank, which may still compile or read a checkpoint",
             versions="Neuron Runtime 2.0 and newer",
         ),
-        Variable("MALLOC_ARENA_MAX", "64", "bounds what glibc's malloc keeps per thread: many ranks share a host"),
+        Variable(
+            "MALLOC_ARENA_MAX",
+            "64",
+            "bounds what glibc's malloc keeps per thread: many ranks share a host",
+        ),
         *_root_comm_id(run),
-        *(_between_hosts(run) if run.hosts.count > 1 else []),
+        *between_hosts,
     ]
 
 
@@ -252,19 +308,30 @@ def _root_comm_id(run: Run) -> list[Variable]:
         return []
     # The runtime takes host:port, where an IPv6 address needs brackets.
     address = run.hosts.address or "localhost"
-    address = f"[{address}]" if ":" in address else address
+    if ":" in address:
+        address = f"[{address}]"
     reason = "where the runtime's collectives meet (--root-comm-port)"
     return [Variable("NEURON_RT_ROOT_COMM_ID", f"{address}:{run.root_comm_port}", reason, "fixed")]
 
 
 def _between_hosts(run: Run) -> list[Variable]:
     """Return the variables of collectives between hosts, which use EFA through libfabric."""
+    # EFA is AWS's network adapter. Kernels from 5.15 on copy registered pages at fork, so the
+    # variable about fork matters for older kernels only. The interface serves the setup of
+    # collectives over TCP; it is named only where eth0 is known to be the right one.
     interface = run.machine.container_interface()
     variables = [
         Variable("FI_PROVIDER", "efa", "collectives between hosts go through EFA, not TCP"),
-        Variable("FI_EFA_USE_DEVICE_RDMA", "1", "the network card reads device memory without a copy through the host"),
         Variable(
-            "FI_EFA_FORK_SAFE", "1", "libfabric stays usable where Python forks", versions="Linux kernels below 5.15"
+            "FI_EFA_USE_DEVICE_RDMA",
+            "1",
+            "the network card reads device memory without a copy through the host",
+        ),
+        Variable(
+            "FI_EFA_FORK_SAFE",
+            "1",
+            "libfabric stays usable where Python forks",
+            versions="Linux kernels below 5.15",
         ),
     ]
     if interface is not None:
@@ -277,8 +344,8 @@ def _require_trn1_groups(size: int) -> None:
     """Raise ``ValueError`` if trn1 has no collectives for groups of ``size`` ranks."""
     if size not in TRN1_GROUP_SIZES:
         raise ValueError(
-            f"parallel.tensor_model_parallel_size {size} is not one of {list(TRN1_GROUP_SIZES)}, the group sizes for "
-            "which trn1 has collectives: choose one of them"
+            f"parallel.tensor_model_parallel_size {size} is not one of {list(TRN1_GROUP_SIZES)}, "
+            "the group sizes for which trn1 has collectives: choose one of them"
         )
 
 
@@ -287,6 +354,6 @@ def refuse_downcasts(environ: Mapping[str, str]) -> None:
     for name in DOWNCASTS:
         if environ.get(name, "0") != "0":
             raise ValueError(
-                f"{name}={environ[name]} makes every fp32 tensor bf16, fp32 master weights too: unset it and set "
-                "model.dtype to bfloat16"
+                f"{name}={environ[name]} makes every fp32 tensor bf16, fp32 master weights too: "
+                "unset it and set model.dtype to bfloat16"
             )

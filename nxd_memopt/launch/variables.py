@@ -1,4 +1,4 @@
-"""The ranks' environment: variables with their reasons, and how the present environment is merged in."""
+"""Environment variables of the ranks with their reasons, merged with the present environment."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Variable:
         name: name of the variable.
         value: value that the run needs, or its default.
         reason: why the variable is set, shown by ``--dry-run``.
-        origin: ``default`` is overridden by a value in the environment; ``fixed`` follows from the
-            configuration or the platform, and another value in the environment is an error;
+        origin: ``default`` is overridden by a value in the environment; ``fixed`` follows from
+            the configuration or the platform, and another value in the environment is an error;
             ``combined`` already contains the environment's value.
         versions: versions of the software that reads the variable; empty for all.
     """
@@ -55,7 +55,9 @@ class Variable:
 
     def comment(self) -> str:
         """Return the reason and the versions as one line of text."""
-        return f"{self.reason} [{self.versions}]" if self.versions else self.reason
+        if not self.versions:
+            return self.reason
+        return f"{self.reason} [{self.versions}]"
 
 
 def merged(variables: list[Variable], environ: Mapping[str, str]) -> dict[str, str]:
@@ -66,12 +68,17 @@ def merged(variables: list[Variable], environ: Mapping[str, str]) -> dict[str, s
     """
     values = {}
     for variable in variables:
-        # A combined variable was built from the environment's value, so it is not looked up again.
-        given = variable.value if variable.origin == "combined" else environ.get(variable.name, variable.value)
-        if variable.origin == "fixed" and given != variable.value:
+        value = variable.value
+        # A combined variable was built from the environment's value, so it is not looked up
+        # again: that would drop what the configuration added to it.
+        if variable.origin != "combined":
+            value = environ.get(variable.name, variable.value)
+        # Overwriting the environment's value silently would hide that a shell profile or a module
+        # file sets up another kind of run.
+        if variable.origin == "fixed" and value != variable.value:
             raise ValueError(
-                f"{variable.name} is {given!r} in the environment, but this run needs {variable.value!r} "
-                f"({variable.reason}): unset it, or change the configuration"
+                f"{variable.name} is {value!r} in the environment, but this run needs "
+                f"{variable.value!r} ({variable.reason}): unset it, or change the configuration"
             )
-        values[variable.name] = given
+        values[variable.name] = value
     return values

@@ -27,7 +27,9 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "nxd_memopt.t
         from nxd_memopt.training.distributed import destroy_distributed, init_distributed
         from nxd_memopt.training.loop import run
 
-        config = parse_config(sys.argv[1:] if arguments is None else arguments, program=program)
+        if arguments is None:
+            arguments = sys.argv[1:]
+        config = parse_config(arguments, program=program)
         init_distributed(config)
         run(config)
         destroy_distributed()

@@ -39,8 +39,8 @@ SECTIONS: dict[str, type] = {
     "launch": LaunchConfig,
 }
 
-# NeMo's name, in any section -> (our section, our name). Options of ``parallel`` and ``memory`` are
-# accepted in any section too, because NeMo has them in its model section.
+# NeMo's name, in any section -> (our section, our name). Options of ``parallel`` and ``memory``
+# are accepted in any section too, because NeMo has them in its model section.
 ALIASES = {
     "sequence_parallel": ("parallel", "sequence_parallel_enabled"),
     "activations_checkpoint_granularity": ("memory", "recompute_granularity"),
@@ -73,7 +73,8 @@ def parse_config(arguments: Sequence[str], *, program: str = "nxd-memopt train")
         program: program name shown by ``--help``.
 
     Raises:
-        ValueError: for a missing or malformed file, an unknown recipe or key, or an invalid value.
+        ValueError: for a missing or malformed file, an unknown recipe or key, or an invalid
+            value.
         SystemExit: with code 0 after ``--help``.
     """
     # argparse takes --config and --recipe only. tyro parses everything else, --help included,
@@ -90,7 +91,9 @@ def parse_config(arguments: Sequence[str], *, program: str = "nxd-memopt train")
         base = read_yaml(Path(known.config))
     else:
         base = _unchecked_config({})
-    return _checked(_override(base, overrides, program) if overrides else base)
+    if overrides:
+        base = _override(base, overrides, program)
+    return _checked(base)
 
 
 def recipe_path(name: str) -> Path:
@@ -115,7 +118,8 @@ def _override(base: TrainConfig, overrides: Sequence[str], program: str) -> Trai
     base, overrides = _add_config_overrides(base, overrides)
 
     # tyro prints a framed message and exits with a status above 0 on an invalid option. The
-    # message is captured and raised as a ValueError of one line, like the errors of the YAML file.
+    # message is captured and raised as a ValueError of one line, like the errors of the YAML
+    # file.
     shown = io.StringIO()
     try:
         with contextlib.redirect_stderr(shown):
@@ -137,7 +141,7 @@ def _add_config_overrides(base: TrainConfig, arguments: Sequence[str]) -> tuple[
     """
     prefix = "--model.config-overrides."
     added: dict[str, Any] = {}
-    others: list[str] = []
+    for_tyro: list[str] = []
     remaining = list(arguments)
     while remaining:
         argument = remaining.pop(0)
@@ -145,8 +149,9 @@ def _add_config_overrides(base: TrainConfig, arguments: Sequence[str]) -> tuple[
         # that the file has (with no_ for booleans) and nested keys (with a dot).
         name, separator, value = argument.removeprefix(prefix).partition("=")
         key = name.replace("-", "_")
-        if not argument.startswith(prefix) or key.removeprefix("no_") in base.model.config_overrides or "." in key:
-            others.append(argument)
+        is_known = key.removeprefix("no_") in base.model.config_overrides
+        if not argument.startswith(prefix) or is_known or "." in key:
+            for_tyro.append(argument)
             continue
         if not separator:
             if not remaining:
@@ -154,7 +159,7 @@ def _add_config_overrides(base: TrainConfig, arguments: Sequence[str]) -> tuple[
             value = remaining.pop(0)
         added[key] = yaml.safe_load(value)
     if not added:
-        return base, others
+        return base, for_tyro
 
     # The dataclasses are frozen and ``base`` is not validated yet, so fields are set directly
     # instead of with dataclasses.replace, which would call __post_init__.
@@ -162,7 +167,7 @@ def _add_config_overrides(base: TrainConfig, arguments: Sequence[str]) -> tuple[
     object.__setattr__(model, "config_overrides", base.model.config_overrides | added)
     changed = copy.copy(base)
     object.__setattr__(changed, "model", model)
-    return changed, others
+    return changed, for_tyro
 
 
 def _message_of_box(box: str) -> str:
@@ -170,9 +175,12 @@ def _message_of_box(box: str) -> str:
     # The first line is the upper border of the frame, with the title. Horizontal rules separate
     # paragraphs.
     lines = [line.strip("│|╭╮╰╯+ ") for line in box.strip().splitlines()[1:]]
-    paragraphs = [" ".join(group.split()) for group in re.split("[─-]{4,}", " ".join(lines)) if group.strip()]
+    groups = re.split("[─-]{4,}", " ".join(lines))
+    paragraphs = [" ".join(group.split()) for group in groups if group.strip()]
     suggestion = re.search(r"Perhaps you meant: (--\S+)", " ".join(paragraphs[1:]))
-    return paragraphs[0] + (f": did you mean {suggestion[1]}?" if suggestion else "")
+    if suggestion is None:
+        return paragraphs[0]
+    return f"{paragraphs[0]}: did you mean {suggestion[1]}?"
 
 
 def read_yaml(path: Path) -> TrainConfig:
@@ -183,7 +191,10 @@ def read_yaml(path: Path) -> TrainConfig:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
-    return _unchecked_config({} if values is None else values)
+    # An empty file is None in YAML.
+    if values is None:
+        values = {}
+    return _unchecked_config(values)
 
 
 def _unchecked_config(values: Mapping[str, Any]) -> TrainConfig:
@@ -195,23 +206,28 @@ def _unchecked_config(values: Mapping[str, Any]) -> TrainConfig:
     if not isinstance(values, Mapping):
         raise ValueError(f"the configuration must be a mapping of sections, got {type(values).__name__}")
     _require_known(TrainConfig, values, "the configuration")
-    # A section without options is None in YAML. Every section exists in the result, with defaults.
-    sections = _resolve_aliases({name: {} if options is None else options for name, options in values.items()})
-    return _unchecked(TrainConfig, {name: _build(name, sections.get(name, {})) for name in SECTIONS})
+    # A section without options is None in YAML. Every section exists in the result, with
+    # defaults.
+    options = {name: {} if section is None else section for name, section in values.items()}
+    sections = _resolve_aliases(options)
+    built = {name: _build(name, sections.get(name, {})) for name in SECTIONS}
+    return _unchecked(TrainConfig, built)
 
 
 def _build(name: str, values: Mapping[str, Any]) -> Any:
     """Return the unvalidated dataclass of section ``name``, with values of the fields' types."""
     _require_known(SECTIONS[name], values, name)
     hints = typing.get_type_hints(SECTIONS[name])
-    return _unchecked(SECTIONS[name], {key: _fit(value, hints[key], f"{name}.{key}") for key, value in values.items()})
+    fitted = {key: _fit(value, hints[key], f"{name}.{key}") for key, value in values.items()}
+    return _unchecked(SECTIONS[name], fitted)
 
 
 def _require_known(cls: type, values: Mapping[str, Any], section: str) -> None:
     """Raise ``ValueError`` for a key of ``values`` that is not a field of the dataclass ``cls``."""
     # from_mapping has the error message. It constructs its class, so it gets a class with the
     # same fields, no __post_init__ and a default for every field.
-    plain = dataclasses.make_dataclass(cls.__name__, [(field.name, Any, None) for field in dataclasses.fields(cls)])
+    fields = [(field.name, Any, None) for field in dataclasses.fields(cls)]
+    plain = dataclasses.make_dataclass(cls.__name__, fields)
     from_mapping(plain, values, section=section)
 
 
@@ -233,17 +249,17 @@ def _checked(config: TrainConfig) -> TrainConfig:
 
 def _resolve_aliases(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return ``values`` with every option moved to its own section and renamed to its own name."""
-    moved: dict[str, dict[str, Any]] = {}
+    resolved: dict[str, dict[str, Any]] = {}
     for section, options in values.items():
         if not isinstance(options, Mapping):
             raise ValueError(f"{section} must be a mapping of option names to values, got {type(options).__name__}")
         for name, value in options.items():
-            _place(moved, section, str(name), value)
-    return moved
+            _resolve_alias(resolved, section, str(name), value)
+    return resolved
 
 
-def _place(moved: dict[str, dict[str, Any]], section: str, name: str, value: Any) -> None:
-    """Store option ``section.name`` in ``moved`` under its own section and name."""
+def _resolve_alias(resolved: dict[str, dict[str, Any]], section: str, name: str, value: Any) -> None:
+    """Store option ``section.name`` in ``resolved`` under its own section and name."""
     # An option of the section itself takes precedence over an alias of the same name. Options of
     # unsupported dimensions are accepted and dropped if they have their neutral value.
     is_own = name in {field.name for field in dataclasses.fields(SECTIONS[section])}
@@ -251,8 +267,12 @@ def _place(moved: dict[str, dict[str, Any]], section: str, name: str, value: Any
         if value != NEUTRAL[name]:
             raise ValueError(f"{section}.{name} {value} is not supported: only {NEUTRAL[name]} is")
         return
-    target, target_name = (section, name) if is_own else ALIASES.get(name, (section, name))
-    options = moved.setdefault(target, {})
+    # A name that nobody knows stays in its section, where _build rejects it with a suggestion.
+    target, target_name = section, name
+    if not is_own:
+        target, target_name = ALIASES.get(name, (section, name))
+    options = resolved.setdefault(target, {})
+    # An alias and the name it stands for would otherwise overwrite each other in file order.
     if target_name in options:
         raise ValueError(f"{section}.{name} sets {target}.{target_name} a second time: remove one of the two")
     options[target_name] = value
@@ -294,4 +314,6 @@ def _fit_one(value: Any, hint: Any, name: str) -> Any:
 
 def _type_name(hint: Any) -> str:
     """Return a type hint as an error message shows it."""
-    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+    if isinstance(hint, type):
+        return hint.__name__
+    return str(hint).replace("typing.", "")

@@ -15,6 +15,7 @@ COMPILE = (None, "layer")
 
 def _require_at_least(name: str, value: float, minimum: float) -> None:
     """Raise ``ValueError`` if ``value`` is less than ``minimum``, or NaN."""
+    # "not >=" instead of "<": every comparison with NaN is False.
     if not value >= minimum:
         raise ValueError(f"{name} must be at least {minimum}, got {value}")
 
@@ -24,8 +25,8 @@ class ModelConfig:
     """Which model is trained.
 
     Args:
-        pretrained: Hugging Face model directory (``config.json`` and safetensors, or a GGUF file);
-            ``None`` builds from ``config_overrides`` alone.
+        pretrained: Hugging Face model directory (``config.json`` and safetensors, or a GGUF
+            file); ``None`` builds from ``config_overrides`` alone.
         tokenizer: tokenizer directory or hub name; ``None`` takes the one in ``pretrained``.
         config_overrides: Hugging Face configuration values, e.g.
             ``{model_type: llama, hidden_size: 64}``; they override the configuration of
@@ -45,10 +46,12 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         require_one_of("model.dtype", self.dtype, DTYPES)
+        # Without a directory nothing else says which architecture to build, or which tokenizer
+        # belongs to it.
         if self.pretrained is None and "model_type" not in self.config_overrides:
             raise ValueError(
-                "model.pretrained is not set and model.config_overrides has no model_type: name a Hugging Face "
-                "directory, or a model_type such as llama with its sizes"
+                "model.pretrained is not set and model.config_overrides has no model_type: name "
+                "a Hugging Face directory, or a model_type such as llama with its sizes"
             )
         if self.pretrained is None and self.tokenizer is None:
             raise ValueError("model.tokenizer is needed where model.pretrained is not set: name a tokenizer directory")
@@ -59,9 +62,9 @@ class DataConfig:
     """Where text comes from and how it is packed.
 
     Args:
-        dataset: ``stdlib`` (the source code of Python's standard library), a text, JSONL or Parquet
-            file, a directory or pattern of such files, a dataset saved by ``save_to_disk``, or a
-            name on the Hugging Face hub.
+        dataset: ``stdlib`` (the source code of Python's standard library), a text, JSONL or
+            Parquet file, a directory or pattern of such files, a dataset saved by
+            ``save_to_disk``, or a name on the Hugging Face hub.
         dataset_config: the hub dataset's configuration name.
         split: the hub dataset's split.
         text_column: the column with the text, for everything but text files.
@@ -85,11 +88,19 @@ class DataConfig:
     eval_sequences: int = 16
 
     def __post_init__(self) -> None:
-        for name, minimum in (("seq_length", 2), ("micro_batch_size", 1), ("held_out_every", 2), ("eval_sequences", 0)):
-            _require_at_least(f"data.{name}", getattr(self, name), minimum)
+        # Labels are the next tokens, so a sequence of one token has no loss. With held_out_every
+        # 1 every document would be held out.
+        _require_at_least("data.seq_length", self.seq_length, 2)
+        _require_at_least("data.micro_batch_size", self.micro_batch_size, 1)
+        _require_at_least("data.held_out_every", self.held_out_every, 2)
+        _require_at_least("data.eval_sequences", self.eval_sequences, 0)
         _require_at_least("data.global_batch_size", self.global_batch_size, 1)
+        # Needed for every D. That B * D divides the global batch too is checked when D is known.
         require_divisible(
-            "data.global_batch_size", self.global_batch_size, "data.micro_batch_size", self.micro_batch_size
+            "data.global_batch_size",
+            self.global_batch_size,
+            "data.micro_batch_size",
+            self.micro_batch_size,
         )
 
 
@@ -109,12 +120,12 @@ class OptimizerConfig:
         eps: added to the denominator.
         clip_grad: maximum global gradient norm; 0 disables clipping.
         master_weights: keep fp32 weights, optimizer states and gradient sums for bf16 parameters,
-            18 bytes per parameter in total; False keeps everything in bf16, 8 bytes per parameter,
-            and loses updates smaller than a weight's rounding step, unless the device rounds
-            stochastically (on Trainium the launcher turns that on).
-        zero1: shard optimizer states and master weights over the D data-parallel ranks (ZeRO stage
-            1, arXiv:1910.02054): 6 + 12/D bytes per parameter with master weights. The results are
-            the same.
+            18 bytes per parameter in total; False keeps everything in bf16, 8 bytes per
+            parameter, and loses updates smaller than a weight's rounding step, unless the device
+            rounds stochastically (on Trainium the launcher turns that on).
+        zero1: shard optimizer states and master weights over the D data-parallel ranks (ZeRO
+            stage 1, arXiv:1910.02054): 6 + 12/D bytes per parameter with master weights. The
+            results are the same.
         overlap_grad_reduce: overlap the gradient reduction over ranks with backward, instead of
             running it afterwards.
     """
@@ -136,13 +147,16 @@ class OptimizerConfig:
         for name in ("lr", "warmup_steps", "weight_decay", "eps", "clip_grad", "min_lr_ratio"):
             _require_at_least(f"optimizer.{name}", getattr(self, name), 0)
         require_one_of("optimizer.lr_schedule", self.lr_schedule, LR_SCHEDULES)
+        # Overlapped reduction leaves full reduced gradients on each rank, zero1 needs one shard
+        # of them: together each gradient would be reduced twice.
         if self.zero1 and self.overlap_grad_reduce:
             raise ValueError(
-                "optimizer.overlap_grad_reduce and optimizer.zero1 are both true, and zero1 scatters the gradients "
-                "itself, after backward: set one of them to false"
+                "optimizer.overlap_grad_reduce and optimizer.zero1 are both true, and zero1 "
+                "scatters the gradients itself, after backward: set one of them to false"
             )
         if self.min_lr_ratio > 1:
             raise ValueError(f"optimizer.min_lr_ratio must be at most 1, got {self.min_lr_ratio}")
+        # AdamW divides by 1 - beta**step, which is 0 for beta 1.
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optimizer.betas must be two numbers in [0, 1), got {list(self.betas)}")
 
@@ -160,8 +174,8 @@ class TrainerConfig:
         val_check_interval: steps between held-out evaluations; 0 evaluates before and after only.
         save_interval: steps between checkpoints; 0 saves at the end only.
         save_checkpoints: ``False`` writes no checkpoint at all, so the run cannot be resumed.
-        async_save: write checkpoints in the background during training, one at a time; an error is
-            reported at the next step. Needs host memory for everything that a rank writes
+        async_save: write checkpoints in the background during training, one at a time; an error
+            is reported at the next step. Needs host memory for everything that a rank writes
             (parameters, master weights, optimizer states); page-locked on GPUs.
         keep_checkpoints: number of newest checkpoints that stay on disk.
         log_every_n_steps: number of steps whose loss and gradient norm are read from the device
@@ -170,17 +184,17 @@ class TrainerConfig:
             Trainium.
         export: write a Hugging Face directory at the end.
         verify_export: rank 0 loads the export with transformers and compares the held-out loss.
-        single_process_summary: ``summary.json`` of a run on one process, whose peak memory is shown
-            for comparison.
+        single_process_summary: ``summary.json`` of a run on one process, whose peak memory is
+            shown for comparison.
         enable_cuda_graph: run forward and backward of a micro-batch as one CUDA graph, on NVIDIA
             GPUs: one launch, so the host does not limit the speed if a rank has little work.
             ``auto`` does so unless the device, dropout or another option prevents it; the start
             report says which. ``true`` makes the same reasons errors.
         compile: ``layer`` compiles each decoder layer with torch.compile, as one graph of static
-            shapes: the first step takes longer, later steps have fewer kernels. Inside a layer the
-            compiler's kernels and collectives replace this library's (docs/gpus.md). Not supported
-            on backend xla, which already compiles full steps, nor with dropout for which each
-            tensor-parallel rank draws different numbers.
+            shapes: the first step takes longer, later steps have fewer kernels. Inside a layer
+            the compiler's kernels and collectives replace this library's (docs/gpus.md). Not
+            supported on backend xla, which already compiles full steps, nor with dropout for
+            which each tensor-parallel rank draws different numbers.
         distributed_timeout_minutes: how long a rank waits for the other ranks in a collective.
     """
 
@@ -213,16 +227,19 @@ class TrainerConfig:
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """What ``nxd-memopt launch`` puts into the ranks' environment; a run that is started otherwise does not read it.
+    """What ``nxd-memopt launch`` puts into the ranks' environment.
+
+    A run that is started in another way does not read this section.
 
     Args:
-        neuron_cc_flags: options of trn1's compiler. With recompute the launcher adds ``-O1`` if no
-            optimization level is given, and rejects any other level: the compiler could undo the
-            recompute.
+        neuron_cc_flags: options of trn1's compiler. With recompute the launcher adds ``-O1`` if
+            no optimization level is given, and rejects any other level: the compiler could undo
+            the recompute.
         compile_cache_dir: directory of the compilation cache on Trainium; ``None`` is the
-            compiler's default, a directory on each host (trn1: ``/var/tmp/neuron-compile-cache``).
-            ``{node_rank}`` is replaced by the host's number: trn1 hosts on a shared file system
-            need one directory each. trn1 accepts an ``s3://`` URL too.
+            compiler's default, a directory on each host (trn1:
+            ``/var/tmp/neuron-compile-cache``). ``{node_rank}`` is replaced by the host's number:
+            trn1 hosts on a shared file system need one directory each. trn1 accepts an ``s3://``
+            URL too.
     """
 
     neuron_cc_flags: tuple[str, ...] = ("--model-type=transformer",)
@@ -237,8 +254,8 @@ class LaunchConfig:
 class TrainConfig:
     """Train a causal language model with tensor and sequence parallelism.
 
-    --config FILE.yaml sets any option below, by section; options on the command line come last and
-    win.
+    --config FILE.yaml sets any option below, by section; options on the command line come last
+    and win.
     """
 
     model: ModelConfig
@@ -250,6 +267,8 @@ class TrainConfig:
     launch: LaunchConfig = field(default_factory=LaunchConfig)
 
     def __post_init__(self) -> None:
+        # Checks between sections; each section has checked its own fields. Sequence parallelism
+        # gives each tensor-parallel rank S / T tokens.
         if self.parallel.sequence_parallel_enabled:
             size = self.parallel.tensor_model_parallel_size
             require_divisible("data.seq_length", self.data.seq_length, "tensor_model_parallel_size", size)
@@ -277,25 +296,28 @@ class TrainConfig:
         # that runs Python code in backward (hooks, offloading) can be combined with it.
         if self.optimizer.overlap_grad_reduce:
             return (
-                "optimizer.overlap_grad_reduce is true, but a graph computes all gradients before any is reduced: set "
-                "overlap_grad_reduce to false"
+                "optimizer.overlap_grad_reduce is true, but a graph computes all gradients "
+                "before any is reduced: set overlap_grad_reduce to false"
             )
         if self.memory.cpu_offloading_num_layers:
             return (
-                f"memory.cpu_offloading_num_layers is {self.memory.cpu_offloading_num_layers}, but the host starts the "
-                "copies between kernels, and a graph has no host code: set cpu_offloading_num_layers to 0"
+                f"memory.cpu_offloading_num_layers is {self.memory.cpu_offloading_num_layers}, "
+                "but the host starts the copies between kernels, and a graph has no host code: "
+                "set cpu_offloading_num_layers to 0"
             )
         if self.trainer.compile:
             return (
-                f"trainer.compile is {self.trainer.compile!r}, and graphs of compiled layers are not supported: set "
-                "compile to null"
+                f"trainer.compile is {self.trainer.compile!r}, and graphs of compiled layers are "
+                "not supported: set compile to null"
             )
         return None
 
     @property
     def decay_steps(self) -> int:
         """Step at which the learning rate reaches its minimum."""
-        return self.trainer.max_steps if self.optimizer.decay_steps is None else self.optimizer.decay_steps
+        if self.optimizer.decay_steps is None:
+            return self.trainer.max_steps
+        return self.optimizer.decay_steps
 
     def data_parallel_size(self, world_size: int) -> int:
         """Return D = world size / T, the number of model replicas that share a step's sequences.
@@ -315,9 +337,16 @@ class TrainConfig:
                 world size.
         """
         replicas = self.data_parallel_size(world_size)
-        by = f"data.micro_batch_size {self.data.micro_batch_size} x data-parallel size {replicas} ="
+        # The name of the divisor shows how it was computed: "... B x data-parallel size D = B *
+        # D".
         sequences_per_pass = self.data.micro_batch_size * replicas
-        return require_divisible("data.global_batch_size", self.data.global_batch_size, by, sequences_per_pass)
+        by = f"data.micro_batch_size {self.data.micro_batch_size} x data-parallel size {replicas} ="
+        return require_divisible(
+            "data.global_batch_size",
+            self.data.global_batch_size,
+            by,
+            sequences_per_pass,
+        )
 
     def resume_identity(self, world_size: int) -> dict[str, Any]:
         """Return the options that a resumed run must share with the run it continues.
@@ -325,8 +354,8 @@ class TrainConfig:
         Options named in ``MAY_CHANGE`` may differ. Memory techniques and ``overlap_grad_reduce``
         are left out, because they do not change the results.
         """
-        # decay_steps None means max_steps. The resolved value is compared, so a run may be resumed
-        # with a greater max_steps if decay_steps was set.
+        # decay_steps None means max_steps. The resolved value is compared, so a run may be
+        # resumed with a greater max_steps if decay_steps was set.
         optimizer = dataclasses.asdict(self.optimizer) | {"decay_steps": self.decay_steps}
         del optimizer["overlap_grad_reduce"]
         return {

@@ -11,7 +11,13 @@ from typing import Any
 
 from nxd_memopt.training.config import DataConfig
 
-BUILDERS = {".txt": "text", ".md": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+BUILDERS = {
+    ".txt": "text",
+    ".md": "text",
+    ".jsonl": "json",
+    ".json": "json",
+    ".parquet": "parquet",
+}
 # Test folders are excluded because their files have unusual encodings on purpose.
 STDLIB_EXCLUDED = {"site-packages", "test", "tests", "idle_test", "__pycache__"}
 
@@ -53,7 +59,10 @@ def open_documents(config: DataConfig) -> Documents:
     Raises:
         ValueError: for a missing file, column, dataset or split, and for an empty dataset.
     """
-    read, keys = _open_stdlib() if config.dataset == "stdlib" else _open_dataset(config)
+    if config.dataset == "stdlib":
+        read, keys = _open_stdlib()
+    else:
+        read, keys = _open_dataset(config)
     if not keys:
         raise ValueError(f"dataset {config.dataset!r} is empty: it has no documents")
     train, held_out = split_documents(keys, config.held_out_every)
@@ -71,11 +80,17 @@ def split_documents(keys: list[str], held_out_every: int) -> tuple[list[Part], l
     # last 1/held_out_every of its characters are held out.
     if len(keys) < held_out_every:
         cut = 1 - 1 / held_out_every
-        return [Part(i, stop=cut) for i in range(len(keys))], [Part(i, start=cut) for i in range(len(keys))]
-    sides: tuple[list[Part], list[Part]] = ([], [])
+        starts = [Part(index, stop=cut) for index in range(len(keys))]
+        ends = [Part(index, start=cut) for index in range(len(keys))]
+        return starts, ends
+    train: list[Part] = []
+    held_out: list[Part] = []
     for index, key in enumerate(keys):
-        sides[_hash(key) % held_out_every == 0].append(Part(index))
-    return sides
+        if _hash(key) % held_out_every == 0:
+            held_out.append(Part(index))
+        else:
+            train.append(Part(index))
+    return train, held_out
 
 
 def _hash(key: str) -> int:
@@ -88,14 +103,16 @@ def _hash(key: str) -> int:
 def _open_stdlib() -> tuple[Callable[[int], str], list[str]]:
     """Return the reader and the keys of Python's standard library, one document per module."""
     root = Path(sysconfig.get_paths()["stdlib"])
+    # Sorted: the order of a directory's entries differs between file systems, and indices and the
+    # fingerprint depend on it.
     files = sorted(path for path in root.rglob("*.py") if not STDLIB_EXCLUDED & set(path.relative_to(root).parts))
 
     def read(index: int) -> str:
         return files[index].read_text(encoding="utf-8", errors="replace")
 
     # A key has the file's size, so the fingerprint changes if a file of the library changes size.
-
-    return read, [f"{path.relative_to(root).as_posix()}\t{path.stat().st_size}" for path in files]
+    keys = [f"{path.relative_to(root).as_posix()}\t{path.stat().st_size}" for path in files]
+    return read, keys
 
 
 def _open_dataset(config: DataConfig) -> tuple[Callable[[int], str], list[str]]:
@@ -111,8 +128,8 @@ def _open_dataset(config: DataConfig) -> tuple[Callable[[int], str], list[str]]:
         text = dataset[index][column]
         if not isinstance(text, str):
             raise ValueError(
-                f"column {column!r} of {config.dataset!r} holds {type(text).__name__}, not text, in row {index}: "
-                "name a column of strings in data.text_column"
+                f"column {column!r} of {config.dataset!r} holds {type(text).__name__}, not text, "
+                f"in row {index}: name a column of strings in data.text_column"
             )
         return text
 
@@ -145,8 +162,11 @@ def _load_files(load_dataset: Callable[..., Any], files: list[Path]) -> Any:
     """Return the dataset of ``files``, which have one kind."""
     builder = BUILDERS[files[0].suffix]
     # The text builder makes each line a row by default; here a file is one document.
-    options = {"sample_by": "document"} if builder == "text" else {}
-    return load_dataset(builder, data_files={"train": [str(file) for file in files]}, split="train", **options)
+    options = {}
+    if builder == "text":
+        options = {"sample_by": "document"}
+    data_files = {"train": [str(file) for file in files]}
+    return load_dataset(builder, data_files=data_files, split="train", **options)
 
 
 def _local_files(name: str) -> list[Path]:
@@ -156,13 +176,19 @@ def _local_files(name: str) -> list[Path]:
         files = [path]
     elif path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in BUILDERS)
+    elif "*" in name:
+        # glob takes relative patterns only, so an absolute pattern is searched from its root.
+        files = sorted(Path(path.anchor or ".").glob(str(path.relative_to(path.anchor))))
     else:
-        files = sorted(Path(path.anchor or ".").glob(str(path.relative_to(path.anchor)))) if "*" in name else []
-    # A hub name has the form "owner/name", like a relative path. Everything that a hub name cannot
-    # be is an error here instead of a failing download.
-    is_local = path.exists() or "*" in name or path.is_absolute() or name.startswith(".") or path.suffix in BUILDERS
+        files = []
+    # A hub name has the form "owner/name", like a relative path. Everything that a hub name
+    # cannot be is an error here instead of a failing download.
+    is_path = path.exists() or path.is_absolute() or path.suffix in BUILDERS
+    is_local = is_path or "*" in name or name.startswith(".")
     if is_local and not files:
         raise ValueError(f"no such file, or no file of a known kind ({', '.join(BUILDERS)})")
+    # Files of one builder make one dataset with one set of columns. A suffix that is not known
+    # stands for itself and is named in the message.
     kinds = sorted({BUILDERS.get(file.suffix, file.suffix) for file in files})
     if len(kinds) > 1 or (kinds and kinds[0] not in BUILDERS.values()):
         raise ValueError(f"files of kind {kinds} cannot be read as one dataset: known are {', '.join(BUILDERS)}")

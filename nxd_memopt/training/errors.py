@@ -11,10 +11,10 @@ from nxd_memopt._optional import MissingDependencyError
 from nxd_memopt.training.distributed import is_rank_zero, rank, shows_tracebacks
 
 USAGE_ERROR = 2
-# Time that a rank other than 0 waits before it reports an error, so that rank 0 reports an error of
-# all ranks once. Before init_process_group the ranks of a busy machine may be this far apart.
-JOINED_RANK_DELAY_S = 5.0
-ALONE_RANK_DELAY_S = 60.0
+# Time that a rank other than 0 waits before it reports an error, so that rank 0 reports an error
+# of all ranks once. Before init_process_group the ranks of a busy machine may be this far apart.
+INITIALIZED_DELAY_S = 5.0
+UNINITIALIZED_DELAY_S = 60.0
 
 
 @contextlib.contextmanager
@@ -30,7 +30,11 @@ def user_errors() -> Iterator[None]:
         if shows_tracebacks():
             raise
         if is_rank_zero() or _is_of_this_rank_alone():
-            prefix = "error" if is_rank_zero() else f"error on rank {rank()}"
+            prefix = "error"
+            if not is_rank_zero():
+                prefix = f"error on rank {rank()}"
+            # One line: messages of other libraries may have several, and the ranks of a host
+            # write to the same terminal.
             print(f"{prefix}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         raise SystemExit(USAGE_ERROR) from None
 
@@ -38,10 +42,12 @@ def user_errors() -> Iterator[None]:
 def _is_of_this_rank_alone() -> bool:
     """Return whether the error may have occurred on this rank only, after waiting for rank 0.
 
-    If rank 0 fails in the same way, torchrun ends this rank during the wait and nothing is printed
-    twice. Before ``init_process_group`` every rank meets the same error, so the answer is False.
+    If rank 0 fails in the same way, torchrun ends this rank during the wait and nothing is
+    printed twice. Before ``init_process_group`` every rank has the same error, so the answer is
+    False.
     """
+    # From sys.modules: the error may be one of importing torch.
     distributed = sys.modules.get("torch.distributed")
-    has_joined = distributed is not None and distributed.is_initialized()
-    time.sleep(JOINED_RANK_DELAY_S if has_joined else ALONE_RANK_DELAY_S)
-    return has_joined
+    is_initialized = distributed is not None and distributed.is_initialized()
+    time.sleep(INITIALIZED_DELAY_S if is_initialized else UNINITIALIZED_DELAY_S)
+    return is_initialized

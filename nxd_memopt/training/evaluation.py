@@ -41,15 +41,19 @@ def held_out_loss(model: nn.Module, config: TrainConfig) -> float | None:
 
     Returns None without held-out tokens, and while ``neuron_parallel_compile`` collects graphs.
     """
-    # Each data-parallel rank sums the losses of its sequences; the all-reduce adds the ranks' sums.
-    # The caller's next train_step switches the model back to train mode.
+    # Each data-parallel rank sums the losses of its sequences; the all-reduce adds the ranks'
+    # sums. The caller's next train_step switches the model back to train mode.
     model.eval()
-    rank, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_size()
+    rank = parallel_state.get_data_parallel_rank()
+    replicas = parallel_state.get_data_parallel_size()
     batches = _batches(config, rank, replicas, backend.device)
-    total = sum_over_data_parallel_ranks(_total_loss(lambda ids, labels: model(ids, labels=labels).loss, batches))
+    total = _total_loss(lambda ids, labels: model(ids, labels=labels).loss, batches)
+    total = sum_over_data_parallel_ranks(total)
     backend.mark_step()
     count = _held_out_sequences(config)
-    return None if count == 0 or is_extracting_graphs() else total.item() / count
+    if count == 0 or is_extracting_graphs():
+        return None
+    return total.item() / count
 
 
 @torch.no_grad()
@@ -64,37 +68,48 @@ def held_out_loss_by_transformers(directory: Path, config: TrainConfig) -> float
     """
     disable_progress_bar()
     dtype = getattr(torch, config.model.dtype)
-    device = torch.device("cpu") if backend.name == "xla" else backend.device
+    device = backend.device
+    if backend.name == "xla":
+        device = torch.device("cpu")
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, device_map={"": device}).eval()
+    # This rank evaluates the sequences of all data-parallel ranks, as the only one of 1 replica.
     batches = _batches(config, 0, 1, device)
     total = _total_loss(lambda ids, labels: model(ids, labels=labels, use_cache=False).loss, batches)
     count = _held_out_sequences(config)
-    return total.item() / count if count else None
+    if count == 0:
+        return None
+    return total.item() / count
 
 
 def _held_out_tokens(config: TrainConfig) -> TokenFile | None:
     """Return the held-out sequences, or None if ``data.eval_sequences`` is 0."""
-    directory = tokens_directory(config)
-    return TokenFile(directory / "held_out.bin", config.data.seq_length) if config.data.eval_sequences else None
+    if not config.data.eval_sequences:
+        return None
+    return TokenFile(tokens_directory(config) / "held_out.bin", config.data.seq_length)
 
 
 def _held_out_sequences(config: TrainConfig) -> int:
     """Return the sequences of one evaluation: ``data.eval_sequences``, or fewer if there are."""
     tokens = _held_out_tokens(config)
-    return 0 if tokens is None else min(len(tokens), config.data.eval_sequences)
+    if tokens is None:
+        return 0
+    return min(len(tokens), config.data.eval_sequences)
 
 
 def _batches(config: TrainConfig, rank: int, replicas: int, device: torch.device) -> list[Batch]:
     """Return this data-parallel rank's share of the held-out sequences.
 
-    Every rank has ceil(count / replicas / B) batches of shape ``[B, S]``, so XLA compiles one graph
-    and every rank runs the same collectives. Missing sequences are padded with sequence 0, whose
-    labels are ignored in the loss.
+    Every rank has ceil(count / replicas / B) batches of shape ``[B, S]``, so XLA compiles one
+    graph and every rank runs the same collectives. Missing sequences are padded with sequence 0,
+    whose labels are ignored in the loss.
     """
-    tokens, size = _held_out_tokens(config), config.data.micro_batch_size
+    tokens = _held_out_tokens(config)
     if tokens is None:
         return []
+    size = config.data.micro_batch_size
     count = _held_out_sequences(config)
+    # Rank r has the sequences r, r + D, r + 2D, ...: ranks differ by one sequence at most. The
+    # number of batches follows from ceil(count / D), the largest share, on every rank.
     rows = range(count)[rank::replicas]
     starts = range(0, -(-count // replicas), size)
     return [_batch(tokens, rows[start : start + size], size, device) for start in starts]
@@ -102,12 +117,17 @@ def _batches(config: TrainConfig, rank: int, replicas: int, device: torch.device
 
 def _batch(tokens: TokenFile, rows: range, size: int, device: torch.device) -> Batch:
     """Return the sequences ``rows``, padded to ``size`` sequences, on ``device``."""
-    # [real, S] and [B - real, S]. A rank without real sequences gets an empty slice for its dtype.
-    real = tokens.sequences(rows) if rows else tokens.sequences(range(1))[:0]
-    filler = tokens.sequences(range(1)).expand(size - len(real), -1)
-    ids = torch.cat([real, filler])
-    labels = torch.cat([real, torch.full_like(filler, IGNORE_INDEX)])
-    return Batch(*(tensor.to(device) for tensor in (ids, labels, torch.tensor(float(len(real))))))
+    # [real, S] and [B - real, S]. A rank without real sequences gets an empty slice for its
+    # dtype.
+    first = tokens.sequences(range(1))
+    real = tokens.sequences(rows) if rows else first[:0]
+    padding = first.expand(size - len(real), -1)
+    ids = torch.cat([real, padding])
+    labels = torch.cat([real, torch.full_like(padding, IGNORE_INDEX)])
+    # The count is a tensor: a Python number could become a constant of the XLA graph, and a last
+    # batch with another count would compile again.
+    count = torch.tensor(float(len(real)))
+    return Batch(ids.to(device), labels.to(device), count.to(device))
 
 
 def _total_loss(loss_of: Callable[[Tensor, Tensor], Tensor], batches: list[Batch]) -> Tensor:
@@ -117,7 +137,8 @@ def _total_loss(loss_of: Callable[[Tensor, Tensor], Tensor], batches: list[Batch
     """
     # Created on the host and copied: zeros made on an XLA device would be a constant inside the
     # first batch's graph, so the first batch would compile a graph of its own.
-    total = torch.zeros(()).to(batches[0].ids.device if batches else backend.device)
+    device = batches[0].ids.device if batches else backend.device
+    total = torch.zeros(()).to(device)
     for batch in batches:
         # loss_of returns the mean over the tokens that are not ignored: times count, the sum over
         # the batch's sequences.

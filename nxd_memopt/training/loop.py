@@ -1,4 +1,4 @@
-"""A training run from start to end: data, model, resumption, the loop over steps, evaluation, checkpoints, export.
+"""Runs training from start to end: data, model, resumption, steps, evaluation, checkpoints, export.
 
 ``step.py`` has one optimizer step. On XLA a micro-batch is one compiled graph and the update
 another. Values are read from the device every ``trainer.log_every_n_steps`` steps.
@@ -23,7 +23,12 @@ from nxd_memopt.training.distributed import is_extracting_graphs, is_rank_zero, 
 from nxd_memopt.training.documents import open_documents
 from nxd_memopt.training.evaluation import held_out_loss, held_out_loss_by_transformers
 from nxd_memopt.training.metrics import DeferredMetrics
-from nxd_memopt.training.model import build_model, load_hf_config, load_vocabulary, require_executable
+from nxd_memopt.training.model import (
+    build_model,
+    load_hf_config,
+    load_vocabulary,
+    require_executable,
+)
 from nxd_memopt.training.parallelize import describe_step, parallelize
 from nxd_memopt.training.report import Reporter
 from nxd_memopt.training.state import Saver, Training, resume
@@ -57,6 +62,8 @@ def run(config: TrainConfig) -> None:
     vocabulary = load_vocabulary(config.model, hf_config)
     fingerprint = prepare_data(config, vocabulary)
 
+    # The checkpoint is loaded last: it needs the optimizer, whose states are created for the
+    # parameters that parallelize has made final.
     model = build_model(config, hf_config)
     optimizer, forward_backward = parallelize(model, config)
     training = Training(model, optimizer, forward_backward, fingerprint)
@@ -97,6 +104,7 @@ def prepare_data(config: TrainConfig, vocabulary: Vocabulary) -> str:
 
 def open_reporter(config: TrainConfig, first_step: int, notes: list[str]) -> Reporter:
     """Return the reporter of a run that has done ``first_step`` steps, and print its setup."""
+    # Every rank gets a reporter, so the calls need no condition; all but rank 0's do nothing.
     reporter = Reporter(config.trainer, enabled=is_rank_zero(), first_step=first_step)
     tensor_size = parallel_state.get_tensor_model_parallel_size()
     data_size = parallel_state.get_data_parallel_size()
@@ -115,6 +123,8 @@ def open_reporter(config: TrainConfig, first_step: int, notes: list[str]) -> Rep
 def train(training: Training, config: TrainConfig, reporter: Reporter) -> None:
     """Train from ``training.step`` to ``max_steps``, with evaluations and checkpoints."""
     trainer = config.trainer
+    # A finished run that is started again trains nothing and does not write its last checkpoint a
+    # second time; only evaluation and export run.
     if training.step == trainer.max_steps:
         return
     tokens = open_tokens(config)
@@ -125,11 +135,15 @@ def train(training: Training, config: TrainConfig, reporter: Reporter) -> None:
             metrics.start()
             metrics.add(train_step(training, config, micro_batches(config, tokens, training.step)))
             saver.after_step()
+            # ``run`` evaluates after the last step, so the loop does not. All conditions depend
+            # on the step alone: every rank takes the same branches, which contain collectives.
             is_last = training.step == trainer.max_steps
             evaluates = not is_last and is_due(training.step, trainer.val_check_interval)
-            saves = trainer.save_checkpoints and (is_last or is_due(training.step, trainer.save_interval))
+            save_is_due = is_last or is_due(training.step, trainer.save_interval)
+            saves = trainer.save_checkpoints and save_is_due
             # Read before the evaluation, so its time does not count as training time, and before
-            # the checkpoint: read raises for a loss that is not finite, so none is saved after it.
+            # the checkpoint: read raises for a loss that is not finite, so none is saved after
+            # it.
             if is_last or evaluates or saves:
                 metrics.read()
             if evaluates:
@@ -142,9 +156,9 @@ def train(training: Training, config: TrainConfig, reporter: Reporter) -> None:
 def no_collection_of_present_objects() -> Iterator[None]:
     """Exclude the objects that exist now from garbage collection inside the block.
 
-    A full collection traverses the model and all imported modules, which takes 0.2 s and more. The
-    interpreter starts one after enough new objects, typically in a step that begins a checkpoint,
-    and under tensor parallelism all ranks then wait for the one that collects.
+    A full collection traverses the model and all imported modules, which takes 0.2 s and more.
+    The interpreter starts one after enough new objects, typically in a step that begins a
+    checkpoint, and under tensor parallelism all ranks then wait for the one that collects.
     """
     gc.collect()
     gc.freeze()
@@ -161,7 +175,8 @@ def is_due(step: int, interval: int) -> bool:
 
 def open_tokens(config: TrainConfig) -> TokenFile:
     """Return the packed training sequences."""
-    return TokenFile(tokens_directory(config) / "train.bin", config.data.seq_length, seed=config.trainer.seed)
+    path = tokens_directory(config) / "train.bin"
+    return TokenFile(path, config.data.seq_length, seed=config.trainer.seed)
 
 
 def micro_batches(config: TrainConfig, tokens: TokenFile, step: int) -> list[Tensor]:
@@ -170,11 +185,19 @@ def micro_batches(config: TrainConfig, tokens: TokenFile, step: int) -> list[Ten
     Returns:
         One tensor of token ids per forward pass, ``[B, S]``, int64, on the device.
     """
+    # Tensor-parallel ranks of one replica have the same data-parallel rank, so they read the same
+    # sequences from the file and need no broadcast.
     rank = parallel_state.get_data_parallel_rank()
     replicas = parallel_state.get_data_parallel_size()
     batches = []
     for micro_step in range(config.accumulation_steps(world_size())):
-        positions = micro_batch_positions(config.data, step=step, micro_step=micro_step, rank=rank, replicas=replicas)
+        positions = micro_batch_positions(
+            config.data,
+            step=step,
+            micro_step=micro_step,
+            rank=rank,
+            replicas=replicas,
+        )
         batches.append(tokens.sequences(positions).to(backend.device))
     return batches
 
@@ -191,17 +214,26 @@ def evaluate_before(training: Training, config: TrainConfig, reporter: Reporter)
     """Return the held-out loss at step 0, recorded if the run is resumed. Every rank calls."""
     # Rank 0 alone reads evaluation.jsonl; the other ranks receive its value.
     recorded = share_texts(json.dumps(reporter.recorded_evaluation(0)))[0]
-    return evaluate(training, config, reporter) if training.step == 0 else json.loads(recorded)
+    if training.step == 0:
+        return evaluate(training, config, reporter)
+    # The initial weights of a resumed run no longer exist, so their loss can only be looked up.
+    return json.loads(recorded)
 
 
 def finish(
-    training: Training, config: TrainConfig, reporter: Reporter, summary: Summary, vocabulary: Vocabulary
+    training: Training,
+    config: TrainConfig,
+    reporter: Reporter,
+    summary: Summary,
+    vocabulary: Vocabulary,
 ) -> None:
     """Export the model, verify the export, and write and show the summary. Every rank calls."""
     directory = Path(config.trainer.output_dir) / "export"
     if config.trainer.export:
         export(training.model, vocabulary.tokenizer, directory)
         summary.export = str(directory)
+    # Rank 0 alone loads the export with transformers. The other ranks wait in raise_together and
+    # end with its error if that fails.
     with raise_together("finishing"):
         if is_rank_zero():
             if config.trainer.verify_export:
@@ -223,8 +255,9 @@ def extract_graphs(training: Training, config: TrainConfig) -> None:
         print(f"NEURON_EXTRACT_GRAPHS_ONLY: {steps} steps for their graphs; no value is checked, nothing is saved")
     held_out_loss(training.model, config)
     for step in range(steps):
-        train_step(training, config, micro_batches(config, open_tokens(config), step)[:EXTRACTED_MICRO_BATCHES])
-    # Again after training: the parameters are now outputs of the update's graph, so the evaluation
-    # may have a different graph than before.
+        batches = micro_batches(config, open_tokens(config), step)
+        train_step(training, config, batches[:EXTRACTED_MICRO_BATCHES])
+    # Again after training: the parameters are now outputs of the update's graph, so the
+    # evaluation may have a different graph than before.
     held_out_loss(training.model, config)
     backend.synchronize()

@@ -1,4 +1,4 @@
-"""Values of training steps: what a step returns, and reading those values from the device several steps at a time."""
+"""Values of training steps: what a step returns, and reading the values of several steps at once."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class StepResult:
 class DeferredMetrics:
     """Loss and gradient norm of steps, read from the device ``every`` steps together.
 
-    Each read makes the host wait for the device. The first step of a process is read alone, because
-    warm-up makes it slower and would distort the mean step time. Every rank reads, so all ranks
-    stop at a value that is not finite. Call ``read`` before saving a checkpoint, so no checkpoint
-    is written after such a step.
+    Each read makes the host wait for the device. The first step of a process is read alone,
+    because warm-up makes it slower and would distort the mean step time. Every rank reads, so all
+    ranks stop at a value that is not finite. Call ``read`` before saving a checkpoint, so no
+    checkpoint is written after such a step.
 
     Args:
         reporter: records and shows the values.
@@ -79,6 +79,8 @@ class DeferredMetrics:
         values = [(step, step.loss.item(), step.grad_norm.item()) for step in self._steps]
         seconds = (time.perf_counter() - self._started) / max(len(values), 1)
         peak = backend.max_memory_allocated()
+        # Every step is checked before it is recorded, in order: rows up to the failing step are
+        # in metrics.jsonl.
         for step, loss, grad_norm in values:
             _require_finite(step.number, loss=loss, grad_norm=grad_norm)
             rate = self._tokens_per_step / seconds
@@ -97,6 +99,6 @@ def _require_finite(step: int, **values: float) -> None:
     for name, value in values.items():
         if not math.isfinite(value):
             raise ValueError(
-                f"{name} is {value} at step {step}: nothing was saved after the last checkpoint; lower optimizer.lr, "
-                "lengthen optimizer.warmup_steps, or check the data"
+                f"{name} is {value} at step {step}: nothing was saved after the last checkpoint; "
+                "lower optimizer.lr, lengthen optimizer.warmup_steps, or check the data"
             )

@@ -26,6 +26,8 @@ def load_hf_config(config: ModelConfig) -> PretrainedConfig:
     Raises:
         ValueError: the directory does not exist, or the model type is not supported.
     """
+    # The type is checked before transformers builds a configuration of it: transformers knows
+    # hundreds of types, and the error must name the few that this library has.
     overrides = dict(config.config_overrides)
     if config.pretrained is None:
         model_type = overrides.pop("model_type")
@@ -33,7 +35,9 @@ def load_hf_config(config: ModelConfig) -> PretrainedConfig:
         return AutoConfig.for_model(model_type, **overrides)
     hf_config = load_config(config.pretrained)
     require_supported(hf_config.model_type)
-    hf_config.update({name: value for name, value in overrides.items() if name != "model_type"})
+    # A pretrained directory has its own type; setting the attribute would not change the class.
+    overrides.pop("model_type", None)
+    hf_config.update(overrides)
     return hf_config
 
 
@@ -45,7 +49,9 @@ def require_executable(config: TrainConfig, hf_config: PretrainedConfig) -> None
     conflict = cuda_graph_conflict(config, hf_config)
     if config.trainer.enable_cuda_graph is True and conflict is not None:
         raise ValueError(f"trainer.enable_cuda_graph is true, but {conflict}, or enable_cuda_graph to auto")
-    refusal = backend.compile_refusal() if config.trainer.compile else None
+    if not config.trainer.compile:
+        return
+    refusal = backend.compile_refusal()
     if refusal is not None:
         raise ValueError(f"trainer.compile {config.trainer.compile!r} {refusal}; or set it to null")
 
@@ -55,9 +61,10 @@ def cuda_graph_conflict(config: TrainConfig, hf_config: PretrainedConfig) -> str
     refusal = backend.capture_refusal()
     if refusal is not None:
         return f"a CUDA graph {refusal}: set enable_cuda_graph to false"
-    # Checked here for a remedy that names options of the configuration; GraphedLoss itself refuses
-    # to capture a forward that draws random numbers.
-    dropout = {name: value for name in DROPOUTS if (value := getattr(hf_config, name, None))}
+    # Checked here for a remedy that names options of the configuration; GraphedLoss itself
+    # refuses to capture a forward that draws random numbers.
+    values = {name: getattr(hf_config, name, None) for name in DROPOUTS}
+    dropout = {name: value for name, value in values.items() if value}
     if dropout:
         return f"a CUDA graph needs dropout 0, got {dropout}: set them to 0 in model.config_overrides"
     return config.cuda_graph_conflict()
@@ -73,7 +80,8 @@ def load_vocabulary(config: ModelConfig, hf_config: PretrainedConfig) -> Vocabul
     name = config.tokenizer or config.pretrained
     assert name is not None
     tokenizer = _load_tokenizer(name)
-    # Hugging Face models may have a list of end-of-text ids; only a single id can close a document.
+    # Hugging Face models may have a list of end-of-text ids; only a single id can close a
+    # document.
     candidates = [tokenizer.eos_token_id, hf_config.eos_token_id]
     end_of_text = next((token for token in candidates if isinstance(token, int)), None)
     if end_of_text is None:
@@ -83,9 +91,15 @@ def load_vocabulary(config: ModelConfig, hf_config: PretrainedConfig) -> Vocabul
 
 def _load_tokenizer(name: str) -> Any:
     """Return the transformers tokenizer of a directory, a GGUF file's directory, or a hub name."""
+    # transformers reads a GGUF file's tokenizer only if the file is named.
+    options = {}
     gguf = find_gguf(Path(name))
+    if gguf is not None:
+        options = {"gguf_file": gguf.name}
+    # ImportError: a tokenizer may need a package such as sentencepiece. Its message has several
+    # lines of instructions, of which the first has the reason.
     try:
-        return AutoTokenizer.from_pretrained(name, **({} if gguf is None else {"gguf_file": gguf.name}))
+        return AutoTokenizer.from_pretrained(name, **options)
     except (OSError, ValueError, ImportError) as error:
         reason = str(error).split("\n")[0]
         raise ValueError(
@@ -101,16 +115,19 @@ def build_model(config: TrainConfig, hf_config: PretrainedConfig) -> ParallelCau
     another graph.
     """
     on_host = backend.name == "xla" and config.parallel.use_cpu_initialization
+    device = torch.device("cpu") if on_host else backend.device
     model: ParallelCausalLM = model_class(hf_config.model_type)(
         hf_config,
         parallel=config.parallel,
         memory=config.memory,
         dtype=getattr(torch, config.model.dtype),
-        device="cpu" if on_host else backend.device,
+        device=device,
     )
     if config.model.pretrained is not None and not config.model.random_init:
         load_pretrained(model, config.model.pretrained)
     if on_host:
         move_model_to_device(model, backend.device)
+    # On XLA the graph of initialization and loading ends here, or it would become part of the
+    # first micro-batch's graph.
     backend.mark_step()
     return model

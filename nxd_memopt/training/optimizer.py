@@ -18,10 +18,10 @@ from nxd_memopt.training.distributed import world_size
 class MasterWeightOptimizer:
     """AdamW on fp32 weights: fp32 parameters, or fp32 master weights of bf16 parameters.
 
-    The spacing of bf16 numbers near 0.02 is 1e-4, more than an update at a usual learning rate, so
-    without master weights such a weight does not change at all. Gradients of bf16 parameters are
-    accumulated in fp32 too. With ``config.zero1`` master weights and optimizer states are sharded
-    over the data-parallel ranks; without it they are replicated on each rank.
+    The spacing of bf16 numbers near 0.02 is 1e-4, more than an update at a usual learning rate,
+    so without master weights such a weight does not change at all. Gradients of bf16 parameters
+    are accumulated in fp32 too. With ``config.zero1`` master weights and optimizer states are
+    sharded over the data-parallel ranks; without it they are replicated on each rank.
 
     Args:
         parameters: parameters to train. Weight decay applies to parameters with two or more
@@ -32,21 +32,29 @@ class MasterWeightOptimizer:
     def __init__(self, parameters: list[nn.Parameter], config: OptimizerConfig) -> None:
         self.parameters = parameters
         self._is_sharded = config.zero1
-        self._overlapped = OverlappedGradientReduction(parameters) if config.overlap_grad_reduce else None
+        self._overlapped: OverlappedGradientReduction | None = None
+        if config.overlap_grad_reduce:
+            self._overlapped = OverlappedGradientReduction(parameters)
         # Matrices (embeddings and projections) decay; norm weights and biases do not.
+        matrices = [parameter for parameter in parameters if parameter.dim() >= 2]
+        vectors = [parameter for parameter in parameters if parameter.dim() < 2]
         groups = [
-            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
-            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+            {"params": matrices, "weight_decay": config.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
         ]
+        # Without zero1 every rank is a sharding group of its own: one shard, so the states are
+        # replicated over data parallelism by the same code. None takes the data-parallel groups.
+        sharding_groups = None
+        if not config.zero1:
+            sharding_groups = [[rank] for rank in range(world_size())]
+        optimizer_dtype = torch.float32 if config.master_weights else parameters[0].dtype
         self._zero1 = NeuronZero1Optimizer(
             [group for group in groups if group["params"]],
             AdamW,
-            optimizer_dtype=torch.float32 if config.master_weights else parameters[0].dtype,
+            optimizer_dtype=optimizer_dtype,
             grad_clipping=config.clip_grad > 0,
             max_norm=config.clip_grad,
-            # Without zero1 every rank is a sharding group of its own: one shard, so the states are
-            # replicated over data parallelism by the same code.
-            sharding_groups=None if config.zero1 else [[rank] for rank in range(world_size())],
+            sharding_groups=sharding_groups,
             # Gradients of bf16 parameters are accumulated in fp32 main_grad by a hook.
             use_grad_acc_hook=config.master_weights,
             lr=config.lr,
@@ -60,7 +68,9 @@ class MasterWeightOptimizer:
 
         It reduces nothing unless ``config.overlap_grad_reduce`` is set.
         """
-        return nullcontext() if self._overlapped is None else self._overlapped.last_backward()
+        if self._overlapped is None:
+            return nullcontext()
+        return self._overlapped.last_backward()
 
     def reduce_gradients(self) -> Tensor:
         """Sum gradients over sequence shards, average them over data-parallel ranks, and clip them.

@@ -1,4 +1,4 @@
-"""Applies memory techniques, data parallelism and CUDA graphs to a model, each after those that it depends on."""
+"""Applies memory techniques, data parallelism and CUDA graphs to a model, in the required order."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def parallelize(model: ParallelCausalLM, config: TrainConfig) -> tuple[MasterWei
        gradients.
 
     Returns:
-        The optimizer, which reduces the gradients, and the function that runs forward and backward.
+        The optimizer, which reduces the gradients, and the function that runs forward and
+        backward.
     """
     apply_memory(model, config.memory, compile=config.trainer.compile)
     optimizer = MasterWeightOptimizer(trainable_parameters(model), config.optimizer)
@@ -58,6 +59,9 @@ def _forward_backward(model: ParallelCausalLM, config: TrainConfig) -> ForwardBa
 
     if not uses_cuda_graph(config, model.config):
         return forward_backward
+    # The first two calls run eagerly, then a micro-batch is captured; later calls copy it into
+    # the graph's input. Gradients stay allocated, because the graph accumulates into their
+    # memory.
     graphed = GraphedLoss(trainable_parameters(model), loss_of)
 
     def replay(micro_batch: Tensor) -> Tensor:
@@ -77,6 +81,7 @@ def uses_cuda_graph(config: TrainConfig, hf_config: PretrainedConfig) -> bool:
 
 def describe_step(model: ParallelCausalLM, config: TrainConfig) -> list[str]:
     """Return one line for each choice that was made for this model and device, with its reason."""
+    # The part of a conflict after the colon is a remedy, which "auto" does not need.
     conflict = cuda_graph_conflict(config, model.config)
     if uses_cuda_graph(config, model.config):
         graph = "on"

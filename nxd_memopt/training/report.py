@@ -28,9 +28,10 @@ class StepMetrics:
         loss: mean over the step's tokens on all ranks, fp32.
         grad_norm: global gradient norm before clipping, fp32.
         lr: learning rate of the update.
-        tokens_per_s: tokens per second over all ranks, mean over the steps that were read together.
-        peak_memory_bytes: peak of this rank since the start of training, in bytes; ``None`` if the
-            device does not report it.
+        tokens_per_s: tokens per second over all ranks, mean over the steps that were read
+            together.
+        peak_memory_bytes: peak of this rank since the start of training, in bytes; ``None`` if
+            the device does not report it.
     """
 
     step: int
@@ -50,34 +51,40 @@ class StepMetrics:
 
 def gib(size: int | None) -> str:
     """Return a size in bytes as text in GiB, or ``n/a`` if None."""
-    return "n/a" if size is None else f"{size / GIB:.2f} GiB"
+    if size is None:
+        return "n/a"
+    return f"{size / GIB:.2f} GiB"
 
 
 class Rows:
     """JSONL file with one row per step, which a resumed run continues.
 
-    Rows after ``last_step`` are removed, because the resumed run repeats their steps. An incomplete
-    row, left by a process that was killed while writing, is removed too.
+    Rows after ``last_step`` are removed, because the resumed run repeats their steps. An
+    incomplete row, left by a process that was killed while writing, is removed too.
     """
 
     def __init__(self, path: Path, last_step: int) -> None:
         self._path = path
         # Written to a temporary file and renamed: a process killed here loses no row.
-        self.kept = [row for row in _complete_rows(path) if row["step"] <= last_step]
-        rewritten = path.with_suffix(".tmp")
-        rewritten.write_text("".join(f"{json.dumps(row)}\n" for row in self.kept), encoding="utf-8")
-        rewritten.replace(path)
+        self.rows = [row for row in _complete_rows(path) if row["step"] <= last_step]
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text("".join(f"{json.dumps(row)}\n" for row in self.rows), encoding="utf-8")
+        temporary.replace(path)
 
     def append(self, row: dict[str, Any]) -> None:
-        """Write ``row`` to the file."""
+        """Add ``row`` to ``rows`` and to the file."""
+        self.rows.append(row)
+        # Opened and closed for each row, so every complete row survives a killed process.
         with self._path.open("a", encoding="utf-8") as file:
             file.write(f"{json.dumps(row)}\n")
 
 
 def _complete_rows(path: Path) -> list[dict[str, Any]]:
     """Return the rows of ``path`` that are valid JSON; an empty list if the file does not exist."""
+    if not path.is_file():
+        return []
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+    for line in path.read_text(encoding="utf-8").splitlines():
         with contextlib.suppress(json.JSONDecodeError):
             rows.append(json.loads(line))
     return rows
@@ -93,9 +100,14 @@ class Reporter:
     """
 
     def __init__(self, config: TrainerConfig, *, enabled: bool, first_step: int) -> None:
-        self._config, self._enabled = config, enabled
+        self._config = config
+        self._enabled = enabled
         self._first_step = first_step
+        # soft_wrap: a line of a log file is not broken at the width of a terminal that is not
+        # there. quiet: other ranks call say and show too, and print nothing.
         self.console = Console(soft_wrap=True, quiet=not enabled, highlight=False)
+        # The attributes below exist on rank 0 only, so that one process writes each file.
+        # purge_step makes TensorBoard hide the points of steps that this process repeats.
         if enabled:
             directory = Path(config.output_dir)
             self._metrics = Rows(directory / "metrics.jsonl", first_step)
@@ -110,7 +122,10 @@ class Reporter:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         if self._enabled:
             self._progress.stop()
@@ -131,7 +146,6 @@ class Reporter:
         if not self._enabled:
             return
         self._metrics.append(asdict(row))
-        self._metrics.kept.append(asdict(row))
         for name, value in asdict(row).items():
             if value is not None:
                 self._board.add_scalar(f"train/{name}", value, row.step)
@@ -146,8 +160,12 @@ class Reporter:
 
     def recorded_evaluation(self, step: int) -> float | None:
         """Return the recorded held-out loss of ``step``, or None without a record."""
-        rows = self._evaluations.kept if self._enabled else []
-        return next((row["held_out_loss"] for row in rows if row["step"] == step), None)
+        if not self._enabled:
+            return None
+        for row in self._evaluations.rows:
+            if row["step"] == step:
+                return row["held_out_loss"]
+        return None
 
     def evaluation(self, step: int, held_out_loss: float) -> None:
         """Record the held-out loss after ``step`` in evaluation.jsonl and TensorBoard; print it."""
@@ -157,7 +175,6 @@ class Reporter:
         row = {"step": step, "held_out_loss": held_out_loss}
         if self.recorded_evaluation(step) is None:
             self._evaluations.append(row)
-            self._evaluations.kept.append(row)
         self._board.add_scalar("held_out/loss", held_out_loss, step)
         self.say(f"step {step}/{self._config.max_steps}  held-out loss {held_out_loss:.4f}")
 
@@ -166,13 +183,21 @@ class Reporter:
 
         The first step is left out as warm-up if there are others.
         """
-        # Every step has the same number of tokens, so the mean rate over time is the harmonic mean.
-        rates = [row["tokens_per_s"] for row in self._metrics.kept if row["step"] > self._first_step]
+        # Every step has the same number of tokens, so the mean rate over time is the harmonic
+        # mean.
+        rates = [row["tokens_per_s"] for row in self._metrics.rows if row["step"] > self._first_step]
         rates = rates[1:] or rates
-        return len(rates) / sum(1 / rate for rate in rates) if rates else None
+        if not rates:
+            return None
+        return len(rates) / sum(1 / rate for rate in rates)
 
 
 def _progress(console: Console) -> Progress:
     """Return the progress bar, disabled if the console is not a terminal."""
-    columns = (BarColumn(bar_width=16), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    columns = (
+        BarColumn(bar_width=16),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    )
     return Progress(*columns, console=console, disable=not console.is_terminal)

@@ -46,6 +46,8 @@ class Training:
 
     def state(self) -> TrainingState:
         """Return everything that a checkpoint stores of this rank."""
+        # References to the model and the optimizer, copies of the random states only: the save
+        # copies everything else before the next update changes it.
         return TrainingState(
             self.model,
             self.optimizer.inner,
@@ -62,23 +64,28 @@ def checkpoint_directory(config: TrainConfig) -> Path:
 class Saver:
     """Writer of a run's checkpoints; a context manager.
 
-    Checkpoints are written in the background if ``trainer.async_save`` is set. Every rank makes the
-    same calls.
+    Checkpoints are written in the background if ``trainer.async_save`` is set. Every rank makes
+    the same calls.
     """
 
     def __init__(self, training: Training, config: TrainConfig) -> None:
-        self._training, self._config = training, config
+        self._training = training
+        self._config = config
         self._background: BackgroundSaver | None = None
         self._is_reserved = False
 
     def __enter__(self) -> Saver:
         trainer = self._config.trainer
         if trainer.async_save and trainer.save_checkpoints:
-            self._background = BackgroundSaver(checkpoint_directory(self._config), keep=trainer.keep_checkpoints)
+            directory = checkpoint_directory(self._config)
+            self._background = BackgroundSaver(directory, keep=trainer.keep_checkpoints)
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         if self._background is not None:
             self._background.__exit__(kind, error, traceback)
@@ -126,21 +133,25 @@ def resume(training: Training, config: TrainConfig) -> list[str]:
     directory = checkpoint_directory(config)
     if find_latest(directory) is None:
         return []
+    # load_training_state compares the configurations before it reads tensors, and loads into the
+    # tensors of the model and the optimizer, so no second copy of them exists.
     restored = load_training_state(
         directory,
         state=training.state(),
         config=config.resume_identity(world_size()),
         not_compared=config.MAY_CHANGE,
     )
+    # The step is the only data state: with other tokens it would stand for other sequences, and
+    # the run would repeat some and skip others without an error.
     if restored.shared["data_fingerprint"] != training.data_fingerprint:
         raise ValueError(
-            "the dataset or the tokenizer has changed since the checkpoint was written: restore it, or start a new "
-            "run in another trainer.output_dir"
+            "the dataset or the tokenizer has changed since the checkpoint was written: restore "
+            "it, or start a new run in another trainer.output_dir"
         )
     if restored.step > config.trainer.max_steps:
         raise ValueError(
-            f"{directory} holds step {restored.step}, past trainer.max_steps {config.trainer.max_steps}: raise it or "
-            "choose another trainer.output_dir"
+            f"{directory} holds step {restored.step}, past trainer.max_steps "
+            f"{config.trainer.max_steps}: raise it or choose another trainer.output_dir"
         )
     # Random states are stored per rank: they are of use only if every rank has the same position
     # in the same groups. Otherwise seed + step gives new streams, not those of the run's start.
@@ -151,14 +162,21 @@ def resume(training: Training, config: TrainConfig) -> list[str]:
     model_parallel_manual_seed(config.trainer.seed + restored.step)
     return [
         *restored.notes,
-        "the tensor-parallel or data-parallel size has changed: random streams are seeded with trainer.seed + "
-        f"{restored.step}, so dropout draws other numbers than an uninterrupted run",
+        "the tensor-parallel or data-parallel size has changed: random streams are seeded with "
+        f"trainer.seed + {restored.step}, so dropout draws other numbers than an uninterrupted "
+        "run",
     ]
 
 
 def random_state() -> dict[str, Any]:
     """Return the states of all random number generators of this rank that training uses."""
-    return {"host": torch.get_rng_state(), "device": backend.get_rng_state(), "tracker": get_rng_tracker().get_states()}
+    # The tracker has the streams of tensor-parallel regions, which differ between the ranks of a
+    # replica; the device's default generator has the stream that they share.
+    return {
+        "host": torch.get_rng_state(),
+        "device": backend.get_rng_state(),
+        "tracker": get_rng_tracker().get_states(),
+    }
 
 
 def set_random_state(state: dict[str, Any]) -> None:

@@ -29,18 +29,19 @@ def train_step(training: Training, config: TrainConfig, micro_batches: Sequence[
     optimizer = training.optimizer
     training.model.train()
 
-    # Gradients accumulate over the micro-batches. On XLA mark_step ends the graph of a micro-batch,
-    # so all micro-batches run the same graph, and the gradient reduction may overlap with the last
-    # backward only: earlier ones have partial sums.
+    # Gradients accumulate over the micro-batches. On XLA mark_step ends the graph of a
+    # micro-batch, so all micro-batches run the same graph, and the gradient reduction may overlap
+    # with the last backward only: earlier ones have partial sums.
     loss = torch.zeros((), device=backend.device)
-    for i, micro_batch in enumerate(micro_batches):
-        is_last = i == len(micro_batches) - 1
+    for index, micro_batch in enumerate(micro_batches):
+        is_last = index == len(micro_batches) - 1
         with optimizer.last_backward() if is_last else nullcontext():
             loss += training.forward_backward(micro_batch)
         backend.mark_step()
 
-    # Gradients of sequence-parallel norms are summed over tensor-parallel ranks, all gradients are
-    # averaged over data-parallel ranks, and clipping uses the norm of the full model's gradients.
+    # Gradients of sequence-parallel norms are summed over tensor-parallel ranks, all gradients
+    # are averaged over data-parallel ranks, and clipping uses the norm of the full model's
+    # gradients.
     grad_norm = optimizer.reduce_gradients()
     loss = sum_over_data_parallel_ranks(loss) / parallel_state.get_data_parallel_size()
 

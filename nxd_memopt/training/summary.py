@@ -56,7 +56,8 @@ class Summary:
             "held_out_change_percent": self.change_percent(),
             "transformers_difference": self.transformers_difference(),
         }
-        (directory / "summary.json").write_text(json.dumps(asdict(self) | derived, indent=2) + "\n", encoding="utf-8")
+        text = json.dumps(asdict(self) | derived, indent=2) + "\n"
+        (directory / "summary.json").write_text(text, encoding="utf-8")
 
     def table(self) -> Table:
         """Return a table of the figures that are not None, for the console."""
@@ -66,11 +67,15 @@ class Summary:
         return table
 
     def _rows(self) -> list[tuple[str, str]]:
-        # Rows without a value are left out: not every run exports, evaluates or reports memory.
+        # Rows without a value are left out: not every run exports, evaluates or reports memory. An
+        # empty text counts as no value, so a run without peaks has no row for them.
         single = self.single_process_peak_memory_bytes
         ranks = [f"rank {rank}: {gib(peak)}" for rank, peak in enumerate(self.peak_memory_bytes)]
         candidates = [
-            ("tensor-parallel x data-parallel", f"{self.tensor_model_parallel_size} x {self.data_parallel_size}"),
+            (
+                "tensor-parallel x data-parallel",
+                f"{self.tensor_model_parallel_size} x {self.data_parallel_size}",
+            ),
             ("held-out loss before", _number(self.held_out_loss_before, ".4f")),
             ("held-out loss after", _number(self.held_out_loss_after, ".4f")),
             ("change", _number(self.change_percent(), "+.2f", " %")),
@@ -95,7 +100,9 @@ def start_summary(config: TrainConfig) -> Summary:
 
 
 def _number(value: float | None, spec: str, unit: str = "") -> str | None:
-    return None if value is None else f"{value:{spec}}{unit}"
+    if value is None:
+        return None
+    return f"{value:{spec}}{unit}"
 
 
 def single_process_peak(path: str | None) -> int | None:
@@ -110,6 +117,8 @@ def single_process_peak(path: str | None) -> int | None:
         return None
     if not Path(path).is_file():
         raise ValueError(f"trainer.single_process_summary {path} does not exist: name a run's summary.json")
+    # One peak per rank: the peaks of several ranks are of shards, so they are no figure to
+    # compare this run's ranks with.
     peaks = read_json(Path(path)).get("peak_memory_bytes")
     if not isinstance(peaks, list) or len(peaks) != 1:
         raise ValueError(f"trainer.single_process_summary {path} is not of one process: it has the peaks {peaks}")
@@ -118,11 +127,15 @@ def single_process_peak(path: str | None) -> int | None:
 
 def peak_bytes_of_all_ranks() -> list[int | None]:
     """Return each rank's peak memory in bytes, None if not reported. Every rank calls."""
-    return [json.loads(text) for text in share_texts(json.dumps(backend.max_memory_allocated()))]
+    # As JSON text through the c10d store, because a rank may have None instead of a number.
+    peaks = share_texts(json.dumps(backend.max_memory_allocated()))
+    return [json.loads(peak) for peak in peaks]
 
 
 def export(model: nn.Module, tokenizer: Any, directory: Path) -> None:
     """Write the model and its tokenizer as a Hugging Face directory. Every rank calls."""
+    # The weights first: save_pretrained accepts only an absent or empty directory, or an earlier
+    # export, which a directory with nothing but tokenizer files is not.
     save_pretrained(model, directory)
     with raise_together(f"writing the tokenizer to {directory}"):
         if parallel_state.is_global_rank_zero():

@@ -52,8 +52,9 @@ class Vocabulary:
     def __post_init__(self) -> None:
         if len(self.tokenizer) > self.size:
             raise ValueError(
-                f"the tokenizer has {len(self.tokenizer)} tokens, more than the model's vocab_size {self.size}: "
-                "use the model's own tokenizer, or raise vocab_size in model.config_overrides"
+                f"the tokenizer has {len(self.tokenizer)} tokens, more than the model's "
+                f"vocab_size {self.size}: use the model's own tokenizer, or raise vocab_size in "
+                "model.config_overrides"
             )
         if not 0 <= self.end_of_text < self.size:
             raise ValueError(f"end-of-text token id {self.end_of_text} is outside [0, vocab_size {self.size})")
@@ -66,12 +67,22 @@ class Vocabulary:
         """
         # Checked for every token: an id outside the embedding is a device-side assertion on CUDA.
         encoded = self.tokenizer(texts, verbose=False, return_attention_mask=False)["input_ids"]
-        closed = [ids if ids and ids[-1] == self.end_of_text else [*ids, self.end_of_text] for ids in encoded]
-        largest, smallest = max(map(max, closed)), min(map(min, closed))
-        if smallest < 0 or largest >= self.size:
-            outside = largest if largest >= self.size else smallest
+        # Some tokenizers add the end-of-text token themselves: a second one would mark an empty
+        # document.
+        terminated = []
+        for ids in encoded:
+            ends = bool(ids) and ids[-1] == self.end_of_text
+            terminated.append(ids if ends else [*ids, self.end_of_text])
+        largest = max(map(max, terminated))
+        smallest = min(map(min, terminated))
+        outside = None
+        if largest >= self.size:
+            outside = largest
+        elif smallest < 0:
+            outside = smallest
+        if outside is not None:
             raise ValueError(f"token id {outside} is outside [0, vocab_size {self.size}): take the model's tokenizer")
-        return closed
+        return terminated
 
 
 class TokenFile:
@@ -103,18 +114,26 @@ class TokenFile:
 
     def _row(self, position: int) -> int:
         """Return the file's row at ``position``; each epoch after the first has a permutation."""
-        # The permutation is a function of seed and epoch, so a resumed run needs no data state but
-        # the step. Only the last epoch's permutation is cached.
+        # The permutation is a function of seed and epoch, so a resumed run needs no data state
+        # but the step. Only the last epoch's permutation is cached.
         epoch, row = divmod(position, len(self))
         if epoch == 0:
             return row
         if self._order[0] != epoch:
-            self._order = (epoch, np.random.default_rng([self._seed, epoch]).permutation(len(self)))
+            generator = np.random.default_rng([self._seed, epoch])
+            self._order = (epoch, generator.permutation(len(self)))
         assert self._order[1] is not None
         return int(self._order[1][row])
 
 
-def micro_batch_positions(config: DataConfig, *, step: int, micro_step: int, rank: int, replicas: int) -> range:
+def micro_batch_positions(
+    config: DataConfig,
+    *,
+    step: int,
+    micro_step: int,
+    rank: int,
+    replicas: int,
+) -> range:
     """Return the stream positions of one forward pass.
 
     A step has the same global batch for every number of data-parallel replicas D: micro-step m of
@@ -161,9 +180,12 @@ def write_tokens(
     fingerprint = _fingerprint(config, documents, vocabulary, seed)
     index_file = directory / "index.json"
     wanted = {"train": train_sequences, "held_out": config.eval_sequences}
+    # The requested numbers are compared, not the sequences in the files: a text that ended early
+    # has fewer, and tokenizing it again would not give more.
     if index_file.is_file():
         index = json.loads(index_file.read_text(encoding="utf-8"))
-        if index["fingerprint"] == fingerprint and all(index["wanted"][name] >= wanted[name] for name in wanted):
+        has_enough = all(index["wanted"][name] >= wanted[name] for name in wanted)
+        if index["fingerprint"] == fingerprint and has_enough:
             return
     directory.mkdir(parents=True, exist_ok=True)
     # The index is removed first and written last: an interrupted run leaves no index, so its
@@ -203,9 +225,9 @@ def _write_split(path: Path, windows: Iterator[Tokens], wanted: int) -> None:
     written = 0
     with path.open("wb") as file:
         for window in windows:
-            part = window[: wanted - written]
-            file.write(np.ascontiguousarray(part).tobytes())
-            written += len(part)
+            rows = window[: wanted - written]
+            file.write(np.ascontiguousarray(rows).tobytes())
+            written += len(rows)
             if written == wanted:
                 break
 
@@ -232,15 +254,20 @@ def _packed(documents: Documents, parts: list[Part], vocabulary: Vocabulary, con
     Raises:
         ValueError: the documents have fewer than S tokens.
     """
-    # ``rest`` carries fewer than S tokens from one call of the tokenizer to the next, so memory is
-    # bounded by DOCUMENTS_PER_CALL documents.
-    length, tokens, found = config.seq_length, 0, False
+    # ``rest`` carries fewer than S tokens from one call of the tokenizer to the next, so memory
+    # is bounded by DOCUMENTS_PER_CALL documents.
+    length = config.seq_length
+    tokens = 0
+    found = False
     rest: list[int] = []
     for start in range(0, len(parts), DOCUMENTS_PER_CALL):
-        texts = [text for part in parts[start : start + DOCUMENTS_PER_CALL] if (text := documents.text(part)).strip()]
-        for ids in vocabulary.encode(texts) if texts else ():
-            tokens += len(ids)
-            rest += ids
+        texts = [documents.text(part) for part in parts[start : start + DOCUMENTS_PER_CALL]]
+        # Empty documents are left out: each would add nothing but an end-of-text token.
+        texts = [text for text in texts if text.strip()]
+        if texts:
+            for ids in vocabulary.encode(texts):
+                tokens += len(ids)
+                rest += ids
         packed = np.asarray(rest[: len(rest) // length * length], dtype=np.int32).reshape(-1, length)
         # [packed sequences, S]; the tokens after the last complete sequence stay in ``rest``.
         rest = rest[packed.size :]
@@ -255,6 +282,7 @@ def _too_short(config: DataConfig, tokens: int, count: int) -> str:
     if not tokens:
         return f"dataset {config.dataset!r} is empty: none of its documents has any text"
     return (
-        f"the {count} documents of a split of {config.dataset!r} have {tokens} tokens, fewer than data.seq_length "
-        f"{config.seq_length}: shorten data.seq_length, give it more text, or set data.eval_sequences to 0"
+        f"the {count} documents of a split of {config.dataset!r} have {tokens} tokens, fewer "
+        f"than data.seq_length {config.seq_length}: shorten data.seq_length, give it more text, "
+        "or set data.eval_sequences to 0"
     )

@@ -118,7 +118,7 @@ def test_installed_package_is_left_aside_with_a_notice(tmp_path):
     code = "import nxd_memopt.compat, neuronx_distributed.parallel_layers as p; print(p.__spec__.origin)"
     finished = run("-c", code, path=tmp_path)
     assert finished.stdout.strip() == "alias of nxd_memopt.compat"
-    notices = [line for line in finished.stderr.splitlines() if line.endswith("is left aside")]
+    notices = [line for line in finished.stderr.splitlines() if line.endswith("is ignored")]
     assert len(notices) == 1 and "neuronx_distributed of" in notices[0] and str(tmp_path) in notices[0]
 
 

@@ -7,23 +7,35 @@ from nxd_memopt.compat.xla import device, process_group
 
 __all__ = ["NAMES", "device", "process_group"]
 
-_MODEL, _RUNTIME, _PROGRAM = (f"{__name__}.{module}" for module in ("model", "runtime", "program"))
+_MODEL = f"{__name__}.model"
+_RUNTIME = f"{__name__}.runtime"
+_PROGRAM = f"{__name__}.program"
 
-# torch_xla's module -> [(our module, names)]. A name is written "theirs=ours" if the names differ.
+# torch_xla's module -> [(our module, names)]. A name is written "theirs=ours" if the names
+# differ. An absent name is an ImportError that names the nearest one. xla_backend and
+# pjrt_backend are empty: scripts import them only to register torch_xla's backend of
+# torch.distributed.
 _TABLE = {
     "": [(_MODEL, "device=xla_device sync=mark_step"), (_PROGRAM, "launch")],
     "core": [],
     "core.xla_model": [
         (
             _MODEL,
-            "REDUCE_SUM REDUCE_MAX REDUCE_MIN xla_device mark_step rendezvous add_step_closure master_print "
-            "is_master_ordinal all_reduce reduce_gradients optimizer_step all_gather reduce_scatter mesh_reduce save "
-            "set_rng_state get_rng_state wait_device_ops=synchronize",
+            "REDUCE_SUM REDUCE_MAX REDUCE_MIN xla_device mark_step rendezvous add_step_closure "
+            "master_print is_master_ordinal all_reduce reduce_gradients optimizer_step "
+            "all_gather reduce_scatter mesh_reduce save set_rng_state get_rng_state "
+            "wait_device_ops=synchronize",
         ),
-        (_RUNTIME, "xrt_world_size=world_size get_ordinal=global_ordinal get_local_ordinal=local_ordinal"),
+        (
+            _RUNTIME,
+            "xrt_world_size=world_size get_ordinal=global_ordinal get_local_ordinal=local_ordinal",
+        ),
     ],
     "runtime": [
-        (_RUNTIME, "world_size global_ordinal local_ordinal local_process_count device_type global_device_count")
+        (
+            _RUNTIME,
+            "world_size global_ordinal local_ordinal local_process_count device_type global_device_count",
+        )
     ],
     "distributed": [],
     "distributed.parallel_loader": [(_PROGRAM, "MpDeviceLoader")],

@@ -13,18 +13,26 @@ from nxd_memopt.backends import backend
 
 def _resolve(value: Any) -> Any:
     """Return the backend's device for ``"xla"`` or ``"xla:N"``, and any other value unchanged."""
-    is_xla = (isinstance(value, torch.device) and value.type == "xla") or (
-        isinstance(value, str) and (value == "xla" or value.startswith("xla:"))
-    )
-    return backend.device if is_xla else value
+    if isinstance(value, torch.device) and value.type == "xla":
+        return backend.device
+    # Every index means the same device: a process has one.
+    if isinstance(value, str) and (value == "xla" or value.startswith("xla:")):
+        return backend.device
+    return value
 
 
 class XlaIsBackendDevice(TorchFunctionMode):
     """Function mode that replaces device ``"xla"`` in ``device=`` and in ``Tensor.to``."""
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        # Called for every torch function. Only ``to`` takes a device by position among the calls
+        # that scripts make with "xla"; factory functions take it by keyword.
         kwargs = kwargs or {}
         if "device" in kwargs:
             kwargs = {**kwargs, "device": _resolve(kwargs["device"])}

@@ -19,7 +19,9 @@ from nxd_memopt.parallel_layers.utils import map_tensors
 
 RankGroups = Sequence[Sequence[int]]
 
-REDUCE_SUM, REDUCE_MAX, REDUCE_MIN = "sum", "max", "min"
+REDUCE_SUM = "sum"
+REDUCE_MAX = "max"
+REDUCE_MIN = "min"
 
 
 def xla_device(n: int | None = None, devkind: str | None = None) -> torch.device:
@@ -28,7 +30,10 @@ def xla_device(n: int | None = None, devkind: str | None = None) -> torch.device
     Raises:
         ValueError: ``n`` or ``devkind`` is of another device; a process has one device.
     """
-    if n not in (None, 0, backend.device.index) or devkind not in (None, backend.device.type.upper()):
+    # 0 is the first device of the process, as torch_xla counts, whatever its index on the host.
+    is_other = n not in (None, 0, backend.device.index)
+    is_other_kind = devkind not in (None, backend.device.type.upper())
+    if is_other or is_other_kind:
         raise ValueError(f"this process has the device {backend.device} alone, asked for n={n}, devkind={devkind}")
     return backend.device
 
@@ -53,7 +58,8 @@ def add_step_closure(closure: Callable[..., object], args: tuple[Any, ...] = (),
 
 def is_master_ordinal(local: bool = True) -> bool:
     """Return whether this is rank 0 of the host, or of the world with ``local=False``."""
-    return (local_ordinal() if local else global_ordinal()) == 0
+    ordinal = local_ordinal() if local else global_ordinal()
+    return ordinal == 0
 
 
 def master_print(*values: object, fd: Any = None, local: bool = False, flush: bool = False) -> None:
@@ -68,8 +74,9 @@ def rendezvous(tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> 
     Raises:
         ValueError: ``replicas`` is neither empty nor all ranks.
     """
+    # The tag is not compared: ranks run the same program, so their calls come in the same order.
     if sorted(replicas) not in ([], list(range(parallel_state.get_world_size()))):
-        raise ValueError(f"rendezvous {tag!r} of ranks {list(replicas)}: only the whole world can meet")
+        raise ValueError(f"rendezvous {tag!r} of ranks {list(replicas)}: only all ranks can take part")
     if not dist.is_initialized():
         return [payload]
     gathered: list[Any] = [None] * dist.get_world_size()
@@ -90,7 +97,10 @@ def _group(groups: RankGroups | None) -> ProcessGroup | None:
     """Return this rank's process group of ``groups``, by default the world's."""
     if not dist.is_initialized():
         return None
-    return dist.group.WORLD if groups is None else parallel_state.group_of([list(ranks) for ranks in groups])
+    if groups is None:
+        return dist.group.WORLD
+    # group_of creates the process groups of a partition once and returns the same ones later.
+    return parallel_state.group_of([list(ranks) for ranks in groups])
 
 
 def all_reduce(
@@ -109,8 +119,11 @@ def all_reduce(
     group = _group(groups)
     if isinstance(inputs, Tensor):
         return _scaled(backend.all_reduce(inputs, group, reduce_type), scale)
+    # One collective per tensor. detach: the write in place must not be recorded by autograd, nor
+    # be refused for a leaf that requires gradients.
     for tensor in inputs:
-        tensor.detach().copy_(_scaled(backend.all_reduce(tensor.detach(), group, reduce_type), scale))
+        reduced = backend.all_reduce(tensor.detach(), group, reduce_type)
+        tensor.detach().copy_(_scaled(reduced, scale))
     return inputs
 
 
@@ -120,8 +133,8 @@ def reduce_gradients(
     """Sum the gradients of ``optimizer`` over ``groups`` in place, divided by the world size.
 
     torch_xla divides by the world size even if ``groups`` (default: all ranks) are smaller: over
-    data-parallel groups with T tensor-parallel ranks the result is the mean divided by T. It is the
-    same here, so a script gives the same numbers.
+    data-parallel groups with T tensor-parallel ranks the result is the mean divided by T. It is
+    the same here, so a script gives the same numbers.
     """
     # keep_sums: gradients that are already summed over sequence shards stay marked so after this
     # linear in-place write, and are not summed a second time.
@@ -150,6 +163,7 @@ def optimizer_step(
         pin_layout: ignored.
     """
     reduce_gradients(optimizer, groups=groups, pin_layout=pin_layout)
+    # torch_xla's optimizer_step does not clear the gradients either: scripts call zero_grad.
     loss = optimizer.step(**(optimizer_args or {}))
     if barrier:
         mark_step()
@@ -158,17 +172,25 @@ def optimizer_step(
 
 def _scaled(tensor: Tensor, scale: float) -> Tensor:
     """Return ``tensor * scale``, without a kernel if ``scale`` is 1."""
-    return tensor if scale == 1.0 else tensor * scale
+    if scale == 1.0:
+        return tensor
+    return tensor * scale
 
 
 def all_gather(
-    value: Tensor, dim: int = 0, groups: RankGroups | None = None, output: None = None, pin_layout: bool = True
+    value: Tensor,
+    dim: int = 0,
+    groups: RankGroups | None = None,
+    output: None = None,
+    pin_layout: bool = True,
 ) -> Tensor:
     """Concatenate the group's tensors along ``dim`` in rank order."""
     del pin_layout
     if output is not None:
         raise ValueError("all_gather(output=...) is not offered: use the returned tensor")
-    return backend.all_gather(value.movedim(dim, 0), _group(groups)).movedim(0, dim)
+    # The backend gathers along dimension 0, so ``dim`` is moved there and back.
+    gathered = backend.all_gather(value.movedim(dim, 0), _group(groups))
+    return gathered.movedim(0, dim)
 
 
 def reduce_scatter(
@@ -187,22 +209,27 @@ def reduce_scatter(
         ValueError: the reduction is not a sum, ``output`` is given, or ``shard_count`` is not the
             group's size.
     """
+    # shard_count is redundant, but another value would give chunks of another size on torch_xla.
     del pin_layout
     group = _group(groups)
     if reduce_type != REDUCE_SUM or output is not None or shard_count != backend.group_size(group):
         raise ValueError(
-            f"reduce_scatter offers sums into a new tensor over the group's {backend.group_size(group)} ranks, "
-            f"got {reduce_type!r} with shard_count {shard_count}, output={output is not None}"
+            "reduce_scatter offers sums into a new tensor over the group's "
+            f"{backend.group_size(group)} ranks, got {reduce_type!r} with shard_count "
+            f"{shard_count}, output={output is not None}"
         )
-    return _scaled(backend.reduce_scatter(input.movedim(scatter_dim, 0), group).movedim(0, scatter_dim), scale)
+    scattered = backend.reduce_scatter(input.movedim(scatter_dim, 0), group)
+    return _scaled(scattered.movedim(0, scatter_dim), scale)
 
 
 def save(data: Any, file_or_path: Any, master_only: bool = True, global_master: bool = False) -> None:
     """Write ``data`` with ``torch.save``, with its tensors copied to the host.
 
-    Rank 0 of each host writes; with ``global_master`` rank 0 of the world; without ``master_only``
-    every rank.
+    Rank 0 of each host writes; with ``global_master`` rank 0 of the world; without
+    ``master_only`` every rank.
     """
+    # As torch_xla does by default, each host writes: without a shared file system every host needs
+    # the file. No barrier follows, so a reader on another rank must wait itself.
     if not master_only or is_master_ordinal(local=not global_master):
         torch.save(map_tensors(data, Tensor.cpu), file_or_path)
 

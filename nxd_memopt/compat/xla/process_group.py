@@ -16,19 +16,22 @@ def install() -> None:
 
     Calls with another backend's name are unchanged.
     """
+    # torch registers the backend "xla" only when torch_xla is imported, so the name alone would
+    # be an error here.
     original = dist.init_process_group
 
     @functools.wraps(original)
     def init_process_group(*args: Any, **kwargs: Any) -> None:
-        named = args[0] if args else kwargs.get("backend")
-        if named != "xla":
+        name = args[0] if args else kwargs.get("backend")
+        if name != "xla":
             return original(*args, **kwargs)
-        return _join(*args[1:], **{key: value for key, value in kwargs.items() if key != "backend"})
+        kwargs.pop("backend", None)
+        return _initialize(*args[1:], **kwargs)
 
     dist.init_process_group = init_process_group
 
 
-def _join(init_method: str | None = None, timeout: Any = None, **kwargs: Any) -> None:
+def _initialize(init_method: str | None = None, timeout: Any = None, **kwargs: Any) -> None:
     """Initialize torch.distributed from torchrun's environment, or with one rank."""
     if init_method not in (None, "pjrt://", "xla://", "env://"):
         raise ValueError(f'init_method {init_method!r}: with "xla" torchrun\'s environment describes the world')
@@ -37,5 +40,7 @@ def _join(init_method: str | None = None, timeout: Any = None, **kwargs: Any) ->
     if "RANK" in os.environ:
         backend.init_process_group(**kwargs)
     else:
+        # Without torchrun there is no rendezvous to connect to: a store in this process's memory
+        # is enough for one rank.
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group(backend.distributed_backend, store=store, rank=0, world_size=1, **kwargs)

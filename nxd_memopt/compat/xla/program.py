@@ -41,7 +41,8 @@ class MpDeviceLoader:
 
     def __init__(self, loader: Iterable[Any], device: torch.device, **kwargs: Any) -> None:
         del kwargs  # options of prefetching
-        self._loader, self._device = loader, device
+        self._loader = loader
+        self._device = device
 
     def __iter__(self) -> Iterator[Any]:
         # torch_xla ends a step's graph when the program asks for the next batch.
@@ -53,11 +54,14 @@ class MpDeviceLoader:
         return len(self._loader)  # pyright: ignore[reportArgumentType]
 
     def __getattr__(self, name: str) -> Any:
+        # Called for names that this class lacks, such as ``dataset`` and ``batch_size``.
         return getattr(self._loader, name)
 
 
 def _to(batch: Any, device: torch.device) -> Any:
     """Return ``batch`` with every tensor in nested containers on ``device``."""
+    # The type of a container is preserved: transformers' BatchEncoding and other mappings offer
+    # their values as attributes, which scripts read.
     if isinstance(batch, Tensor):
         return batch.to(device)
     if hasattr(batch, "items"):

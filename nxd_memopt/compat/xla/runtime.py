@@ -11,12 +11,17 @@ from nxd_memopt.backends import backend
 
 def world_size() -> int:
     """Return the number of ranks."""
-    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    # Scripts ask before init_process_group too: torchrun's variables have the same values.
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def global_ordinal() -> int:
     """Return this process's rank in the world."""
-    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    if dist.is_initialized():
+        return dist.get_rank()
+    return int(os.environ.get("RANK", "0"))
 
 
 def local_ordinal() -> int:
@@ -36,4 +41,5 @@ def global_device_count() -> int:
 
 def device_type() -> str:
     """Return the type of the device in capitals, such as ``CPU``."""
+    # torch_xla answers with PJRT's names, which are in capitals: scripts compare with "NEURON".
     return backend.device.type.upper()
