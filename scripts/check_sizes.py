@@ -30,8 +30,8 @@ def main() -> int:
     for folder in FOLDERS:
         for file in sorted((ROOT / folder).rglob("*.py")):
             breaches += check(file)
-    # The path has a limit of its own, so that a newcomer can read one training step in an
-    # afternoon: files that are each within their limit may together exceed it.
+    # The path has a limit of its own: files that are each within theirs may together be too much
+    # to read at once.
     path_lines = sum(count_lines(ROOT / name) for name in NEWCOMER_PATH)
     if path_lines > PATH_LINES:
         files = f"the newcomer's path of {len(NEWCOMER_PATH)} files"

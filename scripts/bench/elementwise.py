@@ -178,24 +178,8 @@ def cases(tokens: int, hidden: int, width: int) -> dict[str, Case]:
     RMSNorm for example reads x and writes y in forward, and reads x and dy and writes dx in
     backward: 5 passes over ``[tokens, hidden]``.
     """
-    # LLaMA-3's proportions: head_dim 128 and 4 query heads per KV head. Statistics, gains, biases
-    # and RoPE tables are small next to the activations and do not count as passes.
-    head_dim = 128
-    heads = hidden // head_dim
-    groups = heads // 4
-    tables = rope_tables(
-        rope_frequencies(head_dim, {"rope_theta": 5e5}),
-        torch.arange(tokens, device=backend.device).unsqueeze(0),
-        torch.bfloat16,
-    )
-    query = random(1, tokens, heads, head_dim).transpose(1, 2).detach().requires_grad_()
-    key = random(1, tokens, groups, head_dim).transpose(1, 2).detach().requires_grad_()
-
-    def ours_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        return apply_rope(q, cos, sin), apply_rope(k, cos, sin)
-
-    # Forward and backward each read and write query and key; key is groups / heads of query.
-    rope_passes = 4 * (1 + groups / heads)
+    # Statistics, gains, biases and RoPE tables are small next to the activations: they do not count
+    # as passes.
     weight = random(hidden)
     return {
         "RMSNorm": Case(
@@ -242,12 +226,29 @@ def cases(tokens: int, hidden: int, width: int) -> dict[str, Case]:
             4,
         ),
         "GeLU": Case((random(tokens, width),), _competitors(activation("gelu"), F.gelu), 5),
-        "RoPE": Case(
-            (query, key, *tables),
-            _competitors(ours_rope, plain_rope, liger_rope),
-            rope_passes,
-        ),
+        "RoPE": _rope_case(tokens, hidden),
     }
+
+
+def _rope_case(tokens: int, hidden: int) -> Case:
+    """Return the case of RoPE on separate query and key, with LLaMA-3's proportions."""
+    head_dim = 128
+    heads = hidden // head_dim
+    groups = heads // 4
+    tables = rope_tables(
+        rope_frequencies(head_dim, {"rope_theta": 5e5}),
+        torch.arange(tokens, device=backend.device).unsqueeze(0),
+        torch.bfloat16,
+    )
+    query = random(1, tokens, heads, head_dim).transpose(1, 2).detach().requires_grad_()
+    key = random(1, tokens, groups, head_dim).transpose(1, 2).detach().requires_grad_()
+
+    def ours(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return apply_rope(query, cos, sin), apply_rope(key, cos, sin)
+
+    # Forward and backward each read and write query and key; key is groups / heads of query.
+    passes = 4 * (1 + groups / heads)
+    return Case((query, key, *tables), _competitors(ours, plain_rope, liger_rope), passes)
 
 
 def _competitors(

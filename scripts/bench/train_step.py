@@ -217,24 +217,35 @@ def measure(
         backend.synchronize()
         times.append(time.perf_counter() - start)
         losses.append(round(loss.item(), 4))
-    step_s = statistics.median(times[WARM_UP_STEPS:])
+    result = figures(times[WARM_UP_STEPS:], losses, tokens)
+    # After the timed steps: the profiler slows a step down, and its buffers would count as memory.
+    if backend.name == "cuda":
+        shares = profiled(step, trace)
+        result["exposed_ms"] = round(shares["exposed_communication"], 1)
+    return result
+
+
+def figures(times: list[float], losses: list[float], tokens: int) -> dict[str, Any]:
+    """Return the columns of timed steps.
+
+    Args:
+        times: seconds of each timed step.
+        losses: of all steps, the warm-up included.
+        tokens: S; all devices together process it once per step.
+    """
+    step_s = statistics.median(times)
+    tokens_per_s = tokens / step_s / parallel_state.get_world_size()
     peak_bytes = backend.max_memory_allocated()
     peak_gib = None
     if peak_bytes is not None:
         peak_gib = round(peak_bytes / 2**30, 2)
-    tokens_per_s = tokens / step_s / parallel_state.get_world_size()
-    result: dict[str, Any] = {
+    return {
         "step_ms": round(step_s * 1e3, 2),
         "first_loss": losses[0],
         "loss": losses[-1],
         "peak_gib": peak_gib,
         "tokens_per_s_per_device": round(tokens_per_s, 1),
     }
-    # After the timed steps: the profiler slows a step down, and its buffers would count as memory.
-    if backend.name == "cuda":
-        shares = profiled(step, trace)
-        result["exposed_ms"] = round(shares["exposed_communication"], 1)
-    return result
 
 
 def model_flops(config: Any, tokens: int) -> float:
