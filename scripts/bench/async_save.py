@@ -141,6 +141,7 @@ class Training:
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors of a checkpoint by name."""
         names = parameter_names(self.model)
+        # The same functions that a save uses, so that this list has what a checkpoint has.
         logicals = [*model_tensors(self.model), *optimizer_tensors(self.optimizer, names)]
         return {logical.name: logical.stored for logical in logicals}
 

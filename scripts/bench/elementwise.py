@@ -179,7 +179,12 @@ def cases(tokens: int, hidden: int, width: int) -> dict[str, Case]:
     backward: 5 passes over ``[tokens, hidden]``.
     """
     # Statistics, gains, biases and RoPE tables are small next to the activations: they do not count
-    # as passes.
+    # as passes. Forward + backward of the others, with x, y, r for input, output and residual:
+    # - residual + RMSNorm: reads x, r, writes sum, y; reads sum, dy, dsum, writes one gradient: 8.
+    # - gated activations: read gate, up, write y; read gate, up, dy, write dgate, dup: 8.
+    # - two affine parts: reads x, writes y1, y2; reads x, dy1, dy2, writes dx: 7.
+    # - residual + bias: reads x, r, writes y; reads dy for the bias, dx and dr are dy itself: 4.
+    # - GeLU: reads x, writes y; reads x, dy, writes dx: 5.
     weight = random(hidden)
     return {
         "RMSNorm": Case(

@@ -126,6 +126,9 @@ def cce_vocab_parallel(vocab: int, **options: Any) -> LossFunction:
 
 def variants(gradient_bytes: int, tokens: int, vocab: int) -> dict[str, Callable[[], LossFunction]]:
     """Return a builder of each variant by name; the builder fails if a peer is not installed."""
+    # ``logits_bytes`` limits our chunks: more bytes, fewer chunks and larger matmuls. 4 bytes per
+    # logit are enough for one chunk. Liger's chunks depend on its constant in the same way, so it
+    # takes part with several. CCE filters gradients below ``filter_eps``; None turns it off.
     table: dict[str, Callable[[], LossFunction]] = {
         "ours": ours,
         "ours, 5 % memory": lambda: ours(logits_bytes=gradient_bytes // 22),

@@ -60,6 +60,8 @@ LLAMA3_ROPE: dict[str, Any] = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+# Each case is a path of its own through the models: biases, shared and replicated KV heads (MQA has
+# fewer KV heads than ranks), tied weights, scaled RoPE, and both residual forms of GPT-NeoX.
 CASES: dict[str, Callable[[], Any]] = {
     "LLaMA MHA, biases": lambda: LlamaConfig(**LLAMA, attention_bias=True, mlp_bias=True),
     "LLaMA GQA, 2 KV heads": lambda: LlamaConfig(**LLAMA, num_key_value_heads=2),
@@ -78,6 +80,7 @@ RECOMPUTE = {
     ),
     "full": MemoryConfig(recompute_granularity="full"),
 }
+# The options in which each model's configuration has its dropout probabilities.
 DROPOUT = {"llama": ("attention_dropout",), "gpt_neox": ("attention_dropout", "hidden_dropout")}
 # Loss, and gradients by the parameter's name.
 StepResult = tuple[Tensor, dict[str, Tensor]]

@@ -61,6 +61,7 @@ from scripts.bench.record import append, environment
 
 WARM_UP_STEPS = 3
 CSV = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "train_step.csv"
+# Published sizes of the models. The tiny ones are for trying the program out on a CPU.
 LLAMA3: dict[str, Any] = {
     "vocab_size": 128256,
     "hidden_size": 4096,
@@ -255,6 +256,7 @@ def model_flops(config: Any, tokens: int) -> float:
     and token, and backward twice that. Causal attention has 2 matmuls of S^2 H / 2 multiply-adds
     per layer in forward, and backward costs twice that.
     """
+    # On the meta device: only the shapes are needed, and nothing is allocated.
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     embedding = config.vocab_size * config.hidden_size

@@ -109,6 +109,7 @@ def all_reduce(kind: str, tensors: list[Tensor], groups: Any = None, **_: Any) -
 
 def all_gather(value: Tensor, dim: int = 0, groups: Any = None, **_: Any) -> Tensor:
     """Return the concatenation of the group's tensors along ``dim``, gathered on the host."""
+    # gloo gathers CPU tensors; the copy also makes XLA run the pending operations.
     host = value.cpu().contiguous()
     ranks = next(ranks for ranks in groups if dist.get_rank() in ranks)
     gathered = [torch.empty_like(host) for _ in ranks]
