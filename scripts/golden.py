@@ -13,7 +13,9 @@ def main() -> None:
     torch.set_num_threads(1)
     for name in MODELS:
         losses = train(name)
-        header = f"# {STEPS} losses of {name}, fp32, CPU, T=1; recorded by `make golden` with torch {torch.__version__}"
+        recorded = f"recorded by `make golden` with torch {torch.__version__}"
+        header = f"# {STEPS} losses of {name}, fp32, CPU, T=1; {recorded}"
+        # repr of a float is the shortest text that reads back as the same float.
         text = "\n".join([header, *map(repr, losses)]) + "\n"
         golden_file(name).write_text(text, encoding="utf-8")
         print(f"{golden_file(name)}: {losses[0]:.6f} -> {losses[-1]:.6f}")

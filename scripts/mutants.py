@@ -49,9 +49,12 @@ class Mutant:
 
 def load_mutants() -> list[Mutant]:
     """Return the mutants of every ``tests/mutants/<package>.toml``, sorted by file name."""
-    tables = [tomllib.loads(path.read_text(encoding="utf-8")) for path in sorted(TABLES.glob("*.toml"))]
-    rows = [row for table in tables for row in table["mutant"]]
-    return [Mutant(**{**row, "tests": tuple(row["tests"])}) for row in rows]
+    # An unknown or a missing field is a TypeError of Mutant.
+    mutants: list[Mutant] = []
+    for path in sorted(TABLES.glob("*.toml")):
+        for row in tomllib.loads(path.read_text(encoding="utf-8"))["mutant"]:
+            mutants.append(Mutant(**{**row, "tests": tuple(row["tests"])}))
+    return mutants
 
 
 def main() -> int:
@@ -76,9 +79,11 @@ def main() -> int:
             began = time.monotonic()
             caught_by = try_mutant(copy, mutant)
             survivors += caught_by is None
-            print(f"{mutant.name:{width}}  {time.monotonic() - began:4.0f} s  {caught_by or 'SURVIVED'}", flush=True)
+            seconds = time.monotonic() - began
+            result = caught_by or "SURVIVED"
+            print(f"{mutant.name:{width}}  {seconds:4.0f} s  {result}", flush=True)
     print(f"{len(chosen) - survivors} of {len(chosen)} mutants were caught")
-    return 1 if survivors else 0
+    return int(survivors > 0)
 
 
 def copy_repository(folder: Path) -> Path:
@@ -86,10 +91,13 @@ def copy_repository(folder: Path) -> Path:
 
     The link ``nxd_memopt/models`` stays a link, which points to the copy of ``models``.
     """
+    # Without bytecode: Python compares it with its source by time and size in whole seconds, and
+    # could take that of the text before a fault of the same length was planted.
+    ignore = shutil.ignore_patterns("__pycache__")
     for name in COPIED:
         source = ROOT / name
         if source.is_dir():
-            shutil.copytree(source, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(source, folder / name, symlinks=True, ignore=ignore)
         else:
             shutil.copy2(source, folder / name)
     return folder
@@ -97,39 +105,59 @@ def copy_repository(folder: Path) -> Path:
 
 def run(copy: Path, venv: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the environment's Python in the copy, on backend cpu."""
-    environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "NXD_MEMOPT_BACKEND": "cpu"}
-    command = [str(ROOT / venv / "bin" / "python"), *arguments]
-    return subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+    # PYTHONPATH precedes the environment's own editable installation, which points to ROOT.
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(copy),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "NXD_MEMOPT_BACKEND": "cpu",
+    }
+    return subprocess.run(
+        [str(ROOT / venv / "bin" / "python"), *arguments],
+        cwd=copy,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
 
 
 def check_imports(copy: Path, venv: str) -> None:
     """Raise ``RuntimeError`` unless Python imports both packages from the copy."""
+    # If the checkout were imported instead, no fault would have an effect and every mutant would
+    # survive.
     result = run(copy, venv, "-c", ENVIRONMENT_CHECK)
     files = result.stdout.split()
     if len(files) != 2 or not all(Path(file).is_relative_to(copy) for file in files):
-        raise RuntimeError(f"the copy in {copy} is not what is imported: {files} {result.stderr[-500:]}")
+        error = result.stderr[-500:]
+        raise RuntimeError(f"the copy in {copy} is not what is imported: {files} {error}")
 
 
 def run_tests(copy: Path, venv: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run pytest in the copy, until the first failure."""
-    return run(copy, venv, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=line", "-rfE", *arguments)
+    # -rfE prints the lines FAILED and ERROR with a test's name, which try_mutant searches.
+    options = ["-x", "-q", "-p", "no:cacheprovider", "--tb=line", "-rfE"]
+    return run(copy, venv, "-m", "pytest", *options, *arguments)
 
 
 def check_baseline(copy: Path, venv: str, mutants: list[Mutant]) -> None:
     """Raise ``RuntimeError`` unless all tests of the mutants pass without a fault."""
-    chosen = {(tuple(mutant.tests), mutant.keyword) for mutant in mutants}
-    files = sorted({f"tests/{test}" for tests, _ in chosen for test in tests})
-    keyword = " or ".join(sorted({f"({keyword})" for _, keyword in chosen}))
+    # One run of all files with any of the keywords: some tests run that no mutant asks for, but
+    # files are imported and ranks are started once.
+    files = sorted({f"tests/{test}" for mutant in mutants for test in mutant.tests})
+    keyword = " or ".join(sorted({f"({mutant.keyword})" for mutant in mutants}))
     result = run_tests(copy, venv, *files, "-k", keyword)
     if result.returncode != 0:
-        raise RuntimeError(f"the tests fail without any mutant:\n{result.stdout[-3000:]}{result.stderr[-1000:]}")
+        output = f"{result.stdout[-3000:]}{result.stderr[-1000:]}"
+        raise RuntimeError(f"the tests fail without any mutant:\n{output}")
 
 
 def planted(copy: Path, mutant: Mutant) -> str:
     """Return the file's text with the fault; ``RuntimeError`` unless ``old`` occurs once."""
     text = (copy / mutant.file).read_text(encoding="utf-8")
-    if text.count(mutant.old) != 1:
-        raise RuntimeError(f"{mutant.name}: {mutant.file} holds {text.count(mutant.old)} times, not once: {mutant.old}")
+    count = text.count(mutant.old)
+    if count != 1:
+        raise RuntimeError(f"{mutant.name}: {mutant.file} holds {count} times, not once: {mutant.old}")
     return text.replace(mutant.old, mutant.new)
 
 
@@ -149,9 +177,13 @@ def try_mutant(copy: Path, mutant: Mutant) -> str | None:
         return None
     # The failure of a fixture counts as noticed; a test file that cannot be imported does not,
     # because it has no test's name.
-    failed = re.search(r"^(?:FAILED|ERROR) (?:tests/)?(\S+::[^\s\[]+(?:\[[^\]]*\])?)", result.stdout, re.MULTILINE)
+    pattern = r"^(?:FAILED|ERROR) (?:tests/)?(\S+::[^\s\[]+(?:\[[^\]]*\])?)"
+    failed = re.search(pattern, result.stdout, re.MULTILINE)
+    # pytest's exit code 1: tests ran and some failed. 2 to 5: interrupted, internal error, wrong
+    # usage, no tests.
     if result.returncode != 1 or failed is None:
-        raise RuntimeError(f"{mutant.name}: the tests did not run:\n{result.stdout[-3000:]}{result.stderr[-1000:]}")
+        output = f"{result.stdout[-3000:]}{result.stderr[-1000:]}"
+        raise RuntimeError(f"{mutant.name}: the tests did not run:\n{output}")
     return failed[1]
 
 

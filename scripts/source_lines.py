@@ -20,6 +20,8 @@ _NO_CODE = (
 
 def code_lines(source: str) -> set[int]:
     """Return the numbers of lines with code; each line of a statement over several lines counts."""
+    # By tokens: the syntax tree has neither comments nor the lines of closing brackets. A string
+    # over several lines is one token, so all its lines count.
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in _NO_CODE:
@@ -38,9 +40,10 @@ def docstring_lines(source: str) -> set[int]:
 
 def comments(source: str) -> list[str]:
     """Return the comments, but for instructions to tools."""
+    tools = ("# pyright:", "# noqa", "# type:", "#!")
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     found = [token.string for token in tokens if token.type == tokenize.COMMENT]
-    return [comment for comment in found if not comment.startswith(("# pyright:", "# noqa", "# type:", "#!"))]
+    return [comment for comment in found if not comment.startswith(tools)]
 
 
 def docstrings(source: str) -> list[str]:
@@ -49,8 +52,11 @@ def docstrings(source: str) -> list[str]:
 
 
 def _docstrings(tree: ast.Module) -> Iterator[ast.Expr]:
+    # ast.get_docstring knows the first statement of a body only. A string after a constant or a
+    # field documents it, and is no code either.
+    parents = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for parent in ast.walk(tree):
-        if not isinstance(parent, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        if not isinstance(parent, parents):
             continue
         for node in parent.body:
             if (

@@ -67,13 +67,19 @@ class Measures:
             self.ternaries += 1
         elif isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
             self.comprehensions += 1
+        # ``a, b = x, y``. Unpacking one value, as of a function that returns two, does not count.
         elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
             self.packings += any(isinstance(target, ast.Tuple) for target in node.targets)
 
     def row(self) -> list[str]:
-        """Return the cells of ``COLUMNS``: ratios per line of code, per 1,000 lines and per 10,000 words."""
+        """Return the cells of ``COLUMNS``.
+
+        Comments and docstrings are per line of code, constructs per 1,000 lines of code and words
+        per 10,000 words of comments and docstrings.
+        """
         code = sum(self.file_lines)
         words = max(len(self.words), 1)
+        constructs = (self.ternaries, self.packings, self.comprehensions)
         return [
             str(len(self.file_lines)),
             str(code),
@@ -83,7 +89,7 @@ class Measures:
             f"{self.comment_lines / code:.3f}",
             f"{self.docstring_lines / code:.2f}",
             f"{_percentile(self.widths, 95):.0f}",
-            *(f"{1000 * count / code:.1f}" for count in (self.ternaries, self.packings, self.comprehensions)),
+            *(f"{1000 * count / code:.1f}" for count in constructs),
             *(f"{1e4 * self.words.count(word) / words:.1f}" for word in AVOIDED),
         ]
 
@@ -106,12 +112,14 @@ def main(folders: Sequence[str]) -> int:
 
 def _packages() -> Iterator[Path]:
     library = ROOT / "nxd_memopt"
-    yield from sorted(path for path in library.iterdir() if path.is_dir() and path.name != "__pycache__")
+    folders = [path for path in library.iterdir() if path.is_dir()]
+    yield from sorted(path for path in folders if path.name != "__pycache__")
     yield ROOT / "scripts"
 
 
 def _files(package: Path) -> list[Path]:
-    return [path for path in sorted(package.rglob("*.py")) if path.read_text(encoding="utf-8").strip()]
+    paths = sorted(package.rglob("*.py"))
+    return [path for path in paths if path.read_text(encoding="utf-8").strip()]
 
 
 def _percentile(values: Sequence[int], percent: int) -> float:

@@ -83,10 +83,17 @@ class Training:
         parallel = ParallelConfig(use_cpu_initialization=False)
         self.model = LlamaForCausalLM(config, parallel=parallel, dtype=dtype, device=backend.device)
         self.model.train()
-        self.optimizer = AdamW(self.model.parameters(), lr=1e-5, fused=True if backend.name == "cpu" else None)
+        # On GPUs the library's AdamW runs its one-pass kernel, which fused=True would replace with
+        # torch's. It has no kernel for the CPU, where torch's fused step is the fastest.
+        fused = None
+        if backend.name == "cpu":
+            fused = True
+        self.optimizer = AdamW(self.model.parameters(), lr=1e-5, fused=fused)
+        # The ids are drawn on the CPU: the losses are then the same on every device.
         generator = torch.Generator().manual_seed(3)
         ids = torch.randint(config.vocab_size, (args.batch, args.tokens), generator=generator)
-        self._ids, self._accumulation = ids.to(backend.device), args.accumulation
+        self._ids = ids.to(backend.device)
+        self._accumulation = args.accumulation
         self._forward_backward = self._choose(args.cuda_graph)
         self.state = TrainingState(self.model, self.optimizer)
 
@@ -102,7 +109,9 @@ class Training:
             loss.backward()
             return loss.detach()
 
-        return GraphedLoss(list(self.model.parameters()), self._loss) if cuda_graph else forward_backward
+        if cuda_graph:
+            return GraphedLoss(list(self.model.parameters()), self._loss)
+        return forward_backward
 
     def step(self) -> None:
         """Run one optimizer step."""
@@ -112,8 +121,15 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def timed(self, begin: Callable[[], None] = lambda: None, end: Callable[[], None] = lambda: None) -> float:
+    def timed(
+        self,
+        begin: Callable[[], None] = lambda: None,
+        end: Callable[[], None] = lambda: None,
+    ) -> float:
         """Return the seconds of a step, with ``begin`` before it and ``end`` after it."""
+        # Both calls are inside the timed interval: starting a save blocks the host while it queues
+        # the copies, and that is part of what a save costs. The device is idle at both ends, so no
+        # work of a neighbouring step is counted.
         backend.synchronize()
         start = time.perf_counter()
         begin()
@@ -125,6 +141,7 @@ class Training:
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors of a checkpoint by name."""
         names = parameter_names(self.model)
+        # The same functions that a save uses, so that this list has what a checkpoint has.
         logicals = [*model_tensors(self.model), *optimizer_tensors(self.optimizer, names)]
         return {logical.name: logical.stored for logical in logicals}
 
@@ -133,9 +150,12 @@ class Measurement:
     """Alternation of steps during saves and steps without saves."""
 
     def __init__(self, training: Training, args: argparse.Namespace, directory: Path) -> None:
-        self._training, self._args, self._directory = training, args, directory
+        # Seconds: ``between`` of each step without a save, ``during`` of the steps of each save.
+        self._training = training
+        self._args = args
+        self._directory = directory
         self._number = 0
-        self.others: list[float] = []
+        self.between: list[float] = []
         self.during: list[list[float]] = []
         self.save_s: list[float] = []
         self.begin_s: list[float] = []
@@ -151,7 +171,8 @@ class Measurement:
         with BackgroundSaver(self._directory, keep=1) as saver:
             started = time.perf_counter()
             saver.reserve(training.state)
-            print(f"reserved {saver.pool.allocated_bytes} bytes in {time.perf_counter() - started:.1f} s", flush=True)
+            seconds = time.perf_counter() - started
+            print(f"reserved {saver.pool.allocated_bytes} bytes in {seconds:.1f} s", flush=True)
             # The first step after the pool's allocations is slower: it is not counted.
             training.timed()
             self._steps_between()
@@ -159,8 +180,12 @@ class Measurement:
                 if time.monotonic() > deadline:
                     print(f"stopped after {i} saves: --max-seconds {args.max_seconds}", flush=True)
                     break
+                # Only the last save is compared, because the copies need as much device memory as
+                # the whole training state. They are made before the save starts: training then
+                # changes the tensors while the save reads its snapshot.
                 if i == args.saves - 1:
-                    self.expected = {name: tensor.clone() for name, tensor in training.tensors().items()}
+                    tensors = training.tensors()
+                    self.expected = {name: tensor.clone() for name, tensor in tensors.items()}
                 self._save_in_background(saver)
                 self._steps_between()
         self._require_exact()
@@ -171,7 +196,7 @@ class Measurement:
 
     def _steps_between(self) -> None:
         """Time ``--between`` steps without a save."""
-        self.others += [self._training.timed() for _ in range(self._args.between)]
+        self.between += [self._training.timed() for _ in range(self._args.between)]
 
     def _save_in_background(self, saver: BackgroundSaver) -> None:
         """Start a background save and time steps until it is complete."""
@@ -182,22 +207,24 @@ class Measurement:
             saver.save(self._number, self._training.state, {})
             self.begin_s.append(time.perf_counter() - started)
 
+        # The first of these steps starts the save. ``poll`` after each step is what the training
+        # program does: it only asks whether the writer is done, and takes its result.
         steps = [self._training.timed(begin, saver.poll)]
         while saver.is_busy:
             steps.append(self._training.timed(end=saver.poll))
         self.save_s.append(time.perf_counter() - started)
         self.during.append(steps)
         times = [round(step, 3) for step in steps]
-        print(
-            f"save {self._number}: {self.save_s[-1]:.1f} s, begin {self.begin_s[-1]:.3f} s, steps {times}", flush=True
-        )
+        seconds = f"{self.save_s[-1]:.1f} s, begin {self.begin_s[-1]:.3f} s"
+        print(f"save {self._number}: {seconds}, steps {times}", flush=True)
 
     def _save_at_once(self) -> None:
         """Time a synchronous save."""
         self._number += 1
         backend.synchronize()
         started = time.perf_counter()
-        save_training_state(self._directory, self._number, state=self._training.state, config={}, keep=1)
+        state = self._training.state
+        save_training_state(self._directory, self._number, state=state, config={}, keep=1)
         self.sync_s.append(time.perf_counter() - started)
         print(f"save {self._number}, waited for: {self.sync_s[-1]:.1f} s", flush=True)
 
@@ -211,28 +238,30 @@ class Measurement:
             return
         index = Index(next(self._directory.glob("step_*")))
         for name, expected in self.expected.items():
-            found = index.assemble(name, parts_of(expected), tuple(expected.shape)).to(expected.device)
-            if not torch.equal(found, expected):
+            stored = index.assemble(name, parts_of(expected), tuple(expected.shape))
+            if not torch.equal(stored.to(expected.device), expected):
                 raise SystemExit(f"error: {name} in {index.directory} is not what it was when the save began")
         print(f"{len(self.expected)} tensors of {index.directory.name} are what they were when the save began")
 
     def _result(self, pool_bytes: int) -> dict[str, Any]:
         """Return the figures of the row."""
-        typical = statistics.median(self.others)
+        typical = statistics.median(self.between)
         during = [step for steps in self.during for step in steps]
         # Means on both sides: step times have a long upper tail, which a comparison with the median
         # of the other steps would count as added time.
-        expected = statistics.fmean(self.others)
+        expected = statistics.fmean(self.between)
         added = statistics.fmean(sum(steps) - len(steps) * expected for steps in self.during)
-        sync_s = round(statistics.mean(self.sync_s), 3) if self.sync_s else ""
+        sync_s: float | str = ""
+        if self.sync_s:
+            sync_s = round(statistics.mean(self.sync_s), 3)
         return {
             "saves": len(self.during),
             "steps_during": len(during),
-            "steps_others": len(self.others),
+            "steps_others": len(self.between),
             "median_others_ms": round(typical * 1e3, 1),
             "median_during_ms": round(statistics.median(during) * 1e3, 1),
             "slowest_during_ms": round(max(during) * 1e3, 1),
-            "slowest_others_ms": round(max(self.others) * 1e3, 1),
+            "slowest_others_ms": round(max(self.between) * 1e3, 1),
             "median_ratio": round(statistics.median(during) / typical, 3),
             "slowest_ratio": round(max(during) / typical, 3),
             "slowest_begin_ms": round(max(self.begin_s) * 1e3, 1),
@@ -278,8 +307,16 @@ def main() -> None:
         # save that it happens to fall into.
         gc.freeze()
         result = measurement.run()
-    row: dict[str, Any] = {"model": args.model, "backend": backend.name, "cuda_graph": args.cuda_graph}
-    row |= {"tokens": args.tokens, "batch": args.batch, "accumulation": args.accumulation, **result, "note": args.note}
+    row: dict[str, Any] = {
+        "model": args.model,
+        "backend": backend.name,
+        "cuda_graph": args.cuda_graph,
+        "tokens": args.tokens,
+        "batch": args.batch,
+        "accumulation": args.accumulation,
+        **result,
+        "note": args.note,
+    }
     print(row)
     if args.append:
         append([row | environment("scripts.bench.async_save")], args.csv)

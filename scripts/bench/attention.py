@@ -34,9 +34,15 @@ def implementation(name: str, mask: PackedDocuments | None = None) -> Attention:
     """Return attention with the library's implementation ``name``."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        shape, packed = query.shape, mask is not None
-        options: dict[str, Any] = {"dtype": query.dtype, "packed": packed, "attention_backend": name}
-        chosen, _ = attention_implementation(shape, key.size(1), **options)
+        # The choice is part of the measured call, as in the models. An implementation that cannot
+        # be had raises here, and the race records the message as the row's failure.
+        chosen, _ = attention_implementation(
+            query.shape,
+            key.size(1),
+            dtype=query.dtype,
+            packed=mask is not None,
+            attention_backend=name,
+        )
         return core_attention(query, key, value, implementation=chosen, mask=mask)
 
     return attend
@@ -50,8 +56,10 @@ def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 def variants(length: int) -> dict[str, Attention]:
     """Return the competitors for S = ``length`` by name."""
-    boundaries = torch.tensor([length * i // DOCUMENTS for i in range(DOCUMENTS + 1)], device=backend.device)
-    documents = PackedDocuments.of(boundaries, 1, length)
+    # Boundaries count tokens cumulatively from 0 to S, like flash-attn's cu_seqlens. ``plain`` has
+    # no packed variant: PyTorch's fused kernels do not support documents without a dense mask.
+    boundaries = [length * i // DOCUMENTS for i in range(DOCUMENTS + 1)]
+    documents = PackedDocuments.of(torch.tensor(boundaries, device=backend.device), 1, length)
     names = ("auto", "flash4", "cudnn", "flash", "efficient", "tiled")
     return {
         **{name: implementation(name) for name in names},
@@ -61,7 +69,15 @@ def variants(length: int) -> dict[str, Attention]:
     }
 
 
-def teraflops(heads: int, length: int, head_dim: int, milliseconds: float, *, matmuls: int, documents: int) -> float:
+def teraflops(
+    heads: int,
+    length: int,
+    head_dim: int,
+    milliseconds: float,
+    *,
+    matmuls: int,
+    documents: int,
+) -> float:
     """Return TFLOP/s of ``matmuls`` causal matmuls in ``milliseconds``."""
     # Each document has (S / documents)^2 / 2 pairs of query and key, and each pair costs
     # 2 * d FLOPs per head and matmul.
@@ -75,19 +91,21 @@ def measure(shape: str, length: int, turns: int) -> list[dict[str, Any]]:
     columns = [(heads, length), (groups, length), (groups, length)]
     # [B, heads, S, d] with the strides of a projection's output, in which the heads of a token are
     # adjacent: a transposed view of [B, S, heads, d].
-    inputs = [
-        torch.randn(1, n, h * head_dim, device=backend.device, dtype=torch.bfloat16)
-        .unflatten(-1, (h, -1))
-        .transpose(1, 2)
-        for h, n in columns
-    ]
-    inputs = [x.detach().requires_grad_() for x in inputs]
+    inputs: list[Tensor] = []
+    for count, tokens in columns:
+        x = torch.randn(1, tokens, count * head_dim, device=backend.device, dtype=torch.bfloat16)
+        x = x.unflatten(-1, (count, -1)).transpose(1, 2)
+        inputs.append(x.detach().requires_grad_())
     upstream = torch.randn_like(inputs[0])
-    rows, forward, both = [], {}, {}
+    rows: list[dict[str, Any]] = []
+    forward: dict[str, Callable[[], object]] = {}
+    both: dict[str, Callable[[], object]] = {}
     for name, attend in variants(length).items():
         row: dict[str, Any] = {"shape": shape, "tokens": length, "variant": name}
         rows.append(row)
 
+        # The default argument binds this iteration's ``attend``: the calls run after the loop, when
+        # the variable has its last value.
         def run_both(attend: Attention = attend) -> object:
             return torch.autograd.grad(attend(*inputs), inputs, upstream)
 
@@ -96,18 +114,30 @@ def measure(shape: str, length: int, turns: int) -> list[dict[str, Any]]:
                 return attend(*inputs)
 
         try:
+            # The first call compiles kernels and creates workspaces, which the peak of the second
+            # does not contain. Competitors that fail here do not take part in the race.
             run_both()
             row["peak_gib"] = peak_gib(run_both)
             forward[name], both[name] = run_forward, run_both
         except (RuntimeError, ValueError) as error:
             row["failure"] = first_line(error)
-    forward_ms, both_ms = race(forward, turns), race(both, turns)
+    forward_ms = race(forward, turns)
+    both_ms = race(both, turns)
     for row in rows:
-        if row["variant"] in both:
-            name, documents = row["variant"], DOCUMENTS if "packed" in row["variant"] else 1
-            row |= {"forward_ms": round(forward_ms[name], 3), "ms": round(both_ms[name], 3)}
-            row["forward_tflops"] = teraflops(heads, length, head_dim, forward_ms[name], matmuls=2, documents=documents)
-            row["tflops"] = teraflops(heads, length, head_dim, both_ms[name], matmuls=7, documents=documents)
+        name = row["variant"]
+        if name not in both:
+            continue
+        documents = 1
+        if "packed" in name:
+            documents = DOCUMENTS
+        # Forward has Q K^t and P V. Backward adds dV, dP, dQ and dK, and every kernel computes
+        # Q K^t a second time instead of storing P: 5 matmuls.
+        work: dict[str, Any] = {"documents": documents, "matmuls": 2}
+        row["forward_ms"] = round(forward_ms[name], 3)
+        row["ms"] = round(both_ms[name], 3)
+        row["forward_tflops"] = teraflops(heads, length, head_dim, forward_ms[name], **work)
+        work["matmuls"] = 7
+        row["tflops"] = teraflops(heads, length, head_dim, both_ms[name], **work)
     return rows
 
 
@@ -116,9 +146,23 @@ def main() -> None:
     parser.add_argument("--shapes", choices=HEADS, nargs="+", default=list(HEADS))
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192, 32768])
     args = parse_on_gpu(parser)
-    rows = [row for shape in args.shapes for tokens in args.tokens for row in measure(shape, tokens, args.turns)]
-    columns = ("shape", "tokens", "variant", "forward_ms", "forward_tflops", "ms", "tflops", "peak_gib", "failure")
-    publish(rows, columns, "attention, forward and forward + backward", args, module="scripts.bench.attention")
+    rows: list[dict[str, Any]] = []
+    for shape in args.shapes:
+        for tokens in args.tokens:
+            rows += measure(shape, tokens, args.turns)
+    columns = (
+        "shape",
+        "tokens",
+        "variant",
+        "forward_ms",
+        "forward_tflops",
+        "ms",
+        "tflops",
+        "peak_gib",
+        "failure",
+    )
+    title = "attention, forward and forward + backward"
+    publish(rows, columns, title, args, module="scripts.bench.attention")
 
 
 if __name__ == "__main__":

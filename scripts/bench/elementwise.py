@@ -63,8 +63,9 @@ class Case:
 
 
 def plain_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
-    wide = x.float()
-    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype)
+    x_fp32 = x.float()
+    rstd = torch.rsqrt(x_fp32.pow(2).mean(-1, keepdim=True) + EPS)
+    return weight * (x_fp32 * rstd).to(x.dtype)
 
 
 def plain_add_rms_norm(x: Tensor, added: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -77,11 +78,13 @@ def plain_swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def plain_rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    def turned(x: Tensor) -> Tensor:
+    # As in transformers: component i of a head forms a pair with component i + d/2, and each pair
+    # is rotated by the angle of its position.
+    def rotate(x: Tensor) -> Tensor:
         first, second = x.chunk(2, dim=-1)
         return x * cos.unsqueeze(1) + torch.cat([-second, first], dim=-1) * sin.unsqueeze(1)
 
-    return turned(query), turned(key)
+    return rotate(query), rotate(key)
 
 
 class OneLayerNorm(torch.autograd.Function):
@@ -99,9 +102,11 @@ class OneLayerNorm(torch.autograd.Function):
         normalised, _, _ = normalise(x, EPS)
         # The models need the affine outputs again for the weight gradients of the projections that
         # follow, so their recomputation is part of the measured work.
-        gains, _ = affine[::2], affine_branches(normalised, affine[::2], affine[1::2])
-        by_normalised, by_affine = affine_branches_gradient(normalised, grads, gains)
-        return normalise_gradient(by_normalised, x, mean, rstd), *by_affine.to(x.dtype).flatten(0, 1)
+        gains = affine[::2]
+        affine_branches(normalised, gains, affine[1::2])
+        grad_normalised, grad_affine = affine_branches_gradient(normalised, grads, gains)
+        grad_x = normalise_gradient(grad_normalised, x, mean, rstd)
+        return grad_x, *grad_affine.to(x.dtype).flatten(0, 1)
 
 
 def plain_layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -120,6 +125,11 @@ def plain_residual(residual: Tensor, output: Tensor, bias: Tensor) -> Tensor:
     return residual + (output + bias)
 
 
+# ``liger``: imported when a variant is built, so that its absence is the failure of that variant
+# alone. Offset 0 and casting mode "llama" are the arithmetic of ``plain_rms_norm``; not in place,
+# because the inputs are used again.
+
+
 def liger_rms_norm() -> Function:
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction  # pyright: ignore[reportMissingImports]
 
@@ -129,7 +139,8 @@ def liger_rms_norm() -> Function:
 def liger_add_rms_norm() -> Function:
     from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction  # pyright: ignore[reportMissingImports]
 
-    return lambda x, added, weight: LigerFusedAddRMSNormFunction.apply(x, added, weight, EPS, 0.0, "llama", False)
+    options = (EPS, 0.0, "llama", False)
+    return lambda x, added, weight: LigerFusedAddRMSNormFunction.apply(x, added, weight, *options)
 
 
 def liger_swiglu() -> Function:
@@ -167,14 +178,13 @@ def cases(tokens: int, hidden: int, width: int) -> dict[str, Case]:
     RMSNorm for example reads x and writes y in forward, and reads x and dy and writes dx in
     backward: 5 passes over ``[tokens, hidden]``.
     """
-    heads, groups, head_dim = hidden // 128, hidden // 512, 128
-    tables = rope_tables(
-        rope_frequencies(head_dim, {"rope_theta": 5e5}),
-        torch.arange(tokens, device=backend.device).unsqueeze(0),
-        torch.bfloat16,
-    )
-    query, key = (random(1, tokens, h, head_dim).transpose(1, 2).detach().requires_grad_() for h in (heads, groups))
-    ours_rope = lambda q, k, cos, sin: (apply_rope(q, cos, sin), apply_rope(k, cos, sin))  # noqa: E731
+    # Statistics, gains, biases and RoPE tables are small next to the activations: they do not count
+    # as passes. Forward + backward of the others, with x, y, r for input, output and residual:
+    # - residual + RMSNorm: reads x, r, writes sum, y; reads sum, dy, dsum, writes one gradient: 8.
+    # - gated activations: read gate, up, write y; read gate, up, dy, write dgate, dup: 8.
+    # - two affine parts: reads x, writes y1, y2; reads x, dy1, dy2, writes dx: 7.
+    # - residual + bias: reads x, r, writes y; reads dy for the bias, dx and dr are dy itself: 4.
+    # - GeLU: reads x, writes y; reads x, dy, writes dx: 5.
     weight = random(hidden)
     return {
         "RMSNorm": Case(
@@ -184,7 +194,11 @@ def cases(tokens: int, hidden: int, width: int) -> dict[str, Case]:
         ),
         "residual + RMSNorm": Case(
             (random(tokens, hidden), random(tokens, hidden), weight),
-            _competitors(lambda x, a, w: add_rms_norm(x, a, w, EPS), plain_add_rms_norm, liger_add_rms_norm),
+            _competitors(
+                lambda x, added, w: add_rms_norm(x, added, w, EPS),
+                plain_add_rms_norm,
+                liger_add_rms_norm,
+            ),
             8,
         ),
         "SwiGLU": Case(
@@ -194,7 +208,11 @@ def cases(tokens: int, hidden: int, width: int) -> dict[str, Case]:
         ),
         "GeGLU": Case(
             (random(tokens, width), random(tokens, width)),
-            _competitors(lambda g, u: gated_activation(g, u, "gelu_pytorch_tanh"), plain_geglu, liger_geglu),
+            _competitors(
+                lambda g, u: gated_activation(g, u, "gelu_pytorch_tanh"),
+                plain_geglu,
+                liger_geglu,
+            ),
             8,
         ),
         "LayerNorm": Case(
@@ -213,16 +231,43 @@ def cases(tokens: int, hidden: int, width: int) -> dict[str, Case]:
             4,
         ),
         "GeLU": Case((random(tokens, width),), _competitors(activation("gelu"), F.gelu), 5),
-        "RoPE": Case((query, key, *tables), _competitors(ours_rope, plain_rope, liger_rope), 4 * (1 + groups / heads)),
+        "RoPE": _rope_case(tokens, hidden),
     }
+
+
+def _rope_case(tokens: int, hidden: int) -> Case:
+    """Return the case of RoPE on separate query and key, with LLaMA-3's proportions."""
+    head_dim = 128
+    heads = hidden // head_dim
+    groups = heads // 4
+    tables = rope_tables(
+        rope_frequencies(head_dim, {"rope_theta": 5e5}),
+        torch.arange(tokens, device=backend.device).unsqueeze(0),
+        torch.bfloat16,
+    )
+    query = random(1, tokens, heads, head_dim).transpose(1, 2).detach().requires_grad_()
+    key = random(1, tokens, groups, head_dim).transpose(1, 2).detach().requires_grad_()
+
+    def ours(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return apply_rope(query, cos, sin), apply_rope(key, cos, sin)
+
+    # Forward and backward each read and write query and key; key is groups / heads of query.
+    passes = 4 * (1 + groups / heads)
+    return Case((query, key, *tables), _competitors(ours, plain_rope, liger_rope), passes)
 
 
 def _competitors(
     ours: Function, plain: Function, liger: Callable[[], Function] | None = None
 ) -> dict[str, Callable[[], Function]]:
     """Return the competitors by name; each is built when it runs, and may not be installed."""
-    functions = {"ours": lambda: ours, "eager": lambda: plain, "compile": lambda: torch.compile(plain)}
-    return functions if liger is None else {**functions, "liger": liger}
+    functions: dict[str, Callable[[], Function]] = {
+        "ours": lambda: ours,
+        "eager": lambda: plain,
+        "compile": lambda: torch.compile(plain),
+    }
+    if liger is not None:
+        functions["liger"] = liger
+    return functions
 
 
 @dataclass(frozen=True)
@@ -234,7 +279,7 @@ class Projection:
         groups: number of KV heads.
         head_dim: d.
         rotary_dim: dimensions of a head that RoPE rotates.
-        by_head: whether q, k and v of a head are adjacent (GPT-NeoX), or all q, all k, all v
+        interleaved: whether q, k and v of a head are adjacent (GPT-NeoX), or all q, all k, all v
             (LLaMA).
     """
 
@@ -242,16 +287,23 @@ class Projection:
     groups: int
     head_dim: int
     rotary_dim: int
-    by_head: bool
+    interleaved: bool
 
-    def split(self, whole: Tensor, *, as_models_do: bool) -> Sequence[Tensor]:
+    def split(self, packed: Tensor, *, as_models_do: bool) -> Sequence[Tensor]:
         """Return views of query, key and value, ``[B, heads, S, d]``."""
-        if self.by_head:
-            heads = whole.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            return split_sizes(heads, [heads.size(-1) // 3] * 3, -1) if as_models_do else heads.chunk(3, dim=-1)
+        # The models use split_sizes, whose backward returns the gradients' buffer without a copy if
+        # the gradients are adjacent in memory. Autograd's own split always concatenates them.
+        if self.interleaved:
+            heads = packed.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            if as_models_do:
+                return split_sizes(heads, [heads.size(-1) // 3] * 3, -1)
+            return heads.chunk(3, dim=-1)
         sizes = [count * self.head_dim for count in (self.heads, self.groups, self.groups)]
-        parts = split_sizes(whole, sizes, -1) if as_models_do else whole.split(sizes, dim=-1)
-        return [part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in parts]
+        if as_models_do:
+            chunks = split_sizes(packed, sizes, -1)
+        else:
+            chunks = packed.split(sizes, dim=-1)
+        return [chunk.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for chunk in chunks]
 
     def case(self, tokens: int) -> Case:
         """Return the case of RoPE on the projection's output, with the gradient as one tensor.
@@ -264,48 +316,70 @@ class Projection:
         frequencies = rope_frequencies(self.rotary_dim, {"rope_theta": 5e5})
         tables = rope_tables(frequencies, positions, torch.bfloat16)
 
-        def ours(whole: Tensor, *, in_place: bool) -> tuple[Tensor, ...]:
-            query, key, value = self.split(whole, as_models_do=True)
+        def ours(packed: Tensor, *, in_place: bool) -> tuple[Tensor, ...]:
+            query, key, value = self.split(packed, as_models_do=True)
             return apply_rope_qkv(query, key, value, *tables, in_place=in_place)
 
-        def plain(whole: Tensor) -> tuple[Tensor, ...]:
-            query, key, value = self.split(whole, as_models_do=False)
-            rotated = plain_rope(query[..., : self.rotary_dim], key[..., : self.rotary_dim], *tables)
-            passed = (query[..., self.rotary_dim :], key[..., self.rotary_dim :])
-            return *(torch.cat(parts, dim=-1) for parts in zip(rotated, passed, strict=True)), value
+        # GPT-NeoX rotates the first rotary_dim dimensions of a head and passes the others through.
+        def plain(packed: Tensor) -> tuple[Tensor, ...]:
+            query, key, value = self.split(packed, as_models_do=False)
+            d = self.rotary_dim
+            rotated_query, rotated_key = plain_rope(query[..., :d], key[..., :d], *tables)
+            return (
+                torch.cat([rotated_query, query[..., d:]], dim=-1),
+                torch.cat([rotated_key, key[..., d:]], dim=-1),
+                value,
+            )
 
         functions = _competitors(partial(ours, in_place=True), plain)
-        functions |= {"ours, gradients apart": functions["ours"], "ours, copied": lambda: partial(ours, in_place=False)}
-        turned = (self.heads + self.groups) * self.rotary_dim
+        functions["ours, gradients apart"] = functions["ours"]
+        functions["ours, copied"] = lambda: partial(ours, in_place=False)
+        # In place, only the rotated part of query and key is read and written, once in each
+        # direction: 4 passes over this share of the projection's output.
+        rotated = (self.heads + self.groups) * self.rotary_dim
         width = (self.heads + 2 * self.groups) * self.head_dim
-        return Case((random(1, tokens, width),), functions, 4 * turned / width)
+        return Case((random(1, tokens, width),), functions, 4 * rotated / width)
 
 
-def forward_and_backward(function: Function, inputs: Sequence[Tensor], *, apart: bool) -> Callable[[], object]:
+def forward_and_backward(
+    function: Function, inputs: Sequence[Tensor], *, separate_gradients: bool
+) -> Callable[[], object]:
     """Return a call that runs ``function`` and its backward.
 
     Args:
         function: operation.
         inputs: arguments of ``function``.
-        apart: allocate the gradients of several outputs separately instead of in one tensor.
+        separate_gradients: allocate the gradients of several outputs separately instead of in one
+            tensor.
     """
-    wanted = [x for x in inputs if x.requires_grad]
-    found = function(*inputs)
-    outputs: Sequence[Tensor] = found if isinstance(found, tuple | list) else (found,)
-    joins = len(outputs) > 1 and not apart
-    empties = Layout.of(*outputs).empty(inputs[0]) if joins else [torch.empty_like(x) for x in outputs]
-    upstream = [x.normal_() for x in empties]
+    requiring_grad = [x for x in inputs if x.requires_grad]
+    outputs = _as_tuple(function(*inputs))
+    # The gradients are allocated once, outside the timed call: in a model the operations that
+    # follow write them, as one buffer with views where the consumer is one kernel.
+    if len(outputs) > 1 and not separate_gradients:
+        buffers: Sequence[Tensor] = Layout.of(*outputs).empty(inputs[0])
+    else:
+        buffers = [torch.empty_like(x) for x in outputs]
+    upstream = [x.normal_() for x in buffers]
 
     def run() -> object:
-        results = function(*inputs)
-        return torch.autograd.grad(results if isinstance(results, tuple | list) else (results,), wanted, upstream)
+        return torch.autograd.grad(_as_tuple(function(*inputs)), requiring_grad, upstream)
 
     return run
+
+
+def _as_tuple(results: Any) -> tuple[Tensor, ...]:
+    """Return the outputs of a function that returns one tensor or several."""
+    if isinstance(results, tuple | list):
+        return tuple(results)
+    return (results,)
 
 
 def optimizer_calls(numel: int) -> dict[str, Callable[[], object]]:
     """Return the steps of AdamW implementations by name, on ``numel`` bf16 parameters."""
 
+    # Each competitor has parameters, gradients and moments of its own; all three sets are on the
+    # device at once. 4096 x 4096 is the shape of LLaMA-3-8B's query projection.
     def parameters() -> list[Tensor]:
         params = [random(4096, 4096) for _ in range(numel // 4096**2)]
         for param in params:
@@ -323,23 +397,37 @@ def run_cases(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Return the rows of all operations and of the optimizer."""
     rows: list[dict[str, Any]] = []
     table = cases(args.tokens, args.hidden, args.width)
-    table["RoPE of a projection"] = Projection(32, 8, 128, 128, by_head=False).case(args.tokens)
-    table["GPT-NeoX's RoPE of a projection"] = Projection(64, 64, 96, 24, by_head=True).case(args.tokens)
+    # Heads, groups, head_dim and rotary_dim of LLaMA-3-8B and GPT-NeoX-20B.
+    llama = Projection(32, 8, 128, 128, interleaved=False)
+    neox = Projection(64, 64, 96, 24, interleaved=True)
+    table["RoPE of a projection"] = llama.case(args.tokens)
+    table["GPT-NeoX's RoPE of a projection"] = neox.case(args.tokens)
     for name, case in table.items():
         calls: dict[str, Callable[[], object]] = {}
+        # TB/s are 1e9 bytes per millisecond.
         ideal_ms = case.passes * case.inputs[0].nbytes / args.bandwidth / 1e9
         for variant, build in case.functions.items():
-            row = {"operation": name, "tokens": args.tokens, "variant": variant, "ideal_ms": round(ideal_ms, 4)}
+            row = {
+                "operation": name,
+                "tokens": args.tokens,
+                "variant": variant,
+                "ideal_ms": round(ideal_ms, 4),
+            }
             rows.append(row)
             try:
-                calls[variant] = forward_and_backward(build(), case.inputs, apart="apart" in variant)
+                calls[variant] = forward_and_backward(
+                    build(),
+                    case.inputs,
+                    separate_gradients="gradients apart" in variant,
+                )
             except (ImportError, RuntimeError) as error:
                 row["failure"] = first_line(error)
         _enter(rows, name, race(calls, args.turns))
-    rows += [{"operation": "AdamW", "tokens": "", "variant": name} for name in ("ours", "torch fused", "torch foreach")]
+    optimizers = ("ours", "torch fused", "torch foreach")
+    rows += [{"operation": "AdamW", "tokens": "", "variant": name} for name in optimizers]
     # AdamW reads the parameter, the gradient and two moments, and writes all but the gradient:
     # 7 passes of 2 bytes per parameter.
-    for row in rows[-3:]:
+    for row in rows[-len(optimizers) :]:
         row["ideal_ms"] = round(7 * 2 * args.parameters / args.bandwidth / 1e9, 4)
     _enter(rows, "AdamW", race(optimizer_calls(args.parameters), args.turns))
     return rows
@@ -362,7 +450,8 @@ def main() -> None:
     args = parse_on_gpu(parser)
     rows = run_cases(args)
     columns = ("operation", "tokens", "variant", "ms", "ideal_ms", "failure")
-    publish(rows, columns, "element-wise operations, forward + backward", args, module="scripts.bench.elementwise")
+    title = "element-wise operations, forward + backward"
+    publish(rows, columns, title, args, module="scripts.bench.elementwise")
 
 
 if __name__ == "__main__":

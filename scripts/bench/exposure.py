@@ -44,11 +44,17 @@ def exposure(events: Iterable[tuple[str, float, float]]) -> dict[str, float]:
     """
     # busy is the union of computation and communication: busy minus compute is the communication
     # that no computation overlaps.
+    # Unions, not sums: kernels of several streams overlap, and their sum may exceed the step.
     named = [event for event in events if not _is(event[0], _WITH_HOST)]
-    compute = _union((start, end) for name, start, end in named if not _is(name, _COMMUNICATION + _COPIES))
+    no_compute = _COMMUNICATION + _COPIES
+    compute = _union((start, end) for name, start, end in named if not _is(name, no_compute))
     busy = _union((start, end) for name, start, end in named if not _is(name, _COPIES))
+    # The step's length is from the first event to the end of the last one, copies included: what
+    # is not busy in it is idle.
     every = _union((start, end) for _, start, end in named)
-    length = every[-1][1] - every[0][0] if every else 0.0
+    length = 0.0
+    if every:
+        length = every[-1][1] - every[0][0]
     return {
         "compute": _total(compute),
         "exposed_communication": _total(busy) - _total(compute),
@@ -58,6 +64,8 @@ def exposure(events: Iterable[tuple[str, float, float]]) -> dict[str, float]:
 
 def _union(intervals: Iterable[Interval]) -> list[Interval]:
     """Return sorted disjoint intervals that cover the same times."""
+    # In order of their starts, an interval either overlaps the last merged one or is disjoint
+    # from all of them. max: the last merged one may end after an interval that it contains.
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -82,7 +90,9 @@ def profiled(step: Callable[[], object], trace: Path | None = None) -> dict[str,
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         step()
         torch.cuda.synchronize()
+    # Host events (launches, synchronization) are in the profile too. Times are microseconds.
     events = [event for event in profiler.events() or [] if event.device_type == DeviceType.CUDA]
     if trace is not None:
         profiler.export_chrome_trace(str(trace))
-    return exposure((event.name, event.time_range.start / 1e3, event.time_range.end / 1e3) for event in events)
+    ranges = [(event.name, event.time_range) for event in events]
+    return exposure((name, times.start / 1e3, times.end / 1e3) for name, times in ranges)

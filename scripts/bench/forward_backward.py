@@ -44,7 +44,9 @@ def allocated_peak_mib(model: nn.Module, loss_of: LossFunction, ids: Tensor) -> 
     model.zero_grad(set_to_none=True)
     with profile(profile_memory=True) as recorded:
         loss_of(ids).backward()
-    # The profiler records every allocation (+bytes) and free (-bytes) in order.
+    # The profiler records every allocation (+bytes) and free (-bytes) in order. Their running sum
+    # starts at 0, so what was allocated before, such as the parameters, does not count. The CPU
+    # has no other record of allocated bytes: resident memory contains what malloc retains.
     current = peak = 0
     assert recorded.profiler is not None and recorded.profiler.kineto_results is not None
     events: Any = recorded.profiler.kineto_results.events()
@@ -61,19 +63,27 @@ def run(tokens: int, rounds: int) -> list[dict[str, Any]]:
     ids = torch.randint(0, config.vocab_size, (1, tokens)).to(backend.device)
     steps = {name: BUILDERS[name](config, MemoryConfig()) for name in VARIANTS}
     times: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    # The order changes every round, so that neither variant always runs with the caches and the
+    # clock rate that the other one leaves.
     for round_index in range(rounds + 1):  # the first round warms up
-        for name in VARIANTS if round_index % 2 else reversed(VARIANTS):
+        order = list(VARIANTS)
+        if round_index % 2 == 0:
+            order.reverse()
+        for name in order:
             times[name].append(timed_step(*steps[name], ids))
     rows = []
     for name in VARIANTS:
         step_s = statistics.median(times[name][1:])
-        row: dict[str, Any] = {"variant": name, "tokens": tokens, "threads": torch.get_num_threads()}
-        row |= {
+        row: dict[str, Any] = {
+            "variant": name,
+            "tokens": tokens,
+            "threads": torch.get_num_threads(),
             "rounds": rounds,
             "median_ms": round(step_s * 1e3, 1),
             "fastest_ms": round(min(times[name][1:]) * 1e3, 1),
         }
         rows.append(row | {"peak_mib": round(allocated_peak_mib(*steps[name], ids), 1)})
+    # VARIANTS ends with transformers' model, so the last row is the reference.
     for row in rows:
         row["time_over_hf"] = round(row["median_ms"] / rows[-1]["median_ms"], 3)
         row |= environment("scripts.bench.forward_backward")

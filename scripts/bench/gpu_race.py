@@ -20,6 +20,8 @@ from nxd_memopt.backends import backend
 
 CALLS_A_TURN = 3
 _HEAD_START_S = 0.05  # at least
+# torch.cuda._sleep counts clock cycles. 2 GHz is above the boost clock of H100 and H200, so that a
+# sleep lasts at least as long as it should.
 _CYCLES_PER_S = 2_000_000_000
 Call = Callable[[], object]
 
@@ -44,7 +46,8 @@ def parse_on_gpu(parser: argparse.ArgumentParser) -> argparse.Namespace:
 def race(calls: Mapping[str, Call], turns: int) -> dict[str, float]:
     """Return the median milliseconds of each competitor over all turns, by the device's clock."""
     # Competitors take turns so that a change of the GPU's clock rate affects all of them. The first
-    # call of a turn is not measured; it gives the launch time of the host.
+    # call of a turn is not measured; it gives the launch time of the host. The cache is emptied so
+    # that no competitor profits from blocks that the previous one has allocated.
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(turns):
         for name, call in calls.items():
@@ -53,7 +56,7 @@ def race(calls: Mapping[str, Call], turns: int) -> dict[str, float]:
             start = time.perf_counter()
             call()
             times[name] += _milliseconds(call, time.perf_counter() - start)
-    return {name: statistics.median(found) for name, found in times.items()}
+    return {name: statistics.median(measured) for name, measured in times.items()}
 
 
 def _milliseconds(call: Call, host_s: float) -> list[float]:
@@ -63,15 +66,18 @@ def _milliseconds(call: Call, host_s: float) -> list[float]:
         call: competitor.
         host_s: upper bound of the seconds that the host needs to launch one call.
     """
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(CALLS_A_TURN + 1)]
+    # While the device sleeps, the host queues all calls with an event between each two. The sleep
+    # exceeds the launch time of the calls by half, so the device never waits for the host, and the
+    # time between two events is the device's work alone.
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(CALLS_A_TURN + 1)]
     head_start_s = max(_HEAD_START_S, 1.5 * CALLS_A_TURN * host_s)
     torch.cuda._sleep(int(head_start_s * _CYCLES_PER_S))
-    marks[0].record()
-    for mark in marks[1:]:
+    events[0].record()
+    for event in events[1:]:
         call()
-        mark.record()
+        event.record()
     torch.cuda.synchronize()
-    return [a.elapsed_time(b) for a, b in itertools.pairwise(marks)]
+    return [start.elapsed_time(end) for start, end in itertools.pairwise(events)]
 
 
 def peak_gib(call: Call) -> float:
@@ -87,4 +93,5 @@ def peak_gib(call: Call) -> float:
 
 def first_line(error: Exception) -> str:
     """Return the error's type and first line, for the column ``failure``."""
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
+    lines = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:120]}"

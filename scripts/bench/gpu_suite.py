@@ -47,8 +47,14 @@ class Race:
 
     def command(self, gpus: int, *, append: bool, traces: Path | None) -> list[str]:
         """Return the command that runs the race on ``gpus`` GPUs."""
-        launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(gpus)] if gpus > 1 else []
-        options = ["--append"] if append else []
+        # Without a launcher a single process has no process group, so that neither the rendezvous
+        # nor collectives of size 1 are part of what is measured.
+        launcher: list[str] = []
+        if gpus > 1:
+            launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(gpus)]
+        options: list[str] = []
+        if append:
+            options.append("--append")
         if traces and self.module == TRAIN_STEP:
             options += ["--traces", str(traces)]
         return [sys.executable, *launcher, "-m", self.module, *self.arguments, *options]
@@ -56,11 +62,26 @@ class Race:
 
 def step(name: str, model: str, tokens: int, *variants: str, options: str = "") -> Race:
     """Return a race of full training steps."""
-    arguments = ("--model", model, "--tokens", str(tokens), *options.split(), "--variants", *variants)
-    return Race(name, TRAIN_STEP, arguments)
+    # --variants takes all words after it, so it must be the last option.
+    shape = ("--model", model, "--tokens", str(tokens))
+    return Race(name, TRAIN_STEP, (*shape, *options.split(), "--variants", *variants))
 
 
+# Of the memory options in these races only ``--recompute full`` applies to the peers, which then
+# recompute every layer; the others are of ours alone (``train_step`` explains them).
 KEEP = "--recompute full --keep-core-attn --in-backward"
+HEADS = (
+    Race(
+        "head-8k",
+        "scripts.bench.linear_cross_entropy",
+        ("--heads", "llama3-8b", "gpt-neox-20b", "--tokens", "8192"),
+    ),
+    Race(
+        "head-32k",
+        "scripts.bench.linear_cross_entropy",
+        ("--heads", "llama3-8b", "--tokens", "32768"),
+    ),
+)
 ONE_GPU = (
     step("llama3-8b-8k", "llama3-8b", 8192, *OURS, *LIGER, *HF),
     step("llama3-8b-32k-64gib", "llama3-8b", 32768, "ours", *LIGER, options=f"{KEEP} --offload-layers 6"),
@@ -72,8 +93,7 @@ ONE_GPU = (
         *LIGER,
         options="--recompute full --recompute-layers 0 --in-backward --offload-layers 12",
     ),
-    Race("head-8k", "scripts.bench.linear_cross_entropy", ("--heads", "llama3-8b", "gpt-neox-20b", "--tokens", "8192")),
-    Race("head-32k", "scripts.bench.linear_cross_entropy", ("--heads", "llama3-8b", "--tokens", "32768")),
+    *HEADS,
     Race("elementwise", "scripts.bench.elementwise", ()),
     Race("attention", "scripts.bench.attention", ()),
     step("llama3-8b-2k", "llama3-8b", 2048, *OURS, *LIGER),
@@ -91,9 +111,9 @@ ONE_GPU = (
 SEVERAL_GPUS = (
     step("gpt-neox-20b-8k", "gpt-neox-20b", 8192, *OURS, *DTENSOR),
     step("llama3-8b-8k", "llama3-8b", 8192, *OURS, *DTENSOR, "dtensor compiled, async TP"),
-    Race("head-8k", "scripts.bench.linear_cross_entropy", ("--heads", "llama3-8b", "gpt-neox-20b", "--tokens", "8192")),
-    Race("head-32k", "scripts.bench.linear_cross_entropy", ("--heads", "llama3-8b", "--tokens", "32768")),
-    step("llama3-8b-2k", "llama3-8b", 2048, *OURS, "dtensor", *DTENSOR),  # the host is the limit: compiling may not pay
+    *HEADS,
+    # At 2,048 tokens the host is the limit and compiling may not pay: the eager peer takes part.
+    step("llama3-8b-2k", "llama3-8b", 2048, *OURS, "dtensor", *DTENSOR),
     step("gpt-neox-20b-2k", "gpt-neox-20b", 2048, *OURS, "dtensor", *DTENSOR),
     step("llama3-8b-32k", "llama3-8b", 32768, *OURS, *DTENSOR),
     step(
@@ -110,7 +130,9 @@ SEVERAL_GPUS = (
 
 def races(gpus: int) -> tuple[Race, ...]:
     """Return the races for a number of GPUs, the most important first."""
-    return ONE_GPU if gpus == 1 else SEVERAL_GPUS
+    if gpus == 1:
+        return ONE_GPU
+    return SEVERAL_GPUS
 
 
 def run(race: Race, args: argparse.Namespace) -> bool:
@@ -120,21 +142,32 @@ def run(race: Race, args: argparse.Namespace) -> bool:
     """
     command = race.command(args.gpus, append=args.append, traces=args.traces)
     log = args.logs / f"{race.name}_T{args.gpus}.log"
+    # A user's own setting takes precedence: it is later in the dict.
     environment = {"CUBLAS_WORKSPACE_CONFIG": ":0:0", **os.environ}
     print(f"{race.name}: {shlex.join(command)} > {log}", flush=True)
     start = time.monotonic()
     with log.open("w", encoding="utf-8") as output:
+        # A session of its own makes the race a process group, which _end can kill, and keeps a
+        # Ctrl-C in the terminal from it: this process receives the signal and ends the race.
         process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, env=environment, start_new_session=True
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            env=environment,
+            start_new_session=True,
         )
+        result = "done"
         try:
             code = process.wait(args.timeout_s)
+            if code != 0:
+                result = f"failed ({code})"
         except subprocess.TimeoutExpired:
-            code = f"stopped after {args.timeout_s} s: see --timeout-s"
+            result = f"failed (stopped after {args.timeout_s} s: see --timeout-s)"
         finally:
             _end(process)
-    print(f"{race.name}: {'done' if code == 0 else f'failed ({code})'}, {time.monotonic() - start:.0f} s", flush=True)
-    return code == 0
+    print(f"{race.name}: {result}, {time.monotonic() - start:.0f} s", flush=True)
+    return result == "done"
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -168,11 +201,13 @@ def main() -> int:
     names = [race.name for race in chosen]
     unknown = sorted(set(args.only or ()) - set(names))
     if unknown:
-        parser.error(f"no races called {', '.join(unknown)} with --gpus {args.gpus}: there are {', '.join(names)}")
+        missing = ", ".join(unknown)
+        parser.error(f"no races called {missing} with --gpus {args.gpus}: there are {', '.join(names)}")
     chosen = [race for race in chosen if not args.only or race.name in args.only]
     if args.list:
         for race in chosen:
-            print(f"{race.name}: {shlex.join(race.command(args.gpus, append=args.append, traces=args.traces))}")
+            command = race.command(args.gpus, append=args.append, traces=args.traces)
+            print(f"{race.name}: {shlex.join(command)}")
         return 0
     if args.gpus > visible_gpus():
         parser.error(f"--gpus {args.gpus} needs as many NVIDIA GPUs, {visible_gpus()} are visible")
@@ -188,7 +223,8 @@ def run_all(chosen: Sequence[Race], args: argparse.Namespace) -> int:
     failed = [race.name for race in chosen if not run(race, args)]
     if failed:
         print(f"error: {len(failed)} of {len(chosen)} races failed, their logs in {args.logs}: {', '.join(failed)}")
-    return 1 if failed else 0
+        return 1
+    return 0
 
 
 def visible_gpus() -> int:

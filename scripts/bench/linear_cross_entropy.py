@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
@@ -33,6 +33,7 @@ from scripts.bench.record import publish
 
 CSV = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "linear_cross_entropy.csv"
 HEADS = {"llama3-8b": (4096, 128256), "gpt-neox-20b": (6144, 50432), "tiny": (64, 500)}
+REFERENCE_TOKENS = 8192  # longer sequences have no columns of errors
 REFERENCE_ROWS = 1024
 LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -41,16 +42,16 @@ def ours(**options: Any) -> LossFunction:
     """Return our fused loss, with sequence parallelism on several ranks."""
 
     def loss(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        return fused_linear_cross_entropy(
-            x, weight, target, sequence_parallel_enabled=parallel_state.get_tensor_model_parallel_size() > 1, **options
-        )
+        size = parallel_state.get_tensor_model_parallel_size()
+        return fused_linear_cross_entropy(x, weight, target, sequence_parallel_enabled=size > 1, **options)
 
     return loss
 
 
 def gathered(loss: LossFunction) -> LossFunction:
     """Return ``loss`` after an all-gather of the tokens, for peers without sequence parallelism."""
-    return lambda x, weight, target: loss(mappings.gather_from_sequence_parallel_region(x), weight, target)
+    gather = mappings.gather_from_sequence_parallel_region
+    return lambda x, weight, target: loss(gather(x), weight, target)
 
 
 def eager(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
@@ -76,7 +77,9 @@ def liger(chunk_mem_const: int, accum_dtype: torch.dtype | None = None) -> LossF
                 compute_gradients=True,
                 weight_requires_grad=True,
             )
-            ctx.grads = [result for result in results if isinstance(result, Tensor) and result.dim() == 2]
+            # Liger returns the loss first, and dX and dW as the only 2-dimensional tensors. Their
+            # position depends on Liger's version, so they are found by their dimensions.
+            ctx.grads = [each for each in results if isinstance(each, Tensor) and each.dim() == 2]
             return results[0]
 
         @staticmethod
@@ -123,6 +126,9 @@ def cce_vocab_parallel(vocab: int, **options: Any) -> LossFunction:
 
 def variants(gradient_bytes: int, tokens: int, vocab: int) -> dict[str, Callable[[], LossFunction]]:
     """Return a builder of each variant by name; the builder fails if a peer is not installed."""
+    # ``logits_bytes`` limits our chunks: more bytes, fewer chunks and larger matmuls. 4 bytes per
+    # logit are enough for one chunk. Liger's chunks depend on its constant in the same way, so it
+    # takes part with several. CCE filters gradients below ``filter_eps``; None turns it off.
     table: dict[str, Callable[[], LossFunction]] = {
         "ours": ours,
         "ours, 5 % memory": lambda: ours(logits_bytes=gradient_bytes // 22),
@@ -155,49 +161,62 @@ def floor_of(x: Tensor, weight: Tensor) -> Callable[[], None]:
 
     They are logits = X W^t, dX = dlogits W and dW = dlogits^t X.
     """
+    # Each rank multiplies all tokens with its vocabulary shard, so x has the full sequence here,
+    # without the time of an all-gather. Values do not matter, but zeros would: a GPU that
+    # multiplies zeros consumes less power and has a higher clock rate.
     size = parallel_state.get_tensor_model_parallel_size()
-    rows = min(8192, x.size(0) * size)
-    x = torch.randn(x.size(0) * size, x.size(1), device=x.device, dtype=x.dtype)
+    tokens = x.size(0) * size
+    rows = min(8192, tokens)
+    x = torch.randn(tokens, x.size(1), device=x.device, dtype=x.dtype)
     logits = torch.randn(rows, weight.size(0), device=x.device, dtype=x.dtype)
-    dx, dw = torch.empty_like(x[:rows]), torch.empty_like(weight)
+    dx = torch.empty_like(x[:rows])
+    dw = torch.empty_like(weight)
 
     def matmuls() -> None:
-        for part in x.split(rows):
-            torch.mm(part, weight.t(), out=logits[: part.size(0)])
+        for chunk in x.split(rows):
+            torch.mm(chunk, weight.t(), out=logits[: chunk.size(0)])
             torch.mm(logits, weight, out=dx)
-            torch.mm(logits.t(), part, out=dw)
+            torch.mm(logits.t(), chunk, out=dw)
 
     return matmuls
 
 
 def reference(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return loss, dX and dW from fp32 matmuls, ``REFERENCE_ROWS`` tokens at a time."""
-    # dlogits = (softmax(logits) - one_hot(target)) / tokens.
-    wide = weight.detach().float()
-    dx, dw, total = torch.empty_like(x, dtype=torch.float32), torch.zeros_like(wide), torch.zeros((), device=x.device)
+    # dlogits = (softmax(logits) - one_hot(target)) / tokens, from which dX = dlogits W and
+    # dW = dlogits^t X. In chunks, because fp32 logits of 8,192 tokens and 128,256 words have
+    # 4.2 GB, and the softmax needs them twice.
+    weight_fp32 = weight.detach().float()
+    dx = torch.empty_like(x, dtype=torch.float32)
+    dw = torch.zeros_like(weight_fp32)
+    total = torch.zeros((), device=x.device)
     for rows in torch.arange(x.size(0), device=x.device).split(REFERENCE_ROWS):
-        part = x.detach()[rows].float()
-        logits = part @ wide.t()
+        chunk = x.detach()[rows].float()
+        logits = chunk @ weight_fp32.t()
         log_sum_exp = logits.logsumexp(-1, keepdim=True)
-        picked = target[rows].unsqueeze(-1)
-        total += (log_sum_exp - logits.gather(-1, picked)).sum()
-        grad = (logits - log_sum_exp).exp_()
-        grad.scatter_add_(-1, picked, torch.full_like(picked, -1, dtype=torch.float32))
-        grad /= x.size(0)
-        dx[rows] = grad @ wide
-        dw += grad.t() @ part
+        labels = target[rows].unsqueeze(-1)
+        total += (log_sum_exp - logits.gather(-1, labels)).sum()
+        dlogits = (logits - log_sum_exp).exp_()
+        dlogits.scatter_add_(-1, labels, torch.full_like(labels, -1, dtype=torch.float32))
+        dlogits /= x.size(0)
+        dx[rows] = dlogits @ weight_fp32
+        dw += dlogits.t() @ chunk
     return total / x.size(0), dx, dw
 
 
-def errors(loss: LossFunction, inputs: tuple[Tensor, Tensor, Tensor], expected: tuple[Tensor, ...]) -> dict[str, Any]:
+def errors(
+    loss: LossFunction,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    expected: tuple[Tensor, ...],
+) -> dict[str, Any]:
     """Return the loss's absolute error, and relative errors of dX and dW in the 2-norm."""
     x, weight, target = inputs
     value = loss(x, weight, target)
     value.backward()
     result = {"loss_error": float(f"{abs(value.item() - expected[0].item()):.2e}")}
-    for name, tensor, wanted in (("dx_error", x, expected[1]), ("dw_error", weight, expected[2])):
+    for name, tensor, grad in (("dx_error", x, expected[1]), ("dw_error", weight, expected[2])):
         assert tensor.grad is not None
-        difference = (tensor.grad.float() - wanted).norm() / wanted.norm()
+        difference = (tensor.grad.float() - grad).norm() / grad.norm()
         result[name] = float(f"{difference.item():.2e}")
         tensor.grad = None
     return result
@@ -219,18 +238,29 @@ def measure(head: str, tokens: int, args: argparse.Namespace) -> list[dict[str, 
     weight = torch.randn(vocab, hidden, **options) * 0.02
     target = torch.randint(0, vocab, (tokens,), device=backend.device, generator=generator)
     rank = parallel_state.get_tensor_model_parallel_rank()
-    expected = reference(x, weight, target) if tokens <= 8192 else None
-    if expected:
-        expected = (expected[0], *(grad.chunk(size)[rank].clone() for grad in expected[1:]))
+    # The generator's seed is the same on every rank, so each rank computes the reference of the
+    # full problem and keeps its shard; no collective is needed to compare.
+    expected: tuple[Tensor, ...] | None = None
+    if tokens <= REFERENCE_TOKENS:
+        expected_loss, *full_grads = reference(x, weight, target)
+        expected = (expected_loss, *(grad.chunk(size)[rank].clone() for grad in full_grads))
+        del full_grads
     # Sequence shard of the tokens, vocabulary shard of the weight; targets are replicated.
     x = x.chunk(size)[rank].clone().requires_grad_()
     weight = weight.chunk(size)[rank].clone().requires_grad_()
-    inputs, gradient_bytes = (x, weight, target), 2 * (x.numel() + weight.numel())
-    rows, calls = [], {"floor": floor_of(x, weight.detach())}
+    inputs = (x, weight, target)
+    gradient_bytes = 2 * (x.numel() + weight.numel())
+    rows: list[dict[str, Any]] = []
+    calls: dict[str, Callable[[], None]] = {"floor": floor_of(x, weight.detach())}
     for name, build in variants(gradient_bytes, tokens, vocab // size).items():
-        row: dict[str, Any] = {"head": head, "tokens": tokens, "tensor_parallel": size, "variant": name}
         if args.variants and name not in args.variants:
             continue
+        row: dict[str, Any] = {
+            "head": head,
+            "tokens": tokens,
+            "tensor_parallel": size,
+            "variant": name,
+        }
         rows.append(row)
         try:
             loss = build()
@@ -238,13 +268,16 @@ def measure(head: str, tokens: int, args: argparse.Namespace) -> list[dict[str, 
             # torch's figures do not contain peer memory, so it is added.
             backend.release_groups()
             step(loss, inputs)  # compiles
-            peer_memory = ((backend.memory_allocated() or 0) - torch.cuda.memory_allocated()) / 2**30
-            row["peak_gib"] = round(peak_gib(lambda loss=loss: step(loss, inputs)) + peer_memory, 3)
-            row |= errors(loss, inputs, expected) if expected else {}
-            calls[name] = lambda loss=loss: step(loss, inputs)
+            peer_bytes = (backend.memory_allocated() or 0) - torch.cuda.memory_allocated()
+            call = partial(step, loss, inputs)
+            row["peak_gib"] = round(peak_gib(call) + peer_bytes / 2**30, 3)
+            if expected:
+                row |= errors(loss, inputs, expected)
+            calls[name] = call
         except (ImportError, RuntimeError) as error:  # out of memory too
             row["failure"] = first_line(error)
             x.grad = weight.grad = None
+    # The race needs the memory of the reference, which has the bytes of two fp32 gradients.
     del expected
     times = race(calls, args.turns)
     floor_ms = times["floor"]
@@ -268,16 +301,36 @@ def argument_parser() -> argparse.ArgumentParser:
 def main() -> None:
     args = parse_on_gpu(argument_parser())
     backend.init_process_group()
-    world = dist.get_world_size() if dist.is_initialized() else 1
+    world = parallel_state.get_world_size()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
-    unknown = sorted(set(args.variants or ()) - set(variants(1, 1, 1)))
+    # Which variants exist depends on T, so argparse cannot check --variants: only their names are
+    # used here, and no variant is built.
+    names = list(variants(1, 1, 1))
+    unknown = sorted(set(args.variants or ()) - set(names))
     if unknown:
-        raise SystemExit(f"error: no variants {unknown} on {world} GPUs, there are {list(variants(1, 1, 1))}")
-    rows = [row for head in args.heads for tokens in args.tokens for row in measure(head, tokens, args)]
-    columns = ("head", "tokens", "tensor_parallel", "variant", "ms", "over_floor", "floor_ms", "peak_gib")
-    columns += ("gradients_gib", "loss_error", "dx_error", "dw_error", "failure")
+        raise SystemExit(f"error: no variants {unknown} on {world} GPUs, there are {names}")
+    rows: list[dict[str, Any]] = []
+    for head in args.heads:
+        for tokens in args.tokens:
+            rows += measure(head, tokens, args)
+    columns = (
+        "head",
+        "tokens",
+        "tensor_parallel",
+        "variant",
+        "ms",
+        "over_floor",
+        "floor_ms",
+        "peak_gib",
+        "gradients_gib",
+        "loss_error",
+        "dx_error",
+        "dw_error",
+        "failure",
+    )
     if parallel_state.is_global_rank_zero():
-        publish(rows, columns, "linear + cross entropy", args, module="scripts.bench.linear_cross_entropy")
+        module = "scripts.bench.linear_cross_entropy"
+        publish(rows, columns, "linear + cross entropy", args, module=module)
     leave_process_groups()
 
 

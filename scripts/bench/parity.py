@@ -42,6 +42,8 @@ GRADIENT_BOUND = 2e-5
 # rounds again.
 BF16_BOUND = 1e-2
 WORLD_SIZES = (1, 2, 4)
+ON_OFF = {True: "on", False: "off"}
+YES_NO = {True: "yes", False: "NO"}
 LLAMA: dict[str, Any] = {
     "vocab_size": 131,
     "hidden_size": 64,
@@ -58,6 +60,8 @@ LLAMA3_ROPE: dict[str, Any] = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+# Each case is a path of its own through the models: biases, shared and replicated KV heads (MQA has
+# fewer KV heads than ranks), tied weights, scaled RoPE, and both residual forms of GPT-NeoX.
 CASES: dict[str, Callable[[], Any]] = {
     "LLaMA MHA, biases": lambda: LlamaConfig(**LLAMA, attention_bias=True, mlp_bias=True),
     "LLaMA GQA, 2 KV heads": lambda: LlamaConfig(**LLAMA, num_key_value_heads=2),
@@ -76,7 +80,10 @@ RECOMPUTE = {
     ),
     "full": MemoryConfig(recompute_granularity="full"),
 }
+# The options in which each model's configuration has its dropout probabilities.
 DROPOUT = {"llama": ("attention_dropout",), "gpt_neox": ("attention_dropout", "hidden_dropout")}
+# Loss, and gradients by the parameter's name.
+StepResult = tuple[Tensor, dict[str, Tensor]]
 
 
 @dataclass
@@ -127,7 +134,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 # Models
 
 
-def run_step(model: nn.Module, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def run_step(model: nn.Module, ids: Tensor) -> StepResult:
     """Return the loss and this rank's gradients after the sequence-parallel hook.
 
     Random streams are seeded first, so every call draws the same dropout.
@@ -137,7 +144,8 @@ def run_step(model: nn.Module, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     loss = model(ids, labels=ids).loss
     loss.backward()
     grads.allreduce_sequence_parallel_gradients(model)
-    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    named = model.named_parameters()
+    return loss.detach(), {name: p.grad.clone() for name, p in named if p.grad is not None}
 
 
 def build(config: Any, state: dict[str, Tensor], sequence_parallel: bool, memory: MemoryConfig) -> nn.Module:
@@ -151,6 +159,8 @@ def build(config: Any, state: dict[str, Tensor], sequence_parallel: bool, memory
 
 def worst_gradient(model: nn.Module, ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> tuple[float, str]:
     """Return the largest relative error over all parameters; valid on rank 0 only."""
+    # A gradient does not carry its parameter's shard attributes, which the gather needs. Every rank
+    # gathers every parameter: the gather is a collective, though only rank 0 gets the result.
     assert set(ours) == set(theirs), set(ours) ^ set(theirs)
     worst = (0.0, "")
     for name, param in model.named_parameters():
@@ -172,29 +182,47 @@ def compare_case(name: str) -> list[Row]:
         param.data.add_(torch.randn_like(param), alpha=0.05)
     ids = torch.randint(0, config.vocab_size, (2, 32))
     loss, theirs = _reference_step(reference, ids)
-    size, rows = parallel_state.get_tensor_model_parallel_size(), []
-    for sequence_parallel in (False, True) if size > 1 else (False,):
-        kept: dict[bool, tuple[Tensor, dict[str, Tensor]]] = {}
+    state = reference.state_dict()
+    size = parallel_state.get_tensor_model_parallel_size()
+    modes = [False]
+    if size > 1:
+        modes.append(True)
+    rows: list[Row] = []
+    for sequence_parallel in modes:
+        # The first recompute is "none": its results without and with dropout are the baseline for
+        # bitwise equality of the others. Dropout is compared with this baseline only, because
+        # transformers draws other random numbers.
+        baseline: tuple[StepResult, StepResult] | None = None
         for recompute, memory in RECOMPUTE.items():
-            model = build(config, reference.state_dict(), sequence_parallel, memory)
-            our_loss, ours = run_step(model, ids)
-            dropped = run_step(build(with_dropout(config), reference.state_dict(), sequence_parallel, memory), ids)
-            # The first recompute is "none": its results without and with dropout are the reference
-            # for bitwise equality of the others.
-            kept = kept or {False: (our_loss, ours), True: dropped}
-            equal = is_bit_equal(kept[False], (our_loss, ours)) and is_bit_equal(kept[True], dropped)
+            model = build(config, state, sequence_parallel, memory)
+            plain = run_step(model, ids)
+            dropout_model = build(with_dropout(config), state, sequence_parallel, memory)
+            dropped = run_step(dropout_model, ids)
+            if baseline is None:
+                baseline = (plain, dropped)
+            equal = is_bit_equal(baseline[0], plain) and is_bit_equal(baseline[1], dropped)
+            our_loss, ours = plain
             error, worst = worst_gradient(model, ours, theirs)
-            rows.append(
-                Row(name, size, sequence_parallel, recompute, relative_error(our_loss, loss), error, worst, equal)
+            row = Row(
+                case=name,
+                world_size=size,
+                sequence_parallel=sequence_parallel,
+                recompute=recompute,
+                loss_error=relative_error(our_loss, loss),
+                gradient_error=error,
+                worst_parameter=worst,
+                bit_equal=equal,
             )
+            rows.append(row)
     return rows
 
 
-def _reference_step(reference: nn.Module, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def _reference_step(reference: nn.Module, ids: Tensor) -> StepResult:
     """Return loss and gradients of transformers' model."""
     loss = reference(ids, labels=ids).loss
     loss.backward()
-    return loss.detach(), {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+    named = reference.named_parameters()
+    return loss.detach(), {name: p.grad for name, p in named if p.grad is not None}
 
 
 def with_dropout(config: Any) -> Any:
@@ -205,10 +233,16 @@ def with_dropout(config: Any) -> Any:
     return changed
 
 
-def is_bit_equal(first: tuple[Tensor, dict[str, Tensor]], second: tuple[Tensor, dict[str, Tensor]]) -> bool:
+def is_bit_equal(first: StepResult, second: StepResult) -> bool:
     """Return whether loss and all gradients are bitwise equal on every rank."""
-    local = torch.equal(first[0], second[0]) and all(torch.equal(first[1][n], second[1][n]) for n in first[1])
-    everywhere = backend.all_reduce(torch.tensor(int(local)), parallel_state.get_world_group(), op="min")
+    # No early return on a difference: all ranks must take part in the all-reduce, whose minimum is
+    # 0 if the values of one rank differ.
+    first_loss, first_grads = first
+    second_loss, second_grads = second
+    equal_grads = all(torch.equal(grad, second_grads[name]) for name, grad in first_grads.items())
+    local = torch.equal(first_loss, second_loss) and equal_grads
+    world = parallel_state.get_world_group()
+    everywhere = backend.all_reduce(torch.tensor(int(local)), world, op="min")
     return bool(everywhere.item())
 
 
@@ -221,33 +255,39 @@ def compare_layer(layer: str, weight_dtype: torch.dtype, sequence_parallel: bool
     An fp32 weight runs under autocast, as in mixed-precision training.
     """
     size = parallel_state.get_tensor_model_parallel_size()
-    module_class = ColumnParallelLinear if layer == "column" else RowParallelLinear
-    options: dict[str, Any] = {"gather_output": False} if layer == "column" else {"input_is_parallel": True}
-    module: Any = module_class(96, 80, dtype=weight_dtype, sequence_parallel_enabled=sequence_parallel, **options)
+    options: Any = {"dtype": weight_dtype, "sequence_parallel_enabled": sequence_parallel}
+    module: Any
+    if layer == "column":
+        module = ColumnParallelLinear(96, 80, gather_output=False, **options)
+    else:
+        module = RowParallelLinear(96, 80, input_is_parallel=True, **options)
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(16, 2, 96, generator=generator).bfloat16()
     upstream = torch.randn(16, 2, 80, generator=generator).bfloat16()
-    parameters = [module.weight, module.bias]
-    weight, bias = (gather_on_all(p).double().requires_grad_() for p in parameters)
-    wide = x.double().requires_grad_()
-    nn.functional.linear(wide, weight, bias).backward(upstream.double())
+    # The reference has the same bf16 inputs and the gathered weights, so its error against ours is
+    # that of the arithmetic alone, not of rounding the inputs.
+    weight = gather_on_all(module.weight).double().requires_grad_()
+    bias = gather_on_all(module.bias).double().requires_grad_()
+    x_fp64 = x.double().requires_grad_()
+    nn.functional.linear(x_fp64, weight, bias).backward(upstream.double())
+    # Each rank compares its own shards with the same slices of the reference.
     local_x, local_upstream = local_inputs(layer, x, upstream, sequence_parallel)
     local_x.requires_grad_()
     with torch.autocast("cpu", torch.bfloat16, enabled=weight_dtype == torch.float32):
         output = module(local_x)
     output.backward(local_upstream)
     grads.allreduce_sequence_parallel_gradients(module)
+    grad_x, _ = local_inputs(layer, cast(Tensor, x_fp64.grad), upstream, sequence_parallel)
     pairs: Any = (
-        ("dX", local_x.grad, local_inputs(layer, cast(Tensor, wide.grad), upstream, sequence_parallel)[0]),
+        ("dX", local_x.grad, grad_x),
         ("dW", module.weight.grad, float64_slice(weight.grad, module.weight)),
         ("db", module.bias.grad, float64_slice(bias.grad, module.bias)),
     )
     row = LayerRow(layer, str(weight_dtype).removeprefix("torch."), size, sequence_parallel)
+    world = parallel_state.get_world_group()
     for name, actual, expected in pairs:
-        worst = backend.all_reduce(
-            torch.tensor(relative_error(actual, expected)), parallel_state.get_world_group(), op="max"
-        )
-        row.errors[name] = worst.item()
+        local = torch.tensor(relative_error(actual, expected))
+        row.errors[name] = backend.all_reduce(local, world, op="max").item()
     return row
 
 
@@ -255,8 +295,9 @@ def gather_on_all(param: Any) -> Tensor:
     """Return the full tensor of a sharded parameter on every rank, fp32."""
     # gather_full_tensor returns the tensor on rank 0 and None elsewhere: the sum broadcasts it.
     full = gather_full_tensor(param)
-    full = torch.zeros(param.full_shape) if full is None else full.float()
-    return backend.all_reduce(full, parallel_state.get_world_group())
+    if full is None:
+        full = torch.zeros(param.full_shape)
+    return backend.all_reduce(full.float(), parallel_state.get_world_group())
 
 
 def float64_slice(full: Any, param: Any) -> Tensor:
@@ -276,8 +317,10 @@ def local_inputs(layer: str, x: Tensor, upstream: Tensor, sequence_parallel: boo
     sharded_sequence = {"column": x, "row": upstream}[layer]
     if sequence_parallel:
         sharded_sequence = scatter_to_sequence_parallel_region(sharded_sequence)
-    pair = (sharded_sequence, sharded_features) if layer == "column" else (sharded_features, sharded_sequence)
-    return pair[0].detach().clone(), pair[1].detach().clone()
+    local_x, local_upstream = sharded_features, sharded_sequence
+    if layer == "column":
+        local_x, local_upstream = sharded_sequence, sharded_features
+    return local_x.detach().clone(), local_upstream.detach().clone()
 
 
 # Ranks and report
@@ -289,8 +332,12 @@ def run_rank(rank: int, world_size: int, port: int, results: Any) -> None:
     torch.use_deterministic_algorithms(True)
     warnings.simplefilter("error")
     if world_size > 1:
-        address = f"tcp://127.0.0.1:{port}"
-        torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
+        torch.distributed.init_process_group(
+            "gloo",
+            init_method=f"tcp://127.0.0.1:{port}",
+            rank=rank,
+            world_size=world_size,
+        )
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
     rows = [row for name in CASES for row in compare_case(name)]
     layer_rows = [
@@ -300,6 +347,8 @@ def run_rank(rank: int, world_size: int, port: int, results: Any) -> None:
         for sequence_parallel in (False, True)
         if world_size > 1
     ]
+    # A queue writes from a thread: join_thread waits until the rows are in the pipe, before the
+    # process ends.
     if rank == 0:
         results.put((rows, layer_rows))
         results.close()
@@ -316,8 +365,11 @@ def free_port() -> int:
 def run_world(world_size: int) -> tuple[list[Row], list[LayerRow]]:
     """Start ``world_size`` ranks and return their rows."""
     # The result is read while the ranks still run: rank 0 cannot end before its queue is read.
+    # context.join raises the exception of a rank that failed, so that a failure does not wait here
+    # for a result forever.
     results = get_context("spawn").Queue()
-    context: Any = spawn(run_rank, args=(world_size, free_port(), results), nprocs=world_size, join=False)
+    arguments = (world_size, free_port(), results)
+    context: Any = spawn(run_rank, args=arguments, nprocs=world_size, join=False)
     while not context.join(timeout=1):
         if not results.empty():
             break
@@ -350,9 +402,9 @@ def report(rows: list[Row], layer_rows: list[LayerRow]) -> str:
     ]
     for row in rows:
         lines.append(
-            f"| {row.case} | {row.world_size} | {_on(row.sequence_parallel)} | {row.recompute} | "
+            f"| {row.case} | {row.world_size} | {ON_OFF[row.sequence_parallel]} | {row.recompute} | "
             f"{row.loss_error:.1e} | {row.gradient_error:.1e} | `{row.worst_parameter}` | "
-            f"{'yes' if row.bit_equal else 'NO'} |"
+            f"{YES_NO[row.bit_equal]} |"
         )
     lines += [
         "",
@@ -367,29 +419,31 @@ def report(rows: list[Row], layer_rows: list[LayerRow]) -> str:
     for row in layer_rows:
         errors = " | ".join(f"{row.errors[name]:.1e}" for name in ("dX", "dW", "db"))
         lines.append(
-            f"| {row.layer} | {row.weight_dtype} | {row.world_size} | {_on(row.sequence_parallel)} | {errors} |"
+            f"| {row.layer} | {row.weight_dtype} | {row.world_size} | {ON_OFF[row.sequence_parallel]} | {errors} |"
         )
     return "\n".join(lines) + "\n"
-
-
-def _on(flag: bool) -> str:
-    return "on" if flag else "off"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="write the tables to this Markdown file")
     output = parser.parse_args().output
-    answers = [run_world(size) for size in WORLD_SIZES]
-    rows = sorted((row for rows, _ in answers for row in rows), key=lambda row: list(CASES).index(row.case))
-    layer_rows = [row for _, layer_rows in answers for row in layer_rows]
+    # The table is sorted by model; the sort is stable, so T stays in ascending order within it.
+    rows: list[Row] = []
+    layer_rows: list[LayerRow] = []
+    for size in WORLD_SIZES:
+        model_rows, linear_rows = run_world(size)
+        rows += model_rows
+        layer_rows += linear_rows
+    rows.sort(key=lambda row: list(CASES).index(row.case))
     text = report(rows, layer_rows)
     print(text)
     if output is not None:
         output.write_text(text, encoding="utf-8")
     failed = [row for row in (*rows, *layer_rows) if not row.holds]
-    print(f"{len(rows) + len(layer_rows)} rows, {len(failed)} above their bounds", *failed, sep="\n")
-    return 1 if failed else 0
+    count = len(rows) + len(layer_rows)
+    print(f"{count} rows, {len(failed)} above their bounds", *failed, sep="\n")
+    return int(bool(failed))
 
 
 if __name__ == "__main__":

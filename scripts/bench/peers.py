@@ -20,7 +20,9 @@ Builder = Callable[[Any, MemoryConfig], tuple[nn.Module, LossFunction]]
 
 def dtype() -> torch.dtype:
     """Return the dtype of all models: fp32 on the CPU, bf16 elsewhere."""
-    return torch.float32 if backend.name == "cpu" else torch.bfloat16
+    if backend.name == "cpu":
+        return torch.float32
+    return torch.bfloat16
 
 
 def build_hf(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction]:
@@ -47,11 +49,11 @@ def with_flash4(build: Builder) -> Builder:
     of packed documents.
     """
 
-    def built(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction]:
+    def build_flash4(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction]:
         config._attn_implementation = "flash_attention_4"
         return build(config, memory)
 
-    return built
+    return build_flash4
 
 
 def build_dtensor(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction]:
@@ -72,11 +74,14 @@ def build_dtensor(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFun
     model.to_empty(device=backend.device)
     base = model.get_submodule(model.base_model_prefix)
     base.rotary_emb = type(base.rotary_emb)(config).to(backend.device)
+    # Matrices as transformers initializes them. Vectors are biases, or weights of norms.
     for name, param in model.named_parameters():
         if param.dim() > 1:
             nn.init.normal_(param, std=config.initializer_range)
+        elif name.endswith("bias"):
+            nn.init.zeros_(param)
         else:
-            nn.init.constant_(param, 0.0 if name.endswith("bias") else 1.0)
+            nn.init.ones_(param)
     _apply_hf_recompute(model, memory)
 
     def loss(ids: Tensor) -> Tensor:
@@ -87,6 +92,9 @@ def build_dtensor(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFun
         labels = F.pad(ids, (0, 1), value=-100)[:, 1:].flatten()
         return F.cross_entropy(logits, labels)
 
+    # Under loss_parallel cross_entropy computes from logits sharded along the vocabulary, without
+    # an all-gather of them. Backward must run inside the context too, so this function runs it
+    # and returns a detached loss.
     def step_loss(ids: Tensor) -> Tensor:
         with loss_parallel():
             value = loss(ids)
@@ -128,14 +136,21 @@ def dtensor_plan(config: Any) -> dict[str, Any]:
         SequenceParallel,
     )
 
-    norm, column = SequenceParallel(), ColwiseParallel()
+    # Between the layers, activations are sequence shards, [B, S/T, H]: Shard(1). Row-parallel
+    # layers reduce-scatter their output to that layout, and each block all-gathers its input once,
+    # before the column-parallel layers. The head all-gathers too, but its logits stay sharded
+    # along the vocabulary, as DTensors, for loss_parallel.
+    norm = SequenceParallel()
+    column = ColwiseParallel()
     row = RowwiseParallel(output_layouts=Shard(1))
     embedding = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
     head = ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False)
     gather = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
     if config.model_type == "llama":
+        # transformers' LLaMA passes hidden_states to attention by name, its GPT-NeoX by position.
         gather_attention = PrepareModuleInput(
-            input_kwarg_layouts={"hidden_states": Shard(1)}, desired_input_kwarg_layouts={"hidden_states": Replicate()}
+            input_kwarg_layouts={"hidden_states": Shard(1)},
+            desired_input_kwarg_layouts={"hidden_states": Replicate()},
         )
         layer = {
             "input_layernorm": norm,
@@ -143,22 +158,23 @@ def dtensor_plan(config: Any) -> dict[str, Any]:
             "self_attn": gather_attention,
             "mlp": gather,
         }
-        layer |= dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), column)
+        layer |= dict.fromkeys((f"self_attn.{name}_proj" for name in "qkv"), column)
         layer |= dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), column)
         layer |= dict.fromkeys(("self_attn.o_proj", "mlp.down_proj"), row)
-        prefix, names = "model", {"embed_tokens": embedding, "norm": norm}
+        prefix = "model"
+        outer = {"embed_tokens": embedding, "norm": norm}
     else:
-        gather_attention = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
         layer = {
             "input_layernorm": norm,
             "post_attention_layernorm": norm,
-            "attention": gather_attention,
+            "attention": gather,
             "mlp": gather,
         }
         layer |= dict.fromkeys(("attention.query_key_value", "mlp.dense_h_to_4h"), column)
         layer |= dict.fromkeys(("attention.dense", "mlp.dense_4h_to_h"), row)
-        prefix, names = "gpt_neox", {"embed_in": embedding, "final_layer_norm": norm}
-    plan = {f"{prefix}.{name}": style for name, style in names.items()}
+        prefix = "gpt_neox"
+        outer = {"embed_in": embedding, "final_layer_norm": norm}
+    plan = {f"{prefix}.{name}": style for name, style in outer.items()}
     plan |= {f"{prefix}.layers.*.{name}": style for name, style in layer.items()}
     return plan | {"lm_head": head}
 
@@ -166,4 +182,5 @@ def dtensor_plan(config: Any) -> dict[str, Any]:
 def _apply_hf_recompute(model: nn.Module, memory: MemoryConfig) -> None:
     """Turn on transformers' recompute of full layers, if ``memory`` asks for it."""
     if memory.recompute_granularity == "full":
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # pyright: ignore
+        options = {"use_reentrant": False}
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)  # pyright: ignore

@@ -34,10 +34,15 @@ _PACKAGES = ("liger-kernel", "cut-cross-entropy", "flash-attn-4")
 
 def cpu_name() -> str:
     """Return the processor's model and number of cores, or without /proc the architecture."""
+    # /proc/cpuinfo has a section for each logical core; on Arm it has no line with the model.
     info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{models[0]}, {len(models)} cores" if models else platform.machine()
+    models: list[str] = []
+    if info.exists():
+        lines = info.read_text(encoding="utf-8").splitlines()
+        models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    if not models:
+        return platform.machine()
+    return f"{models[0]}, {len(models)} cores"
 
 
 def environment(module: str) -> dict[str, Any]:
@@ -46,7 +51,9 @@ def environment(module: str) -> dict[str, Any]:
     Args:
         module: module of the benchmark, for the command.
     """
-    device = torch.cuda.get_device_name() if backend.name == "cuda" else cpu_name()
+    device = cpu_name()
+    if backend.name == "cuda":
+        device = torch.cuda.get_device_name()
     return {
         "date": f"{datetime.datetime.now(tz=datetime.UTC):%Y-%m-%d}",
         "device": device,
@@ -60,9 +67,16 @@ def environment(module: str) -> dict[str, Any]:
 
 def _commit() -> str:
     """Return the commit, with ``-dirty`` if files other than benchmark results have changed."""
+    # Results are excluded: the rows of the previous benchmark of a series are not committed yet,
+    # and they do not change what this one measures.
     commit = _git("rev-parse", "--short", "HEAD")
-    changes = _git("status", "--porcelain", "--", ":/", *(f":(exclude,top){name}" for name in _WRITTEN))
-    return f"{commit}-dirty" if commit and changes else commit or "unknown"
+    excluded = [f":(exclude,top){name}" for name in _WRITTEN]
+    changes = _git("status", "--porcelain", "--", ":/", *excluded)
+    if not commit:
+        return "unknown"
+    if changes:
+        return f"{commit}-dirty"
+    return commit
 
 
 def _git(*arguments: str) -> str:
@@ -78,8 +92,11 @@ def _settings() -> list[str]:
 
 def _launcher() -> list[str]:
     """Return the program at the start of the command."""
+    # torchrun sets WORLD_SIZE for its ranks.
     size = os.environ.get("WORLD_SIZE", "1")
-    return ["python"] if size == "1" else ["torchrun", "--nproc_per_node", size]
+    if size == "1":
+        return ["python"]
+    return ["torchrun", "--nproc_per_node", size]
 
 
 def append(rows: list[dict[str, Any]], path: Path) -> None:
@@ -87,6 +104,8 @@ def append(rows: list[dict[str, Any]], path: Path) -> None:
 
     A lock on the folder admits one process at a time.
     """
+    # The lock is on the folder because the file is replaced: a process that waits for a lock on the
+    # old file would then append to a file that no longer has a name.
     path.parent.mkdir(parents=True, exist_ok=True)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
@@ -102,6 +121,8 @@ def _append(rows: list[dict[str, Any]], path: Path) -> None:
     if path.exists():
         with path.open(newline="", encoding="utf-8") as file:
             recorded = list(csv.DictReader(file))
+    # Columns in the order of their first appearance: the file's own first, then new ones. Rows
+    # without a value for a column get an empty cell.
     names = list(dict.fromkeys(name for row in (*recorded, *rows) for name in row))
     incomplete = path.with_suffix(".incomplete")
     with incomplete.open("w", newline="", encoding="utf-8") as file:
@@ -112,7 +133,12 @@ def _append(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def publish(
-    rows: list[dict[str, Any]], columns: Sequence[str], title: str, args: argparse.Namespace, *, module: str
+    rows: list[dict[str, Any]],
+    columns: Sequence[str],
+    title: str,
+    args: argparse.Namespace,
+    *,
+    module: str,
 ) -> None:
     """Print ``columns`` of all rows; with ``args.append`` append them to ``args.csv``."""
     rows = [{name: row.get(name, "") for name in columns} for row in rows]

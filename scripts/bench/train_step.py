@@ -61,6 +61,7 @@ from scripts.bench.record import append, environment
 
 WARM_UP_STEPS = 3
 CSV = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "train_step.csv"
+# Published sizes of the models. The tiny ones are for trying the program out on a CPU.
 LLAMA3: dict[str, Any] = {
     "vocab_size": 128256,
     "hidden_size": 4096,
@@ -177,19 +178,27 @@ def measure(
     model, loss_of = BUILDERS[variant](config, memory)
     model.train()
     is_ours = variant.startswith("ours")
-    options: dict[str, Any] = {} if is_ours else {"fused": True}
-    optimizer = (AdamW if is_ours else torch.optim.AdamW)(model.parameters(), lr=1e-5, **options)
+    if is_ours:
+        optimizer = AdamW(model.parameters(), lr=1e-5)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     in_backward = in_backward and is_ours
-    stepper = OptimizerInBackward(optimizer) if in_backward else optimizer
-    ids = torch.randint(0, config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(3)).to(
-        backend.device
-    )
+    stepper = optimizer
+    if in_backward:
+        stepper = OptimizerInBackward(optimizer)
+    # Drawn on the CPU from a fixed seed: all ranks and all variants train on the same tokens, so
+    # that the column of losses shows whether a variant computes something else.
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(0, config.vocab_size, (1, tokens), generator=generator)
+    ids = ids.to(backend.device)
 
     def step() -> Tensor:
         loss = loss_of(ids)
         # A CUDA graph and the DTensor peer run backward themselves and return a detached loss.
         if loss.requires_grad:
             loss.backward()
+        # Gradients of norms and biases are partial sums over each rank's sequence shard. The
+        # optimizer in backward sums them itself, before it updates and frees each gradient.
         if is_ours and not in_backward:
             grads.allreduce_sequence_parallel_gradients(model)
         stepper.step()
@@ -198,7 +207,8 @@ def measure(
 
     # Each step is timed until the device has finished. Peak memory counts from the end of the
     # warm-up, which compiles kernels and records CUDA graphs.
-    times, losses = [], []
+    times: list[float] = []
+    losses: list[float] = []
     for i in range(WARM_UP_STEPS + steps):
         if i == WARM_UP_STEPS:
             backend.reset_peak_memory_stats()
@@ -208,15 +218,35 @@ def measure(
         backend.synchronize()
         times.append(time.perf_counter() - start)
         losses.append(round(loss.item(), 4))
-    step_s = statistics.median(times[WARM_UP_STEPS:])
-    result = {"step_ms": round(step_s * 1e3, 2), "first_loss": losses[0], "loss": losses[-1]}
-    peak_bytes = backend.max_memory_allocated()
-    result["peak_gib"] = None if peak_bytes is None else round(peak_bytes / 2**30, 2)
-    result["tokens_per_s_per_device"] = round(tokens / step_s / parallel_state.get_world_size(), 1)
+    result = figures(times[WARM_UP_STEPS:], losses, tokens)
+    # After the timed steps: the profiler slows a step down, and its buffers would count as memory.
     if backend.name == "cuda":
-        found = profiled(step, trace)
-        result["exposed_ms"] = round(found["exposed_communication"], 1)
+        shares = profiled(step, trace)
+        result["exposed_ms"] = round(shares["exposed_communication"], 1)
     return result
+
+
+def figures(times: list[float], losses: list[float], tokens: int) -> dict[str, Any]:
+    """Return the columns of timed steps.
+
+    Args:
+        times: seconds of each timed step.
+        losses: of all steps, the warm-up included.
+        tokens: S; all devices together process it once per step.
+    """
+    step_s = statistics.median(times)
+    tokens_per_s = tokens / step_s / parallel_state.get_world_size()
+    peak_bytes = backend.max_memory_allocated()
+    peak_gib = None
+    if peak_bytes is not None:
+        peak_gib = round(peak_bytes / 2**30, 2)
+    return {
+        "step_ms": round(step_s * 1e3, 2),
+        "first_loss": losses[0],
+        "loss": losses[-1],
+        "peak_gib": peak_gib,
+        "tokens_per_s_per_device": round(tokens_per_s, 1),
+    }
 
 
 def model_flops(config: Any, tokens: int) -> float:
@@ -226,6 +256,7 @@ def model_flops(config: Any, tokens: int) -> float:
     and token, and backward twice that. Causal attention has 2 matmuls of S^2 H / 2 multiply-adds
     per layer in forward, and backward costs twice that.
     """
+    # On the meta device: only the shapes are needed, and nothing is allocated.
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     embedding = config.vocab_size * config.hidden_size
@@ -235,17 +266,38 @@ def model_flops(config: Any, tokens: int) -> float:
 
 def recompute(args: argparse.Namespace) -> tuple[MemoryConfig, str]:
     """Return the memory configuration of ours, and its description for the row."""
-    layers, offloaded = args.recompute_layers, args.offload_layers
+    # ``--recompute-layers 0`` means no recompute for ours, whereas None, its default, means all
+    # layers. ``block`` recomputes the first N layers, as in Megatron-LM.
+    layers = args.recompute_layers
+    offloaded = args.offload_layers
     memory = MemoryConfig(cpu_offloading_num_layers=offloaded)
-    parts = ["none"]
+    words = ["none"]
     if args.recompute == "full" and layers != 0:
-        method: dict[str, Any] = {"recompute_method": "block", "recompute_num_layers": layers} if layers else {}
-        keeps = {"recompute_keep_core_attn": args.keep_core_attn}
-        memory = replace(memory, recompute_granularity="full", **keeps, **method)
-        parts = [f"{layers} layers" if layers else "full", "attention kept" if args.keep_core_attn else ""]
-    parts.append(f"{offloaded} layers offloaded" if offloaded else "")
-    parts.append("optimizer in backward" if args.in_backward else "")
-    return memory, ", ".join(part for part in parts if part)
+        options: dict[str, Any] = {
+            "recompute_granularity": "full",
+            "recompute_keep_core_attn": args.keep_core_attn,
+        }
+        words = ["full"]
+        if layers:
+            options |= {"recompute_method": "block", "recompute_num_layers": layers}
+            words = [f"{layers} layers"]
+        if args.keep_core_attn:
+            words.append("attention kept")
+        memory = replace(memory, **options)
+    if offloaded:
+        words.append(f"{offloaded} layers offloaded")
+    if args.in_backward:
+        words.append("optimizer in backward")
+    return memory, ", ".join(words)
+
+
+def model_flops_utilization(args: argparse.Namespace, row: dict[str, Any]) -> float | str:
+    """Return the share of ``--peak-tflops`` that a row's step reaches; "" if the peak is 0."""
+    tokens = row["tokens"]
+    flops = row["tokens_per_s_per_device"] / tokens * model_flops(CONFIGS[args.model](), tokens)
+    if not args.peak_tflops:
+        return ""
+    return round(flops / (args.peak_tflops * 1e12), 3)
 
 
 def trace_file(folder: Path | None, row: dict[str, Any]) -> Path | None:
@@ -257,8 +309,16 @@ def trace_file(folder: Path | None, row: dict[str, Any]) -> Path | None:
         return None
     folder.mkdir(parents=True, exist_ok=True)
     rank = parallel_state.get_global_rank()
-    names = (row["model"], row["variant"], f"T{row['tensor_parallel']}", row["tokens"], row["recompute"], f"rank{rank}")
-    return folder / f"{'_'.join(map(str, names)).replace(', ', '_').replace(' ', '-')}.json.gz"
+    names = (
+        row["model"],
+        row["variant"],
+        f"T{row['tensor_parallel']}",
+        row["tokens"],
+        row["recompute"],
+        f"rank{rank}",
+    )
+    stem = "_".join(map(str, names)).replace(", ", "_").replace(" ", "-")
+    return folder / f"{stem}.json.gz"
 
 
 def run(args: argparse.Namespace) -> list[str]:
@@ -267,23 +327,42 @@ def run(args: argparse.Namespace) -> list[str]:
     Returns:
         Descriptions of our variants that failed.
     """
-    failed, size = [], parallel_state.get_world_size()
+    failed: list[str] = []
+    size = parallel_state.get_world_size()
     about = environment("scripts.bench.train_step")
-    peers_memory = MemoryConfig(recompute_granularity="full" if args.recompute == "full" else None)
+    # The finer options of recompute and offload are of ours alone: a peer recomputes all layers or
+    # none.
+    peers_memory = MemoryConfig()
+    if args.recompute == "full":
+        peers_memory = MemoryConfig(recompute_granularity="full")
     for tokens in args.tokens:
         for variant in args.variants:
-            memory, description = recompute(args) if variant.startswith("ours") else (peers_memory, args.recompute)
-            row: dict[str, Any] = {"model": args.model, "variant": variant, "tensor_parallel": size}
-            row |= {"tokens": tokens, "recompute": description}
+            is_ours = variant.startswith("ours")
+            memory, description = peers_memory, args.recompute
+            if is_ours:
+                memory, description = recompute(args)
+            row: dict[str, Any] = {
+                "model": args.model,
+                "variant": variant,
+                "tensor_parallel": size,
+                "tokens": tokens,
+                "recompute": description,
+            }
+            # Every variant gets a configuration of its own, because flash4 peers change theirs. A
+            # peer that is not installed or does not fit is a row with its failure; a failure of
+            # ours is an error of the run as well.
             try:
-                options = {"in_backward": args.in_backward, "trace": trace_file(args.traces, row)}
-                row |= measure(variant, CONFIGS[args.model](), tokens, memory, args.steps, **options)
-                per_device = row["tokens_per_s_per_device"] / tokens * model_flops(CONFIGS[args.model](), tokens)
-                row["mfu"] = round(per_device / (args.peak_tflops * 1e12), 3) if args.peak_tflops else ""
+                config = CONFIGS[args.model]()
+                trace = trace_file(args.traces, row)
+                options = {"in_backward": args.in_backward, "trace": trace}
+                row |= measure(variant, config, tokens, memory, args.steps, **options)
+                row["mfu"] = model_flops_utilization(args, row)
                 row["failure"] = ""
-            except (RuntimeError, AttributeError, ValueError, ImportError) as error:  # all ranks fail alike
+            # All ranks fail alike, so none waits in a collective for one that has failed.
+            except (RuntimeError, AttributeError, ValueError, ImportError) as error:
                 row["failure"] = first_line(error)
-                failed += [f"{variant} at {tokens} tokens"] if variant.startswith("ours") else []
+                if is_ours:
+                    failed.append(f"{variant} at {tokens} tokens")
             # The next variant starts with the memory of this one returned to the device.
             gc.collect()
             if backend.name == "cuda":
@@ -308,7 +387,11 @@ def argument_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--in-backward", action="store_true", help="ours: run the optimizer inside backward")
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--peak-tflops", type=float, default=989.0 if backend.name == "cuda" else 0.0)
+    # 989 TFLOP/s: dense bf16 of an H100 SXM or H200. On other devices MFU is not computed.
+    peak_tflops = 0.0
+    if backend.name == "cuda":
+        peak_tflops = 989.0
+    parser.add_argument("--peak-tflops", type=float, default=peak_tflops)
     parser.add_argument("--traces", type=Path, help="write Chrome traces of one step of each variant there, one a rank")
     parser.add_argument("--csv", type=Path, default=CSV)
     parser.add_argument("--append", action="store_true", help="append the rows to --csv")
@@ -326,7 +409,8 @@ def main() -> None:
     if args.traces and backend.name != "cuda":
         parser.error(f"--traces needs an NVIDIA GPU, the backend is {backend.name}")
     backend.init_process_group()
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=parallel_state.get_world_size())
+    size = parallel_state.get_world_size()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
     failed = run(args)
     leave_process_groups()
     if failed:

@@ -18,8 +18,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-HIDDEN, LAYERS, HEADS, KV_HEADS, FEED_FORWARD, VOCABULARY, SEQUENCE, BATCH = 64, 2, 4, 2, 96, 128, 32, 2
-LEARNING_RATE, WEIGHT_DECAY, MAX_NORM = 1e-2, 0.01, 1.0
+HIDDEN = 64
+LAYERS = 2
+HEADS = 4
+KV_HEADS = 2
+FEED_FORWARD = 96
+VOCABULARY = 128
+SEQUENCE = 32
+BATCH = 2
+LEARNING_RATE = 1e-2
+WEIGHT_DECAY = 0.01
+MAX_NORM = 1.0
 FOLDERS = {
     "llama": "training/llama",
     "gpt_neox": "training/tp_dp_gpt_neox_hf_pretrain/tp_dp_gpt_neox_20b_hf_pretrain",
@@ -33,7 +42,9 @@ def main() -> None:
         from nxd_on_cpu import import_neuronx_distributed
 
         import_neuronx_distributed(options.source / "src")
-    dist.init_process_group("gloo" if options.library == "nxd" else "xla")
+    # Example scripts ask for backend xla. Ours registers that name and replaces it with the
+    # machine's own backend; for neuronx-distributed on the CPU it has to be gloo.
+    dist.init_process_group({"nxd": "gloo"}.get(options.library, "xla"))
     losses = train(options, build_model(options))
     if dist.get_rank() == 0:
         options.output.write_text(json.dumps(losses))
@@ -69,12 +80,19 @@ def draw(name: str, shape: tuple[int, ...]) -> Tensor:
     if "gate_up_proj" in name:
         half = (shape[0] // 2, *shape[1:])
         return torch.cat([draw(name.replace("gate_up", part), half) for part in ("gate", "up")])
-    values = torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
-    return 1 + 0.1 * values if len(shape) == 1 and "norm" in name and "weight" in name else 0.1 * values
+    # crc32 and not hash(): the hash of a string differs between processes.
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    values = torch.randn(shape, generator=generator)
+    # Weights of norms are near 1, so that activations keep their size from layer to layer.
+    if len(shape) == 1 and "norm" in name and "weight" in name:
+        return 1 + 0.1 * values
+    return 0.1 * values
 
 
 def batches(step: int, *, data_size: int, data_rank: int, ignored_labels: bool) -> tuple[Tensor, Tensor]:
     """Return this data-parallel rank's token ids and labels of a step, ``[B, S]``, int64."""
+    # Every rank draws the batch of all data-parallel ranks and takes its chunk, so a step has the
+    # same data for every T.
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(0, VOCABULARY, (BATCH * data_size, SEQUENCE), generator=generator)
     tokens = tokens.chunk(data_size)[data_rank]
@@ -93,8 +111,12 @@ def build_model(options: argparse.Namespace) -> nn.Module:
 
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=options.tensor)
     sys.path.insert(0, str(options.source / "examples" / FOLDERS[options.example]))
-    builds = {"llama": build_llama, "gpt_neox": build_gpt_neox}
-    model = build_own(options) if options.library == "models" else builds[options.example](options)
+    build = {"llama": build_llama, "gpt_neox": build_gpt_neox}[options.example]
+    if options.library == "models":
+        build = build_own
+    model = build(options)
+    # The library under test shards the full weights. Buffers, such as masks and RoPE tables, are
+    # in the state dict too and keep the values that the model gave them.
     full = {name: draw(name, full_shape(param)) for name, param in model.named_parameters()}
     buffers = {name: buffer for name, buffer in model.state_dict().items() if name not in full}
     model.load_state_dict({**checkpointing.get_sharded_model_dict(model, full), **buffers})
@@ -147,9 +169,13 @@ def build_own(options: argparse.Namespace) -> nn.Module:
     from nxd_memopt.models.gpt_neox import GPTNeoXForCausalLM
     from nxd_memopt.models.llama import LlamaForCausalLM
 
-    parallel = ParallelConfig(tensor_model_parallel_size=options.tensor, sequence_parallel_enabled=options.tensor > 1)
-    granularity = {"recompute_granularity": "full"} if options.recompute else {}
-    memory = MemoryConfig(**granularity)  # pyright: ignore[reportArgumentType]
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=options.tensor,
+        sequence_parallel_enabled=options.tensor > 1,
+    )
+    memory = MemoryConfig()
+    if options.recompute:
+        memory = MemoryConfig(recompute_granularity="full")
     if options.example == "llama":
         return LlamaForCausalLM(LlamaConfig(**llama_sizes()), parallel=parallel, memory=memory)
     return GPTNeoXForCausalLM(GPTNeoXConfig(**gpt_neox_sizes()), parallel=parallel, memory=memory)
@@ -186,10 +212,17 @@ def _sizes() -> dict[str, Any]:
 
 def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
     """Return the parameter groups of the example's script: no weight decay for biases and norms."""
-    groups: list[dict[str, Any]] = [{"params": [], "weight_decay": decay} for decay in (WEIGHT_DECAY, 0.0)]
+    decayed: list[nn.Parameter] = []
+    undecayed: list[nn.Parameter] = []
     for name, param in model.named_parameters():
-        groups["bias" in name or "norm" in name]["params"].append(param)
-    return groups
+        if "bias" in name or "norm" in name:
+            undecayed.append(param)
+        else:
+            decayed.append(param)
+    return [
+        {"params": decayed, "weight_decay": WEIGHT_DECAY},
+        {"params": undecayed, "weight_decay": 0.0},
+    ]
 
 
 def build_optimizer(options: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
@@ -198,9 +231,12 @@ def build_optimizer(options: argparse.Namespace, model: nn.Module) -> torch.opti
 
     groups = parameter_groups(model)
     if options.library == "nxd":
-        return without_zero1(AdamW_FP32OptimParams(groups, lr=LEARNING_RATE), hook=not options.without_hook)
-    build = zero1_of_the_trainer if options.example == "llama" else zero1_itself
-    return build(groups, AdamW_FP32OptimParams)
+        adamw = AdamW_FP32OptimParams(groups, lr=LEARNING_RATE)
+        return without_zero1(adamw, hook=not options.without_hook)
+    # The models of this repository are trained with the optimizer of the example too.
+    if options.example == "llama":
+        return zero1_of_the_trainer(groups, AdamW_FP32OptimParams)
+    return zero1_itself(groups, AdamW_FP32OptimParams)
 
 
 def without_zero1(adamw: torch.optim.Optimizer, *, hook: bool) -> torch.optim.Optimizer:
@@ -212,6 +248,8 @@ def without_zero1(adamw: torch.optim.Optimizer, *, hook: bool) -> torch.optim.Op
     """
     from neuronx_distributed.trainer.optimizer import NxDOptimizer
 
+    # ``sequence_parallel`` makes NxDOptimizer sum the sequence-parallel gradients before clipping.
+    # ZeRO-1 changes where states are, not their values, so losses stay comparable without it.
     clip = {"zero_one_enabled": False, "grad_clipping": True, "max_grad_norm": MAX_NORM}
     return NxDOptimizer(adamw, {"optimizer_config": clip, "sequence_parallel": hook})
 
@@ -221,10 +259,12 @@ def zero1_of_the_trainer(groups: list[dict[str, Any]], optimizer_class: Any) -> 
     import neuronx_distributed as nxd
     from neuronx_distributed.parallel_layers import parallel_state
 
+    size = parallel_state.get_tensor_model_parallel_size()
+    zero1 = {"zero_one_enabled": True, "grad_clipping": True, "max_grad_norm": MAX_NORM}
     config = nxd.neuronx_distributed_config(
-        tensor_parallel_size=parallel_state.get_tensor_model_parallel_size(),
-        optimizer_config={"zero_one_enabled": True, "grad_clipping": True, "max_grad_norm": MAX_NORM},
-        sequence_parallel=parallel_state.get_tensor_model_parallel_size() > 1,
+        tensor_parallel_size=size,
+        optimizer_config=zero1,
+        sequence_parallel=size > 1,
     )
     return nxd.initialize_parallel_optimizer(config, optimizer_class, groups, lr=LEARNING_RATE)
 
@@ -252,8 +292,9 @@ def train(options: argparse.Namespace, model: nn.Module) -> list[float]:
     from neuronx_distributed.parallel_layers import parallel_state
 
     optimizer = build_optimizer(options, model)
-    group, data_size = parallel_state.get_data_parallel_group(), parallel_state.get_data_parallel_size()
-    losses = []
+    group = parallel_state.get_data_parallel_group()
+    data_size = parallel_state.get_data_parallel_size()
+    losses: list[float] = []
     for step in range(options.steps):
         tokens, labels = batches(
             step,
@@ -265,6 +306,8 @@ def train(options: argparse.Namespace, model: nn.Module) -> list[float]:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        # Tensor-parallel ranks have the same loss; data-parallel ranks have that of their chunk.
+        # The gradients' mean over data-parallel ranks is the optimizer's task.
         mean = loss.detach().clone()
         dist.all_reduce(mean, group=group)
         losses.append(mean.item() / data_size)

@@ -40,12 +40,17 @@ def environment_with_wheel(example: str) -> Path:
     with tempfile.TemporaryDirectory() as build:
         _run([python, "-m", "pip", "install", "--quiet", build_wheel(Path(build))])
     after = installed_packages(python)
+    # An upgraded package is in ``before`` with its old version and in ``after`` with its new one,
+    # so a difference in this direction finds upgrades as well as removals.
     if before - after:
         raise RuntimeError(f"installing nxd_memopt into {folder} changed {sorted(before - after)}")
+    # pip freeze prints ``name==version``, or ``name @ file:...`` for the wheel. safetensors may be
+    # new: transformers 4.26 came without it.
     added = {package.split("==")[0].split(" @ ")[0] for package in after - before}
-    if not {"nxd_memopt"} <= added <= {"nxd_memopt", "safetensors"}:  # transformers 4.26 came without safetensors
+    if not {"nxd_memopt"} <= added <= {"nxd_memopt", "safetensors"}:
         raise RuntimeError(f"installing nxd_memopt into {folder} added {sorted(added)}")
     _run([python, "-m", "pip", "check"])
+    # If the checkout were imported, the comparison would not test what users install.
     location = _run([python, "-c", "import nxd_memopt; print(nxd_memopt.__file__)"]).strip()
     if not Path(location).is_relative_to(folder):
         raise RuntimeError(f"{python} imports nxd_memopt from {location}, not from its own environment")
@@ -70,11 +75,12 @@ def require_refusal(python: Path) -> None:
 
 def require_environment(pins: tuple[str, ...]) -> Path:
     """Create the environment of ``pins``, with our pinned PyTorch, unless it is complete."""
+    # The marker is written last and has all pins: an environment that was interrupted, or made for
+    # other pins, is built from the start.
     folder = ENVIRONMENTS / pins[0].replace("==", "-")
     done = folder / "complete.txt"
-    pytorch = next(
-        line for line in (ROOT / "requirements" / "cpu.txt").read_text().split() if line.startswith("torch==")
-    )
+    requirements = (ROOT / "requirements" / "cpu.txt").read_text().split()
+    pytorch = next(line for line in requirements if line.startswith("torch=="))
     content = "\n".join([pytorch, *pins])
     if not done.is_file() or done.read_text() != content:
         shutil.rmtree(folder, ignore_errors=True)
@@ -90,10 +96,11 @@ def build_wheel(folder: Path) -> Path:
     copy = folder / "source"
     copy.mkdir()
     for name in PACKAGED:
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
-            shutil.copy2(ROOT / name, copy / name)
+            shutil.copy2(source, copy / name)
     wheel = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
     _run([*wheel, "--wheel-dir", folder, copy])
     return next(folder.glob("nxd_memopt-*.whl"))
@@ -108,7 +115,9 @@ def _run(command: list[str | Path]) -> str:
     """Run a command and return its output; ``RuntimeError`` if it fails."""
     # Outside the checkout: with -m and -c Python puts the working directory on its path.
     with tempfile.TemporaryDirectory() as elsewhere:
-        finished = subprocess.run([str(each) for each in command], cwd=elsewhere, capture_output=True, text=True)
+        arguments = [str(each) for each in command]
+        finished = subprocess.run(arguments, cwd=elsewhere, capture_output=True, text=True)
     if finished.returncode:
-        raise RuntimeError(f"{command} failed:\n{finished.stdout[-2000:]}\n{finished.stderr[-4000:]}")
+        output = f"{finished.stdout[-2000:]}\n{finished.stderr[-4000:]}"
+        raise RuntimeError(f"{command} failed:\n{output}")
     return finished.stdout

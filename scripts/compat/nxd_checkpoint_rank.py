@@ -19,7 +19,9 @@ import torch.distributed as dist
 from example_rank import FOLDERS, HEADS, KV_HEADS, build_gpt_neox, draw, llama_sizes, parameter_groups
 from torch import Tensor, nn
 
-STEP, LEARNING_RATE, CONTENT = 3.0, 0.125, {"step": 3, "seen": [1, 2.5, "text"]}
+STEP = 3.0
+LEARNING_RATE = 0.125
+CONTENT = {"step": 3, "seen": [1, 2.5, "text"]}
 STATES = ("exp_avg", "exp_avg_sq")
 
 
@@ -28,13 +30,17 @@ def main() -> None:
     options = parse()
     if options.library == "nxd":
         import_nxd(options.source / "src")
-    dist.init_process_group("gloo" if options.library == "nxd" else "xla")
+    dist.init_process_group({"nxd": "gloo"}.get(options.library, "xla"))
     from neuronx_distributed.parallel_layers import parallel_state
 
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=options.tensor)
     sys.path.insert(0, str(options.source / "examples" / FOLDERS[options.example]))
     model, truth = build(options)
-    optimizer = build_optimizer(model) if options.optimizer else None
+    optimizer = None
+    if options.optimizer:
+        optimizer = build_optimizer(model)
+    # write: drawn values -> files. read: files -> comparison with the drawn values. copy: the files
+    # of one tag -> model -> files, without drawn values.
     if options.task == "write":
         fill(options, model, optimizer, truth)
     else:
@@ -84,7 +90,10 @@ def import_nxd(source: Path) -> None:
     xm.all_gather = all_gather
     # The constant's name and meaning before torch_xla 2.9: NxD divides the world size by the number
     # of hosts.
-    xenv.HOST_WORLD_SIZE, os.environ["HOST_WORLD_SIZE"] = "HOST_WORLD_SIZE", "1"
+    xenv.HOST_WORLD_SIZE = "HOST_WORLD_SIZE"
+    os.environ["HOST_WORLD_SIZE"] = "1"
+    # Every process has a torch_xla runtime of its own with one device. Ranks and world size are
+    # those of the gloo processes instead, from which NxD computes its shards.
     xr.world_size = dist.get_world_size
     xr.global_ordinal = dist.get_rank
     xr.global_device_count = dist.get_world_size
@@ -100,6 +109,7 @@ def all_reduce(kind: str, tensors: list[Tensor], groups: Any = None, **_: Any) -
 
 def all_gather(value: Tensor, dim: int = 0, groups: Any = None, **_: Any) -> Tensor:
     """Return the concatenation of the group's tensors along ``dim``, gathered on the host."""
+    # gloo gathers CPU tensors; the copy also makes XLA run the pending operations.
     host = value.cpu().contiguous()
     ranks = next(ranks for ranks in groups if dist.get_rank() in ranks)
     gathered = [torch.empty_like(host) for _ in ranks]
@@ -111,8 +121,12 @@ def group_of(groups: Any) -> Any:
     """Return the data-parallel group if ``groups`` have its size, else the world."""
     from neuronx_distributed.parallel_layers import parallel_state
 
+    # NxD passes the ranks of every group. Only the data-parallel groups and the world occur here,
+    # so the size of the first group tells which it is; if they have the same size they are equal.
     data = parallel_state.get_data_parallel_group()
-    return data if len(groups[0]) == dist.get_world_size(data) else None
+    if len(groups[0]) == dist.get_world_size(data):
+        return data
+    return None
 
 
 # Model and optimizer
@@ -122,8 +136,10 @@ def build(options: argparse.Namespace) -> tuple[nn.Module, dict[str, Tensor]]:
     """Return the example's bf16 model on the device, and full fp32 parameters by name."""
     from neuronx_distributed.parallel_layers.utils import move_model_to_device
 
-    model = build_llama(options) if options.example == "llama" else build_gpt_neox(options)
-    model = model.to(torch.bfloat16)
+    build_example = {"llama": build_llama, "gpt_neox": build_gpt_neox}[options.example]
+    model = build_example(options).to(torch.bfloat16)
+    # fp32, because master weights must come back with all their bits; the bf16 parameters are
+    # these values rounded.
     truth = {name: draw(name, full_shape(param)) for name, param in model.named_parameters()}
     if options.library == "nxd":
         import torch_xla
@@ -137,13 +153,19 @@ def build_llama(options: argparse.Namespace) -> nn.Module:
     from modeling_llama_nxd import LlamaForCausalLM
     from transformers import LlamaConfig
 
-    heads = KV_HEADS if options.kv_replicas > 1 else HEADS
+    # KV replicas exist with grouped heads only. Otherwise every query head has its KV head, and
+    # K and V are sharded like Q.
+    heads = HEADS
+    if options.kv_replicas > 1:
+        heads = KV_HEADS
     config: Any = LlamaConfig(**{**llama_sizes(), "num_key_value_heads": heads}, use_cache=False)
     config.torch_dtype = torch.float32
     config.sequence_parallel_enabled = options.tensor > 1
-    config.selective_checkpoint_enabled = config.transpose_nki_inputs = False
+    config.selective_checkpoint_enabled = False
+    config.transpose_nki_inputs = False
     config.qkv_linear = options.kv_replicas > 1
-    config.fuse_qkv, config.kv_shared_group_size = options.fused, options.kv_replicas
+    config.fuse_qkv = options.fused
+    config.kv_shared_group_size = options.kv_replicas
     return LlamaForCausalLM(config)
 
 
@@ -160,7 +182,11 @@ def build_optimizer(model: nn.Module) -> Any:
     from neuronx_distributed.optimizer import NeuronZero1Optimizer
 
     return NeuronZero1Optimizer(
-        parameter_groups(model), torch.optim.AdamW, lr=LEARNING_RATE, pin_layout=False, save_master_weights=True
+        parameter_groups(model),
+        torch.optim.AdamW,
+        lr=LEARNING_RATE,
+        pin_layout=False,
+        save_master_weights=True,
     )
 
 
@@ -168,9 +194,13 @@ def local_values(model: nn.Module, truth: dict[str, Tensor], suffix: str = "") -
     """Return this tensor-parallel rank's shard of each parameter, or of its state ``suffix``."""
     from neuronx_distributed.parallel_layers.layers import create_local_weight
 
-    local = {}
+    # create_local_weight is of the library under test: it interleaves the shards of a parameter
+    # with a stride, such as GPT-NeoX's fused QKV.
+    local: dict[str, Tensor] = {}
     for name, param in model.named_parameters():
-        full = draw(name + suffix, tuple(truth[name].shape)) if suffix else truth[name]
+        full = truth[name]
+        if suffix:
+            full = draw(name + suffix, tuple(full.shape))
         if getattr(param, "tensor_model_parallel", False):
             dim: int = param.partition_dim  # pyright: ignore[reportAssignmentType, reportAttributeAccessIssue]
             stride: int = param.partition_stride  # pyright: ignore[reportAssignmentType, reportAttributeAccessIssue]
@@ -183,8 +213,13 @@ def shards(options: argparse.Namespace, optimizer: Any) -> list[tuple[Tensor, Te
     """Return pairs of a parameter and this data-parallel rank's shard of it."""
     if options.library == "ours":
         return [(each.param, each.shard) for each in optimizer._sharded]
+    # torch_xla's ZeRO-1 has a base optimizer with the same groups, whose parameters are the shards
+    # in the same order.
+    pairs: list[tuple[Tensor, Tensor]] = []
     groups = zip(optimizer.param_groups, optimizer.base_optimizer.param_groups, strict=True)
-    return [pair for full, cut in groups for pair in zip(full["params"], cut["params"], strict=True)]
+    for full, sharded in groups:
+        pairs += zip(full["params"], sharded["params"], strict=True)
+    return pairs
 
 
 def cut(options: argparse.Namespace, optimizer: Any, local: Tensor) -> Tensor:
@@ -196,25 +231,37 @@ def cut(options: argparse.Namespace, optimizer: Any, local: Tensor) -> Tensor:
     return optimizer._shard_tensor(local)
 
 
-def each_value(options: argparse.Namespace, model: nn.Module, optimizer: Any, truth: dict[str, Tensor]) -> Any:
+def each_value(
+    options: argparse.Namespace,
+    model: nn.Module,
+    optimizer: Any,
+    truth: dict[str, Tensor],
+) -> Any:
     """Yield (shard, parameter's name, expected master weight, expected optimizer states)."""
     names = {id(param): name for name, param in model.named_parameters()}
     masters = local_values(model, truth)
     states = {state: local_values(model, truth, f".{state}") for state in STATES}
     for param, shard in shards(options, optimizer):
         name = names[id(param)]
-        wanted = {state: cut(options, optimizer, values[name]) for state, values in states.items()}
-        yield shard, name, cut(options, optimizer, masters[name]), wanted
+        expected = {state: cut(options, optimizer, values[name]) for state, values in states.items()}
+        yield shard, name, cut(options, optimizer, masters[name]), expected
 
 
 @torch.no_grad()
-def fill(options: argparse.Namespace, model: nn.Module, optimizer: Any, truth: dict[str, Tensor]) -> None:
+def fill(
+    options: argparse.Namespace,
+    model: nn.Module,
+    optimizer: Any,
+    truth: dict[str, Tensor],
+) -> None:
     """Set parameters, master weights and optimizer states to their drawn values."""
     local = local_values(model, truth)
     for name, param in model.named_parameters():
         param.copy_(local[name].to(param.dtype))
     if optimizer is None:
         return
+    # init_zero creates shards and master weights from the parameters, which are bf16: the fp32
+    # values are written over them. The states are what a step would have created.
     optimizer.init_zero()
     for shard, _, master, states in each_value(options, model, optimizer, truth):
         shard.copy_(master)
@@ -230,12 +277,16 @@ def save(options: argparse.Namespace, model: nn.Module, optimizer: Any) -> None:
     import neuronx_distributed as nxd
     from neuronx_distributed.parallel_layers import checkpointing
 
+    directory = str(options.directory)
     if options.api == "trainer":
-        nxd.save_checkpoint(str(options.directory), "tag", model, optimizer, None, CONTENT, 8, options.xser)
+        nxd.save_checkpoint(directory, "tag", model, optimizer, None, CONTENT, 8, options.xser)
         return
-    checkpointing.save({"model": model.state_dict(), **CONTENT}, str(options.directory), save_xser=options.xser)
+    # The older API of the layers writes the model and the content into one file; the optimizer
+    # writes its own.
+    checkpoint = {"model": model.state_dict(), **CONTENT}
+    checkpointing.save(checkpoint, directory, save_xser=options.xser)
     if optimizer is not None:
-        optimizer.save_sharded_state_dict(str(options.directory))
+        optimizer.save_sharded_state_dict(directory)
 
 
 def load(options: argparse.Namespace, model: nn.Module, optimizer: Any) -> None:
@@ -250,14 +301,25 @@ def load(options: argparse.Namespace, model: nn.Module, optimizer: Any) -> None:
         content = nxd.load_checkpoint(str(options.directory), "tag", model, optimizer)
         assert content == CONTENT, content
         return
-    content = checkpointing.load(str(options.directory), model_or_optimizer=model, load_xser=options.xser)
+    content = checkpointing.load(
+        str(options.directory),
+        model_or_optimizer=model,
+        load_xser=options.xser,
+    )
     assert content["step"] == CONTENT["step"], content["step"]
     if optimizer is not None:
         optimizer.load_sharded_state_dict(str(options.directory))
 
 
-def compare(options: argparse.Namespace, model: nn.Module, optimizer: Any, truth: dict[str, Tensor]) -> None:
+def compare(
+    options: argparse.Namespace,
+    model: nn.Module,
+    optimizer: Any,
+    truth: dict[str, Tensor],
+) -> None:
     """Compare every value of this rank bitwise with its drawn value."""
+    # The count is printed and becomes part of the table: a comparison of no tensors would be
+    # visible there.
     count = 0
     local = local_values(model, truth)
     for name, param in model.named_parameters():
@@ -275,14 +337,15 @@ def compare(options: argparse.Namespace, model: nn.Module, optimizer: Any, truth
     print(f"COMPARED {count} tensors", flush=True)
 
 
-def require_equal(name: str, actual: Tensor, wanted: Tensor) -> None:
+def require_equal(name: str, actual: Tensor, expected: Tensor) -> None:
     """Raise ``AssertionError`` unless dtype, shape and all values are equal."""
     actual = actual.detach().cpu()
-    if actual.dtype != wanted.dtype or not actual.equal(wanted):
-        difference = (
-            (actual.double() - wanted.double()).abs().max() if actual.shape == wanted.shape else "another shape"
-        )
-        raise AssertionError(f"rank {dist.get_rank()}: {name}: {actual.dtype} {list(actual.shape)} {difference}")
+    if actual.dtype != expected.dtype or not actual.equal(expected):
+        difference: Tensor | str = "another shape"
+        if actual.shape == expected.shape:
+            difference = (actual.double() - expected.double()).abs().max()
+        kind = f"{actual.dtype} {list(actual.shape)}"
+        raise AssertionError(f"rank {dist.get_rank()}: {name}: {kind} {difference}")
 
 
 if __name__ == "__main__":

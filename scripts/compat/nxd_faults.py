@@ -52,7 +52,16 @@ def error(actual: Tensor, expected: Tensor) -> str:
 def bf16_input_gradient_of_a_column_layer() -> object:
     from neuronx_distributed.parallel_layers.layers import ColumnParallelLinear
 
-    layer = ColumnParallelLinear(64, 64, bias=False, gather_output=False, dtype=torch.bfloat16, keep_master_weight=True)
+    # dY is all ones, so dX is the sum of the weight's rows. The reference uses the fp32 master
+    # weight of the full layer, of which each rank has a shard in bf16.
+    layer = ColumnParallelLinear(
+        64,
+        64,
+        bias=False,
+        gather_output=False,
+        dtype=torch.bfloat16,
+        keep_master_weight=True,
+    )
     x = torch.randn(4, 8, 64).bfloat16().requires_grad_()
     layer(x).float().sum().backward()
     return error(x.grad, torch.ones(4, 8, 64) @ layer.master_weight.float())  # pyright: ignore[reportArgumentType]
@@ -62,31 +71,43 @@ def bf16_input_gradient_of_a_column_layer() -> object:
 def label_smoothing_and_the_callers_logits() -> object:
     from neuronx_distributed.parallel_layers.loss_functions import parallel_cross_entropy
 
-    logits, target = torch.randn(60, 32, requires_grad=True), torch.randint(0, 32, (60,))
-    want = F.cross_entropy(logits, target, reduction="none", label_smoothing=0.1)
-    (want_grad,) = torch.autograd.grad(want.sum(), logits)
-    shard = logits.detach().chunk(dist.get_world_size(), -1)[dist.get_rank()].clone().requires_grad_()
-    got = parallel_cross_entropy(shard * 1, target, label_smoothing=0.1)
-    (grad,) = torch.autograd.grad(got.sum(), shard)
-    raw = shard.detach().clone()
-    parallel_cross_entropy(raw, target)
-    own = want_grad.chunk(dist.get_world_size(), -1)[dist.get_rank()]
-    off = float((got - want).abs().max())
-    return f"loss off {off:.1e}, gradient {error(grad, own)}, logits overwritten {not torch.equal(raw, shard)}"
+    # The seed is the same on all ranks: each computes the reference from the full logits.
+    size = dist.get_world_size()
+    rank = dist.get_rank()
+    logits = torch.randn(60, 32, requires_grad=True)
+    target = torch.randint(0, 32, (60,))
+    expected = F.cross_entropy(logits, target, reduction="none", label_smoothing=0.1)
+    (full_grad,) = torch.autograd.grad(expected.sum(), logits)
+    expected_grad = full_grad.chunk(size, -1)[rank]
+    # ``shard * 1`` is a tensor that may be overwritten, so that the first part of the program is
+    # about smoothing alone. The second part passes a tensor that must not change.
+    shard = logits.detach().chunk(size, -1)[rank].clone().requires_grad_()
+    loss = parallel_cross_entropy(shard * 1, target, label_smoothing=0.1)
+    (grad,) = torch.autograd.grad(loss.sum(), shard)
+    caller_logits = shard.detach().clone()
+    parallel_cross_entropy(caller_logits, target)
+    overwritten = not torch.equal(caller_logits, shard)
+    difference = float((loss - expected).abs().max())
+    errors = f"loss off {difference:.1e}, gradient {error(grad, expected_grad)}"
+    return f"{errors}, logits overwritten {overwritten}"
 
 
 @fault
 def embedding_along_sequence_dimension_1() -> object:
     from neuronx_distributed.parallel_layers.layers import ParallelEmbedding
 
+    # Correct is [1, 8 / T, 4].
     layer = ParallelEmbedding(8, 4, sequence_parallel_enabled=True, sequence_dimension=1)
-    return f"shape of this rank's part of [1, 8, 4]: {list(layer(torch.arange(8).view(1, 8)).shape)}"
+    output = layer(torch.arange(8).view(1, 8))
+    return f"shape of this rank's part of [1, 8, 4]: {list(output.shape)}"
 
 
 @fault
 def gradient_shared_with_a_residual_branch() -> object:
     from neuronx_distributed.parallel_layers.mappings import copy_to_tensor_model_parallel_region
 
+    # The copy's gradient is the sum of T ones over the ranks, the residual branch adds one. An
+    # all-reduce in place changes the gradient that the residual branch shares.
     hidden = torch.ones(1, requires_grad=True)
     (copy_to_tensor_model_parallel_region(hidden) + hidden).backward(torch.ones(1))
     return f"{hidden.grad}, expected {dist.get_world_size() + 1}"
@@ -129,6 +150,7 @@ def bias_of_the_qkv_layer() -> object:
     from neuronx_distributed.modules.qkv_linear import GQAQKVColumnParallelLinear
 
     layer = GQAQKVColumnParallelLinear(8, [16, 8], bias=True, gather_output=False)
+    # [16, 8] are the features of query and of key and value; each rank has its T-th part.
     return [list(output.shape) for output in layer(torch.randn(2, 3, 8))]
 
 

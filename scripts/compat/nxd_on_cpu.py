@@ -15,19 +15,26 @@ import torch
 from nxd_stubs import install_stubs
 from torch import Tensor
 
-NOT_ON_ANY_INDEX = ("torch_neuronx", "neuronxcc", "libneuronxla", "nki", "nkilib", "neuronx_distributed_training")
+NOT_ON_ANY_INDEX = (
+    "torch_neuronx",
+    "neuronxcc",
+    "libneuronxla",
+    "nki",
+    "nkilib",
+    "neuronx_distributed_training",
+)
 NOT_NEEDED_HERE = ("boto3", "botocore", "tenacity")
 
 
 def on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return ``factory`` with the CPU for ``device="xla"``, for calls during recomputation too."""
 
-    def make(*args: Any, **kwargs: Any) -> Tensor:
+    def create(*args: Any, **kwargs: Any) -> Tensor:
         if str(kwargs.get("device")) == "xla":
             kwargs["device"] = torch.device("cpu")
         return factory(*args, **kwargs)
 
-    return make
+    return create
 
 
 def import_neuronx_distributed(source: Path) -> None:
@@ -42,9 +49,12 @@ def import_neuronx_distributed(source: Path) -> None:
     import torch_neuronx.utils
 
     torch_neuronx.utils.get_platform_target = lambda: "trn1"
-    custom_classes = SimpleNamespace(SPMDModel=object, LayoutTransformation=object)  # of its annotations
+    # Annotations in neuronx-distributed name these classes of torch_neuronx's C++ extension.
+    custom_classes = SimpleNamespace(SPMDModel=object, LayoutTransformation=object)
     torch.classes.neuron = custom_classes  # pyright: ignore[reportAttributeAccessIssue]
     xm.xla_device = lambda *_: torch.device("cpu")
-    torch.Tensor.view = torch.Tensor.reshape  # pyright: ignore[reportAttributeAccessIssue] # XLA's tensors have no strides that a view could clash with
+    # The code was written for XLA's tensors, which have no strides that a view could conflict
+    # with: on the CPU ``view`` of a transposed tensor is an error, ``reshape`` copies.
+    torch.Tensor.view = torch.Tensor.reshape  # pyright: ignore[reportAttributeAccessIssue]
     sys.path.insert(0, str(source))
     torch.ones = on_cpu(torch.ones)  # the examples create their causal masks with it

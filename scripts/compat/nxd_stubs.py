@@ -21,7 +21,11 @@ class _StubType(type):
         return _stub(name)
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        return args[0] if len(args) == 1 and callable(args[0]) and not kwargs else super().__call__(*args, **kwargs)
+        # ``@stub`` above a function calls the class with the function alone: the function must
+        # stay what it is. Any other call creates an instance, as ``@stub(option=1)`` does.
+        if _decorates(args, kwargs):
+            return args[0]
+        return super().__call__(*args, **kwargs)
 
     def __getitem__(cls, item: Any) -> Any:
         return cls
@@ -37,11 +41,20 @@ class _Stub(metaclass=_StubType):
         return _stub(name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return args[0] if len(args) == 1 and callable(args[0]) and not kwargs else self
+        if _decorates(args, kwargs):
+            return args[0]
+        return self
+
+
+def _decorates(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a call is that of a decorator: one callable and nothing else."""
+    return len(args) == 1 and callable(args[0]) and not kwargs
 
 
 def _stub(name: str) -> Any:
     """Return a new stub class, or raise ``AttributeError`` for names that start with ``__``."""
+    # Python looks for special names, such as __path__ or __mro_entries__, to learn what an object
+    # can do: a stub that had all of them would claim every protocol.
     if name.startswith("__"):
         raise AttributeError(name)
     return _StubType(name, (_Stub,), {})
@@ -68,8 +81,11 @@ class StubFinder(MetaPathFinder, Loader):
     ) -> ModuleSpec | None:
         """Return the spec of a stub module, or None for modules that are not below the roots."""
         del path, target
-        below = any(fullname == root or fullname.startswith(f"{root}.") for root in self._roots)
-        return ModuleSpec(fullname, self, is_package=True) if below else None
+        # Every stub is a package, so that its submodules are asked for here too.
+        for root in self._roots:
+            if fullname == root or fullname.startswith(f"{root}."):
+                return ModuleSpec(fullname, self, is_package=True)
+        return None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Return a stub module."""
@@ -82,4 +98,8 @@ class StubFinder(MetaPathFinder, Loader):
 
 def install_stubs(*roots: str) -> None:
     """Install stubs for the roots that are not installed, and for dotted names."""
-    sys.meta_path.append(StubFinder([root for root in roots if "." in root or PathFinder.find_spec(root) is None]))
+    # PathFinder and not importlib.util.find_spec: the latter would ask all finders, the alias
+    # finders and earlier stubs included. It cannot look up a dotted name without importing the
+    # parent; as the last finder, a stub of an installed module is never asked for.
+    missing = [root for root in roots if "." in root or PathFinder.find_spec(root) is None]
+    sys.meta_path.append(StubFinder(missing))

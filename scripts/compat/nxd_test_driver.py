@@ -26,9 +26,25 @@ from nxd_stubs import StubModule, install_stubs
 import nxd_memopt.compat  # noqa: F401 (aliases neuronx_distributed, and stands in for torch_xla)
 from nxd_memopt.compat.alias import AliasFinder
 
-CLOSED_PACKAGES = ("torch_neuronx", "neuronxcc", "libneuronxla", "nki", "nkilib", "botocore", "boto3", "tenacity")
-XLA_PACKAGES = ("torch_xla.core", "torch_xla.utils", "torch_xla.distributed", "torch_xla.experimental")
-PRIVATE_HELPERS = "neuronx_distributed.parallel_layers.layers_utils"  # test_layers.py imports it, but does not test it
+# Packages that no open index has, and those that only access to S3 needs.
+CLOSED_PACKAGES = (
+    "torch_neuronx",
+    "neuronxcc",
+    "libneuronxla",
+    "nki",
+    "nkilib",
+    "botocore",
+    "boto3",
+    "tenacity",
+)
+XLA_PACKAGES = (
+    "torch_xla.core",
+    "torch_xla.utils",
+    "torch_xla.distributed",
+    "torch_xla.experimental",
+)
+# test_layers.py imports it, but does not test it.
+PRIVATE_HELPERS = "neuronx_distributed.parallel_layers.layers_utils"
 Call = tuple[Callable[..., object], tuple[object, ...]]
 
 
@@ -41,7 +57,11 @@ def main() -> int:
     args = parser.parse_args()
     set_up(args.library, args.source)
     file = args.source / "test" / args.file
-    passed, failed = run_unit(file, args.select) if args.kind == "unit" else run_integration(file)
+    # Only rank 0 prints: its lists already combine the outcomes of all ranks.
+    if args.kind == "unit":
+        passed, failed = run_unit(file, args.select)
+    else:
+        passed, failed = run_integration(file)
     if args.kind == "unit" or dist.get_rank() == 0:
         print("RESULT", json.dumps({"passed": passed, "failed": failed}), flush=True)
     return 0
@@ -59,7 +79,8 @@ def set_up(library: str, source: Path) -> None:
     """Make ``import neuronx_distributed`` import the chosen library."""
     sys.argv = sys.argv[:1]  # the tests parse it too
     torch.set_num_threads(1)  # the ranks share the cores
-    torch.cuda.is_bf16_supported = lambda including_emulation=True: True  # as neuronx-distributed's examples set it
+    # As neuronx-distributed's examples set it.
+    torch.cuda.is_bf16_supported = lambda including_emulation=True: True
     if library == "neuronx_distributed":
         use_neuronx_distributed(source / "src")
     else:
@@ -82,6 +103,9 @@ class _LenientFinder(AliasFinder):
 
 def use_neuronx_distributed(path: Path) -> None:
     """Use neuronx-distributed's own source, in its CPU mode, with our replacement of torch_xla."""
+    # Importing nxd_memopt.compat has installed alias finders. That of neuronx_distributed is
+    # removed, so that the source is found on sys.path. That of torch_xla stays, but modules that it
+    # does not have become stubs instead of an ImportError: the stub finder is after it.
     for finder in [finder for finder in sys.meta_path if isinstance(finder, AliasFinder)]:
         sys.meta_path.remove(finder)
         if finder.root == "torch_xla":
@@ -89,7 +113,8 @@ def use_neuronx_distributed(path: Path) -> None:
     install_stubs(*CLOSED_PACKAGES, *XLA_PACKAGES, "transformers.utils.fx")
     platform: Any = importlib.import_module("torch_neuronx.utils")
     platform.get_platform_target = lambda: "trn1"
-    torch.classes.neuron = StubModule("neuron")  # pyright: ignore[reportAttributeAccessIssue] (annotations name it)
+    # Annotations in neuronx-distributed name the classes of torch_neuronx's C++ extension.
+    torch.classes.neuron = StubModule("neuron")  # pyright: ignore[reportAttributeAccessIssue]
     sys.path.insert(0, str(path))
     os.environ["NXD_CPU_MODE"] = "1"
 
@@ -103,14 +128,23 @@ class _Counter:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Record the outcome of a test, or of a failing set-up or tear-down."""
-        if report.when == "call" or report.failed:
-            (self.passed if report.passed else self.failed).append(report.nodeid.rpartition("::")[2])
+        # A set-up that passes is no outcome. A test that skips itself counts as failed: it is
+        # missing from those that pass on neuronx-distributed.
+        if report.when != "call" and not report.failed:
+            return
+        name = report.nodeid.rpartition("::")[2]
+        if report.passed:
+            self.passed.append(name)
+        else:
+            self.failed.append(name)
 
 
 def run_unit(file: Path, select: str) -> tuple[list[str], list[str]]:
     """Run a file with pytest; return the names of passed and failed tests."""
     counter = _Counter()
-    options = ["-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(file.parent), "-k", select]
+    # -c /dev/null: neither this repository's pytest configuration nor neuronx-distributed's.
+    options = ["-q", "-p", "no:cacheprovider", "-c", os.devnull]
+    options += ["--rootdir", str(file.parent), "-k", select]
     pytest.main([*options, str(file)], plugins=[counter])
     return counter.passed, counter.failed
 
@@ -124,11 +158,17 @@ def run_integration(file: Path) -> tuple[list[str], list[str]]:
     dist.init_process_group("xla", timeout=timedelta(seconds=300))
     sys.path[:0] = [str(file.parent), str(file.parent.parent)]
     module = importlib.import_module(file.stem)
-    passed, failed = [], []
-    for name, calls in CALLS[file.stem](module):
+    passed: list[str] = []
+    failed: list[str] = []
+    for name, call in CALLS[file.stem](module):
+        # The gather also keeps the ranks in step: no rank starts the next test while another one
+        # is still in this test's collectives.
         outcomes: list[bool] = [False] * dist.get_world_size()
-        dist.all_gather_object(outcomes, succeeds(calls))
-        (passed if all(outcomes) else failed).append(name)
+        dist.all_gather_object(outcomes, succeeds(call))
+        if all(outcomes):
+            passed.append(name)
+        else:
+            failed.append(name)
     return passed, failed
 
 
@@ -141,6 +181,7 @@ def succeeds(call: Call) -> bool:
         traceback.print_exc()
         return False
     finally:
+        # A test that failed may leave its groups; the next one initializes other sizes.
         state = importlib.import_module("neuronx_distributed.parallel_layers.parallel_state")
         if state.model_parallel_is_initialized():
             state.destroy_model_parallel()
@@ -155,13 +196,18 @@ def tensor_parallel_sizes() -> list[int]:
 
 def layer_calls(module: ModuleType) -> Iterator[tuple[str, Call]]:
     """Yield the tests of layers at each size, except the test of an XLA graph's text."""
-    names = [name for name in vars(module) if name.startswith("test_") and "HLO" not in name]
+    # The module's helpers are called test_ too. Most tests take a size and a device, some a size.
+    helpers = ("test_init", "test_cleanup", "test_modules")
+    tests = [name for name in vars(module) if name.startswith("test_") and name not in helpers]
     without_device = ("test_initialize_parameter_cpu", "conv")
     for size in tensor_parallel_sizes():
-        for name in names:
-            if name not in ("test_init", "test_cleanup", "test_modules"):
-                device = () if any(part in name for part in without_device) else (module.xm.xla_device(),)
-                yield f"{name}[{size}]", (getattr(module, name), (size, *device))
+        for name in tests:
+            if "HLO" in name:
+                continue
+            arguments: tuple[object, ...] = (size,)
+            if not any(part in name for part in without_device):
+                arguments = (size, module.xm.xla_device())
+            yield f"{name}[{size}]", (getattr(module, name), arguments)
 
 
 def calls_by_size(*names: str) -> Callable[[ModuleType], Iterator[tuple[str, Call]]]:
@@ -185,8 +231,14 @@ def qkv_calls(module: ModuleType) -> Iterator[tuple[str, Call]]:
 
 CALLS: dict[str, Callable[[ModuleType], Iterator[tuple[str, Call]]]] = {
     "test_layers": layer_calls,
-    "test_loss_functions": calls_by_size("test_parallel_cross_entropy", "test_parallel_logits_to_logprobs"),
-    "test_parallel_state": calls_by_size("test_initialize_model_parallel", "test_get_tensor_model_parallel_src_rank"),
+    "test_loss_functions": calls_by_size(
+        "test_parallel_cross_entropy",
+        "test_parallel_logits_to_logprobs",
+    ),
+    "test_parallel_state": calls_by_size(
+        "test_initialize_model_parallel",
+        "test_get_tensor_model_parallel_src_rank",
+    ),
     "test_qkv_linear": qkv_calls,
 }
 

@@ -81,6 +81,13 @@ CASES = (
     ),
 )
 LIBRARIES = ("nxd", "ours", "models")
+# Environment and variables of each library's ranks; the example on ours has the wheel's own.
+VENVS = {"nxd": ".venv-xla", "models": ".venv"}
+VARIABLES = {
+    "nxd": {"NXD_CPU_MODE": "1", "PJRT_DEVICE": "CPU"},
+    "ours": {"NXD_MEMOPT_BACKEND": "cpu"},
+    "models": {"NXD_MEMOPT_BACKEND": "cpu"},
+}
 
 
 def main() -> int:
@@ -91,15 +98,17 @@ def main() -> int:
     parser.add_argument("--only", type=int, nargs="*", help="numbers of the cases to run, from 0; default all")
     options = parser.parse_args()
     chosen = [case for i, case in enumerate(CASES) if options.only is None or i in options.only]
-    rows, problems = [], []
+    source = options.source.resolve()
+    rows: list[dict[str, str]] = []
+    problems: list[str] = []
     for case in chosen:
-        losses = {library: run(case, library, options.source.resolve()) for library in LIBRARIES}
+        losses = {library: run(case, library, source) for library in LIBRARIES}
         problems += check(case, losses)
         rows += [row(case, library, losses) for library in LIBRARIES]
         print("\n".join(str(each) for each in rows[-len(LIBRARIES) :]), flush=True)
     write(options.output, rows)
     print("\n".join(problems) or f"{len(chosen)} cases as expected; {options.output}")
-    return 1 if problems else 0
+    return int(bool(problems))
 
 
 def run(case: Case, library: str, source: Path) -> list[float]:
@@ -107,11 +116,20 @@ def run(case: Case, library: str, source: Path) -> list[float]:
     with tempfile.TemporaryDirectory() as directory:
         output = Path(directory) / "losses.json"
         arguments = [
-            *("--library", library, "--example", case.example, "--source", str(source), "--output", str(output)),
-            *("--tensor", str(case.tensor), *case.options, *(case.nxd_options if library == "nxd" else ())),
+            *("--library", library),
+            *("--example", case.example),
+            *("--source", str(source)),
+            *("--output", str(output)),
+            *("--tensor", str(case.tensor)),
+            *case.options,
         ]
+        # ``python -m nxd_memopt.compat PROGRAM`` runs a program with the alias: its imports of
+        # neuronx_distributed are imports of this library. Without it they are NxD's own package.
         rank = str(Path(__file__).with_name("example_rank.py"))
-        program = [rank] if library == "nxd" else ["-m", "nxd_memopt.compat", rank]
+        program = ["-m", "nxd_memopt.compat", rank]
+        if library == "nxd":
+            program = [rank]
+            arguments += case.nxd_options
         python = str(folder_of(case, library) / "bin" / "python")
         ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(case.world)]
         finished = subprocess.run(
@@ -123,7 +141,8 @@ def run(case: Case, library: str, source: Path) -> list[float]:
             timeout=TIMEOUT_S,
         )
         if finished.returncode:
-            raise RuntimeError(f"{library} failed on {case}:\n{finished.stdout[-2000:]}\n{finished.stderr[-6000:]}")
+            text = f"{finished.stdout[-2000:]}\n{finished.stderr[-6000:]}"
+            raise RuntimeError(f"{library} failed on {case}:\n{text}")
         return json.loads(output.read_text(encoding="utf-8"))
 
 
@@ -131,14 +150,16 @@ def folder_of(case: Case, library: str) -> Path:
     """Return the virtual environment in which a library runs."""
     if library == "ours":
         return environment_with_wheel(case.example)
-    return ROOT / (".venv-xla" if library == "nxd" else ".venv")
+    return ROOT / VENVS[library]
 
 
 def environment(case: Case, library: str) -> dict[str, str]:
     """Return the environment variables of a library's ranks."""
-    added = {"nxd": {"NXD_CPU_MODE": "1", "PJRT_DEVICE": "CPU"}}.get(library, {"NXD_MEMOPT_BACKEND": "cpu"})
-    overlay = {"PYTHONPATH": str(require_overlay(case.example))} if library == "nxd" else {}
-    return {**os.environ, "OMP_NUM_THREADS": "1", **added, **overlay}
+    # One thread per rank: the order of sums in a matmul depends on the number of threads.
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", **VARIABLES[library]}
+    if library == "nxd":
+        variables["PYTHONPATH"] = str(require_overlay(case.example))
+    return variables
 
 
 def require_overlay(example: str) -> Path:
@@ -146,14 +167,18 @@ def require_overlay(example: str) -> Path:
     pins = PINS[example]
     folder = OVERLAYS / f"overlay-{pins[0].replace('==', '-')}"
     if not (folder / "transformers").is_dir():
-        pip = [str(ROOT / ".venv" / "bin" / "python"), "-m", "pip", "install", "--quiet", "--no-deps"]
+        # Without dependencies: the other packages, PyTorch above all, are .venv-xla's.
+        python = str(ROOT / ".venv" / "bin" / "python")
+        pip = [python, "-m", "pip", "install", "--quiet", "--no-deps"]
         subprocess.run([*pip, "--target", str(folder), *pins], check=True)
     return folder
 
 
 def check(case: Case, losses: dict[str, list[float]]) -> list[str]:
     """Return a message for each pair of libraries that does not compare as expected."""
-    problems = []
+    # Losses that are equal where a fault is documented are a problem too: the fault may have been
+    # repaired, and then the documentation is out of date.
+    problems: list[str] = []
     for first, second in (("ours", "nxd"), ("ours", "models"), ("nxd", "models")):
         difference = max_difference(losses[first], losses[second])
         expected = (first, second) in case.differs
@@ -169,7 +194,11 @@ def max_difference(first: list[float], second: list[float]) -> float:
 
 def row(case: Case, library: str, losses: dict[str, list[float]]) -> dict[str, str]:
     """Return a library's row of the table."""
-    names = {"nxd": "neuronx-distributed", "ours": "the example on nxd_memopt", "models": "nxd_memopt.models"}
+    names = {
+        "nxd": "neuronx-distributed",
+        "ours": "the example on nxd_memopt",
+        "models": "nxd_memopt.models",
+    }
     return {
         "example": case.example,
         "tensor_parallel": str(case.tensor),

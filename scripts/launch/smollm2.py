@@ -29,6 +29,8 @@ def main() -> int:
     print(f"SmolLM2-135M with tensor_model_parallel_size {size} on {devices}", flush=True)
     if not (WEIGHTS / "tokenizer_config.json").is_file():  # the last file that convert writes
         convert()
+    # The training run reports its memory relative to the single process, whose summary must exist
+    # first; a failure there ends the program with its exit code.
     code = run_single_process() or run(size)
     print(f"{time.monotonic() - started:.0f} s in all")
     return code
@@ -45,8 +47,12 @@ def tensor_parallel_size() -> tuple[int, str]:
 
     if backend.name != "cuda":
         return TENSOR_PARALLEL, f"{os.cpu_count()} cores"
+    # On one or two GPUs T=1: T must divide the 9 heads, and 2 does not.
     count = torch.cuda.device_count()
-    return (TENSOR_PARALLEL if count >= TENSOR_PARALLEL else 1), f"{count} x {torch.cuda.get_device_name(0)}"
+    size = 1
+    if count >= TENSOR_PARALLEL:
+        size = TENSOR_PARALLEL
+    return size, f"{count} x {torch.cuda.get_device_name(0)}"
 
 
 def convert() -> None:
@@ -63,6 +69,7 @@ def convert() -> None:
     gguf = next(Path(package.origin).parent.glob("*.gguf"))
     disable_progress_bar()
     print(f"converting {gguf.name} to {WEIGHTS.relative_to(ROOT)}", flush=True)
+    # The tokenizer is written last: main takes its file as the sign of a complete conversion.
     config = load_config(gguf.parent)
     model = model_class(config.model_type)(config)
     load_pretrained(model, gguf.parent)
@@ -73,25 +80,47 @@ def convert() -> None:
 def run_single_process() -> int:
     """Run two steps of the same shapes without parallelism, to record the peak memory."""
     shutil.rmtree(SINGLE_PROCESS_RUN, ignore_errors=True)
-    command = [sys.executable, *TRAIN, *common_options(SINGLE_PROCESS_RUN), "--trainer.max-steps", "2"]
-    command += ["--data.eval-sequences", "0", "--trainer.no-export", "--trainer.no-verify-export"]
+    # The second step has the peak: the optimizer allocates its states at the end of the first one.
+    command = [
+        *(sys.executable, *TRAIN),
+        *common_options(SINGLE_PROCESS_RUN),
+        *("--trainer.max-steps", "2"),
+        *("--data.eval-sequences", "0"),
+        "--trainer.no-export",
+        "--trainer.no-verify-export",
+        "--trainer.no-save-checkpoints",
+    ]
     print("one process, for comparison", flush=True)
-    return subprocess.run([*command, "--trainer.no-save-checkpoints"], check=False).returncode
+    return subprocess.run(command, check=False).returncode
 
 
 def run(size: int) -> int:
     """Train with T = ``size``."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(size), *TRAIN]
-    command += [*common_options(RUN), "--parallel.tensor-model-parallel-size", str(size)]
-    command += ["--parallel.sequence-parallel-enabled"] if size > 1 else []
-    command += ["--trainer.single-process-summary", str(SINGLE_PROCESS_RUN / "summary.json"), *sys.argv[1:]]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(size)]
+    command = [
+        *(sys.executable, *launcher, *TRAIN),
+        *common_options(RUN),
+        *("--parallel.tensor-model-parallel-size", str(size)),
+    ]
+    # Sequence parallelism at T=1 is a configuration error.
+    if size > 1:
+        command.append("--parallel.sequence-parallel-enabled")
+    command += ["--trainer.single-process-summary", str(SINGLE_PROCESS_RUN / "summary.json")]
+    # The user's arguments come last, so that they take precedence. torchrun would set one thread
+    # per rank; on the CPU the ranks share the cores. A user's OMP_NUM_THREADS takes precedence.
+    command += sys.argv[1:]
     threads = max(1, (os.cpu_count() or 1) // size)
-    return subprocess.run(command, check=False, env={"OMP_NUM_THREADS": str(threads), **os.environ}).returncode
+    environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
+    return subprocess.run(command, check=False, env=environment).returncode
 
 
 def common_options(output_dir: Path) -> list[str]:
     """Return the options of both runs."""
-    return ["--recipe", "smollm2", "--model.pretrained", str(WEIGHTS), "--trainer.output-dir", str(output_dir)]
+    return [
+        *("--recipe", "smollm2"),
+        *("--model.pretrained", str(WEIGHTS)),
+        *("--trainer.output-dir", str(output_dir)),
+    ]
 
 
 if __name__ == "__main__":
