@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nxd_memopt.backends import Capture, backend
-from nxd_memopt.parallel_layers.gradient_ledger import forget_sum, move_sum
+from nxd_memopt.parallel_layers.gradient_ledger import clear_sum_record, move_sum_record
 from nxd_memopt.parallel_layers.random import get_rng_tracker
 
 # Eager calls before the capture: they compile and autotune kernels and map memory between ranks.
@@ -276,7 +276,7 @@ class GraphedLoss:
             # A gradient of None means that the replay overwrote the static buffer: a sum over
             # sequence shards that was recorded for the old values is no longer valid.
             if parameter.grad is None:
-                forget_sum(parameter, grad)  # the replay overwrote what an earlier step summed
+                clear_sum_record(parameter, grad)  # the replay overwrote what an earlier step summed
             parameter.grad = grad
         # Hooks run after all gradients are set: a hook may read gradients of other parameters.
         for parameter, _ in reached:
@@ -302,7 +302,7 @@ class GraphedLoss:
                 grad.zero_()
             else:
                 grad.copy_(parameter.grad)
-                move_sum(parameter.grad, grad)
+                move_sum_record(parameter.grad, grad)
             parameter.grad = grad
 
 

@@ -115,7 +115,7 @@ def fused_gated_mlp(gate: Tensor, up: Tensor, layer: RowParallelLinear, hidden_a
     leading = list(first.shape[:-1])
     if comm.sequence_dimension is not None:
         leading[0] //= backend.group_size(comm.group)
-    output = comm.as_given(output.view(*leading, output.size(-1)))
+    output = comm.original_layout(output.view(*leading, output.size(-1)))
     return output if layer.bias is None else output + layer.bias.to(output.dtype)
 
 

@@ -43,7 +43,7 @@ class _NormalisedColumns(torch.autograd.Function):
         ctx.save_for_backward(x, mean, rstd, *gains, *shifts, *weights)
         gathering = comm.gather(comm.sequence_first(normalised), materialize=False)
         outputs = products(gathering, weights, biases, lambda rows: affine_branches(rows, gains, shifts))
-        return tuple(comm.as_given(output) for output in outputs)
+        return tuple(comm.original_layout(output) for output in outputs)
 
     @staticmethod
     @first_derivative_only
@@ -81,7 +81,7 @@ class _NormalisedColumns(torch.autograd.Function):
         # parameters are tagged, and allreduce_sequence_parallel_gradients sums them later.
         if comm.sequence_dimension is None:
             by_affine_sum = backend.all_reduce(by_affine_sum, comm.group)
-        by_x = normalise_gradient(comm.as_given(reduction.wait().to(x.dtype)), x, mean, rstd)
+        by_x = normalise_gradient(comm.original_layout(reduction.wait().to(x.dtype)), x, mean, rstd)
         results = ((*affine, *linear) for affine, linear in zip(by_affine_sum.to(x.dtype), by_linear, strict=True))
         return by_x, None, None, *(grad for branch in results for grad in branch)
 
