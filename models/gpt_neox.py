@@ -22,7 +22,10 @@ from nxd_memopt.modules.causal_lm import ParallelCausalLM, resolve_memory
 from nxd_memopt.modules.dropout import ParallelDropout
 from nxd_memopt.modules.factory import LayerFactory, resolve_parallel
 from nxd_memopt.modules.mlp import Activation
-from nxd_memopt.modules.parallel_residual import normalised_column_parallel_linears, row_parallel_linears
+from nxd_memopt.modules.parallel_residual import (
+    normalised_column_parallel_linears,
+    row_parallel_linears,
+)
 from nxd_memopt.ops.parts import split_sizes
 from nxd_memopt.ops.rope import apply_rope_qkv
 from nxd_memopt.parallel_layers.fusion import FusedPath, FusibleModule
@@ -134,8 +137,8 @@ class GPTNeoXLayer(FusibleModule):
     def forward(self, hidden: Tensor, rope: RopeTables, mask: AttentionMask) -> Tensor:
         if self.merged_branches.is_active and not (self.training and self.post_attention_dropout.p > 0):
             return self._branches(hidden, rope, mask)
-        # Parallel: x + attention(norm_1(x)) + mlp(norm_2(x)). Sequential: pre-norm, one block after
-        # the other.
+        # Parallel: x + attention(norm_1(x)) + mlp(norm_2(x)). Sequential: pre-norm, one block
+        # after the other.
         attended = self.post_attention_dropout(self.attention(self.input_layernorm(hidden), rope, mask))
         if self.use_parallel_residual:
             expanded = self.post_mlp_dropout(self.mlp(self.post_attention_layernorm(hidden)))

@@ -63,8 +63,14 @@ class LlamaAttention(PackedWeights):
 
     def __init__(self, config: LlamaConfig, factory: LayerFactory, memory: MemoryConfig) -> None:
         super().__init__()
-        hidden, self.head_dim = config.hidden_size, config.head_dim or config.hidden_size // config.num_attention_heads
-        query_size, kv_size = config.num_attention_heads * self.head_dim, num_kv_heads(config) * self.head_dim
+        hidden, self.head_dim = (
+            config.hidden_size,
+            config.head_dim or config.hidden_size // config.num_attention_heads,
+        )
+        query_size, kv_size = (
+            config.num_attention_heads * self.head_dim,
+            num_kv_heads(config) * self.head_dim,
+        )
         bias = config.attention_bias
         self.q_proj = factory.column("q_proj", hidden, query_size, bias=bias)
         self.k_proj = factory.column("k_proj", hidden, kv_size, bias=bias)
@@ -97,7 +103,11 @@ class LlamaDecoderLayer(FusibleModule):
         super().__init__()
         self.self_attn = LlamaAttention(config, factory, memory)
         self.mlp = GatedMLP(
-            config.hidden_size, config.intermediate_size, config.hidden_act, bias=config.mlp_bias, factory=factory
+            config.hidden_size,
+            config.intermediate_size,
+            config.hidden_act,
+            bias=config.mlp_bias,
+            factory=factory,
         )
         self.input_layernorm = factory.rms_norm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = factory.rms_norm(config.hidden_size, config.rms_norm_eps)

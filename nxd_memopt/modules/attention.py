@@ -5,7 +5,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from nxd_memopt.backends import backend
-from nxd_memopt.ops.attention import attention_dtype, attention_implementation, core_attention, select_attention
+from nxd_memopt.ops.attention import (
+    attention_dtype,
+    attention_implementation,
+    core_attention,
+    select_attention,
+)
 from nxd_memopt.ops.cuda.support import unavailable_reason
 from nxd_memopt.ops.packed import PackedDocuments
 from nxd_memopt.parallel_layers.fusion import FusedPath, FusibleModule

@@ -19,7 +19,10 @@ from nxd_memopt.ops.rope import rope_frequencies, rope_tables
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.fusion import FusedPath, FusibleModule, Fusions
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear
-from nxd_memopt.parallel_layers.loss_functions import fused_linear_cross_entropy, parallel_cross_entropy
+from nxd_memopt.parallel_layers.loss_functions import (
+    fused_linear_cross_entropy,
+    parallel_cross_entropy,
+)
 from nxd_memopt.parallel_layers.mappings import gather_from_tensor_model_parallel_region
 
 IGNORE_INDEX = -100

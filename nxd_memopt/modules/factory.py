@@ -14,7 +14,11 @@ from nxd_memopt.config import ParallelConfig
 from nxd_memopt.modules.rms_norm import RMSNorm
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.layer_norm import LayerNorm
-from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
+from nxd_memopt.parallel_layers.layers import (
+    ColumnParallelLinear,
+    ParallelEmbedding,
+    RowParallelLinear,
+)
 from nxd_memopt.parallel_layers.random import fork_if
 from nxd_memopt.parallel_layers.utils import move_model_to_device, shard_ranges
 
@@ -102,7 +106,11 @@ class LayerFactory:
         # Padding rows of a vocabulary shard must be zero.
         description: Any = layer.weight
         if description.partition_dim == 0:
-            _zero_rows(layer.weight, description.full_shape[0], layer.weight.size(0) * description.num_partitions)
+            _zero_rows(
+                layer.weight,
+                description.full_shape[0],
+                layer.weight.size(0) * description.num_partitions,
+            )
 
     @property
     def _reduce_dtype(self) -> torch.dtype | None:

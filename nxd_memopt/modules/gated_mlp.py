@@ -16,7 +16,12 @@ from nxd_memopt.modules.packed_weights import PackedWeights
 from nxd_memopt.ops.activation import gated_activation, gated_activation_gradient
 from nxd_memopt.ops.autograd import as_dtype, first_derivative_only
 from nxd_memopt.ops.cuda.support import can_use_triton, unavailable_reason
-from nxd_memopt.ops.early_save import SavedInputs, link_saved_inputs, save_inputs_first, saved_inputs
+from nxd_memopt.ops.early_save import (
+    SavedInputs,
+    link_saved_inputs,
+    save_inputs_first,
+    saved_inputs,
+)
 from nxd_memopt.parallel_layers.functional.activation_sharding import ActivationSharding
 from nxd_memopt.parallel_layers.fusion import FusedPath
 from nxd_memopt.parallel_layers.layers import RowParallelLinear
@@ -63,8 +68,8 @@ class _FusedGatedMLP(torch.autograd.Function):
         gate, up, grad = backend.optimization_barrier([gate, up, grad])
         gathering = ctx.comm.gather(grad, materialize=False)
         weight_grad: Tensor | None = None
-        # For each tile: dA = dY W, one kernel that recomputes A and overwrites G and U with dG and
-        # dU, dW += dY^t A. 4 * F/T FLOPs for each element of dY: two GEMMs.
+        # For each tile: dA = dY W, one kernel that recomputes A and overwrites G and U with dG
+        # and dU, dW += dY^t A. 4 * F/T FLOPs for each element of dY: two GEMMs.
         for start, grads in _tiles(gathering, gate, 4 * weight.size(1)):
             tile = slice(start, start + grads.size(0))
             activated = gated_activation_gradient(gate[tile], up[tile], grads @ weight, ctx.hidden_act)
@@ -135,7 +140,13 @@ class GatedMLP(PackedWeights):
     packed_layers = ("gate_proj", "up_proj")
 
     def __init__(
-        self, hidden_size: int, intermediate_size: int, hidden_act: str, *, bias: bool, factory: LayerFactory
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        hidden_act: str,
+        *,
+        bias: bool,
+        factory: LayerFactory,
     ) -> None:
         super().__init__()
         self.gate_proj = factory.column("gate_proj", hidden_size, intermediate_size, bias=bias)

@@ -96,12 +96,26 @@ class GQAQKVColumnParallelLinear(ShardedModule):
         super().__init__()
         if gather_output and sequence_parallel_enabled:
             raise ValueError("gather_output=True contradicts sequence_parallel_enabled=True: pass gather_output=False")
-        self.input_size, self.gather_output, self.kv_size_multiplier = input_size, gather_output, kv_size_multiplier
-        self.init_method, self.keep_master_weight, self.fuse_qkv = init_method, keep_master_weight, fuse_qkv
+        self.input_size, self.gather_output, self.kv_size_multiplier = (
+            input_size,
+            gather_output,
+            kv_size_multiplier,
+        )
+        self.init_method, self.keep_master_weight, self.fuse_qkv = (
+            init_method,
+            keep_master_weight,
+            fuse_qkv,
+        )
         size = parallel_state.get_tensor_model_parallel_size()
         require_divisible("tensor_model_parallel_size", size, "kv_size_multiplier", kv_size_multiplier)
-        self.query_size, self.rank_stride = output_sizes[0], parallel_state.kv_rank_stride(kv_size_multiplier)
-        query, kv = _block(output_sizes[0], size, 1), _block(output_sizes[1], size, kv_size_multiplier)
+        self.query_size, self.rank_stride = (
+            output_sizes[0],
+            parallel_state.kv_rank_stride(kv_size_multiplier),
+        )
+        query, kv = (
+            _block(output_sizes[0], size, 1),
+            _block(output_sizes[1], size, kv_size_multiplier),
+        )
         # Local rows of each parameter: one block per projection, or all three in weight_qkv.
         self.blocks = {"qkv": (query, kv, kv)} if fuse_qkv else {"q": (query,), "k": (kv,), "v": (kv,)}
         for name, blocks in self.blocks.items():
@@ -109,7 +123,8 @@ class GQAQKVColumnParallelLinear(ShardedModule):
             weight = nn.Parameter(torch.empty(rows, input_size, dtype=dtype, device=device))
             self.register_parameter(f"weight_{name}", weight)
             self.register_parameter(
-                f"bias_{name}", nn.Parameter(torch.empty(rows, dtype=dtype, device=device)) if bias else None
+                f"bias_{name}",
+                nn.Parameter(torch.empty(rows, dtype=dtype, device=device)) if bias else None,
             )
             for param in self._parameters_of(name):
                 _describe(param, blocks, self.rank_stride)
@@ -131,7 +146,11 @@ class GQAQKVColumnParallelLinear(ShardedModule):
         """Initialize on the CPU; all tensor-parallel ranks call it in the same order of layers."""
         init_method = self.init_method or default_weight_init
         full: dict[str, list[Tensor | None]] = {name: [] for name in self.blocks}
-        for name, part, bias in self._parts():  # weight, then bias, of query, key and value in turn
+        for (
+            name,
+            part,
+            bias,
+        ) in self._parts():  # weight, then bias, of query, key and value in turn
             full[name].append(initialize_sharded_(part, init_method, keep_full=self.keep_master_weight))
             if bias is not None:
                 initialize_sharded_(bias, default_bias_init(self.input_size))

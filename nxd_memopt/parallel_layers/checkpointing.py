@@ -17,7 +17,12 @@ from nxd_memopt.parallel_layers.output_projection import describe_output_project
 from nxd_memopt.parallel_layers.rank_files import find_rank_files
 from nxd_memopt.parallel_layers.rank_order import rank_at_position
 from nxd_memopt.parallel_layers.tensor_files import read_tensors, write_tensors, write_xser
-from nxd_memopt.parallel_layers.utils import is_sharded, map_distinct_tensors, map_tensors, shard_ranges
+from nxd_memopt.parallel_layers.utils import (
+    is_sharded,
+    map_distinct_tensors,
+    map_tensors,
+    shard_ranges,
+)
 
 
 class LazySlice(Protocol):
@@ -134,8 +139,9 @@ def _join_shards(stacked: Tensor, param: Tensor) -> Tensor:
     dim = _partition_dim(param)
     description = cast(Any, param)
     blocks = getattr(param, "blocks", None)
-    # The padded full shape, which is what ``shard_ranges`` indexes. In a fused parameter the blocks
-    # have different numbers of replicas, so its length is not the local length times partitions.
+    # The padded full shape, which is what ``shard_ranges`` indexes. In a fused parameter the
+    # blocks have different numbers of replicas, so its length is not the local length times
+    # partitions.
     shape = list(param.shape)
     if blocks:
         shape[dim] = sum(block.full_rows for block in blocks)
@@ -209,7 +215,8 @@ def join_shards(shards: Sequence[Tensor], param: Tensor) -> Tensor:
         first = offset = 0
         for block_length in block_lengths:
             start = first + rank * block_length
-            # The end of the last rank's block may be padding, which the full tensor does not have.
+            # The end of the last rank's block may be padding, which the full tensor does not
+            # have.
             stop = min(start + block_length, length)
             if start < stop:
                 source = shard.narrow(dim, offset, stop - start)
@@ -321,8 +328,8 @@ def save(
     rounds = 1
     if serially:
         rounds = parallel_state.get_tensor_model_parallel_size()
-    # Every rank enters ``raise_together`` once a round, whether it writes or not: it is the barrier
-    # between rounds, and it passes one rank's failure to all of them.
+    # Every rank enters ``raise_together`` once a round, whether it writes or not: it is the
+    # barrier between rounds, and it passes one rank's failure to all of them.
     for turn in range(rounds):
         with raise_together(f"saving {output_dir}"):
             if not writes or (serially and turn != rank):
@@ -436,7 +443,11 @@ def _entry(checkpoint: Mapping[str, Any], key: str | None, path: Path) -> Any:
 
 
 def load_into(
-    target: torch.nn.Module | torch.optim.Optimizer, state: Any, *, sharded: bool = True, strict: bool = True
+    target: torch.nn.Module | torch.optim.Optimizer,
+    state: Any,
+    *,
+    sharded: bool = True,
+    strict: bool = True,
 ) -> None:
     """Call ``target.load_state_dict(state)``; see ``load`` for the arguments.
 

@@ -17,7 +17,11 @@ from nxd_memopt.parallel_layers.initialization import (
     default_weight_init,
     initialize_sharded_,
 )
-from nxd_memopt.parallel_layers.utils import ShardedModule, padded_size, set_tensor_model_parallel_attributes
+from nxd_memopt.parallel_layers.utils import (
+    ShardedModule,
+    padded_size,
+    set_tensor_model_parallel_attributes,
+)
 
 IntPair = int | tuple[int, int]
 
@@ -79,8 +83,9 @@ class BaseParallelConv(ShardedModule):
         self.keep_master_weight = keep_master_weight
         if isinstance(kernel_size, int):
             kernel_size = (kernel_size, kernel_size)
-        # The local shape is the full one with C_out or C_in divided by T, after padding the channels
-        # to a multiple of T. ``full`` stays unpadded: checkpoints store tensors of that shape.
+        # The local shape is the full one with C_out or C_in divided by T, after padding the
+        # channels to a multiple of T. ``full`` stays unpadded: checkpoints store tensors of that
+        # shape.
         size = parallel_state.get_tensor_model_parallel_size()
         dim = self.partition_dim
         full = (out_channels, in_channels, *kernel_size)
@@ -135,8 +140,8 @@ class OutputChannelParallelConv2d(BaseParallelConv):
         self.gather_output = gather_output
 
     def forward(self, input: Tensor) -> Tensor:
-        # Every rank reads the same full input, so dX is the sum of the ranks' parts: the mapping is
-        # the identity here, and an all-reduce in backward.
+        # Every rank reads the same full input, so dX is the sum of the ranks' parts: the mapping
+        # is the identity here, and an all-reduce in backward.
         output = self._convolve(mappings.copy_to_tensor_model_parallel_region(input), self.bias)
         if not self.gather_output:
             return output

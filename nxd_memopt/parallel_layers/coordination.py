@@ -51,8 +51,8 @@ def _exchange(text: str) -> list[str]:
     """
     store: Any = dist.distributed_c10d._get_default_store()
     world_size = dist.get_world_size()
-    # ``store.add`` returns the counter after the addition: arrivals n * W + 1 to (n + 1) * W belong
-    # to exchange n. The world size W in the name separates runs that share a store.
+    # ``store.add`` returns the counter after the addition: arrivals n * W + 1 to (n + 1) * W
+    # belong to exchange n. The world size W in the name separates runs that share a store.
     counter = f"nxd_memopt/texts/{world_size}/arrivals"
     number = (store.add(counter, 1) - 1) // world_size
     prefix = f"nxd_memopt/texts/{world_size}/{number}"

@@ -79,8 +79,8 @@ class ParallelEmbedding(ShardedModule):
         self.sequence_dimension = check_sequence_dimension(sequence_dimension)
         self.init_method = init_method or self._default_init
         self.tensor_parallel_group = mappings.resolve_group(tensor_model_parallel_group)
-        # The local table is [V/T, H] or [V, H/T], after padding the sharded size to a multiple of T.
-        # ``full_shape`` stays unpadded: checkpoints store tensors of that shape.
+        # The local table is [V/T, H] or [V, H/T], after padding the sharded size to a multiple of
+        # T. ``full_shape`` stays unpadded: checkpoints store tensors of that shape.
         size = backend.group_size(self.tensor_parallel_group)
         dim = 1 if shard_across_embedding else 0
         full_shape = (num_embeddings, embedding_dim)
@@ -117,7 +117,8 @@ class ParallelEmbedding(ShardedModule):
         # On the CPU the check costs two reductions; on a device it would wait for the stream.
         if input.device.type == "cpu":
             self._check_range(input)
-        # Ids [S, B] give rows [S, B, H]: the reduce-scatter then splits dim 0 without a transpose.
+        # Ids [S, B] give rows [S, B, H]: the reduce-scatter then splits dim 0 without a
+        # transpose.
         sequence_first = self.sequence_parallel_enabled and self.sequence_dimension == 0
         ids = input.t() if sequence_first else input
         if self.shard_across_embedding:
@@ -157,7 +158,8 @@ class ParallelEmbedding(ShardedModule):
         local = ids - backend.group_rank_in_graph(self.tensor_parallel_group) * per_partition
         is_local = (local >= 0) & (local < per_partition)
         in_vocabulary = (ids >= 0) & (ids < self.num_embeddings)
-        # Indices of other ranks look up row 0 and are masked. Index per_partition is out of range.
+        # Indices of other ranks look up row 0 and are masked. Index per_partition is out of
+        # range.
         local = torch.where(is_local, local, torch.where(in_vocabulary, 0, per_partition))
         return F.embedding(local, self.weight).masked_fill(~is_local.unsqueeze(-1), 0.0)
 
@@ -165,8 +167,8 @@ class ParallelEmbedding(ShardedModule):
         """Stop the gradient of row ``padding_idx``."""
         if self.padding_idx is None:
             return rows
-        # F.embedding's padding_idx counts rows of the local table, and its shard may lack the row:
-        # a mask on the looked-up rows is the same on every rank.
+        # F.embedding's padding_idx counts rows of the local table, and its shard may lack the
+        # row: a mask on the looked-up rows is the same on every rank.
         return torch.where((ids == self.padding_idx).unsqueeze(-1), rows.detach(), rows)
 
     def _gather_columns(self, rows: Tensor) -> Tensor:

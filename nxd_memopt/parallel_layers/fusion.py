@@ -131,13 +131,14 @@ class FusedPath:
         """Whether the fused computation may run."""
         if self.unavailable is not None:
             return False
-        # Removing a hook notifies nobody: a path that is off looks at the modules again. So does a
-        # copied path, once.
+        # Removing a hook notifies nobody: a path that is off looks at the modules again. So does
+        # a copied path, once.
         if self._obstacle is not None or not self._is_subscribed:
             self.examine(warn=True)
         if self._obstacle is not None:
             return False
-        # In a complete model the value is that of the beginning of forward, see ``begin_forward``.
+        # In a complete model the value is that of the beginning of forward, see
+        # ``begin_forward``.
         if self.fusions is None:
             has_global_hooks = _has_any_global_hook()
         else:
@@ -176,8 +177,8 @@ class FusedPath:
                 return f"{name} is a {type(module).__name__} instead of a {expected.__name__}"
             if has_hooks(module):
                 return f"{name} has a hook"
-            # An instance attribute ``forward`` hides the method of the class: recompute, offload and
-            # user code replace a forward in this way.
+            # An instance attribute ``forward`` hides the method of the class: recompute, offload
+            # and user code replace a forward in this way.
             if "forward" in vars(module):
                 is_accepted = self._accepts_forward is not None and self._accepts_forward(module)
                 if not is_accepted:

@@ -98,8 +98,8 @@ def move_sum_record(source: Tensor, target: Tensor) -> None:
 @contextmanager
 def keep_sums(grads: Iterable[Tensor]) -> Iterator[None]:
     """Keep summed gradients marked as sums; writes in the block must be linear (scale, average)."""
-    # With each gradient the number of writes since its record. The writes in the block do not count:
-    # the same number is restored after it, relative to the new version.
+    # With each gradient the number of writes since its record. The writes in the block do not
+    # count: the same number is restored after it, relative to the new version.
     recorded: list[tuple[Tensor, str, int]] = []
     for grad in grads:
         record = _record_of(grad)
@@ -134,8 +134,8 @@ def _state_of(param: Tensor, grad: Tensor, *, writes: int = 0) -> str:
 
 def _record_addition(param: Tensor, grad: Tensor, before: str | None, added: str) -> None:
     """Record ``grad`` after a gradient in state ``added`` was added to it in state ``before``."""
-    # Added to nothing, to zeros or to a gradient in the same state, the total has the added state:
-    # parts add up to a part, sums to a sum. A part plus a sum is neither.
+    # Added to nothing, to zeros or to a gradient in the same state, the total has the added
+    # state: parts add up to a part, sums to a sum. A part plus a sum is neither.
     state = added if before in (None, _CLEARED, added) else _MIXED
     _write_record(grad, grad._version, state)
     if state == _SUM:
@@ -158,8 +158,8 @@ def adding_to_main_grad(param: Tensor) -> Iterator[None]:
     yield
     total = gradient_of(param)
     assert total is not None
-    # A destination in this state is assumed to be zero. A source is not: it is added to a total, and
-    # whether it is a part or a sum is unknown.
+    # A destination in this state is assumed to be zero. A source is not: it is added to a total,
+    # and whether it is a part or a sum is unknown.
     if added == _CLEARED:
         added = _MIXED
     _record_addition(param, total, before, added)
@@ -167,8 +167,8 @@ def adding_to_main_grad(param: Tensor) -> Iterator[None]:
 
 def _before_accumulation(ledger: weakref.ref[GradientLedger], known: weakref.ref[Tensor], grad: Tensor) -> None:
     """Hook on the incoming gradient: store its state and the state of its destination."""
-    # Weak references: hooks that held the parameter or the ledger would be cycles through autograd,
-    # which the garbage collector cannot see.
+    # Weak references: hooks that held the parameter or the ledger would be cycles through
+    # autograd, which the garbage collector cannot see.
     param = known()
     if param is None:
         return
@@ -191,8 +191,8 @@ def _after_accumulation(param: Tensor) -> None:
         before = incoming.before
         added = incoming.state
     else:
-        # Replay of a CUDA graph, which runs only the hooks on results. The replay itself is the one
-        # write to the gradient since the state before it.
+        # Replay of a CUDA graph, which runs only the hooks on results. The replay itself is the
+        # one write to the gradient since the state before it.
         before = _state_of(param, grad, writes=1)
         added = _PART
     record = _record_of(grad)
@@ -226,8 +226,8 @@ def _is_part_of(inner: Tensor, outer: Tensor) -> bool | None:
     """Return whether ``inner`` is within ``outer`` in one storage; None for a partial overlap."""
     start, end = _span(inner)
     outer_start, outer_end = _span(outer)
-    # Only a dense outer tensor has every element between its first and its last one. A strided view
-    # of the same range may skip elements of ``inner``.
+    # Only a dense outer tensor has every element between its first and its last one. A strided
+    # view of the same range may skip elements of ``inner``.
     is_dense = outer.numel() == outer_end - outer_start
     if outer_start <= start and end <= outer_end and is_dense:
         return True
@@ -241,7 +241,8 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     start = int(tensor.storage_offset())
     if tensor.numel() == 0:
         return start, start
-    # Strides of torch tensors are not negative: the last element has the largest index everywhere.
+    # Strides of torch tensors are not negative: the last element has the largest index
+    # everywhere.
     last = start
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         last += (size - 1) * stride
@@ -314,8 +315,8 @@ class GradientLedger:
         assert grad is not None
         self.track([param])
         record = _record_of(grad)
-        # Without a record no tracked backward pass has produced this gradient. It may be a sum that
-        # was taken before the parameter was tracked, or a tensor that a script assigned.
+        # Without a record no tracked backward pass has produced this gradient. It may be a sum
+        # that was taken before the parameter was tracked, or a tensor that a script assigned.
         if record is None:
             if self._state_of_unknown(grad) != _PART:
                 raise ValueError(_message(param, _SEEN_TOO_LATE))
@@ -328,8 +329,8 @@ class GradientLedger:
             raise ValueError(_message(param, _MIXTURE))
         if record.version == grad._version:
             return False
-        # Written to without a later backward. Zeros are fine; only this case waits for the device.
-        # torch_xla may return wrong values if pending results are read one by one.
+        # Written to without a later backward. Zeros are fine; only this case waits for the
+        # device. torch_xla may return wrong values if pending results are read one by one.
         backend.mark_step()
         if not grad.detach().any():
             return True
@@ -416,14 +417,14 @@ class GradientLedger:
             return
         _write_record(tensor, tensor._version, _SUM)  # a script may assign this tensor to .grad
         _record_sum_of_incoming(tensor)
-        # The weak reference keeps the address of the storage unique: while it exists, torch does not
-        # reuse the address for another storage.
+        # The weak reference keeps the address of the storage unique: while it exists, torch does
+        # not reuse the address for another storage.
         key = _storage_of(tensor)
         storage = StorageWeakRef(tensor.untyped_storage())
         unknown = self._unknown_sums.setdefault(key, _UnknownSums(storage, {}))
         unknown.passes[(*_span(tensor), tensor.numel())] = torch._C._current_graph_task_id()
-        # Remove freed storages when the number has doubled since the last time: amortized, each sum
-        # costs a constant number of look-ups.
+        # Remove freed storages when the number has doubled since the last time: amortized, each
+        # sum costs a constant number of look-ups.
         if len(self._unknown_sums) > self._prune_above:
             self._unknown_sums = {key: sums for key, sums in self._unknown_sums.items() if not sums.storage.expired()}
             self._prune_above = max(_PRUNE_ABOVE, 2 * len(self._unknown_sums))

@@ -12,7 +12,11 @@ from torch.distributed import ProcessGroup
 from nxd_memopt.backends import backend
 from nxd_memopt.ops.parts import split_sizes
 from nxd_memopt.parallel_layers import parallel_state
-from nxd_memopt.parallel_layers.gradient_ledger import gradient_of, is_sequence_parallel, keep_sums
+from nxd_memopt.parallel_layers.gradient_ledger import (
+    gradient_of,
+    is_sequence_parallel,
+    keep_sums,
+)
 from nxd_memopt.parallel_layers.parallel_state import gradient_ledger
 from nxd_memopt.parallel_layers.utils import is_sharded
 
@@ -128,8 +132,8 @@ def bucket_indices(tensors: Sequence[Tensor], bucket_bytes: int) -> Iterator[lis
         tensors: tensors to group.
         bucket_bytes: maximum bytes of a bucket; a larger tensor is alone in its bucket.
     """
-    # Only tensors of one dtype and device can be concatenated. Within a kind the order is kept, so
-    # all ranks, which have the same parameters, form the same buckets.
+    # Only tensors of one dtype and device can be concatenated. Within a kind the order is kept,
+    # so all ranks, which have the same parameters, form the same buckets.
     by_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for i, tensor in enumerate(tensors):
         by_kind.setdefault((tensor.dtype, tensor.device), []).append(i)
@@ -246,8 +250,9 @@ def clip_grad_norm(
         raise ValueError(f"max_norm must be above 0, got {max_norm}: leave clipping out to switch it off")
     params = parameters_of(source)
     total_norm = get_grad_norm(params, norm_type, sharding_group=sharding_group)
-    # 1e-6 and the clamp as in torch's clip_grad_norm_: the factor stays on the device, so gradients
-    # are multiplied by 1 if the norm is small enough, instead of reading the norm to skip this.
+    # 1e-6 and the clamp as in torch's clip_grad_norm_: the factor stays on the device, so
+    # gradients are multiplied by 1 if the norm is small enough, instead of reading the norm to
+    # skip this.
     factor = (max_norm / (total_norm + 1e-6)).clamp(max=1.0)
     grads = [grad for param in params if (grad := gradient_of(param)) is not None]
     # keep_sums: scaling is linear, so a summed sequence-parallel gradient stays a sum.

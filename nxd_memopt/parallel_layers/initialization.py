@@ -42,8 +42,9 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # An operand that is a tensor may depend on the rows, or have the shape of the full tensor:
-        # the operation could not be repeated on a chunk. ``detach`` and ``.data`` only alias.
+        # An operand that is a tensor may depend on the rows, or have the shape of the full
+        # tensor: the operation could not be repeated on a chunk. ``detach`` and ``.data`` only
+        # alias.
         scalars_only = not any(isinstance(arg, Tensor) for arg in (*args[1:], *kwargs.values()))
         if func in _RANDOM | _ELEMENTWISE and scalars_only:
             self.fills.append((func, args[1:], kwargs))
@@ -92,8 +93,8 @@ def initialize_sharded_(param: Tensor, init_method: InitMethod, *, keep_full: bo
     if param.is_meta:
         return None
     description: Any = param
-    # The draw does not depend on the dtype of the parameter, unless that is fp64: a bf16 model has
-    # the rounded values of the fp32 model with the same seed.
+    # The draw does not depend on the dtype of the parameter, unless that is fp64: a bf16 model
+    # has the rounded values of the fp32 model with the same seed.
     dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
     full: Tensor | None = None
     chunks: Iterable[tuple[int, Tensor]]
@@ -126,8 +127,9 @@ def _chunks(shape: tuple[int, ...], dtype: torch.dtype, init_method: InitMethod)
     if not recorder.streams:
         yield 0, _drawn(init_method, torch.empty(shape, dtype=dtype))
         return
-    # Repeat the recorded fills chunk by chunk. The generator continues where the last chunk ended, so
-    # the values are those of one fill of the full tensor, and the peak memory is one chunk.
+    # Repeat the recorded fills chunk by chunk. The generator continues where the last chunk
+    # ended, so the values are those of one fill of the full tensor, and the peak memory is one
+    # chunk.
     for start, stop in _row_ranges(shape):
         rows = torch.empty((stop - start, *shape[1:]), dtype=dtype)
         for func, args, kwargs in recorder.fills:

@@ -21,7 +21,11 @@ from nxd_memopt.parallel_layers import mappings, parallel_state
 from nxd_memopt.parallel_layers.base_linear import BaseParallelLinear
 from nxd_memopt.parallel_layers.embedding import ParallelEmbedding
 from nxd_memopt.parallel_layers.functional.activation_sharding import ActivationSharding
-from nxd_memopt.parallel_layers.functional.linear import ColumnActivationSharding, ColumnParallel, RowParallel
+from nxd_memopt.parallel_layers.functional.linear import (
+    ColumnActivationSharding,
+    ColumnParallel,
+    RowParallel,
+)
 from nxd_memopt.parallel_layers.initialization import InitMethod
 from nxd_memopt.parallel_layers.utils import (
     cast_if_autocast_enabled,
@@ -57,7 +61,8 @@ def _partition_size(what: str, size: int, padded: int, partitions: int, stride: 
     Raises:
         ValueError: ``padded`` is not divisible.
     """
-    # Each block is divided over the partitions by itself: partitions * stride chunks of equal size.
+    # Each block is divided over the partitions by itself: partitions * stride chunks of equal
+    # size.
     chunks = partitions * stride
     remedy = f"pass pad=True or use {padded_size(size, chunks)}"
     return stride * require_divisible(what, padded, "tensor_model_parallel_size", chunks, remedy)
@@ -179,8 +184,8 @@ class ColumnParallelLinear(BaseParallelLinear):
         require_divisible("tensor_model_parallel_size", size, "rank_stride", rank_stride)
         self.replicas, self.rank_stride = replicas, rank_stride
         self.replica_group = parallel_state.replica_group(replicas, rank_stride)
-        # Replicated shards: T / replicas distinct shards. With pad, each rank's rows are a multiple
-        # of stride * pad_alignment_size_per_rank.
+        # Replicated shards: T / replicas distinct shards. With pad, each rank's rows are a
+        # multiple of stride * pad_alignment_size_per_rank.
         shards = size // replicas
         padded = output_size
         if pad:
@@ -231,7 +236,8 @@ class ColumnParallelLinear(BaseParallelLinear):
 
     def _in_full_order(self, gathered: Tensor) -> Tensor:
         """Return the columns of all ranks in the order of the full weight's rows."""
-        # First undo the order of ranks and drop replicas, then the interleaving of strided blocks.
+        # First undo the order of ranks and drop replicas, then the interleaving of strided
+        # blocks.
         size = self._group_size()
         columns = columns_in_full_order(gathered, size, replicas=self.replicas, rank_stride=self.rank_stride)
         return swap_blocks(columns, size // self.replicas, self.stride)
@@ -257,7 +263,9 @@ def column_parallel_linears(input: Tensor, layers: Sequence[ColumnParallelLinear
 
 
 def column_parallel(
-    input: Tensor, parameters: Sequence[tuple[Tensor, Tensor | None]], comm: ColumnActivationSharding
+    input: Tensor,
+    parameters: Sequence[tuple[Tensor, Tensor | None]],
+    comm: ColumnActivationSharding,
 ) -> tuple[Tensor, ...]:
     """Return ``X W_i^t + b_i`` for each ``(W_i, b_i)``; see ``column_parallel_linears``.
 
@@ -385,8 +393,8 @@ class RowParallelLinear(BaseParallelLinear):
                 raise ValueError(
                     f"last dimension of the input is {input.size(-1)}, the layer's input_size {self.full_input_size}"
                 )
-            # Full order -> rank order, the inverse of ``columns_in_full_order``: [stride, T] blocks
-            # become [T, stride], then shard positions are mapped to ranks.
+            # Full order -> rank order, the inverse of ``columns_in_full_order``: [stride, T]
+            # blocks become [T, stride], then shard positions are mapped to ranks.
             padding = self.input_size - self.full_input_size
             if padding:
                 input = F.pad(input, (0, padding))

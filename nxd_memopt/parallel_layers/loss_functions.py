@@ -15,7 +15,11 @@ from nxd_memopt.ops.cross_entropy import labels_outside
 from nxd_memopt.parallel_layers.fused_loss.linear_cross_entropy import fused_linear_cross_entropy
 from nxd_memopt.parallel_layers.mappings import resolve_group
 
-__all__ = ["from_parallel_logits_to_logprobs", "fused_linear_cross_entropy", "parallel_cross_entropy"]
+__all__ = [
+    "from_parallel_logits_to_logprobs",
+    "fused_linear_cross_entropy",
+    "parallel_cross_entropy",
+]
 
 
 @dataclass(frozen=True)
@@ -43,8 +47,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         is_local = (local_target >= 0) & (local_target < logits.size(-1))
         local_target = torch.where(is_local, local_target, 0).unsqueeze(-1)
         target_logit = shifted.gather(-1, local_target).squeeze(-1).masked_fill(~is_local, 0.0)
-        # Only label smoothing needs the sum of all logits. Padding columns are -inf, and the smoothed
-        # distribution does not cover them: they count as 0.
+        # Only label smoothing needs the sum of all logits. Padding columns are -inf, and the
+        # smoothed distribution does not cover them: they count as 0.
         logit_sum = torch.zeros_like(target_logit)
         if options.label_smoothing:
             logit_sum = shifted.masked_fill(shifted == -torch.inf, 0.0).sum(-1)
@@ -56,7 +60,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         valid = target != options.ignore_index
         # loss = log(sum exp(x)) - (1 - e) x_target - e / V sum(x), with x = logits - max.
         loss = exp_sum.log() - (1 - smoothing) * target_logit - smoothing / options.vocab_size * logit_sum
-        # None on the CPU, where a label outside raises. Elsewhere an error would need a host read.
+        # None on the CPU, where a label outside raises. Elsewhere an error would need a host
+        # read.
         outside = labels_outside(target, options.vocab_size, options.ignore_index)
         loss = loss.masked_fill(~valid, 0.0)
         if outside is not None:
@@ -78,8 +83,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
 def _subtract_max(logits: Tensor, first_column: int | Tensor, options: _CrossEntropy) -> Tensor:
     """Return new fp32 (fp64) logits minus the maximum over the vocabulary; -inf in padding."""
-    # The copy is the only [..., V/T] tensor in fp32: the caller turns it into the softmax and then
-    # into the gradient in place. The caller's logits are not modified.
+    # The copy is the only [..., V/T] tensor in fp32: the caller turns it into the softmax and
+    # then into the gradient in place. The caller's logits are not modified.
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
     shifted = logits.to(wide, copy=True)
     padding = _padding_columns(shifted, first_column, options)
@@ -112,7 +117,8 @@ def _finish_gradient(
     probabilities.scatter_add_(-1, local_target, (smoothing - 1) * ones)
     if smoothing:
         probabilities.sub_(smoothing / options.vocab_size)
-        # e / V was subtracted from padding columns too, which have no probability and no gradient.
+        # e / V was subtracted from padding columns too, which have no probability and no
+        # gradient.
         padding = _padding_columns(probabilities, first_column, options)
         if padding is not None:
             probabilities.masked_fill_(padding, 0.0)

@@ -201,7 +201,12 @@ class _AllToAll(torch.autograd.Function):
         return backend.all_to_all(grad, ctx.group), None
 
 
-def _apply(function: type[torch.autograd.Function], tensor: Tensor, group: ProcessGroup | None, *args: Any) -> Tensor:
+def _apply(
+    function: type[torch.autograd.Function],
+    tensor: Tensor,
+    group: ProcessGroup | None,
+    *args: Any,
+) -> Tensor:
     """Apply a mapping; in a group of one rank every mapping is the identity, without a graph node."""
     if backend.group_size(group) == 1:
         return tensor

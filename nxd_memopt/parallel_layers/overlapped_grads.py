@@ -51,8 +51,8 @@ class OverlappedGradientReduction:
 
     def __init__(self, source: ParameterSource, *, bucket_bytes: int = _BUCKET_BYTES) -> None:
         params = [param for param in reversed(parameters_of(source)) if param.requires_grad]
-        # Sequence-parallel parameters need two reductions, so they have their own buckets. Buckets
-        # are sorted by the parameter that backward reaches last.
+        # Sequence-parallel parameters need two reductions, so they have their own buckets.
+        # Buckets are sorted by the parameter that backward reaches last.
         gradient_ledger.track(params)
         shards = [param for param in params if is_sequence_parallel(param)]
         # Without data parallelism the remaining gradients are complete: they need no bucket.
@@ -93,8 +93,8 @@ class OverlappedGradientReduction:
             yield
         finally:
             self._is_reducing = False
-        # Skipped if the block raised: its gradients are incomplete. What was started then is dropped
-        # by the next ``last_backward``.
+        # Skipped if the block raised: its gradients are incomplete. What was started then is
+        # dropped by the next ``last_backward``.
         self._start(self._buckets)
         for bucket in self._buckets:
             bucket.finish()
@@ -126,9 +126,9 @@ class OverlappedGradientReduction:
         bucket.missing.remove(id(param))
 
     def _start(self, buckets: Iterable[_Bucket]) -> None:
-        # Buckets in progress first start their second reduction, if any: it waits for the first one,
-        # which has run since the last gradient arrived. The limit bounds memory: each bucket in
-        # progress needs two flat copies of its gradients.
+        # Buckets in progress first start their second reduction, if any: it waits for the first
+        # one, which has run since the last gradient arrived. The limit bounds memory: each bucket
+        # in progress needs two flat copies of its gradients.
         for bucket in self._in_progress:
             bucket.start_next()
         for bucket in buckets:
@@ -160,7 +160,8 @@ class _FlatReduction:
         self._grads = grads
         first, *self._groups = groups
         flat = torch.cat([grad.detach().reshape(-1) for grad in grads])
-        # The average over data ranks; the sum over sequence shards is linear, so the order is free.
+        # The average over data ranks; the sum over sequence shards is linear, so the order is
+        # free.
         flat /= parallel_state.get_data_parallel_size()
         self._pending = backend.all_reduce_async(flat, first)
 

@@ -47,8 +47,8 @@ def pad_model(
     roots = [model]
     if classes:
         roots = [module for module in model.modules() if isinstance(module, classes)]
-    # Wrapped modules may contain each other: dict.fromkeys visits each module once, in order. Padding
-    # a layer twice would multiply its size by the ratio twice.
+    # Wrapped modules may contain each other: dict.fromkeys visits each module once, in order.
+    # Padding a layer twice would multiply its size by the ratio twice.
     modules = dict.fromkeys(module for root in roots for module in root.modules())
     for module in modules:
         if pad_hook_fn is not None:

@@ -99,9 +99,10 @@ def initialize_model_parallel(
     pipeline = pipeline_model_parallel_size
     context = context_parallel_size
     expert = expert_model_parallel_size
-    # One world, two grids: dense layers divide the ranks that are not tensor- or pipeline-parallel
-    # into data x context, expert layers into expert data x expert. Both have the same tensor- and
-    # pipeline-parallel groups, so the dense grid may overwrite those of the expert grid.
+    # One world, two grids: dense layers divide the ranks that are not tensor- or
+    # pipeline-parallel into data x context, expert layers into expert data x expert. Both have
+    # the same tensor- and pipeline-parallel groups, so the dense grid may overwrite those of the
+    # expert grid.
     order = backend.device_order(world_size, tensor)
     data = remaining_ranks(world_size, tensor=tensor, pipeline=pipeline, context=context)
     expert_data = remaining_ranks(world_size, tensor=tensor, pipeline=pipeline, expert=expert)
@@ -123,8 +124,8 @@ def initialize_model_parallel(
 
 def _create_axis(rank_groups: RankGroups) -> _Axis:
     own_ranks = next(ranks for ranks in rank_groups if get_global_rank() in ranks)
-    # Every rank passes the groups of all ranks: creating a group is collective over the world, and
-    # torch_xla's collectives name all groups of the partition.
+    # Every rank passes the groups of all ranks: creating a group is collective over the world,
+    # and torch_xla's collectives name all groups of the partition.
     group = None
     if dist.is_initialized():
         group = backend.new_group(rank_groups)
@@ -133,7 +134,8 @@ def _create_axis(rank_groups: RankGroups) -> _Axis:
 
 def destroy_model_parallel() -> None:
     """Destroy every group and random stream; the default process group of the world stays."""
-    # First the backend's resources of the groups, such as peer memory, which need them to be alive.
+    # First the backend's resources of the groups, such as peer memory, which need them to be
+    # alive.
     backend.release_groups()
     for axis in _all_axes():
         if axis.group is not None and dist.is_initialized():
@@ -156,8 +158,8 @@ def model_parallel_is_initialized() -> bool:
 def _axis(name: str) -> _Axis:
     if name in _STATE.axes:
         return _STATE.axes[name]
-    # A single process needs no groups. With several, T = 1 would be a silent fallback: each rank would
-    # train a model of its own.
+    # A single process needs no groups. With several, T = 1 would be a silent fallback: each rank
+    # would train a model of its own.
     if get_world_size() > 1:
         raise RuntimeError(
             f"{get_world_size()} processes are running but model parallelism is not initialized: "
@@ -201,8 +203,8 @@ def initialize_kv_group(kv_shared_group_size: int = 1, sequential_ranks_in_group
     Raises:
         ValueError: size does not divide T, or the groups exist with another order of ranks.
     """
-    # The order of the ranks is that of the query heads (``rank_order``). Layers that were built with
-    # another order have other heads: existing groups are not replaced.
+    # The order of the ranks is that of the query heads (``rank_order``). Layers that were built
+    # with another order have other heads: existing groups are not replaced.
     stride = kv_rank_stride(kv_shared_group_size)
     if sequential_ranks_in_group and stride > 1:
         if kv_shared_group_size in _STATE.kv_groups:
@@ -378,8 +380,8 @@ def get_zero1_sharding_groups() -> RankGroups:
     context_groups = get_context_model_parallel_replica_groups()
     stages = get_pipeline_model_parallel_size()
     data_size = get_data_parallel_size()
-    # Context groups are ordered [stage, data, tensor]: the group of one stage, data rank and tensor
-    # rank is ``tensor_size`` positions before that of the next data rank.
+    # Context groups are ordered [stage, data, tensor]: the group of one stage, data rank and
+    # tensor rank is ``tensor_size`` positions before that of the next data rank.
     tensor_size = len(context_groups) // (stages * data_size)
     groups: RankGroups = []
     for stage in range(stages):

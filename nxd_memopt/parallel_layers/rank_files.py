@@ -21,7 +21,10 @@ from typing import Literal
 
 _TRAINER = re.compile(r"dp_rank_(?P<dp>\d+)_tp_rank_(?P<tp>\d+)_pp_rank_(?P<pp>\d+)\.pt")
 _PATTERNS = {
-    "model": (_TRAINER, re.compile(r"tp_rank_(?P<tp>\d+)_pp_rank_(?P<pp>\d+)(_dp_rank_(?P<dp>\d+))?")),
+    "model": (
+        _TRAINER,
+        re.compile(r"tp_rank_(?P<tp>\d+)_pp_rank_(?P<pp>\d+)(_dp_rank_(?P<dp>\d+))?"),
+    ),
     "optim": (
         _TRAINER,
         re.compile(r"optim\.dp_rank_(?P<dp>\d+)\.tp_rank_(?P<tp>\d+)"),
@@ -155,8 +158,8 @@ def _complete(path: Path, files: dict[Ranks, Path]) -> RankFiles:
     Raises:
         ValueError: a rank's file is missing.
     """
-    # The sizes of the run that wrote the files follow from the largest ranks. Files that are missing
-    # at the end are not noticed here: readers check the sizes against shapes.
+    # The sizes of the run that wrote the files follow from the largest ranks. Files that are
+    # missing at the end are not noticed here: readers check the sizes against shapes.
     data, tensor, pipeline = (1 + max(ranks[i] for ranks in files) for i in range(3))
     expected = list(itertools.product(range(data), range(tensor), range(pipeline)))
     missing: list[str] = []

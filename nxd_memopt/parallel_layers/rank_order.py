@@ -61,6 +61,7 @@ def replica_ranks(size: int, replicas: int, rank_stride: int) -> list[list[int]]
 
 def replica_groups(tensor_groups: list[list[int]], replicas: int, rank_stride: int) -> list[list[int]]:
     """Return ``replica_ranks`` of each tensor-parallel group, as global ranks."""
-    # ``replica_ranks`` counts within one tensor-parallel group; its numbers index that group's ranks.
+    # ``replica_ranks`` counts within one tensor-parallel group; its numbers index that group's
+    # ranks.
     local_groups = replica_ranks(len(tensor_groups[0]), replicas, rank_stride)
     return [[ranks[i] for i in group] for ranks in tensor_groups for group in local_groups]

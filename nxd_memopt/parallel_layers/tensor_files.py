@@ -68,8 +68,8 @@ class StoredTensor:
         tensor = _load(self.file, mmap=True)
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{self.file} holds a {type(tensor).__name__}, not a tensor: copy or save it again")
-        # tensor_N.pt of another save has the same name, and possibly another parameter: compare with
-        # the description, if there is one.
+        # tensor_N.pt of another save has the same name, and possibly another parameter: compare
+        # with the description, if there is one.
         stored_shape = tuple(tensor.shape)
         expected_shape = tuple(self.info.get("shape", stored_shape))
         expected_dtype = self.info.get("dtype", tensor.dtype)
@@ -165,11 +165,17 @@ def resolve(value: Tensor | StoredTensor) -> Tensor:
 def _load(path: Path, *, mmap: bool) -> Any:
     if not path.is_file():
         raise ValueError(f"{path} does not exist: check the directory and the tensor-parallel size it was saved with")
-    # NxD's internal reference has a number too; it remains in files if a tensor was inside a list.
+    # NxD's internal reference has a number too; it remains in files if a tensor was inside a
+    # list.
     references = [(TensorReference, XSER_REFERENCE), (TensorReference, XSER_INTERNAL_REFERENCE)]
     try:
         with torch.serialization.safe_globals(references):  # pyright: ignore[reportArgumentType]
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and zipfile.is_zipfile(path))
+            return torch.load(
+                path,
+                map_location="cpu",
+                weights_only=True,
+                mmap=mmap and zipfile.is_zipfile(path),
+            )
     except Exception as error:  # a damaged pickle raises TypeError, IndexError, struct.error, ...
         # torch's message recommends weights_only=False, which would run code of the file: cut it.
         reason = (str(error).splitlines() or [type(error).__name__])[0].split(" Re-running `torch.load`")[0]
@@ -223,8 +229,8 @@ def write_xser(path: Path, checkpoint: Any, *, info: bool = False) -> None:
         info: also write ``path.info.pt``, which neuronx-distributed's trainer needs for loading.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Tensors are written to a temporary directory, which is renamed when it is complete, and the file
-    # with the references is written last: a reader sees all of a save or none of it.
+    # Tensors are written to a temporary directory, which is renamed when it is complete, and the
+    # file with the references is written last: a reader sees all of a save or none of it.
     directory = tensors_directory(path)
     infos: dict[int, dict[str, Any]] = {}
     incomplete = _incomplete(directory)
@@ -233,7 +239,11 @@ def write_xser(path: Path, checkpoint: Any, *, info: bool = False) -> None:
 
     def store(tensor: Tensor) -> TensorReference:
         tid = len(infos)
-        infos[tid] = {"dtype": tensor.dtype, "shape": tensor.shape, "expert_model_parallel": False}
+        infos[tid] = {
+            "dtype": tensor.dtype,
+            "shape": tensor.shape,
+            "expert_model_parallel": False,
+        }
         # The clone is contiguous and has its own storage: torch.save writes full storages.
         host = tensor.detach().cpu()
         torch.save(host.clone(memory_format=torch.contiguous_format), incomplete / f"tensor_{tid}.pt")
@@ -265,8 +275,8 @@ class _ReferencePickler(_PICKLER):
     """Pickler that writes the substitute class under torch_xla's name without importing it."""
 
     def save_global(self, obj: Any, name: str | None = None) -> None:
-        # The GLOBAL opcode names a class as "module\nname\n". The standard pickler imports the module
-        # first to check that the class is there, and torch_xla need not be installed.
+        # The GLOBAL opcode names a class as "module\nname\n". The standard pickler imports the
+        # module first to check that the class is there, and torch_xla need not be installed.
         if obj is TensorReference:
             module, _, qualified_name = XSER_REFERENCE.rpartition(".")
             self.write(pickle.GLOBAL + f"{module}\n{qualified_name}\n".encode())
@@ -277,10 +287,18 @@ class _ReferencePickler(_PICKLER):
 
 def _reference_pickle() -> ModuleType:
     """Return a module to pass to ``torch.save`` as ``pickle_module``."""
-    # ``torch.save`` derives its pickler from the ``Pickler`` of the module that it is passed. All other
-    # names are those of the standard module.
+    # ``torch.save`` derives its pickler from the ``Pickler`` of the module that it is passed. All
+    # other names are those of the standard module.
     module = ModuleType("reference_pickle")
-    for name in ("Unpickler", "UnpicklingError", "dump", "load", "dumps", "loads", "HIGHEST_PROTOCOL"):
+    for name in (
+        "Unpickler",
+        "UnpicklingError",
+        "dump",
+        "load",
+        "dumps",
+        "loads",
+        "HIGHEST_PROTOCOL",
+    ):
         setattr(module, name, getattr(pickle, name))
     module.Pickler = _ReferencePickler  # pyright: ignore[reportAttributeAccessIssue]
     return module

@@ -94,9 +94,18 @@ def set_tensor_model_parallel_attributes(
     if rank is None:
         rank = parallel_state.get_tensor_model_parallel_rank()
     partition = kv_shard_of_rank(rank, num_partitions * replicas, replicas, rank_stride)
-    values = (is_parallel, dim, stride, num_partitions, full_shape, replicas, rank_stride, partition)
-    # The first attributes of the list, in its order. The remaining ones, ``sequence_parallel_enabled``
-    # and ``blocks``, are set by the layers that have them.
+    values = (
+        is_parallel,
+        dim,
+        stride,
+        num_partitions,
+        full_shape,
+        replicas,
+        rank_stride,
+        partition,
+    )
+    # The first attributes of the list, in its order. The remaining ones,
+    # ``sequence_parallel_enabled`` and ``blocks``, are set by the layers that have them.
     for name, value in zip(SHARD_ATTRIBUTES, values, strict=False):
         setattr(tensor, name, value)
 
@@ -165,8 +174,8 @@ def cast_if_autocast_enabled(*tensors: Tensor | None) -> tuple[Tensor | None, ..
 
     Needed by autograd Functions, because their backward runs without autocast.
     """
-    # The device of the tensors, not of the backend: on Neuron the backend may query the runtime for
-    # its device, which is not possible inside a compiled layer.
+    # The device of the tensors, not of the backend: on Neuron the backend may query the runtime
+    # for its device, which is not possible inside a compiled layer.
     device_type = next(tensor.device.type for tensor in tensors if tensor is not None)
     if not torch.is_autocast_enabled(device_type):
         return tensors
@@ -211,9 +220,9 @@ def map_distinct_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> An
     def once(tensor: Tensor) -> Tensor:
         if tensor.device.type == "xla" or tensor.layout is not torch.strided:
             return function(tensor)
-        # Two views of one storage have the same elements only if all of this agrees: other offsets,
-        # shapes or strides are other elements, and the bits of lazy conjugation and negation change
-        # their values.
+        # Two views of one storage have the same elements only if all of this agrees: other
+        # offsets, shapes or strides are other elements, and the bits of lazy conjugation and
+        # negation change their values.
         layout = (tensor.storage_offset(), tensor.shape, tensor.stride())
         lazy_bits = (tensor.is_conj(), tensor.is_neg())
         key = (tensor.untyped_storage()._cdata, tensor.dtype, *layout, *lazy_bits)
@@ -263,8 +272,8 @@ class ShardedModule(FusibleModule):
     """
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        # Depending on the devices and on torch's settings, ``_apply`` creates new parameters, which lack
-        # the attributes, or replaces ``.data`` of the existing ones, which keep them.
+        # Depending on the devices and on torch's settings, ``_apply`` creates new parameters,
+        # which lack the attributes, or replaces ``.data`` of the existing ones, which keep them.
         before = dict(self._parameters)
         super()._apply(fn, recurse)
         self._describe_like(before)

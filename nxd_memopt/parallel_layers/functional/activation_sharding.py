@@ -32,8 +32,8 @@ class ActivationSharding:
 
     def sequence_first(self, x: Tensor) -> Tensor:
         """Return a view of ``x`` with the sequence as dimension 0."""
-        # None (replicated) and 0 need no view. A view of 1 makes chunks of rows strided, which costs a
-        # copy where a GEMM or a collective needs them contiguous.
+        # None (replicated) and 0 need no view. A view of 1 makes chunks of rows strided, which
+        # costs a copy where a GEMM or a collective needs them contiguous.
         if not self.sequence_dimension:
             return x
         return x.movedim(self.sequence_dimension, 0)
@@ -70,8 +70,8 @@ class ActivationSharding:
             shape: shape of the full partial sum, ``[S, ...]``.
             dtype: dtype of the tensors that ``rows`` returns.
         """
-        # Under sequence parallelism a reduce-scatter. Replicated activations need an all-reduce, which
-        # moves twice the bytes: a reduce-scatter followed by an all-gather.
+        # Under sequence parallelism a reduce-scatter. Replicated activations need an all-reduce,
+        # which moves twice the bytes: a reduce-scatter followed by an all-gather.
         wide = self.reduce_dtype or dtype
         reduction = backend.start_reduction(
             shape,

@@ -90,12 +90,16 @@ class ColumnParallel(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, comm: ColumnActivationSharding, weight: Tensor, *remaining: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        comm: ColumnActivationSharding,
+        weight: Tensor,
+        *remaining: Tensor | None,
     ) -> tuple[Tensor, ...]:
         # ``weight`` is a named parameter because dynamo (torch 2.9 to 2.13,
-        # AutogradFunctionVariable.call_apply) drops ctx in no-grad mode if the number of arguments
-        # equals the number of parameters. With ``*parameters`` alone that happens for one weight
-        # and its bias; with a named first tensor it cannot happen.
+        # AutogradFunctionVariable.call_apply) drops ctx in no-grad mode if the number of
+        # arguments equals the number of parameters. With ``*parameters`` alone that happens for
+        # one weight and its bias; with a named first tensor it cannot happen.
         parameters = (weight, *remaining)
         weights = cast("tuple[Tensor, ...]", parameters[0::2])
         biases = parameters[1::2]
@@ -110,8 +114,8 @@ class ColumnParallel(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         comm: ColumnActivationSharding = ctx.comm
         x, *weights = ctx.saved_tensors
-        # On XLA the barrier keeps common-subexpression elimination from reusing forward's gathered
-        # X, which would keep the full X alive between forward and backward.
+        # On XLA the barrier keeps common-subexpression elimination from reusing forward's
+        # gathered X, which would keep the full X alive between forward and backward.
         x, *barriered = backend.optimization_barrier([x, *grads])
         needs_input, _, *needs_parameters = ctx.needs_input_grad
         output_grads = [comm.sequence_first(grad) for grad in barriered]
@@ -174,7 +178,10 @@ def input_grad_reduction(
 
 
 def parameter_grads(
-    x: Tensor, grads: Sequence[Tensor], needed: Sequence[bool], replica_groups: Sequence[ProcessGroup | None]
+    x: Tensor,
+    grads: Sequence[Tensor],
+    needed: Sequence[bool],
+    replica_groups: Sequence[ProcessGroup | None],
 ) -> list[Tensor | None]:
     """Compute ``dW_i = dY_i^t X`` and ``db_i``, summed over the ranks that hold replicas of W_i.
 
@@ -191,8 +198,9 @@ def parameter_grads(
     weight_grads = _weight_grads(_flat(x), grads, needed[0::2])
     for grad, weight_grad, needs_bias, group in zip(grads, weight_grads, needed[1::2], replica_groups, strict=True):
         bias_grad = column_sums(grad) if needs_bias else None
-        # Each rank with a replica of W_i has the part of dY_i that comes from its own query heads, so
-        # the gradients are partial sums. A group of None has one rank: the sum is a no-op.
+        # Each rank with a replica of W_i has the part of dY_i that comes from its own query
+        # heads, so the gradients are partial sums. A group of None has one rank: the sum is a
+        # no-op.
         for local in (weight_grad, bias_grad):
             if local is None:
                 results.append(None)
@@ -245,8 +253,8 @@ class RowParallel(torch.autograd.Function):
 
         def rows(start: int, stop: int) -> Tensor:
             parts = [x[start:stop] for x in sequence_first]
-            # F.linear, because the output must not be a view: autograd forbids in-place changes of
-            # a view that a Function returns.
+            # F.linear, because the output must not be a view: autograd forbids in-place changes
+            # of a view that a Function returns.
             output = F.linear(parts[0], weights[0])
             for part, weight in zip(parts[1:], weights[1:], strict=True):
                 _flat(output).addmm_(_flat(part), weight.t())

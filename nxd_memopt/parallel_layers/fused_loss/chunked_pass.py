@@ -15,7 +15,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends import ChunkedAllGather, ChunkedReduction, backend
-from nxd_memopt.ops.cross_entropy import LossTerms, combined_sums, local_sums, logits_gradient, token_losses
+from nxd_memopt.ops.cross_entropy import (
+    LossTerms,
+    combined_sums,
+    local_sums,
+    logits_gradient,
+    token_losses,
+)
 from nxd_memopt.parallel_layers.functional.activation_sharding import ActivationSharding
 from nxd_memopt.parallel_layers.fused_loss.chunks import chunk_ranges
 
@@ -131,7 +137,8 @@ class ChunkedLinearCrossEntropy:
         if backend.group_size(group) > 1:
             sums = combined_sums(backend.all_gather(sums.unsqueeze(0), group))
         if self.needs_input or self.needs_weight:
-            # Softmax minus one-hot, times the token's scale, in place: the logits are not needed again.
+            # Softmax minus one-hot, times the token's scale, in place: the logits are not needed
+            # again.
             scale = self.scale[:, start:stop].reshape(-1)
             grad = logits_gradient(logits, sums[0], scale, target, terms, self.valid_rows)
             self._add_input_grad(grad, x)

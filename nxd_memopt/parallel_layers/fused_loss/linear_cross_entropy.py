@@ -18,7 +18,10 @@ from nxd_memopt.ops.autograd import first_derivative_only
 from nxd_memopt.ops.cross_entropy import LossTerms, labels_outside, wide_dtype
 from nxd_memopt.ops.cuda import cross_entropy as cuda
 from nxd_memopt.ops.cuda.support import can_use_triton
-from nxd_memopt.parallel_layers.fused_loss.chunked_pass import ChunkedLinearCrossEntropy, HeadOptions
+from nxd_memopt.parallel_layers.fused_loss.chunked_pass import (
+    ChunkedLinearCrossEntropy,
+    HeadOptions,
+)
 from nxd_memopt.parallel_layers.mappings import resolve_group
 from nxd_memopt.parallel_layers.utils import (
     cast_if_autocast_enabled,
@@ -39,8 +42,9 @@ class LinearCrossEntropy(torch.autograd.Function):
         ctx.options = options
         ctx.grads = None
         valid = target != options.ignore_index
-        # "none": the gradient of each token's loss is unknown before backward, which recomputes the
-        # logits. Otherwise forward computes dX and dW, and backward multiplies them by a scalar.
+        # "none": the gradient of each token's loss is unknown before backward, which recomputes
+        # the logits. Otherwise forward computes dX and dW, and backward multiplies them by a
+        # scalar.
         in_backward = options.reduction == "none"
         if in_backward:
             ctx.save_for_backward(x, weight, target)
@@ -95,8 +99,8 @@ def _multiplied(grad: Tensor | None, factor: Tensor) -> Tensor | None:
         return None
     if can_use_triton(grad):
         return cuda.multiply_(grad, factor)
-    # On the CPU reading the factor is free, and it is 1 unless the loss is scaled. On other devices
-    # ``.item()`` would wait for the device.
+    # On the CPU reading the factor is free, and it is 1 unless the loss is scaled. On other
+    # devices ``.item()`` would wait for the device.
     if grad.device.type == "cpu":
         if factor.item() == 1.0:
             return grad
