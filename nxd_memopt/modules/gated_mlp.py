@@ -47,9 +47,12 @@ class _FusedGatedMLP(torch.autograd.Function):
         up: Tensor,
         weight: Tensor,
     ) -> Tensor:
-        ctx.comm, ctx.hidden_act, ctx.is_overwritten = comm, hidden_act, False
+        ctx.comm = comm
+        ctx.hidden_act = hidden_act
+        ctx.is_overwritten = False
         link_saved_inputs(ctx, handle, gate, up, weight)
 
+        # The activation exists for one chunk of rows at a time, and is not saved.
         def rows(start: int, stop: int) -> Tensor:
             return F.linear(gated_activation(gate[start:stop], up[start:stop], hidden_act), weight)
 
@@ -115,13 +118,16 @@ def fused_gated_mlp(gate: Tensor, up: Tensor, layer: RowParallelLinear, hidden_a
     rows = [comm.sequence_first(x).reshape(-1, x.size(-1)) for x in (gate, up)]
     # The leading dimensions are merged; under sequence parallelism dim 0 of the output is S/T.
     with torch.autocast(gate.device.type, enabled=False):
-        handle, held = save_inputs_first(*rows, weight)
-        output = cast(Tensor, _FusedGatedMLP.apply(comm, hidden_act, handle, *held))
+        handle, saved = save_inputs_first(*rows, weight)
+        output = cast(Tensor, _FusedGatedMLP.apply(comm, hidden_act, handle, *saved))
     leading = list(first.shape[:-1])
     if comm.sequence_dimension is not None:
         leading[0] //= backend.group_size(comm.group)
     output = comm.original_layout(output.view(*leading, output.size(-1)))
-    return output if layer.bias is None else output + layer.bias.to(output.dtype)
+    # The bias is replicated and added after the reduction, as in ``RowParallelLinear.forward``.
+    if layer.bias is None:
+        return output
+    return output + layer.bias.to(output.dtype)
 
 
 class GatedMLP(PackedWeights):

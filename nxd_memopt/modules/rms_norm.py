@@ -68,5 +68,7 @@ def add_and_norm(
     if path.is_active:
         unmodified = cast(RMSNorm, norm)
         return add_rms_norm(hidden, added, unmodified.weight, unmodified.eps)
-    total = hidden if added is None else hidden + added
+    total = hidden
+    if added is not None:
+        total = hidden + added
     return norm(total), total
