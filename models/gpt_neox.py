@@ -59,6 +59,8 @@ class GPTNeoXAttention(FusibleModule):
         hidden = config.hidden_size
         bias = config.attention_bias
         self.head_dim = hidden // config.num_attention_heads
+        # Rows are sharded in T consecutive chunks. With [q, k, v] per head in the rows, a chunk
+        # is the complete heads of one rank; [q; k; v] of all heads would need stride 3.
         self.query_key_value = factory.column("query_key_value", hidden, 3 * hidden, bias=bias)
         self.dense = factory.row("dense", hidden, hidden, bias=bias)
         self.core_attn = CoreAttention(
@@ -215,7 +217,8 @@ class GPTNeoXForCausalLM(ParallelCausalLM):
         _check_config(config, parallel.tensor_model_parallel_size)
         head_dim = config.hidden_size // config.num_attention_heads
         rope: Any = config.rope_parameters
-        # GPT-NeoX rotates the first quarter of each head's dimensions, the rest has no position.
+        # Partial RoPE: the first rotary_dim dimensions of each head are rotated. The remaining
+        # ones do not depend on the position.
         rotary_dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))
         super().__init__(config, parallel=parallel, memory=memory, rotary_dim=rotary_dim)
         factory = self.layer_factory(SHARDING, dtype=dtype, device=device)

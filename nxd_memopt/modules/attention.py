@@ -84,6 +84,8 @@ def in_place_rope_path(owner: FusibleModule, *projections: str) -> FusedPath:
     Nothing else may read q, k, v or their gradients, which are overwritten too: a hook on a
     projection or on ``core_attn`` could keep them.
     """
+    # core_attn is not bypassed, but it reads q, k and v: a hook on it would see, or keep, tensors
+    # that are overwritten later.
     observers = dict.fromkeys(projections, ColumnParallelLinear) | {"core_attn": CoreAttention}
     return FusedPath(
         owner,

@@ -125,6 +125,8 @@ class ParallelCausalLM(FusibleModule, ABC):
 
     def recompute_modules(self) -> dict[str, list[nn.Module]]:
         """Return, for each name in ``config.RECOMPUTE_MODULES``, the modules of all layers."""
+        # Names of submodules are the same in all models, except for the attention, which has
+        # Hugging Face's name. The modules of one name are recomputed one by one, not as a group.
         layers = self.decoder_layers()
         attention = [getattr(layer, self.attention_name) for layer in layers]
         return {
@@ -175,7 +177,8 @@ class ParallelCausalLM(FusibleModule, ABC):
                 f"position_ids has shape {list(position_ids.shape)}, input_ids {list(input_ids.shape)}: "
                 "must agree, or have a leading 1"
             )
-        # Computed once and shared by all layers.
+        # Computed once and shared by all layers. In the dtype of the parameters: the layers
+        # multiply activations by them, which must not become fp32.
         rope = rope_tables(self._frequencies_on(position_ids.device), position_ids, self.embedding_weight().dtype)
         mask = documents
         if attention_mask is not None:
@@ -266,6 +269,8 @@ class ParallelCausalLM(FusibleModule, ABC):
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the mean cross entropy of the logits ``[B, S, V/T]`` (``[S, B, V/T]``)."""
         labels = self._shifted(labels)
+        # Under sequence parallelism too, every rank has the logits of the full sequence here, for
+        # its shard of the vocabulary: the mean needs no further collective.
         losses = parallel_cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, vocab_size=self.config.vocab_size)
         # clamp: 0 instead of NaN if all labels are ignored.
         return losses.sum() / (labels != IGNORE_INDEX).sum().clamp(min=1)

@@ -73,6 +73,7 @@ class LayerFactory:
         return layer
 
     def _draw(self, layer: ColumnParallelLinear | RowParallelLinear) -> None:
+        # The layers' own bias initialization, torch's uniform one, is replaced by zeros.
         self._draw_on_device(layer)
         if layer.bias is not None and not layer.bias.is_meta:
             nn.init.zeros_(layer.bias)
@@ -99,7 +100,8 @@ class LayerFactory:
         if self.parallel.use_cpu_initialization or device.type == "meta":
             return
         move_model_to_device(layer, device)
-        # Shards differ between ranks: draw from this rank's own stream.
+        # Shards differ between ranks: draw from this rank's own stream. The values depend on T,
+        # unlike those of CPU initialization, but no rank draws more than its shard.
         with torch.no_grad(), fork_if(self.parallel.tensor_model_parallel_size > 1):
             self._init_weight(layer.weight)
         replica_group = getattr(layer, "replica_group", None)
@@ -109,7 +111,8 @@ class LayerFactory:
             with backend.outside_step():
                 gathered = backend.all_gather(layer.weight.data, replica_group)
                 layer.weight.data = gathered[: layer.weight.size(0)].clone()
-        # Padding rows of a vocabulary shard must be zero.
+        # Padding rows of a vocabulary shard must be zero: checkpoints do not store them, so a
+        # resumed model has zeros there.
         description: Any = layer.weight
         if description.partition_dim == 0:
             padded_rows = layer.weight.size(0) * description.num_partitions
@@ -173,6 +176,8 @@ class LayerFactory:
             sequence_parallel_enabled=self.parallel.sequence_parallel_enabled,
         )
         self._draw_on_device(layer)
+        # As in Hugging Face's models: the row of the padding token is zero, on the rank that has
+        # it.
         if padding_idx is not None:
             _zero_rows(layer.weight, padding_idx, padding_idx + 1)
         return layer

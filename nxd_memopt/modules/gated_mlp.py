@@ -114,6 +114,8 @@ def fused_gated_mlp(gate: Tensor, up: Tensor, layer: RowParallelLinear, hidden_a
     gate, up, weight = cast("list[Tensor]", cast_if_autocast_enabled(gate, up, layer.weight))
     layer.require_divisible_sequence(gate.shape)
     comm = layer.activation_sharding()
+    # The kernels read rows [tokens, F/T], and chunks of a reduction are ranges of the sequence:
+    # with the sequence first, a range of the sequence is a range of rows.
     first = comm.sequence_first(gate)
     rows = [comm.sequence_first(x).reshape(-1, x.size(-1)) for x in (gate, up)]
     # The leading dimensions are merged; under sequence parallelism dim 0 of the output is S/T.

@@ -43,6 +43,8 @@ class PackedWeights(FusibleModule):
     def project(self, hidden: Tensor) -> tuple[Tensor, ...]:
         """Return the output ``[..., output_size/T]`` of each layer, with one all-gather of ``hidden``."""
         layers = [cast(ColumnParallelLinear, getattr(self, name)) for name in self.packed_layers]
+        # A hook or a replaced forward on one of the layers turns the path off; then every layer
+        # is called, at the cost of an all-gather each.
         if self.shared_input.is_active:
             return column_parallel_linears(hidden, layers)
         return tuple(layer(hidden) for layer in layers)

@@ -78,7 +78,8 @@ class _NormalisedColumns(torch.autograd.Function):
         norm_weights = saved[:count]
         norm_biases = saved[count : 2 * count]
         weights = saved[2 * count :]
-        # On XLA the barrier keeps forward's normalized and gathered tensors from being reused.
+        # On XLA the barrier keeps forward's normalized and gathered tensors from being reused,
+        # and thus stored until backward.
         x, *output_grads = backend.optimization_barrier([x, *grads])
         normalised, _, _ = normalise(x, ctx.eps)
         gathering = comm.gather(comm.sequence_first(normalised))
@@ -155,6 +156,8 @@ def normalised_column_parallel_linears(
     parameters: list[Tensor | None] = []
     for norm, layer in branches:
         parameters += [norm.weight, norm.bias, layer.weight, layer.bias]
+    # The casts are done here; autocast must not change dtypes inside the Function, whose backward
+    # runs without it. All layers share one gather, so the first one defines group and layout.
     x, *flat = cast_if_autocast_enabled(input, *parameters)
     comm = layers[0].activation_sharding(*(layer.replica_group for layer in layers))
     with torch.autocast(input.device.type, enabled=False):
@@ -176,6 +179,8 @@ def row_parallel_linears(inputs: Sequence[Tensor], layers: Sequence[RowParallelL
         ValueError: ``residual`` has another shape.
     """
     output = row_parallel([(x, layer.weight) for x, layer in zip(inputs, layers, strict=True)], layers[0])
+    # A residual that broadcasts would give a wrong sum without an error, e.g. the full sequence
+    # in place of a shard with s = 1.
     if residual.shape != output.shape:
         raise ValueError(f"residual {list(residual.shape)} has not the shape of the layers' sum, {list(output.shape)}")
     biases = [layer.bias.to(output.dtype) for layer in layers if layer.bias is not None]

@@ -35,6 +35,8 @@ def kv_size_multiplier(num_key_value_heads: int, tensor_model_parallel_size: int
     """
     heads = num_key_value_heads
     size = tensor_model_parallel_size
+    # T <= g: each rank has g/T complete KV heads. T > g: a head is not split, because all query
+    # heads of its group need all of its d columns; T/g ranks hold it instead.
     if heads % size == 0:
         return 1
     remedy = f"use a tensor_model_parallel_size that divides {heads} or is a multiple of it"
@@ -223,6 +225,7 @@ def _block(output_size: int, size: int, replicas: int) -> ShardBlock:
     Raises:
         ValueError: the number of distinct shards does not divide ``output_size``.
     """
+    # T ranks with m replicas hold T / m distinct shards of output_size / (T / m) rows each.
     partitions = size // replicas
     remedy = f"use {padded_size(output_size, partitions)}"
     rows = require_divisible("output_size", output_size, "tensor_model_parallel_size", partitions, remedy)

@@ -65,6 +65,8 @@ def add_and_norm(
         added: ``[..., H]``, the output of the previous block, or None.
         path: the path from ``residual_norm_path``; while it is off, the norm is called.
     """
+    # The path is active only while the norm is an unmodified ``RMSNorm`` without hooks, so its
+    # weight and eps are all that its forward would use.
     if path.is_active:
         unmodified = cast(RMSNorm, norm)
         return add_rms_norm(hidden, added, unmodified.weight, unmodified.eps)
