@@ -177,8 +177,8 @@ class ParallelCausalLM(FusibleModule, ABC):
                 f"position_ids has shape {list(position_ids.shape)}, input_ids {list(input_ids.shape)}: "
                 "must agree, or have a leading 1"
             )
-        # Computed once and shared by all layers. In the dtype of the parameters: the layers
-        # multiply activations by them, which must not become fp32.
+        # Computed once and shared by all layers, in the dtype of the embedding's weight, which is
+        # that of the activations: wider tables would promote queries and keys.
         rope = rope_tables(self._frequencies_on(position_ids.device), position_ids, self.embedding_weight().dtype)
         mask = documents
         if attention_mask is not None:
