@@ -22,7 +22,10 @@ from nxd_memopt.modules.causal_lm import ParallelCausalLM, resolve_memory
 from nxd_memopt.modules.dropout import ParallelDropout
 from nxd_memopt.modules.factory import LayerFactory, resolve_parallel
 from nxd_memopt.modules.mlp import Activation
-from nxd_memopt.modules.parallel_residual import normalised_column_parallel_linears, row_parallel_linears
+from nxd_memopt.modules.parallel_residual import (
+    normalised_column_parallel_linears,
+    row_parallel_linears,
+)
 from nxd_memopt.ops.parts import split_sizes
 from nxd_memopt.ops.rope import apply_rope_qkv
 from nxd_memopt.parallel_layers.fusion import FusedPath, FusibleModule
@@ -41,8 +44,11 @@ class GPTNeoXAttention(FusibleModule):
 
     def __init__(self, config: GPTNeoXConfig, factory: LayerFactory, memory: MemoryConfig) -> None:
         super().__init__()
-        hidden, bias = config.hidden_size, config.attention_bias
+        hidden = config.hidden_size
+        bias = config.attention_bias
         self.head_dim = hidden // config.num_attention_heads
+        # Rows are sharded in T consecutive chunks. With [q, k, v] per head in the rows, a chunk
+        # is the complete heads of one rank; [q; k; v] of all heads would need stride 3.
         self.query_key_value = factory.column("query_key_value", hidden, 3 * hidden, bias=bias)
         self.dense = factory.row("dense", hidden, hidden, bias=bias)
         self.core_attn = CoreAttention(
@@ -65,6 +71,8 @@ class GPTNeoXAttention(FusibleModule):
             rope: cosine and sine tables.
             mask: mask in addition to causality.
         """
+        # [q, k, v] of one head are adjacent: split into heads first, then each head into three.
+        # All are views of the projection's output, in which RoPE may rotate q and k in place.
         heads = split_heads(qkv, 3 * self.head_dim, sequence_first=self.sequence_first)
         query, key, value = split_sizes(heads, [self.head_dim] * 3, dim=-1)  # [B, h/T, S, d] each
         query, key, value = apply_rope_qkv(query, key, value, *rope, in_place=self.in_place_rope.is_active)
@@ -76,7 +84,8 @@ class GPTNeoXMLP(FusibleModule):
 
     def __init__(self, config: GPTNeoXConfig, factory: LayerFactory) -> None:
         super().__init__()
-        hidden, width = config.hidden_size, config.intermediate_size
+        hidden = config.hidden_size
+        width = config.intermediate_size
         self.dense_h_to_4h = factory.column("dense_h_to_4h", hidden, width, bias=True)
         self.dense_4h_to_h = factory.row("dense_4h_to_h", width, hidden, bias=True)
         self.act = Activation(config.hidden_act)
@@ -99,6 +108,9 @@ class GPTNeoXLayer(FusibleModule):
         self.post_attention_dropout = ParallelDropout(config.hidden_dropout, sharded=sharded)
         self.post_mlp_dropout = ParallelDropout(config.hidden_dropout, sharded=sharded)
         # Dropout of each branch needs both branches' outputs; in evaluation there is no dropout.
+        unavailable = None
+        if not config.use_parallel_residual:
+            unavailable = "use_parallel_residual is False"
         self.merged_branches = FusedPath(
             self,
             "attention and MLP in parallel",
@@ -115,15 +127,16 @@ class GPTNeoXLayer(FusibleModule):
                 "post_mlp_dropout": ParallelDropout,
             },
             cost="the layer has two all-gathers and two reductions instead of one each",
-            unavailable=None if config.use_parallel_residual else "use_parallel_residual is False",
+            unavailable=unavailable,
             accepts_forward=_is_recomputed_norm,
         )
 
     def forward(self, hidden: Tensor, rope: RopeTables, mask: AttentionMask) -> Tensor:
-        if self.merged_branches.is_active and not (self.training and self.post_attention_dropout.p > 0):
+        has_dropout = self.training and self.post_attention_dropout.p > 0
+        if self.merged_branches.is_active and not has_dropout:
             return self._branches(hidden, rope, mask)
-        # Parallel: x + attention(norm_1(x)) + mlp(norm_2(x)). Sequential: pre-norm, one block after
-        # the other.
+        # Parallel: x + attention(norm_1(x)) + mlp(norm_2(x)). Sequential: pre-norm, one block
+        # after the other.
         attended = self.post_attention_dropout(self.attention(self.input_layernorm(hidden), rope, mask))
         if self.use_parallel_residual:
             expanded = self.post_mlp_dropout(self.mlp(self.post_attention_layernorm(hidden)))
@@ -133,7 +146,10 @@ class GPTNeoXLayer(FusibleModule):
 
     def _branches(self, hidden: Tensor, rope: RopeTables, mask: AttentionMask) -> Tensor:
         """Return ``hidden`` + attention + MLP without calling the modules' ``forward``."""
-        attention, mlp = self.attention, self.mlp
+        # Both projections have the same input except for the norms' affine parts: one all-gather
+        # of the normalized rows. Both outputs are terms of one sum: one reduction.
+        attention = self.attention
+        mlp = self.mlp
         qkv, expanded = normalised_column_parallel_linears(
             hidden,
             (self.input_layernorm, attention.query_key_value),
@@ -141,7 +157,8 @@ class GPTNeoXLayer(FusibleModule):
         )
         context = attention.context(qkv, rope, mask)
         # One reduction for the partial sums of attention and MLP, added to the residual.
-        inputs, layers = (context, mlp.act(expanded)), (attention.dense, mlp.dense_4h_to_h)
+        inputs = (context, mlp.act(expanded))
+        layers = (attention.dense, mlp.dense_4h_to_h)
         return row_parallel_linears(inputs, layers, residual=hidden)
 
 
@@ -188,9 +205,14 @@ class GPTNeoXForCausalLM(ParallelCausalLM):
         require_shardable(config, parallel.tensor_model_parallel_size)
         head_dim = config.hidden_size // config.num_attention_heads
         rope: Any = config.rope_parameters
+        # Partial RoPE: the first rotary_dim dimensions of each head are rotated. The remaining
+        # ones do not depend on the position.
         rotary_dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))
         super().__init__(config, parallel=parallel, memory=memory, rotary_dim=rotary_dim)
         factory = self.layer_factory(shardings("gpt_neox"), dtype=dtype, device=device)
+        # Modules are built in one order on all ranks: with CPU initialization they draw from one
+        # stream. Recompute and offload come last, because they replace the forward of finished
+        # modules.
         self.gpt_neox = GPTNeoXModel(config, factory, memory)
         self.add_head(factory)
         apply_memory(self, memory)

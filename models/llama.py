@@ -37,8 +37,11 @@ class LlamaAttention(PackedWeights):
 
     def __init__(self, config: LlamaConfig, factory: LayerFactory, memory: MemoryConfig) -> None:
         super().__init__()
-        hidden, self.head_dim = config.hidden_size, config.head_dim or config.hidden_size // config.num_attention_heads
-        query_size, kv_size = config.num_attention_heads * self.head_dim, num_kv_heads(config) * self.head_dim
+        # Some configs set head_dim: h * d may then differ from H.
+        hidden = config.hidden_size
+        self.head_dim = config.head_dim or hidden // config.num_attention_heads
+        query_size = config.num_attention_heads * self.head_dim
+        kv_size = num_kv_heads(config) * self.head_dim
         bias = config.attention_bias
         self.q_proj = factory.column("q_proj", hidden, query_size, bias=bias)
         self.k_proj = factory.column("k_proj", hidden, kv_size, bias=bias)
@@ -51,6 +54,8 @@ class LlamaAttention(PackedWeights):
             sharded=factory.parallel.tensor_model_parallel_size > 1,
         )
         self.sequence_first = factory.parallel.sequence_parallel_enabled
+        # After the layers exist: packs their weights, and then registers what a fused path
+        # bypasses.
         self.share_input()
         self.in_place_rope = in_place_rope_path(self, *self.packed_layers)
 
@@ -71,7 +76,11 @@ class LlamaDecoderLayer(FusibleModule):
         super().__init__()
         self.self_attn = LlamaAttention(config, factory, memory)
         self.mlp = GatedMLP(
-            config.hidden_size, config.intermediate_size, config.hidden_act, bias=config.mlp_bias, factory=factory
+            config.hidden_size,
+            config.intermediate_size,
+            config.hidden_act,
+            bias=config.mlp_bias,
+            factory=factory,
         )
         self.input_layernorm = factory.rms_norm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = factory.rms_norm(config.hidden_size, config.rms_norm_eps)
@@ -79,7 +88,8 @@ class LlamaDecoderLayer(FusibleModule):
         self.fused_post_attention_norm = residual_norm_path(self, "post_attention_layernorm")
 
     def forward(self, hidden: Tensor, rope: RopeTables, mask: AttentionMask) -> Tensor:
-        # add_and_norm adds the previous block's output and normalizes the sum.
+        # add_and_norm adds the previous block's output and normalizes the sum: one pass over the
+        # residual stream on GPUs. The last sum, of the MLP's output, has no norm in this layer.
         normed, hidden = add_and_norm(self.input_layernorm, hidden, path=self.fused_input_norm)
         attended = self.self_attn(normed, rope, mask)
         normed, hidden = add_and_norm(
@@ -139,11 +149,15 @@ class LlamaForCausalLM(ParallelCausalLM):
         memory = resolve_memory(memory, config)
         size = parallel.tensor_model_parallel_size
         require_shardable(config, size)
-        # With T above g, each KV head is on T/g ranks.
+        # With T above g, each KV head is on T/g ranks. Each of them has different query heads of
+        # its group, and a copy of the KV head whose gradients are summed over the ranks.
         replicas = kv_size_multiplier(num_kv_heads(config), size)
         head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
         super().__init__(config, parallel=parallel, memory=memory, rotary_dim=head_dim)
         factory = self.layer_factory(shardings("llama"), dtype=dtype, device=device, kv_replicas=replicas)
+        # Modules are built in one order on all ranks: with CPU initialization they draw from one
+        # stream. Recompute and offload come last, because they replace the forward of finished
+        # modules.
         self.model = LlamaModel(config, factory, memory)
         self.add_head(factory)
         apply_memory(self, memory)

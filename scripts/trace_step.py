@@ -22,8 +22,14 @@ from nxd_memopt.parallel_layers import grads, parallel_state
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOTS = (str(ROOT / "nxd_memopt"), str(ROOT / "models"))
-SIZE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 256}
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+CONFIG = LlamaConfig(
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=256,
+)
 
 
 class Tracer:
@@ -45,7 +51,7 @@ def main() -> None:
     world = parallel_state.get_world_size()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
     parallel = ParallelConfig(world, sequence_parallel_enabled=world > 1)
-    model = LlamaForCausalLM(LlamaConfig(**SIZE, **HEADS), parallel=parallel, dtype=torch.bfloat16)
+    model = LlamaForCausalLM(CONFIG, parallel=parallel, dtype=torch.bfloat16)
     optimizer = AdamW(model.parameters(), lr=1e-3)
     ids = torch.arange(32).unsqueeze(0)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from nxd_memopt.backends import Capture, backend
-from nxd_memopt.parallel_layers.gradient_ledger import forget_sum, move_sum
+from nxd_memopt.parallel_layers.gradient_ledger import clear_sum_record, move_sum_record
 from nxd_memopt.parallel_layers.random import get_rng_tracker
 
 # Eager calls before the capture: they compile and autotune kernels and map memory between ranks.
@@ -296,7 +296,7 @@ class GraphedLoss:
             # A ``.grad`` of None means that the replay overwrote the static buffer: the record that
             # an earlier step summed the buffer over sequence shards is no longer valid.
             if parameter.grad is None:
-                forget_sum(parameter, grad)
+                clear_sum_record(parameter, grad)
             parameter.grad = grad
         # Hooks run after all gradients are set: a hook may read gradients of other parameters.
         for parameter, _ in updated:
@@ -326,7 +326,7 @@ class GraphedLoss:
                 static_grad.zero_()
             else:
                 static_grad.copy_(parameter.grad)
-                move_sum(parameter.grad, static_grad)
+                move_sum_record(parameter.grad, static_grad)
             parameter.grad = static_grad
 
 

@@ -5,7 +5,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from nxd_memopt.backends import backend
-from nxd_memopt.ops.attention import attention_dtype, attention_implementation, core_attention, select_attention
+from nxd_memopt.ops.attention import (
+    attention_dtype,
+    attention_implementation,
+    core_attention,
+    select_attention,
+)
 from nxd_memopt.ops.cuda.support import unavailable_reason
 from nxd_memopt.ops.packed import PackedDocuments
 from nxd_memopt.parallel_layers.fusion import FusedPath, FusibleModule
@@ -33,11 +38,15 @@ class CoreAttention(FusibleModule):
     def __init__(self, *, attention_backend: str, head_dim: int, dropout: float, sharded: bool) -> None:
         super().__init__()
         self.implementation = select_attention(attention_backend, dropout, head_dim=head_dim)
-        self.attention_backend, self.dropout, self.sharded = attention_backend, dropout, sharded
+        self.attention_backend = attention_backend
+        self.dropout = dropout
+        self.sharded = sharded
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:
         """Attend from ``[B, h/T, S, d]`` to keys and values ``[B, g/T, S, d]``."""
         dropout_p = self.dropout if self.training else 0.0
+        # Selected in each call: shapes, dtype and mask decide which kernels can run, and a model
+        # may be called with several of them.
         implementation, _ = attention_implementation(
             query.shape,
             key.size(1),
@@ -54,14 +63,19 @@ class CoreAttention(FusibleModule):
 
 def split_heads(x: Tensor, head_dim: int, *, sequence_first: bool) -> Tensor:
     """View ``[B, S, h*d]`` (``[S, B, h*d]`` if ``sequence_first``) as ``[B, h, S, d]``."""
+    # Views only: attention kernels accept strides, and the last dimension stays contiguous.
     heads = x.unflatten(-1, (-1, head_dim))
-    return heads.permute(1, 2, 0, 3) if sequence_first else heads.transpose(1, 2)
+    if sequence_first:
+        return heads.permute(1, 2, 0, 3)
+    return heads.transpose(1, 2)
 
 
 def merge_heads(x: Tensor, *, sequence_first: bool) -> Tensor:
     """Merge ``[B, h, S, d]`` into ``[B, S, h*d]`` or ``[S, B, h*d]``; undo ``split_heads``."""
-    heads = x.permute(2, 0, 1, 3) if sequence_first else x.transpose(1, 2)
-    return heads.flatten(-2)
+    # A view if the kernel wrote its output in this layout, else flatten copies once.
+    if sequence_first:
+        return x.permute(2, 0, 1, 3).flatten(-2)
+    return x.transpose(1, 2).flatten(-2)
 
 
 def in_place_rope_path(owner: FusibleModule, *projections: str) -> FusedPath:
@@ -70,6 +84,8 @@ def in_place_rope_path(owner: FusibleModule, *projections: str) -> FusedPath:
     Nothing else may read q, k, v or their gradients, which are overwritten too: a hook on a
     projection or on ``core_attn`` could keep them.
     """
+    # core_attn is not bypassed, but it reads q, k and v: a hook on it would see, or keep, tensors
+    # that are overwritten later.
     observers = dict.fromkeys(projections, ColumnParallelLinear) | {"core_attn": CoreAttention}
     return FusedPath(
         owner,

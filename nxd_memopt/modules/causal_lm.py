@@ -19,7 +19,10 @@ from nxd_memopt.ops.rope import rope_frequencies, rope_tables
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.fusion import FusedPath, FusibleModule, Fusions
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear
-from nxd_memopt.parallel_layers.loss_functions import fused_linear_cross_entropy, parallel_cross_entropy
+from nxd_memopt.parallel_layers.loss_functions import (
+    fused_linear_cross_entropy,
+    parallel_cross_entropy,
+)
 from nxd_memopt.parallel_layers.mappings import gather_from_tensor_model_parallel_region
 
 IGNORE_INDEX = -100
@@ -57,7 +60,9 @@ class ParallelCausalLM(FusibleModule, ABC):
 
     def __init__(self, config: Any, *, parallel: ParallelConfig, memory: MemoryConfig, rotary_dim: int) -> None:
         super().__init__()
-        self.config, self.parallel, self.memory = config, parallel, memory
+        self.config = config
+        self.parallel = parallel
+        self.memory = memory
         self.rope_frequencies = rope_frequencies(rotary_dim, config.rope_parameters)
 
     @property
@@ -96,17 +101,22 @@ class ParallelCausalLM(FusibleModule, ABC):
         """Build ``lm_head``, the last module. If tied, it shares the embedding's table, which is sharded equally."""
         # A tied head is built on meta: its weight is replaced, and no random numbers are drawn.
         tied = self.config.tie_word_embeddings
-        factory = replace(factory, device="meta") if tied else factory
+        if tied:
+            factory = replace(factory, device="meta")
         self.lm_head = factory.column("lm_head", self.config.hidden_size, self.config.vocab_size, bias=False)
         if tied:
             self.lm_head.weight = self.embedding_weight()
+        unavailable = None
+        if not self.memory.fused_linear_cross_entropy:
+            unavailable = "fused_linear_cross_entropy is False"
         self.fused_loss = FusedPath(
             self,
             "head with loss",
             {"lm_head": ColumnParallelLinear},
             cost="the logits are stored for backward",
-            unavailable=None if self.memory.fused_linear_cross_entropy else "fused_linear_cross_entropy is False",
+            unavailable=unavailable,
         )
+        # Last: it lists the fused paths of all modules that exist now.
         self.fusions = Fusions(self)
 
     def decoder_layers(self) -> list[Any]:
@@ -115,6 +125,8 @@ class ParallelCausalLM(FusibleModule, ABC):
 
     def recompute_modules(self) -> dict[str, list[nn.Module]]:
         """Return, for each name in ``config.RECOMPUTE_MODULES``, the modules of all layers."""
+        # Names of submodules are the same in all models, except for the attention, which has
+        # Hugging Face's name. The modules of one name are recomputed one by one, not as a group.
         layers = self.decoder_layers()
         attention = [getattr(layer, self.attention_name) for layer in layers]
         return {
@@ -165,9 +177,12 @@ class ParallelCausalLM(FusibleModule, ABC):
                 f"position_ids has shape {list(position_ids.shape)}, input_ids {list(input_ids.shape)}: "
                 "must agree, or have a leading 1"
             )
-        # Computed once and shared by all layers.
+        # Computed once and shared by all layers, in the dtype of the embedding's weight, which is
+        # that of the activations: wider tables would promote queries and keys.
         rope = rope_tables(self._frequencies_on(position_ids.device), position_ids, self.embedding_weight().dtype)
-        mask = documents if attention_mask is None else padding_and_causal_mask(attention_mask)
+        mask = documents
+        if attention_mask is not None:
+            mask = padding_and_causal_mask(attention_mask)
         # Each document's first token would be predicted from the document before it.
         if documents is not None and labels is not None:
             labels = labels.masked_fill(documents.positions() == 0, IGNORE_INDEX)
@@ -176,8 +191,13 @@ class ParallelCausalLM(FusibleModule, ABC):
         if labels is not None and not return_logits and self.fused_loss.is_active:
             return CausalLMOutput(self._fused_loss(hidden, labels))
         logits = self.lm_head(hidden)  # [B, S, V/T] or [S, B, V/T]
-        loss = None if labels is None else self._loss(logits, labels)
-        full_logits = self._gather_logits(logits) if labels is None or return_logits else None
+        loss = None
+        if labels is not None:
+            loss = self._loss(logits, labels)
+        # An all-gather of [B, S, V/T] from each rank: only if the caller uses the logits.
+        full_logits = None
+        if labels is None or return_logits:
+            full_logits = self._gather_logits(logits)
         return CausalLMOutput(loss, full_logits)
 
     def _frequencies_on(self, device: torch.device) -> Tensor:
@@ -215,11 +235,12 @@ class ParallelCausalLM(FusibleModule, ABC):
                 raise ValueError(
                     f"{name} has shape {list(tensor.shape)}, input_ids {list(input_ids.shape)}: must agree"
                 )
-        size, length = self.parallel.tensor_model_parallel_size, input_ids.size(1)
+        size = self.parallel.tensor_model_parallel_size
+        length = input_ids.size(1)
         if parallel_state.get_tensor_model_parallel_size() != size:
             raise RuntimeError(
                 f"the model was built for tensor_model_parallel_size {size}, the process groups have "
-                f"{parallel_state.get_tensor_model_parallel_size()}: build the model anew"
+                f"{parallel_state.get_tensor_model_parallel_size()}: build the model again"
             )
         if self.parallel.sequence_parallel_enabled:
             remedy = f"pad to {-(-length // size) * size} or turn sequence_parallel_enabled off"
@@ -238,19 +259,26 @@ class ParallelCausalLM(FusibleModule, ABC):
 
     def _shifted(self, labels: Tensor) -> Tensor:
         """Return next-token labels, ``[B, S]``, or ``[S, B]`` under sequence parallelism."""
+        # Position i predicts token i + 1; the last position has no next token and is ignored. The
+        # length stays S, so T still divides it.
         labels = F.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:]
-        return labels.t() if self.parallel.sequence_parallel_enabled else labels
+        if self.parallel.sequence_parallel_enabled:
+            labels = labels.t()
+        return labels
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the mean cross entropy of the logits ``[B, S, V/T]`` (``[S, B, V/T]``)."""
         labels = self._shifted(labels)
+        # Under sequence parallelism too, every rank has the logits of the full sequence here, for
+        # its shard of the vocabulary: the mean needs no further collective.
         losses = parallel_cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, vocab_size=self.config.vocab_size)
         # clamp: 0 instead of NaN if all labels are ignored.
         return losses.sum() / (labels != IGNORE_INDEX).sum().clamp(min=1)
 
     def _gather_logits(self, logits: Tensor) -> Tensor:
         """All-gather the logits over the vocabulary: ``[B, S, V]``, without padding columns."""
-        logits = logits.transpose(0, 1) if self.parallel.sequence_parallel_enabled else logits
+        if self.parallel.sequence_parallel_enabled:
+            logits = logits.transpose(0, 1)
         return gather_from_tensor_model_parallel_region(logits)[..., : self.config.vocab_size]
 
 

@@ -19,10 +19,13 @@ class ParallelDropout(FusibleModule):
 
     def __init__(self, p: float, *, sharded: bool) -> None:
         super().__init__()
-        self.p, self.sharded = p, sharded
+        self.p = p
+        self.sharded = sharded
 
     def forward(self, hidden: Tensor) -> Tensor:
         if not self.training or self.p == 0:
             return hidden
+        # A shard draws from this rank's own stream. On replicated activations all ranks draw the
+        # same mask from the default generator, else their activations would differ from here on.
         with fork_if(self.sharded):
             return F.dropout(hidden, self.p)

@@ -14,7 +14,11 @@ from nxd_memopt.config import ParallelConfig
 from nxd_memopt.modules.rms_norm import RMSNorm
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.layer_norm import LayerNorm
-from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
+from nxd_memopt.parallel_layers.layers import (
+    ColumnParallelLinear,
+    ParallelEmbedding,
+    RowParallelLinear,
+)
 from nxd_memopt.parallel_layers.random import fork_if
 from nxd_memopt.parallel_layers.utils import move_model_to_device, shard_ranges
 
@@ -58,6 +62,7 @@ class LayerFactory:
         return layer
 
     def _draw(self, layer: ColumnParallelLinear | RowParallelLinear) -> None:
+        # The layers' own bias initialization, torch's uniform one, is replaced by zeros.
         self._draw_on_device(layer)
         if layer.bias is not None and not layer.bias.is_meta:
             nn.init.zeros_(layer.bias)
@@ -68,7 +73,9 @@ class LayerFactory:
     @property
     def _layer_device(self) -> torch.device | str | None:
         # Without CPU initialization the layer is built on meta, then allocated and drawn once.
-        return self.device if self.parallel.use_cpu_initialization else "meta"
+        if not self.parallel.use_cpu_initialization:
+            return "meta"
+        return self.device
 
     def _draw_on_device(self, layer: ColumnParallelLinear | RowParallelLinear | ParallelEmbedding) -> None:
         """Allocate the layer and draw this rank's weight from its own random stream.
@@ -76,26 +83,35 @@ class LayerFactory:
         No-op with ``use_cpu_initialization``, where the layer has its slice of the full weight, and
         for meta parameters.
         """
-        device = torch.get_default_device() if self.device is None else torch.device(self.device)
+        device = torch.get_default_device()
+        if self.device is not None:
+            device = torch.device(self.device)
         if self.parallel.use_cpu_initialization or device.type == "meta":
             return
         move_model_to_device(layer, device)
-        # Shards differ between ranks: draw from this rank's own stream.
+        # Shards differ between ranks: draw from this rank's own stream. The values depend on T,
+        # unlike those of CPU initialization, but no rank draws more than its shard.
         with torch.no_grad(), fork_if(self.parallel.tensor_model_parallel_size > 1):
             self._init_weight(layer.weight)
         replica_group = getattr(layer, "replica_group", None)
-        if replica_group is not None:  # ranks with the same KV heads must start with equal weights
+        # Ranks with the same KV heads must start with equal weights: the group's first rank
+        # decides. An all-gather of m weights, once, when the layer is built.
+        if replica_group is not None:
             with backend.outside_step():
                 gathered = backend.all_gather(layer.weight.data, replica_group)
                 layer.weight.data = gathered[: layer.weight.size(0)].clone()
-        # Padding rows of a vocabulary shard must be zero.
+        # Padding rows of a vocabulary shard must be zero: checkpoints do not store them, so a
+        # resumed model has zeros there.
         description: Any = layer.weight
         if description.partition_dim == 0:
-            _zero_rows(layer.weight, description.full_shape[0], layer.weight.size(0) * description.num_partitions)
+            padded_rows = layer.weight.size(0) * description.num_partitions
+            _zero_rows(layer.weight, description.full_shape[0], padded_rows)
 
     @property
     def _reduce_dtype(self) -> torch.dtype | None:
-        return torch.float32 if self.parallel.reduce_dtype == "float32" else None
+        if self.parallel.reduce_dtype == "float32":
+            return torch.float32
+        return None  # the dtype of the tensors
 
     def _column(self, input_size: int, output_size: int, *, bias: bool, kind: str) -> ColumnParallelLinear:
         return ColumnParallelLinear(
@@ -115,7 +131,9 @@ class LayerFactory:
 
     def _rank_stride(self, kind: str) -> int:
         # Query, key, value and output projections must agree on the order of heads.
-        return parallel_state.kv_rank_stride(self.kv_replicas) if kind in _HEADS else 1
+        if kind in _HEADS:
+            return parallel_state.kv_rank_stride(self.kv_replicas)
+        return 1
 
     def _row(self, input_size: int, output_size: int, *, bias: bool, kind: str) -> RowParallelLinear:
         return RowParallelLinear(
@@ -147,6 +165,8 @@ class LayerFactory:
             sequence_parallel_enabled=self.parallel.sequence_parallel_enabled,
         )
         self._draw_on_device(layer)
+        # As in Hugging Face's models: the row of the padding token is zero, on the rank that has
+        # it.
         if padding_idx is not None:
             _zero_rows(layer.weight, padding_idx, padding_idx + 1)
         return layer
@@ -166,8 +186,10 @@ def _zero_rows(param: nn.Parameter, start: int, stop: int) -> None:
     """Zero the rows ``[start, stop)`` of the full parameter that this rank holds."""
     if param.is_meta:
         return
+    # One range per rank: layers of the factory have stride 1.
     ((first, last),) = shard_ranges(param)
-    low, high = max(start, first), min(stop, last)
+    low = max(start, first)
+    high = min(stop, last)
     if low < high:
         param.detach()[low - first : high - first].zero_()
 

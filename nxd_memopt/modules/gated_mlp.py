@@ -16,7 +16,12 @@ from nxd_memopt.modules.packed_weights import PackedWeights
 from nxd_memopt.ops.activation import gated_activation, gated_activation_gradient
 from nxd_memopt.ops.autograd import as_dtype, first_derivative_only
 from nxd_memopt.ops.cuda.support import can_use_triton, unavailable_reason
-from nxd_memopt.ops.early_save import SavedInputs, link_saved_inputs, save_inputs_first, saved_inputs
+from nxd_memopt.ops.early_save import (
+    SavedInputs,
+    link_saved_inputs,
+    save_inputs_first,
+    saved_inputs,
+)
 from nxd_memopt.parallel_layers.functional.activation_sharding import ActivationSharding
 from nxd_memopt.parallel_layers.fusion import FusedPath
 from nxd_memopt.parallel_layers.layers import RowParallelLinear
@@ -42,9 +47,12 @@ class _FusedGatedMLP(torch.autograd.Function):
         up: Tensor,
         weight: Tensor,
     ) -> Tensor:
-        ctx.comm, ctx.hidden_act, ctx.is_overwritten = comm, hidden_act, False
+        ctx.comm = comm
+        ctx.hidden_act = hidden_act
+        ctx.is_overwritten = False
         link_saved_inputs(ctx, handle, gate, up, weight)
 
+        # The activation exists for one chunk of rows at a time, and is not saved.
         def rows(start: int, stop: int) -> Tensor:
             return F.linear(gated_activation(gate[start:stop], up[start:stop], hidden_act), weight)
 
@@ -63,8 +71,8 @@ class _FusedGatedMLP(torch.autograd.Function):
         gate, up, grad = backend.optimization_barrier([gate, up, grad])
         gathering = ctx.comm.gather(grad, materialize=False)
         weight_grad: Tensor | None = None
-        # For each tile: dA = dY W, one kernel that recomputes A and overwrites G and U with dG and
-        # dU, dW += dY^t A. 4 * F/T FLOPs for each element of dY: two GEMMs.
+        # For each tile: dA = dY W, one kernel that recomputes A and overwrites G and U with dG
+        # and dU, dW += dY^t A. 4 * F/T FLOPs for each element of dY: two GEMMs.
         for start, grads in _tiles(gathering, gate, 4 * weight.size(1)):
             tile = slice(start, start + grads.size(0))
             activated = gated_activation_gradient(gate[tile], up[tile], grads @ weight, ctx.hidden_act)
@@ -106,17 +114,22 @@ def fused_gated_mlp(gate: Tensor, up: Tensor, layer: RowParallelLinear, hidden_a
     gate, up, weight = cast("list[Tensor]", cast_if_autocast_enabled(gate, up, layer.weight))
     layer.require_divisible_sequence(gate.shape)
     comm = layer.activation_sharding()
+    # The kernels read rows [tokens, F/T], and chunks of a reduction are ranges of the sequence:
+    # with the sequence first, a range of the sequence is a range of rows.
     first = comm.sequence_first(gate)
     rows = [comm.sequence_first(x).reshape(-1, x.size(-1)) for x in (gate, up)]
     # The leading dimensions are merged; under sequence parallelism dim 0 of the output is S/T.
     with torch.autocast(gate.device.type, enabled=False):
-        handle, held = save_inputs_first(*rows, weight)
-        output = cast(Tensor, _FusedGatedMLP.apply(comm, hidden_act, handle, *held))
+        handle, saved = save_inputs_first(*rows, weight)
+        output = cast(Tensor, _FusedGatedMLP.apply(comm, hidden_act, handle, *saved))
     leading = list(first.shape[:-1])
     if comm.sequence_dimension is not None:
         leading[0] //= backend.group_size(comm.group)
-    output = comm.as_given(output.view(*leading, output.size(-1)))
-    return output if layer.bias is None else output + layer.bias.to(output.dtype)
+    output = comm.original_layout(output.view(*leading, output.size(-1)))
+    # The bias is replicated and added after the reduction, as in ``RowParallelLinear.forward``.
+    if layer.bias is None:
+        return output
+    return output + layer.bias.to(output.dtype)
 
 
 class GatedMLP(PackedWeights):
@@ -135,7 +148,13 @@ class GatedMLP(PackedWeights):
     packed_layers = ("gate_proj", "up_proj")
 
     def __init__(
-        self, hidden_size: int, intermediate_size: int, hidden_act: str, *, bias: bool, factory: LayerFactory
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        hidden_act: str,
+        *,
+        bias: bool,
+        factory: LayerFactory,
     ) -> None:
         super().__init__()
         self.gate_proj = factory.column("gate_proj", hidden_size, intermediate_size, bias=bias)

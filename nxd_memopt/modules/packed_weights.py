@@ -43,6 +43,8 @@ class PackedWeights(FusibleModule):
     def project(self, hidden: Tensor) -> tuple[Tensor, ...]:
         """Return the output ``[..., output_size/T]`` of each layer, with one all-gather of ``hidden``."""
         layers = [cast(ColumnParallelLinear, getattr(self, name)) for name in self.packed_layers]
+        # A hook or a replaced forward on one of the layers turns the path off; then every layer
+        # is called, at the cost of an all-gather each.
         if self.shared_input.is_active:
             return column_parallel_linears(hidden, layers)
         return tuple(layer(hidden) for layer in layers)
@@ -51,12 +53,18 @@ class PackedWeights(FusibleModule):
         """Copy the weights into one storage unless they are packed; peak memory one extra copy."""
         weights = [cast(nn.Parameter, self.get_submodule(name).weight) for name in self.packed_layers]
         first = weights[0]
-        alike = all(w.dtype == first.dtype and w.device == first.device and w.is_contiguous() for w in weights)
+        alike = all(
+            weight.dtype == first.dtype and weight.device == first.device and weight.is_contiguous()
+            for weight in weights
+        )
         if not (first.is_cuda and alike and has_triton()) or packed_view(weights, 0) is not None:
             return
-        sizes = [weight.size(0) for weight in weights]
-        for weight, part in zip(weights, split_sizes(torch.cat([w.detach() for w in weights]), sizes), strict=True):
-            weight.data = part
+        # Each parameter becomes a slice of the copy. Setting ``data`` keeps the Parameter
+        # objects, so optimizers, ties and shard attributes stay valid.
+        packed = torch.cat([weight.detach() for weight in weights])
+        slices = split_sizes(packed, [weight.size(0) for weight in weights])
+        for weight, values in zip(weights, slices, strict=True):
+            weight.data = values
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         # ``Module.to`` and similar calls replace the values of each parameter separately.

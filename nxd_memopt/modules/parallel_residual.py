@@ -16,11 +16,24 @@ from torch import Tensor
 
 from nxd_memopt.backends import backend
 from nxd_memopt.ops.autograd import first_derivative_only
-from nxd_memopt.ops.norm import affine_branches, affine_branches_gradient, normalise, normalise_gradient
+from nxd_memopt.ops.norm import (
+    affine_branches,
+    affine_branches_gradient,
+    normalise,
+    normalise_gradient,
+)
 from nxd_memopt.ops.residual import add_residual
-from nxd_memopt.parallel_layers.functional.linear import ColumnActivationSharding, parameter_grads, products
+from nxd_memopt.parallel_layers.functional.linear import (
+    ColumnActivationSharding,
+    parameter_grads,
+    products,
+)
 from nxd_memopt.parallel_layers.layer_norm import LayerNorm
-from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear, row_parallel
+from nxd_memopt.parallel_layers.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    row_parallel,
+)
 from nxd_memopt.parallel_layers.utils import cast_if_autocast_enabled
 
 
@@ -34,16 +47,27 @@ class _NormalisedColumns(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, eps: float, comm: ColumnActivationSharding, *parameters: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        eps: float,
+        comm: ColumnActivationSharding,
+        *parameters: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        gains, shifts, weights, biases = _by_kind(parameters)
-        # Normalize the shard, gather it once, then apply each branch's gain and shift to the rows.
+        norm_weights, norm_biases, weights, biases = _by_kind(parameters)
+        # Normalize the shard, gather it once, then apply each branch's affine part to the rows.
+        # The gathered tensor is the same for all branches; after the affine parts it would not
+        # be.
         normalised, mean, rstd = normalise(x, eps)
-        ctx.eps, ctx.comm = eps, comm
-        ctx.save_for_backward(x, mean, rstd, *gains, *shifts, *weights)
+        ctx.eps = eps
+        ctx.comm = comm
+        ctx.save_for_backward(x, mean, rstd, *norm_weights, *norm_biases, *weights)
+
+        def normed(rows: Tensor) -> list[Tensor]:
+            return affine_branches(rows, norm_weights, norm_biases)
+
         gathering = comm.gather(comm.sequence_first(normalised), materialize=False)
-        outputs = products(gathering, weights, biases, lambda rows: affine_branches(rows, gains, shifts))
-        return tuple(comm.as_given(output) for output in outputs)
+        outputs = products(gathering, weights, biases, normed)
+        return tuple(comm.original_layout(output) for output in outputs)
 
     @staticmethod
     @first_derivative_only
@@ -51,43 +75,59 @@ class _NormalisedColumns(torch.autograd.Function):
         comm: ColumnActivationSharding = ctx.comm
         x, mean, rstd, *saved = ctx.saved_tensors
         count = len(grads)
-        gains, shifts, weights = saved[:count], saved[count : 2 * count], saved[2 * count :]
-        # On XLA the barrier keeps forward's normalized and gathered tensors from being reused.
+        norm_weights = saved[:count]
+        norm_biases = saved[count : 2 * count]
+        weights = saved[2 * count :]
+        # On XLA the barrier keeps forward's normalized and gathered tensors from being reused,
+        # and thus stored until backward.
         x, *output_grads = backend.optimization_barrier([x, *grads])
         normalised, _, _ = normalise(x, ctx.eps)
         gathering = comm.gather(comm.sequence_first(normalised))
         output_grads = [comm.sequence_first(grad) for grad in output_grads]
-        by_affine: list[Tensor] = []
+        grad_affine_chunks: list[Tensor] = []
 
         def rows(start: int, stop: int) -> Tensor:
             # d(norm_i output) = dY_i W_i for each branch; one call gives the gradients of the
-            # normalized rows, summed over the branches, and of gains and shifts.
+            # normalized rows, summed over the branches, and of the norms' weights and biases.
             input_grads = [grad[start:stop] @ weight for grad, weight in zip(output_grads, weights, strict=True)]
-            by_rows, part = affine_branches_gradient(gathering.wait()[start:stop], input_grads, gains)
-            by_affine.append(part)
-            return by_rows
+            grad_rows, grad_affine_chunk = affine_branches_gradient(
+                gathering.wait()[start:stop], input_grads, norm_weights
+            )
+            grad_affine_chunks.append(grad_affine_chunk)
+            return grad_rows
 
         shape = (*output_grads[0].shape[:-1], x.size(-1))
         reduction = comm.reduce(rows, shape, x.dtype)
-        inputs = affine_branches(gathering.wait(), gains, shifts)
-        # Inputs per branch: gain, shift, weight, bias; needed here: weight and bias.
-        wanted = [ctx.needs_input_grad[3:][4 * i + 2 : 4 * i + 4] for i in range(count)]
-        by_linear = [
-            parameter_grads(x, [grad], needs, [group])
-            for x, grad, needs, group in zip(inputs, output_grads, wanted, comm.replica_groups, strict=True)
-        ]
-        by_affine_sum = torch.stack(by_affine).sum(0) if len(by_affine) > 1 else by_affine[0]
+        # The linear layers' inputs, recomputed: one tensor [S, B, H] for each branch, which
+        # forward would otherwise have to save. Their dW GEMMs overlap with the reduction of dX.
+        inputs = affine_branches(gathering.wait(), norm_weights, norm_biases)
+        # Parameters per branch: the norm's weight and bias, the layer's weight and bias. The
+        # first three arguments of forward are x, eps and comm.
+        needs_parameters = ctx.needs_input_grad[3:]
+        linear_grads: list[list[Tensor | None]] = []
+        for i, (branch_input, grad, group) in enumerate(zip(inputs, output_grads, comm.replica_groups, strict=True)):
+            needs_linear = needs_parameters[4 * i + 2 : 4 * i + 4]
+            linear_grads.append(parameter_grads(branch_input, [grad], needs_linear, [group]))
+        # Each chunk of rows has a term [branches, 2, H] of the sum over all rows.
+        grad_affine = grad_affine_chunks[0]
+        if len(grad_affine_chunks) > 1:
+            grad_affine = torch.stack(grad_affine_chunks).sum(0)
         # Each rank has the part of its own output columns. Under sequence parallelism the norms'
         # parameters are tagged, and allreduce_sequence_parallel_gradients sums them later.
         if comm.sequence_dimension is None:
-            by_affine_sum = backend.all_reduce(by_affine_sum, comm.group)
-        by_x = normalise_gradient(comm.as_given(reduction.wait().to(x.dtype)), x, mean, rstd)
-        results = ((*affine, *linear) for affine, linear in zip(by_affine_sum.to(x.dtype), by_linear, strict=True))
-        return by_x, None, None, *(grad for branch in results for grad in branch)
+            grad_affine = backend.all_reduce(grad_affine, comm.group)
+        grad_normalised = comm.original_layout(reduction.wait().to(x.dtype))
+        grad_x = normalise_gradient(grad_normalised, x, mean, rstd)
+        # In the order of forward's parameters: norm weight, norm bias, weight, bias of each
+        # branch.
+        results: list[Tensor | None] = []
+        for affine, linear in zip(grad_affine.to(x.dtype), linear_grads, strict=True):
+            results += [*affine, *linear]
+        return grad_x, None, None, *results
 
 
 def _by_kind(parameters: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """Split ``gain, shift, weight, bias`` of each branch into gains, shifts, weights, biases."""
+    """Regroup the norm's weight and bias and the layer's weight and bias of each branch by kind."""
     return tuple(parameters[kind::4] for kind in range(4))
 
 
@@ -113,9 +153,11 @@ def normalised_column_parallel_linears(
         raise ValueError(
             f"the norms' eps {[norm.eps for norm in norms]} differ: the branches need one normalised input"
         )
-    parameters = [
-        parameter for norm, layer in branches for parameter in (norm.weight, norm.bias, layer.weight, layer.bias)
-    ]
+    parameters: list[Tensor | None] = []
+    for norm, layer in branches:
+        parameters += [norm.weight, norm.bias, layer.weight, layer.bias]
+    # The casts are done here; autocast must not change dtypes inside the Function, whose backward
+    # runs without it. All layers share one gather, so the first one defines group and layout.
     x, *flat = cast_if_autocast_enabled(input, *parameters)
     comm = layers[0].activation_sharding(*(layer.replica_group for layer in layers))
     with torch.autocast(input.device.type, enabled=False):
@@ -137,7 +179,12 @@ def row_parallel_linears(inputs: Sequence[Tensor], layers: Sequence[RowParallelL
         ValueError: ``residual`` has another shape.
     """
     output = row_parallel([(x, layer.weight) for x, layer in zip(inputs, layers, strict=True)], layers[0])
+    # A residual that broadcasts would give a wrong sum without an error, e.g. the full sequence
+    # in place of a shard with s = 1.
     if residual.shape != output.shape:
         raise ValueError(f"residual {list(residual.shape)} has not the shape of the layers' sum, {list(output.shape)}")
     biases = [layer.bias.to(output.dtype) for layer in layers if layer.bias is not None]
-    return add_residual(residual, output, sum(biases[1:], biases[0])) if biases else residual + output
+    if not biases:
+        return residual + output
+    # All biases in one sum [H], and then one pass over the residual stream instead of two.
+    return add_residual(residual, output, sum(biases[1:], biases[0]))

@@ -33,7 +33,10 @@ def kv_size_multiplier(num_key_value_heads: int, tensor_model_parallel_size: int
     Raises:
         ValueError: neither of T and g divides the other.
     """
-    heads, size = num_key_value_heads, tensor_model_parallel_size
+    heads = num_key_value_heads
+    size = tensor_model_parallel_size
+    # T <= g: each rank has g/T complete KV heads. T > g: a head is not split, because all query
+    # heads of its group need all of its d columns; T/g ranks hold it instead.
     if heads % size == 0:
         return 1
     remedy = f"use a tensor_model_parallel_size that divides {heads} or is a multiple of it"
@@ -96,23 +99,24 @@ class GQAQKVColumnParallelLinear(ShardedModule):
         super().__init__()
         if gather_output and sequence_parallel_enabled:
             raise ValueError("gather_output=True contradicts sequence_parallel_enabled=True: pass gather_output=False")
-        self.input_size, self.gather_output, self.kv_size_multiplier = input_size, gather_output, kv_size_multiplier
-        self.init_method, self.keep_master_weight, self.fuse_qkv = init_method, keep_master_weight, fuse_qkv
+        self.input_size = input_size
+        self.gather_output = gather_output
+        self.kv_size_multiplier = kv_size_multiplier
+        self.init_method = init_method
+        self.keep_master_weight = keep_master_weight
+        self.fuse_qkv = fuse_qkv
         size = parallel_state.get_tensor_model_parallel_size()
         require_divisible("tensor_model_parallel_size", size, "kv_size_multiplier", kv_size_multiplier)
-        self.query_size, self.rank_stride = output_sizes[0], parallel_state.kv_rank_stride(kv_size_multiplier)
-        query, kv = _block(output_sizes[0], size, 1), _block(output_sizes[1], size, kv_size_multiplier)
+        self.query_size = output_sizes[0]
+        self.rank_stride = parallel_state.kv_rank_stride(kv_size_multiplier)
         # Local rows of each parameter: one block per projection, or all three in weight_qkv.
-        self.blocks = {"qkv": (query, kv, kv)} if fuse_qkv else {"q": (query,), "k": (kv,), "v": (kv,)}
-        for name, blocks in self.blocks.items():
-            rows = sum(block.rows for block in blocks)
-            weight = nn.Parameter(torch.empty(rows, input_size, dtype=dtype, device=device))
-            self.register_parameter(f"weight_{name}", weight)
-            self.register_parameter(
-                f"bias_{name}", nn.Parameter(torch.empty(rows, dtype=dtype, device=device)) if bias else None
-            )
-            for param in self._parameters_of(name):
-                _describe(param, blocks, self.rank_stride)
+        # Query rows are on one rank each; key and value rows are on m ranks.
+        query = _block(output_sizes[0], size, 1)
+        kv = _block(output_sizes[1], size, kv_size_multiplier)
+        self.blocks: dict[str, tuple[ShardBlock, ...]] = {"q": (query,), "k": (kv,), "v": (kv,)}
+        if fuse_qkv:
+            self.blocks = {"qkv": (query, kv, kv)}
+        self._create_parameters(bias, dtype, device)
         self.replica_group = parallel_state.replica_group(kv_size_multiplier, self.rank_stride)
         # Only key and value gradients are summed over the ranks with the same KV heads.
         self.activation_sharding = ColumnActivationSharding(
@@ -123,6 +127,19 @@ class GQAQKVColumnParallelLinear(ShardedModule):
         )
         self.initialize_weight_biases()
 
+    def _create_parameters(self, bias: bool, dtype: torch.dtype, device: torch.device | str | None) -> None:
+        """Create the parameters of ``self.blocks``, uninitialized, with their shard attributes."""
+        for name, blocks in self.blocks.items():
+            rows = sum(block.rows for block in blocks)
+            weight = nn.Parameter(torch.empty(rows, self.input_size, dtype=dtype, device=device))
+            self.register_parameter(f"weight_{name}", weight)
+            bias_param = None
+            if bias:
+                bias_param = nn.Parameter(torch.empty(rows, dtype=dtype, device=device))
+            self.register_parameter(f"bias_{name}", bias_param)
+            for param in self._parameters_of(name):
+                _describe(param, blocks, self.rank_stride)
+
     def _parameters_of(self, name: str) -> list[nn.Parameter]:
         candidates = (getattr(self, f"weight_{name}"), getattr(self, f"bias_{name}"))
         return [param for param in candidates if param is not None]
@@ -131,26 +148,37 @@ class GQAQKVColumnParallelLinear(ShardedModule):
         """Initialize on the CPU; all tensor-parallel ranks call it in the same order of layers."""
         init_method = self.init_method or default_weight_init
         full: dict[str, list[Tensor | None]] = {name: [] for name in self.blocks}
-        for name, part, bias in self._parts():  # weight, then bias, of query, key and value in turn
-            full[name].append(initialize_sharded_(part, init_method, keep_full=self.keep_master_weight))
+        # Weight, then bias, of query, key and value in turn: with or without ``fuse_qkv`` the
+        # draws have the same order, and therefore the same values.
+        for name, weight, bias in self._views():
+            master = initialize_sharded_(weight, init_method, keep_full=self.keep_master_weight)
+            full[name].append(master)
             if bias is not None:
                 initialize_sharded_(bias, default_bias_init(self.input_size))
         for name, weights in full.items():
-            kept = [weight for weight in weights if weight is not None]
-            setattr(self, f"master_weight_{name}", torch.cat(kept) if kept else None)
+            masters = [weight for weight in weights if weight is not None]
+            master_weight = torch.cat(masters) if masters else None
+            setattr(self, f"master_weight_{name}", master_weight)
 
-    def _parts(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+    def _views(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
         """Yield views of the rows of query, key and value, each with its own shard attributes."""
         for name, blocks in self.blocks.items():
             rows = [block.rows for block in blocks]
+            # Weight and bias have the same rows. The views have the parameter's memory, and
+            # attributes of their own, as if query, key and value were separate parameters.
             split = [split_sizes(param.detach(), rows) for param in self._parameters_of(name)]
             for block, *views in zip(blocks, *split, strict=True):
                 for view in views:
                     _describe(view, (block,), self.rank_stride)
-                yield name, views[0], views[1] if len(views) > 1 else None
+                weight = views[0]
+                bias = views[1] if len(views) > 1 else None
+                yield name, weight, bias
 
     def forward(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value = self._project_fused(input) if self.fuse_qkv else self._project(input)
+        if self.fuse_qkv:
+            query, key, value = self._project_fused(input)
+        else:
+            query, key, value = self._project(input)
         if not self.gather_output:
             return query, key, value
         return (
@@ -169,14 +197,20 @@ class GQAQKVColumnParallelLinear(ShardedModule):
         With replicas the gradients of key and value are summed over ranks, that of query is not.
         """
         rows = [block.rows for block in self.blocks["qkv"]]
-        weight, bias = self.weight_qkv, self.bias_qkv
+        weight = self.weight_qkv
+        bias = self.bias_qkv
         if self.replica_group is None:
             activation_sharding = replace(self.activation_sharding, replica_groups=(None,))
             (output,) = column_parallel(input, [(weight, bias)], activation_sharding)
             return split_sizes(output, rows, dim=-1)
-        biases: Sequence[Tensor | None] = [None] * 3 if bias is None else split_sizes(bias, rows)
-        parts: list[tuple[Tensor, Tensor | None]] = list(zip(split_sizes(weight, rows), biases, strict=True))
-        return column_parallel(input, parts, self.activation_sharding)
+        # Slices, because the sum over replicas is decided per weight. They are adjacent in
+        # memory, so ``packed_view`` still finds one weight for one GEMM.
+        weights = split_sizes(weight, rows)
+        biases: Sequence[Tensor | None] = [None] * 3
+        if bias is not None:
+            biases = split_sizes(bias, rows)
+        parameters = list(zip(weights, biases, strict=True))
+        return column_parallel(input, parameters, self.activation_sharding)
 
     def _gather(self, output: Tensor, replicas: int = 1) -> Tensor:
         """Gather all columns in the order of the full weight; one copy of each replica group."""
@@ -191,6 +225,7 @@ def _block(output_size: int, size: int, replicas: int) -> ShardBlock:
     Raises:
         ValueError: the number of distinct shards does not divide ``output_size``.
     """
+    # T ranks with m replicas hold T / m distinct shards of output_size / (T / m) rows each.
     partitions = size // replicas
     remedy = f"use {padded_size(output_size, partitions)}"
     rows = require_divisible("output_size", output_size, "tensor_model_parallel_size", partitions, remedy)
@@ -200,6 +235,7 @@ def _block(output_size: int, size: int, replicas: int) -> ShardBlock:
 def _describe(param: Tensor, blocks: tuple[ShardBlock, ...], rank_stride: int) -> None:
     """Set the shard attributes of ``param``, which consists of ``blocks`` along dim 0."""
     full_shape = (sum(block.full_rows for block in blocks), *param.shape[1:])
+    # A fused parameter has replicas per block, so the parameter itself has none: T partitions.
     replicas = blocks[0].replicas if len(blocks) == 1 else 1
     set_tensor_model_parallel_attributes(
         param, True, 0, full_shape=full_shape, replicas=replicas, rank_stride=rank_stride

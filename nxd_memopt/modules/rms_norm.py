@@ -45,7 +45,10 @@ class RMSNorm(ShardedModule):
 def residual_norm_path(owner: FusibleModule, name: str) -> FusedPath:
     """Return the fused path that adds to the residual stream and applies the norm ``name`` of ``owner``."""
     return FusedPath(
-        owner, "residual + norm", {name: RMSNorm}, cost="the sum is a separate pass over the residual stream"
+        owner,
+        "residual + norm",
+        {name: RMSNorm},
+        cost="the sum is a separate pass over the residual stream",
     )
 
 
@@ -62,8 +65,12 @@ def add_and_norm(
         added: ``[..., H]``, the output of the previous block, or None.
         path: the path from ``residual_norm_path``; while it is off, the norm is called.
     """
+    # The path is active only while the norm is an unmodified ``RMSNorm`` without hooks, so its
+    # weight and eps are all that its forward would use.
     if path.is_active:
         unmodified = cast(RMSNorm, norm)
         return add_rms_norm(hidden, added, unmodified.weight, unmodified.eps)
-    total = hidden if added is None else hidden + added
+    total = hidden
+    if added is not None:
+        total = hidden + added
     return norm(total), total

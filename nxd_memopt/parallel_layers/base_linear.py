@@ -52,7 +52,8 @@ class BaseParallelLinear(ShardedModule):
         self.set_weight_and_bias_config()
         self.weight = nn.Parameter(torch.empty(self.weight_shape, dtype=self.dtype, device=self.device))
         # Full shapes are without padding: checkpoints store tensors of these shapes.
-        self._describe(self.weight, self.weight_partition_dim, (self.output_size, self.full_input_size))
+        full_shape = (self.output_size, self.full_input_size)
+        self._describe(self.weight, self.weight_partition_dim, full_shape)
         self.bias = None
         if self.bias_shape is not None:
             self.bias = nn.Parameter(torch.empty(self.bias_shape, dtype=self.dtype, device=self.device))
@@ -66,17 +67,18 @@ class BaseParallelLinear(ShardedModule):
             set_tensor_model_parallel_attributes(param, False, -1, full_shape=full_shape)
             param.sequence_parallel_enabled = self.sequence_parallel_enabled  # pyright: ignore[reportAttributeAccessIssue]
             return
-        partitions, rank = self._group_size() // self.replicas, self._group_rank()
+        # m replicas of each KV shard on T ranks leave T / m distinct partitions. The rank is this
+        # rank's in the layer's own group, which need not be the default tensor-parallel group.
         set_tensor_model_parallel_attributes(
             param,
             True,
             dim,
             self.stride,
-            partitions,
+            self._group_size() // self.replicas,
             full_shape=full_shape,
             replicas=self.replicas,
             rank_stride=self.rank_stride,
-            rank=rank,
+            rank=self._group_rank(),
         )
 
     def initialize_weight_biases(self) -> None:
@@ -84,6 +86,8 @@ class BaseParallelLinear(ShardedModule):
 
         Every rank draws the random stream of the full parameter and keeps its slice.
         """
+        # Weight before bias in every layer: the draws of one layer advance the generator that all
+        # later layers draw from, so a different order gives different values on every rank.
         self.init_weight_cpu()
         if self.bias is not None:
             initialize_sharded_(self.bias, default_bias_init(self.full_input_size))

@@ -1,4 +1,4 @@
-"""Cuts full tensors into shards and joins shards, and offers neuronx-distributed's sharded save and load."""
+"""Slices full tensors into shards, concatenates shards, and offers neuronx-distributed's save and load."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ from nxd_memopt.parallel_layers.output_projection import describe_output_project
 from nxd_memopt.parallel_layers.rank_files import find_rank_files
 from nxd_memopt.parallel_layers.rank_order import rank_at_position
 from nxd_memopt.parallel_layers.tensor_files import read_tensors, write_tensors, write_xser
-from nxd_memopt.parallel_layers.utils import is_sharded, map_distinct_tensors, map_tensors, shard_ranges
+from nxd_memopt.parallel_layers.utils import (
+    is_sharded,
+    map_distinct_tensors,
+    map_tensors,
+    shard_ranges,
+)
 
 
 class LazySlice(Protocol):
@@ -33,9 +38,10 @@ class LazySlice(Protocol):
 
 def full_shape(param: Tensor) -> tuple[int, ...]:
     """Return the shape of the full, unpadded tensor of which ``param`` is this rank's shard."""
-    shape = list(getattr(param, "full_shape", None) or param.shape)
+    recorded = getattr(param, "full_shape", None)
+    shape = list(recorded or param.shape)
     # Without a recorded full shape the parameter has no padding: T shards of equal size.
-    if is_sharded(param) and getattr(param, "full_shape", None) is None:
+    if is_sharded(param) and recorded is None:
         shape[_partition_dim(param)] *= cast(Any, param).num_partitions
     return tuple(shape)
 
@@ -46,12 +52,15 @@ def _partition_dim(param: Tensor) -> int:
 
 def stored_shape(source: Tensor | LazySlice) -> tuple[int, ...]:
     """Return the shape of a tensor in memory or on disk."""
-    return tuple(source.shape if isinstance(source, Tensor) else source.get_shape())
+    if isinstance(source, Tensor):
+        return tuple(source.shape)
+    return tuple(source.get_shape())
 
 
 def require_full_shape(name: str, source: Tensor | LazySlice, param: Tensor) -> None:
     """Raise ValueError if ``source`` cannot be the full tensor of the parameter ``name``."""
-    stored, expected = stored_shape(source), full_shape(param)
+    stored = stored_shape(source)
+    expected = full_shape(param)
     if stored != expected:
         raise ValueError(
             f"{name} has shape {list(stored)} in the checkpoint but {list(expected)} in the model: "
@@ -77,6 +86,8 @@ def local_slice(source: Tensor | LazySlice, param: Tensor, *, dtype: torch.dtype
         return source[...].to(device="cpu", dtype=dtype, copy=True)
     dim = _partition_dim(param)
     length = full_shape(param)[dim]
+    # Ranges are consecutive in the shard and apart in the full tensor (strides, blocks). A range
+    # may end, or even start, beyond the full tensor: that part of the shard is padding.
     local = torch.zeros(param.shape, dtype=dtype, device="cpu")
     offset = 0
     for start, stop in shard_ranges(param):
@@ -102,9 +113,14 @@ def gather_full_tensor(param: Tensor, *, dtype: torch.dtype | None = None) -> Te
         The full tensor on the CPU of tensor-parallel rank 0, None on other ranks.
     """
     if not is_sharded(param):
+        # On torch_xla every rank must cut its graph here, also those that return nothing: the
+        # ranks would otherwise compile and run different graphs of the next step.
         backend.mark_step()
-        is_first = parallel_state.get_tensor_model_parallel_rank() == 0
-        return param.detach().to(dtype or param.dtype).cpu().contiguous() if is_first else None
+        if parallel_state.get_tensor_model_parallel_rank() != 0:
+            return None
+        return param.detach().to(dtype or param.dtype).cpu().contiguous()
+    # An all-gather: every device receives the full tensor, although only rank 0 copies it to its
+    # host. Callers gather one tensor at a time, so this is the peak.
     with backend.outside_step():
         local = param.detach().to(dtype or param.dtype).contiguous()
         stacked = backend.all_gather(local, resolve_group(None))  # [T * n, ...]
@@ -120,10 +136,17 @@ def _join_shards(stacked: Tensor, param: Tensor) -> Tensor:
         stacked: shards of ranks 0 to T-1, concatenated along dim 0.
         param: this rank's shard.
     """
-    dim, description = _partition_dim(param), cast(Any, param)
-    shape = list(param.shape)
+    dim = _partition_dim(param)
+    description = cast(Any, param)
     blocks = getattr(param, "blocks", None)
-    shape[dim] = sum(b.full_rows for b in blocks) if blocks else shape[dim] * description.num_partitions
+    # The padded full shape, which is what ``shard_ranges`` indexes. In a fused parameter the
+    # blocks have different numbers of replicas, so its length is not the local length times
+    # partitions.
+    shape = list(param.shape)
+    if blocks:
+        shape[dim] = sum(block.full_rows for block in blocks)
+    else:
+        shape[dim] *= description.num_partitions
     full = stacked.new_empty(shape)
     shards = stacked.unflatten(0, (-1, param.shape[0]))  # [T, n, ...]
     # Of m replicas of a partition, the rank at position partition * m is used.
@@ -131,7 +154,8 @@ def _join_shards(stacked: Tensor, param: Tensor) -> Tensor:
         rank = rank_at_position(partition * description.replicas, len(shards), description.rank_stride)
         offset = 0
         for start, stop in shard_ranges(param, rank=rank):
-            full.narrow(dim, start, stop - start).copy_(shards[rank].narrow(dim, offset, stop - start))
+            source = shards[rank].narrow(dim, offset, stop - start)
+            full.narrow(dim, start, stop - start).copy_(source)
             offset += stop - start
     return full.narrow(dim, 0, full_shape(param)[dim]).contiguous()
 
@@ -148,19 +172,20 @@ def require_joinable(local: int, size: int, param: Tensor) -> None:
         size: number of tensor-parallel ranks with a shard.
         param: this run's shard, with attributes that describe the full tensor.
     """
-    dim, shape = _partition_dim(param), full_shape(param)
+    dim = _partition_dim(param)
+    shape = full_shape(param)
     found = f"dimension {dim} of a parameter of {list(shape)} is {local} on each of {size} tensor-parallel ranks"
     if local * size < shape[dim]:
         raise ValueError(
-            f"{found}, {local * size} of {shape[dim]} in all: the files of ranks {size} and above are missing, or are "
-            "of another model: copy the files of all ranks"
+            f"{found}, {local * size} of {shape[dim]} in all: the files of ranks {size} and above "
+            "are missing, or are of another model: copy the files of all ranks"
         )
     blocks = getattr(param, "blocks", None) or ()
     is_replicated = getattr(param, "replicas", 1) > 1 or any(block.replicas > 1 for block in blocks)
     if is_replicated or local * size >= shape[dim] + local:
         raise ValueError(
-            f"{found} and {param.size(dim)} here, so that ranks hold the same KV heads: use the checkpoint's "
-            "tensor_model_parallel_size, or convert the weights with nxd-memopt convert"
+            f"{found} and {param.size(dim)} here, so that ranks hold the same KV heads: use the "
+            "checkpoint's tensor_model_parallel_size, or convert the weights with nxd-memopt convert"
         )
 
 
@@ -174,23 +199,30 @@ def join_shards(shards: Sequence[Tensor], param: Tensor) -> Tensor:
     Raises:
         ValueError: shards are missing, or ranks hold replicas of the tensor at either T.
     """
-    shape, size = full_shape(param), len(shards)
+    size = len(shards)
     dim = _partition_dim(param)
-    local, length = shards[0].size(dim), shape[dim]
+    shape = full_shape(param)
+    length = shape[dim]
+    local = shards[0].size(dim)
     require_joinable(local, size, param)
     blocks = getattr(param, "blocks", None) or ()
     # Blocks along dim that are sharded separately: those of a fused parameter, or of a stride.
     # Block b begins at ``first`` in the full tensor and at ``offset`` in each shard.
     stride = cast(Any, param).partition_stride
-    lengths = [block.full_rows // size for block in blocks] or [local // stride] * stride
+    block_lengths = [block.full_rows // size for block in blocks] or [local // stride] * stride
     full = shards[0].new_zeros(shape)
     for rank, shard in enumerate(shards):
         first = offset = 0
-        for each in lengths:
-            start, stop = first + rank * each, min(first + (rank + 1) * each, length)
+        for block_length in block_lengths:
+            start = first + rank * block_length
+            # The end of the last rank's block may be padding, which the full tensor does not
+            # have.
+            stop = min(start + block_length, length)
             if start < stop:
-                full.narrow(dim, start, stop - start).copy_(shard.narrow(dim, offset, stop - start))
-            first, offset = first + each * size, offset + each
+                source = shard.narrow(dim, offset, stop - start)
+                full.narrow(dim, start, stop - start).copy_(source)
+            first += block_length * size
+            offset += block_length
     return full
 
 
@@ -235,7 +267,9 @@ def to_host(value: Any, *, down_cast_bf16: bool = False) -> Any:
         if down_cast_bf16 and tensor.dtype == torch.float32:
             return tensor.to(torch.bfloat16)
         # A view would be saved with the full storage of its base.
-        return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
+        if tensor.untyped_storage().nbytes() > tensor.nbytes:
+            return tensor.clone()
+        return tensor
 
     return map_distinct_tensors(value, copied)
 
@@ -245,12 +279,15 @@ def rank_name(*, with_data_rank: bool = False) -> str:
     tensor = parallel_state.get_tensor_model_parallel_rank()
     pipeline = parallel_state.get_pipeline_model_parallel_rank()
     name = f"tp_rank_{tensor:02d}_pp_rank_{pipeline:02d}"
-    return f"{name}_dp_rank_{parallel_state.get_data_parallel_rank():02d}" if with_data_rank else name
+    if not with_data_rank:
+        return name
+    return f"{name}_dp_rank_{parallel_state.get_data_parallel_rank():02d}"
 
 
 def is_model_replica_zero() -> bool:
     """Return whether this rank is in the model replica that writes: data and context rank 0."""
-    return parallel_state.get_data_parallel_rank() == parallel_state.get_context_model_parallel_rank() == 0
+    data_rank = parallel_state.get_data_parallel_rank()
+    return data_rank == parallel_state.get_context_model_parallel_rank() == 0
 
 
 def save(
@@ -286,21 +323,37 @@ def save(
     writes = is_model_replica_zero() or not master_dp_only
     path = Path(output_dir) / rank_name(with_data_rank=not master_dp_only)
     rank = parallel_state.get_tensor_model_parallel_rank()
+    # xser copies one tensor at a time to the host, which bounds the memory without turns.
     serially = save_serially and not save_xser
-    for turn in range(parallel_state.get_tensor_model_parallel_size() if serially else 1):
+    rounds = 1
+    if serially:
+        rounds = parallel_state.get_tensor_model_parallel_size()
+    # Every rank enters ``raise_together`` once a round, whether it writes or not: it is the
+    # barrier between rounds, and it passes one rank's failure to all of them.
+    for turn in range(rounds):
         with raise_together(f"saving {output_dir}"):
             if not writes or (serially and turn != rank):
                 continue
             if save_xser:
                 _require_other_kind(path, path.is_dir())
-                write_xser(path, _down_cast(checkpoint) if down_cast_bf16 else checkpoint)
+                if down_cast_bf16:
+                    checkpoint = _down_cast(checkpoint)
+                write_xser(path, checkpoint)
             else:
                 _require_other_kind(path, path.is_file())
-                write_tensors(path / "checkpoint.pt", to_host(checkpoint, down_cast_bf16=down_cast_bf16))
+                content = to_host(checkpoint, down_cast_bf16=down_cast_bf16)
+                write_tensors(path / "checkpoint.pt", content)
 
 
 def _down_cast(checkpoint: Mapping[str, Any]) -> Any:
-    return map_tensors(checkpoint, lambda x: x.detach().to(torch.bfloat16) if x.dtype == torch.float32 else x)
+    """Return ``checkpoint`` with fp32 tensors as bf16, on their device."""
+
+    def cast_to_bf16(tensor: Tensor) -> Tensor:
+        if tensor.dtype != torch.float32:
+            return tensor
+        return tensor.detach().to(torch.bfloat16)
+
+    return map_tensors(checkpoint, cast_to_bf16)
 
 
 def _require_other_kind(path: Path, exists: bool) -> None:
@@ -341,14 +394,15 @@ def load(
             than ``load_xser`` or was written for another tensor-parallel size.
     """
     del weights_only
-    target = model if model is not None else model_or_optimizer
+    target = model_or_optimizer if model is None else model
     with raise_together(f"loading {chkpt_path}"):
         path = Path(chkpt_path)
         if sharded:
             path = _sharded_file(path, load_xser, master_dp_only)
         checkpoint = read_tensors(path)
         if target is not None:
-            load_into(target, _entry(checkpoint, model_key, path), sharded=sharded, strict=strict)
+            state = _entry(checkpoint, model_key, path)
+            load_into(target, state, sharded=sharded, strict=strict)
     return checkpoint
 
 
@@ -356,19 +410,27 @@ def _sharded_file(directory: Path, load_xser: bool, master_dp_only: bool) -> Pat
     """Return this rank's file, after a check of the checkpoint's parallel sizes and format."""
     path = directory / rank_name(with_data_rank=not master_dp_only)
     if path.exists() and path.is_dir() == load_xser:
+        found_kind = "directory" if load_xser else "file"
         raise ValueError(
-            f"{path} is a {'directory' if load_xser else 'file'}, it was saved with save_xser={not load_xser}: "
-            f"pass load_xser={not load_xser}"
+            f"{path} is a {found_kind}, it was saved with save_xser={not load_xser}: pass load_xser={not load_xser}"
         )
-    sizes = (parallel_state.get_tensor_model_parallel_size(), parallel_state.get_pipeline_model_parallel_size())
+    # The sizes follow from the ranks in the file names. With another T this rank's file may exist
+    # and even have loadable shapes (replicated parameters), but it is another part of the model.
+    sizes = (
+        parallel_state.get_tensor_model_parallel_size(),
+        parallel_state.get_pipeline_model_parallel_size(),
+    )
     if master_dp_only and directory.is_dir() and any(directory.iterdir()):
         found = find_rank_files(directory)
         if (found.tensor_model_parallel_size, found.pipeline_model_parallel_size) != sizes:
             raise ValueError(
-                f"{directory} was written with {found.sizes()}, this run has tensor_model_parallel_size {sizes[0]}: "
+                f"{directory} was written with {found.sizes()}, this run has "
+                f"tensor_model_parallel_size {sizes[0]}: "
                 "use that size, or convert the checkpoint with nxd-memopt convert"
             )
-    return path if load_xser else path / "checkpoint.pt"
+    if load_xser:
+        return path
+    return path / "checkpoint.pt"
 
 
 def _entry(checkpoint: Mapping[str, Any], key: str | None, path: Path) -> Any:
@@ -381,7 +443,11 @@ def _entry(checkpoint: Mapping[str, Any], key: str | None, path: Path) -> Any:
 
 
 def load_into(
-    target: torch.nn.Module | torch.optim.Optimizer, state: Any, *, sharded: bool = True, strict: bool = True
+    target: torch.nn.Module | torch.optim.Optimizer,
+    state: Any,
+    *,
+    sharded: bool = True,
+    strict: bool = True,
 ) -> None:
     """Call ``target.load_state_dict(state)``; see ``load`` for the arguments.
 
@@ -391,7 +457,8 @@ def load_into(
     if not isinstance(target, torch.nn.Module):
         target.load_state_dict(state)
         return
-    state = state if sharded else get_sharded_model_dict(target, state)
+    if not sharded:
+        state = get_sharded_model_dict(target, state)
     try:
         target.load_state_dict(state, strict=strict)
     except RuntimeError as error:

@@ -17,7 +17,11 @@ from nxd_memopt.parallel_layers.initialization import (
     default_weight_init,
     initialize_sharded_,
 )
-from nxd_memopt.parallel_layers.utils import ShardedModule, padded_size, set_tensor_model_parallel_attributes
+from nxd_memopt.parallel_layers.utils import (
+    ShardedModule,
+    padded_size,
+    set_tensor_model_parallel_attributes,
+)
 
 IntPair = int | tuple[int, int]
 
@@ -70,32 +74,52 @@ class BaseParallelConv(ShardedModule):
             raise ValueError(
                 f"parallel convolutions need groups=1 and padding_mode='zeros', got {groups}, {padding_mode!r}"
             )
-        self.in_channels, self.out_channels = in_channels, out_channels
-        self.stride, self.padding, self.dilation = stride, padding, dilation
-        self.init_method, self.keep_master_weight = init_method, keep_master_weight
-        kernel = (kernel_size, kernel_size) if isinstance(kernel_size, int) else kernel_size
-        size, dim = parallel_state.get_tensor_model_parallel_size(), self.partition_dim
-        full = (out_channels, in_channels, *kernel)
-        channels = padded_size(full[dim], size) if partition_pad else full[dim]
-        remedy = f"pass partition_pad=True or use {padded_size(full[dim], size)}"
-        what = ("out_channels", "in_channels")[dim]
-        self.channels_per_partition = require_divisible(what, channels, "tensor_model_parallel_size", size, remedy)
+        self.in_channels = in_channels
+        self.out_channels = out_channels
+        self.stride = stride
+        self.padding = padding
+        self.dilation = dilation
+        self.init_method = init_method
+        self.keep_master_weight = keep_master_weight
+        if isinstance(kernel_size, int):
+            kernel_size = (kernel_size, kernel_size)
+        # The local shape is the full one with C_out or C_in divided by T, after padding the
+        # channels to a multiple of T. ``full`` stays unpadded: checkpoints store tensors of that
+        # shape.
+        size = parallel_state.get_tensor_model_parallel_size()
+        dim = self.partition_dim
+        full = (out_channels, in_channels, *kernel_size)
+        padded = padded_size(full[dim], size)
+        self.channels_per_partition = require_divisible(
+            ("out_channels", "in_channels")[dim],
+            padded if partition_pad else full[dim],
+            "tensor_model_parallel_size",
+            size,
+            f"pass partition_pad=True or use {padded}",
+        )
         local = list(full)
         local[dim] = self.channels_per_partition
         self.weight = nn.Parameter(torch.empty(local, dtype=dtype, device=device))
         set_tensor_model_parallel_attributes(self.weight, True, dim, full_shape=full)
-        self.bias = nn.Parameter(torch.empty(local[0], dtype=dtype, device=device)) if bias else None
-        if self.bias is not None:
-            set_tensor_model_parallel_attributes(self.bias, dim == 0, 0 if dim == 0 else -1, full_shape=full[:1])
+        self.bias = None
+        if bias:
+            self.bias = nn.Parameter(torch.empty(local[0], dtype=dtype, device=device))
+            # One bias element per output channel: sharded with the output channels (dim 0), and
+            # replicated (dim -1) if the input channels are sharded.
+            is_sharded = dim == 0
+            bias_dim = 0 if is_sharded else -1
+            set_tensor_model_parallel_attributes(self.bias, is_sharded, bias_dim, full_shape=full[:1])
         self.initialize_weight_biases()
 
     def initialize_weight_biases(self) -> None:
         """Initialize on the CPU; all tensor-parallel ranks call it in the same order of layers."""
         init_method = self.init_method or default_weight_init
-        self.master_weight = initialize_sharded_(self.weight, init_method, keep_full=self.keep_master_weight)
+        keep_full = self.keep_master_weight
+        self.master_weight = initialize_sharded_(self.weight, init_method, keep_full=keep_full)
         if self.bias is not None:
+            # Fan-in of the full layer, C_in * kH * kW, also if this rank has C_in/T channels.
             bias_init = default_bias_init(self.in_channels * self.weight[0, 0].numel())
-            self.master_bias = initialize_sharded_(self.bias, bias_init, keep_full=self.keep_master_weight)
+            self.master_bias = initialize_sharded_(self.bias, bias_init, keep_full=keep_full)
 
     def _convolve(self, input: Tensor, bias: Tensor | None) -> Tensor:
         return F.conv2d(input, self.weight, bias, self.stride, self.padding, self.dilation)
@@ -116,6 +140,8 @@ class OutputChannelParallelConv2d(BaseParallelConv):
         self.gather_output = gather_output
 
     def forward(self, input: Tensor) -> Tensor:
+        # Every rank reads the same full input, so dX is the sum of the ranks' parts: the mapping
+        # is the identity here, and an all-reduce in backward.
         output = self._convolve(mappings.copy_to_tensor_model_parallel_region(input), self.bias)
         if not self.gather_output:
             return output
@@ -142,7 +168,11 @@ class InputChannelParallelConv2d(BaseParallelConv):
             size = parallel_state.get_tensor_model_parallel_size()
             # With partition_pad zeros fill the channels that the input lacks.
             missing = self.channels_per_partition * size - input.size(1)
-            input = F.pad(input, (0, 0, 0, 0, 0, missing)) if missing else input
+            if missing:
+                input = F.pad(input, (0, 0, 0, 0, 0, missing))
             input = mappings.scatter_input_channels_to_tensor_model_parallel_region(input)
         output = mappings.functional_reduce_from_tensor_model_parallel_region(self._convolve(input, None))
-        return output if self.bias is None else output + self.bias[:, None, None]
+        # The bias is replicated: added before the reduction it would count T times.
+        if self.bias is None:
+            return output
+        return output + self.bias[:, None, None]

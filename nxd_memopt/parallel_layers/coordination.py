@@ -28,14 +28,17 @@ def share_texts(text: str) -> list[str]:
     if not dist.is_initialized():
         return [text]
     if dist.get_backend() == "fake":  # a simulated world has one process: all texts are equal
-        return [_cut(text)] * dist.get_world_size()
-    return _exchange(_cut(text))
+        return [_truncate(text)] * dist.get_world_size()
+    return _exchange(_truncate(text))
 
 
-def _cut(text: str) -> str:
+def _truncate(text: str) -> str:
     """Cut ``text`` between characters; keep surrogates (non-UTF-8 bytes of paths) if it fits."""
     encoded = text.encode(errors="surrogatepass")
-    return text if len(encoded) <= MESSAGE_BYTES else encoded[:MESSAGE_BYTES].decode(errors="ignore")
+    if len(encoded) <= MESSAGE_BYTES:
+        return text
+    # ``ignore`` drops the incomplete character at the cut, and surrogates.
+    return encoded[:MESSAGE_BYTES].decode(errors="ignore")
 
 
 def _exchange(text: str) -> list[str]:
@@ -48,23 +51,27 @@ def _exchange(text: str) -> list[str]:
     """
     store: Any = dist.distributed_c10d._get_default_store()
     world_size = dist.get_world_size()
+    # ``store.add`` returns the counter after the addition: arrivals n * W + 1 to (n + 1) * W
+    # belong to exchange n. The world size W in the name separates runs that share a store.
     counter = f"nxd_memopt/texts/{world_size}/arrivals"
     number = (store.add(counter, 1) - 1) // world_size
     prefix = f"nxd_memopt/texts/{world_size}/{number}"
     if dist.get_rank() != 0:
         store.set(f"{prefix}/{dist.get_rank()}", json.dumps(text))  # ASCII, surrogates included
         _wait(store, {f"{prefix}/all": 0}, number)
+        # The last reader among the W - 1 ranks releases rank 0, which then deletes the keys.
         texts = json.loads(store.get(f"{prefix}/all"))
         if store.add(f"{prefix}/readers", 1) == world_size - 1:
             store.set(f"{prefix}/read", "")
         return texts
+    # Rank 0: W - 1 reads and one write, instead of W reads on each of W ranks.
     keys = {f"{prefix}/{rank}": rank for rank in range(1, world_size)}
     _wait(store, keys, number)
     texts = [text, *(json.loads(store.get(key)) for key in keys)]
     if world_size > 1:
         store.set(f"{prefix}/all", json.dumps(texts))
         store.wait([f"{prefix}/read"])
-        for key in (*keys, *(f"{prefix}/{name}" for name in ("all", "readers", "read"))):
+        for key in (*keys, f"{prefix}/all", f"{prefix}/readers", f"{prefix}/read"):
             store.delete_key(key)
     return texts
 
@@ -84,15 +91,17 @@ def _wait(store: Any, keys: dict[str, int], number: int) -> None:
         if not missing:
             raise
         raise RuntimeError(
-            f"rank {dist.get_rank()} waited {store.timeout.total_seconds():.0f} s for ranks {_spell(missing)} in "
-            f"exchange {number} of texts: look for their errors, or raise the timeout of init_process_group if they "
-            "still work"
+            f"rank {dist.get_rank()} waited {store.timeout.total_seconds():.0f} s for ranks "
+            f"{_format_ranks(missing)} in exchange {number} of texts: look for their errors, or "
+            "raise the timeout of init_process_group if they still work"
         ) from error
 
 
-def _spell(ranks: list[int]) -> str:
+def _format_ranks(ranks: list[int]) -> str:
     shown = ", ".join(map(str, ranks[:8]))
-    return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
+    if len(ranks) <= 8:
+        return shown
+    return f"{shown} and {len(ranks) - 8} more"
 
 
 @contextmanager
@@ -110,7 +119,11 @@ def raise_together(task: str) -> Iterator[None]:
         yield
     except Exception as error:
         failure = error
-    reports = share_texts("" if failure is None else str(failure) or type(failure).__name__)
+    # An empty text reports success, so an exception without a message reports its class.
+    report = ""
+    if failure is not None:
+        report = str(failure) or type(failure).__name__
+    reports = share_texts(report)
     if failure is not None:
         raise failure
     for rank, report in enumerate(reports):
@@ -125,7 +138,11 @@ def turns(ranks_at_once: int) -> Iterator[bool]:
     """
     if ranks_at_once < 1:
         raise ValueError(f"ranks that act at the same time must be at least 1, got {ranks_at_once}")
-    local_rank = dist.get_node_local_rank(fallback_rank=0) if dist.is_initialized() else 0  # pyright: ignore[reportPrivateImportUsage]
+    local_rank = 0
+    if dist.is_initialized():
+        local_rank = dist.get_node_local_rank(fallback_rank=0)  # pyright: ignore[reportPrivateImportUsage]
+    # Hosts may have different numbers of ranks: all ranks take part in the rounds of the largest
+    # one, because the block of each round usually contains ``raise_together``.
     last_local_rank = max(int(text) for text in share_texts(str(local_rank)))
     for turn in range(last_local_rank // ranks_at_once + 1):
         yield turn == local_rank // ranks_at_once

@@ -69,24 +69,39 @@ class ParallelEmbedding(ShardedModule):
                 f"padding_idx {padding_idx} is outside num_embeddings {num_embeddings}: "
                 "resize the vocabulary or unset pad_token_id"
             )
-        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
+        # As in torch.nn.Embedding, a negative index counts from the end.
         self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
-        self.shard_across_embedding, self.collect_output = shard_across_embedding, collect_output
+        self.shard_across_embedding = shard_across_embedding
+        self.collect_output = collect_output
         self.sequence_parallel_enabled = sequence_parallel_enabled
         self.sequence_dimension = check_sequence_dimension(sequence_dimension)
         self.init_method = init_method or self._default_init
         self.tensor_parallel_group = mappings.resolve_group(tensor_model_parallel_group)
+        # The local table is [V/T, H] or [V, H/T], after padding the sharded size to a multiple of
+        # T. ``full_shape`` stays unpadded: checkpoints store tensors of that shape.
         size = backend.group_size(self.tensor_parallel_group)
         dim = 1 if shard_across_embedding else 0
-        shape = [num_embeddings, embedding_dim]
-        what = ("num_embeddings", "embedding_dim")[dim]
-        padded = padded_size(shape[dim], size)
-        remedy = f"pass pad=True or use {padded}"
-        shape[dim] = require_divisible(what, padded if pad else shape[dim], "tensor_model_parallel_size", size, remedy)
-        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
         full_shape = (num_embeddings, embedding_dim)
-        rank = backend.group_rank(self.tensor_parallel_group)
-        set_tensor_model_parallel_attributes(self.weight, True, dim, 1, size, full_shape=full_shape, rank=rank)
+        padded = padded_size(full_shape[dim], size)
+        shape = list(full_shape)
+        shape[dim] = require_divisible(
+            ("num_embeddings", "embedding_dim")[dim],
+            padded if pad else full_shape[dim],
+            "tensor_model_parallel_size",
+            size,
+            f"pass pad=True or use {padded}",
+        )
+        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+        set_tensor_model_parallel_attributes(
+            self.weight,
+            True,
+            dim,
+            num_partitions=size,
+            full_shape=full_shape,
+            rank=backend.group_rank(self.tensor_parallel_group),
+        )
         self.init_weight_cpu()
 
     def _default_init(self, table: Tensor) -> None:
@@ -99,17 +114,21 @@ class ParallelEmbedding(ShardedModule):
         initialize_sharded_(self.weight, self.init_method)
 
     def forward(self, input: Tensor) -> Tensor:
+        # On the CPU the check costs two reductions; on a device it would wait for the stream.
         if input.device.type == "cpu":
             self._check_range(input)
-        # Ids [S, B] give rows [S, B, H]: the reduce-scatter then splits dim 0 without a transpose.
+        # Ids [S, B] give rows [S, B, H]: the reduce-scatter then splits dim 0 without a
+        # transpose.
         sequence_first = self.sequence_parallel_enabled and self.sequence_dimension == 0
         ids = input.t() if sequence_first else input
         if self.shard_across_embedding:
             rows = self._detach_padding(F.embedding(ids, self.weight), ids)
-            return self._finish_hidden_shards(rows) if self.collect_output else rows
-        rows = self._detach_padding(self._local_rows(ids), ids)
+        else:
+            rows = self._detach_padding(self._local_rows(ids), ids)
         if not self.collect_output:
             return rows
+        if self.shard_across_embedding:
+            return self._gather_columns(rows)
         if self.sequence_parallel_enabled:
             return mappings.reduce_scatter_to_sequence_parallel_region(
                 rows, self.sequence_dimension, self.tensor_parallel_group
@@ -117,15 +136,19 @@ class ParallelEmbedding(ShardedModule):
         return mappings.functional_reduce_from_tensor_model_parallel_region(rows, self.tensor_parallel_group)
 
     def _check_range(self, ids: Tensor) -> None:
-        if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= self.num_embeddings):
-            worst = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
+        if not ids.numel():
+            return
+        lowest = int(ids.min())
+        highest = int(ids.max())
+        if lowest < 0 or highest >= self.num_embeddings:
+            worst = lowest if lowest < 0 else highest
             raise ValueError(
                 f"index {worst} is outside the embedding's [0, {self.num_embeddings}): "
                 "check that the tokenizer belongs to the model"
             )
 
     def _local_rows(self, ids: Tensor) -> Tensor:
-        """Return the rows that this rank holds, and zeros for other indices in the vocabulary.
+        """Return the rows of this rank's shard, and zeros for other indices in the vocabulary.
 
         An index outside ``[0, V)`` stays outside the local table, so that the lookup fails.
         """
@@ -133,22 +156,27 @@ class ParallelEmbedding(ShardedModule):
             return F.embedding(ids, self.weight)
         per_partition = self.weight.size(0)
         local = ids - backend.group_rank_in_graph(self.tensor_parallel_group) * per_partition
-        held = (local >= 0) & (local < per_partition)
+        is_local = (local >= 0) & (local < per_partition)
         in_vocabulary = (ids >= 0) & (ids < self.num_embeddings)
-        # Indices of other ranks look up row 0 and are masked. Index per_partition is out of range.
-        local = torch.where(held, local, torch.where(in_vocabulary, 0, per_partition))
-        return F.embedding(local, self.weight).masked_fill(~held.unsqueeze(-1), 0.0)
+        # Indices of other ranks look up row 0 and are masked. Index per_partition is out of
+        # range.
+        local = torch.where(is_local, local, torch.where(in_vocabulary, 0, per_partition))
+        return F.embedding(local, self.weight).masked_fill(~is_local.unsqueeze(-1), 0.0)
 
     def _detach_padding(self, rows: Tensor, ids: Tensor) -> Tensor:
         """Stop the gradient of row ``padding_idx``."""
         if self.padding_idx is None:
             return rows
+        # F.embedding's padding_idx counts rows of the local table, and its shard may lack the
+        # row: a mask on the looked-up rows is the same on every rank.
         return torch.where((ids == self.padding_idx).unsqueeze(-1), rows.detach(), rows)
 
-    def _finish_hidden_shards(self, rows: Tensor) -> Tensor:
+    def _gather_columns(self, rows: Tensor) -> Tensor:
         """Gather the columns ``[..., H/T] -> [..., H]`` and scatter the sequence if enabled."""
         group = self.tensor_parallel_group
-        rows = mappings.gather_from_tensor_model_parallel_region(rows, group)[..., : self.embedding_dim]
+        # Padding columns are last: they are cut off.
+        rows = mappings.gather_from_tensor_model_parallel_region(rows, group)
+        rows = rows[..., : self.embedding_dim]
         if self.sequence_parallel_enabled:
             return mappings.scatter_to_sequence_parallel_region(rows, self.sequence_dimension, group)
         return rows

@@ -110,10 +110,13 @@ class FusedPath:
         unavailable: str | None = None,
         accepts_forward: Callable[[nn.Module], bool] | None = None,
     ) -> None:
-        self.name, self.unavailable = name, unavailable
+        self.name = name
+        self.unavailable = unavailable
         self.location = type(owner).__name__
         self.fusions: Fusions | None = None
-        self._owner, self._bypassed, self._cost = owner, dict(bypassed), cost
+        self._owner = owner
+        self._bypassed = dict(bypassed)
+        self._cost = cost
         self._accepts_forward = accepts_forward
         self._warned: set[str] = set()
         self._obstacle: str | None = None
@@ -128,13 +131,19 @@ class FusedPath:
         """Whether the fused computation may run."""
         if self.unavailable is not None:
             return False
-        # Removing a hook notifies nobody: a path that is off looks at the modules again. So does a
-        # copied path, once.
+        # Removing a hook notifies nobody: a path that is off looks at the modules again. So does
+        # a copied path, once.
         if self._obstacle is not None or not self._is_subscribed:
             self.examine(warn=True)
         if self._obstacle is not None:
             return False
-        if _has_any_global_hook() if self.fusions is None else self.fusions.has_global_hooks:
+        # In a complete model the value is that of the beginning of forward, see
+        # ``begin_forward``.
+        if self.fusions is None:
+            has_global_hooks = _has_any_global_hook()
+        else:
+            has_global_hooks = self.fusions.has_global_hooks
+        if has_global_hooks:
             self._warn("a global module hook is registered")
             return False
         return True
@@ -168,8 +177,12 @@ class FusedPath:
                 return f"{name} is a {type(module).__name__} instead of a {expected.__name__}"
             if has_hooks(module):
                 return f"{name} has a hook"
-            if "forward" in vars(module) and not (self._accepts_forward and self._accepts_forward(module)):
-                return f"{name} has a replaced forward"
+            # An instance attribute ``forward`` hides the method of the class: recompute, offload
+            # and user code replace a forward in this way.
+            if "forward" in vars(module):
+                is_accepted = self._accepts_forward is not None and self._accepts_forward(module)
+                if not is_accepted:
+                    return f"{name} has a replaced forward"
         return None
 
     def _subscribe(self, module: nn.Module) -> None:
@@ -186,15 +199,21 @@ class FusedPath:
             return
         warned.add(self.name)
         warnings.warn(
-            f"{self.location}: {obstacle}, so the fused {self.name} is off here: {self._cost}. Further modules are "
-            "not reported.",
+            f"{self.location}: {obstacle}, so the fused {self.name} is off here: {self._cost}. "
+            "Further modules are not reported.",
             stacklevel=5,
         )
 
 
 def has_hooks(module: nn.Module) -> bool:
     """Return whether forward or backward hooks are registered on ``module`` itself."""
-    return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
+    hooks = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+    return any(hooks)
 
 
 class Fusions:
@@ -213,7 +232,8 @@ class Fusions:
         for location, module in model.named_modules():
             for path in vars(module).values():
                 if isinstance(path, FusedPath):
-                    path.location, path.fusions = location or type(module).__name__, self
+                    path.location = location or type(module).__name__
+                    path.fusions = self
                     self.paths.append(path)
 
     def begin_forward(self) -> None:
@@ -235,6 +255,10 @@ class Fusions:
             # dict.fromkeys: each reason once, in the order of the modules.
             reasons = list(dict.fromkeys(path.reason_off for path in paths if path.reason_off is not None))
             active = sum(path.reason_off is None for path in paths)
-            state = f"on in {active} of {len(paths)}" if active else "off"
-            lines.append(f"{name}: {state}" + (f" ({'; '.join(reasons)})" if reasons else ""))
+            line = f"{name}: off"
+            if active:
+                line = f"{name}: on in {active} of {len(paths)}"
+            if reasons:
+                line += f" ({'; '.join(reasons)})"
+            lines.append(line)
         return lines

@@ -29,11 +29,14 @@ from nxd_memopt.backends import backend
 
 _RECORD = "sequence_sum_record"  # attribute of a gradient; plain values that can be saved with it
 _SUMMED_AT = "sequence_sum_at"  # attribute of a parameter: its _version at its gradient's sum
-_ARRIVAL = "sequence_sum_arrival"  # attribute of a parameter between the two backward hooks
+_INCOMING = "sequence_sum_arrival"  # attribute of a parameter between the two backward hooks
 _PRUNE_ABOVE = 256  # storages; a step sums far fewer tensors that are no known gradient
 
-# States of a gradient. _CLEARED: a sum or mixture that was written to; backward assumes zeros.
-_PART, _SUM, _MIXED, _CLEARED = "part", "sum", "mixed", "cleared"
+# States of a gradient.
+_PART = "part"  # of this rank's sequence shard; a sum over the ranks is still needed
+_SUM = "sum"
+_MIXED = "mixed"  # a part was added to a sum, or it is unknown what was: no further sum is right
+_CLEARED = "cleared"  # a sum or mixture that was written to since; backward assumes zeros
 
 
 class _Record(NamedTuple):
@@ -43,7 +46,7 @@ class _Record(NamedTuple):
     state: str
 
 
-class _Arrival(NamedTuple):
+class _Incoming(NamedTuple):
     """Incoming gradient: its destination's state (or None), its own state, its storage address."""
 
     before: str | None
@@ -64,37 +67,48 @@ def is_sequence_parallel(param: Tensor) -> bool:
 
 def _record_of(grad: Tensor) -> _Record | None:
     values = getattr(grad, _RECORD, None)
-    return None if values is None else _Record(*values)
+    if values is None:
+        return None
+    return _Record(*values)
 
 
 def _write_record(grad: Tensor, version: int, state: str) -> None:
     setattr(grad, _RECORD, (version, state))
 
 
-def forget_sum(param: Tensor, grad: Tensor) -> None:
+def clear_sum_record(param: Tensor, grad: Tensor) -> None:
     """Mark ``grad`` as this rank's part again, after a write that autograd does not count."""
     for tensor, name in ((grad, _RECORD), (param, _SUMMED_AT)):
         if hasattr(tensor, name):
             delattr(tensor, name)
 
 
-def move_sum(source: Tensor, target: Tensor) -> None:
+def move_sum_record(source: Tensor, target: Tensor) -> None:
     """Give ``target``, a copy of ``source``, the record of ``source``."""
     record = _record_of(source)
     if record is None:
         _write_record(target, target._version, _PART)
-    else:
-        _write_record(target, target._version - (source._version - record.version), record.state)
+        return
+    # The same number of writes after the record as ``source`` has had: a sum that was written to
+    # must not look untouched on the copy, which starts with its own version counter.
+    later_writes = source._version - record.version
+    _write_record(target, target._version - later_writes, record.state)
 
 
 @contextmanager
 def keep_sums(grads: Iterable[Tensor]) -> Iterator[None]:
     """Keep summed gradients marked as sums; writes in the block must be linear (scale, average)."""
-    writes = [(grad, record, grad._version - record.version) for grad in grads if (record := _record_of(grad))]
+    # With each gradient the number of writes since its record. The writes in the block do not
+    # count: the same number is restored after it, relative to the new version.
+    recorded: list[tuple[Tensor, str, int]] = []
+    for grad in grads:
+        record = _record_of(grad)
+        if record is not None:
+            recorded.append((grad, record.state, grad._version - record.version))
     yield
     # After all writes: gradients that are views of one tensor share its version counter.
-    for grad, record, count in writes:
-        _write_record(grad, grad._version - count, record.state)
+    for grad, state, writes in recorded:
+        _write_record(grad, grad._version - writes, state)
 
 
 def _was_replaced(param: Tensor) -> bool:
@@ -110,7 +124,9 @@ def _state_of(param: Tensor, grad: Tensor, *, writes: int = 0) -> str:
     """Return the state of the gradient before the last ``writes`` writes to it."""
     record = _record_of(grad)
     if record is None:
-        return _MIXED if _was_replaced(param) else _PART
+        if _was_replaced(param):
+            return _MIXED
+        return _PART
     if record.state == _PART or record.version + writes == grad._version:
         return record.state
     return _CLEARED
@@ -118,6 +134,8 @@ def _state_of(param: Tensor, grad: Tensor, *, writes: int = 0) -> str:
 
 def _record_addition(param: Tensor, grad: Tensor, before: str | None, added: str) -> None:
     """Record ``grad`` after a gradient in state ``added`` was added to it in state ``before``."""
+    # Added to nothing, to zeros or to a gradient in the same state, the total has the added
+    # state: parts add up to a part, sums to a sum. A part plus a sum is neither.
     state = added if before in (None, _CLEARED, added) else _MIXED
     _write_record(grad, grad._version, state)
     if state == _SUM:
@@ -133,22 +151,33 @@ def adding_to_main_grad(param: Tensor) -> Iterator[None]:
     if param.grad is None or not is_sequence_parallel(param):
         yield
         return
-    before = None if main_grad is None else _state_of(param, main_grad)
+    before = None
+    if main_grad is not None:
+        before = _state_of(param, main_grad)
     added = _state_of(param, param.grad)
     yield
     total = gradient_of(param)
     assert total is not None
-    _record_addition(param, total, before, _MIXED if added == _CLEARED else added)
+    # A destination in this state is assumed to be zero. A source is not: it is added to a total,
+    # and whether it is a part or a sum is unknown.
+    if added == _CLEARED:
+        added = _MIXED
+    _record_addition(param, total, before, added)
 
 
 def _before_accumulation(ledger: weakref.ref[GradientLedger], known: weakref.ref[Tensor], grad: Tensor) -> None:
     """Hook on the incoming gradient: store its state and the state of its destination."""
-    param, owner = known(), ledger()
+    # Weak references: hooks that held the parameter or the ledger would be cycles through
+    # autograd, which the garbage collector cannot see.
+    param = known()
     if param is None:
         return
-    before = None if param.grad is None else _state_of(param, param.grad)
+    owner = ledger()
+    before = None
+    if param.grad is not None:
+        before = _state_of(param, param.grad)
     state = _PART if owner is None else owner._state_of_unknown(grad)
-    setattr(param, _ARRIVAL, tuple(_Arrival(before, state, _storage_of(grad))))
+    setattr(param, _INCOMING, tuple(_Incoming(before, state, _storage_of(grad))))
 
 
 def _after_accumulation(param: Tensor) -> None:
@@ -156,41 +185,55 @@ def _after_accumulation(param: Tensor) -> None:
     grad = param.grad
     if grad is None:
         return
-    if hasattr(param, _ARRIVAL):
-        arrival = _Arrival(*getattr(param, _ARRIVAL))
-        delattr(param, _ARRIVAL)
-        before, added = arrival.before, arrival.state
-    else:  # replay of a CUDA graph, which runs only the hooks on results
-        before, added = _state_of(param, grad, writes=1), _PART
+    if hasattr(param, _INCOMING):
+        incoming = _Incoming(*getattr(param, _INCOMING))
+        delattr(param, _INCOMING)
+        before = incoming.before
+        added = incoming.state
+    else:
+        # Replay of a CUDA graph, which runs only the hooks on results. The replay itself is the
+        # one write to the gradient since the state before it.
+        before = _state_of(param, grad, writes=1)
+        added = _PART
     record = _record_of(grad)
     if record is not None and record.state == _SUM and record.version == grad._version:
         return  # another hook ran before this one and has summed the total
     _record_addition(param, grad, before, added)
 
 
-def _note_sum_of_arrival(tensor: Tensor) -> None:
+def _record_sum_of_incoming(tensor: Tensor) -> None:
     """Record that a hook has summed ``tensor`` during a parameter's gradient accumulation."""
+    # Outside a backward pass there is no current node; in the hooks of another tensor the node is
+    # not a parameter's AccumulateGrad and has no ``variable``.
     node: Any = torch._C._current_autograd_node()
     param = getattr(node, "variable", None)  # the parameter of AccumulateGrad, if its hooks run
-    if not isinstance(param, Tensor) or not hasattr(param, _ARRIVAL):
+    if not isinstance(param, Tensor) or not hasattr(param, _INCOMING):
         return
-    arrival = _Arrival(*getattr(param, _ARRIVAL))
+    incoming = _Incoming(*getattr(param, _INCOMING))
     # Another tensor, e.g. a clone, may replace the incoming gradient or be dropped: unknown.
-    state = _SUM if arrival.storage == _storage_of(tensor) else _MIXED
-    setattr(param, _ARRIVAL, tuple(arrival._replace(state=state)))
+    state = _SUM if incoming.storage == _storage_of(tensor) else _MIXED
+    setattr(param, _INCOMING, tuple(incoming._replace(state=state)))
 
 
 def _storage_of(tensor: Tensor) -> int:
     """Return the address of the tensor's storage; 0 if it has none."""
-    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else 0
+    if tensor.layout != torch.strided:
+        return 0
+    return tensor.untyped_storage()._cdata
 
 
 def _is_part_of(inner: Tensor, outer: Tensor) -> bool | None:
     """Return whether ``inner`` is within ``outer`` in one storage; None for a partial overlap."""
-    (start, end), (outer_start, outer_end) = _span(inner), _span(outer)
-    if outer_start <= start and end <= outer_end and outer.numel() == outer_end - outer_start:
+    start, end = _span(inner)
+    outer_start, outer_end = _span(outer)
+    # Only a dense outer tensor has every element between its first and its last one. A strided
+    # view of the same range may skip elements of ``inner``.
+    is_dense = outer.numel() == outer_end - outer_start
+    if outer_start <= start and end <= outer_end and is_dense:
         return True
-    return False if end <= outer_start or outer_end <= start else None
+    if end <= outer_start or outer_end <= start:
+        return False
+    return None
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
@@ -198,8 +241,12 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     start = int(tensor.storage_offset())
     if tensor.numel() == 0:
         return start, start
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + last + 1
+    # Strides of torch tensors are not negative: the last element has the largest index
+    # everywhere.
+    last = start
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        last += (size - 1) * stride
+    return start, last + 1
 
 
 class _UnknownSums(NamedTuple):
@@ -245,8 +292,8 @@ class GradientLedger:
             return
         if _after_accumulation in (param._post_accumulate_grad_hooks or {}).values():
             return
-        arrived = functools.partial(_before_accumulation, weakref.ref(self), weakref.ref(param))
-        param.register_hook(arrived)
+        before = functools.partial(_before_accumulation, weakref.ref(self), weakref.ref(param))
+        param.register_hook(before)
         own = param.register_post_accumulate_grad_hook(_after_accumulation)
         # Run before other hooks, which may sum the gradient: hooks run in dictionary order.
         hooks: Any = param._post_accumulate_grad_hooks
@@ -263,10 +310,13 @@ class GradientLedger:
         Raises:
             ValueError: the state is unknown, or the gradient is a mixture that no sum corrects.
         """
-        grad = gradient_of(param) if grad is None else grad
+        if grad is None:
+            grad = gradient_of(param)
         assert grad is not None
         self.track([param])
         record = _record_of(grad)
+        # Without a record no tracked backward pass has produced this gradient. It may be a sum
+        # that was taken before the parameter was tracked, or a tensor that a script assigned.
         if record is None:
             if self._state_of_unknown(grad) != _PART:
                 raise ValueError(_message(param, _SEEN_TOO_LATE))
@@ -279,8 +329,8 @@ class GradientLedger:
             raise ValueError(_message(param, _MIXTURE))
         if record.version == grad._version:
             return False
-        # Written to without a later backward. Zeros are fine; only this case waits for the device.
-        # torch_xla may return wrong values if pending results are read one by one.
+        # Written to without a later backward. Zeros are fine; only this case waits for the
+        # device. torch_xla may return wrong values if pending results are read one by one.
         backend.mark_step()
         if not grad.detach().any():
             return True
@@ -312,8 +362,27 @@ class GradientLedger:
             ValueError: a gradient is already summed, or would be summed in part.
         """
         sharing = self._sharing(tensor)
+        # Sums over other groups (data, context) are linear and leave every state as it is.
         inside: list[tuple[Tensor, Tensor]] = []
-        for param, grad in sharing if over_tensor_ranks else ():
+        if over_tensor_ranks:
+            inside = self._require_unsummed(sharing, tensor)
+        with keep_sums([grad for _, grad in sharing]):
+            yield
+        for param, grad in inside:
+            self._mark(param, grad)
+        if over_tensor_ranks and not inside:
+            self._record_unknown_sum(tensor)
+
+    def _require_unsummed(
+        self, sharing: Iterable[tuple[Tensor, Tensor]], tensor: Tensor
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Return the parameters and gradients of ``sharing`` that are within ``tensor``.
+
+        Raises:
+            ValueError: one of them is a sum already, or overlaps ``tensor`` in part.
+        """
+        inside: list[tuple[Tensor, Tensor]] = []
+        for param, grad in sharing:
             is_inside = _is_part_of(grad, tensor)
             if is_inside is None:
                 raise ValueError(_message(param, _PARTIAL))
@@ -321,12 +390,7 @@ class GradientLedger:
                 inside.append((param, grad))
                 if not self.needs_sum(param, grad):
                     raise ValueError(_message(param, _TWICE))
-        with keep_sums([grad for _, grad in sharing]):
-            yield
-        for param, grad in inside:
-            self._mark(param, grad)
-        if over_tensor_ranks and not inside:
-            self._note_unknown(tensor)
+        return inside
 
     def _sharing(self, tensor: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return tagged parameters with a gradient in the storage of ``tensor``."""
@@ -339,33 +403,45 @@ class GradientLedger:
             if param is None:
                 del self._params[key]
                 continue
+            if not is_sequence_parallel(param):
+                continue
             # Both: with main_grad accumulation, a hook may sum the grad before it is added.
-            grads = (param.grad, getattr(param, "main_grad", None)) if is_sequence_parallel(param) else ()
-            found += [(param, grad) for grad in grads if grad is not None and _storage_of(grad) == storage]
+            for grad in (param.grad, getattr(param, "main_grad", None)):
+                if grad is not None and _storage_of(grad) == storage:
+                    found.append((param, grad))
         return found
 
-    def _note_unknown(self, tensor: Tensor) -> None:
+    def _record_unknown_sum(self, tensor: Tensor) -> None:
+        """Record the sum of a tensor that is not a gradient of a tracked parameter, or not yet."""
         if tensor.is_inference() or not tensor.is_floating_point():
             return
         _write_record(tensor, tensor._version, _SUM)  # a script may assign this tensor to .grad
-        _note_sum_of_arrival(tensor)
+        _record_sum_of_incoming(tensor)
+        # The weak reference keeps the address of the storage unique: while it exists, torch does
+        # not reuse the address for another storage.
         key = _storage_of(tensor)
-        unknown = self._unknown_sums.setdefault(key, _UnknownSums(StorageWeakRef(tensor.untyped_storage()), {}))
+        storage = StorageWeakRef(tensor.untyped_storage())
+        unknown = self._unknown_sums.setdefault(key, _UnknownSums(storage, {}))
         unknown.passes[(*_span(tensor), tensor.numel())] = torch._C._current_graph_task_id()
+        # Remove freed storages when the number has doubled since the last time: amortized, each
+        # sum costs a constant number of look-ups.
         if len(self._unknown_sums) > self._prune_above:
-            self._unknown_sums = {key: each for key, each in self._unknown_sums.items() if not each.storage.expired()}
+            self._unknown_sums = {key: sums for key, sums in self._unknown_sums.items() if not sums.storage.expired()}
             self._prune_above = max(_PRUNE_ABOVE, 2 * len(self._unknown_sums))
 
     def _state_of_unknown(self, grad: Tensor) -> str:
         """Return the state of an unrecorded gradient: a sum if this backward pass made it."""
         unknown = self._unknown_sums.get(_storage_of(grad))
+        if unknown is None:
+            return _PART
+        first, last = _span(grad)
         state = _PART
-        for (start, end, count), graph_task in () if unknown is None else unknown.passes.items():
-            first, last = _span(grad)
+        for (start, end, count), graph_task in unknown.passes.items():
             # A dense tensor that contains grad was summed during a backward pass, maybe this one.
             if start <= first and last <= end and count == end - start and graph_task >= 0:
-                is_of_this_pass = graph_task == torch._C._current_graph_task_id()
-                return _SUM if is_of_this_pass else _MIXED
+                if graph_task == torch._C._current_graph_task_id():
+                    return _SUM
+                return _MIXED
             if first < end and start < last:
                 state = _MIXED
         return state
@@ -374,22 +450,26 @@ class GradientLedger:
 _REMEDY = "sum it once, after the last backward pass of a step, and clear it by zero_grad() before the next"
 _TWICE = f"was summed over the tensor-parallel ranks already, and would be summed twice: {_REMEDY}"
 _MIXTURE = (
-    "was summed over the tensor-parallel ranks, and a later backward pass added this rank's part to the sum, which no "
-    f"further sum makes right: {_REMEDY}, and in no hook on an incoming gradient (zeroing through .data is not seen)"
+    "was summed over the tensor-parallel ranks, and a later backward pass added this rank's part "
+    f"to the sum, which no further sum makes right: {_REMEDY}, and in no hook on an incoming "
+    "gradient (zeroing through .data is not seen)"
 )
 _REPLACED = (
-    "was summed over the tensor-parallel ranks, and another tensor was assigned to .grad since, of which is not known "
-    "whether it is a sum: call grads.mark_sequence_parallel_gradients_summed if it is one, change .grad in place "
-    "before the sum, or let backward() make a new gradient after zero_grad()"
+    "was summed over the tensor-parallel ranks, and another tensor was assigned to .grad since, of "
+    "which is not known whether it is a sum: call grads.mark_sequence_parallel_gradients_summed if "
+    "it is one, change .grad in place before the sum, or let backward() make a new gradient after "
+    "zero_grad()"
 )
 _WRITTEN = (
-    "was summed over the tensor-parallel ranks and written to since, and whether it is still a sum is not known: scale "
-    "it before the sum or by grads.clip_grad_norm, or call grads.mark_sequence_parallel_gradients_summed if it is one"
+    "was summed over the tensor-parallel ranks and written to since, and whether it is still a sum "
+    "is not known: scale it before the sum or by grads.clip_grad_norm, or call "
+    "grads.mark_sequence_parallel_gradients_summed if it is one"
 )
 _PARTIAL = "would be summed in part: pass all of it to reduce_from_tensor_model_parallel_region"
 _SEEN_TOO_LATE = (
-    "was summed by reduce_from_tensor_model_parallel_region before the library knew its parameter, and what was added "
-    "since is not known: sum it once, or build the optimizer before the first backward pass"
+    "was summed by reduce_from_tensor_model_parallel_region before the library knew its parameter, "
+    "and what was added since is not known: sum it once, or build the optimizer before the first "
+    "backward pass"
 )
 
 

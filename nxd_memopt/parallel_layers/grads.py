@@ -12,7 +12,11 @@ from torch.distributed import ProcessGroup
 from nxd_memopt.backends import backend
 from nxd_memopt.ops.parts import split_sizes
 from nxd_memopt.parallel_layers import parallel_state
-from nxd_memopt.parallel_layers.gradient_ledger import gradient_of, is_sequence_parallel, keep_sums
+from nxd_memopt.parallel_layers.gradient_ledger import (
+    gradient_of,
+    is_sequence_parallel,
+    keep_sums,
+)
 from nxd_memopt.parallel_layers.parallel_state import gradient_ledger
 from nxd_memopt.parallel_layers.utils import is_sharded
 from nxd_memopt.planner.collectives import GRADIENT_BUCKET_BYTES
@@ -84,9 +88,14 @@ def bucket_allreduce_gradients(source: ParameterSource, *, bucket_bytes: int = G
         source: a module, an optimizer, parameters, or gradients.
         bucket_bytes: maximum bytes of one collective; a larger gradient is reduced alone.
     """
-    tensors = parameters_of(source)
-    grads = [grad for t in tensors if (grad := gradient_of(t) if isinstance(t, nn.Parameter) else t) is not None]
+    # A parameter stands for its gradient; any other tensor is a gradient itself.
+    grads: list[Tensor] = []
+    for tensor in parameters_of(source):
+        grad = gradient_of(tensor) if isinstance(tensor, nn.Parameter) else tensor
+        if grad is not None:
+            grads.append(grad)
     group = parallel_state.get_data_parallel_group()
+    # An average over data ranks is linear: summed sequence-parallel gradients stay sums.
     with keep_sums(grads):
         _all_reduce_in_buckets(grads, group, average=True, bucket_bytes=bucket_bytes)
 
@@ -106,8 +115,12 @@ def _all_reduce_in_buckets(
         # gradients (norm weights have H elements each).
         bucket = [grads[i] for i in indices]
         flat = torch.cat([grad.detach().reshape(-1) for grad in bucket])
-        flat = backend.all_reduce(flat.div_(size) if average else flat, group)
-        for grad, reduced in zip(bucket, split_sizes(flat, [grad.numel() for grad in bucket]), strict=True):
+        # Divided before the sum, so that a sum over many ranks stays within the range of fp16.
+        if average:
+            flat.div_(size)
+        flat = backend.all_reduce(flat, group)
+        reduced_grads = split_sizes(flat, [grad.numel() for grad in bucket])
+        for grad, reduced in zip(bucket, reduced_grads, strict=True):
             grad.detach().copy_(reduced.view_as(grad))
 
 
@@ -118,6 +131,8 @@ def bucket_indices(tensors: Sequence[Tensor], bucket_bytes: int) -> Iterator[lis
         tensors: tensors to group.
         bucket_bytes: maximum bytes of a bucket; a larger tensor is alone in its bucket.
     """
+    # Only tensors of one dtype and device can be concatenated. Within a kind the order is kept,
+    # so all ranks, which have the same parameters, form the same buckets.
     by_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for i, tensor in enumerate(tensors):
         by_kind.setdefault((tensor.dtype, tensor.device), []).append(i)
@@ -127,7 +142,8 @@ def bucket_indices(tensors: Sequence[Tensor], bucket_bytes: int) -> Iterator[lis
         for i in same_kind:
             if bucket and filled + tensors[i].nbytes > bucket_bytes:
                 yield bucket
-                bucket, filled = [], 0
+                bucket = []
+                filled = 0
             bucket.append(i)
             filled += tensors[i].nbytes
         yield bucket
@@ -162,8 +178,9 @@ def get_grad_norm(
     group = parallel_state.get_tensor_model_parallel_group()
     op = "max" if norm_type == torch.inf else "sum"
     # [sharded, replicated] in one collective over the ZeRO group; then only the sharded part is
-    # reduced over the tensor-parallel group.
-    sharded, replicated = backend.all_reduce(torch.stack([sharded, replicated]), sharding_group, op=op).unbind()
+    # reduced over the tensor-parallel group. All values stay on the device: no host read here.
+    norms = backend.all_reduce(torch.stack([sharded, replicated]), sharding_group, op=op)
+    sharded, replicated = norms.unbind()
     if norm_type == torch.inf:
         return torch.maximum(backend.all_reduce(sharded, group, op="max"), replicated)
     return (backend.all_reduce(sharded, group) + replicated) ** (1 / norm_type)
@@ -176,25 +193,37 @@ def _local_norm(params: list[Tensor], norm_type: float) -> Tensor:
     """
     if not params:
         return torch.zeros((), device=backend.device)
-    grads, replicas = zip(*(piece for param in params for piece in _replica_pieces(param)), strict=True)
-    wide = torch.float64 if any(grad.dtype == torch.float64 for grad in grads) else torch.float32
+    grads: list[Tensor] = []
+    replicas: list[int] = []
+    for param in params:
+        for chunk, count in _replica_chunks(param):
+            grads.append(chunk)
+            replicas.append(count)
     # One foreach call for all gradients; sums in fp32 (fp64 if a gradient is fp64).
-    norms = torch.stack([norm.float() for norm in torch._foreach_norm(grads, norm_type, dtype=wide)])  # pyright: ignore[reportPrivateImportUsage]
+    wide = torch.float32
+    if any(grad.dtype == torch.float64 for grad in grads):
+        wide = torch.float64
+    local_norms = torch._foreach_norm(grads, norm_type, dtype=wide)  # pyright: ignore[reportPrivateImportUsage]
+    norms = torch.stack([norm.float() for norm in local_norms])
     if norm_type == torch.inf:
-        return norms.nan_to_num(
-            nan=torch.inf, posinf=torch.inf
-        ).amax()  # a maximum over ranks may lose NaN, not infinity
+        # A maximum over ranks may lose NaN, but not infinity.
+        return norms.nan_to_num(nan=torch.inf, posinf=torch.inf).amax()
+    # The sum over ranks counts a shard once per replica: each of m replicas contributes 1/m.
     return (norms**norm_type / norms.new_tensor(replicas)).sum()
 
 
-def _replica_pieces(param: Tensor) -> list[tuple[Tensor, int]]:
-    """Return the parts of the gradient, each with the number of ranks that hold it."""
+def _replica_chunks(param: Tensor) -> list[tuple[Tensor, int]]:
+    """Return the chunks of the gradient, each with its number of replicas.
+
+    Blocks of a fused parameter (query, key, value) may have different numbers of replicas.
+    """
     grad = cast(Tensor, gradient_of(param)).detach()
     blocks = getattr(param, "blocks", None)
     if not blocks:
         return [(grad, getattr(param, "replicas", 1))]
-    pieces = zip(split_sizes(grad, [b.rows for b in blocks]), blocks, strict=True)
-    return [(piece, block.replicas) for piece, block in pieces if piece.numel()]
+    chunks = split_sizes(grad, [block.rows for block in blocks])
+    # An empty chunk adds nothing to a sum, and has no maximum.
+    return [(chunk, block.replicas) for chunk, block in zip(chunks, blocks, strict=True) if chunk.numel()]
 
 
 def clip_grad_norm(
@@ -220,7 +249,10 @@ def clip_grad_norm(
         raise ValueError(f"max_norm must be above 0, got {max_norm}: leave clipping out to switch it off")
     params = parameters_of(source)
     total_norm = get_grad_norm(params, norm_type, sharding_group=sharding_group)
-    factor = (max_norm / (total_norm + 1e-6)).clamp(max=1.0)  # 1e-6 as in torch's clip_grad_norm_
+    # 1e-6 and the clamp as in torch's clip_grad_norm_: the factor stays on the device, so
+    # gradients are multiplied by 1 if the norm is small enough, instead of reading the norm to
+    # skip this.
+    factor = (max_norm / (total_norm + 1e-6)).clamp(max=1.0)
     grads = [grad for param in params if (grad := gradient_of(param)) is not None]
     # keep_sums: scaling is linear, so a summed sequence-parallel gradient stays a sum.
     if grads:

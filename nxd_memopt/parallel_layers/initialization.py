@@ -8,7 +8,7 @@ the same stream and stay in the same state.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -42,6 +42,9 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # An operand that is a tensor may depend on the rows, or have the shape of the full
+        # tensor: the operation could not be repeated on a chunk. ``detach`` and ``.data`` only
+        # alias.
         scalars_only = not any(isinstance(arg, Tensor) for arg in (*args[1:], *kwargs.values()))
         if func in _RANDOM | _ELEMENTWISE and scalars_only:
             self.fills.append((func, args[1:], kwargs))
@@ -90,15 +93,21 @@ def initialize_sharded_(param: Tensor, init_method: InitMethod, *, keep_full: bo
     if param.is_meta:
         return None
     description: Any = param
+    # The draw does not depend on the dtype of the parameter, unless that is fp64: a bf16 model
+    # has the rounded values of the fp32 model with the same seed.
     dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
-    full = torch.empty(description.full_shape, dtype=dtype) if keep_full else None
-    chunks = (
-        [(0, _drawn(init_method, full))] if full is not None else _chunks(description.full_shape, dtype, init_method)
-    )
+    full: Tensor | None = None
+    chunks: Iterable[tuple[int, Tensor]]
+    if keep_full:
+        full = _drawn(init_method, torch.empty(description.full_shape, dtype=dtype))
+        chunks = [(0, full)]
+    else:
+        chunks = _chunks(description.full_shape, dtype, init_method)
     with torch.no_grad():
+        # Padding is outside the full tensor, and no chunk covers it: it keeps these zeros.
         param.zero_()
         for first_row, rows in chunks:
-            _copy_own_part(param, rows, first_row)
+            _copy_shard(param, rows, first_row)
     return full
 
 
@@ -114,9 +123,13 @@ def _chunks(shape: tuple[int, ...], dtype: torch.dtype, init_method: InitMethod)
     recorder = _Recorder()
     with torch.random.fork_rng(devices=[]), torch.no_grad(), recorder:
         init_method(torch.empty(shape, dtype=dtype, device="meta"))
+    # E.g. orthogonal_, or a method that reads values: its chunks would differ from the full draw.
     if not recorder.streams:
         yield 0, _drawn(init_method, torch.empty(shape, dtype=dtype))
         return
+    # Repeat the recorded fills chunk by chunk. The generator continues where the last chunk
+    # ended, so the values are those of one fill of the full tensor, and the peak memory is one
+    # chunk.
     for start, stop in _row_ranges(shape):
         rows = torch.empty((stop - start, *shape[1:]), dtype=dtype)
         for func, args, kwargs in recorder.fills:
@@ -129,6 +142,7 @@ def _row_ranges(shape: tuple[int, ...]) -> list[tuple[int, int]]:
 
     The last range has at least 16 values, as ``normal_`` uses another algorithm for fewer.
     """
+    # A multiple of 16 rows is a multiple of 16 elements for any number of elements per row.
     row_elements = max(torch.Size(shape[1:]).numel(), 1)
     rows = max(_CHUNK_ELEMENTS // row_elements // _VECTOR, 1) * _VECTOR
     starts = list(range(0, max(shape[0], 1), rows))
@@ -137,19 +151,25 @@ def _row_ranges(shape: tuple[int, ...]) -> list[tuple[int, int]]:
     return list(zip(starts, [*starts[1:], shape[0]], strict=True))
 
 
-def _copy_own_part(param: Tensor, rows: Tensor, first_row: int) -> None:
+def _copy_shard(param: Tensor, rows: Tensor, first_row: int) -> None:
     """Copy this rank's part of ``rows``, the rows from ``first_row`` on of the full parameter."""
     description: Any = param
-    dim = description.partition_dim if description.tensor_model_parallel else 0
-    ranges = shard_ranges(param) if description.tensor_model_parallel else [(0, param.size(0))]
-    offset = first_row if dim == 0 else 0
+    if description.tensor_model_parallel:
+        dim = description.partition_dim
+        ranges = shard_ranges(param)
+    else:
+        dim = 0
+        ranges = [(0, param.size(0))]
     # Intersect each of this rank's ranges with the chunk. Sharded along dim 0 the chunk covers
     # [first_row, first_row + n) of the sharded dimension, else all of it.
+    offset = first_row if dim == 0 else 0
     local = 0
     for start, stop in ranges:
-        low, high = max(start, offset), min(stop, offset + rows.size(dim))
+        low = max(start, offset)
+        high = min(stop, offset + rows.size(dim))
         if low < high:
             target = param.narrow(dim, local + low - start, high - low)
+            # Sharded along another dimension, the chunk's rows are a range of dim 0 here too.
             if dim != 0:
                 target = target.narrow(0, first_row, rows.size(0))
             target.copy_(rows.narrow(dim, low - offset, high - low))

@@ -21,7 +21,11 @@ from nxd_memopt.parallel_layers import mappings, parallel_state
 from nxd_memopt.parallel_layers.base_linear import BaseParallelLinear
 from nxd_memopt.parallel_layers.embedding import ParallelEmbedding
 from nxd_memopt.parallel_layers.functional.activation_sharding import ActivationSharding
-from nxd_memopt.parallel_layers.functional.linear import ColumnActivationSharding, ColumnParallel, RowParallel
+from nxd_memopt.parallel_layers.functional.linear import (
+    ColumnActivationSharding,
+    ColumnParallel,
+    RowParallel,
+)
 from nxd_memopt.parallel_layers.initialization import InitMethod
 from nxd_memopt.parallel_layers.utils import (
     cast_if_autocast_enabled,
@@ -42,6 +46,26 @@ __all__ = [
 def _check_padding(pad: bool, stride: int) -> None:
     if pad and stride > 1:
         raise ValueError(f"pad=True needs stride 1, got {stride}: padding would move the borders of the strided blocks")
+
+
+def _partition_size(what: str, size: int, padded: int, partitions: int, stride: int) -> int:
+    """Return the size of a shard that consists of one chunk of each of ``stride`` blocks.
+
+    Args:
+        what: argument of the layer, for messages.
+        size: number of features over all ranks, without padding.
+        padded: number of features to divide; equal to ``size`` without padding.
+        partitions: number of distinct shards.
+        stride: number of separately sharded blocks.
+
+    Raises:
+        ValueError: ``padded`` is not divisible.
+    """
+    # Each block is divided over the partitions by itself: partitions * stride chunks of equal
+    # size.
+    chunks = partitions * stride
+    remedy = f"pass pad=True or use {padded_size(size, chunks)}"
+    return stride * require_divisible(what, padded, "tensor_model_parallel_size", chunks, remedy)
 
 
 def swap_blocks(tensor: Tensor, outer: int, inner: int) -> Tensor:
@@ -143,29 +167,36 @@ class ColumnParallelLinear(BaseParallelLinear):
             raise ValueError(f"replicas={replicas} needs the default tensor-parallel group: leave the group out")
         _check_padding(pad, stride)
         self.input_size = self.full_input_size = input_size
-        self.output_size, self.use_bias = output_size, bias
-        self.dtype, self.device, self.replicas = dtype, device, replicas
-        self.stride, self.gather_output, self.skip_bias_add = stride, gather_output, skip_bias_add
+        self.output_size = output_size
+        self.use_bias = bias
+        self.dtype, self.device = dtype, device
+        self.stride = stride
+        self.gather_output = gather_output
+        self.skip_bias_add = skip_bias_add
         self.sequence_parallel_enabled = sequence_parallel_enabled
         self.sequence_dimension = check_sequence_dimension(sequence_dimension)
-        self.keep_padded_output, self.keep_master_weight = keep_padded_output, keep_master_weight
-        self.reduce_dtype, self.init_method = reduce_dtype, init_method
+        self.keep_padded_output = keep_padded_output
+        self.keep_master_weight = keep_master_weight
+        self.reduce_dtype = reduce_dtype
+        self.init_method = init_method
         self.tensor_parallel_group = mappings.resolve_group(tensor_model_parallel_group)
-        require_divisible("tensor_model_parallel_size", self._group_size(), "rank_stride", rank_stride)
-        self.rank_stride, self.replica_group = rank_stride, parallel_state.replica_group(replicas, rank_stride)
-        # Replicated shards: T / replicas distinct shards. With pad, each rank's rows are a multiple
-        # of stride * pad_alignment_size_per_rank.
-        partitions = self._group_size() // replicas
-        padded = padded_size(output_size, partitions * stride * pad_alignment_size_per_rank) if pad else output_size
-        remedy = f"pass pad=True or use {padded_size(output_size, partitions * stride)}"
-        local = stride * require_divisible(
-            "output_size", padded, "tensor_model_parallel_size", partitions * stride, remedy
-        )
-        self.output_size_per_partition = local
+        size = self._group_size()
+        require_divisible("tensor_model_parallel_size", size, "rank_stride", rank_stride)
+        self.replicas, self.rank_stride = replicas, rank_stride
+        self.replica_group = parallel_state.replica_group(replicas, rank_stride)
+        # Replicated shards: T / replicas distinct shards. With pad, each rank's rows are a
+        # multiple of stride * pad_alignment_size_per_rank.
+        shards = size // replicas
+        padded = output_size
+        if pad:
+            padded = padded_size(output_size, shards * stride * pad_alignment_size_per_rank)
+        self.output_size_per_partition = _partition_size("output_size", output_size, padded, shards, stride)
         self.initialize_weight_and_bias()
 
     def set_weight_and_bias_config(self) -> None:
-        self.weight_shape, self.weight_partition_dim = (self.output_size_per_partition, self.input_size), 0
+        # One bias element per output row: sharded with the rows.
+        self.weight_shape = (self.output_size_per_partition, self.input_size)
+        self.weight_partition_dim = 0
         self.bias_shape = (self.output_size_per_partition,) if self.use_bias else None
         self.bias_partition_dim = 0
 
@@ -177,26 +208,36 @@ class ColumnParallelLinear(BaseParallelLinear):
         )
 
     def forward(self, input: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
-        bias = None if self.skip_bias_add else self.bias
         # With skip_bias_add the caller adds the local bias, e.g. fused with an activation.
-        (output,) = column_parallel(input, [(self.weight, bias)], self.activation_sharding(self.replica_group))
-        skipped = self.bias
+        bias = None if self.skip_bias_add else self.bias
+        comm = self.activation_sharding(self.replica_group)
+        (output,) = column_parallel(input, [(self.weight, bias)], comm)
         if self.gather_output:
             output = self._gathered(output)
-            # The caller adds the bias to the gathered output, so it needs the columns of all ranks.
-            skipped = self._gathered(self.bias) if self.skip_bias_add and self.bias is not None else None
-        return (output, skipped) if self.skip_bias_add else output
+        if not self.skip_bias_add:
+            return output
+        # The caller adds the bias to the gathered output, so it needs the columns of all ranks.
+        skipped_bias: Tensor | None = self.bias
+        if self.gather_output and skipped_bias is not None:
+            skipped_bias = self._gathered(skipped_bias)
+        return output, skipped_bias
 
     def _gathered(self, columns: Tensor) -> Tensor:
-        """Return the columns ``[..., n]`` of all ranks, ``[..., output_size]``, in the order of the full weight."""
+        """Gather the columns ``[..., n]`` of all ranks, in the order of the full weight's rows.
+
+        Returns ``[..., output_size]``, with ``keep_padded_output`` also the padded columns.
+        """
         gathered = mappings.gather_from_tensor_model_parallel_region(columns, self.tensor_parallel_group)
         # [..., T * n] in rank order -> full order; padded columns are last and are cut off.
         full = self._in_full_order(gathered)
-        return full if self.keep_padded_output else full[..., : self.output_size]
+        if self.keep_padded_output:
+            return full
+        return full[..., : self.output_size]
 
     def _in_full_order(self, gathered: Tensor) -> Tensor:
         """Return the columns of all ranks in the order of the full weight's rows."""
-        # First undo the order of ranks and drop replicas, then the interleaving of strided blocks.
+        # First undo the order of ranks and drop replicas, then the interleaving of strided
+        # blocks.
         size = self._group_size()
         columns = columns_in_full_order(gathered, size, replicas=self.replicas, rank_stride=self.rank_stride)
         return swap_blocks(columns, size // self.replicas, self.stride)
@@ -222,7 +263,9 @@ def column_parallel_linears(input: Tensor, layers: Sequence[ColumnParallelLinear
 
 
 def column_parallel(
-    input: Tensor, parameters: Sequence[tuple[Tensor, Tensor | None]], comm: ColumnActivationSharding
+    input: Tensor,
+    parameters: Sequence[tuple[Tensor, Tensor | None]],
+    comm: ColumnActivationSharding,
 ) -> tuple[Tensor, ...]:
     """Return ``X W_i^t + b_i`` for each ``(W_i, b_i)``; see ``column_parallel_linears``.
 
@@ -237,9 +280,12 @@ def column_parallel(
         )
     # Vectors become one row: GEMMs with out= and collectives need rows.
     if input.dim() == 1:
-        return tuple(output.squeeze(0) for output in column_parallel(input.unsqueeze(0), parameters, comm))
-    x, *flat = cast_if_autocast_enabled(input, *(tensor for pair in parameters for tensor in pair))
-    return cast("tuple[Tensor, ...]", ColumnParallel.apply(x, comm, *flat))
+        outputs = column_parallel(input.unsqueeze(0), parameters, comm)
+        return tuple(output.squeeze(0) for output in outputs)
+    # An autograd Function takes tensors as separate arguments: W_1, b_1, W_2, b_2, ...
+    tensors = [tensor for pair in parameters for tensor in pair]
+    x, *tensors = cast_if_autocast_enabled(input, *tensors)
+    return cast("tuple[Tensor, ...]", ColumnParallel.apply(x, comm, *tensors))
 
 
 class RowParallelLinear(BaseParallelLinear):
@@ -299,35 +345,47 @@ class RowParallelLinear(BaseParallelLinear):
             raise ValueError("sequence_parallel_enabled=True needs input_is_parallel=True, got False: pass both")
         if bias and not reduce_output and not skip_bias_add:
             raise ValueError("reduce_output=False needs bias=False, got True: a partial sum would add it on every rank")
-        self.full_input_size, self.output_size, self.use_bias = input_size, output_size, bias
+        self.full_input_size = input_size
+        self.output_size = output_size
+        self.use_bias = bias
         self.dtype, self.device = dtype, device
-        self.stride, self.input_is_parallel, self.reduce_output = stride, input_is_parallel, reduce_output
-        self.skip_bias_add, self.keep_master_weight = skip_bias_add, keep_master_weight
+        self.stride = stride
+        self.input_is_parallel = input_is_parallel
+        self.reduce_output = reduce_output
+        self.skip_bias_add = skip_bias_add
+        self.keep_master_weight = keep_master_weight
         self.sequence_parallel_enabled = sequence_parallel_enabled
         self.sequence_dimension = check_sequence_dimension(sequence_dimension)
-        self.reduce_dtype, self.init_method = reduce_dtype, init_method
+        self.reduce_dtype = reduce_dtype
+        self.init_method = init_method
         self.tensor_parallel_group = mappings.resolve_group(tensor_model_parallel_group)
-        size, self.rank_stride = self._group_size(), rank_stride
+        size = self._group_size()
+        self.rank_stride = rank_stride
         require_divisible("tensor_model_parallel_size", size, "rank_stride", rank_stride)
+        # Padded inputs are zero, as are the weight's padded columns: they add nothing to the sum.
         self.input_size = padded_size(input_size, size * stride) if pad else input_size
-        remedy = f"pass pad=True or use {padded_size(input_size, size * stride)}"
-        local = stride * require_divisible(
-            "input_size", self.input_size, "tensor_model_parallel_size", size * stride, remedy
-        )
-        self.input_size_per_partition = local
+        self.input_size_per_partition = _partition_size("input_size", input_size, self.input_size, size, stride)
         self.initialize_weight_and_bias()
 
     def set_weight_and_bias_config(self) -> None:
-        self.weight_shape, self.weight_partition_dim = (self.output_size, self.input_size_per_partition), 1
-        self.bias_shape, self.bias_partition_dim = (self.output_size,) if self.use_bias else None, None
+        # The bias belongs to the full output: replicated, so it has no sharded dimension.
+        self.weight_shape = (self.output_size, self.input_size_per_partition)
+        self.weight_partition_dim = 1
+        self.bias_shape = (self.output_size,) if self.use_bias else None
+        self.bias_partition_dim = None
 
     def forward(self, input: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         local = self._local_input(input)
-        output = row_parallel([(local, self.weight)], self) if self.reduce_output else F.linear(local, self.weight)
+        if self.reduce_output:
+            output = row_parallel([(local, self.weight)], self)
+        else:
+            output = F.linear(local, self.weight)
         # The bias is replicated: added before the reduction it would count T times.
         if self.skip_bias_add:
             return output, self.bias
-        return output if self.bias is None else output + self.bias.to(output.dtype)
+        if self.bias is None:
+            return output
+        return output + self.bias.to(output.dtype)
 
     def _local_input(self, input: Tensor) -> Tensor:
         if not self.input_is_parallel:
@@ -335,17 +393,18 @@ class RowParallelLinear(BaseParallelLinear):
                 raise ValueError(
                     f"last dimension of the input is {input.size(-1)}, the layer's input_size {self.full_input_size}"
                 )
-            # Full order -> rank order, the inverse of ``columns_in_full_order``: [stride, T] blocks
-            # become [T, stride], then shard positions are mapped to ranks.
+            # Full order -> rank order, the inverse of ``columns_in_full_order``: [stride, T]
+            # blocks become [T, stride], then shard positions are mapped to ranks.
             padding = self.input_size - self.full_input_size
-            input = F.pad(input, (0, padding)) if padding else input
+            if padding:
+                input = F.pad(input, (0, padding))
             input = swap_blocks(input, self.stride, self._group_size())
             input = swap_blocks(input, self.rank_stride, self._group_size() // self.rank_stride)
             input = mappings.scatter_to_tensor_model_parallel_region(input, self.tensor_parallel_group)
         if input.size(-1) != self.input_size_per_partition:
             raise ValueError(
-                f"last dimension of the input is {input.size(-1)} on this rank, input_size per partition is "
-                f"{self.input_size_per_partition}"
+                f"last dimension of the input is {input.size(-1)} on this rank, "
+                f"input_size per partition is {self.input_size_per_partition}"
             )
         return input
 
@@ -357,7 +416,8 @@ class RowParallelLinear(BaseParallelLinear):
     def require_divisible_sequence(self, partial_shape: torch.Size) -> None:
         """Raise ValueError if T does not divide the sequence length to be scattered."""
         if self.sequence_parallel_enabled:
-            length, size = partial_shape[self.sequence_dimension], self._group_size()
+            length = partial_shape[self.sequence_dimension]
+            size = self._group_size()
             remedy = f"pad to {padded_size(length, size)} or turn sequence_parallel_enabled off"
             require_divisible("sequence length", length, "tensor_model_parallel_size", size, remedy)
 
@@ -371,11 +431,13 @@ def row_parallel(pairs: Sequence[tuple[Tensor, Tensor]], layer: RowParallelLinea
     """
     if pairs[0][0].dim() == 1:
         return row_parallel([(x.unsqueeze(0), weight) for x, weight in pairs], layer).squeeze(0)
-    tensors = cast("list[Tensor]", cast_if_autocast_enabled(*(tensor for pair in pairs for tensor in pair)))
+    # An autograd Function takes tensors as separate arguments: X_1, W_1, X_2, W_2, ...
+    tensors = [tensor for pair in pairs for tensor in pair]
+    tensors = cast("list[Tensor]", cast_if_autocast_enabled(*tensors))
     layer.require_divisible_sequence(tensors[0].shape)
     # The casts are done above; autocast must not change dtypes inside the Function.
     with torch.autocast(tensors[0].device.type, enabled=False):
         # Inputs are saved before the Function runs, so that a recompute that ends here skips the
         # GEMM and its reduction (``ops.early_save``).
-        handle, held = save_inputs_first(*tensors)
-        return cast(Tensor, RowParallel.apply(layer.activation_sharding(), handle, *held))
+        handle, saved = save_inputs_first(*tensors)
+        return cast(Tensor, RowParallel.apply(layer.activation_sharding(), handle, *saved))

@@ -15,7 +15,11 @@ from nxd_memopt.ops.cross_entropy import labels_outside
 from nxd_memopt.parallel_layers.fused_loss.linear_cross_entropy import fused_linear_cross_entropy
 from nxd_memopt.parallel_layers.mappings import resolve_group
 
-__all__ = ["from_parallel_logits_to_logprobs", "fused_linear_cross_entropy", "parallel_cross_entropy"]
+__all__ = [
+    "from_parallel_logits_to_logprobs",
+    "fused_linear_cross_entropy",
+    "parallel_cross_entropy",
+]
 
 
 @dataclass(frozen=True)
@@ -40,9 +44,11 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         shifted = _subtract_max(logits, first_column, options)
         # A label of another rank's shard contributes 0 to the sum of target logits.
         local_target = target - first_column
-        held = (local_target >= 0) & (local_target < logits.size(-1))
-        local_target = torch.where(held, local_target, 0).unsqueeze(-1)
-        target_logit = shifted.gather(-1, local_target).squeeze(-1).masked_fill(~held, 0.0)
+        is_local = (local_target >= 0) & (local_target < logits.size(-1))
+        local_target = torch.where(is_local, local_target, 0).unsqueeze(-1)
+        target_logit = shifted.gather(-1, local_target).squeeze(-1).masked_fill(~is_local, 0.0)
+        # Only label smoothing needs the sum of all logits. Padding columns are -inf, and the
+        # smoothed distribution does not cover them: they count as 0.
         logit_sum = torch.zeros_like(target_logit)
         if options.label_smoothing:
             logit_sum = shifted.masked_fill(shifted == -torch.inf, 0.0).sum(-1)
@@ -50,15 +56,19 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         probabilities = shifted.exp_()
         sums = torch.stack([target_logit, logit_sum, probabilities.sum(-1)])
         target_logit, logit_sum, exp_sum = backend.all_reduce(sums, options.group).unbind()
-        smoothing, valid = options.label_smoothing, target != options.ignore_index
+        smoothing = options.label_smoothing
+        valid = target != options.ignore_index
         # loss = log(sum exp(x)) - (1 - e) x_target - e / V sum(x), with x = logits - max.
         loss = exp_sum.log() - (1 - smoothing) * target_logit - smoothing / options.vocab_size * logit_sum
+        # None on the CPU, where a label outside raises. Elsewhere an error would need a host
+        # read.
         outside = labels_outside(target, options.vocab_size, options.ignore_index)
         loss = loss.masked_fill(~valid, 0.0)
-        loss = loss if outside is None else loss.masked_fill(outside, torch.nan)
+        if outside is not None:
+            loss = loss.masked_fill(outside, torch.nan)
         if ctx.needs_input_grad[0]:
             probabilities.div_(exp_sum.unsqueeze(-1))
-            grad = _finish_gradient(probabilities, local_target, held, options, first_column)
+            grad = _finish_gradient(probabilities, local_target, is_local, options, first_column)
             ctx.save_for_backward(grad.masked_fill_(~valid.unsqueeze(-1), 0.0).to(logits.dtype))
         return loss
 
@@ -73,12 +83,16 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
 def _subtract_max(logits: Tensor, first_column: int | Tensor, options: _CrossEntropy) -> Tensor:
     """Return new fp32 (fp64) logits minus the maximum over the vocabulary; -inf in padding."""
-    own = logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32, copy=True)
-    padding = _padding_columns(own, first_column, options)
+    # The copy is the only [..., V/T] tensor in fp32: the caller turns it into the softmax and
+    # then into the gradient in place. The caller's logits are not modified.
+    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    shifted = logits.to(wide, copy=True)
+    padding = _padding_columns(shifted, first_column, options)
     if padding is not None:
-        own.masked_fill_(padding, -torch.inf)
-    maximum = backend.all_reduce(own.amax(-1), options.group, op="max")
-    return own.sub_(maximum.unsqueeze(-1))
+        shifted.masked_fill_(padding, -torch.inf)
+    # The maximum over all ranks: with each rank's own, the exponentials could not be added.
+    maximum = backend.all_reduce(shifted.amax(-1), options.group, op="max")
+    return shifted.sub_(maximum.unsqueeze(-1))
 
 
 def _padding_columns(logits: Tensor, first_column: int | Tensor, options: _CrossEntropy) -> Tensor | None:
@@ -90,15 +104,21 @@ def _padding_columns(logits: Tensor, first_column: int | Tensor, options: _Cross
 
 
 def _finish_gradient(
-    probabilities: Tensor, local_target: Tensor, held: Tensor, options: _CrossEntropy, first_column: int | Tensor
+    probabilities: Tensor,
+    local_target: Tensor,
+    is_local: Tensor,
+    options: _CrossEntropy,
+    first_column: int | Tensor,
 ) -> Tensor:
     """Compute ``p - (1 - e) onehot - e / V`` in place; ``e`` is the label smoothing."""
     smoothing = options.label_smoothing
-    ones = held.unsqueeze(-1).to(probabilities.dtype)
+    ones = is_local.unsqueeze(-1).to(probabilities.dtype)
     # scatter_add_ of 0 where another rank has the label.
     probabilities.scatter_add_(-1, local_target, (smoothing - 1) * ones)
     if smoothing:
         probabilities.sub_(smoothing / options.vocab_size)
+        # e / V was subtracted from padding columns too, which have no probability and no
+        # gradient.
         padding = _padding_columns(probabilities, first_column, options)
         if padding is not None:
             probabilities.masked_fill_(padding, 0.0)

@@ -43,8 +43,9 @@ def split_along_dim(tensor: Tensor, dim: int, group: ProcessGroup | None) -> Ten
     Raises:
         ValueError: the group size does not divide the dimension.
     """
-    what = "sequence length" if tensor.dim() and dim % tensor.dim() < tensor.dim() - 1 else "last dimension"
-    require_divisible(what, tensor.size(dim), "tensor_model_parallel_size", backend.group_size(group))
+    what = _name_of_dim(tensor, dim)
+    size = backend.group_size(group)
+    require_divisible(what, tensor.size(dim), "tensor_model_parallel_size", size)
     return as_contiguous(backend.shard(tensor, dim, group))
 
 
@@ -52,7 +53,16 @@ def gather_along_dim(tensor: Tensor, dim: int, group: ProcessGroup | None) -> Te
     """Return the chunks of all ranks, concatenated along ``dim`` in rank order."""
     if backend.group_size(group) == 1:
         return tensor
+    # Collectives work along dim 0, where the ranks' chunks are contiguous in memory. For another
+    # dimension the chunk is copied to be contiguous, and the result is a strided view.
     return backend.all_gather(tensor.movedim(dim, 0), group).movedim(0, dim)
+
+
+def _name_of_dim(tensor: Tensor, dim: int) -> str:
+    """Return what ``dim`` of an activation ``[..., H]`` stands for, for messages."""
+    if tensor.dim() and dim % tensor.dim() < tensor.dim() - 1:
+        return "sequence length"
+    return "last dimension"
 
 
 def reduce_scatter_along_dim(tensor: Tensor, dim: int, group: ProcessGroup | None) -> Tensor:
@@ -64,11 +74,10 @@ def reduce_scatter_along_dim(tensor: Tensor, dim: int, group: ProcessGroup | Non
     size = backend.group_size(group)
     if size == 1:
         return tensor
-    what = "sequence length" if dim % tensor.dim() < tensor.dim() - 1 else "last dimension"
     length = tensor.size(dim)
-    pad_to = -(-length // size) * size
+    pad_to = -(-length // size) * size  # rounded up to a multiple of size
     remedy = f"pad to {pad_to} or turn sequence_parallel_enabled off"
-    require_divisible(what, length, "tensor_model_parallel_size", size, remedy)
+    require_divisible(_name_of_dim(tensor, dim), length, "tensor_model_parallel_size", size, remedy)
     return backend.reduce_scatter(tensor.movedim(dim, 0), group).movedim(0, dim)
 
 
@@ -85,12 +94,14 @@ def _gather_along_first_dim(tensor: Tensor, process_group: ProcessGroup | None =
 @contextmanager
 def _functional_mappings() -> Iterator[None]:
     """Disable in-place sums of ``reduce_from_tensor_model_parallel_region`` inside the block."""
+    # Restores the previous value instead of False: regions may be nested.
     ledger = parallel_state.gradient_ledger
-    before, ledger.functional_mappings = ledger.functional_mappings, True
+    previous = ledger.functional_mappings
+    ledger.functional_mappings = True
     try:
         yield
     finally:
-        ledger.functional_mappings = before
+        ledger.functional_mappings = previous
 
 
 def functional_contexts() -> ContextPair:
@@ -134,7 +145,8 @@ class _Reduce(torch.autograd.Function):
 class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
-        ctx.dim, ctx.group = dim, group
+        ctx.dim = dim
+        ctx.group = group
         return split_along_dim(tensor, dim, group)
 
     @staticmethod
@@ -146,23 +158,30 @@ class _Split(torch.autograd.Function):
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: ProcessGroup | None, dim: int, reduce_grad: bool) -> Tensor:
-        ctx.dim, ctx.group, ctx.reduce_grad = dim, group, reduce_grad
+        ctx.dim = dim
+        ctx.group = group
+        ctx.reduce_grad = reduce_grad
         return gather_along_dim(tensor, dim, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        shard = reduce_scatter_along_dim if ctx.reduce_grad else split_along_dim
-        return shard(grad, ctx.dim, ctx.group), None, None, None
+        # Partial gradients are summed; equal gradients are only split, without communication.
+        if ctx.reduce_grad:
+            grad = reduce_scatter_along_dim(grad, ctx.dim, ctx.group)
+        else:
+            grad = split_along_dim(grad, ctx.dim, ctx.group)
+        return grad, None, None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: ProcessGroup | None, dim: int, dtype: torch.dtype | None) -> Tensor:
-        ctx.dim, ctx.group = dim, group
+        ctx.dim = dim
+        ctx.group = group
         # The reduction runs in ``dtype``; the result is cast back to the tensor's dtype.
-        wide = tensor if dtype is None else tensor.to(dtype)
-        return as_dtype(reduce_scatter_along_dim(wide, dim, group), tensor.dtype)
+        terms = tensor if dtype is None else tensor.to(dtype)
+        return as_dtype(reduce_scatter_along_dim(terms, dim, group), tensor.dtype)
 
     @staticmethod
     @once_differentiable
@@ -182,8 +201,16 @@ class _AllToAll(torch.autograd.Function):
         return backend.all_to_all(grad, ctx.group), None
 
 
-def _apply(function: type[torch.autograd.Function], tensor: Tensor, group: ProcessGroup | None, *args: Any) -> Tensor:
-    return tensor if backend.group_size(group) == 1 else cast(Tensor, function.apply(tensor, group, *args))
+def _apply(
+    function: type[torch.autograd.Function],
+    tensor: Tensor,
+    group: ProcessGroup | None,
+    *args: Any,
+) -> Tensor:
+    """Apply a mapping; in a group of one rank every mapping is the identity, without a graph node."""
+    if backend.group_size(group) == 1:
+        return tensor
+    return cast(Tensor, function.apply(tensor, group, *args))
 
 
 # Tensor region
@@ -214,8 +241,12 @@ def reduce_from_tensor_model_parallel_region(tensor: Tensor, process_group: Proc
             (``expand``), is a gradient that was summed already, or is a part of such a gradient.
     """
     group = resolve_group(process_group)
+    # neuronx-distributed's function is in place, and scripts for it drop the result when they sum
+    # gradients. Autograd would reject the write to a tensor that it has saved, and a group of one
+    # rank has nothing to sum.
     is_recorded = torch.is_grad_enabled() and tensor.requires_grad
-    if is_recorded or parallel_state.gradient_ledger.functional_mappings or backend.group_size(group) == 1:
+    is_functional = is_recorded or parallel_state.gradient_ledger.functional_mappings
+    if is_functional or backend.group_size(group) == 1:
         return _apply(_Reduce, tensor, group)
     return _reduce_in_place(tensor, group)
 
@@ -233,7 +264,10 @@ def reduce_from_context_model_parallel_region(tensor: Tensor, process_group: Pro
     See ``reduce_from_tensor_model_parallel_region``.
     """
     group = process_group or parallel_state.get_context_model_parallel_group()
-    return tensor if group is None else reduce_from_tensor_model_parallel_region(tensor, group)
+    # None is the group of one rank here; the function below would take the tensor-parallel group.
+    if group is None:
+        return tensor
+    return reduce_from_tensor_model_parallel_region(tensor, group)
 
 
 # A graph break for torch.compile: a traced in-place sum could not be recorded in the gradient
@@ -241,10 +275,11 @@ def reduce_from_context_model_parallel_region(tensor: Tensor, process_group: Pro
 @_disable_dynamo
 @torch.no_grad()
 def _reduce_in_place(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
-    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+    strides = zip(tensor.stride(), tensor.shape, strict=True)
+    if any(stride == 0 and size > 1 for stride, size in strides):
         raise ValueError(
-            f"a tensor of shape {list(tensor.shape)} and strides {list(tensor.stride())} has several elements in one "
-            "place and cannot become the sum: pass tensor.contiguous()"
+            f"a tensor of shape {list(tensor.shape)} and strides {list(tensor.stride())} has several "
+            "elements in one place and cannot become the sum: pass tensor.contiguous()"
         )
     over_tensor_ranks = group is not None and _is_tensor_parallel(group)
     with parallel_state.gradient_ledger.writing_sum(tensor, over_tensor_ranks=over_tensor_ranks):

@@ -33,19 +33,22 @@ def describe_output_projections(model: nn.Module, *, strict: bool = True) -> Non
     """
     for name, parent in model.named_modules():
         for projection in parent.children():
-            stride, query_size = getattr(projection, "rank_stride", 1), getattr(projection, "query_size", None)
+            stride = getattr(projection, "rank_stride", 1)
+            query_size = getattr(projection, "query_size", None)
             if query_size is None or stride == 1 or getattr(projection, "gather_output", False):
                 continue  # gathered outputs are in the full order
             rows = [layer for layer in parent.children() if _reads(layer, query_size)]
+            # Built with ``rank_stride``, or set by an earlier call: nothing to do.
             if any(layer.rank_stride == stride for layer in rows):
                 continue
             if len(rows) == 1:
                 _describe(rows[0], stride)
             elif strict:
                 raise ValueError(
-                    f"{name or type(parent).__name__} has query heads on ranks {stride} apart and {len(rows)} row-"
-                    f"parallel layers with {query_size} inputs: build the output projection, one of them, by "
-                    f"RowParallelLinear(..., rank_stride={stride}), in the module that has the QKV projection"
+                    f"{name or type(parent).__name__} has query heads on ranks {stride} apart and "
+                    f"{len(rows)} row-parallel layers with {query_size} inputs: build the output "
+                    f"projection, one of them, by RowParallelLinear(..., rank_stride={stride}), in the "
+                    "module that has the QKV projection"
                 )
 
 
@@ -54,13 +57,17 @@ def _reads(layer: nn.Module, query_size: int) -> Any:
 
     A layer that splits a full input itself is not: its input is in the full order.
     """
-    is_row_parallel = isinstance(layer, BaseParallelLinear) and layer.weight_partition_dim == 1
-    return is_row_parallel and getattr(layer, "input_is_parallel", False) and layer.full_input_size == query_size
+    if not isinstance(layer, BaseParallelLinear) or layer.weight_partition_dim != 1:
+        return False
+    return getattr(layer, "input_is_parallel", False) and layer.full_input_size == query_size
 
 
 def _describe(layer: Any, rank_stride: int) -> None:
     """Set ``rank_stride`` of ``layer`` and the shard attributes that depend on it."""
-    layer.rank_stride, weight = rank_stride, layer.weight
+    # ``partition_index`` depends on the stride: which columns of the full weight this rank holds.
+    # Every other attribute is the one that the layer was built with.
+    layer.rank_stride = rank_stride
+    weight = layer.weight
     set_tensor_model_parallel_attributes(
         weight,
         True,

@@ -25,7 +25,7 @@ from nxd_memopt.parallel_layers.grads import (
 from nxd_memopt.parallel_layers.parallel_state import gradient_ledger
 
 _BUCKET_BYTES = 25 << 20  # as in DistributedDataParallel: the last bucket overlaps with nothing
-_MOST_UNDER_WAY = 4  # a bucket in progress needs two flat copies of its gradients: input and result
+_MAX_IN_PROGRESS = 4  # buckets; each needs two flat copies of its gradients, input and result
 
 
 class OverlappedGradientReduction:
@@ -51,22 +51,27 @@ class OverlappedGradientReduction:
 
     def __init__(self, source: ParameterSource, *, bucket_bytes: int = _BUCKET_BYTES) -> None:
         params = [param for param in reversed(parameters_of(source)) if param.requires_grad]
-        # Sequence-parallel parameters need two reductions, so they have their own buckets. Buckets
-        # are sorted by the parameter that backward reaches last.
+        # Sequence-parallel parameters need two reductions, so they have their own buckets.
+        # Buckets are sorted by the parameter that backward reaches last.
         gradient_ledger.track(params)
         shards = [param for param in params if is_sequence_parallel(param)]
-        others = [param for param in params if not is_sequence_parallel(param)]
-        if parallel_state.get_data_parallel_size() == 1:
-            others = []
-        places = {id(param): place for place, param in enumerate(params)}
-        kinds = ([kind[i] for i in ids] for kind in (shards, others) for ids in bucket_indices(kind, bucket_bytes))
-        self._buckets = sorted(map(_Bucket, kinds), key=lambda bucket: max(places[id(p)] for p in bucket.params))
-        self._under_way: deque[_Bucket] = deque()
-        self._armed = False
+        # Without data parallelism the remaining gradients are complete: they need no bucket.
+        remaining: list[Tensor] = []
+        if parallel_state.get_data_parallel_size() > 1:
+            remaining = [param for param in params if not is_sequence_parallel(param)]
+        buckets: list[_Bucket] = []
+        for kind in (shards, remaining):
+            for indices in bucket_indices(kind, bucket_bytes):
+                buckets.append(_Bucket([kind[i] for i in indices]))
+        position = {id(param): i for i, param in enumerate(params)}
+        self._buckets = sorted(buckets, key=lambda bucket: max(position[id(param)] for param in bucket.params))
+        self._in_progress: deque[_Bucket] = deque()
+        self._is_reducing = False
         self._hooks = []
-        for place, bucket in enumerate(self._buckets):
+        for index, bucket in enumerate(self._buckets):
             for param in bucket.params:
-                self._hooks.append(param.register_post_accumulate_grad_hook(_hook(weakref.ref(self), place)))
+                hook = _hook(weakref.ref(self), index)
+                self._hooks.append(param.register_post_accumulate_grad_hook(hook))
 
     @contextmanager
     def last_backward(self) -> Iterator[None]:
@@ -78,16 +83,18 @@ class OverlappedGradientReduction:
         Raises:
             RuntimeError: nested use.
         """
-        if self._armed:
+        if self._is_reducing:
             raise RuntimeError("last_backward() inside last_backward(): one backward completes the gradients")
         for bucket in self._buckets:
             bucket.reset()
-        self._under_way.clear()
-        self._armed = True
+        self._in_progress.clear()
+        self._is_reducing = True
         try:
             yield
         finally:
-            self._armed = False
+            self._is_reducing = False
+        # Skipped if the block raised: its gradients are incomplete. What was started then is
+        # dropped by the next ``last_backward``.
         self._start(self._buckets)
         for bucket in self._buckets:
             bucket.finish()
@@ -101,37 +108,38 @@ class OverlappedGradientReduction:
             hook.remove()
         self._hooks.clear()
 
-    def _arrived(self, bucket: _Bucket, param: Tensor) -> None:
+    def _on_gradient(self, bucket: _Bucket, param: Tensor) -> None:
         """Mark ``param`` as arrived and start the buckets that were complete before.
 
         The bucket of ``param`` itself starts later, because other hooks of ``param`` may not have
         run yet, such as the one that adds to ``main_grad``.
         """
-        if not self._armed:
+        if not self._is_reducing:
             return
         # Only the leading complete buckets: every rank must start collectives in the same order.
         self._start(itertools.takewhile(lambda each: not each.missing, self._buckets))
         if id(param) not in bucket.missing:
             raise RuntimeError(
-                f"a second gradient of a parameter of shape {list(param.shape)} in one last_backward(): the first may "
-                "have been reduced already; call backward() once inside"
+                f"a second gradient of a parameter of shape {list(param.shape)} in one "
+                "last_backward(): the first may have been reduced already; call backward() once inside"
             )
         bucket.missing.remove(id(param))
 
     def _start(self, buckets: Iterable[_Bucket]) -> None:
-        # Give running buckets their second reduction, start the given ones, limit those in
-        # progress.
-        for bucket in self._under_way:
-            bucket.go_on()
+        # Buckets in progress first start their second reduction, if any: it waits for the first
+        # one, which has run since the last gradient arrived. The limit bounds memory: each bucket
+        # in progress needs two flat copies of its gradients.
+        for bucket in self._in_progress:
+            bucket.start_next()
         for bucket in buckets:
             if not bucket.is_started:
                 bucket.start()
-                self._under_way.append(bucket)
-        while len(self._under_way) > _MOST_UNDER_WAY:
-            self._under_way.popleft().finish()
+                self._in_progress.append(bucket)
+        while len(self._in_progress) > _MAX_IN_PROGRESS:
+            self._in_progress.popleft().finish()
 
 
-def _hook(owner: weakref.ref[OverlappedGradientReduction], place: int) -> Callable[[Tensor], None]:
+def _hook(owner: weakref.ref[OverlappedGradientReduction], index: int) -> Callable[[Tensor], None]:
     """Return a hook that holds a weak reference to ``owner``.
 
     A reference cycle through autograd hooks is never garbage-collected.
@@ -140,30 +148,31 @@ def _hook(owner: weakref.ref[OverlappedGradientReduction], place: int) -> Callab
     def arrived(param: Tensor) -> None:
         reduction = owner()
         if reduction is not None:
-            reduction._arrived(reduction._buckets[place], param)
+            reduction._on_gradient(reduction._buckets[index], param)
 
     return arrived
 
 
-class _Flight:
+class _FlatReduction:
     """Gradients that are reduced as one flat tensor, over one process group after another."""
 
     def __init__(self, grads: Sequence[Tensor], groups: Sequence[ProcessGroup | None]) -> None:
         self._grads = grads
         first, *self._groups = groups
         flat = torch.cat([grad.detach().reshape(-1) for grad in grads])
-        # The average over data ranks; the sum over sequence shards is linear, so the order is free.
+        # The average over data ranks; the sum over sequence shards is linear, so the order is
+        # free.
         flat /= parallel_state.get_data_parallel_size()
         self._pending = backend.all_reduce_async(flat, first)
 
-    def go_on(self) -> None:
+    def start_next(self) -> None:
         """Start the second reduction, if any; wait for the first one, which ran meanwhile."""
         if self._groups:
             self._pending = backend.all_reduce_async(self._pending.wait(), self._groups.pop(0))
 
     def finish(self) -> None:
         """Wait for the last reduction and copy the results into the gradients."""
-        self.go_on()
+        self.start_next()
         reduced = split_sizes(self._pending.wait(), [grad.numel() for grad in self._grads])
         for grad, result in zip(self._grads, reduced, strict=True):
             grad.detach().copy_(result.view_as(grad))
@@ -180,7 +189,7 @@ class _Bucket:
         """Expect all gradients again; call before each reduced backward."""
         self.missing = {id(param) for param in self.params}
         self.is_started = False
-        self._flights: list[_Flight] = []
+        self._reductions: list[_FlatReduction] = []
 
     def start(self) -> None:
         """Start reducing the existing gradients; sums over sequence shards are only averaged."""
@@ -191,25 +200,28 @@ class _Bucket:
         sums: list[Tensor] = []
         for param in self.params:
             grad = gradient_of(param)
-            if grad is not None:
-                # An earlier sum over sequence shards is kept if no gradient was added since.
-                is_part = self._is_summed_over_tensor_ranks and gradient_ledger.needs_sum(param)
-                (parts if is_part else sums).append(grad)
+            if grad is None:
+                continue
+            # An earlier sum over sequence shards stays valid if no gradient was added since.
+            if self._is_summed_over_tensor_ranks and gradient_ledger.needs_sum(param):
+                parts.append(grad)
+            else:
+                sums.append(grad)
         if parts:
-            self._flights.append(_Flight(parts, [over_tensor, over_data]))
+            self._reductions.append(_FlatReduction(parts, [over_tensor, over_data]))
         if sums and parallel_state.get_data_parallel_size() > 1:
-            self._flights.append(_Flight(sums, [over_data]))
+            self._reductions.append(_FlatReduction(sums, [over_data]))
 
-    def go_on(self) -> None:
-        """Start the second reduction of each flight, where there is one."""
-        for flight in self._flights:
-            flight.go_on()
+    def start_next(self) -> None:
+        """Start the second reduction of the gradients that need one."""
+        for reduction in self._reductions:
+            reduction.start_next()
 
     def finish(self) -> None:
-        """Wait for all flights and copy the results into the gradients."""
-        for flight in self._flights:
-            flight.finish()
-        self._flights.clear()
+        """Wait for all reductions and copy the results into the gradients."""
+        for reduction in self._reductions:
+            reduction.finish()
+        self._reductions.clear()
 
     def mark(self) -> None:
         """Record the sums over sequence shards, so that the functions of ``grads`` skip them."""
@@ -218,4 +230,6 @@ class _Bucket:
 
     @property
     def _is_summed_over_tensor_ranks(self) -> bool:
-        return is_sequence_parallel(self.params[0]) and parallel_state.get_tensor_model_parallel_size() > 1
+        # All parameters of a bucket are tagged, or none is.
+        is_tagged = is_sequence_parallel(self.params[0])
+        return is_tagged and parallel_state.get_tensor_model_parallel_size() > 1

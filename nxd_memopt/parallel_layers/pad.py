@@ -44,8 +44,13 @@ def pad_model(
     """
     ratio = (n_heads + get_number_of_extra_heads(n_heads, tp_degree)) / n_heads
     classes = tuple(wrapped_classes)
-    roots = [m for m in model.modules() if isinstance(m, classes)] if classes else [model]
-    for module in dict.fromkeys(module for root in roots for module in root.modules()):
+    roots = [model]
+    if classes:
+        roots = [module for module in model.modules() if isinstance(module, classes)]
+    # Wrapped modules may contain each other: dict.fromkeys visits each module once, in order.
+    # Padding a layer twice would multiply its size by the ratio twice.
+    modules = dict.fromkeys(module for root in roots for module in root.modules())
+    for module in modules:
         if pad_hook_fn is not None:
             pad_hook_fn(module, ratio)
         if isinstance(module, ColumnParallelLinear | RowParallelLinear):
@@ -54,27 +59,34 @@ def pad_model(
 
 
 def _pad_linear(layer: ColumnParallelLinear | RowParallelLinear, ratio: float) -> None:
-    dim = 0 if isinstance(layer, ColumnParallelLinear) else 1
-    layer.weight = _grown(layer.weight, dim, ratio)
+    # Zero output rows with zero biases give zero heads, which zero input columns of the following
+    # row-parallel layer ignore: the model computes the same function as before.
     if isinstance(layer, ColumnParallelLinear):
-        layer.bias = layer.bias if layer.bias is None else _grown(layer.bias, 0, ratio)
+        layer.weight = _padded(layer.weight, 0, ratio)
+        if layer.bias is not None:
+            layer.bias = _padded(layer.bias, 0, ratio)
         layer.output_size_per_partition = layer.weight.size(0)
     else:
+        # The bias of a row-parallel layer belongs to its output, which stays as it is.
+        layer.weight = _padded(layer.weight, 1, ratio)
         layer.input_size_per_partition = layer.weight.size(1)
 
 
-def _grown(param: nn.Parameter, dim: int, ratio: float) -> nn.Parameter:
+def _padded(param: nn.Parameter, dim: int, ratio: float) -> nn.Parameter:
     """Return ``param`` with zeros appended along ``dim`` and the shard attributes updated."""
     extra = round(param.size(dim) * ratio) - param.size(dim)
-    padding = (0, extra) if dim == param.dim() - 1 else (0, 0, 0, extra)
-    grown = nn.Parameter(F.pad(param.detach(), padding), requires_grad=param.requires_grad)
-    copy_tensor_model_parallel_attributes(grown, param)
+    # F.pad takes (before, after) of the last dimension first, then of the dimension before it.
+    padding = (0, extra)
+    if dim < param.dim() - 1:
+        padding = (0, 0, 0, extra)
+    padded = nn.Parameter(F.pad(param.detach(), padding), requires_grad=param.requires_grad)
+    copy_tensor_model_parallel_attributes(padded, param)
     # Each shard ends with zeros, so checkpoints written from now on have the padded full shape.
-    description: Any = grown
+    description: Any = padded
     full_shape = list(description.full_shape)
-    full_shape[dim] = grown.size(dim) * description.num_partitions
+    full_shape[dim] = padded.size(dim) * description.num_partitions
     description.full_shape = tuple(full_shape)
-    return grown
+    return padded
 
 
 def generate_padding_mask(

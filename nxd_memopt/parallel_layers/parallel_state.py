@@ -95,13 +95,25 @@ def initialize_model_parallel(
     if model_parallel_is_initialized() and not mesh_only:
         raise RuntimeError("model parallelism is initialized already: call destroy_model_parallel() first")
     world_size = get_world_size()
-    tensor, pipeline = tensor_model_parallel_size, pipeline_model_parallel_size
-    context, expert = context_parallel_size, expert_model_parallel_size
+    tensor = tensor_model_parallel_size
+    pipeline = pipeline_model_parallel_size
+    context = context_parallel_size
+    expert = expert_model_parallel_size
+    # One world, two grids: dense layers divide the ranks that are not tensor- or
+    # pipeline-parallel into data x context, expert layers into expert data x expert. Both have
+    # the same tensor- and pipeline-parallel groups, so the dense grid may overwrite those of the
+    # expert grid.
     order = backend.device_order(world_size, tensor)
     data = remaining_ranks(world_size, tensor=tensor, pipeline=pipeline, context=context)
     expert_data = remaining_ranks(world_size, tensor=tensor, pipeline=pipeline, expert=expert)
-    dense = rank_grid({"pipeline": pipeline, "data": data, "context": context, "tensor": tensor}, order)
-    sparse = rank_grid({"pipeline": pipeline, "expert_data": expert_data, "expert": expert, "tensor": tensor}, order)
+    dense = rank_grid(
+        {"pipeline": pipeline, "data": data, "context": context, "tensor": tensor},
+        order,
+    )
+    sparse = rank_grid(
+        {"pipeline": pipeline, "expert_data": expert_data, "expert": expert, "tensor": tensor},
+        order,
+    )
     grid = {**sparse, **dense, "world": [list(range(world_size))]}
     if not mesh_only:
         if not skip_collective_init:
@@ -111,19 +123,28 @@ def initialize_model_parallel(
 
 
 def _create_axis(rank_groups: RankGroups) -> _Axis:
-    mine = next(ranks for ranks in rank_groups if get_global_rank() in ranks)
-    group = backend.new_group(rank_groups) if dist.is_initialized() else None
-    return _Axis(rank_groups, mine, group)
+    own_ranks = next(ranks for ranks in rank_groups if get_global_rank() in ranks)
+    # Every rank passes the groups of all ranks: creating a group is collective over the world,
+    # and torch_xla's collectives name all groups of the partition.
+    group = None
+    if dist.is_initialized():
+        group = backend.new_group(rank_groups)
+    return _Axis(rank_groups, own_ranks, group)
 
 
 def destroy_model_parallel() -> None:
     """Destroy every group and random stream; the default process group of the world stays."""
+    # First the backend's resources of the groups, such as peer memory, which need them to be
+    # alive.
     backend.release_groups()
     for axis in _all_axes():
         if axis.group is not None and dist.is_initialized():
             dist.destroy_process_group(axis.group)
-    _STATE.axes, _STATE.other_groups, _STATE.rng_states = {}, [], {}
-    _STATE.kv_groups, _STATE.kv_rank_strides = {}, {}
+    _STATE.axes = {}
+    _STATE.other_groups = []
+    _STATE.rng_states = {}
+    _STATE.kv_groups = {}
+    _STATE.kv_rank_strides = {}
 
 
 def _all_axes() -> list[_Axis]:
@@ -137,6 +158,8 @@ def model_parallel_is_initialized() -> bool:
 def _axis(name: str) -> _Axis:
     if name in _STATE.axes:
         return _STATE.axes[name]
+    # A single process needs no groups. With several, T = 1 would be a silent fallback: each rank
+    # would train a model of its own.
     if get_world_size() > 1:
         raise RuntimeError(
             f"{get_world_size()} processes are running but model parallelism is not initialized: "
@@ -157,6 +180,7 @@ def process_groups() -> list[ProcessGroup]:
 
 def group_of(rank_groups: RankGroups) -> ProcessGroup | None:
     """Return this rank's group of a partition of the world, created if needed. Every rank calls."""
+    # An existing group of the same ranks is shared: communicators need memory on the device.
     for axis in _all_axes():
         if axis.rank_groups == rank_groups:
             return axis.group
@@ -179,12 +203,15 @@ def initialize_kv_group(kv_shared_group_size: int = 1, sequential_ranks_in_group
     Raises:
         ValueError: size does not divide T, or the groups exist with another order of ranks.
     """
+    # The order of the ranks is that of the query heads (``rank_order``). Layers that were built
+    # with another order have other heads: existing groups are not replaced.
     stride = kv_rank_stride(kv_shared_group_size)
     if sequential_ranks_in_group and stride > 1:
         if kv_shared_group_size in _STATE.kv_groups:
             raise ValueError(
-                f"KV groups of size {kv_shared_group_size} exist with ranks {stride} apart: call initialize_kv_group "
-                "with sequential_ranks_in_group=True before layers are built, or destroy_kv_group() first"
+                f"KV groups of size {kv_shared_group_size} exist with ranks {stride} apart: call "
+                "initialize_kv_group with sequential_ranks_in_group=True before layers are built, or "
+                "destroy_kv_group() first"
             )
         stride = 1
     if kv_shared_group_size not in _STATE.kv_groups:
@@ -233,7 +260,8 @@ def destroy_kv_group() -> None:
     for axis in _STATE.kv_groups.values():
         if axis.group is not None and dist.is_initialized():
             dist.destroy_process_group(axis.group)
-    _STATE.kv_groups, _STATE.kv_rank_strides = {}, {}
+    _STATE.kv_groups = {}
+    _STATE.kv_rank_strides = {}
 
 
 def initialize_token_shuffle_group(token_shuffle_group_size: int = 1) -> None:
@@ -244,7 +272,10 @@ def initialize_token_shuffle_group(token_shuffle_group_size: int = 1) -> None:
     """
     size = token_shuffle_group_size
     require_divisible("data-parallel size", get_data_parallel_size(), "token_shuffle_group_size", size)
-    runs = [ranks[i : i + size] for ranks in get_data_parallel_replica_groups() for i in range(0, len(ranks), size)]
+    runs: RankGroups = []
+    for ranks in get_data_parallel_replica_groups():
+        for start in range(0, len(ranks), size):
+            runs.append(ranks[start : start + size])
     _STATE.axes["token_shuffle"] = _create_axis(runs)
 
 
@@ -347,13 +378,19 @@ def get_context_model_parallel_src_tgt_pairs() -> RankGroups:
 def get_zero1_sharding_groups() -> RankGroups:
     """Return groups with equal parameters: same pipeline stage and same tensor-parallel rank."""
     context_groups = get_context_model_parallel_replica_groups()
-    stages, copies = get_pipeline_model_parallel_size(), get_data_parallel_size()
-    stride = len(context_groups) // (stages * copies)  # context groups are ordered [stage, data, tensor]
-    return [
-        [rank for copy in range(copies) for rank in context_groups[(stage * copies + copy) * stride + tensor]]
-        for stage in range(stages)
-        for tensor in range(stride)
-    ]
+    stages = get_pipeline_model_parallel_size()
+    data_size = get_data_parallel_size()
+    # Context groups are ordered [stage, data, tensor]: the group of one stage, data rank and
+    # tensor rank is ``tensor_size`` positions before that of the next data rank.
+    tensor_size = len(context_groups) // (stages * data_size)
+    groups: RankGroups = []
+    for stage in range(stages):
+        for tensor in range(tensor_size):
+            group: list[int] = []
+            for data in range(data_size):
+                group += context_groups[(stage * data_size + data) * tensor_size + tensor]
+            groups.append(group)
+    return groups
 
 
 def get_expert_model_parallel_group(as_list: bool = False) -> Group:
@@ -394,7 +431,6 @@ def is_global_rank_zero() -> bool:
 
 def rmsg(message: str) -> str:
     """Prefix ``message`` with this rank's coordinates, for logs of many ranks."""
-    coordinates = "_".join(
-        f"{name}{_axis(axis).rank}" for name, axis in (("pp", "pipeline"), ("tp", "tensor"), ("dp", "data"))
-    )
+    axes = (("pp", "pipeline"), ("tp", "tensor"), ("dp", "data"))
+    coordinates = "_".join(f"{name}{_axis(axis).rank}" for name, axis in axes)
     return f"[rank_{get_global_rank()}_{coordinates}] {message}"

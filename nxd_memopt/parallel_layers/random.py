@@ -27,6 +27,8 @@ class RNGStatesTracker:
 
     def add(self, name: str, seed: int) -> None:
         """Create the stream ``name`` with ``seed``; the device generator is left unchanged."""
+        # A stream is a saved state of the one device generator: seed it, take the state, restore
+        # it.
         before = backend.get_rng_state()
         backend.manual_seed(seed)
         parallel_state.rng_states()[name] = backend.get_rng_state()
@@ -50,6 +52,8 @@ class RNGStatesTracker:
         states = parallel_state.rng_states()
         if name not in states:
             raise RuntimeError(f"random stream {name!r} is not seeded: call model_parallel_manual_seed(seed) first")
+        # The stream continues where its last block ended, also if this block raises; the default
+        # generator, which all tensor-parallel ranks share, does not see the draws.
         before = backend.get_rng_state()
         backend.set_rng_state(states[name])
         try:
@@ -94,6 +98,9 @@ def replay_contexts() -> ContextPair:
 
     They handle the tracker's streams; the backend's ``checkpoint`` handles the default generator.
     """
+    # Recorded when forward begins and restored for the recomputation. Afterwards the streams
+    # continue from their state in backward: the recomputed draws happened once in the sequence,
+    # not twice.
     tracker = get_rng_tracker()
     at_forward: dict[str, Tensor] = {}
 

@@ -13,6 +13,7 @@ Layouts, with ``XX`` a rank of at least two digits:
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,10 @@ from typing import Literal
 
 _TRAINER = re.compile(r"dp_rank_(?P<dp>\d+)_tp_rank_(?P<tp>\d+)_pp_rank_(?P<pp>\d+)\.pt")
 _PATTERNS = {
-    "model": (_TRAINER, re.compile(r"tp_rank_(?P<tp>\d+)_pp_rank_(?P<pp>\d+)(_dp_rank_(?P<dp>\d+))?")),
+    "model": (
+        _TRAINER,
+        re.compile(r"tp_rank_(?P<tp>\d+)_pp_rank_(?P<pp>\d+)(_dp_rank_(?P<dp>\d+))?"),
+    ),
     "optim": (
         _TRAINER,
         re.compile(r"optim\.dp_rank_(?P<dp>\d+)\.tp_rank_(?P<tp>\d+)"),
@@ -60,7 +64,9 @@ class RankFiles:
         """
         ranks = (data_rank, tensor_rank, pipeline_rank)
         if ranks not in self.files:
-            raise ValueError(f"{self.directory} has no file of {_spell(ranks)}: it was written with {self.sizes()}")
+            raise ValueError(
+                f"{self.directory} has no file of {_format_ranks(ranks)}: it was written with {self.sizes()}"
+            )
         return self.files[ranks]
 
     def sizes(self) -> str:
@@ -89,6 +95,7 @@ def find_rank_files(directory: str | Path, kind: Literal["model", "optim"] = "mo
         raise ValueError(f"{path} is not a directory: pass the one that holds the rank files")
     names = sorted(entry.name for entry in path.iterdir())
     _refuse_other_layouts(path, names)
+    # Each pattern is one layout. With files of two layouts it is unknown which save is meant.
     found = [_match(path, names, pattern) for pattern in _PATTERNS[kind]]
     layouts = [files for files in found if files]
     if not layouts:
@@ -106,14 +113,15 @@ def _refuse_other_layouts(path: Path, names: list[str]) -> None:
     distributed = [name for name in names if name in _DISTRIBUTED_CHECKPOINT]
     if distributed:
         raise ValueError(
-            f"{path} holds {distributed[0]}, a torch.distributed.checkpoint of use_zero1_dcp=True, whose metadata is a "
-            "pickle: save the optimizer with neuronx-distributed and use_zero1_dcp=False"
+            f"{path} holds {distributed[0]}, a torch.distributed.checkpoint of use_zero1_dcp=True, "
+            "whose metadata is a pickle: save the optimizer with neuronx-distributed and "
+            "use_zero1_dcp=False"
         )
     expert = [name for name in names if _EXPERT_PARALLEL.fullmatch(name)]
     if expert:
         raise ValueError(
-            f"{path} holds {expert[0]}, a file of an expert-parallel rank, which is not supported: save it with "
-            "expert_model_parallel_size 1"
+            f"{path} holds {expert[0]}, a file of an expert-parallel rank, which is not supported: "
+            "save it with expert_model_parallel_size 1"
         )
 
 
@@ -126,17 +134,21 @@ def _match(path: Path, names: list[str], pattern: re.Pattern[str]) -> dict[Ranks
     files: dict[Ranks, Path] = {}
     for name in names:
         match = pattern.fullmatch(name)
-        if match:
-            groups = match.groupdict()
-            ranks = (int(groups.get("dp") or 0), int(groups["tp"]), int(groups.get("pp") or 0))
-            if ranks in files:
-                other = files[ranks].relative_to(path).parts[0]
-                raise ValueError(
-                    f"{path} holds two files of {_spell(ranks)}, {other} and {name}: remove the one of another save"
-                )
-            # A directory has torch.save's checkpoint.pt; a file is xser or the trainer's.
-            nested = path / name / "checkpoint.pt"
-            files[ranks] = nested if (path / name).is_dir() else path / name
+        if not match:
+            continue
+        groups = match.groupdict()
+        ranks = (int(groups.get("dp") or 0), int(groups["tp"]), int(groups.get("pp") or 0))
+        # E.g. names with and without ``_dp_rank_00``: reading either file would be a guess.
+        if ranks in files:
+            other = files[ranks].relative_to(path).parts[0]
+            raise ValueError(
+                f"{path} holds two files of {_format_ranks(ranks)}, {other} and {name}: remove the one of another save"
+            )
+        # A directory has torch.save's checkpoint.pt; a file is xser or the trainer's.
+        file = path / name
+        if file.is_dir():
+            file /= "checkpoint.pt"
+        files[ranks] = file
     return files
 
 
@@ -146,16 +158,22 @@ def _complete(path: Path, files: dict[Ranks, Path]) -> RankFiles:
     Raises:
         ValueError: a rank's file is missing.
     """
+    # The sizes of the run that wrote the files follow from the largest ranks. Files that are
+    # missing at the end are not noticed here: readers check the sizes against shapes.
     data, tensor, pipeline = (1 + max(ranks[i] for ranks in files) for i in range(3))
-    wanted = [(d, t, p) for d in range(data) for t in range(tensor) for p in range(pipeline)]
-    missing = [_spell(ranks) for ranks in wanted if ranks not in files or not files[ranks].is_file()]
+    expected = list(itertools.product(range(data), range(tensor), range(pipeline)))
+    missing: list[str] = []
+    for ranks in expected:
+        if ranks not in files or not files[ranks].is_file():
+            missing.append(_format_ranks(ranks))
     if missing:
+        last = _format_ranks((data - 1, tensor - 1, pipeline - 1))
         raise ValueError(
-            f"{path} has files of ranks up to {_spell((data - 1, tensor - 1, pipeline - 1))} but lacks "
-            f"{len(missing)} of {len(wanted)}: {missing[:5]}: copy the missing files, or save the checkpoint again"
+            f"{path} has files of ranks up to {last} but lacks {len(missing)} of {len(expected)}: "
+            f"{missing[:5]}: copy the missing files, or save the checkpoint again"
         )
     return RankFiles(path, files, data, tensor, pipeline)
 
 
-def _spell(ranks: Ranks) -> str:
+def _format_ranks(ranks: Ranks) -> str:
     return "dp_rank {} tp_rank {} pp_rank {}".format(*ranks)

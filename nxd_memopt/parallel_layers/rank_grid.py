@@ -16,7 +16,7 @@ def rank_grid(sizes: dict[str, int], device_order: list[int]) -> dict[str, RankG
     stride = len(device_order)
     for name, size in sizes.items():
         # Neighbors along this dimension are ``stride`` positions apart; groups start where the
-        # coordinate of this dimension is 0.
+        # coordinate of this dimension, (i // stride) % size, is 0.
         stride //= size
         starts = [i for i in range(len(device_order)) if (i // stride) % size == 0]
         groups[name] = [[device_order[start + j * stride] for j in range(size)] for start in starts]

@@ -52,13 +52,16 @@ def replica_ranks(size: int, replicas: int, rank_stride: int) -> list[list[int]]
     ``replica_ranks(32, 4, 8)`` is ``[[0, 8, 16, 24], [1, 9, 17, 25], ...]``.
     ``replica_ranks(32, 4, 1)`` is ``[[0, 1, 2, 3], [4, 5, 6, 7], ...]``.
     """
-    return [
-        sorted(rank_at_position(position, size, rank_stride) for position in range(first, first + replicas))
-        for first in range(0, size, replicas)
-    ]
+    groups: list[list[int]] = []
+    for first in range(0, size, replicas):
+        positions = range(first, first + replicas)
+        groups.append(sorted(rank_at_position(i, size, rank_stride) for i in positions))
+    return groups
 
 
 def replica_groups(tensor_groups: list[list[int]], replicas: int, rank_stride: int) -> list[list[int]]:
     """Return ``replica_ranks`` of each tensor-parallel group, as global ranks."""
-    places = replica_ranks(len(tensor_groups[0]), replicas, rank_stride)
-    return [[ranks[place] for place in group] for ranks in tensor_groups for group in places]
+    # ``replica_ranks`` counts within one tensor-parallel group; its numbers index that group's
+    # ranks.
+    local_groups = replica_ranks(len(tensor_groups[0]), replicas, rank_stride)
+    return [[ranks[i] for i in group] for ranks in tensor_groups for group in local_groups]

@@ -46,7 +46,9 @@ class StoredTensor:
     """
 
     def __init__(self, path: Path, tid: int, info: Mapping[str, Any]) -> None:
-        self.path, self.tid, self.info = path, tid, info
+        self.path = path
+        self.tid = tid
+        self.info = info
 
     @property
     def file(self) -> Path:
@@ -62,12 +64,19 @@ class StoredTensor:
         """
         if not self.file.is_file():
             raise ValueError(self._describe_missing())
+        # Mapped, so that a reader of a slice reads only the pages of that slice.
         tensor = _load(self.file, mmap=True)
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{self.file} holds a {type(tensor).__name__}, not a tensor: copy or save it again")
-        for name, stored in (("shape", tuple(tensor.shape)), ("dtype", tensor.dtype)):
-            expected = self.info.get(name, stored)
-            expected = tuple(expected) if name == "shape" else expected
+        # tensor_N.pt of another save has the same name, and possibly another parameter: compare
+        # with the description, if there is one.
+        stored_shape = tuple(tensor.shape)
+        expected_shape = tuple(self.info.get("shape", stored_shape))
+        expected_dtype = self.info.get("dtype", tensor.dtype)
+        for name, stored, expected in (
+            ("shape", stored_shape, expected_shape),
+            ("dtype", tensor.dtype, expected_dtype),
+        ):
             if stored != expected:
                 raise ValueError(
                     f"{self.file} has {name} {stored}, {info_file(self.path).name} says {expected}: "
@@ -79,8 +88,9 @@ class StoredTensor:
         directory = tensors_directory(self.path)
         if directory.is_dir() and not any(directory.iterdir()):
             return (
-                f"{directory} is empty: the checkpoint was written with avoid_saving_lower_precision_weights=True, its "
-                "weights are the optimizer's master weights: load model and optimizer together"
+                f"{directory} is empty: the checkpoint was written with "
+                "avoid_saving_lower_precision_weights=True, its weights are the optimizer's master "
+                "weights: load model and optimizer together"
             )
         return f"{self.file} does not exist, {self.path} refers to it: copy {directory} completely"
 
@@ -109,7 +119,15 @@ def read_tensors(path: Path, *, mmap: bool = True) -> Any:
         ValueError: a file is missing, truncated, or has other Python objects.
     """
     content = read_stored(path, mmap=mmap)
-    return _map_leaves(content, StoredTensor, lambda stored: stored.load() if mmap else stored.load().clone())
+
+    def load(stored: StoredTensor) -> Tensor:
+        tensor = stored.load()
+        # ``load`` maps the file; the clone is independent of it.
+        if not mmap:
+            tensor = tensor.clone()
+        return tensor
+
+    return _map_leaves(content, StoredTensor, load)
 
 
 def read_stored(path: Path, *, mmap: bool = True) -> Any:
@@ -120,28 +138,44 @@ def read_stored(path: Path, *, mmap: bool = True) -> Any:
     if not references:
         return content
     # The number becomes part of a file name; text such as "../x" would name another file.
-    bad = [tid for tid in (getattr(ref, "tid", None) for ref in references) if type(tid) is not int or tid < 0]
-    if bad:
-        raise ValueError(f"{path} refers to the tensor {bad[0]!r}, not to a number: copy or save it again")
-    infos = _load(info_file(path), mmap=False) if info_file(path).is_file() else {}
+    # ``type`` instead of isinstance: True is an int.
+    for reference in references:
+        tid = getattr(reference, "tid", None)
+        if type(tid) is not int or tid < 0:
+            raise ValueError(f"{path} refers to the tensor {tid!r}, not to a number: copy or save it again")
+    infos: Any = {}
+    if info_file(path).is_file():
+        infos = _load(info_file(path), mmap=False)
     if not isinstance(infos, Mapping) or not all(isinstance(info, Mapping) for info in infos.values()):
         raise ValueError(f"{info_file(path)} does not describe each tensor: copy or save it again")
-    return _map_leaves(content, TensorReference, lambda ref: StoredTensor(path, ref.tid, infos.get(ref.tid, {})))
+
+    def stored(reference: TensorReference) -> StoredTensor:
+        return StoredTensor(path, reference.tid, infos.get(reference.tid, {}))
+
+    return _map_leaves(content, TensorReference, stored)
 
 
 def resolve(value: Tensor | StoredTensor) -> Tensor:
     """Return the tensor, read from disk if needed."""
-    return value.load() if isinstance(value, StoredTensor) else value
+    if isinstance(value, StoredTensor):
+        return value.load()
+    return value
 
 
 def _load(path: Path, *, mmap: bool) -> Any:
     if not path.is_file():
         raise ValueError(f"{path} does not exist: check the directory and the tensor-parallel size it was saved with")
-    # NxD's internal reference has a number too; it remains in files if a tensor was inside a list.
+    # NxD's internal reference has a number too; it remains in files if a tensor was inside a
+    # list.
     references = [(TensorReference, XSER_REFERENCE), (TensorReference, XSER_INTERNAL_REFERENCE)]
     try:
         with torch.serialization.safe_globals(references):  # pyright: ignore[reportArgumentType]
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and zipfile.is_zipfile(path))
+            return torch.load(
+                path,
+                map_location="cpu",
+                weights_only=True,
+                mmap=mmap and zipfile.is_zipfile(path),
+            )
     except Exception as error:  # a damaged pickle raises TypeError, IndexError, struct.error, ...
         # torch's message recommends weights_only=False, which would run code of the file: cut it.
         reason = (str(error).splitlines() or [type(error).__name__])[0].split(" Re-running `torch.load`")[0]
@@ -195,14 +229,21 @@ def write_xser(path: Path, checkpoint: Any, *, info: bool = False) -> None:
         info: also write ``path.info.pt``, which neuronx-distributed's trainer needs for loading.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    directory, infos = tensors_directory(path), {}
+    # Tensors are written to a temporary directory, which is renamed when it is complete, and the
+    # file with the references is written last: a reader sees all of a save or none of it.
+    directory = tensors_directory(path)
+    infos: dict[int, dict[str, Any]] = {}
     incomplete = _incomplete(directory)
     shutil.rmtree(incomplete, ignore_errors=True)
     incomplete.mkdir()
 
     def store(tensor: Tensor) -> TensorReference:
         tid = len(infos)
-        infos[tid] = {"dtype": tensor.dtype, "shape": tensor.shape, "expert_model_parallel": False}
+        infos[tid] = {
+            "dtype": tensor.dtype,
+            "shape": tensor.shape,
+            "expert_model_parallel": False,
+        }
         # The clone is contiguous and has its own storage: torch.save writes full storages.
         host = tensor.detach().cpu()
         torch.save(host.clone(memory_format=torch.contiguous_format), incomplete / f"tensor_{tid}.pt")
@@ -234,6 +275,8 @@ class _ReferencePickler(_PICKLER):
     """Pickler that writes the substitute class under torch_xla's name without importing it."""
 
     def save_global(self, obj: Any, name: str | None = None) -> None:
+        # The GLOBAL opcode names a class as "module\nname\n". The standard pickler imports the
+        # module first to check that the class is there, and torch_xla need not be installed.
         if obj is TensorReference:
             module, _, qualified_name = XSER_REFERENCE.rpartition(".")
             self.write(pickle.GLOBAL + f"{module}\n{qualified_name}\n".encode())
@@ -244,8 +287,18 @@ class _ReferencePickler(_PICKLER):
 
 def _reference_pickle() -> ModuleType:
     """Return a module to pass to ``torch.save`` as ``pickle_module``."""
+    # ``torch.save`` derives its pickler from the ``Pickler`` of the module that it is passed. All
+    # other names are those of the standard module.
     module = ModuleType("reference_pickle")
-    for name in ("Unpickler", "UnpicklingError", "dump", "load", "dumps", "loads", "HIGHEST_PROTOCOL"):
+    for name in (
+        "Unpickler",
+        "UnpicklingError",
+        "dump",
+        "load",
+        "dumps",
+        "loads",
+        "HIGHEST_PROTOCOL",
+    ):
         setattr(module, name, getattr(pickle, name))
     module.Pickler = _ReferencePickler  # pyright: ignore[reportAttributeAccessIssue]
     return module

@@ -91,9 +91,21 @@ def set_tensor_model_parallel_attributes(
     """
     if num_partitions < 0:
         num_partitions = parallel_state.get_tensor_model_parallel_size() // replicas
-    rank = parallel_state.get_tensor_model_parallel_rank() if rank is None else rank
+    if rank is None:
+        rank = parallel_state.get_tensor_model_parallel_rank()
     partition = kv_shard_of_rank(rank, num_partitions * replicas, replicas, rank_stride)
-    values = (is_parallel, dim, stride, num_partitions, full_shape, replicas, rank_stride, partition)
+    values = (
+        is_parallel,
+        dim,
+        stride,
+        num_partitions,
+        full_shape,
+        replicas,
+        rank_stride,
+        partition,
+    )
+    # The first attributes of the list, in its order. The remaining ones,
+    # ``sequence_parallel_enabled`` and ``blocks``, are set by the layers that have them.
     for name, value in zip(SHARD_ATTRIBUTES, values, strict=False):
         setattr(tensor, name, value)
 
@@ -139,7 +151,9 @@ def shard_ranges(param: Tensor, *, rank: int | None = None) -> list[tuple[int, i
 
 def _block_ranges(blocks: tuple[ShardBlock, ...], position: int) -> list[tuple[int, int]]:
     # A block with m replicas has size / m distinct shards: m consecutive positions share one.
-    ranges, first = [], 0
+    # ``first`` is the block's first row in the padded full parameter.
+    ranges: list[tuple[int, int]] = []
+    first = 0
     for block in blocks:
         start = first + position // block.replicas * block.rows
         ranges.append((start, start + block.rows))
@@ -160,20 +174,29 @@ def cast_if_autocast_enabled(*tensors: Tensor | None) -> tuple[Tensor | None, ..
 
     Needed by autograd Functions, because their backward runs without autocast.
     """
-    # The device of the tensors, not of the backend: on Neuron the backend may query the runtime for
-    # its device, which is not possible inside a compiled layer.
+    # The device of the tensors, not of the backend: on Neuron the backend may query the runtime
+    # for its device, which is not possible inside a compiled layer.
     device_type = next(tensor.device.type for tensor in tensors if tensor is not None)
     if not torch.is_autocast_enabled(device_type):
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
-    return tuple(t.to(dtype) if t is not None and t.is_floating_point() else t for t in tensors)
+    results: list[Tensor | None] = []
+    for tensor in tensors:
+        if tensor is not None and tensor.is_floating_point():
+            results.append(tensor.to(dtype))
+        else:
+            results.append(tensor)
+    return tuple(results)
 
 
 def bit_equal(first: Tensor, second: Tensor) -> bool:
     """Return whether dtypes, shapes and all bits are equal; a NaN equals itself here."""
     if first.dtype != second.dtype or first.shape != second.shape:
         return False
-    return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (first, second)))
+    # Compared as bytes: as numbers a NaN differs from itself, and 0.0 equals -0.0.
+    first_bytes = first.contiguous().reshape(-1).view(torch.uint8)
+    second_bytes = second.contiguous().reshape(-1).view(torch.uint8)
+    return torch.equal(first_bytes, second_bytes)
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -197,8 +220,12 @@ def map_distinct_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> An
     def once(tensor: Tensor) -> Tensor:
         if tensor.device.type == "xla" or tensor.layout is not torch.strided:
             return function(tensor)
-        place = (tensor.storage_offset(), tensor.shape, tensor.stride())
-        key = (tensor.untyped_storage()._cdata, tensor.dtype, *place, tensor.is_conj(), tensor.is_neg())
+        # Two views of one storage have the same elements only if all of this agrees: other
+        # offsets, shapes or strides are other elements, and the bits of lazy conjugation and
+        # negation change their values.
+        layout = (tensor.storage_offset(), tensor.shape, tensor.stride())
+        lazy_bits = (tensor.is_conj(), tensor.is_neg())
+        key = (tensor.untyped_storage()._cdata, tensor.dtype, *layout, *lazy_bits)
         if key not in results:
             results[key] = function(tensor)
         return results[key]
@@ -216,7 +243,8 @@ def move_model_to_device(model: nn.Module, device: torch.device) -> None:
     for module in model.modules():
         for name, param in module.named_parameters(recurse=False):
             if id(param) not in moved:
-                moved[id(param)] = nn.Parameter(_to_device(param.detach(), device), requires_grad=param.requires_grad)
+                values = _to_device(param.detach(), device)
+                moved[id(param)] = nn.Parameter(values, requires_grad=param.requires_grad)
                 copy_tensor_model_parallel_attributes(moved[id(param)], param)
             setattr(module, name, moved[id(param)])
         for name, buffer in module.named_buffers(recurse=False):
@@ -225,7 +253,9 @@ def move_model_to_device(model: nn.Module, device: torch.device) -> None:
 
 def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Return ``tensor`` on ``device``; an uninitialized tensor for a meta tensor."""
-    return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+    if tensor.is_meta:
+        return torch.empty_like(tensor, device=device)
+    return tensor.to(device)
 
 
 def mark_sequence_parallel(module: nn.Module, enabled: bool) -> None:
@@ -242,6 +272,8 @@ class ShardedModule(FusibleModule):
     """
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        # Depending on the devices and on torch's settings, ``_apply`` creates new parameters,
+        # which lack the attributes, or replaces ``.data`` of the existing ones, which keep them.
         before = dict(self._parameters)
         super()._apply(fn, recurse)
         self._describe_like(before)

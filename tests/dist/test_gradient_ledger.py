@@ -14,7 +14,7 @@ from nxd_memopt.backends import backend
 from nxd_memopt.optimizer import NeuronZero1Optimizer, OptimizerInBackward
 from nxd_memopt.optimizer.main_grad import accumulate_in
 from nxd_memopt.parallel_layers import grads, mappings, parallel_state
-from nxd_memopt.parallel_layers.gradient_ledger import GradientLedger, move_sum
+from nxd_memopt.parallel_layers.gradient_ledger import GradientLedger, move_sum_record
 from nxd_memopt.parallel_layers.overlapped_grads import OverlappedGradientReduction
 from nxd_memopt.trainer import NxDOptimizer
 from tests.dist.pool import distributed
@@ -310,14 +310,14 @@ def test_a_moved_gradient_keeps_its_state_and_a_saved_one_loads():
     ledger.mark_summed([param])
     target = torch.zeros(2)
     target.copy_(param.grad)
-    move_sum(param.grad, target)
+    move_sum_record(param.grad, target)
     stream = io.BytesIO()
     torch.save(param.grad, stream)
     stream.seek(0)
     assert torch.equal(torch.load(stream, weights_only=True), param.grad)
     param.grad = target
     assert not ledger.needs_sum(param)
-    move_sum(torch.ones(2), target)
+    move_sum_record(torch.ones(2), target)
     assert ledger.needs_sum(param)
 
 

@@ -32,11 +32,17 @@ class ActivationSharding:
 
     def sequence_first(self, x: Tensor) -> Tensor:
         """Return a view of ``x`` with the sequence as dimension 0."""
-        return x.movedim(self.sequence_dimension, 0) if self.sequence_dimension else x
+        # None (replicated) and 0 need no view. A view of 1 makes chunks of rows strided, which
+        # costs a copy where a GEMM or a collective needs them contiguous.
+        if not self.sequence_dimension:
+            return x
+        return x.movedim(self.sequence_dimension, 0)
 
-    def as_given(self, x: Tensor) -> Tensor:
+    def original_layout(self, x: Tensor) -> Tensor:
         """Return ``x`` with the sequence moved back; the inverse of ``sequence_first``."""
-        return x.movedim(0, self.sequence_dimension) if self.sequence_dimension else x
+        if not self.sequence_dimension:
+            return x
+        return x.movedim(0, self.sequence_dimension)
 
     def gather(self, shard: Tensor, *, materialize: bool = True) -> ChunkedAllGather:
         """Start the all-gather ``[s, ...] -> [S, ...]``; a no-op without sequence parallelism.
@@ -46,7 +52,7 @@ class ActivationSharding:
             materialize: also make one tensor of all rows available with ``wait()``, not just the
                 chunks.
         """
-        # A group of None has one rank: the "gathered" tensor is the input itself.
+        # A group of None has one rank: the "gathered" tensor is the input itself, without a copy.
         group = None if self.sequence_dimension is None else self.group
         return backend.start_all_gather(
             shard, group, materialize=materialize, hides_launch_latency=self.hides_launch_latency
@@ -64,10 +70,15 @@ class ActivationSharding:
             shape: shape of the full partial sum, ``[S, ...]``.
             dtype: dtype of the tensors that ``rows`` returns.
         """
+        # Under sequence parallelism a reduce-scatter. Replicated activations need an all-reduce,
+        # which moves twice the bytes: a reduce-scatter followed by an all-gather.
         wide = self.reduce_dtype or dtype
-        scattered = self.sequence_dimension is not None
         reduction = backend.start_reduction(
-            shape, wide, self.group, scattered=scattered, hides_launch_latency=self.hides_launch_latency
+            shape,
+            wide,
+            self.group,
+            scattered=self.sequence_dimension is not None,
+            hides_launch_latency=self.hides_launch_latency,
         )
         try:
             for start, stop in reduction.chunks:

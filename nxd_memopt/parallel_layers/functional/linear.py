@@ -58,10 +58,15 @@ def products(
     # 2 * sum(n_i) FLOPs for each element of X tell the gather how long a chunk keeps the GEMMs
     # busy.
     for start, rows in gathering.chunks(2 * sum(weight.size(0) for weight in weights)):
-        inputs = [rows] * len(weights) if inputs_of is None else inputs_of(rows)
+        if inputs_of is None:
+            inputs = [rows] * len(weights)
+        else:
+            inputs = inputs_of(rows)
+        # All rows arrived at once: no output buffer to fill in parts.
         if rows.size(0) == gathering.length:
-            return [F.linear(*each) for each in zip(inputs, weights, biases, strict=True)]
-            # All rows arrived at once: no output buffer to fill in parts.
+            return [F.linear(x, weight, bias) for x, weight, bias in zip(inputs, weights, biases, strict=True)]
+        # The outputs are allocated once, and each chunk's GEMM writes its rows of them: a
+        # concatenation at the end would need twice the memory and another pass over it.
         shape = (gathering.length, *rows.shape[1:-1])
         results = results or [rows.new_empty((*shape, weight.size(0))) for weight in weights]
         for result, x, weight, bias in zip(results, inputs, weights, biases, strict=True):
@@ -85,49 +90,63 @@ class ColumnParallel(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, comm: ColumnActivationSharding, weight: Tensor, *others: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        comm: ColumnActivationSharding,
+        weight: Tensor,
+        *remaining: Tensor | None,
     ) -> tuple[Tensor, ...]:
         # ``weight`` is a named parameter because dynamo (torch 2.9 to 2.13,
-        # AutogradFunctionVariable.call_apply) drops ctx in no-grad mode if the number of arguments
-        # equals the number of parameters. With ``*parameters`` alone that happens for one weight
-        # and its bias; with a named first tensor it cannot happen.
-        parameters = (weight, *others)
-        weights, biases = cast("tuple[Tensor, ...]", parameters[0::2]), parameters[1::2]
+        # AutogradFunctionVariable.call_apply) drops ctx in no-grad mode if the number of
+        # arguments equals the number of parameters. With ``*parameters`` alone that happens for
+        # one weight and its bias; with a named first tensor it cannot happen.
+        parameters = (weight, *remaining)
+        weights = cast("tuple[Tensor, ...]", parameters[0::2])
+        biases = parameters[1::2]
         ctx.comm = comm
         ctx.save_for_backward(x, *weights)
-        outputs = _joint_products(comm.gather(comm.sequence_first(x), materialize=False), weights, biases)
-        return tuple(comm.as_given(output) for output in outputs)
+        gathering = comm.gather(comm.sequence_first(x), materialize=False)
+        outputs = _packed_products(gathering, weights, biases)
+        return tuple(comm.original_layout(output) for output in outputs)
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         comm: ColumnActivationSharding = ctx.comm
         x, *weights = ctx.saved_tensors
-        # On XLA the barrier keeps common-subexpression elimination from reusing forward's gathered
-        # X, which would keep the full X alive between forward and backward.
+        # On XLA the barrier keeps common-subexpression elimination from reusing forward's
+        # gathered X, which would keep the full X alive between forward and backward.
         x, *barriered = backend.optimization_barrier([x, *grads])
         needs_input, _, *needs_parameters = ctx.needs_input_grad
         output_grads = [comm.sequence_first(grad) for grad in barriered]
         # Order of launches: all-gather X, dX GEMM (overlaps with the gather), reduction of dX, dW
         # GEMM (overlaps with the reduction).
-        gathering = comm.gather(comm.sequence_first(x)) if any(needs_parameters[0::2]) else None
-        reduction = input_grad_reduction(comm, output_grads, weights) if needs_input else None
+        gathering = None
+        if any(needs_parameters[0::2]):
+            gathering = comm.gather(comm.sequence_first(x))
+        reduction = None
+        if needs_input:
+            reduction = input_grad_reduction(comm, output_grads, weights)
+        # Without a gather no weight gradient is computed: the argument only has to be a tensor.
         full = x if gathering is None else gathering.wait()
-        by_parameters = parameter_grads(full, output_grads, needs_parameters, comm.replica_groups)
-        input_grad = None if reduction is None else comm.as_given(reduction.wait().to(x.dtype))
-        return input_grad, None, *by_parameters
+        grads_of_parameters = parameter_grads(full, output_grads, needs_parameters, comm.replica_groups)
+        input_grad = None
+        if reduction is not None:
+            input_grad = comm.original_layout(reduction.wait().to(x.dtype))
+        return input_grad, None, *grads_of_parameters
 
 
-def _joint_products(
+def _packed_products(
     gathering: ChunkedAllGather, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
 ) -> Sequence[Tensor]:
     """Return ``products``; with packed weights one GEMM computes all of them, as column views."""
     packed = packed_view(weights, 0)
     # One GEMM needs one bias of sum(n_i) elements: all layers have a bias or none has.
-    given = [bias for bias in biases if bias is not None]
-    if packed is None or len(given) not in (0, len(weights)):
+    present = [bias for bias in biases if bias is not None]
+    if packed is None or len(present) not in (0, len(weights)):
         return products(gathering, weights, biases)
-    bias = torch.cat(given) if len(given) > 1 else biases[0]
+    # Biases are not packed. The copy has sum(n_i) elements, little compared to the GEMM's output.
+    bias = torch.cat(present) if len(present) > 1 else biases[0]
     (output,) = products(gathering, [packed], [bias])
     return split_sizes(output, [weight.size(0) for weight in weights], dim=-1)
 
@@ -141,11 +160,14 @@ def input_grad_reduction(
     the weights are packed.
     """
     # Packed: [dY_1, ..., dY_k] @ [W_1; ...; W_k] is the sum over i, accumulated inside the GEMM.
-    whole_grad, whole_weight = packed_view(grads, -1), packed_view(weights, 0)
-    if whole_grad is not None and whole_weight is not None:
-        grads, weights = [whole_grad], [whole_weight]
+    packed_grad = packed_view(grads, -1)
+    packed_weight = packed_view(weights, 0)
+    if packed_grad is not None and packed_weight is not None:
+        grads = [packed_grad]
+        weights = [packed_weight]
 
     def rows(start: int, stop: int) -> Tensor:
+        # One output buffer for all terms: addmm reads and writes it again for each further term.
         parts = [grad[start:stop] for grad in grads]
         flat = _flat(parts[0]) @ weights[0]
         for part, weight in zip(parts[1:], weights[1:], strict=True):
@@ -156,7 +178,10 @@ def input_grad_reduction(
 
 
 def parameter_grads(
-    x: Tensor, grads: Sequence[Tensor], needed: Sequence[bool], replica_groups: Sequence[ProcessGroup | None]
+    x: Tensor,
+    grads: Sequence[Tensor],
+    needed: Sequence[bool],
+    replica_groups: Sequence[ProcessGroup | None],
 ) -> list[Tensor | None]:
     """Compute ``dW_i = dY_i^t X`` and ``db_i``, summed over the ranks that hold replicas of W_i.
 
@@ -173,7 +198,14 @@ def parameter_grads(
     weight_grads = _weight_grads(_flat(x), grads, needed[0::2])
     for grad, weight_grad, needs_bias, group in zip(grads, weight_grads, needed[1::2], replica_groups, strict=True):
         bias_grad = column_sums(grad) if needs_bias else None
-        results += [g if g is None else backend.all_reduce(g, group) for g in (weight_grad, bias_grad)]
+        # Each rank with a replica of W_i has the part of dY_i that comes from its own query
+        # heads, so the gradients are partial sums. A group of None has one rank: the sum is a
+        # no-op.
+        for local in (weight_grad, bias_grad):
+            if local is None:
+                results.append(None)
+            else:
+                results.append(backend.all_reduce(local, group))
     return results
 
 
@@ -182,7 +214,13 @@ def _weight_grads(x: Tensor, grads: Sequence[Tensor], needed: Sequence[bool]) ->
     packed = packed_view(grads, -1) if all(needed) else None
     if packed is not None:
         return split_sizes(_flat(packed).t() @ x, [grad.size(-1) for grad in grads])
-    return [_flat(grad).t() @ x if needs else None for grad, needs in zip(grads, needed, strict=True)]
+    results: list[Tensor | None] = []
+    for grad, needs_weight in zip(grads, needed, strict=True):
+        if needs_weight:
+            results.append(_flat(grad).t() @ x)
+        else:
+            results.append(None)
+    return results
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -198,37 +236,51 @@ class RowParallel(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, comm: ActivationSharding, handle: SavedInputs | None, x: Tensor, *others: Tensor) -> Tensor:
-        factors = (x, *others)  # x is a named parameter for the reason in ColumnParallel.forward
-        inputs, weights = factors[0::2], factors[1::2]
+    def forward(
+        ctx: Any,
+        comm: ActivationSharding,
+        handle: SavedInputs | None,
+        x: Tensor,
+        *remaining: Tensor,
+    ) -> Tensor:
+        # x is a named parameter for the reason in ColumnParallel.forward.
+        factors = (x, *remaining)
+        inputs = factors[0::2]
+        weights = factors[1::2]
         ctx.comm = comm
         link_saved_inputs(ctx, handle, *factors)
-        first = [comm.sequence_first(x) for x in inputs]
+        sequence_first = [comm.sequence_first(x) for x in inputs]
 
         def rows(start: int, stop: int) -> Tensor:
-            parts = [x[start:stop] for x in first]
-            # F.linear, because the output must not be a view: autograd forbids in-place changes of
-            # a view that a Function returns.
+            parts = [x[start:stop] for x in sequence_first]
+            # F.linear, because the output must not be a view: autograd forbids in-place changes
+            # of a view that a Function returns.
             output = F.linear(parts[0], weights[0])
             for part, weight in zip(parts[1:], weights[1:], strict=True):
                 _flat(output).addmm_(_flat(part), weight.t())
             return output
 
-        shape, dtype = (*first[0].shape[:-1], weights[0].size(0)), inputs[0].dtype
-        return comm.as_given(as_dtype(comm.reduce(rows, shape, dtype).wait(), dtype))
+        # [S, ..., H]: the shape of the full partial sum, of which reduce keeps [s, ..., H] under
+        # sequence parallelism. The result is cast back if the reduction ran in a wider dtype.
+        shape = (*sequence_first[0].shape[:-1], weights[0].size(0))
+        dtype = inputs[0].dtype
+        return comm.original_layout(as_dtype(comm.reduce(rows, shape, dtype).wait(), dtype))
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         comm: ActivationSharding = ctx.comm
-        factors, wanted = saved_inputs(ctx)
-        inputs, weights = factors[0::2], factors[1::2]
+        factors, needs_grad = saved_inputs(ctx)
+        inputs = factors[0::2]
+        weights = factors[1::2]
         gathering = comm.gather(comm.sequence_first(grad))
         # dX_i = dY W_i for each chunk of dY; dW_i = dY^t X_i needs all rows of dY.
         input_grads = products(gathering, [weight.t() for weight in weights])
         full = _flat(gathering.wait())
         results: list[Tensor | None] = []
-        for x, input_grad, needs_weight in zip(inputs, input_grads, wanted[1::2], strict=True):
-            weight_grad = full.t() @ _flat(comm.sequence_first(x)) if needs_weight else None
-            results += [comm.as_given(input_grad), weight_grad]
+        for x, input_grad, needs_weight in zip(inputs, input_grads, needs_grad[1::2], strict=True):
+            weight_grad = None
+            if needs_weight:
+                weight_grad = full.t() @ _flat(comm.sequence_first(x))
+            results += [comm.original_layout(input_grad), weight_grad]
         return None, None, *results

@@ -15,7 +15,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends import ChunkedAllGather, ChunkedReduction, backend
-from nxd_memopt.ops.cross_entropy import LossTerms, combined_sums, local_sums, logits_gradient, token_losses
+from nxd_memopt.ops.cross_entropy import (
+    LossTerms,
+    combined_sums,
+    local_sums,
+    logits_gradient,
+    token_losses,
+)
 from nxd_memopt.parallel_layers.functional.activation_sharding import ActivationSharding
 from nxd_memopt.planner.loss_chunks import chunk_ranges
 
@@ -71,7 +77,10 @@ class ChunkedLinearCrossEntropy:
         options: HeadOptions,
         needs: Sequence[bool],
     ) -> None:
-        self.x, self.weight, self.scale, self.options = x, weight, scale, options
+        self.x = x
+        self.weight = weight
+        self.scale = scale
+        self.options = options
         self.needs_input, self.needs_weight = needs
         size = backend.group_size(options.group)
         first_row = backend.group_rank_in_graph(options.group) * weight.size(0)
@@ -79,8 +88,9 @@ class ChunkedLinearCrossEntropy:
         self.local_target = target - first_row
         # Padding rows at the end of the vocabulary are excluded from the softmax. ``valid_rows``
         # counts from this rank's first row: it may exceed the shard, or be negative.
-        is_padded = weight.size(0) * size > options.terms.vocab_size
-        self.valid_rows = options.terms.vocab_size - first_row if is_padded else None
+        self.valid_rows: int | Tensor | None = None
+        if weight.size(0) * size > options.terms.vocab_size:
+            self.valid_rows = options.terms.vocab_size - first_row
         self.chunks = chunk_ranges(
             x.size(0),
             gathered=options.gathered,
@@ -99,7 +109,10 @@ class ChunkedLinearCrossEntropy:
         """Return per-token losses ``[gathered, rows]`` in fp32, dX and dW (None if not needed)."""
         losses = [self._chunk(start, stop, x) for start, stop, x in self._gathered()]
         self._end_reduction()
-        loss = torch.cat(losses, dim=-1) if losses else self.scale
+        # Without tokens there is no chunk: the empty scale has the shape and dtype of the losses.
+        loss = self.scale
+        if losses:
+            loss = torch.cat(losses, dim=-1)
         return loss, self._full_input_grad(), self._full_weight_grad()
 
     def _gathered(self) -> Iterator[tuple[int, int, Tensor]]:
@@ -114,7 +127,8 @@ class ChunkedLinearCrossEntropy:
 
     def _chunk(self, start: int, stop: int, x: Tensor) -> Tensor:
         """Return the chunk's losses ``[gathered, rows]``, and add its gradients to dX and dW."""
-        terms, group = self.options.terms, self.options.group
+        terms = self.options.terms
+        group = self.options.group
         target = self.local_target[:, start:stop].reshape(-1)
         logits = self.weight @ x.t()
         # Statistics [n, tokens] (log-sum-exp, target logit, ...) of this rank's part of the
@@ -123,7 +137,8 @@ class ChunkedLinearCrossEntropy:
         if backend.group_size(group) > 1:
             sums = combined_sums(backend.all_gather(sums.unsqueeze(0), group))
         if self.needs_input or self.needs_weight:
-            # Softmax minus one-hot, times the token's scale, in place: the logits are not needed again.
+            # Softmax minus one-hot, times the token's scale, in place: the logits are not needed
+            # again.
             scale = self.scale[:, start:stop].reshape(-1)
             grad = logits_gradient(logits, sums[0], scale, target, terms, self.valid_rows)
             self._add_input_grad(grad, x)
@@ -163,7 +178,9 @@ class ChunkedLinearCrossEntropy:
         """Return dX ``[rows, H]``, or None if it is not needed."""
         if not self.needs_input:
             return None
-        return torch.cat(self.input_grads).to(self.x.dtype) if self.input_grads else torch.zeros_like(self.x)
+        if not self.input_grads:
+            return torch.zeros_like(self.x)
+        return torch.cat(self.input_grads).to(self.x.dtype)
 
     def _full_weight_grad(self) -> Tensor | None:
         """Return dW in the weight's dtype, or None if it is not needed."""
@@ -178,4 +195,7 @@ def _wide_matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``a b`` in ``dtype``, which may be wider than the dtype of the factors."""
     if a.dtype == dtype:
         return a @ b
-    return torch.mm(a, b, out_dtype=dtype) if a.is_cuda else a.to(dtype) @ b.to(dtype)
+    # cuBLAS can store its fp32 accumulator. On other devices both factors are converted first.
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=dtype)
+    return a.to(dtype) @ b.to(dtype)

@@ -18,7 +18,10 @@ from nxd_memopt.ops.autograd import first_derivative_only
 from nxd_memopt.ops.cross_entropy import LossTerms, labels_outside, wide_dtype
 from nxd_memopt.ops.cuda import cross_entropy as cuda
 from nxd_memopt.ops.cuda.support import can_use_triton
-from nxd_memopt.parallel_layers.fused_loss.chunked_pass import ChunkedLinearCrossEntropy, HeadOptions
+from nxd_memopt.parallel_layers.fused_loss.chunked_pass import (
+    ChunkedLinearCrossEntropy,
+    HeadOptions,
+)
 from nxd_memopt.parallel_layers.mappings import resolve_group
 from nxd_memopt.parallel_layers.utils import (
     cast_if_autocast_enabled,
@@ -35,21 +38,27 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, target: Tensor, options: HeadOptions, with_grad: bool) -> Tensor:
-        ctx.options, ctx.grads = options, None
+        ctx.options = options
+        ctx.grads = None
         valid = target != options.ignore_index
-        # "none": the gradient of each token's loss is unknown before backward, which recomputes the
-        # logits. Otherwise forward computes dX and dW, and backward multiplies them by a scalar.
+        # "none": the gradient of each token's loss is unknown before backward, which recomputes
+        # the logits. Otherwise forward computes dX and dW, and backward multiplies them by a
+        # scalar.
         in_backward = options.reduction == "none"
         if in_backward:
             ctx.save_for_backward(x, weight, target)
         scale = _token_scale(valid, options, wide_dtype(x.dtype))
         # Without gradients a chunk costs one GEMM (logits) instead of three (logits, dX, dW).
-        needs = (False, False) if in_backward or not with_grad else ctx.needs_input_grad[:2]
+        needs = ctx.needs_input_grad[:2]
+        if in_backward or not with_grad:
+            needs = (False, False)
         losses, *grads = ChunkedLinearCrossEntropy(x, weight, target, scale, options, needs).run()
         if not in_backward:
             ctx.grads = grads
         losses = losses.masked_fill(~valid, 0.0)
-        return losses if in_backward else (losses * scale).sum()
+        if in_backward:
+            return losses
+        return (losses * scale).sum()
 
     @staticmethod
     @first_derivative_only
@@ -68,24 +77,33 @@ class LinearCrossEntropy(torch.autograd.Function):
                 "parallel_cross_entropy for a graph that is kept"
             )
         # Drop the references: autograd can then move the gradients into .grad without a copy.
-        grads, ctx.grads = ctx.grads, None
-        return *(grad if grad is None else _multiplied(grad, grad_loss) for grad in grads), None, None, None
+        input_grad, weight_grad = ctx.grads
+        ctx.grads = None
+        input_grad = _multiplied(input_grad, grad_loss)
+        return input_grad, _multiplied(weight_grad, grad_loss), None, None, None
 
 
 def _token_scale(valid: Tensor, options: HeadOptions, dtype: torch.dtype) -> Tensor:
     """Return the factor of each token's loss: 0 if ignored, else 1 ("sum") or 1/count ("mean")."""
     scale = valid.to(dtype)
-    return scale / scale.sum().clamp(min=1) if options.reduction == "mean" else scale
+    if options.reduction != "mean":
+        return scale
+    # clamp: if all labels are ignored, factors and loss are 0 instead of NaN.
+    return scale / scale.sum().clamp(min=1)
 
 
-def _multiplied(grad: Tensor, factor: Tensor) -> Tensor:
+def _multiplied(grad: Tensor | None, factor: Tensor) -> Tensor | None:
     """Return ``grad * factor`` for a 0-dim ``factor``, in place where possible."""
+    if grad is None:
+        return None
     if can_use_triton(grad):
         return cuda.multiply_(grad, factor)
-    # On the CPU reading the factor is free, and it is 1 unless the loss is scaled. On other devices
-    # ``.item()`` would wait for the device.
+    # On the CPU reading the factor is free, and it is 1 unless the loss is scaled. On other
+    # devices ``.item()`` would wait for the device.
     if grad.device.type == "cpu":
-        return grad if factor.item() == 1.0 else grad.mul_(factor)
+        if factor.item() == 1.0:
+            return grad
+        return grad.mul_(factor)
     return (grad * factor).to(grad.dtype)
 
 
@@ -151,23 +169,41 @@ def fused_linear_cross_entropy(
     sharded = sequence_parallel_enabled and backend.group_size(group) > 1
     # Sequence first: target [S, B] then reshapes to [T, s * B], one row of labels for each rank.
     if sharded and check_sequence_dimension(sequence_dimension):
-        hidden, target = hidden.movedim(1, 0), target.movedim(1, 0)
-    options = HeadOptions(group, sharded, ignore_index, reduction, logits_bytes, accumulate_dtype, reduce_dtype, terms)
+        hidden = hidden.movedim(1, 0)
+        target = target.movedim(1, 0)
+    options = HeadOptions(
+        group,
+        sharded,
+        ignore_index,
+        reduction,
+        logits_bytes,
+        accumulate_dtype,
+        reduce_dtype,
+        terms,
+    )
     if hidden.numel() // hidden.size(-1) * options.gathered != target.numel():
         raise ValueError(
-            f"hidden has shape {list(hidden.shape)} on each of {options.gathered} ranks, target {list(target.shape)}: "
+            f"hidden has shape {list(hidden.shape)} on each of {options.gathered} ranks, "
+            f"target {list(target.shape)}: "
             "target must have a label for each token of the whole sequence"
         )
     hidden, weight = cast("list[Tensor]", cast_if_autocast_enabled(hidden, weight))
-    x, labels = hidden.reshape(-1, hidden.size(-1)), target.reshape(options.gathered, -1)
+    x = hidden.reshape(-1, hidden.size(-1))
+    labels = target.reshape(options.gathered, -1)
     # On devices other than the CPU a mask instead of an error: a check would wait for the device.
     outside = labels_outside(target, terms.vocab_size, ignore_index)
     with torch.autocast(hidden.device.type, enabled=False):
         loss = cast(Tensor, _apply(x, weight, labels, options, torch.is_grad_enabled()))
-    loss = loss.view(target.shape) if reduction == "none" else loss
+    # One label outside makes a reduced loss NaN; with "none" only the losses of such labels.
+    if reduction != "none":
+        return loss if outside is None else loss.masked_fill(outside.any(), torch.nan)
+    loss = loss.view(target.shape)
     if outside is not None:
-        loss = loss.masked_fill(outside if reduction == "none" else outside.any(), torch.nan)
-    return loss.movedim(0, 1) if reduction == "none" and sharded and sequence_dimension else loss
+        loss = loss.masked_fill(outside, torch.nan)
+    # Back to the layout of the caller's target.
+    if sharded and sequence_dimension:
+        loss = loss.movedim(0, 1)
+    return loss
 
 
 @torch.compiler.disable(reason="it overwrites logits by their gradient and compiles its kernels itself")
@@ -198,8 +234,8 @@ def _check(
     # A narrower sum would lose bits of every chunk.
     if accumulate_dtype is not None and accumulate_dtype.itemsize < weight.dtype.itemsize:
         raise ValueError(
-            f"accumulate_dtype {accumulate_dtype} is narrower than the weight's {weight.dtype}: leave it out, or use "
-            "torch.float32"
+            f"accumulate_dtype {accumulate_dtype} is narrower than the weight's {weight.dtype}: "
+            "leave it out, or use torch.float32"
         )
     if not 0 <= terms.label_smoothing <= 1:
         raise ValueError(f"label_smoothing must be within [0, 1], got {terms.label_smoothing}")

@@ -48,4 +48,6 @@ def reference_linear_cross_entropy(
     losses = losses.where(is_counted, 0.0)
     if reduction == "none":
         return losses
-    return losses.sum() / is_counted.sum().clamp(min=1) if reduction == "mean" else losses.sum()
+    if reduction == "mean":
+        return losses.sum() / is_counted.sum().clamp(min=1)
+    return losses.sum()
