@@ -199,6 +199,7 @@ def test_rank_files_in_neuronx_distributeds_layout_load(names, fuse_qkv, world_s
         rank_file = tmp_path / f"tp_rank_{dist.get_rank():02d}_pp_rank_00" / "checkpoint.pt"
         rank_file.parent.mkdir()
         torch.save({"model": by_parameter(local, fuse_qkv=fuse_qkv)}, rank_file)
+        dist.barrier()  # load looks at the files of all ranks
         block = Attention(names, fuse_qkv=fuse_qkv, sequence_parallel=False, heads=HEADS, kv_heads=KV_HEADS)
         checkpointing.load(tmp_path, block)
         describe_output_projections(block)
