@@ -39,7 +39,9 @@ def test_equals_the_reference(kernels, query_heads, kv_heads, dtype, tolerance):
         got = core_attention(*inputs, implementation="nki")
         grads = gradients(got, upstream, inputs)
     wide = [x.detach().float().requires_grad_() for x in inputs]
-    want = core_attention(*wide, implementation="tiled")  # equal to the plain reference, see tests/test_attention.py
+    want = core_attention(
+        *wide, implementation="tiled"
+    )  # equal to the plain reference, see tests/ops/test_attention.py
     truths = gradients(want, upstream.float(), wide)
     for name, a, b in zip(("O", "dQ", "dK", "dV"), (got, *grads), (want, *truths), strict=True):
         assert a.dtype == dtype and a.shape == b.shape

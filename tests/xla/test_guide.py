@@ -8,15 +8,15 @@ import sys
 
 import pytest
 
-from tests.guide.test_guide import test_blocks_equal_one_rank
-from tests.reference import assert_says
-from tests.test_public_checkpoint import (
+from tests.checkpoint.test_public_checkpoint import (
     test_a_retained_graph_recomputes_again,
     test_contexts_are_entered_around_both_passes,
     test_options_change_no_result,
     test_what_it_cannot_honour_is_refused,
     test_without_gradients_it_only_runs,
 )
+from tests.guide.test_guide import test_blocks_equal_one_rank
+from tests.reference import assert_says
 
 __all__ = [
     "test_a_retained_graph_recomputes_again",

@@ -273,7 +273,7 @@ def test_a_compiler_that_is_turned_off_is_refused(variable):
         capture_output=True,
         text=True,
         check=True,
-        cwd=Path(__file__).parent.parent,
+        cwd=Path(__file__).parents[2],
     )
     assert_says(done.stdout, "TORCH_COMPILE_DISABLE or TORCHDYNAMO_DISABLE", "unset it")
 

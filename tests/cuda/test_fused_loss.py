@@ -8,7 +8,7 @@ import torch
 from nxd_memopt.backends import backend
 from nxd_memopt.parallel_layers.fused_loss.reference import reference_linear_cross_entropy
 from nxd_memopt.parallel_layers.loss_functions import fused_linear_cross_entropy
-from tests.test_linear_cross_entropy import VARIANTS, grads_of, inputs
+from tests.parallel_layers.test_fused_loss import VARIANTS, grads_of, inputs
 
 pytestmark = [
     pytest.mark.cuda,

@@ -11,8 +11,8 @@ from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.fused_loss.reference import reference_linear_cross_entropy
 from nxd_memopt.parallel_layers.loss_functions import fused_linear_cross_entropy
 from tests.dist.pool import distributed
+from tests.parallel_layers.test_fused_loss import VARIANTS
 from tests.reference import CountCollectives, assert_float64_close, assert_says, error_message, shard, tensors
-from tests.test_linear_cross_entropy import VARIANTS
 
 HIDDEN = 24
 

@@ -270,7 +270,7 @@ def test_a_program_that_ends_without_the_block_leaves_a_complete_checkpoint(tmp_
     script = """
         import sys
         import torch
-        from tests.test_background_saver import CONFIG, BackgroundSaver, Run
+        from tests.checkpoint.test_background_saver import CONFIG, BackgroundSaver, Run
         torch.set_num_threads(1)  # sums in the same order as in the test's process
         run = Run(width=4000)
         run.step()

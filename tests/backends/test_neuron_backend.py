@@ -17,7 +17,7 @@ from nxd_memopt.backends.neuron import native as neuron
 from nxd_memopt.backends.neuron.native import NeuronBackend
 from tests.reference import assert_says, error_message
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 FALLBACK = "TORCH_NEURONX_FALLBACK_ONLY_FOR_UNIMPLEMENTED_OPS"
 LATE = f"{FALLBACK} was not set when torch imported torch_neuronx"
 needs_stand_in = pytest.mark.skipif(

@@ -89,7 +89,7 @@ def test_a_suite_that_is_ended_takes_its_race_along(folder, number):
         "gpu_suite.ONE_GPU = (gpu_suite.Race('endless', 'endless', ()),); sys.exit(gpu_suite.main())"
     )
     command = [sys.executable, "-c", program, str(folder), "--logs", str(logs)]
-    suite = subprocess.Popen(command, cwd=Path(__file__).parents[1])
+    suite = subprocess.Popen(command, cwd=Path(__file__).parents[2])
     log = logs / "endless_T1.log"
     while not (log.exists() and log.read_text()):
         assert suite.poll() is None

@@ -11,8 +11,8 @@ import torch
 from nxd_memopt.checkpoint import BackgroundSaver, saving, snapshot
 from nxd_memopt.checkpoint.layout import Part
 from nxd_memopt.checkpoint.stream import Entry
+from tests.checkpoint.test_background_saver import CONFIG, Gate, Run, SlowDevice, small_pool
 from tests.reference import error_message
-from tests.test_background_saver import CONFIG, Gate, Run, SlowDevice, small_pool
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
