@@ -18,7 +18,7 @@ from nxd_memopt.modules.attention import (
 )
 from nxd_memopt.modules.causal_lm import ParallelCausalLM, resolve_memory
 from nxd_memopt.modules.factory import LayerFactory, resolve_parallel
-from nxd_memopt.modules.gated_mlp import GatedMLP
+from nxd_memopt.modules.mlp import GatedMLP
 from nxd_memopt.modules.packed_weights import PackedWeights
 from nxd_memopt.modules.qkv_linear import kv_size_multiplier
 from nxd_memopt.modules.rms_norm import add_and_norm, residual_norm_path

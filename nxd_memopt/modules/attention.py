@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 from torch import Tensor
 
 from nxd_memopt.backends import backend
@@ -57,7 +59,8 @@ class CoreAttention(FusibleModule):
             attention_backend=self.attention_backend,
         )
         # Ranks have different heads, which need different masks: draw from this rank's stream.
-        with fork_if(self.sharded and dropout_p > 0):
+        stream = fork_if(True) if self.sharded and dropout_p > 0 else nullcontext()
+        with stream:
             return core_attention(query, key, value, implementation=implementation, mask=mask, dropout_p=dropout_p)
 
 

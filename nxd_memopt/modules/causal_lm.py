@@ -242,7 +242,7 @@ class ParallelCausalLM(FusibleModule, ABC):
                 f"the model was built for tensor_model_parallel_size {size}, the process groups have "
                 f"{parallel_state.get_tensor_model_parallel_size()}: build the model again"
             )
-        if self.parallel.sequence_parallel_enabled:
+        if self.parallel.sequence_parallel_enabled and length % size:
             remedy = f"pad to {-(-length // size) * size} or turn sequence_parallel_enabled off"
             require_divisible("sequence length", length, "tensor_model_parallel_size", size, remedy)
 

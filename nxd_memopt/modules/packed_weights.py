@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from nxd_memopt.ops.cuda.support import has_triton
-from nxd_memopt.ops.packed_view import packed_view
-from nxd_memopt.ops.parts import split_sizes
+from nxd_memopt.ops.parts import packed_view, split_sizes
 from nxd_memopt.parallel_layers.fusion import FusedPath, FusibleModule
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, column_parallel_linears
 

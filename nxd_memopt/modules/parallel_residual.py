@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nxd_memopt.backends import backend
-from nxd_memopt.ops.autograd import first_derivative_only
+from nxd_memopt.ops.autograd import cast_if_autocast_enabled, first_derivative_only
 from nxd_memopt.ops.norm import (
     affine_branches,
     affine_branches_gradient,
@@ -34,7 +34,6 @@ from nxd_memopt.parallel_layers.layers import (
     RowParallelLinear,
     row_parallel,
 )
-from nxd_memopt.parallel_layers.utils import cast_if_autocast_enabled
 
 
 class _NormalisedColumns(torch.autograd.Function):

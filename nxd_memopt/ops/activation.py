@@ -40,7 +40,8 @@ def activation(name: str) -> Callable[[Tensor], Tensor]:
     Raises:
         ValueError: the name is unknown; the message has the nearest known name.
     """
-    require_one_of("hidden_act", name, tuple(ACTIVATIONS))
+    if name not in ACTIVATIONS:
+        require_one_of("hidden_act", name, tuple(ACTIVATIONS))
     return ACTIVATIONS[name]
 
 

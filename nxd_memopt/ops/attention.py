@@ -63,7 +63,8 @@ def attention_implementation(
         ValueError: the named implementation cannot run the call. It is never replaced by another
             one.
     """
-    require_one_of("attention_backend", attention_backend, ATTENTION_BACKENDS)
+    if attention_backend not in ATTENTION_BACKENDS:
+        require_one_of("attention_backend", attention_backend, ATTENTION_BACKENDS)
     call = AttentionCall(tuple(query_shape), kv_heads, masked, dropout_p, dtype, packed)
     if attention_backend != "auto":
         reason = _refusal(attention_backend, call)

@@ -15,23 +15,20 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from nxd_memopt.backends import backend
 from nxd_memopt.config import require_divisible
-from nxd_memopt.ops.early_save import save_inputs_first
+from nxd_memopt.ops.autograd import cast_if_autocast_enabled, save_inputs_first
 from nxd_memopt.parallel_layers import mappings, parallel_state
 from nxd_memopt.parallel_layers.base_linear import BaseParallelLinear
 from nxd_memopt.parallel_layers.embedding import ParallelEmbedding
-from nxd_memopt.parallel_layers.functional.activation_sharding import ActivationSharding
 from nxd_memopt.parallel_layers.functional.linear import (
+    ActivationSharding,
     ColumnActivationSharding,
     ColumnParallel,
     RowParallel,
 )
 from nxd_memopt.parallel_layers.initialization import InitMethod
-from nxd_memopt.parallel_layers.utils import (
-    cast_if_autocast_enabled,
-    check_sequence_dimension,
-    padded_size,
-)
+from nxd_memopt.parallel_layers.utils import check_sequence_dimension, padded_size
 
 __all__ = [
     "BaseParallelLinear",
@@ -415,9 +412,9 @@ class RowParallelLinear(BaseParallelLinear):
 
     def require_divisible_sequence(self, partial_shape: torch.Size) -> None:
         """Raise ValueError if T does not divide the sequence length to be scattered."""
-        if self.sequence_parallel_enabled:
-            length = partial_shape[self.sequence_dimension]
-            size = self._group_size()
+        length = partial_shape[self.sequence_dimension]
+        size = backend.group_size(self.tensor_parallel_group)
+        if self.sequence_parallel_enabled and length % size:
             remedy = f"pad to {padded_size(length, size)} or turn sequence_parallel_enabled off"
             require_divisible("sequence length", length, "tensor_model_parallel_size", size, remedy)
 
@@ -438,6 +435,6 @@ def row_parallel(pairs: Sequence[tuple[Tensor, Tensor]], layer: RowParallelLinea
     # The casts are done above; autocast must not change dtypes inside the Function.
     with torch.autocast(tensors[0].device.type, enabled=False):
         # Inputs are saved before the Function runs, so that a recompute that ends here skips the
-        # GEMM and its reduction (``ops.early_save``).
+        # GEMM and its reduction (``ops.autograd``).
         handle, saved = save_inputs_first(*tensors)
         return cast(Tensor, RowParallel.apply(layer.activation_sharding(), handle, *saved))

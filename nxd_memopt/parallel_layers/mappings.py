@@ -75,9 +75,10 @@ def reduce_scatter_along_dim(tensor: Tensor, dim: int, group: ProcessGroup | Non
     if size == 1:
         return tensor
     length = tensor.size(dim)
-    pad_to = -(-length // size) * size  # rounded up to a multiple of size
-    remedy = f"pad to {pad_to} or turn sequence_parallel_enabled off"
-    require_divisible(_name_of_dim(tensor, dim), length, "tensor_model_parallel_size", size, remedy)
+    if length % size:
+        pad_to = -(-length // size) * size  # rounded up to a multiple of size
+        remedy = f"pad to {pad_to} or turn sequence_parallel_enabled off"
+        require_divisible(_name_of_dim(tensor, dim), length, "tensor_model_parallel_size", size, remedy)
     return backend.reduce_scatter(tensor.movedim(dim, 0), group).movedim(0, dim)
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nxd_memopt.config import require_divisible
+from nxd_memopt.ops.autograd import cast_if_autocast_enabled as cast_if_autocast_enabled  # a name of NxD's utils
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.fusion import FusibleModule
 from nxd_memopt.parallel_layers.rank_order import kv_shard_of_rank
@@ -167,26 +168,6 @@ def requires_init_pg_override() -> bool:
     Early torch_xla needed it; no backend of this library does.
     """
     return False
-
-
-def cast_if_autocast_enabled(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Cast floating-point tensors to the autocast dtype, as autocast does for a matmul.
-
-    Needed by autograd Functions, because their backward runs without autocast.
-    """
-    # The device of the tensors, not of the backend: on Neuron the backend may query the runtime
-    # for its device, which is not possible inside a compiled layer.
-    device_type = next(tensor.device.type for tensor in tensors if tensor is not None)
-    if not torch.is_autocast_enabled(device_type):
-        return tensors
-    dtype = torch.get_autocast_dtype(device_type)
-    results: list[Tensor | None] = []
-    for tensor in tensors:
-        if tensor is not None and tensor.is_floating_point():
-            results.append(tensor.to(dtype))
-        else:
-            results.append(tensor)
-    return tuple(results)
 
 
 def bit_equal(first: Tensor, second: Tensor) -> bool:

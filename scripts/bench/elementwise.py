@@ -30,8 +30,7 @@ from nxd_memopt.ops.norm import (
     normalise_gradient,
     rms_norm,
 )
-from nxd_memopt.ops.packed_view import Layout
-from nxd_memopt.ops.parts import split_sizes
+from nxd_memopt.ops.parts import Layout, split_sizes
 from nxd_memopt.ops.residual import add_residual
 from nxd_memopt.ops.rope import apply_rope, apply_rope_qkv, rope_frequencies, rope_tables
 from nxd_memopt.optimizer import AdamW

@@ -8,7 +8,7 @@ import torch
 from nxd_memopt.backends import backend
 from nxd_memopt.ops.activation import activation, gated_activation, gated_activation_gradient
 from nxd_memopt.ops.norm import add_rms_norm, affine_branches, affine_branches_gradient, rms_norm
-from nxd_memopt.ops.packed_view import packed_view
+from nxd_memopt.ops.parts import packed_view
 from nxd_memopt.ops.residual import add_residual
 from nxd_memopt.ops.sums import column_sums
 from tests.cuda.against_float64 import DTYPES, compare, random

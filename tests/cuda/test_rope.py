@@ -10,8 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxd_memopt.backends import backend
 from nxd_memopt.ops.cuda import rope
-from nxd_memopt.ops.packed_view import packed_view
-from nxd_memopt.ops.parts import split_sizes
+from nxd_memopt.ops.parts import packed_view, split_sizes
 from nxd_memopt.ops.rope import apply_rope, apply_rope_qkv, rope_frequencies, rope_tables
 from tests.cuda.against_float64 import DTYPES, compare, random
 from tests.reference_models import gpt_neox_config, llama_config, parallel_model

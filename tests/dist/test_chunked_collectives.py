@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from nxd_memopt.backends import backend
-from nxd_memopt.modules.gated_mlp import fused_gated_mlp
+from nxd_memopt.modules.mlp import fused_gated_mlp
 from nxd_memopt.parallel_layers import grads, parallel_state
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear, column_parallel_linears
 from nxd_memopt.parallel_layers.loss_functions import fused_linear_cross_entropy

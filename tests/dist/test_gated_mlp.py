@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nxd_memopt.modules import gated_mlp as gated_row
+from nxd_memopt.modules import mlp as gated_row
 from nxd_memopt.ops.activation import ACTIVATIONS, gated_activation
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.layers import RowParallelLinear

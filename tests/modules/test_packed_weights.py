@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from nxd_memopt.models.llama import LlamaForCausalLM
-from nxd_memopt.ops.packed_view import Layout, packed_view
-from nxd_memopt.ops.parts import split_sizes
+from nxd_memopt.ops.parts import Layout, packed_view, split_sizes
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, column_parallel_linears
 from tests.reference_models import llama_config
 

@@ -18,8 +18,7 @@ from nxd_memopt.ops.attention import attention_implementation, core_attention, d
 from nxd_memopt.ops.cuda import attention as flash4_module
 from nxd_memopt.ops.cuda.attention import flash4, unavailable_reason
 from nxd_memopt.ops.packed import PackedDocuments
-from nxd_memopt.ops.packed_view import packed_view
-from nxd_memopt.ops.parts import split_sizes
+from nxd_memopt.ops.parts import packed_view, split_sizes
 from tests import flash4_kernels
 from tests.reference import assert_float64_close, assert_says, error_message, gradients, tensors
 from tests.reference_models import batch, gpt_neox_config, llama_config, parallel_model

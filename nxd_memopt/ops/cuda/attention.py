@@ -14,7 +14,7 @@ from nxd_memopt._optional import why_missing
 from nxd_memopt.backends.attention_call import AttentionCall
 from nxd_memopt.ops.autograd import first_derivative_only
 from nxd_memopt.ops.packed import PackedDocuments
-from nxd_memopt.ops.packed_view import Layout
+from nxd_memopt.ops.parts import Layout
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _DISTRIBUTION = "flash-attn-4"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nxd_memopt.ops.autograd import first_derivative_only
 from nxd_memopt.ops.cuda.support import power_of_2
-from nxd_memopt.ops.packed_view import Layout
+from nxd_memopt.ops.parts import Layout
 
 KINDS = {
     "silu": "silu",

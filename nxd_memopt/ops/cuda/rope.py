@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nxd_memopt.ops.autograd import first_derivative_only
 from nxd_memopt.ops.cuda.support import power_of_2
-from nxd_memopt.ops.packed_view import Layout, packed_view
+from nxd_memopt.ops.parts import Layout, packed_view
 
 
 def _kernel() -> Any:
