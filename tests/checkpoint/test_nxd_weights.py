@@ -219,8 +219,13 @@ def test_ranks_of_other_saves_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"model.norm.weight differs between .* ranks 0 and 3.*accept_drift"):
         convert()
     assert not (tmp_path / "back").exists()
+    # The last rank too: the ranks are read in order, and the first one counts.
+    change(folder / rank_name(7), lambda state: state["model.norm.weight"].fill_(9))
     with pytest.warns(UserWarning, match=r"model.norm.weight differs .* rank 0's is taken"):
         convert(accept_drift=True)
+    stored = torch.load(folder / rank_name(0), weights_only=True)["model.norm.weight"]
+    (file,) = (tmp_path / "back").glob("*.safetensors")
+    assert torch.equal(load_file(file)["model.norm.weight"], stored)
     shutil.rmtree(tmp_path / "back")
     (folder / rank_name(3)).unlink()
     with pytest.raises(

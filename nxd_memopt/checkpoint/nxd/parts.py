@@ -158,10 +158,15 @@ class Rule:
             ValueError: replicas differ.
         """
         self.require_replicas(part, shards, layout)
-        # Ranks with the same slice copy it one after the other; ``require_replicas`` has compared
-        # them.
+        # Of the ranks with the same slice, the first one is copied. ``require_replicas`` has compared
+        # them; with ``accept_drift`` they may differ.
         full = torch.empty(part.shape, dtype=shards[0].dtype)
+        copied: set[int] = set()
         for rank, shard in enumerate(shards):
+            index, _ = layout.slice_index(part.kind, rank)
+            if index in copied:
+                continue
+            copied.add(index)
             local = self._local_part(shard, part, layout)
             for source, target in _matching_views(local, full, part, layout, rank, self.stride):
                 target.copy_(source)
