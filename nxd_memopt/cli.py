@@ -68,6 +68,32 @@ class Doctor:
         print(f"tensor parallelism: {backend.describe_overlap()}")
         for line in describe_fused():
             print(f"  {line}")
+        for line in _describe_fused_paths():
+            print(line)
+
+
+def _describe_fused_paths() -> list[str]:
+    """Return which fused paths of each architecture are on for this device; empty without transformers."""
+    try:
+        transformers = require_transformers("nxd_memopt.models")
+    except MissingDependencyError:
+        return []
+    from nxd_memopt.models import MODELS, model_class
+
+    lines: list[str] = []
+    for model_type in MODELS:
+        # One layer of small sizes on the meta device: the decisions do not depend on sizes.
+        config = transformers.AutoConfig.for_model(
+            model_type,
+            num_hidden_layers=1,
+            hidden_size=64,
+            intermediate_size=128,
+            num_attention_heads=4,
+            vocab_size=256,
+        )
+        lines.append(f"fused paths of {model_type}:")
+        lines += [f"  {line}" for line in model_class(model_type)(config, device="meta").fusions.describe()]
+    return lines
 
 
 def _describe_models() -> str:

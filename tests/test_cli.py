@@ -24,6 +24,15 @@ def test_doctor_names_backend_and_reason(monkeypatch, capsys):
     assert "RMSNorm, residual + RMSNorm: plain PyTorch (the kernels are for NVIDIA GPUs, the device is cpu)" in printed
 
 
+def test_doctor_lists_the_fused_paths_of_each_architecture(monkeypatch, capsys):
+    assert run(monkeypatch, "doctor") == 0
+    lines = capsys.readouterr().out.splitlines()
+    llama, neox = lines.index("fused paths of llama:"), lines.index("fused paths of gpt_neox:")
+    assert any(line.startswith("  projection of q_proj, k_proj, v_proj: on in 1 of 1") for line in lines[llama:])
+    assert "  attention and MLP in parallel: on in 1 of 1" in lines[neox:]
+    assert any(line.startswith("  in-place RoPE: off (the kernels are for NVIDIA GPUs") for line in lines)
+
+
 def test_convert_writes_what_transformers_loads(monkeypatch, tmp_path):
     torch.manual_seed(0)
     sizes = {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
