@@ -53,14 +53,15 @@ class Certify:
     measure_layers: tuple[int, int] = (2, 4)
     """Two depths that are measured; the line through them is drawn to the model's own."""
     max_temp_ratio: float | None = None
-    """Fail if the step with recomputation keeps more than this fraction of the bytes kept without.
+    """Fail if the step with recomputation keeps more than this fraction of the bytes that it keeps
+    without recomputation.
 
     Default: any saving passes."""
     device: Literal["trn1", "trn2", "trn2-lnc1", "trn3"] = "trn1"
     device_memory_gib: float | None = None
     """Memory of one device, instead of that of ``device``."""
     reserve_gib: float = 1.25
-    """What of it no tensor can use."""
+    """GiB of the device's memory that tensors cannot use."""
     master_weights: bool = False
     """fp32 copies of narrower parameters, and fp32 gradients."""
     zero1: bool = False

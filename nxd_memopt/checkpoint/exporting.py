@@ -54,7 +54,7 @@ def save_pretrained(
     Every rank calls.
 
     The first data-parallel replica gathers the parameters of one file at a time on its first
-    rank, which writes them. The host of this rank needs ``max_shard_size_bytes``; each device of
+    rank, which writes them. The host of this rank needs ``max_shard_size_bytes`` of memory; each device of
     the replica needs one full parameter. The files are written next to ``directory`` and renamed
     when complete. An earlier export in ``directory`` is replaced at this point; other files in it
     (a tokenizer) stay.

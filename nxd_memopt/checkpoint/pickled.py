@@ -64,7 +64,8 @@ def write_manifest(checkpoint: Path, content: Mapping[str, Any]) -> None:
     """Declare ``checkpoint`` complete by writing ``content``, the versions of the writer, and the
     order of KV replicas.
     """
-    # The entry for one replica keeps the table from being empty; see ``require_kv_order``.
+    # Number of KV replicas -> distance in ranks between them. The entry for one replica keeps the
+    # table from being empty; see ``require_kv_order``.
     strides = {"1": 1}
     for size, stride in parallel_state.kv_rank_strides().items():
         strides[str(size)] = stride
@@ -81,7 +82,7 @@ def require_kv_order(checkpoint: Path) -> None:
     """Raise ``ValueError`` if the files' KV heads and query heads are ordered differently over
     ranks than the model's.
 
-    A checkpoint without this library's manifest is assumed to come from this platform, as in
+    A checkpoint without this library's manifest is assumed to have the order of this run's platform, as in
     neuronx-distributed.
     """
     path = checkpoint / MANIFEST
@@ -89,9 +90,9 @@ def require_kv_order(checkpoint: Path) -> None:
         return
     saved = read_json(path).get("kv_rank_strides", {})
     for size, stride in parallel_state.kv_rank_strides().items():
-        # Versions that did not store a stride of 1 left the table empty: consecutive ranks. A
-        # count that is missing in a filled table was another number of replicas in that run; the
-        # check of the shapes refuses it, so it is not refused here.
+        # Versions that did not store a stride of 1 left the table empty: consecutive ranks. If a
+        # filled table lacks ``size``, that run had another number of replicas; the check of the
+        # shapes refuses it, so it is not refused here.
         default = stride if saved else 1
         stored = saved.get(str(size), default)
         if stored != stride:

@@ -48,8 +48,10 @@ def require_writable(directory: str | Path) -> None:
 
 
 def complete_steps(directory: Path) -> dict[int, Path]:
-    """Return the complete checkpoints by step, including the previous version left by an
-    interrupted replacement.
+    """Return the complete checkpoints by step, in ascending order.
+
+    A checkpoint is complete if it has an index (in version 1 a manifest), which is written last. Of
+    an interrupted replacement the previous version is returned while the new one is not in place.
     """
     if not directory.is_dir():
         return {}

@@ -41,8 +41,9 @@ def find_input(directory: str, tp_rank: int, pp_rank: int, ep_rank: int, *, xser
     """
     short = f"tp_rank_{tp_rank:02d}_pp_rank_{pp_rank:02d}"
     expert = f"ep_rank_{ep_rank:02d}"
-    # A folder per rank (a file with xser), then files named by data-parallel rank, without and
-    # with the expert rank.
+    # The oldest: a folder per rank, or with xser (torch_xla's
+    # format of one file per tensor) the file of that name; then files named by
+    # data-parallel rank, without and with the expert rank.
     folder = Path(directory)
     oldest = folder / short
     if not xser:

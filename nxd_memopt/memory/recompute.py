@@ -226,7 +226,10 @@ def recompute_module(module: nn.Module) -> None:
 
 
 def is_recomputed(module: nn.Module) -> bool:
-    """Return whether ``module`` itself runs under ``checkpoint``."""
+    """Return whether recomputation replaced the forward of ``module``.
+
+    It runs under ``checkpoint``, or the first layer of its chunk runs it (``is_passed_over``).
+    """
     return is_wrapped(module, "recompute") or is_wrapped(module, "traced_recompute")
 
 
@@ -236,7 +239,10 @@ def is_passed_over(layer: nn.Module) -> bool:
 
 
 def remove_recompute(model: Recomputable) -> None:
-    """Undo ``apply_recompute``."""
+    """Undo ``apply_recompute`` and ``recompute_module`` on all layers and modules of ``model``.
+
+    Other techniques, such as offloading, stay. Without recomputation this does nothing.
+    """
     modules = list(model.decoder_layers())
     for named_modules in model.recompute_modules().values():
         modules += named_modules

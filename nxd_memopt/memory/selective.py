@@ -1,7 +1,7 @@
 """Keeps the results of fused attention kernels in regions that are otherwise recomputed.
 
 Uses PyTorch's selective activation checkpointing. The policy names the kernels' operators. Their
-outputs (the context and the log-sum-exps) are saved in forward and returned when the region runs
+outputs (the attention output and the log-sum-exps) are saved in forward and returned when the region runs
 again.
 """
 

@@ -163,7 +163,9 @@ class ParallelCausalLM(FusibleModule, ABC):
 
         Raises:
             ValueError: T does not divide S under sequence parallelism, shapes differ, or
-                ``cu_seqlens`` does not divide the rows or is given with ``attention_mask``.
+                a document of ``cu_seqlens`` crosses the end of a row or is given with
+                ``attention_mask``.
+            RuntimeError: the process groups have another tensor-parallel size than the model.
         """
         self.fusions.begin_forward()
         self._check_shapes(input_ids, labels=labels, attention_mask=attention_mask)

@@ -200,6 +200,7 @@ def core_attention(
             return tiled.tiled_attention(query, key, value, mask)
         if implementation == "flash4":
             return cuda.flash4_attention(query, key, value)
+        assert implementation == "nki", implementation
         return nki.nki_attention(query, key, value)
 
 

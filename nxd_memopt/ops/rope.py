@@ -116,8 +116,9 @@ def apply_rope_qkv(
     """Rotate query and key, and pass value through.
 
     If the three are chunks of one projection's output, their gradients are adjacent in memory in
-    the same way. The results do not keep that output alive, because value is copied; with
-    ``in_place`` the results are chunks of it.
+    the same way. With the Triton kernels the
+    results do not keep that output alive, because value is copied; with ``in_place`` the results
+    are chunks of it. Without them ``value`` itself is returned.
 
     Args:
         query: ``[B, h, S, d]``.

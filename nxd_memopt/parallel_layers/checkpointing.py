@@ -414,7 +414,7 @@ def _sharded_file(directory: Path, load_xser: bool, master_dp_only: bool) -> Pat
         raise ValueError(
             f"{path} is a {found_kind}, it was saved with save_xser={not load_xser}: pass load_xser={not load_xser}"
         )
-    # The sizes follow from the ranks in the file names. With another T this rank's file may exist
+    # The sizes follow from the ranks in the file names. With another tensor-parallel size T this rank's file may exist
     # and even have loadable shapes (replicated parameters), but it is another part of the model.
     sizes = (
         parallel_state.get_tensor_model_parallel_size(),

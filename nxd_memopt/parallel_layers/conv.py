@@ -129,7 +129,8 @@ class OutputChannelParallelConv2d(BaseParallelConv):
     """Convolution with each rank computing its output channels from the full input.
 
     Communication in forward / backward: none / all-reduce of dX. The output is
-    ``[N, C_out/T, H, W]``, or has all channels with ``gather_output``. The remaining arguments are
+    ``[N, C_out/T, H, W]``, with C_out rounded up to a multiple of T
+            under ``partition_pad``, or has all channels with ``gather_output``. The remaining arguments are
     the same as in ``BaseParallelConv``.
     """
 
@@ -152,7 +153,8 @@ class OutputChannelParallelConv2d(BaseParallelConv):
 class InputChannelParallelConv2d(BaseParallelConv):
     """Convolution with each rank convolving its input channels; the results are summed.
 
-    Communication in forward / backward: all-reduce / none. The bias is added once, after the sum.
+    Communication in forward / backward: all-reduce / none with ``input_is_parallel``, else an
+    all-gather of dX. The bias is added once, after the sum.
     The input is ``[N, C_in/T, H, W]`` with ``input_is_parallel``, else the full input, which is
     split here. The remaining arguments are the same as in ``BaseParallelConv``.
     """
@@ -166,7 +168,11 @@ class InputChannelParallelConv2d(BaseParallelConv):
     def forward(self, input: Tensor) -> Tensor:
         if not self.input_is_parallel:
             size = parallel_state.get_tensor_model_parallel_size()
-            # With partition_pad zeros fill the channels that the input lacks.
+            if input.size(1) != self.in_channels:
+                raise ValueError(
+                    f"the input has {input.size(1)} channels, the layer's in_channels is {self.in_channels}"
+                )
+            # With partition_pad zeros fill the channels up to a multiple of T.
             missing = self.channels_per_partition * size - input.size(1)
             if missing:
                 input = F.pad(input, (0, 0, 0, 0, 0, missing))

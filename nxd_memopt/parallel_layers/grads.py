@@ -242,8 +242,11 @@ def clip_grad_norm(
         sharding_group: see ``get_grad_norm``.
 
     Returns:
-        The norm before clipping, fp32, 0-dim. It is NaN or infinite if a gradient is: check it
-        before the optimizer step.
+        The norm before clipping, fp32, 0-dim. It is NaN or infinite if a gradient is, and the scaled
+        gradients are then useless: check it before the optimizer step.
+
+    Raises:
+        ValueError: ``max_norm`` is not above 0, or ``norm_type`` is below 1.
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm must be above 0, got {max_norm}: leave clipping out to switch it off")

@@ -103,7 +103,7 @@ class NxDOptimizer(torch.optim.Optimizer):
             self.optimizer.step()
             self._grad_norm = self.optimizer.grad_norm
         else:
-            # An infinite bound measures the norm and leaves the gradients unchanged.
+            # An infinite bound measures the norm and leaves gradients of finite norm unchanged.
             max_norm = torch.inf
             if options["grad_clipping"]:
                 max_norm = options["max_grad_norm"]

@@ -195,8 +195,10 @@ def prune_tags(directory: Path, num_kept_ckpts: int | None) -> None:
 
 
 def find_tag(directory: Path, tag: str | None) -> Path:
-    """Return the checkpoint of ``tag``, by default the newest, that rank 0 sees. Every rank
-    calls.
+    """Return the directory of the checkpoint of ``tag``, by default of the newest one.
+
+    Rank 0 looks for it and tells the other ranks; every rank calls. After an interrupted
+    replacement the directory is the previous version's, ``.TAG.replaced``.
 
     A directory of rank files without any marker, as NxD's converter writes it, can be loaded by
     its tag.

@@ -93,7 +93,10 @@ class _Slot:
 
 
 class PeerMemory:
-    """Slots and copy streams of one group. All ranks start the same operations in one order."""
+    """Slots and copy streams of one group; used through ``PeerAllGather`` and ``PeerReduction``.
+
+    A slot is a buffer of equal size on every rank that all ranks map. Each kind of operation uses
+    two slots in turn. All ranks start the same operations, with the same sizes, in one order."""
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         self._group = group
@@ -118,7 +121,8 @@ class PeerMemory:
     def next_slot(self, operation: _Operation, size_bytes: int) -> _Slot:
         """Return the slot of this kind of operation that every rank has finished with.
 
-        Double buffering: the slot's last use is two operations ago. By contract, every rank
+        Double buffering: the slot's last use is two operations ago. As
+        ``collectives.ChunkedAllGather`` requires of its callers, every rank
         enqueued its last read of the slot before it started the operation in between. That
         operation's signals come after these reads, and this rank's stream has waited for the
         signals, at the latest in this call.
@@ -189,7 +193,11 @@ class PeerMemory:
 
     @contextmanager
     def captured(self) -> Iterator[None]:
-        """Put barriers around a capture: its slots do not alternate with slots used outside."""
+        """Put barriers at both ends of a capture, as part of the graph.
+
+        Each barrier resets the order of slots, so a replay uses the same slots wherever it runs.
+        Enter it inside ``restored_on_failure``, which handles a failure.
+        """
         self._is_captured = True
         self.barrier()
         yield

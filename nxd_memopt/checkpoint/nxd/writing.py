@@ -40,7 +40,7 @@ class Target:
         form: form of query, key and value.
         pipeline_model_parallel_size: number of stages; the layers are divided evenly, the last
             stages take the remainder.
-        xser: write one file per tensor.
+        xser: write torch_xla's format of one file per tensor.
     """
 
     layout: Layout

@@ -235,7 +235,10 @@ def save(data: Any, file_or_path: Any, master_only: bool = True, global_master: 
 
 
 def set_rng_state(seed: int, device: str | None = None) -> None:
-    """Seed the device's generator; torch_xla's random state is a seed."""
+    """Seed the device's generator with an integer, which is torch_xla's random state.
+
+    It is not the inverse of ``get_rng_state``, which returns the generator's full state as a tensor.
+    """
     del device
     backend.manual_seed(seed)
 

@@ -313,7 +313,8 @@ def gated_backward(
 ):
     """Compute the gradients of ``act(gate) * up``, and the value too with ``WITH_VALUE``.
 
-    Every element is read before any is written, so results may overwrite the inputs.
+    A program reads its elements before it writes them, so a result may be the same memory as an
+    input, at the same positions. Grid: rows x blocks of columns.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

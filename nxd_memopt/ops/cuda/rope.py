@@ -179,7 +179,10 @@ def apply_rope_qkv(
     *,
     in_place: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Implement ``ops.rope.apply_rope_qkv``."""
+    """Implement ``ops.rope.apply_rope_qkv``.
+
+    ``in_place`` is ignored if the three are not parts of one tensor, or if a dispatch mode is active.
+    """
     # chunks of one projection's output: only then can gradients be written as one tensor
     has_contiguous_heads = all(x.stride(-1) == 1 for x in (query, key, value))
     if not has_contiguous_heads or Layout.of(query, key, value).span is None:
@@ -193,6 +196,6 @@ def _has_dispatch_mode() -> bool:
     """Return whether a dispatch mode is active.
 
     Selective checkpointing, for example, may keep the output of a matmul and return it again in the
-    recomputation.
+    recomputation. Rotated in place, it would be rotated twice.
     """
     return torch._C._len_torch_dispatch_stack() > 0
