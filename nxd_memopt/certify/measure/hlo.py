@@ -110,8 +110,8 @@ def collectives(hlo: str) -> Counter[Collective]:
             chained = len(instruction.shapes) > 1 and not instruction.shapes[-1].dims
             result_bytes = sum(shape.nbytes for shape in instruction.shapes[: -1 if chained else None])
             # A reduce-scatter's result is one shard of the full tensor.
-            whole_bytes = result_bytes * size if kind == "reduce_scatter" else result_bytes
-            found[Collective(kind, whole_bytes, size)] += 1
+            full_bytes = result_bytes * size if kind == "reduce_scatter" else result_bytes
+            found[Collective(kind, full_bytes, size)] += 1
     return found
 
 

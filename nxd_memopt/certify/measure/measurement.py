@@ -75,7 +75,7 @@ class Measurement:
     def from_json(cls, data: dict[str, Any]) -> Measurement:
         """Return the measurement of plain data from ``to_json``."""
         collectives = Counter(
-            {Collective(c["kind"], c["whole_bytes"], c["group_size"]): c["count"] for c in data["collectives"]}
+            {Collective(c["kind"], c["full_bytes"], c["group_size"]): c["count"] for c in data["collectives"]}
         )
         largest = tuple(LiveTensor(**{**tensor, "shape": tuple(tensor["shape"])}) for tensor in data["largest"])
         return cls(**{**data, "collectives": collectives, "largest": largest})

@@ -61,13 +61,13 @@ def _collectives(certificate: Certificate) -> Table:
     for collective, count in sorted(certificate.collectives.items()):
         in_layer = certificate.per_layer[collective]
         table.add_row(*_row(collective, count, in_layer))
-    table.caption = "bytes of whole tensors; * without recomputation"
+    table.caption = "bytes of full tensors; * without recomputation"
     return table
 
 
 def _row(collective: Collective, count: int, in_layer: int) -> tuple[str, ...]:
     """Return the cells of one collective."""
-    each = collective.whole_bytes
+    each = collective.full_bytes
     return (
         collective.kind,
         str(collective.group_size),

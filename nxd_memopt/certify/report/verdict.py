@@ -130,8 +130,8 @@ def _difference(found: Counter[Collective], expected: Counter[Collective]) -> st
     # zero-padded tensor, which has the same bytes.
     missing, surplus = expected - found, found - expected
     sentence = f"missing {_listed(missing) or 'none'}; beyond the formulas {_listed(surplus) or 'none'}"
-    replaced = {c.whole_bytes for c in missing if c.kind == "all_gather"} & {
-        c.whole_bytes for c in surplus if c.kind == "all_reduce"
+    replaced = {c.full_bytes for c in missing if c.kind == "all_gather"} & {
+        c.full_bytes for c in surplus if c.kind == "all_reduce"
     }
     return (
         f"{sentence}; an all-reduce stands in for an all-gather of {sorted(replaced)} bytes" if replaced else sentence
@@ -141,7 +141,7 @@ def _difference(found: Counter[Collective], expected: Counter[Collective]) -> st
 def _listed(collectives: Counter[Collective]) -> str:
     """Return collectives as a comma-separated list."""
     return ", ".join(
-        f"{count} {c.kind} of {c.whole_bytes} bytes over {c.group_size}" for c, count in sorted(collectives.items())
+        f"{count} {c.kind} of {c.full_bytes} bytes over {c.group_size}" for c, count in sorted(collectives.items())
     )
 
 
