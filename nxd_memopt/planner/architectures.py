@@ -78,8 +78,8 @@ class Parameter:
         """
         if self.sharded_dimension is None:
             return self.shape
-        # With T greater than the number g of KV heads, r = T / g neighbouring ranks store the same
-        # KV head, so a K or V weight is split T / r = g ways and not T ways.
+        # With T greater than the number g of KV heads, r = T / g ranks store the same KV head
+        # each, so a K or V weight is split T / r = g ways and not T ways.
         shards = tensor_model_parallel_size
         if self.sharding == "kv_column":
             shards //= kv_replicas
@@ -202,7 +202,7 @@ def _layer_parameters(
     if not _has_bias(layer, config):
         return
     # The bias has the output features: sharded with the rows of the weight, or replicated. A
-    # replicated one (norm, row-parallel layer) is added to the rank's tokens, after the reduction.
+    # replicated one (norm, row-parallel layer) is added to the rank's tokens only.
     is_sharded = sharded_dimension == 0
     bias_dimension = None
     if is_sharded:

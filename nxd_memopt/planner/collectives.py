@@ -251,7 +251,7 @@ def _recomputed(
     for part, count in ((shape.column_forward(), columns), (shape.reduction(), rows)):
         for collective in part:
             total[collective] += count
-    # Unary plus drops the entries with count 0, which would differ from a measured Counter.
+    # Unary plus drops entries with count 0, such as a reduction that every region omits.
     return +total
 
 

@@ -120,6 +120,6 @@ def extrapolate(measured: dict[int, int], num_layers: int, *, least_per_layer: i
         least_per_layer: bytes that each layer keeps with any recomputation: its input.
     """
     (few, at_few), (many, at_many) = sorted(measured.items())
-    # From the deeper of the two, whose peak is more often one at which the layers' tensors exist.
+    # Start at the deeper model, from which fewer layers are extrapolated.
     per_layer = max((at_many - at_few) / (many - few), least_per_layer)
     return round(at_many + (num_layers - many) * per_layer)

@@ -101,13 +101,21 @@ def _head_chunks(
 ) -> tuple[int, ...]:
     """Return the tokens of each chunk of the fused loss, of all ranks whose tokens are gathered."""
     size = parallel.tensor_model_parallel_size
-    gathered = size if parallel.sequence_parallel_enabled else 1
+    gathered = 1
+    if parallel.sequence_parallel_enabled:
+        gathered = size
+    # Per token of a chunk: gathered input, partial dX and reduced dX. The arguments are those with
+    # which the fused loss itself calls chunk_ranges.
+    exchanged = 0
+    if size > 1:
+        exchanged = 3 * config.hidden_size
     ranges = chunk_ranges(
         tokens // gathered,
         gathered=gathered,
         vocab=-(-config.vocab_size // size),
-        exchanged=3 * config.hidden_size if size > 1 else 0,
+        exchanged=exchanged,
         logits_bytes=DEFAULT_LOGITS_BYTES,
         element_bytes=element_bytes,
     )
+    # The ranges are of local rows; SP gathers the rows of all T ranks into each chunk.
     return tuple((stop - start) * gathered for start, stop in ranges)
