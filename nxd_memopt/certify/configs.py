@@ -55,12 +55,16 @@ def load_model_config(model: str, overrides: Sequence[str]) -> dict[str, Any]:
     Raises:
         ValueError: the name is unknown, or an override has no ``=``.
     """
-    # A copy, because the overrides must not change the table.
-    config = dict(NAMED_CONFIGS.get(model) or _read_config(model))
+    if model in NAMED_CONFIGS:
+        # A copy, because the overrides must not change the table.
+        config = dict(NAMED_CONFIGS[model])
+    else:
+        config = _read_config(model)
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals:
             raise ValueError(f"--override {override!r} is not KEY=VALUE, such as num_hidden_layers=4")
+        # JSON first, so that numbers, true and null have their types; a bare word is text.
         config[key] = _value(value)
     return config
 

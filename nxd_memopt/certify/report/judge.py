@@ -135,7 +135,8 @@ def _at_depth(request: Request, variants: Mapping[int, Measurement]) -> int:
         measured[layers] = measurement.held_bytes
         if measurement.peak_bytes is not None:
             measured[layers] = measurement.peak_bytes
-    # Even full recomputation keeps the input of each layer, so that the line is at least as steep.
+    # A layer's input is what full recomputation of single layers keeps; see extrapolate for why the
+    # line must not be less steep.
     return extrapolate(measured, depth, least_per_layer=_shape(request, depth).layer_input_bytes)
 
 

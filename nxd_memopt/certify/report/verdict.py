@@ -177,7 +177,7 @@ def check_large_tensors(
 ) -> Check:
     """Report the largest tensors, and whether S x S scores or full logits are among them."""
     # A note and no verdict: core attention without a flash kernel has S x S scores by choice. Both
-    # kinds grow faster than the activations, with S^2 and with V, and are often the peak.
+    # are much larger than an activation [S, B, H]: they grow with S^2, and with V instead of H.
     squares = [t for t in measured.largest if is_square_in(t, shape.sequence_length)]
     logits = [t for t in measured.largest if is_logits(t, shape.tokens, vocabulary_sizes)]
     parts = []
