@@ -25,7 +25,7 @@ _WORKER = "nxd_memopt.certify.worker"
 
 @dataclass(frozen=True)
 class Certify:
-    """Show, without the hardware, that a training step recomputes, communicates and fits as it should.
+    """Show, without the hardware, that a step recomputes, communicates and fits as it should.
 
     One step is forward, backward and the sequence-parallel gradient hook.
     Exit status 0: every check passed; 1: one failed; 2: wrong arguments.
@@ -75,13 +75,16 @@ class Certify:
         from nxd_memopt.certify.report.render import show
 
         request = self.request()
-        require_transformers("nxd-memopt certify")  # here, not after minutes of measuring in another process
+        # Checked here too, so that a missing package is reported before minutes of measuring.
+        require_transformers("nxd-memopt certify")
         certificate = self.certificate(request, run_worker(request))
         show(certificate, self._title(request))
         if self.json is not None:
             document = {"request": dataclasses.asdict(request), **certificate.to_json()}
             self.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        return 0 if certificate.passed else 1
+        if certificate.passed:
+            return 0
+        return 1
 
     def request(self) -> Request:
         """Return what to measure.
@@ -96,24 +99,34 @@ class Certify:
                 "backend compiled measures one process, got tensor_model_parallel_size "
                 f"{self.tensor_model_parallel_size}: leave it out, or use backend cpu"
             )
+        # A line through two depths gives the bytes per layer. One layer is not representative: its
+        # peak may be in the embedding or in the loss.
         few, many = self.measure_layers
         if not 2 <= few < many:
             raise ValueError(f"measure_layers {few} {many} must be two depths, at least 2, the second one greater")
         config = load_model_config(self.model, self.override)
-        require_one_of("model_type", config.get("model_type"), tuple({c["model_type"] for c in NAMED_CONFIGS.values()}))
+        model_types = {named["model_type"] for named in NAMED_CONFIGS.values()}
+        require_one_of("model_type", config.get("model_type"), tuple(model_types))
         depth = config["num_hidden_layers"]
         if depth < many:
             raise ValueError(f"measure_layers {few} {many} exceed the model's {depth} layers: pass lower ones")
         # XLA:CPU widens bf16 to fp32, which would double the measured bytes. fp16 has the same size
         # and stays fp16.
-        parallel = ParallelConfig(self.tensor_model_parallel_size, self.sequence_parallel_enabled, self.reduce_dtype)
+        dtype = self.dtype
+        if self.backend == "xla" and dtype == "bfloat16":
+            dtype = "float16"
+        parallel = ParallelConfig(
+            self.tensor_model_parallel_size,
+            self.sequence_parallel_enabled,
+            self.reduce_dtype,
+        )
         return Request(
             config=config,
             parallel=dataclasses.asdict(parallel),
             memory=self._memory(),
             sequence_length=self.seq_length,
             micro_batch_size=self.micro_batch_size,
-            dtype="float16" if self.backend == "xla" and self.dtype == "bfloat16" else self.dtype,
+            dtype=dtype,
             backend=self.backend,
             layer_counts=self.measure_layers,
         )
@@ -132,7 +145,9 @@ class Certify:
         from nxd_memopt.planner.hardware import DEVICE_GIB
 
         # stands_for is the user's dtype: backend xla measures fp16 instead of bf16 (see request).
-        capacity_gib = DEVICE_GIB[self.device] if self.device_memory_gib is None else self.device_memory_gib
+        capacity_gib = self.device_memory_gib
+        if capacity_gib is None:
+            capacity_gib = DEVICE_GIB[self.device]
         return judge(
             request,
             answer,
@@ -146,11 +161,14 @@ class Certify:
     def _title(self, request: Request) -> str:
         """Return one line that names the model and the configuration."""
         parallel = request.parallel_config()
-        sequence = " with sequence parallelism" if parallel.sequence_parallel_enabled else ""
+        sequence = ""
+        if parallel.sequence_parallel_enabled:
+            sequence = " with sequence parallelism"
         return (
             f"{self.model}: {request.config['num_hidden_layers']} layers, "
             f"T={parallel.tensor_model_parallel_size}{sequence}, "
-            f"S={self.seq_length}, B={self.micro_batch_size}, {self.dtype}, recompute {self.recompute_granularity}, "
+            f"S={self.seq_length}, B={self.micro_batch_size}, {self.dtype}, "
+            f"recompute {self.recompute_granularity}, "
             f"backend {self.backend}"
         )
 
@@ -164,14 +182,18 @@ def run_worker(request: Request) -> Answer:
     from nxd_memopt.certify.request import Answer
 
     with tempfile.TemporaryDirectory(prefix="nxd-memopt-certify-") as directory:
-        question, answer = Path(directory, "request.json"), Path(directory, "answer.json")
+        question = Path(directory, "request.json")
+        answer = Path(directory, "answer.json")
         question.write_text(json.dumps(dataclasses.asdict(request)), encoding="utf-8")
         environment = _worker_environment(request, Path(directory, "dump"))
         command = [sys.executable, "-m", _WORKER, str(question), str(answer)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        # An exit status of 0 without an answer is a failure too. The last line of a traceback is
+        # the exception with its message.
         if done.returncode != 0 or not answer.is_file():
-            lines = [line for line in done.stderr.strip().splitlines() if line.strip()] or ["no message"]
-            raise ValueError(f"measuring on backend {request.backend} failed: {lines[-1]}")
+            lines = [line for line in done.stderr.strip().splitlines() if line.strip()]
+            message = lines[-1] if lines else "no message"
+            raise ValueError(f"measuring on backend {request.backend} failed: {message}")
         return Answer.from_json(json.loads(answer.read_text(encoding="utf-8")))
 
 
@@ -180,11 +202,18 @@ def _worker_environment(request: Request, dump: Path) -> dict[str, str]:
     # The worker is a single process even inside a torchrun job: it simulates its ranks.
     ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if name not in ranks}
-    environment["NXD_MEMOPT_BACKEND"] = "cpu" if request.backend == "compiled" else request.backend
+    # torch.compile is not a backend of its own: it compiles the CPU backend's operations.
+    environment["NXD_MEMOPT_BACKEND"] = request.backend
+    if request.backend == "compiled":
+        environment["NXD_MEMOPT_BACKEND"] = "cpu"
     if request.backend == "xla":
         from nxd_memopt.backends.neuron.xla_inspect import dump_flags
 
         # neuronx-cc's flags have their own check in the certificate. In the simulation wrong flags
         # must not raise, so the check at run time is reduced to a warning.
-        environment |= {"PJRT_DEVICE": "CPU", "XLA_FLAGS": dump_flags(dump), "NXD_MEMOPT_RECOMPUTE_CHECK": "warn"}
+        environment |= {
+            "PJRT_DEVICE": "CPU",
+            "XLA_FLAGS": dump_flags(dump),
+            "NXD_MEMOPT_RECOMPUTE_CHECK": "warn",
+        }
     return environment

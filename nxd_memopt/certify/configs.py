@@ -55,19 +55,26 @@ def load_model_config(model: str, overrides: Sequence[str]) -> dict[str, Any]:
     Raises:
         ValueError: the name is unknown, or an override has no ``=``.
     """
-    config = dict(NAMED_CONFIGS[model]) if model in NAMED_CONFIGS else _read_config(model)
+    if model in NAMED_CONFIGS:
+        # A copy, because the overrides must not change the table.
+        config = dict(NAMED_CONFIGS[model])
+    else:
+        config = _read_config(model)
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals:
             raise ValueError(f"--override {override!r} is not KEY=VALUE, such as num_hidden_layers=4")
+        # JSON first, so that numbers, true and null have their types; a bare word is text.
         config[key] = _value(value)
     return config
 
 
 def _read_config(model: str) -> dict[str, Any]:
     """Return the JSON of a configuration file, or raise ``ValueError`` with the known names."""
-    path = Path(model)
-    file = path / "config.json" if path.is_dir() else path
+    file = Path(model)
+    if file.is_dir():
+        file = file / "config.json"
+    # Neither a name nor a file: most likely a misspelt name, so the message lists the known ones.
     if not file.is_file():
         require_one_of("model", model, tuple(NAMED_CONFIGS))
     return json.loads(file.read_text(encoding="utf-8"))

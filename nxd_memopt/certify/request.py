@@ -40,8 +40,11 @@ class Request:
 
     def memory_config(self) -> MemoryConfig:
         """Return the memory configuration; JSON has turned its tuple into a list."""
-        modules = self.memory.get("recompute_modules")
-        return MemoryConfig(**{**self.memory, "recompute_modules": None if modules is None else tuple(modules)})
+        fields = dict(self.memory)
+        modules = fields.get("recompute_modules")
+        if modules is not None:
+            fields["recompute_modules"] = tuple(modules)
+        return MemoryConfig(**fields)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Request:
@@ -65,8 +68,16 @@ class Answer:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data for JSON; ``from_json`` is the inverse."""
-        pairs = {str(n): [s.recompute.to_json(), s.baseline.to_json()] for n, s in self.survivals.items()}
-        return {"survivals": pairs, "fingerprints": self.fingerprints, "num_parameters": self.num_parameters}
+        # The keys of a JSON object are text, so the numbers of layers are converted both ways.
+        pairs = {
+            str(layers): [survival.recompute.to_json(), survival.baseline.to_json()]
+            for layers, survival in self.survivals.items()
+        }
+        return {
+            "survivals": pairs,
+            "fingerprints": self.fingerprints,
+            "num_parameters": self.num_parameters,
+        }
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Answer:

@@ -9,7 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,24 +43,30 @@ def measure(request: Request) -> Answer:
     # T = 1 has one rank, whose fingerprint is measured already.
     size = request.parallel_config().tensor_model_parallel_size
     few = min(request.layer_counts)
-    fingerprints = [survivals[few].recompute.fingerprint] if size == 1 else []
-    fingerprints = fingerprints or [rank_fingerprint(request, few, rank) for rank in range(size)]
+    if size == 1:
+        fingerprints = [survivals[few].recompute.fingerprint]
+    else:
+        # Traced for every rank, rank 0 included: a measured module has a marker in its graph
+        # on XLA, so its fingerprint cannot be compared.
+        fingerprints = [rank_fingerprint(request, few, rank) for rank in range(size)]
     return Answer(survivals, tuple(fingerprints), count_parameters(request))
 
 
 def measure_variant(request: Request, layers: int) -> Measurement:
     """Return the measurement of rank 0's step, run or compiled by the request's backend."""
-    # Eager steps run with fake tensors and a fake process group: operations are dispatched with
-    # their shapes, but no memory is allocated and nothing is computed or sent.
     if request.backend == "xla":
         with traced_step(request, layers, rank=0) as outputs:
             return measure_outputs(outputs)
     size = request.parallel_config().tensor_model_parallel_size
-    fake = nullcontext() if request.backend == "compiled" else FakeTensorMode(allow_non_fake_inputs=True)
-    with pretended_world(size, rank=0), fake:
-        model, ids = build(request, layers)
-        if request.backend == "compiled":
+    if request.backend == "compiled":
+        # Real tensors: dynamo and AOTAutograd create fake ones themselves while they trace.
+        with pretended_world(size, rank=0):
+            model, ids = build(request, layers)
             return measure_compiled(lambda: model(ids, labels=ids).loss)
+    # Eager steps run with fake tensors and a fake process group: operations are dispatched with
+    # their shapes, but no memory is allocated and nothing is computed or sent.
+    with pretended_world(size, rank=0), FakeTensorMode(allow_non_fake_inputs=True):
+        model, ids = build(request, layers)
         return measure_eager(lambda: step(model, ids))
 
 
@@ -79,6 +85,7 @@ def rank_fingerprint(request: Request, layers: int, rank: int) -> str:
 def traced_step(request: Request, layers: int, *, rank: int) -> Iterator[list[Tensor]]:
     """Yield loss and gradients of a step as ``rank`` traces it on XLA, before compilation."""
     size = request.parallel_config().tensor_model_parallel_size
+    # The rank is pretended twice: for torch_xla's own view of it, and for torch.distributed's.
     with ExitStack() as stack:
         stack.enter_context(xla_inspect.pretended_rank(size, rank))
         stack.enter_context(pretended_world(size, rank=rank))
@@ -124,7 +131,9 @@ def build(request: Request, layers: int) -> tuple[nn.Module, Tensor]:
 def count_parameters(request: Request) -> int:
     """Return the number of parameters of rank 0 at full depth."""
     with pretended_world(request.parallel_config().tensor_model_parallel_size, rank=0):
-        return sum(param.numel() for param in _meta_model(request, request.config["num_hidden_layers"]).parameters())
+        model = _meta_model(request, request.config["num_hidden_layers"])
+        # parameters() yields a tied head and embedding once, as they are stored.
+        return sum(param.numel() for param in model.parameters())
 
 
 def _meta_model(request: Request, layers: int) -> nn.Module:
@@ -144,19 +153,28 @@ def _materialize(model: nn.Module) -> None:
 
     Tied parameters stay tied, and attributes of parameters, such as sharding, are copied.
     """
-    made: dict[int, nn.Parameter] = {}
+    # By the id of the meta parameter, so that modules which share one also share its replacement.
+    materialized: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, param in module._parameters.items():
             if param is None:
                 continue
-            if id(param) not in made:
-                # Zeros are created on the host and copied: zeros created on an XLA device would be
-                # constants of the graph instead of its inputs.
-                zeros = torch.zeros(param.shape, dtype=param.dtype).to(backend.device)
-                made[id(param)] = nn.Parameter(zeros)
-                own = vars(made[id(param)])  # a fake tensor has attributes of its own, such as its mode
-                own.update({key: value for key, value in vars(param).items() if key not in own})
-            module._parameters[name] = made[id(param)]
+            if id(param) not in materialized:
+                materialized[id(param)] = _zeros_like(param)
+            module._parameters[name] = materialized[id(param)]
+
+
+def _zeros_like(param: nn.Parameter) -> nn.Parameter:
+    """Return a parameter of zeros on the backend's device, with the attributes of ``param``."""
+    # Zeros are created on the host and copied: zeros created on an XLA device would be constants of
+    # the graph instead of its inputs.
+    zeros = torch.zeros(param.shape, dtype=param.dtype).to(backend.device)
+    materialized = nn.Parameter(zeros)
+    # A fake tensor has attributes of its own, such as its mode, which are not overwritten.
+    attributes = vars(materialized)
+    for key, value in vars(param).items():
+        attributes.setdefault(key, value)
+    return materialized
 
 
 def main(run: Callable[[Request], Answer] = measure) -> None:

@@ -6,7 +6,6 @@ width, V vocabulary, h query heads, g KV heads (query groups), d head size.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -79,11 +78,14 @@ class Parameter:
         """
         if self.sharded_dimension is None:
             return self.shape
+        # With T greater than the number g of KV heads, r = T / g ranks store the same KV head
+        # each, so a K or V weight is split T / r = g ways and not T ways.
         shards = tensor_model_parallel_size
         if self.sharding == "kv_column":
             shards //= kv_replicas
         shape = list(self.shape)
-        # Rounded up: vocabularies are padded. All other dimensions are divisible, see require_shardable.
+        # Rounded up: vocabularies are padded. All other dimensions are divisible, see
+        # require_shardable.
         shape[self.sharded_dimension] = -(-shape[self.sharded_dimension] // shards)
         return tuple(shape)
 
@@ -179,28 +181,57 @@ def parameters(config: Any) -> Iterator[Parameter]:
         yield from _layer_parameters(layer, layer.name, letters, config)
 
 
-def _layer_parameters(layer: Layer, name: str, letters: Mapping[str, int], config: Any) -> Iterator[Parameter]:
+def _layer_parameters(
+    layer: Layer,
+    name: str,
+    letters: Mapping[str, int],
+    config: Any,
+) -> Iterator[Parameter]:
     """Yield the weight of a layer and, if it has one, its bias."""
     shape = tuple(_value(dimension, letters) for dimension in layer.weight)
     sharded_dimension = SHARDED_DIMENSIONS[layer.sharding]
-    is_norm = layer.sharding == "replicated"
-    yield Parameter(f"{name}.weight", shape, layer.sharding, sharded_dimension, is_sequence_partial=is_norm)
-    has_bias = bool(_option(config, layer.bias)) if isinstance(layer.bias, str) else layer.bias
-    if has_bias:
-        # The bias has the output features: sharded with the rows of the weight, or replicated.
-        is_sharded = sharded_dimension == 0
-        yield Parameter(
-            f"{name}.bias",
-            shape[:1],
-            layer.sharding,
-            0 if is_sharded else None,
-            is_sequence_partial=not is_sharded,
-        )
+    # The replicated layers are the norms. Under sequence parallelism each rank applies them to its
+    # own tokens only, so that the gradient on a rank is a partial sum over these tokens.
+    yield Parameter(
+        f"{name}.weight",
+        shape,
+        layer.sharding,
+        sharded_dimension,
+        is_sequence_partial=layer.sharding == "replicated",
+    )
+    if not _has_bias(layer, config):
+        return
+    # The bias has the output features: sharded with the rows of the weight, or replicated. A
+    # replicated one (norm, row-parallel layer) is added to the rank's tokens only.
+    is_sharded = sharded_dimension == 0
+    bias_dimension = None
+    if is_sharded:
+        bias_dimension = 0
+    yield Parameter(
+        f"{name}.bias",
+        shape[:1],
+        layer.sharding,
+        bias_dimension,
+        is_sequence_partial=not is_sharded,
+    )
+
+
+def _has_bias(layer: Layer, config: Any) -> bool:
+    """Return whether the layer has a bias, as the table or the config option that it names says."""
+    if isinstance(layer.bias, str):
+        return bool(_option(config, layer.bias))
+    return layer.bias
 
 
 def _value(dimension: str, letters: Mapping[str, int]) -> int:
     """Return the value of a product such as ``3*h*d``."""
-    return math.prod(int(factor) if factor.isdigit() else letters[factor] for factor in dimension.split("*"))
+    value = 1
+    for factor in dimension.split("*"):
+        if factor.isdigit():
+            value *= int(factor)
+        else:
+            value *= letters[factor]
+    return value
 
 
 def _option(config: Any, name: str) -> Any:
@@ -211,15 +242,17 @@ def _option(config: Any, name: str) -> Any:
 
 
 def require_shardable(config: Any, tensor_model_parallel_size: int) -> None:
-    """Raise ``ValueError`` unless T divides heads and MLP width, and the heads fit the architecture."""
+    """Raise ``ValueError`` unless T divides heads and MLP width, and the heads fit the model type."""
     letters = sizes(config)
-    size_name, size = "tensor_model_parallel_size", tensor_model_parallel_size
-    require_divisible("num_attention_heads", letters["h"], size_name, size)
-    require_divisible("intermediate_size", letters["F"], size_name, size)
+    size_name = "tensor_model_parallel_size"
+    # The vocabulary is not checked: it is padded to a multiple of T.
+    require_divisible("num_attention_heads", letters["h"], size_name, tensor_model_parallel_size)
+    require_divisible("intermediate_size", letters["F"], size_name, tensor_model_parallel_size)
     if _option(config, "model_type") == "gpt_neox":
         require_divisible("hidden_size", letters["H"], "num_attention_heads", letters["h"])
         if letters["g"] != letters["h"]:
             raise ValueError(
-                f"num_query_groups {letters['g']} differs from num_attention_heads {letters['h']}: query_key_value has "
+                f"num_query_groups {letters['g']} differs from num_attention_heads "
+                f"{letters['h']}: query_key_value has "
                 "one KV head for each query head; leave num_query_groups out"
             )

@@ -16,7 +16,7 @@ merged branches (GPT-NeoX)         attention and MLP have one column input and o
 embedding                          as a row output          as a row output
 KV replicas, r > 1                 none                     all-reduce over r of each K and V weight
                                                             (and bias) gradient of this rank
-head with its loss, in chunks      SP all-gather a,         none: its gradients are made in forward
+head with its loss, in chunks      SP all-gather a,         none: forward computes its gradients
 of tokens                          reduce-scatter a
                                    else all-reduce a
                                    all-gather 8 S B T       (two fp32 sums a token of each rank)
@@ -37,7 +37,9 @@ from dataclasses import dataclass, replace
 from nxd_memopt.config import MemoryConfig
 
 GRADIENT_BUCKET_BYTES = 128 << 20
-"""Bytes of a bucket of ``parallel_layers.grads``: full bandwidth, but small next to all gradients."""
+"""Bytes of a bucket of ``parallel_layers.grads``.
+
+Enough for full bandwidth, but small next to all gradients."""
 _FP32_BYTES = 4
 
 
@@ -47,14 +49,14 @@ class Collective:
 
     Args:
         kind: ``all_gather``, ``reduce_scatter``, ``all_reduce`` or ``all_to_all``.
-        whole_bytes: bytes of the unsharded tensor: the result of an all-gather, the input of a
+        full_bytes: bytes of the unsharded tensor: the result of an all-gather, the input of a
             reduce-scatter or all-reduce. With a ring each of n ranks sends ``(n - 1) / n`` of it
             for an all-gather or reduce-scatter, and twice that for an all-reduce.
         group_size: n, the number of ranks.
     """
 
     kind: str
-    whole_bytes: int
+    full_bytes: int
     group_size: int
 
 
@@ -99,8 +101,12 @@ class StepShape:
     @property
     def layer_input_bytes(self) -> int:
         """Bytes of a layer's input on one rank, which full recomputation keeps of each layer."""
-        shards = self.tensor_model_parallel_size if self.sequence_parallel_enabled else 1
-        return self.tokens * self.hidden_size * self.element_bytes // shards
+        # Between the blocks SP shards the activations over the T ranks along the sequence; without
+        # SP every rank has all tokens.
+        full_bytes = self.tokens * self.hidden_size * self.element_bytes
+        if self.sequence_parallel_enabled:
+            return full_bytes // self.tensor_model_parallel_size
+        return full_bytes
 
     @property
     def tokens(self) -> int:
@@ -117,13 +123,20 @@ class StepShape:
         Args:
             wide: reduce in ``reduce_dtype`` instead of the dtype of activations.
         """
-        kind = "reduce_scatter" if self.sequence_parallel_enabled else "all_reduce"
-        element_bytes = self.reduce_dtype_bytes if wide else self.element_bytes
+        kind = "all_reduce"
+        if self.sequence_parallel_enabled:
+            kind = "reduce_scatter"
+        # The partial sums are cast to reduce_dtype before they are sent, so that fp32 doubles the
+        # bytes of a bf16 reduction. Only sums of matmuls need it: in the embedding's output each
+        # row has one non-zero summand.
+        element_bytes = self.element_bytes
+        if wide:
+            element_bytes = self.reduce_dtype_bytes
         return self._one(kind, self.tokens * self.hidden_size * element_bytes)
 
     def column_forward(self) -> Counter[Collective]:
-        """Return the forward collectives of a column-parallel input."""
-        return self.gather() if self.sequence_parallel_enabled else Counter()
+        """Return the forward collectives of a column-parallel input: with SP X is gathered."""
+        return self._gather_with_sequence_parallel()
 
     def column_backward(self) -> Counter[Collective]:
         """Return the backward collectives of a column-parallel input.
@@ -134,13 +147,30 @@ class StepShape:
 
     def row_backward(self) -> Counter[Collective]:
         """Return the backward collectives of a row-parallel output: with SP dY is gathered."""
-        return self.gather() if self.sequence_parallel_enabled else Counter()
+        return self._gather_with_sequence_parallel()
 
-    def _one(self, kind: str, whole_bytes: int, group_size: int | None = None) -> Counter[Collective]:
-        return Counter({Collective(kind, whole_bytes, group_size or self.tensor_model_parallel_size): 1})
+    def _gather_with_sequence_parallel(self) -> Counter[Collective]:
+        # Without SP every rank already has all tokens of the activation.
+        if self.sequence_parallel_enabled:
+            return self.gather()
+        return Counter()
+
+    def _one(
+        self,
+        kind: str,
+        full_bytes: int,
+        group_size: int | None = None,
+    ) -> Counter[Collective]:
+        """Return one collective of the tensor-parallel group, or of a group of ``group_size``."""
+        return Counter({Collective(kind, full_bytes, group_size or self.tensor_model_parallel_size): 1})
 
 
-def expected_collectives(shape: StepShape, memory: MemoryConfig, *, stops_early: bool) -> Counter[Collective]:
+def expected_collectives(
+    shape: StepShape,
+    memory: MemoryConfig,
+    *,
+    stops_early: bool,
+) -> Counter[Collective]:
     """Return the collectives of one micro-batch's forward and backward, and of the gradient hook.
 
     Args:
@@ -149,6 +179,7 @@ def expected_collectives(shape: StepShape, memory: MemoryConfig, *, stops_early:
         stops_early: whether a recomputation ends with the last tensor that backward needs, as in
             PyTorch's eager checkpoint.
     """
+    # A group of one rank sends nothing, and no collective is issued for it.
     if shape.tensor_model_parallel_size == 1:
         return Counter()
     total = _around_layers(shape) + _gradient_hook(shape)
@@ -167,6 +198,8 @@ def per_layer(shape: StepShape) -> Counter[Collective]:
     # partial sums on each rank, all-reduced as one tensor of 2 * 2 * H * 4 bytes.
     if shape.blocks_per_layer == 1 and not shape.sequence_parallel_enabled:
         total += shape._one("all_reduce", 2 * 2 * shape.hidden_size * _FP32_BYTES)
+    # The r replicas of a KV head serve different query heads, so that each has a part of the sum
+    # that is the gradient of K and V: all-reduced over these r ranks only.
     if shape.kv_replicas > 1:
         for gradient_bytes in shape.kv_gradient_bytes:
             total += shape._one("all_reduce", gradient_bytes, shape.kv_replicas)
@@ -175,8 +208,8 @@ def per_layer(shape: StepShape) -> Counter[Collective]:
 
 def _around_layers(shape: StepShape) -> Counter[Collective]:
     """Return the collectives of the embedding and of the head with its loss."""
-    # Each chunk of the fused loss is a column-parallel input whose gradient is made in forward. Its
-    # all-gather carries two fp32 numbers per token from each of T ranks.
+    # Each chunk of the fused loss is a column-parallel input whose gradient is computed in forward.
+    # Its all-gather carries two fp32 numbers per token from each of T ranks.
     embedding = shape.reduction(wide=False) + shape.row_backward()
     total = embedding
     for tokens in shape.head_chunks:
@@ -188,10 +221,13 @@ def _around_layers(shape: StepShape) -> Counter[Collective]:
 
 def _gradient_hook(shape: StepShape) -> Counter[Collective]:
     """Return the all-reduces of sequence-parallel gradients, one per flat bucket."""
+    # Without SP every rank computes these gradients from all tokens, so nothing is summed.
+    if not shape.sequence_parallel_enabled:
+        return Counter()
     # Gradients fill buckets in order. A gradient that does not fit starts a new bucket, so a
     # gradient larger than a bucket has one alone.
     buckets: list[int] = []
-    for gradient_bytes in shape.tagged_gradient_bytes if shape.sequence_parallel_enabled else ():
+    for gradient_bytes in shape.tagged_gradient_bytes:
         if buckets and buckets[-1] + gradient_bytes <= GRADIENT_BUCKET_BYTES:
             buckets[-1] += gradient_bytes
         else:
@@ -202,7 +238,12 @@ def _gradient_hook(shape: StepShape) -> Counter[Collective]:
     return total
 
 
-def _recomputed(shape: StepShape, memory: MemoryConfig, *, stops_early: bool) -> Counter[Collective]:
+def _recomputed(
+    shape: StepShape,
+    memory: MemoryConfig,
+    *,
+    stops_early: bool,
+) -> Counter[Collective]:
     """Return the collectives that recomputation issues again."""
     # A recomputed block issues its forward collectives again: one column input and one row output.
     columns, rows = _recomputed_parts(shape, memory, stops_early=stops_early)
@@ -210,23 +251,36 @@ def _recomputed(shape: StepShape, memory: MemoryConfig, *, stops_early: bool) ->
     for part, count in ((shape.column_forward(), columns), (shape.reduction(), rows)):
         for collective in part:
             total[collective] += count
+    # Unary plus drops entries with count 0, such as a reduction that every region omits.
     return +total
 
 
-def _recomputed_parts(shape: StepShape, memory: MemoryConfig, *, stops_early: bool) -> tuple[int, int]:
+def _recomputed_parts(
+    shape: StepShape,
+    memory: MemoryConfig,
+    *,
+    stops_early: bool,
+) -> tuple[int, int]:
     """Return how many column inputs are gathered again, and how many row outputs reduced again."""
     # Full recomputation: uniform checkpoints all layers in chunks of recompute_num_layers, block
     # checkpoints the first recompute_num_layers layers one by one. Each region that stops early
     # omits its last row output, unless dropout saves a mask after it.
     if memory.recompute_granularity == "full":
-        num_layers, chunk = shape.num_layers, memory.recompute_num_layers or 1
+        recomputed_layers = shape.num_layers
+        layers_per_region = memory.recompute_num_layers or 1
         if memory.recompute_method == "block":
-            num_layers, chunk = chunk, 1
-        omitted = num_layers // chunk if stops_early and not shape.row_output_dropout else 0
-        blocks = shape.blocks_per_layer * num_layers
-        return blocks, blocks - omitted
+            recomputed_layers = layers_per_region
+            layers_per_region = 1
+        blocks = shape.blocks_per_layer * recomputed_layers
+        if stops_early and not shape.row_output_dropout:
+            return blocks, blocks - recomputed_layers // layers_per_region
+        return blocks, blocks
     # Selective recomputation: only regions with a projection have collectives. core_attn, norm and
     # mlp_act run without communication.
     modules = set(memory.recompute_modules or ()) & {"attn", "mlp"}
-    regions = shape.num_layers * len(modules)  # each has one column input and ends in its row output
-    return regions, 0 if stops_early else regions
+    # Each region has one column input and ends in its row output, the part that a recomputation
+    # which stops early omits.
+    regions = shape.num_layers * len(modules)
+    if stops_early:
+        return regions, 0
+    return regions, regions

@@ -1,4 +1,4 @@
-"""The memory of one rank: a term for each purpose, their sum, and extrapolation from measured depths."""
+"""The memory of one rank: a term for each purpose, their sum, and extrapolation over depth."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class OptimizerState:
             raise ValueError(f"data_parallel_size must be at least 1, got {self.data_parallel_size}")
         if self.data_parallel_size > 1 and not self.zero1:
             raise ValueError(
-                f"data_parallel_size {self.data_parallel_size} changes one rank's memory only with zero1: "
-                "switch zero1 on, or leave data_parallel_size out"
+                f"data_parallel_size {self.data_parallel_size} changes one rank's memory only "
+                "with zero1: switch zero1 on, or leave data_parallel_size out"
             )
 
 
@@ -84,14 +84,21 @@ def memory_terms(
     """
     # Bytes per parameter with bf16 and master weights: 2 (weight) + 4 (fp32 gradient) + 8 (two fp32
     # moments) + 4 (master weight) = 18. ZeRO-1 divides the last two by D, rounded up.
+    # fp32 parameters are their own master weights.
     masters = optimizer.master_weights and element_bytes < _FP32_BYTES
-    shards = optimizer.data_parallel_size if optimizer.zero1 else 1
-    per_shard = -(-num_parameters // shards)
+    per_shard = num_parameters
+    if optimizer.zero1:
+        per_shard = -(-num_parameters // optimizer.data_parallel_size)
+    gradient_bytes = element_bytes
+    master_bytes = 0
+    if masters:
+        gradient_bytes = _FP32_BYTES
+        master_bytes = _FP32_BYTES
     terms = {
         "parameters": num_parameters * element_bytes,
-        "gradients": num_parameters * (_FP32_BYTES if masters else element_bytes),
+        "gradients": num_parameters * gradient_bytes,
         "optimizer moments (fp32)": per_shard * _ADAM_MOMENTS * _FP32_BYTES,
-        "fp32 master weights": per_shard * _FP32_BYTES if masters else 0,
+        "fp32 master weights": per_shard * master_bytes,
         "activations and temporaries": temporary_bytes,
         "inputs": input_bytes,
         "reserve": int(reserve_gib * GIB),
@@ -113,5 +120,6 @@ def extrapolate(measured: dict[int, int], num_layers: int, *, least_per_layer: i
         least_per_layer: bytes that each layer keeps with any recomputation: its input.
     """
     (few, at_few), (many, at_many) = sorted(measured.items())
+    # Start at the deeper model, from which fewer layers are extrapolated.
     per_layer = max((at_many - at_few) / (many - few), least_per_layer)
     return round(at_many + (num_layers - many) * per_layer)

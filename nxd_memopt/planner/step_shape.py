@@ -34,17 +34,26 @@ def step_shape(
     is_llama = config.model_type == "llama"
     # With T greater than the number of KV heads g, r = T / g ranks have a replica of each KV head
     # and all-reduce its gradients. GPT-NeoX has no grouped-query attention, so r = 1.
-    replicas = max(1, size // num_kv_heads(config)) if is_llama else 1
+    replicas = 1
+    if is_llama:
+        replicas = max(1, size // num_kv_heads(config))
+    blocks_per_layer = 2
+    if _merges_branches(config, memory):
+        blocks_per_layer = 1
+    reduce_dtype_bytes = element_bytes
+    if parallel.reduce_dtype == "float32":
+        reduce_dtype_bytes = 4
+    tokens = sequence_length * micro_batch_size
     return StepShape(
         num_layers=config.num_hidden_layers,
-        blocks_per_layer=1 if _merges_branches(config, memory) else 2,
+        blocks_per_layer=blocks_per_layer,
         hidden_size=config.hidden_size,
         sequence_length=sequence_length,
         micro_batch_size=micro_batch_size,
         element_bytes=element_bytes,
         tensor_model_parallel_size=size,
         sequence_parallel_enabled=parallel.sequence_parallel_enabled,
-        reduce_dtype_bytes=4 if parallel.reduce_dtype == "float32" else element_bytes,
+        reduce_dtype_bytes=reduce_dtype_bytes,
         kv_replicas=replicas,
         kv_gradient_bytes=_kv_gradient_bytes(config, size, replicas, element_bytes),
         tagged_gradient_bytes=tuple(
@@ -52,7 +61,7 @@ def step_shape(
             for parameter in parameters(config)
             if parameter.is_sequence_partial
         ),
-        head_chunks=_head_chunks(config, parallel, sequence_length * micro_batch_size, element_bytes),
+        head_chunks=_head_chunks(config, parallel, tokens, element_bytes),
         row_output_dropout=not is_llama and config.hidden_dropout > 0,
     )
 
@@ -67,10 +76,16 @@ def _merges_branches(config: Any, memory: MemoryConfig) -> bool:
     return config.use_parallel_residual and config.hidden_dropout == 0 and not is_recomputed
 
 
-def _kv_gradient_bytes(config: Any, size: int, replicas: int, element_bytes: int) -> tuple[int, ...]:
-    """Return the bytes of each K and V gradient of a layer on one rank, if it is all-reduced over replicas."""
+def _kv_gradient_bytes(
+    config: Any,
+    size: int,
+    replicas: int,
+    element_bytes: int,
+) -> tuple[int, ...]:
+    """Return the bytes of each K and V gradient of a layer on one rank; none without replicas."""
     if replicas == 1:
         return ()
+    # Layer 0 stands for every layer: their parameters have equal shapes.
     return tuple(
         math.prod(parameter.local_shape(size, replicas)) * element_bytes
         for parameter in parameters(config)
@@ -78,16 +93,29 @@ def _kv_gradient_bytes(config: Any, size: int, replicas: int, element_bytes: int
     )
 
 
-def _head_chunks(config: Any, parallel: ParallelConfig, tokens: int, element_bytes: int) -> tuple[int, ...]:
+def _head_chunks(
+    config: Any,
+    parallel: ParallelConfig,
+    tokens: int,
+    element_bytes: int,
+) -> tuple[int, ...]:
     """Return the tokens of each chunk of the fused loss, of all ranks whose tokens are gathered."""
     size = parallel.tensor_model_parallel_size
-    gathered = size if parallel.sequence_parallel_enabled else 1
+    gathered = 1
+    if parallel.sequence_parallel_enabled:
+        gathered = size
+    # Per token of a chunk: gathered input, partial dX and reduced dX. The arguments are those with
+    # which the fused loss itself calls chunk_ranges.
+    exchanged = 0
+    if size > 1:
+        exchanged = 3 * config.hidden_size
     ranges = chunk_ranges(
         tokens // gathered,
         gathered=gathered,
         vocab=-(-config.vocab_size // size),
-        exchanged=3 * config.hidden_size if size > 1 else 0,
+        exchanged=exchanged,
         logits_bytes=DEFAULT_LOGITS_BYTES,
         element_bytes=element_bytes,
     )
+    # The ranges are of local rows; SP gathers the rows of all T ranks into each chunk.
     return tuple((stop - start) * gathered for start, stop in ranges)

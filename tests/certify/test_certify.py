@@ -265,8 +265,8 @@ def test_command_certifies(monkeypatch, capsys, tmp_path):
     gathers = [c for c in written["collectives_per_step"] if c["kind"] == "all_gather"]
     # 6 layers: 2 forward, 2 recomputed, 4 backward; head 1; embedding 1; 64 tokens of 64 bf16 numbers. Of the loss two
     # fp32 numbers a token from each rank
-    activations = {"kind": "all_gather", "whole_bytes": 64 * 64 * 2, "group_size": 2, "count": 6 * 8 + 2}
-    sums = {"kind": "all_gather", "whole_bytes": 2 * 64 * 4 * 2, "group_size": 2, "count": 1}
+    activations = {"kind": "all_gather", "full_bytes": 64 * 64 * 2, "group_size": 2, "count": 6 * 8 + 2}
+    sums = {"kind": "all_gather", "full_bytes": 2 * 64 * 4 * 2, "group_size": 2, "count": 1}
     assert gathers == [sums, activations]
 
 

@@ -51,7 +51,7 @@ def compiled(outputs: list[Tensor]) -> str:
 
 
 def describe(text: str) -> dict[str, object]:
-    kinds = Counter(f"{c.kind} {c.whole_bytes} over {c.group_size}" for c in hlo.collectives(text).elements())
+    kinds = Counter(f"{c.kind} {c.full_bytes} over {c.group_size}" for c in hlo.collectives(text).elements())
     return {"hash": hlo.fingerprint(text), "collectives": kinds, "matmuls": hlo.matmul_count(text)}
 
 

@@ -82,6 +82,8 @@ class _Graphs:
         calls = [node for graph in self.graphs for node in graph.nodes if node.op == "call_function"]
         saved = _saved_tensors(self.forward_graphs)
         matmuls = sum(_name(node) in MATMULS for node in calls)
+        # Nothing after the partitioner is measured: the counts before and after optimization are
+        # the same one, and scratch memory inside a graph, thus the peak, is unknown.
         return Measurement(
             matmuls=matmuls,
             traced_matmuls=matmuls,
@@ -111,19 +113,29 @@ def _saved_tensors(forward_graphs: Sequence[fx.Graph]) -> list[LiveTensor]:
     for graph in forward_graphs:
         (output,) = (node for node in graph.nodes if node.op == "output")
         for node in output.args[0]:
-            value = node.meta.get("val") if isinstance(node, fx.Node) else None
-            if isinstance(value, Tensor) and _base(node).op != "placeholder":
-                dtype = str(value.dtype).removeprefix("torch.")
-                saved[_base(node)] = LiveTensor(
-                    dtype, tuple(value.shape), value.untyped_storage().nbytes(), _name(node)
+            # An output may also be a constant such as None, and a value may be a symbolic size.
+            if not isinstance(node, fx.Node):
+                continue
+            value = node.meta.get("val")
+            if not isinstance(value, Tensor):
+                continue
+            # The base is the key, so that views of one storage replace each other. The size is
+            # that of the storage: a saved slice keeps all of it alive.
+            base = _base(node)
+            if base.op != "placeholder":
+                saved[base] = LiveTensor(
+                    dtype=str(value.dtype).removeprefix("torch."),
+                    shape=tuple(value.shape),
+                    nbytes=value.untyped_storage().nbytes(),
+                    source=_name(node),
                 )
     return list(saved.values())
 
 
 def _base(node: fx.Node) -> fx.Node:
     """Return the node that allocated the storage of ``node``."""
-    # Follow views back to the operation that made the storage: the base of a transposed weight is
-    # a placeholder, so it counts as a parameter.
+    # Follow views back to the operation that allocated the storage: the base of a transposed weight
+    # is a placeholder, so it counts as a parameter.
     value = node.meta.get("val")
     for source in node.all_input_nodes:
         origin = source.meta.get("val")
@@ -134,5 +146,10 @@ def _base(node: fx.Node) -> fx.Node:
 
 def _is_view(node: fx.Node) -> bool:
     """Return whether the operation's schema declares a result that is a view of an argument."""
+    # In ATen's schemas Tensor(a) is an alias of argument a, and Tensor(a!) the result of an in-place
+    # operation, which writes to it: only the first is a view.
     schema = getattr(node.target, "_schema", None)
-    return schema is not None and any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    if schema is None:
+        return False
+    aliases = [result.alias_info for result in schema.returns if result.alias_info is not None]
+    return any(not alias.is_write for alias in aliases)

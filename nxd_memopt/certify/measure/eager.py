@@ -1,4 +1,4 @@
-"""Measures an eager step: operations, saved tensors and collectives, as PyTorch dispatches them."""
+"""Measures an eager step: dispatched operations, saved tensors and collectives."""
 
 from __future__ import annotations
 
@@ -23,8 +23,16 @@ MATMULS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 """Names of ATen's matmuls. ``linear``, ``matmul`` and ``einsum`` decompose into them."""
 _READS = frozenset({"item", "_local_scalar_dense"})
 """Names of operations that copy a tensor's value to the host."""
-_COLLECTIVES = {name: name for name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")}
-_COLLECTIVES |= {f"{name}_async": name for name in ("all_gather", "reduce_scatter", "all_reduce")}
+_COLLECTIVES = {
+    "all_gather": "all_gather",
+    "all_gather_async": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "reduce_scatter_async": "reduce_scatter",
+    "all_reduce": "all_reduce",
+    "all_reduce_async": "all_reduce",
+    "all_to_all": "all_to_all",
+}
+"""Kind of collective by the name of the backend's method."""
 
 
 def measure_eager(step: Callable[[], object]) -> Measurement:
@@ -35,11 +43,14 @@ def measure_eager(step: Callable[[], object]) -> Measurement:
     Args:
         step: runs one forward and one backward pass.
     """
-    recorder, collectives = _Recorder(), Counter()
+    recorder = _Recorder()
+    collectives: Counter[Collective] = Counter()
     with ExitStack() as stack:
         stack.enter_context(recorder)
         stack.enter_context(_counted_collectives(collectives))
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda tensor: tensor))
+        # The unpack hook returns what the pack hook stored: tensors are observed, not changed.
+        hooks = torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda tensor: tensor)
+        stack.enter_context(hooks)
         result = step()
     recorder.fingerprint.update(repr(sorted(collectives.items())).encode())
     # ``result`` is alive until here: tensors that outlive the step, such as its results and
@@ -66,7 +77,8 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.matmuls, self.flops = 0, 0
+        self.matmuls = 0
+        self.flops = 0
         self.saved: dict[int, int] = {}  # serial -> bytes
         self.tensors: list[LiveTensor] = []
         self.fingerprint = hashlib.sha256()
@@ -75,9 +87,15 @@ class _Recorder(TorchDispatchMode):
         self._serials: dict[int, int | None] = {}
         self._watchers: dict[int, weakref.ref[Any]] = {}
         self._events: list[tuple[int, int]] = []  # (serial, bytes allocated or -bytes freed)
-        self._made = 0
+        self._num_allocated = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Any = None,
+    ) -> Any:
         kwargs = kwargs or {}
         # Register the arguments first: an unknown storage among them existed before the step, while
         # an unknown storage among the results is new.
@@ -95,6 +113,8 @@ class _Recorder(TorchDispatchMode):
         """Add an operation to the counts and to the fingerprint, and register its results."""
         name = func.overloadpacket.__name__
         self.matmuls += name in MATMULS
+        # PyTorch's registry has formulas for matmuls, convolutions and attention kernels; all other
+        # operations count as 0 FLOPs.
         if func.overloadpacket in flop_registry:
             self.flops += flop_registry[func.overloadpacket](*args, **kwargs, out_val=result)
         # The fingerprint has operations and shapes but no values, so it is equal on ranks that run
@@ -110,17 +130,20 @@ class _Recorder(TorchDispatchMode):
         An unknown storage is new if ``made_by`` names an operation; otherwise it existed before.
         """
         storage = tensor.untyped_storage()
+        # Known, if the id is of the same storage and not of an earlier one that was freed.
         key = id(storage)
         if key in self._watchers and self._watchers[key]() is storage:
             return self._serials[key]
         self._serials[key] = None
         if made_by is not None:
-            self._made += 1
-            self._serials[key] = self._made
+            self._num_allocated += 1
+            self._serials[key] = self._num_allocated
             nbytes = storage.nbytes()
-            self._events.append((self._made, nbytes))
+            self._events.append((self._num_allocated, nbytes))
             dtype = str(tensor.dtype).removeprefix("torch.")
             self.tensors.append(LiveTensor(dtype, tuple(tensor.shape), nbytes, made_by))
+        # The callback runs when the last reference to the storage is gone, which is when its memory
+        # would be freed.
         self._watchers[key] = weakref.ref(storage, self._end_of(self._serials[key]))
         return self._serials[key]
 
@@ -133,6 +156,8 @@ class _Recorder(TorchDispatchMode):
 
     def save(self, tensor: Tensor) -> Tensor:
         """Record a tensor saved for backward; the pack hook of ``saved_tensors_hooks``."""
+        # By serial number, so that a storage saved by several operations, or through several views,
+        # counts once. Parameters and inputs have none: they exist without the step.
         serial = self._serial(tensor)
         if serial is not None:
             self.saved[serial] = tensor.untyped_storage().nbytes()
@@ -147,10 +172,12 @@ class _Recorder(TorchDispatchMode):
         # Replay allocations and frees in order. Storages without a free outlive the step.
         events = list(self._events)
         ended = {serial for serial, change in events if change < 0}
-        alive = peak = 0
+        alive = 0
+        peak = 0
         for serial, change in events:
-            alive += change if serial in ended else 0
-            peak = max(peak, alive)
+            if serial in ended:
+                alive += change
+                peak = max(peak, alive)
         return peak
 
 
@@ -184,7 +211,10 @@ def _counted_collectives(found: Counter[Collective]) -> Iterator[None]:
                 return original(tensor, group, *args, **kwargs)
             # Bytes are those of the full tensor. An all-gather's argument is one shard of it.
             kind = _COLLECTIVES[name]
-            found[Collective(kind, tensor.nbytes * (size if kind == "all_gather" else 1), size)] += 1
+            full_bytes = tensor.nbytes
+            if kind == "all_gather":
+                full_bytes *= size
+            found[Collective(kind, full_bytes, size)] += 1
             inside = True
             try:
                 return original(tensor, group, *args, **kwargs)

@@ -69,16 +69,27 @@ def element_bits(dtype: str) -> int:
 
 def parse_shapes(text: str) -> tuple[Shape, ...]:
     """Return every shape in ``text``, in order: one for an array, several for a tuple."""
-    return tuple(Shape(dtype, tuple(map(int, filter(None, dims.split(","))))) for dtype, dims in _SHAPE.findall(text))
+    shapes = []
+    for dtype, dims in _SHAPE.findall(text):
+        # A scalar is f32[]: splitting its dimensions gives one empty text.
+        sizes = [int(size) for size in dims.split(",") if size]
+        shapes.append(Shape(dtype, tuple(sizes)))
+    return tuple(shapes)
 
 
 def instructions(hlo: str) -> Iterator[Instruction]:
     """Yield the instructions of all computations of a module, in the order of the text."""
     for line in hlo.splitlines():
+        # "%name = shape opcode(operands), attributes". Headers and braces of computations have no
+        # such assignment and are skipped.
         assigned = _INSTRUCTION.match(line)
-        called = assigned and _OPCODE.match(assigned[2])
-        if assigned and called:
-            yield Instruction(assigned[1], parse_shapes(called[1]), called[2], assigned[2][called.end() :])
+        if assigned is None:
+            continue
+        name, expression = assigned.groups()
+        called = _OPCODE.match(expression)
+        if called is not None:
+            shapes, opcode = called.groups()
+            yield Instruction(name, parse_shapes(shapes), opcode, expression[called.end() :])
 
 
 def matmul_count(hlo: str) -> int:
@@ -89,8 +100,12 @@ def matmul_count(hlo: str) -> int:
 def _is_matmul(instruction: Instruction) -> bool:
     """Return whether an instruction is a dot, or a custom call of a matmul library."""
     if instruction.opcode == "custom-call":
+        # XLA:CPU's optimizer replaces large dots by calls of Eigen or oneDNN, whose names have one
+        # of these words.
         target = re.search(r'custom_call_target="([^"]*)"', instruction.rest)
-        return target is not None and any(word in target[1].lower() for word in ("matmul", "gemm", "dot"))
+        if target is None:
+            return False
+        return any(word in target[1].lower() for word in ("matmul", "gemm", "dot"))
     return instruction.opcode == "dot"
 
 
@@ -105,13 +120,17 @@ def collectives(hlo: str) -> Counter[Collective]:
     found: Counter[Collective] = Counter()
     for instruction in instructions(hlo):
         kind = _COLLECTIVES.get(instruction.opcode.removesuffix("-start"))
-        if kind is not None:
-            size = group_size(instruction.rest)
-            chained = len(instruction.shapes) > 1 and not instruction.shapes[-1].dims
-            result_bytes = sum(shape.nbytes for shape in instruction.shapes[: -1 if chained else None])
-            # A reduce-scatter's result is one shard of the full tensor.
-            whole_bytes = result_bytes * size if kind == "reduce_scatter" else result_bytes
-            found[Collective(kind, whole_bytes, size)] += 1
+        if kind is None:
+            continue
+        shapes = instruction.shapes
+        if len(shapes) > 1 and not shapes[-1].dims:
+            shapes = shapes[:-1]
+        full_bytes = sum(shape.nbytes for shape in shapes)
+        size = group_size(instruction.rest)
+        # A reduce-scatter's result is one shard of the full tensor.
+        if kind == "reduce_scatter":
+            full_bytes *= size
+        found[Collective(kind, full_bytes, size)] += 1
     return found
 
 
@@ -136,20 +155,31 @@ def group_size(attributes: str) -> int:
 
 def temporary_bytes(buffer_assignment: str) -> int:
     """Return the bytes of scratch memory ("preallocated-temp") of the compiled module."""
-    return sum(int(found[1]) for line in buffer_assignment.splitlines() if (found := _TEMPORARY.match(line)))
+    # Parameters, outputs and constants are other allocations of the dump, without this mark.
+    total = 0
+    for line in buffer_assignment.splitlines():
+        found = _TEMPORARY.match(line)
+        if found is not None:
+            total += int(found[1])
+    return total
 
 
 def largest_temporaries(buffer_assignment: str, limit: int = 6) -> tuple[LiveTensor, ...]:
     """Return the largest distinct tensors in the scratch memory, at most ``limit``."""
     # The dump lists each allocation with the values that are assigned to it on the next lines.
-    values, inside = [], False
+    values = []
+    is_temporary = False
     for line in buffer_assignment.splitlines():
         if line.startswith("allocation "):
-            inside = _TEMPORARY.match(line) is not None
-        found = _VALUE.match(line) if inside else None
-        shapes = parse_shapes(found[3]) if found else ()
-        if found and len(shapes) == 1:
-            values.append(LiveTensor(shapes[0].dtype, shapes[0].dims, int(found[2]), found[1]))
+            is_temporary = _TEMPORARY.match(line) is not None
+        found = _VALUE.match(line)
+        if not is_temporary or found is None:
+            continue
+        # Tuples are left out: they are tables of pointers to values that are listed themselves.
+        source, nbytes, text = found.groups()
+        shapes = parse_shapes(text)
+        if len(shapes) == 1:
+            values.append(LiveTensor(shapes[0].dtype, shapes[0].dims, int(nbytes), source))
     return largest_distinct(values, limit)
 
 

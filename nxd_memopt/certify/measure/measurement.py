@@ -1,4 +1,4 @@
-"""What is measured of one step: matmuls, bytes saved for backward, collectives, the largest tensors."""
+"""What is measured of one step: matmuls, saved bytes, collectives, the largest tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class LiveTensor:
         dtype: dtype as text.
         shape: dimensions.
         nbytes: size in bytes.
-        source: operation that made the tensor.
+        source: operation that allocated the tensor.
     """
 
     dtype: str
@@ -62,9 +62,11 @@ class Measurement:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data for JSON; ``from_json`` is the inverse."""
-        fields = {name: getattr(self, name) for name in ("matmuls", "traced_matmuls", "held_bytes", "peak_bytes")}
         return {
-            **fields,
+            "matmuls": self.matmuls,
+            "traced_matmuls": self.traced_matmuls,
+            "held_bytes": self.held_bytes,
+            "peak_bytes": self.peak_bytes,
             "flops": self.flops,
             "collectives": collectives_to_json(self.collectives),
             "largest": [dataclasses.asdict(tensor) for tensor in self.largest],
@@ -74,9 +76,12 @@ class Measurement:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Measurement:
         """Return the measurement of plain data from ``to_json``."""
-        collectives = Counter(
-            {Collective(c["kind"], c["whole_bytes"], c["group_size"]): c["count"] for c in data["collectives"]}
-        )
+        # JSON has no Counter with structured keys and no tuples: a collective is one object with its
+        # count, and shapes come back as lists.
+        collectives: Counter[Collective] = Counter()
+        for entry in data["collectives"]:
+            collective = Collective(entry["kind"], entry["full_bytes"], entry["group_size"])
+            collectives[collective] = entry["count"]
         largest = tuple(LiveTensor(**{**tensor, "shape": tuple(tensor["shape"])}) for tensor in data["largest"])
         return cls(**{**data, "collectives": collectives, "largest": largest})
 
@@ -88,6 +93,7 @@ def collectives_to_json(collectives: Counter[Collective]) -> list[dict[str, Any]
 
 def largest_distinct(tensors: Iterable[LiveTensor], limit: int = 6) -> tuple[LiveTensor, ...]:
     """Return the largest tensors, at most ``limit``, one of each dtype and shape."""
+    # Each layer has tensors of the same shapes: without this, one shape would fill the list.
     by_kind = {(tensor.dtype, tensor.shape): tensor for tensor in tensors}
     return tuple(sorted(by_kind.values(), key=lambda tensor: -tensor.nbytes)[:limit])
 
@@ -107,9 +113,10 @@ def is_logits(tensor: LiveTensor, tokens: int, vocabulary: Iterable[int]) -> boo
         tokens: S * B.
         vocabulary: sizes of V: the full vocabulary and a rank's shard.
     """
-    shape, sizes = tensor.shape, set(vocabulary)
+    shape = tensor.shape
+    sizes = set(vocabulary)
     if len(shape) < 2:
         return False
-    return (shape[-1] in sizes and math.prod(shape[:-1]) == tokens) or (
-        shape[0] in sizes and math.prod(shape[1:]) == tokens
-    )
+    is_vocabulary_last = shape[-1] in sizes and math.prod(shape[:-1]) == tokens
+    is_vocabulary_first = shape[0] in sizes and math.prod(shape[1:]) == tokens
+    return is_vocabulary_last or is_vocabulary_first

@@ -38,7 +38,9 @@ class Survival:
     @property
     def ratio(self) -> float:
         """Bytes saved for backward as a fraction of the baseline's, or 1 if those are 0."""
-        return self.recompute.held_bytes / self.baseline.held_bytes if self.baseline.held_bytes else 1.0
+        if self.baseline.held_bytes == 0:
+            return 1.0
+        return self.recompute.held_bytes / self.baseline.held_bytes
 
     def failure(self, max_temp_ratio: float | None = None) -> str | None:
         """Return why recomputation does not survive, with the figures, or None if it does.
@@ -47,13 +49,14 @@ class Survival:
             max_temp_ratio: largest allowed ``ratio``; with ``None`` any saving passes.
         """
         # Four cases, in order: nothing is recomputed; the compiler removed recomputed matmuls; the
-        # saving is below the required one; recomputation saves no memory at all.
+        # saving is below the required one; recomputation saves no memory at all. In the first case
+        # the bytes are compared too, because recomputation of a norm or activation has no matmul.
         if not self.traced_extra_matmuls and self.recompute.held_bytes == self.baseline.held_bytes:
             return "the step recomputes nothing: it is the same with and without recomputation"
         if self.extra_matmuls < self.traced_extra_matmuls:
             return (
-                f"recomputation does not survive: it adds {self.traced_extra_matmuls} matmuls to the traced step, "
-                f"{self.extra_matmuls} are left after the compiler's optimisations ({self.figures()})"
+                f"recomputation does not survive: it adds {self.traced_extra_matmuls} matmuls to "
+                f"the traced step, {self.extra_matmuls} are left after the compiler's optimisations ({self.figures()})"
             )
         if max_temp_ratio is not None and self.ratio > max_temp_ratio:
             return f"recomputation saves too little: more than {max_temp_ratio} of the baseline ({self.figures()})"
@@ -63,14 +66,19 @@ class Survival:
 
     def figures(self) -> str:
         """Return matmuls and saved bytes of both variants as text."""
-        mine, other = self.recompute, self.baseline
+        recompute_gib = self.recompute.held_bytes / _GIB
+        baseline_gib = self.baseline.held_bytes / _GIB
         return (
-            f"with recomputation {mine.matmuls} matmuls and {mine.held_bytes / _GIB:.4f} GiB held for backward, "
-            f"without {other.matmuls} and {other.held_bytes / _GIB:.4f} GiB, ratio {self.ratio:.3f}"
+            f"with recomputation {self.recompute.matmuls} matmuls and {recompute_gib:.4f} GiB held "
+            f"for backward, without {self.baseline.matmuls} and {baseline_gib:.4f} GiB, "
+            f"ratio {self.ratio:.3f}"
         )
 
 
-def compare(step: Callable[[], Any], measure: Callable[[Callable[[], Any]], Measurement]) -> Survival:
+def compare(
+    step: Callable[[], Any],
+    measure: Callable[[Callable[[], Any]], Measurement],
+) -> Survival:
     """Return ``step`` measured as configured and then without recomputation."""
     recompute = measure(step)
     with without_recompute():

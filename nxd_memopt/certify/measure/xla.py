@@ -57,11 +57,13 @@ def _marker(modules: set[str]) -> Tensor:
 def _read_modules(names: set[str]) -> Measurement:
     """Return the measurement of a step of one or more compiled modules."""
     assert names, "XLA compiled nothing: the step left no tensor to compute"
+    # A step that is cut by mark_step has several modules. Counts add up; scratch memory does not,
+    # because a module frees its own before the next one runs.
     measured = [_read_module(xla_inspect.dump_directory(), name) for name in sorted(names)]
     return Measurement(
         matmuls=sum(m.matmuls for m in measured),
         traced_matmuls=sum(m.traced_matmuls for m in measured),
-        held_bytes=max(m.held_bytes for m in measured),  # modules run one after another
+        held_bytes=max(m.held_bytes for m in measured),
         peak_bytes=max(m.held_bytes for m in measured),
         flops=None,
         collectives=sum((m.collectives for m in measured), start=type(measured[0].collectives)()),
@@ -78,7 +80,10 @@ def _read_module(directory: Path, name: str) -> Measurement:
     traced = (directory / f"{name}.before_optimizations.txt").read_text(encoding="utf-8")
     (optimized_file,) = directory.glob(f"{name}.*after_optimizations.txt")
     (assignment_file,) = directory.glob(f"{name}.*buffer-assignment.txt")
-    optimized, assignment = (file.read_text(encoding="utf-8") for file in (optimized_file, assignment_file))
+    optimized = optimized_file.read_text(encoding="utf-8")
+    assignment = assignment_file.read_text(encoding="utf-8")
+    # XLA plans one scratch allocation for all temporaries of a module, in which values with disjoint
+    # lifetimes share memory: its size is the peak, and stands for what is saved for backward.
     return Measurement(
         matmuls=hlo.matmul_count(optimized),
         traced_matmuls=hlo.matmul_count(traced),

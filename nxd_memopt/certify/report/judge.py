@@ -27,8 +27,8 @@ from nxd_memopt.planner.step_shape import step_shape
 
 _INT64_BYTES = 8
 _SIMULATION_NOTES = (
-    "XLA:CPU compiled with its pass cse_barrier_expander off: this simulates a compiler that honours optimization "
-    "barriers. What neuronx-cc does is not shown; with recompute it needs NEURON_CC_FLAGS=-O1.",
+    "XLA:CPU compiled with its pass cse_barrier_expander off: this simulates a compiler that "
+    "honours optimization barriers. What neuronx-cc does is not shown; with recompute it needs NEURON_CC_FLAGS=-O1.",
     "Temporary memory is XLA:CPU's plan for the whole step; a NeuronCore's compiler fuses and schedules differently.",
 )
 
@@ -62,12 +62,16 @@ def judge(
         stands_for: dtype that the user asked for, if another dtype was compiled instead.
         compiler_flags: ``NEURON_CC_FLAGS``; ``None`` if not set.
     """
-    depth, memory, survivals = request.config["num_hidden_layers"], request.memory_config(), answer.survivals
-    # PyTorch's eager checkpoint stops a recomputation early, so it omits collectives that XLA has.
+    depth = request.config["num_hidden_layers"]
+    memory = request.memory_config()
+    survivals = answer.survivals
+    # Formulas are needed at each measured depth, to compare, and at the full one, to report.
+    # PyTorch's eager checkpoint stops a recomputation early, so it omits collectives that XLA
+    # has.
     shapes = {layers: _shape(request, layers) for layers in (*survivals, depth)}
     stops_early = request.backend != "xla"
     deepest = survivals[max(survivals)].recompute
-    at_depth = _at_depth(request, {n: survival.recompute for n, survival in survivals.items()})
+    at_depth = _at_depth(request, {n: pair.recompute for n, pair in survivals.items()})
     fit = _fit(request, answer, device, optimizer, at_depth)
     checks = [
         check_survival(memory, survivals, max_temp_ratio),
@@ -76,6 +80,7 @@ def judge(
         check_large_tensors(deepest, shapes[depth], _vocabulary_sizes(request)),
         check_fit(fit),
     ]
+    # Only neuronx-cc can remove recomputation by its flags, and only if there is some to remove.
     if request.backend == "xla" and memory.recompute_granularity is not None:
         checks.insert(1, _check_flags(compiler_flags))
     return Certificate(
@@ -84,7 +89,7 @@ def judge(
         collectives=expected_collectives(shapes[depth], memory, stops_early=stops_early),
         per_layer=per_layer(shapes[depth]),
         memory=fit,
-        baseline_bytes=_at_depth(request, {n: survival.baseline for n, survival in survivals.items()}),
+        baseline_bytes=_at_depth(request, {n: pair.baseline for n, pair in survivals.items()}),
         notes=_notes(request, stands_for),
     )
 
@@ -106,29 +111,44 @@ def _shape(request: Request, layers: int) -> StepShape:
 
 def _vocabulary_sizes(request: Request) -> set[int]:
     """Return V, and ceil(V / T) for a rank's padded shard."""
-    vocab_size, size = request.config["vocab_size"], request.parallel_config().tensor_model_parallel_size
+    vocab_size = request.config["vocab_size"]
+    size = request.parallel_config().tensor_model_parallel_size
     return {vocab_size, -(-vocab_size // size)}
 
 
 def _check_flags(compiler_flags: str | None) -> Check:
     """Return the check that neuronx-cc's flags keep recomputation; a note if they are not set."""
     if compiler_flags is None:
-        return Check("compiler flags", None, "NEURON_CC_FLAGS is not set here; on the device it must say -O1")
+        detail = "NEURON_CC_FLAGS is not set here; on the device it must say -O1"
+        return Check("compiler flags", None, detail)
     error = recompute_error(compiler_flags)
-    return Check("compiler flags", error is None, error or f"NEURON_CC_FLAGS {compiler_flags!r} keeps recomputation")
+    detail = error or f"NEURON_CC_FLAGS {compiler_flags!r} keeps recomputation"
+    return Check("compiler flags", error is None, detail)
 
 
 def _at_depth(request: Request, variants: Mapping[int, Measurement]) -> int:
     """Return the bytes of activations and temporaries at the full depth of the model."""
     # The peak where it is known; torch.compile reports only what is saved between its graphs.
     depth = request.config["num_hidden_layers"]
-    measured = {n: m.held_bytes if m.peak_bytes is None else m.peak_bytes for n, m in variants.items()}
+    measured: dict[int, int] = {}
+    for layers, measurement in variants.items():
+        measured[layers] = measurement.held_bytes
+        if measurement.peak_bytes is not None:
+            measured[layers] = measurement.peak_bytes
+    # A layer's input is what full recomputation of single layers keeps; see extrapolate for why the
+    # line must not be less steep.
     return extrapolate(measured, depth, least_per_layer=_shape(request, depth).layer_input_bytes)
 
 
 def _fit(
-    request: Request, answer: Answer, device: Device, optimizer: OptimizerState, temporary_bytes: int
+    request: Request,
+    answer: Answer,
+    device: Device,
+    optimizer: OptimizerState,
+    temporary_bytes: int,
 ) -> MemoryTerms:
+    """Return the memory of one rank at full depth."""
+    # Ids and labels are one tensor of int64 [B, S]: the step passes its ids as its labels.
     return memory_terms(
         num_parameters=answer.num_parameters,
         element_bytes=getattr(torch, request.dtype).itemsize,
@@ -145,8 +165,8 @@ def _notes(request: Request, stands_for: str) -> tuple[str, ...]:
     few, many = min(request.layer_counts), max(request.layer_counts)
     depth = request.config["num_hidden_layers"]
     notes = [
-        f"Activations and temporaries at {depth} layers: from those measured at {many}, by the growth per layer from "
-        f"{few} to {many}, but no less than a layer's input."
+        f"Activations and temporaries at {depth} layers: from those measured at {many}, by the "
+        f"growth per layer from {few} to {many}, but no less than a layer's input."
     ]
     if request.backend == "xla":
         notes += _SIMULATION_NOTES

@@ -16,11 +16,14 @@ def show(certificate: Certificate, title: str) -> None:
     """Print checks, measurements, collectives, memory and notes to the console."""
     console = Console(soft_wrap=False)
     console.print(title, highlight=False)
-    for table in (_checks(certificate), _measured(certificate), _collectives(certificate), _memory(certificate)):
-        console.print(table)
+    for table_of in (_checks, _measured, _collectives, _memory):
+        console.print(table_of(certificate))
     for note in certificate.notes:
         console.print(f"- {note}", highlight=False)
-    console.print("certified" if certificate.passed else "NOT certified", style="bold", highlight=False)
+    verdict = "NOT certified"
+    if certificate.passed:
+        verdict = "certified"
+    console.print(verdict, style="bold", highlight=False)
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -44,30 +47,37 @@ def _checks(certificate: Certificate) -> Table:
 
 def _measured(certificate: Certificate) -> Table:
     """Return the table of measurements, with and without recomputation at each depth."""
-    table = _table("Measured", "layers, variant", "matmuls traced", "matmuls left", "held GiB", "of baseline")
+    columns = ("layers, variant", "matmuls traced", "matmuls left", "held GiB", "of baseline")
+    table = _table("Measured", *columns)
     for layers, survival in sorted(certificate.survivals.items()):
-        for name, measured in (("as configured", survival.recompute), ("no recompute", survival.baseline)):
+        variants = {"as configured": survival.recompute, "no recompute": survival.baseline}
+        for name, measured in variants.items():
+            # A step that saves nothing for backward is its own baseline with 0 bytes.
             ratio = measured.held_bytes / max(1, survival.baseline.held_bytes)
-            counts = (str(measured.traced_matmuls), str(measured.matmuls))
-            table.add_row(f"{layers}, {name}", *counts, f"{measured.held_bytes / GIB:.3f}", f"{ratio:.3f}")
+            table.add_row(
+                f"{layers}, {name}",
+                str(measured.traced_matmuls),
+                str(measured.matmuls),
+                f"{measured.held_bytes / GIB:.3f}",
+                f"{ratio:.3f}",
+            )
     return table
 
 
 def _collectives(certificate: Certificate) -> Table:
     """Return the table of collectives at the model's full depth, from the formulas."""
-    table = _table(
-        "Collectives per rank at full depth", "kind", "over ranks", "MiB each", "per step", "per layer*", "GiB"
-    )
+    columns = ("kind", "over ranks", "MiB each", "per step", "per layer*", "GiB")
+    table = _table("Collectives per rank at full depth", *columns)
     for collective, count in sorted(certificate.collectives.items()):
         in_layer = certificate.per_layer[collective]
         table.add_row(*_row(collective, count, in_layer))
-    table.caption = "bytes of whole tensors; * without recomputation"
+    table.caption = "bytes of full tensors; * without recomputation"
     return table
 
 
 def _row(collective: Collective, count: int, in_layer: int) -> tuple[str, ...]:
     """Return the cells of one collective."""
-    each = collective.whole_bytes
+    each = collective.full_bytes
     return (
         collective.kind,
         str(collective.group_size),
@@ -84,7 +94,8 @@ def _memory(certificate: Certificate) -> Table:
     table = _table("Memory of one device", "term", "GiB")
     for name, nbytes in memory.terms.items():
         table.add_row(name, f"{nbytes / GIB:.2f}")
-    table.caption = f"without recompute, activations and temporaries: {certificate.baseline_bytes / GIB:.2f} GiB"
+    baseline_gib = certificate.baseline_bytes / GIB
+    table.caption = f"without recompute, activations and temporaries: {baseline_gib:.2f} GiB"
     table.add_row("total", f"{memory.total_bytes / GIB:.2f}", style="bold")
     table.add_row("capacity", f"{memory.capacity_bytes / GIB:.2f}")
     return table

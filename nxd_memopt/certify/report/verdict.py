@@ -86,76 +86,109 @@ class Certificate:
         }
 
 
-def check_survival(memory: MemoryConfig, survivals: Mapping[int, Survival], max_temp_ratio: float | None) -> Check:
+def check_survival(
+    memory: MemoryConfig,
+    survivals: Mapping[int, Survival],
+    max_temp_ratio: float | None,
+) -> Check:
     """Check that recomputation survives in the deepest of the measured models."""
+    # The deepest model is closest to the full one: the embedding and the loss, which recomputation
+    # does not change, have the smallest part in its bytes.
     layers = max(survivals)
     survival = survivals[layers]
     if memory.recompute_granularity is None:
-        return Check("recompute survives", None, f"no recomputation is configured ({survival.figures()})")
+        detail = f"no recomputation is configured ({survival.figures()})"
+        return Check("recompute survives", None, detail)
     failure = survival.failure(max_temp_ratio)
-    kept = f"{survival.extra_matmuls} of {survival.traced_extra_matmuls} recomputed matmuls left"
-    return Check("recompute survives", failure is None, failure or f"{layers} layers: {kept}; {survival.figures()}")
+    left = f"{survival.extra_matmuls} of {survival.traced_extra_matmuls} recomputed matmuls left"
+    detail = failure or f"{layers} layers: {left}; {survival.figures()}"
+    return Check("recompute survives", failure is None, detail)
 
 
 def check_ranks(fingerprints: Sequence[str]) -> Check:
     """Check that every rank has the same graph; otherwise each rank compiles another one."""
-    distinct = list(dict.fromkeys(fingerprints))
-    detail = f"{len(distinct)} graph{'s' if len(distinct) > 1 else ''} over ranks 0 to {len(fingerprints) - 1}"
-    if len(distinct) > 1:
-        odd = [rank for rank, found in enumerate(fingerprints) if found != fingerprints[0]]
-        detail += f": ranks {odd[:8]} differ from rank 0; a rank must not be a constant of the graph"
-    return Check("same graph on every rank", len(distinct) == 1, detail)
+    # A rank number, or an offset computed from it, that is traced as a constant gives each rank its
+    # own graph: T compilations instead of one that all ranks load from the cache.
+    num_graphs = len(set(fingerprints))
+    ranks = f"over ranks 0 to {len(fingerprints) - 1}"
+    if num_graphs == 1:
+        return Check("same graph on every rank", True, f"1 graph {ranks}")
+    odd = [rank for rank, found in enumerate(fingerprints) if found != fingerprints[0]]
+    detail = (
+        f"{num_graphs} graphs {ranks}: ranks {odd[:8]} differ from rank 0; a rank must not be a constant of the graph"
+    )
+    return Check("same graph on every rank", False, detail)
 
 
 def check_collectives(
-    shapes: Mapping[int, StepShape], survivals: Mapping[int, Survival], memory: MemoryConfig, *, stops_early: bool
+    shapes: Mapping[int, StepShape],
+    survivals: Mapping[int, Survival],
+    memory: MemoryConfig,
+    *,
+    stops_early: bool,
 ) -> Check:
-    """Check that collectives equal the formulas of ``theory`` exactly.
+    """Check that collectives equal the formulas of ``planner.collectives`` exactly.
 
     Both variants, with and without recomputation, are compared at each measured depth.
     """
     for layers, survival in survivals.items():
-        for measured, applied in ((survival.recompute, memory), (survival.baseline, MemoryConfig())):
+        # The baseline is the step under an empty MemoryConfig, which recomputes nothing.
+        variants = ((survival.recompute, memory), (survival.baseline, MemoryConfig()))
+        for measured, applied in variants:
             expected = expected_collectives(shapes[layers], applied, stops_early=stops_early)
             if measured.collectives != expected:
                 variant = f"{layers} layers, recompute {applied.recompute_granularity}"
-                return Check("collectives", False, f"{variant}: {_difference(measured.collectives, expected)}")
-    totals = ", ".join(f"{survival.recompute.collectives.total()} at {n} layers" for n, survival in survivals.items())
-    return Check("collectives", True, f"as many, of the same kinds and bytes, as the formulas say: {totals}")
+                difference = _difference(measured.collectives, expected)
+                return Check("collectives", False, f"{variant}: {difference}")
+    totals = ", ".join(
+        f"{survival.recompute.collectives.total()} at {layers} layers" for layers, survival in survivals.items()
+    )
+    detail = f"as many, of the same kinds and bytes, as the formulas say: {totals}"
+    return Check("collectives", True, detail)
 
 
 def _difference(found: Counter[Collective], expected: Counter[Collective]) -> str:
     """Return missing and surplus collectives as text."""
-    # A frequent cause gets its own words: an all-gather implemented as an all-reduce of a
-    # zero-padded tensor, which has the same bytes.
-    missing, surplus = expected - found, found - expected
+    # Subtraction of Counters keeps positive counts only.
+    missing = expected - found
+    surplus = found - expected
     sentence = f"missing {_listed(missing) or 'none'}; beyond the formulas {_listed(surplus) or 'none'}"
-    replaced = {c.whole_bytes for c in missing if c.kind == "all_gather"} & {
-        c.whole_bytes for c in surplus if c.kind == "all_reduce"
-    }
-    return (
-        f"{sentence}; an all-reduce stands in for an all-gather of {sorted(replaced)} bytes" if replaced else sentence
-    )
+    # A frequent cause gets its own words: an all-gather implemented as an all-reduce of a
+    # zero-padded tensor, which has the same full_bytes but sends twice as many.
+    gathers = {c.full_bytes for c in missing if c.kind == "all_gather"}
+    reductions = {c.full_bytes for c in surplus if c.kind == "all_reduce"}
+    replaced = sorted(gathers & reductions)
+    if replaced:
+        sentence += f"; an all-reduce stands in for an all-gather of {replaced} bytes"
+    return sentence
 
 
 def _listed(collectives: Counter[Collective]) -> str:
     """Return collectives as a comma-separated list."""
     return ", ".join(
-        f"{count} {c.kind} of {c.whole_bytes} bytes over {c.group_size}" for c, count in sorted(collectives.items())
+        f"{count} {c.kind} of {c.full_bytes} bytes over {c.group_size}" for c, count in sorted(collectives.items())
     )
 
 
-def check_large_tensors(measured: Measurement, shape: StepShape, vocabulary_sizes: Iterable[int]) -> Check:
+def check_large_tensors(
+    measured: Measurement,
+    shape: StepShape,
+    vocabulary_sizes: Iterable[int],
+) -> Check:
     """Report the largest tensors, and whether S x S scores or full logits are among them."""
+    # A note and no verdict: core attention without a flash kernel has S x S scores by choice. Both
+    # are much larger than an activation [S, B, H]: they grow with S^2, and with V instead of H.
     squares = [t for t in measured.largest if is_square_in(t, shape.sequence_length)]
     logits = [t for t in measured.largest if is_logits(t, shape.tokens, vocabulary_sizes)]
-    found = [
-        f"{what}: {_named(tensors)}"
-        for what, tensors in (("S x S alive", squares), ("logits of all tokens alive", logits))
-        if tensors
-    ]
-    largest = f"largest: {_named(measured.largest)}"
-    return Check("large tensors", None, "; ".join([*(found or ["no S x S, no logits of all tokens"]), largest]))
+    parts = []
+    if squares:
+        parts.append(f"S x S alive: {_named(squares)}")
+    if logits:
+        parts.append(f"logits of all tokens alive: {_named(logits)}")
+    if not parts:
+        parts.append("no S x S, no logits of all tokens")
+    parts.append(f"largest: {_named(measured.largest)}")
+    return Check("large tensors", None, "; ".join(parts))
 
 
 def _named(tensors: Iterable[LiveTensor]) -> str:
@@ -165,6 +198,7 @@ def _named(tensors: Iterable[LiveTensor]) -> str:
 
 def check_fit(memory: MemoryTerms) -> Check:
     """Check that one rank's memory fits the device."""
-    total, capacity = memory.total_bytes / GIB, memory.capacity_bytes / GIB
+    total = memory.total_bytes / GIB
+    capacity = memory.capacity_bytes / GIB
     verb = "fits" if memory.fits else "does not fit"
     return Check("memory", memory.fits, f"{total:.2f} GiB {verb} {capacity:g} GiB per device")
