@@ -88,3 +88,13 @@ def test_refusals():
     message = error_message(lambda: InputChannelParallelConv2d(4, 4, 3, padding_mode="reflect"))
     assert_says(message, "padding_mode='zeros'", "reflect")
     assert dist.get_world_size() == 2
+
+
+@distributed(world_size=[2])
+def test_another_number_of_channels_is_refused(world_size):
+    """Missing channels were taken for zeros, and surplus ones cut off."""
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
+    layer = InputChannelParallelConv2d(8, 4, 3)
+    for channels in (7, 9):
+        message = error_message(lambda channels=channels: layer(torch.zeros(1, channels, 5, 5)))
+        assert_says(message, f"{channels} channels", "in_channels is 8")
