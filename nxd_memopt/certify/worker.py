@@ -99,7 +99,7 @@ def step(model: nn.Module, ids: Tensor) -> list[Tensor]:
 
     The optimizer does not run; ``planner.formulas.memory_terms`` adds its memory.
     """
-    # All ids are equal and serve as labels: only shapes matter, as no value is ever looked at.
+    # The ids serve as labels too: the measurements depend on shapes, not on values.
     loss = model(ids, labels=ids).loss
     loss.backward()
     grads.allreduce_sequence_parallel_gradients(model)
