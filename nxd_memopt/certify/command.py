@@ -133,6 +133,7 @@ class Certify:
 
     def _memory(self) -> dict[str, Any]:
         """Return the command's options that are fields of ``MemoryConfig``."""
+        # MemoryConfig may have fields without an option of the command; they keep their defaults.
         names = [field.name for field in dataclasses.fields(MemoryConfig)]
         memory: dict[str, Any] = {name: getattr(self, name) for name in names if hasattr(self, name)}
         MemoryConfig(**memory)  # constructed for its checks, before a process is started
@@ -182,6 +183,7 @@ def run_worker(request: Request) -> Answer:
     from nxd_memopt.certify.request import Answer
 
     with tempfile.TemporaryDirectory(prefix="nxd-memopt-certify-") as directory:
+        # Both are files and not pipes: the libraries in the worker may print to its stdout.
         question = Path(directory, "request.json")
         answer = Path(directory, "answer.json")
         question.write_text(json.dumps(dataclasses.asdict(request)), encoding="utf-8")

@@ -40,7 +40,8 @@ def measure(request: Request) -> Answer:
         recompute = measure_variant(request, layers)
         with without_recompute():
             survivals[layers] = Survival(recompute, measure_variant(request, layers))
-    # T = 1 has one rank, whose fingerprint is measured already.
+    # T = 1 has one rank, whose fingerprint is measured already. With more ranks each costs a trace,
+    # at the smallest depth: further layers repeat the same operations.
     size = request.parallel_config().tensor_model_parallel_size
     few = min(request.layer_counts)
     if size == 1:
@@ -98,6 +99,7 @@ def step(model: nn.Module, ids: Tensor) -> list[Tensor]:
 
     The optimizer does not run; ``planner.formulas.memory_terms`` adds its memory.
     """
+    # The ids serve as labels too: the measurements depend on shapes, not on values.
     loss = model(ids, labels=ids).loss
     loss.backward()
     grads.allreduce_sequence_parallel_gradients(model)

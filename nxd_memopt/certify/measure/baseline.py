@@ -13,6 +13,7 @@ from nxd_memopt.backends import backend
 def without_recompute() -> Iterator[None]:
     """Disable recomputation in the block: ``backend.checkpoint`` keeps all activations."""
     # An attribute of the instance shadows the method of the class; deleting it restores the method.
+    # The model is unchanged: its forward looks checkpoint up in each call.
     target: Any = backend
     target.checkpoint = _straight_through
     try:

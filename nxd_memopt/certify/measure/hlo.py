@@ -100,8 +100,8 @@ def matmul_count(hlo: str) -> int:
 def _is_matmul(instruction: Instruction) -> bool:
     """Return whether an instruction is a dot, or a custom call of a matmul library."""
     if instruction.opcode == "custom-call":
-        # XLA:CPU's optimizer replaces large dots by calls of Eigen or oneDNN, whose names have one
-        # of these words.
+        # XLA:CPU may replace a dot by a call of a library, such as oneDNN's __onednn$matmul. Not
+        # counting these would look like matmuls that the optimizer removed.
         target = re.search(r'custom_call_target="([^"]*)"', instruction.rest)
         if target is None:
             return False

@@ -82,8 +82,8 @@ def _read_module(directory: Path, name: str) -> Measurement:
     (assignment_file,) = directory.glob(f"{name}.*buffer-assignment.txt")
     optimized = optimized_file.read_text(encoding="utf-8")
     assignment = assignment_file.read_text(encoding="utf-8")
-    # XLA plans one scratch allocation for all temporaries of a module, in which values with disjoint
-    # lifetimes share memory: its size is the peak, and stands for what is saved for backward.
+    # XLA plans scratch memory at compile time, and values with disjoint lifetimes share it: its size
+    # is the peak, and also stands for what is saved for backward, which HLO does not mark.
     return Measurement(
         matmuls=hlo.matmul_count(optimized),
         traced_matmuls=hlo.matmul_count(traced),

@@ -70,6 +70,8 @@ def judge(
     # has.
     shapes = {layers: _shape(request, layers) for layers in (*survivals, depth)}
     stops_early = request.backend != "xla"
+    # The deepest measured model has the most complete list of large tensors. The bytes are those of
+    # the full depth, where nothing is measured: a model of that depth may take too long to compile.
     deepest = survivals[max(survivals)].recompute
     at_depth = _at_depth(request, {n: pair.recompute for n, pair in survivals.items()})
     fit = _fit(request, answer, device, optimizer, at_depth)

@@ -132,6 +132,7 @@ def check_collectives(
     Both variants, with and without recomputation, are compared at each measured depth.
     """
     for layers, survival in survivals.items():
+        # Two depths tell an error in a layer, which grows with depth, from one outside the layers.
         # The baseline is the step under an empty MemoryConfig, which recomputes nothing.
         variants = ((survival.recompute, memory), (survival.baseline, MemoryConfig()))
         for measured, applied in variants:
