@@ -50,7 +50,11 @@ class PackedWeights(FusibleModule):
 
     def pack_weights(self) -> None:
         """Copy the weights into one storage unless they are packed; peak memory one extra copy."""
-        weights = [cast(nn.Parameter, self.get_submodule(name).weight) for name in self.packed_layers]
+        layers = [self.get_submodule(name) for name in self.packed_layers]
+        # A module that replaces a layer, such as an adapter, may have no weight, or another one.
+        if not all(isinstance(layer, ColumnParallelLinear) for layer in layers):
+            return
+        weights = [cast(nn.Parameter, layer.weight) for layer in layers]
         first = weights[0]
         alike = all(
             weight.dtype == first.dtype and weight.device == first.device and weight.is_contiguous()

@@ -8,7 +8,7 @@ import torch
 from nxd_memopt.models.llama import LlamaForCausalLM
 from nxd_memopt.ops.parts import Layout, packed_view, split_sizes
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, column_parallel_linears
-from tests.reference_models import llama_config
+from tests.reference_models import llama_config, parallel_model
 
 
 def test_consecutive_parts_are_seen_as_one():
@@ -117,3 +117,23 @@ def test_split_gives_the_gradient_of_chunk():
 def test_a_cpu_model_keeps_its_weights_apart():
     attention = LlamaForCausalLM(llama_config()).decoder_layers()[0].self_attn
     assert packed_view([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight], 0) is None
+
+
+def test_a_model_with_a_replaced_projection_can_be_converted():
+    """As low-rank adapters do: the replacement has no weight of its own."""
+
+    class Adapter(torch.nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base = base
+
+        def forward(self, hidden):
+            return self.base(hidden)
+
+    model = parallel_model(llama_config())
+    attention = model.decoder_layers()[0].self_attn
+    ids = torch.arange(6).unsqueeze(0)
+    expected = model(ids).logits
+    with pytest.warns(UserWarning, match="k_proj is a Adapter instead of a ColumnParallelLinear"):
+        attention.k_proj = Adapter(attention.k_proj)
+    torch.testing.assert_close(model.double()(ids).logits, expected.double(), rtol=1e-4, atol=1e-5)
