@@ -91,7 +91,7 @@ def copy_repository(folder: Path) -> Path:
 
     The link ``nxd_memopt/models`` stays a link, which points to the copy of ``models``.
     """
-    # Without bytecode: Python compares it with its source by time and size in whole seconds, and
+    # Without bytecode: Python compares it with its source by time, in seconds, and size, and
     # could take that of the text before a fault of the same length was planted.
     ignore = shutil.ignore_patterns("__pycache__")
     for name in COPIED:

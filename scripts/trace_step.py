@@ -19,6 +19,7 @@ from nxd_memopt.config import ParallelConfig
 from nxd_memopt.models.llama import LlamaForCausalLM
 from nxd_memopt.optimizer import AdamW
 from nxd_memopt.parallel_layers import grads, parallel_state
+from nxd_memopt.parallel_layers.utils import leave_process_groups
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOTS = (str(ROOT / "nxd_memopt"), str(ROOT / "models"))
@@ -74,7 +75,7 @@ def main() -> None:
         for file in sorted(lines):
             print(f"{lines[file]:5d} {file}")
         print(f"{sum(lines.values()):5d} lines of code in {len(lines)} files")
-    torch.distributed.destroy_process_group()
+    leave_process_groups()
 
 
 if __name__ == "__main__":

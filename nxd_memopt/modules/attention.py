@@ -17,7 +17,7 @@ from nxd_memopt.ops.cuda.support import unavailable_reason
 from nxd_memopt.ops.packed import PackedDocuments
 from nxd_memopt.parallel_layers.fusion import FusedPath, FusibleModule
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear
-from nxd_memopt.parallel_layers.random import fork_if
+from nxd_memopt.parallel_layers.random import get_rng_tracker
 
 RopeTables = tuple[Tensor, Tensor]
 """Cosine and sine, ``[B, S, rotary_dim]`` or ``[1, S, rotary_dim]`` each."""
@@ -59,7 +59,7 @@ class CoreAttention(FusibleModule):
             attention_backend=self.attention_backend,
         )
         # Ranks have different heads, which need different masks: draw from this rank's stream.
-        stream = fork_if(True) if self.sharded and dropout_p > 0 else nullcontext()
+        stream = get_rng_tracker().fork() if self.sharded and dropout_p > 0 else nullcontext()
         with stream:
             return core_attention(query, key, value, implementation=implementation, mask=mask, dropout_p=dropout_p)
 

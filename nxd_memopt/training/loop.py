@@ -76,7 +76,7 @@ def run(config: TrainConfig) -> None:
         summary.held_out_loss_before = evaluate_before(training, config, reporter)
         # The reported peak is of training alone, without loading and the first evaluation.
         backend.reset_peak_memory_stats()
-        with no_collection_of_present_objects():
+        with gc_frozen():
             train(training, config, reporter)
         summary.peak_memory_bytes = peak_bytes_of_all_ranks()
         summary.held_out_loss_after = evaluate(training, config, reporter)
@@ -153,7 +153,7 @@ def train(training: Training, config: TrainConfig, reporter: Reporter) -> None:
 
 
 @contextmanager
-def no_collection_of_present_objects() -> Iterator[None]:
+def gc_frozen() -> Iterator[None]:
     """Exclude the objects that exist now from garbage collection inside the block.
 
     A full collection traverses the model and all imported modules, which takes 0.2 s and more.

@@ -81,12 +81,12 @@ def uses_cuda_graph(config: TrainConfig, hf_config: PretrainedConfig) -> bool:
 
 def describe_step(model: ParallelCausalLM, config: TrainConfig) -> list[str]:
     """Return one line for each choice that was made for this model and device, with its reason."""
-    # The part of a conflict after the colon is a remedy, which "auto" does not need.
+    # A conflict ends in its remedy, which "auto" does not need.
     conflict = cuda_graph_conflict(config, model.config)
     if uses_cuda_graph(config, model.config):
         graph = "on"
     elif conflict is None:
         graph = "off (trainer.enable_cuda_graph is false)"
     else:
-        graph = f"off ({conflict.split(':')[0]})"
+        graph = f"off ({conflict.rpartition(': set ')[0]})"
     return [f"CUDA graph: {graph}", *model.fusions.describe()]

@@ -181,7 +181,7 @@ class Measurement:
                     print(f"stopped after {i} saves: --max-seconds {args.max_seconds}", flush=True)
                     break
                 # Only the last save is compared, because the copies need as much device memory as
-                # the whole training state. They are made before the save starts: training then
+                # the full training state. They are made before the save starts: training then
                 # changes the tensors while the save reads its snapshot.
                 if i == args.saves - 1:
                     tensors = training.tensors()

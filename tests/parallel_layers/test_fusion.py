@@ -162,7 +162,7 @@ def test_a_replaced_submodule_of_a_bypassed_module_is_called():
 
     replacement = copy.deepcopy(attention.dense)
     replacement.__class__ = Counted
-    assert "_fused_paths" not in vars(replacement)  # it would refer to a copy of the whole decoder layer
+    assert "_fused_paths" not in vars(replacement)  # it would refer to a copy of the decoder layer
     with pytest.warns(UserWarning, match=r"layers\.1: attention\.dense is a Counted instead of a RowParallelLinear"):
         attention.dense = replacement
     assert_equal_results(loss_and_gradients(model), loss_and_gradients(build("gpt_neox")))

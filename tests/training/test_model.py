@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 from nxd_memopt.backends import XlaBackend, backend
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.training.config import ModelConfig, OptimizerConfig, TrainConfig, TrainerConfig
+from nxd_memopt.training.loop import gc_frozen
 from nxd_memopt.training.model import build_model, load_hf_config, load_vocabulary, require_executable
 from nxd_memopt.training.optimizer import MasterWeightOptimizer
 from nxd_memopt.training.parallelize import describe_step, uses_cuda_graph
@@ -62,6 +64,22 @@ def test_the_start_report_says_why_there_is_no_graph() -> None:
     lines = describe_step(model, config)
     assert lines[0] == "CUDA graph: off (a CUDA graph needs an NVIDIA GPU, and the backend is cpu)"
     assert "residual + norm: on in 4 of 4" in lines
+
+
+def test_the_start_report_has_the_reason_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "capture_refusal", lambda: None)
+    dropping = {**LLAMA, "attention_dropout": 0.1}
+    config = TrainConfig(model=ModelConfig(tokenizer="t", config_overrides=dropping))
+    line = describe_step(build_model(config, load_hf_config(config.model)), config)[0]
+    assert line == "CUDA graph: off (a CUDA graph needs dropout 0, got {'attention_dropout': 0.1})"
+
+
+def test_objects_of_the_setup_are_collected_again_after_training() -> None:
+    before = gc.get_freeze_count()
+    with pytest.raises(KeyError), gc_frozen():
+        assert gc.get_freeze_count() > before
+        raise KeyError
+    assert gc.get_freeze_count() == 0
 
 
 def test_layers_are_not_compiled_where_whole_steps_are(monkeypatch: pytest.MonkeyPatch) -> None:
