@@ -18,9 +18,9 @@ from nxd_memopt.modules.attention import (
     merge_heads,
     split_heads,
 )
-from nxd_memopt.modules.causal_lm import ParallelCausalLM, resolve_memory
+from nxd_memopt.modules.causal_lm import ParallelCausalLM
 from nxd_memopt.modules.dropout import ParallelDropout
-from nxd_memopt.modules.factory import LayerFactory, resolve_parallel
+from nxd_memopt.modules.factory import LayerFactory, layer_factory, resolve_memory, resolve_parallel
 from nxd_memopt.modules.mlp import Activation
 from nxd_memopt.modules.parallel_residual import (
     normalised_column_parallel_linears,
@@ -31,7 +31,7 @@ from nxd_memopt.ops.rope import apply_rope_qkv
 from nxd_memopt.parallel_layers.fusion import FusedPath, FusibleModule
 from nxd_memopt.parallel_layers.layer_norm import LayerNorm
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear
-from nxd_memopt.planner.architectures import require_shardable, shardings
+from nxd_memopt.planner.architectures import require_shardable
 
 
 class GPTNeoXAttention(FusibleModule):
@@ -209,7 +209,7 @@ class GPTNeoXForCausalLM(ParallelCausalLM):
         # ones do not depend on the position.
         rotary_dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))
         super().__init__(config, parallel=parallel, memory=memory, rotary_dim=rotary_dim)
-        factory = self.layer_factory(shardings("gpt_neox"), dtype=dtype, device=device)
+        factory = layer_factory("gpt_neox", config, parallel, dtype=dtype, device=device)
         # Modules are built in one order on all ranks: with CPU initialization they draw from one
         # stream. Recompute and offload come last, because they replace the forward of finished
         # modules.

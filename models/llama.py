@@ -16,15 +16,15 @@ from nxd_memopt.modules.attention import (
     merge_heads,
     split_heads,
 )
-from nxd_memopt.modules.causal_lm import ParallelCausalLM, resolve_memory
-from nxd_memopt.modules.factory import LayerFactory, resolve_parallel
+from nxd_memopt.modules.causal_lm import ParallelCausalLM
+from nxd_memopt.modules.factory import LayerFactory, layer_factory, resolve_memory, resolve_parallel
 from nxd_memopt.modules.mlp import GatedMLP
 from nxd_memopt.modules.packed_weights import PackedWeights
 from nxd_memopt.modules.qkv_linear import kv_size_multiplier
 from nxd_memopt.modules.rms_norm import add_and_norm, residual_norm_path
 from nxd_memopt.ops.rope import apply_rope_qkv
 from nxd_memopt.parallel_layers.fusion import FusibleModule
-from nxd_memopt.planner.architectures import num_kv_heads, require_shardable, shardings
+from nxd_memopt.planner.architectures import num_kv_heads, require_shardable
 
 
 class LlamaAttention(PackedWeights):
@@ -33,7 +33,7 @@ class LlamaAttention(PackedWeights):
     ``[B, S, H] -> [B, S, H]``; under sequence parallelism ``[s, B, H] -> [s, B, H]``.
     """
 
-    packed_layers = ("q_proj", "k_proj", "v_proj")
+    shared_input_layers = ("q_proj", "k_proj", "v_proj")
 
     def __init__(self, config: LlamaConfig, factory: LayerFactory, memory: MemoryConfig) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class LlamaAttention(PackedWeights):
         # After the layers exist: packs their weights, and then registers what a fused path
         # bypasses.
         self.share_input()
-        self.in_place_rope = in_place_rope_path(self, *self.packed_layers)
+        self.in_place_rope = in_place_rope_path(self, *self.shared_input_layers)
 
     def forward(self, hidden: Tensor, rope: RopeTables, mask: AttentionMask) -> Tensor:
         # q, k, v: [B, S, h*d/T] or [S, B, h*d/T], from one all-gather of the input.
@@ -154,7 +154,7 @@ class LlamaForCausalLM(ParallelCausalLM):
         replicas = kv_size_multiplier(num_kv_heads(config), size)
         head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
         super().__init__(config, parallel=parallel, memory=memory, rotary_dim=head_dim)
-        factory = self.layer_factory(shardings("llama"), dtype=dtype, device=device, kv_replicas=replicas)
+        factory = layer_factory("llama", config, parallel, dtype=dtype, device=device, kv_replicas=replicas)
         # Modules are built in one order on all ranks: with CPU initialization they draw from one
         # stream. Recompute and offload come last, because they replace the forward of finished
         # modules.

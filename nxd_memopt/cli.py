@@ -54,8 +54,7 @@ class Doctor:
 
         from nxd_memopt import __version__
         from nxd_memopt.backends import BACKEND_REASON, BACKENDS, backend
-        from nxd_memopt.ops.attention import describe_attention
-        from nxd_memopt.ops.fused import describe_fused
+        from nxd_memopt.ops.describe import describe_attention, describe_fused
 
         versions = [f"nxd_memopt {__version__}", f"torch {torch.__version__}"]
         versions += installed(*_OPTIONAL)

@@ -13,18 +13,16 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("nxd_memopt", "models", "scripts", "tests")
 FILE_LINES = 400
 FUNCTION_LINES = 57
-PATH_LINES = 1500
+PATH_LINES = 1150
 NEWCOMER_PATH = (  # one training step, each file calling the next; see docs/architecture.md
     "nxd_memopt/training/step.py",
     "nxd_memopt/modules/causal_lm.py",
     "models/llama.py",
-    "nxd_memopt/modules/packed_weights.py",
     "nxd_memopt/parallel_layers/layers.py",
     "nxd_memopt/parallel_layers/functional/linear.py",
     "nxd_memopt/parallel_layers/fused_loss/linear_cross_entropy.py",
-    "nxd_memopt/backends/base.py",
     "nxd_memopt/backends/collectives.py",
-    "nxd_memopt/backends/c10d.py",
+    "nxd_memopt/backends/c10d_collectives.py",
 )
 
 

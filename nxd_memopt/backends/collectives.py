@@ -1,11 +1,14 @@
-"""Contracts of collectives in progress, complete or in chunks that overlap with computation."""
+"""Defines the contract of a backend's collectives: complete, in progress, or in chunks."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 
 class Pending(Protocol):
@@ -82,7 +85,7 @@ class ChunkedReduction(Protocol):
     def wait(self) -> Tensor:
         """Return this rank's chunk of the sum, ``[n / size, ...]``.
 
-        Without ``scattered`` (see ``Backend.start_reduction``) return the full sum, ``[n, ...]``.
+        Without ``scattered`` (see ``Collectives.start_reduction``) return the full sum, ``[n, ...]``.
         """
         ...
 
@@ -126,3 +129,111 @@ class UnchunkedReduction:
 
     def wait(self) -> Tensor:
         return self._pending.wait()
+
+
+class Collectives(ABC):
+    """The part of the backend contract that communicates.
+
+    Collectives operate along dim 0, return new tensors and never write to their input. With a group
+    of ``None`` or of size 1 a collective returns its input. Reductions run in the input's dtype.
+    """
+
+    @abstractmethod
+    def group_size(self, group: ProcessGroup | None) -> int:
+        """Return the number of ranks in ``group``; 1 for ``None``."""
+        ...
+
+    @abstractmethod
+    def group_rank(self, group: ProcessGroup | None) -> int:
+        """Return this rank in ``group`` as an int, for descriptions and files.
+
+        Forward and backward passes use ``group_rank_in_graph``.
+        """
+
+    def group_rank_in_graph(self, group: ProcessGroup | None) -> int | Tensor:
+        """Return this rank in ``group`` for use in forward and backward passes.
+
+        The rank is a 0-dim device tensor where all ranks must trace one graph, and an int
+        otherwise.
+        """
+        return self.group_rank(group)
+
+    @abstractmethod
+    def shard(self, tensor: Tensor, dim: int, group: ProcessGroup | None) -> Tensor:
+        """Return this rank's chunk of ``tensor`` along ``dim``; the chunk may be a view.
+
+        The size of ``group`` must divide ``dim``.
+        """
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor, group: ProcessGroup | None, op: str = "sum") -> Tensor:
+        """Reduce with ``op``, which is ``"sum"``, ``"max"`` or ``"min"``."""
+
+    @abstractmethod
+    def all_gather(self, tensor: Tensor, group: ProcessGroup | None) -> Tensor:
+        """Concatenate the shards of all ranks in rank order, ``[n, ...] -> [n * size, ...]``."""
+
+    @abstractmethod
+    def reduce_scatter(self, tensor: Tensor, group: ProcessGroup | None) -> Tensor:
+        """Return this rank's chunk of the sum over ranks, ``[n, ...] -> [n / size, ...]``."""
+
+    @abstractmethod
+    def all_to_all(self, tensor: Tensor, group: ProcessGroup | None) -> Tensor:
+        """Send chunk ``i`` of dim 0 to rank ``i`` and receive in rank order; same shape."""
+
+    def all_reduce_async(self, tensor: Tensor, group: ProcessGroup | None) -> Pending:
+        """Start ``all_reduce`` (sum). By default the result is complete on return."""
+        return Completed(self.all_reduce(tensor, group))
+
+    def all_gather_async(self, tensor: Tensor, group: ProcessGroup | None) -> Pending:
+        """Start ``all_gather``. By default the result is complete on return."""
+        return Completed(self.all_gather(tensor, group))
+
+    def reduce_scatter_async(self, tensor: Tensor, group: ProcessGroup | None) -> Pending:
+        """Start ``reduce_scatter``. By default the result is complete on return."""
+        return Completed(self.reduce_scatter(tensor, group))
+
+    def start_all_gather(
+        self,
+        tensor: Tensor,
+        group: ProcessGroup | None,
+        *,
+        materialize: bool = True,
+        hides_launch_latency: bool = False,
+    ) -> ChunkedAllGather:
+        """Start an all-gather along dim 0 whose rows may arrive in chunks.
+
+        Args:
+            tensor: shard of this rank, ``[n, ...]``.
+            group: process group of the all-gather.
+            materialize: gather all rows into one tensor, for ``wait()``. Without it ``wait()`` must
+                not be called.
+            hides_launch_latency: the device has enough queued work to hide the host's time to
+                launch the chunks.
+        """
+        del materialize, hides_launch_latency
+        return UnchunkedAllGather(self.all_gather_async(tensor, group))
+
+    def start_reduction(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        group: ProcessGroup | None,
+        *,
+        scattered: bool,
+        hides_launch_latency: bool = False,
+    ) -> ChunkedReduction:
+        """Start a sum over ranks of a tensor that is handed over in chunks.
+
+        Args:
+            shape: of the full tensor, ``[n, ...]``.
+            dtype: of the chunks.
+            group: process group of the reduction.
+            scattered: reduce-scatter, so that each rank gets only its own chunk; otherwise
+                all-reduce.
+            hides_launch_latency: see ``start_all_gather``.
+        """
+        del dtype, hides_launch_latency
+        # The rows are one chunk here: the collective starts when they are handed over.
+        start = self.reduce_scatter_async if scattered else self.all_reduce_async
+        return UnchunkedReduction(shape[0], lambda tensor: start(tensor, group))

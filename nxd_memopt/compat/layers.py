@@ -19,7 +19,6 @@ from torch.distributed import ProcessGroup
 from nxd_memopt.parallel_layers import base_linear, embedding, layers, parallel_state
 from nxd_memopt.parallel_layers.functional.linear import ColumnActivationSharding
 from nxd_memopt.parallel_layers.initialization import InitMethod, initialize_sharded_
-from nxd_memopt.parallel_layers.mappings import gather_from_tensor_model_parallel_region
 from nxd_memopt.parallel_layers.utils import divide, set_tensor_model_parallel_attributes
 
 
@@ -206,14 +205,11 @@ class ColumnParallelLinear(BaseParallelLinear, layers.ColumnParallelLinear):
             reduce_dtype=self.reduce_dtype,
         )
         if self.gather_output:
-            output = gather_from_tensor_model_parallel_region(output, process_group=self.tensor_parallel_group)
-            output = self._in_full_order(output)
-        # Padding columns are the last of the gathered output, as they are of the full weight.
+            output = self._gathered(output)
+        # Padding is last in the bias, as in the gathered output.
         bias = self.bias
-        if self.gather_output and not self.keep_padded_output:
-            output = output[..., : self.output_size]
-            if bias is not None:
-                bias = bias[: self.output_size]
+        if self.gather_output and not self.keep_padded_output and bias is not None:
+            bias = bias[: self.output_size]
         if self.skip_bias_add:
             return output, bias
         if bias is None:

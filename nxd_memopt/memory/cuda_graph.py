@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from nxd_memopt.backends import Capture, backend
-from nxd_memopt.parallel_layers.gradient_ledger import clear_sum_record, move_sum_record
+from nxd_memopt.parallel_layers.gradient_writes import clear_sum_record, move_sum_record
 from nxd_memopt.parallel_layers.random import get_rng_tracker
 
 # Eager calls before the capture: they compile and autotune kernels and map memory between ranks.

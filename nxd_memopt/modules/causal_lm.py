@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -11,9 +10,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from nxd_memopt.config import MemoryConfig, ParallelConfig, require_divisible
+from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.modules.factory import LayerFactory
-from nxd_memopt.ops.attention import padding_and_causal_mask
+from nxd_memopt.ops.math_attention import padding_and_causal_mask
 from nxd_memopt.ops.packed import PackedDocuments
 from nxd_memopt.ops.rope import rope_frequencies, rope_tables
 from nxd_memopt.parallel_layers import parallel_state
@@ -23,7 +22,7 @@ from nxd_memopt.parallel_layers.loss_functions import (
     fused_linear_cross_entropy,
     parallel_cross_entropy,
 )
-from nxd_memopt.parallel_layers.mappings import gather_from_tensor_model_parallel_region
+from nxd_memopt.parallel_layers.mappings import gather_from_tensor_model_parallel_region, require_equal_shards
 
 IGNORE_INDEX = -100
 
@@ -77,25 +76,6 @@ class ParallelCausalLM(FusibleModule, ABC):
     @abstractmethod
     def embedding_weight(self) -> nn.Parameter:
         """Return the input embedding's table ``[V/T, H]``, which a tied head shares."""
-
-    def layer_factory(
-        self,
-        sharding: Mapping[str, str],
-        *,
-        dtype: torch.dtype | None,
-        device: torch.device | str | None,
-        kv_replicas: int = 1,
-    ) -> LayerFactory:
-        """Return the factory that builds this model's layers.
-
-        Args:
-            sharding: sharding table of the model, from ``planner.architectures.shardings``.
-            dtype: dtype of the parameters, or None for torch's default.
-            device: device of the parameters, or None for torch's default.
-            kv_replicas: number of ranks that share a KV head.
-        """
-        dtype = dtype or torch.get_default_dtype()
-        return LayerFactory(sharding, self.parallel, self.config.initializer_range, dtype, device, kv_replicas)
 
     def add_head(self, factory: LayerFactory) -> None:
         """Build ``lm_head``, the last module. If tied, it shares the embedding's table, which is sharded equally."""
@@ -238,15 +218,13 @@ class ParallelCausalLM(FusibleModule, ABC):
                     f"{name} has shape {list(tensor.shape)}, input_ids {list(input_ids.shape)}: must agree"
                 )
         size = self.parallel.tensor_model_parallel_size
-        length = input_ids.size(1)
         if parallel_state.get_tensor_model_parallel_size() != size:
             raise RuntimeError(
                 f"the model was built for tensor_model_parallel_size {size}, the process groups have "
                 f"{parallel_state.get_tensor_model_parallel_size()}: build the model again"
             )
-        if self.parallel.sequence_parallel_enabled and length % size:
-            remedy = f"pad to {-(-length // size) * size} or turn sequence_parallel_enabled off"
-            require_divisible("sequence length", length, "tensor_model_parallel_size", size, remedy)
+        if self.parallel.sequence_parallel_enabled:
+            require_equal_shards(input_ids.size(1), size)
 
     def _fused_loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
         return fused_linear_cross_entropy(
@@ -282,14 +260,3 @@ class ParallelCausalLM(FusibleModule, ABC):
         if self.parallel.sequence_parallel_enabled:
             logits = logits.transpose(0, 1)
         return gather_from_tensor_model_parallel_region(logits)[..., : self.config.vocab_size]
-
-
-def resolve_memory(memory: MemoryConfig | None, config: Any) -> MemoryConfig:
-    """Return ``memory``, or for None the config from ``config``.
-
-    NxD's ``selective_activation_checkpointing_is_enabled`` in a model config is supported.
-    """
-    if memory is not None:
-        return memory
-    enabled = bool(getattr(config, "selective_activation_checkpointing_is_enabled", False))
-    return MemoryConfig(selective_activation_checkpointing_is_enabled=enabled)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from nxd_memopt.backends import backend
-from nxd_memopt.config import ParallelConfig
+from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.modules.rms_norm import RMSNorm
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.layer_norm import LayerNorm
@@ -21,6 +21,7 @@ from nxd_memopt.parallel_layers.layers import (
 )
 from nxd_memopt.parallel_layers.random import fork_if
 from nxd_memopt.parallel_layers.utils import move_model_to_device, shard_ranges
+from nxd_memopt.planner.architectures import shardings
 
 _HEADS = ("query_column", "kv_column", "query_row")
 
@@ -214,3 +215,38 @@ def resolve_parallel(parallel: ParallelConfig | None, *, sequence_parallel_enabl
             f"{parallel.tensor_model_parallel_size}) first"
         )
     return parallel
+
+
+def layer_factory(
+    model_type: str,
+    config: Any,
+    parallel: ParallelConfig,
+    *,
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
+    kv_replicas: int = 1,
+) -> LayerFactory:
+    """Return the factory that builds a model's layers.
+
+    Args:
+        model_type: architecture in ``planner.architectures``.
+        config: Hugging Face config.
+        parallel: parallel config of the model.
+        dtype: dtype of the parameters, or None for torch's default.
+        device: device of the parameters, or None for torch's default.
+        kv_replicas: number of ranks that share a KV head.
+    """
+    dtype = dtype or torch.get_default_dtype()
+    sharding = shardings(model_type)
+    return LayerFactory(sharding, parallel, config.initializer_range, dtype, device, kv_replicas)
+
+
+def resolve_memory(memory: MemoryConfig | None, config: Any) -> MemoryConfig:
+    """Return ``memory``, or for None the config from ``config``.
+
+    NxD's ``selective_activation_checkpointing_is_enabled`` in a model config is supported.
+    """
+    if memory is not None:
+        return memory
+    enabled = bool(getattr(config, "selective_activation_checkpointing_is_enabled", False))
+    return MemoryConfig(selective_activation_checkpointing_is_enabled=enabled)

@@ -1,30 +1,20 @@
-"""MLP activations, and the gated MLP with a fused form that does not save the activation for backward."""
+"""MLP activations and the gated MLP, which on GPUs does not save the activation for backward."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, cast
+from typing import cast
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from nxd_memopt.backends import ChunkedAllGather, backend
+from nxd_memopt.backends import backend
 from nxd_memopt.config import require_one_of
 from nxd_memopt.modules.factory import LayerFactory
 from nxd_memopt.modules.packed_weights import PackedWeights
-from nxd_memopt.ops.activation import ACTIVATIONS, activation, gated_activation, gated_activation_gradient
-from nxd_memopt.ops.autograd import (
-    SavedInputs,
-    as_dtype,
-    cast_if_autocast_enabled,
-    first_derivative_only,
-    link_saved_inputs,
-    save_inputs_first,
-    saved_inputs,
-)
+from nxd_memopt.ops.activation import ACTIVATIONS, activation, gated_activation
+from nxd_memopt.ops.autograd import cast_if_autocast_enabled, save_inputs_first
 from nxd_memopt.ops.cuda.support import can_use_triton, unavailable_reason
-from nxd_memopt.parallel_layers.functional.linear import ActivationSharding
+from nxd_memopt.parallel_layers.functional.gated_mlp import GatedRowParallel
 from nxd_memopt.parallel_layers.fusion import FusedPath, FusibleModule
 from nxd_memopt.parallel_layers.layers import RowParallelLinear
 
@@ -50,74 +40,6 @@ class GatedActivation(FusibleModule):
 
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:
         return gated_activation(gate, up, self.hidden_act)
-
-
-_TILE_BYTES = 256 * 2**20  # of the activation's gradient; each further tile adds one pass over dW
-
-
-class _FusedGatedMLP(torch.autograd.Function):
-    """``Y = reduce((act(G) * U) W^t)`` on sequence-first rows.
-
-    Saves G, U and W; backward recomputes the activation. dG and dU overwrite G and U, which have no
-    other reader, so a graph supports a single backward.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        comm: ActivationSharding,
-        hidden_act: str,
-        handle: SavedInputs | None,
-        gate: Tensor,
-        up: Tensor,
-        weight: Tensor,
-    ) -> Tensor:
-        ctx.comm = comm
-        ctx.hidden_act = hidden_act
-        ctx.is_overwritten = False
-        link_saved_inputs(ctx, handle, gate, up, weight)
-
-        # The activation exists for one chunk of rows at a time, and is not saved.
-        def rows(start: int, stop: int) -> Tensor:
-            return F.linear(gated_activation(gate[start:stop], up[start:stop], hidden_act), weight)
-
-        return as_dtype(comm.reduce(rows, (gate.size(0), weight.size(0)), gate.dtype).wait(), gate.dtype)
-
-    @staticmethod
-    @first_derivative_only
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.is_overwritten:
-            raise RuntimeError(
-                "the gated MLP's graph allows one backward: compute the loss again, or drop retain_graph"
-            )
-        ctx.is_overwritten = True
-        (gate, up, weight), (_, _, needs_weight) = saved_inputs(ctx)
-        # On XLA the barrier keeps the activation of forward from being reused, and thus stored.
-        gate, up, grad = backend.optimization_barrier([gate, up, grad])
-        gathering = ctx.comm.gather(grad, materialize=False)
-        weight_grad: Tensor | None = None
-        # For each tile: dA = dY W, one kernel that recomputes A and overwrites G and U with dG
-        # and dU, dW += dY^t A. 4 * F/T FLOPs for each element of dY: two GEMMs.
-        for start, grads in _tiles(gathering, gate, 4 * weight.size(1)):
-            tile = slice(start, start + grads.size(0))
-            activated = gated_activation_gradient(gate[tile], up[tile], grads @ weight, ctx.hidden_act)
-            if not needs_weight:
-                continue
-            if weight_grad is None:
-                weight_grad = grads.t() @ activated
-            else:
-                weight_grad.addmm_(grads.t(), activated)
-        # gate and up are overwritten: with new versions autograd rejects a use of the old values.
-        torch.autograd.graph.increment_version((gate, up))
-        return None, None, None, gate, up, weight_grad
-
-
-def _tiles(gathering: ChunkedAllGather, gate: Tensor, operations_per_element: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield chunks of rows as they arrive, split so that the activation fits ``_TILE_BYTES``."""
-    most = max(1, _TILE_BYTES // (gate.size(-1) * gate.element_size()))
-    for first, rows in gathering.chunks(operations_per_element):
-        for start in range(0, rows.size(0), most):
-            yield first + start, rows[start : start + most]
 
 
 def fused_gated_mlp(gate: Tensor, up: Tensor, layer: RowParallelLinear, hidden_act: str) -> Tensor:
@@ -146,7 +68,7 @@ def fused_gated_mlp(gate: Tensor, up: Tensor, layer: RowParallelLinear, hidden_a
     # The leading dimensions are merged; under sequence parallelism dim 0 of the output is S/T.
     with torch.autocast(gate.device.type, enabled=False):
         handle, saved = save_inputs_first(*rows, weight)
-        output = cast(Tensor, _FusedGatedMLP.apply(comm, hidden_act, handle, *saved))
+        output = cast(Tensor, GatedRowParallel.apply(comm, hidden_act, handle, *saved))
     leading = list(first.shape[:-1])
     if comm.sequence_dimension is not None:
         leading[0] //= backend.group_size(comm.group)
@@ -170,7 +92,7 @@ class GatedMLP(PackedWeights):
         factory: builds the layers.
     """
 
-    packed_layers = ("gate_proj", "up_proj")
+    shared_input_layers = ("gate_proj", "up_proj")
 
     def __init__(
         self,

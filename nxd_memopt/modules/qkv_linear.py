@@ -18,7 +18,8 @@ from nxd_memopt.parallel_layers.initialization import (
     default_weight_init,
     initialize_sharded_,
 )
-from nxd_memopt.parallel_layers.layers import column_parallel, columns_in_full_order
+from nxd_memopt.parallel_layers.layers import column_parallel
+from nxd_memopt.parallel_layers.rank_order import columns_in_full_order
 from nxd_memopt.parallel_layers.utils import (
     ShardBlock,
     ShardedModule,

@@ -40,8 +40,7 @@ def activation(name: str) -> Callable[[Tensor], Tensor]:
     Raises:
         ValueError: the name is unknown; the message has the nearest known name.
     """
-    if name not in ACTIVATIONS:
-        require_one_of("hidden_act", name, tuple(ACTIVATIONS))
+    require_one_of("hidden_act", name, tuple(ACTIVATIONS))
     return ACTIVATIONS[name]
 
 
@@ -71,7 +70,7 @@ def gated_activation(gate: Tensor, up: Tensor, name: str) -> Tensor:
     """
     if name in cuda.KINDS and gate.shape == up.shape and can_use_triton(gate, up):
         return cuda.gated_activation(gate, up, cuda.KINDS[name])
-    return activation(name)(gate) * up
+    return ACTIVATIONS[name](gate) * up
 
 
 def gated_activation_gradient(gate: Tensor, up: Tensor, grad: Tensor, name: str) -> Tensor:
@@ -91,7 +90,7 @@ def gated_activation_gradient(gate: Tensor, up: Tensor, grad: Tensor, name: str)
     # dgate = grad * up * act'(gate) and dup = grad * act(gate). dgate needs up and dup needs
     # act(gate), so the value and act(gate) are computed before either input is overwritten, and
     # gate, whose gradient reads up, is overwritten first.
-    activated = activation(name)(gate)
+    activated = ACTIVATIONS[name](gate)
     value = activated * up
     gate.copy_(_GRADIENTS[name](grad * up, gate))
     up.copy_(grad * activated)

@@ -17,6 +17,7 @@ from nxd_memopt.backends.attention_call import AttentionCall
 from nxd_memopt.config import ATTENTION_BACKENDS, require_one_of
 from nxd_memopt.ops import tiled_attention as tiled
 from nxd_memopt.ops.cuda import attention as cuda
+from nxd_memopt.ops.math_attention import causal_mask, math_attention
 from nxd_memopt.ops.neuron import attention as nki
 from nxd_memopt.ops.packed import PackedDocuments, attention_by_document, flash_attention
 
@@ -32,7 +33,7 @@ _SDPA_KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-_COMMON_SHAPE = (1, 1, 2048, 64)
+COMMON_SHAPE = (1, 1, 2048, 64)
 """Query shape that every implementation supports: only the device and dropout can rule one out."""
 
 
@@ -63,11 +64,9 @@ def attention_implementation(
         ValueError: the named implementation cannot run the call. It is never replaced by another
             one.
     """
-    if attention_backend not in ATTENTION_BACKENDS:
-        require_one_of("attention_backend", attention_backend, ATTENTION_BACKENDS)
     call = AttentionCall(tuple(query_shape), kv_heads, masked, dropout_p, dtype, packed)
     if attention_backend != "auto":
-        reason = _refusal(attention_backend, call)
+        reason = refusal(attention_backend, call)
         if reason is not None:
             raise ValueError(f"attention_backend {attention_backend!r} cannot be met: {reason}; or use 'auto'")
         return attention_backend, f"attention_backend={attention_backend}"
@@ -75,7 +74,7 @@ def attention_implementation(
     # of the better ones explain the choice.
     refusals: list[str] = []
     for name in backend.attention_implementations:
-        reason = _refusal(name, call)
+        reason = refusal(name, call)
         if reason is None:
             return name, "; ".join([*refusals, f"{name} can run"])
         refusals.append(f"no {name}: {reason}")
@@ -86,7 +85,7 @@ def select_attention(
     attention_backend: str,
     dropout_p: float = 0.0,
     *,
-    head_dim: int = _COMMON_SHAPE[-1],
+    head_dim: int = COMMON_SHAPE[-1],
 ) -> str:
     """Return the implementation that a model can count on at build time, for suitable lengths.
 
@@ -101,10 +100,11 @@ def select_attention(
     Raises:
         ValueError: the name is unknown, or the machine, the dropout or the head size rules it out.
     """
+    require_one_of("attention_backend", attention_backend, ATTENTION_BACKENDS)
     # Lengths, masks and the number of heads are known only at the call. The common shape leaves
     # dropout, head size and machine as the reasons to refuse an implementation.
     name, reason = attention_implementation(
-        (*_COMMON_SHAPE[:-1], head_dim),
+        (*COMMON_SHAPE[:-1], head_dim),
         1,
         dtype=torch.bfloat16,
         dropout_p=dropout_p,
@@ -121,16 +121,7 @@ def select_attention(
     return name
 
 
-def describe_attention() -> str:
-    """Return the device's usable implementations, best first, and why the others cannot run."""
-    call = AttentionCall(_COMMON_SHAPE, 1, masked=False, dropout_p=0.0, dtype=torch.bfloat16)
-    reasons = {name: _refusal(name, call) for name in backend.attention_implementations}
-    usable = [name for name, reason in reasons.items() if not reason]
-    missing = [f"no {name}: {reason}" for name, reason in reasons.items() if reason]
-    return "; ".join([" > ".join(usable), *missing])
-
-
-def _refusal(name: str, call: AttentionCall) -> str | None:
+def refusal(name: str, call: AttentionCall) -> str | None:
     """Return why this machine or the implementation cannot run ``call``, or None if it can.
 
     Optional packages are imported last, only if nothing else rules the implementation out.
@@ -190,7 +181,7 @@ def core_attention(
     if isinstance(mask, PackedDocuments):
         return _packed_attention(query, key, value, mask, implementation, dropout_p)
     if implementation == "math":
-        return _reference_attention(query, key, value, mask, dropout_p)
+        return math_attention(query, key, value, mask, dropout_p)
     # Autocast casts the inputs of PyTorch's SDPA. The implementations below are custom Functions,
     # whose inputs are cast here.
     if implementation == "sdpa" or implementation in _SDPA_KERNELS:
@@ -213,9 +204,9 @@ def _packed_attention(
     dropout_p: float,
 ) -> Tensor:
     if implementation == "math":
-        # the reference materialises [B, 1, S, S]
+        # math attention materialises [B, 1, S, S]
         mask = documents.mask() & causal_mask(query.size(2), query.device)
-        return _reference_attention(query, key, value, mask, dropout_p)
+        return math_attention(query, key, value, mask, dropout_p)
     if implementation == "sdpa":
         # SDPA has no argument for document boundaries, and a mask would turn its flash kernels off
         attend = partial(_sdpa, mask=None, dropout_p=dropout_p, implementation=implementation)
@@ -280,42 +271,3 @@ def _one_dtype_under_autocast(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     dtype = attention_dtype(tensors[0])
     with torch.autocast(device_type, enabled=False):
         yield tuple(tensor.to(dtype) for tensor in tensors)
-
-
-def _reference_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout_p: float,
-) -> Tensor:
-    """Materialise the ``[B, h, S, S]`` scores; softmax in fp32, or in fp64 for fp64."""
-    repeats = query.size(1) // key.size(1)
-    key = key.repeat_interleave(repeats, dim=1)
-    value = value.repeat_interleave(repeats, dim=1)
-    if mask is None:
-        mask = causal_mask(query.size(2), query.device)
-    scores = query @ key.transpose(-1, -2) * query.size(-1) ** -0.5
-    # the least number, not -inf: a row that is masked everywhere would be NaN
-    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    # a bf16 sum over S exponentials would lose the small ones
-    wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
-    weights = torch.softmax(scores, dim=-1, dtype=wide).to(query.dtype)
-    return F.dropout(weights, dropout_p) @ value
-
-
-def causal_mask(sequence_length: int, device: torch.device) -> Tensor:
-    """Boolean ``[S, S]``, True where key position <= query position."""
-    return torch.ones(sequence_length, sequence_length, dtype=torch.bool, device=device).tril()
-
-
-def padding_and_causal_mask(attention_mask: Tensor) -> Tensor:
-    """Boolean ``[B, 1, S, S]`` from a padding mask ``[B, S]`` (non-zero: keep).
-
-    A padded query sees itself, so that no row is empty; its output is to be ignored.
-    """
-    keep = attention_mask.bool()[:, None, None, :]
-    causal = causal_mask(attention_mask.size(1), attention_mask.device)
-    itself = torch.eye(attention_mask.size(1), dtype=torch.bool, device=attention_mask.device)
-    # [B, 1, 1, S] & [S, S] -> [B, 1, S, S]
-    return (keep & causal) | itself

@@ -80,6 +80,15 @@ def combined_sums(parts: Tensor) -> Tensor:
     return torch.cat([parts[:, :1].logsumexp(0), parts[:, 1:].sum(0)])
 
 
+def token_scale(valid: Tensor, reduction: str, dtype: torch.dtype) -> Tensor:
+    """Return the factor of each token's loss: 0 if ignored, else 1 ("sum") or 1/count ("mean")."""
+    scale = valid.to(dtype)
+    if reduction != "mean":
+        return scale
+    # clamp: if all labels are ignored, factors and loss are 0 instead of NaN.
+    return scale / scale.sum().clamp(min=1)
+
+
 def token_losses(sums: Tensor, terms: LossTerms) -> Tensor:
     """Return the loss of each token from the combined sums, ``[n, R] -> [R]``."""
     log_sum_exp = sums[0]
@@ -138,6 +147,40 @@ def logits_gradient(
     if backend.views_share_memory:
         return logits.copy_(grad)
     return grad.to(logits.dtype)
+
+
+def add_matmul(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``total + a b`` in ``dtype``, which may be wider than the dtype of the factors.
+
+    Args:
+        total: sum so far in ``dtype``, overwritten by the result; None for zero.
+        a: ``[m, k]``.
+        b: ``[k, n]``, in the dtype of ``a``.
+        dtype: dtype of the sum.
+    """
+    # cuBLAS can store its fp32 accumulator. On other devices both factors are converted first.
+    if a.dtype != dtype and a.is_cuda:
+        if total is None:
+            return torch.mm(a, b, out_dtype=dtype)
+        return torch.addmm(total, a, b, out_dtype=dtype, out=total)
+    a = a.to(dtype)
+    b = b.to(dtype)
+    return a @ b if total is None else total.addmm_(a, b)
+
+
+def scale_gradient(grad: Tensor | None, factor: Tensor) -> Tensor | None:
+    """Return ``grad * factor`` for a 0-dim ``factor``, in place where possible; None for None."""
+    if grad is None:
+        return None
+    if can_use_triton(grad):
+        return cuda.multiply_(grad, factor)
+    # On the CPU reading the factor is free, and it is 1 unless the loss is scaled. On other
+    # devices ``.item()`` would wait for the device.
+    if grad.device.type == "cpu":
+        if factor.item() == 1.0:
+            return grad
+        return grad.mul_(factor)
+    return (grad * factor).to(grad.dtype)
 
 
 def labels_outside(target: Tensor, vocab_size: int, ignore_index: int) -> Tensor | None:

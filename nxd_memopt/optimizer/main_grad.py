@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from nxd_memopt.parallel_layers.gradient_ledger import adding_to_main_grad
+from nxd_memopt.parallel_layers.gradient_writes import adding_to_main_grad
 
 
 def accumulate_in(dtype: torch.dtype, parameters: Iterable[Tensor]) -> list[RemovableHandle]:

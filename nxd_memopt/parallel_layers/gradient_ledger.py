@@ -23,20 +23,20 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from nxd_memopt.backends import backend
+from nxd_memopt.parallel_layers.summed_storage import SummedStorage, is_part_of
 
-_RECORD = "sequence_sum_record"  # attribute of a gradient; plain values that can be saved with it
-_SUMMED_AT = "sequence_sum_at"  # attribute of a parameter: its _version at its gradient's sum
+RECORD = "sequence_sum_record"  # attribute of a gradient; plain values that can be saved with it
+SUMMED_AT = "sequence_sum_at"  # attribute of a parameter: its _version at its gradient's sum
 _INCOMING = "sequence_sum_arrival"  # attribute of a parameter between the two backward hooks
 _PRUNE_ABOVE = 256  # storages; a step sums far fewer tensors that are no known gradient
 
 # States of a gradient.
-_PART = "part"  # of this rank's sequence shard; a sum over the ranks is still needed
-_SUM = "sum"
-_MIXED = "mixed"  # a part was added to a sum, or it is unknown what was: no further sum is right
-_CLEARED = "cleared"  # a sum or mixture that was written to since; backward assumes zeros
+PART = "part"  # of this rank's sequence shard; a sum over the ranks is still needed
+SUM = "sum"
+MIXED = "mixed"  # a part was added to a sum, or it is unknown what was: no further sum is right
+CLEARED = "cleared"  # a sum or mixture that was written to since; backward assumes zeros
 
 
 class _Record(NamedTuple):
@@ -65,34 +65,15 @@ def is_sequence_parallel(param: Tensor) -> bool:
     return bool(getattr(param, "sequence_parallel_enabled", False))
 
 
-def _record_of(grad: Tensor) -> _Record | None:
-    values = getattr(grad, _RECORD, None)
+def record_of(grad: Tensor) -> _Record | None:
+    values = getattr(grad, RECORD, None)
     if values is None:
         return None
     return _Record(*values)
 
 
-def _write_record(grad: Tensor, version: int, state: str) -> None:
-    setattr(grad, _RECORD, (version, state))
-
-
-def clear_sum_record(param: Tensor, grad: Tensor) -> None:
-    """Mark ``grad`` as this rank's part again, after a write that autograd does not count."""
-    for tensor, name in ((grad, _RECORD), (param, _SUMMED_AT)):
-        if hasattr(tensor, name):
-            delattr(tensor, name)
-
-
-def move_sum_record(source: Tensor, target: Tensor) -> None:
-    """Give ``target``, a copy of ``source``, the record of ``source``."""
-    record = _record_of(source)
-    if record is None:
-        _write_record(target, target._version, _PART)
-        return
-    # The same number of writes after the record as ``source`` has had: a sum that was written to
-    # must not look untouched on the copy, which starts with its own version counter.
-    later_writes = source._version - record.version
-    _write_record(target, target._version - later_writes, record.state)
+def write_record(grad: Tensor, version: int, state: str) -> None:
+    setattr(grad, RECORD, (version, state))
 
 
 @contextmanager
@@ -102,13 +83,13 @@ def keep_sums(grads: Iterable[Tensor]) -> Iterator[None]:
     # count: the same number is restored after it, relative to the new version.
     recorded: list[tuple[Tensor, str, int]] = []
     for grad in grads:
-        record = _record_of(grad)
+        record = record_of(grad)
         if record is not None:
             recorded.append((grad, record.state, grad._version - record.version))
     yield
     # After all writes: gradients that are views of one tensor share its version counter.
     for grad, state, writes in recorded:
-        _write_record(grad, grad._version - writes, state)
+        write_record(grad, grad._version - writes, state)
 
 
 def _was_replaced(param: Tensor) -> bool:
@@ -117,52 +98,31 @@ def _was_replaced(param: Tensor) -> bool:
     ``param.grad = param.grad / 2`` creates a tensor without a record. A gradient that a script
     assigns in the next step differs: the update in between increments the version of the parameter.
     """
-    return getattr(param, _SUMMED_AT, None) == param._version
+    return getattr(param, SUMMED_AT, None) == param._version
 
 
-def _state_of(param: Tensor, grad: Tensor, *, writes: int = 0) -> str:
+def state_of(param: Tensor, grad: Tensor, *, writes: int = 0) -> str:
     """Return the state of the gradient before the last ``writes`` writes to it."""
-    record = _record_of(grad)
+    record = record_of(grad)
     if record is None:
         if _was_replaced(param):
-            return _MIXED
-        return _PART
-    if record.state == _PART or record.version + writes == grad._version:
+            return MIXED
+        return PART
+    if record.state == PART or record.version + writes == grad._version:
         return record.state
-    return _CLEARED
+    return CLEARED
 
 
-def _record_addition(param: Tensor, grad: Tensor, before: str | None, added: str) -> None:
+def record_addition(param: Tensor, grad: Tensor, before: str | None, added: str) -> None:
     """Record ``grad`` after a gradient in state ``added`` was added to it in state ``before``."""
     # Added to nothing, to zeros or to a gradient in the same state, the total has the added
     # state: parts add up to a part, sums to a sum. A part plus a sum is neither.
-    state = added if before in (None, _CLEARED, added) else _MIXED
-    _write_record(grad, grad._version, state)
-    if state == _SUM:
-        setattr(param, _SUMMED_AT, param._version)
-    elif state == _PART and hasattr(param, _SUMMED_AT):
-        delattr(param, _SUMMED_AT)
-
-
-@contextmanager
-def adding_to_main_grad(param: Tensor) -> Iterator[None]:
-    """Record ``param.main_grad`` after the block, which adds or copies ``param.grad`` to it."""
-    main_grad: Tensor | None = getattr(param, "main_grad", None)
-    if param.grad is None or not is_sequence_parallel(param):
-        yield
-        return
-    before = None
-    if main_grad is not None:
-        before = _state_of(param, main_grad)
-    added = _state_of(param, param.grad)
-    yield
-    total = gradient_of(param)
-    assert total is not None
-    # A destination in this state is assumed to be zero. A source is not: it is added to a total,
-    # and whether it is a part or a sum is unknown.
-    if added == _CLEARED:
-        added = _MIXED
-    _record_addition(param, total, before, added)
+    state = added if before in (None, CLEARED, added) else MIXED
+    write_record(grad, grad._version, state)
+    if state == SUM:
+        setattr(param, SUMMED_AT, param._version)
+    elif state == PART and hasattr(param, SUMMED_AT):
+        delattr(param, SUMMED_AT)
 
 
 def _before_accumulation(ledger: weakref.ref[GradientLedger], known: weakref.ref[Tensor], grad: Tensor) -> None:
@@ -175,8 +135,8 @@ def _before_accumulation(ledger: weakref.ref[GradientLedger], known: weakref.ref
     owner = ledger()
     before = None
     if param.grad is not None:
-        before = _state_of(param, param.grad)
-    state = _PART if owner is None else owner._state_of_unknown(grad)
+        before = state_of(param, param.grad)
+    state = PART if owner is None else owner._state_of_unknown(grad)
     setattr(param, _INCOMING, tuple(_Incoming(before, state, _storage_of(grad))))
 
 
@@ -193,12 +153,12 @@ def _after_accumulation(param: Tensor) -> None:
     else:
         # Replay of a CUDA graph, which runs only the hooks on results. The replay itself is the
         # one write to the gradient since the state before it.
-        before = _state_of(param, grad, writes=1)
-        added = _PART
-    record = _record_of(grad)
-    if record is not None and record.state == _SUM and record.version == grad._version:
+        before = state_of(param, grad, writes=1)
+        added = PART
+    record = record_of(grad)
+    if record is not None and record.state == SUM and record.version == grad._version:
         return  # another hook ran before this one and has summed the total
-    _record_addition(param, grad, before, added)
+    record_addition(param, grad, before, added)
 
 
 def _record_sum_of_incoming(tensor: Tensor) -> None:
@@ -211,7 +171,7 @@ def _record_sum_of_incoming(tensor: Tensor) -> None:
         return
     incoming = _Incoming(*getattr(param, _INCOMING))
     # Another tensor, e.g. a clone, may replace the incoming gradient or be dropped: unknown.
-    state = _SUM if incoming.storage == _storage_of(tensor) else _MIXED
+    state = SUM if incoming.storage == _storage_of(tensor) else MIXED
     setattr(param, _INCOMING, tuple(incoming._replace(state=state)))
 
 
@@ -220,45 +180,6 @@ def _storage_of(tensor: Tensor) -> int:
     if tensor.layout != torch.strided:
         return 0
     return tensor.untyped_storage()._cdata
-
-
-def _is_part_of(inner: Tensor, outer: Tensor) -> bool | None:
-    """Return whether ``inner`` is within ``outer`` in one storage; None for a partial overlap."""
-    start, end = _span(inner)
-    outer_start, outer_end = _span(outer)
-    # Only a dense outer tensor has every element between its first and its last one. A strided
-    # view of the same range may skip elements of ``inner``.
-    is_dense = outer.numel() == outer_end - outer_start
-    if outer_start <= start and end <= outer_end and is_dense:
-        return True
-    if end <= outer_start or outer_end <= start:
-        return False
-    return None
-
-
-def _span(tensor: Tensor) -> tuple[int, int]:
-    """Return the tensor's range in its storage: first element, and one after the last."""
-    start = int(tensor.storage_offset())
-    if tensor.numel() == 0:
-        return start, start
-    # Strides of torch tensors are not negative: the last element has the largest index
-    # everywhere.
-    last = start
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        last += (size - 1) * stride
-    return start, last + 1
-
-
-class _UnknownSums(NamedTuple):
-    """Sums in one storage that are not gradients of a known parameter.
-
-    Attributes:
-        storage: weak reference that keeps the address unique while it is a key.
-        passes: maps (first element, one after the last, count) to the backward pass (-1: none).
-    """
-
-    storage: StorageWeakRef
-    passes: dict[tuple[int, int, int], int]
 
 
 @dataclass
@@ -272,7 +193,7 @@ class GradientLedger:
 
     functional_mappings: bool = False
     _params: dict[int, weakref.ref[Tensor]] = field(default_factory=dict)  # by id(param)
-    _unknown_sums: dict[int, _UnknownSums] = field(default_factory=dict)  # by storage address
+    _unknown_sums: dict[int, SummedStorage] = field(default_factory=dict)  # by storage address
     _prune_above: int = _PRUNE_ABOVE
 
     def track(self, params: Iterable[Tensor]) -> None:
@@ -314,18 +235,18 @@ class GradientLedger:
             grad = gradient_of(param)
         assert grad is not None
         self.track([param])
-        record = _record_of(grad)
+        record = record_of(grad)
         # Without a record no tracked backward pass has produced this gradient. It may be a sum
         # that was taken before the parameter was tracked, or a tensor that a script assigned.
         if record is None:
-            if self._state_of_unknown(grad) != _PART:
+            if self._state_of_unknown(grad) != PART:
                 raise ValueError(_message(param, _SEEN_TOO_LATE))
             if _was_replaced(param):
                 raise ValueError(_message(param, _REPLACED))
             return True
-        if record.state == _PART:
+        if record.state == PART:
             return True
-        if record.state == _MIXED:
+        if record.state == MIXED:
             raise ValueError(_message(param, _MIXTURE))
         if record.version == grad._version:
             return False
@@ -347,8 +268,8 @@ class GradientLedger:
 
     @staticmethod
     def _mark(param: Tensor, grad: Tensor) -> None:
-        _write_record(grad, grad._version, _SUM)
-        setattr(param, _SUMMED_AT, param._version)
+        write_record(grad, grad._version, SUM)
+        setattr(param, SUMMED_AT, param._version)
 
     @contextmanager
     def writing_sum(self, tensor: Tensor, *, over_tensor_ranks: bool) -> Iterator[None]:
@@ -383,7 +304,7 @@ class GradientLedger:
         """
         inside: list[tuple[Tensor, Tensor]] = []
         for param, grad in sharing:
-            is_inside = _is_part_of(grad, tensor)
+            is_inside = is_part_of(grad, tensor)
             if is_inside is None:
                 raise ValueError(_message(param, _PARTIAL))
             if is_inside:
@@ -415,36 +336,24 @@ class GradientLedger:
         """Record the sum of a tensor that is not a gradient of a tracked parameter, or not yet."""
         if tensor.is_inference() or not tensor.is_floating_point():
             return
-        _write_record(tensor, tensor._version, _SUM)  # a script may assign this tensor to .grad
+        write_record(tensor, tensor._version, SUM)  # a script may assign this tensor to .grad
         _record_sum_of_incoming(tensor)
-        # The weak reference keeps the address of the storage unique: while it exists, torch does
-        # not reuse the address for another storage.
         key = _storage_of(tensor)
-        storage = StorageWeakRef(tensor.untyped_storage())
-        unknown = self._unknown_sums.setdefault(key, _UnknownSums(storage, {}))
-        unknown.passes[(*_span(tensor), tensor.numel())] = torch._C._current_graph_task_id()
+        if key not in self._unknown_sums:
+            self._unknown_sums[key] = SummedStorage(tensor)
+        self._unknown_sums[key].add(tensor)
         # Remove freed storages when the number has doubled since the last time: amortized, each
         # sum costs a constant number of look-ups.
         if len(self._unknown_sums) > self._prune_above:
-            self._unknown_sums = {key: sums for key, sums in self._unknown_sums.items() if not sums.storage.expired()}
+            self._unknown_sums = {key: sums for key, sums in self._unknown_sums.items() if not sums.is_freed()}
             self._prune_above = max(_PRUNE_ABOVE, 2 * len(self._unknown_sums))
 
     def _state_of_unknown(self, grad: Tensor) -> str:
         """Return the state of an unrecorded gradient: a sum if this backward pass made it."""
         unknown = self._unknown_sums.get(_storage_of(grad))
         if unknown is None:
-            return _PART
-        first, last = _span(grad)
-        state = _PART
-        for (start, end, count), graph_task in unknown.passes.items():
-            # A dense tensor that contains grad was summed during a backward pass, maybe this one.
-            if start <= first and last <= end and count == end - start and graph_task >= 0:
-                if graph_task == torch._C._current_graph_task_id():
-                    return _SUM
-                return _MIXED
-            if first < end and start < last:
-                state = _MIXED
-        return state
+            return PART
+        return {True: SUM, False: PART, None: MIXED}[unknown.covers(grad)]
 
 
 _REMEDY = "sum it once, after the last backward pass of a step, and clear it by zero_grad() before the next"

@@ -19,7 +19,7 @@ from nxd_memopt.backends import backend
 from nxd_memopt.config import require_divisible
 from nxd_memopt.ops.autograd import cast_if_autocast_enabled, save_inputs_first
 from nxd_memopt.parallel_layers import mappings, parallel_state
-from nxd_memopt.parallel_layers.base_linear import BaseParallelLinear
+from nxd_memopt.parallel_layers.base_linear import BaseParallelLinear, check_padding, partition_size
 from nxd_memopt.parallel_layers.embedding import ParallelEmbedding
 from nxd_memopt.parallel_layers.functional.linear import (
     ActivationSharding,
@@ -27,7 +27,9 @@ from nxd_memopt.parallel_layers.functional.linear import (
     ColumnParallel,
     RowParallel,
 )
+from nxd_memopt.parallel_layers.fusion import FusedPath, FusibleModule
 from nxd_memopt.parallel_layers.initialization import InitMethod
+from nxd_memopt.parallel_layers.rank_order import columns_in_full_order, swap_blocks
 from nxd_memopt.parallel_layers.utils import check_sequence_dimension, padded_size
 
 __all__ = [
@@ -38,63 +40,6 @@ __all__ = [
     "column_parallel",
     "column_parallel_linears",
 ]
-
-
-def _check_padding(pad: bool, stride: int) -> None:
-    if pad and stride > 1:
-        raise ValueError(f"pad=True needs stride 1, got {stride}: padding would move the borders of the strided blocks")
-
-
-def _partition_size(what: str, size: int, padded: int, partitions: int, stride: int) -> int:
-    """Return the size of a shard that consists of one chunk of each of ``stride`` blocks.
-
-    Args:
-        what: argument of the layer, for messages.
-        size: number of features over all ranks, without padding.
-        padded: number of features to divide; equal to ``size`` without padding.
-        partitions: number of distinct shards.
-        stride: number of separately sharded blocks.
-
-    Raises:
-        ValueError: ``padded`` is not divisible.
-    """
-    # Each block is divided over the partitions by itself: partitions * stride chunks of equal
-    # size.
-    chunks = partitions * stride
-    remedy = f"pass pad=True or use {padded_size(size, chunks)}"
-    return stride * require_divisible(what, padded, "tensor_model_parallel_size", chunks, remedy)
-
-
-def swap_blocks(tensor: Tensor, outer: int, inner: int) -> Tensor:
-    """Reorder the last dimension from ``outer`` groups of ``inner`` blocks to the transposed order.
-
-    The last dimension is viewed as ``[outer, inner, block]`` and becomes ``[inner, outer, block]``.
-    For a weight with strided blocks, ``outer=T, inner=stride`` maps the concatenated columns of all
-    ranks to the full order; ``outer=stride, inner=T`` is the inverse.
-    """
-    if outer == 1 or inner == 1:
-        return tensor
-    return tensor.unflatten(-1, (outer, inner, -1)).transpose(-3, -2).flatten(-3)
-
-
-def columns_in_full_order(gathered: Tensor, size: int, *, replicas: int = 1, rank_stride: int = 1) -> Tensor:
-    """Reorder columns gathered in rank order to the order of the full parameter.
-
-    Args:
-        gathered: ``[..., size * n]``, the n columns of each rank, concatenated in rank order.
-        size: T, the number of ranks.
-        replicas: number of ranks that hold the same shard; one copy of each shard is returned.
-        rank_stride: see ``rank_order``.
-
-    Returns:
-        ``[..., size * n / replicas]``.
-    """
-    # Rank r = a * rank_stride + b holds position b * (size / rank_stride) + a: swapping the two
-    # block dimensions sorts the shards by position. Replicas are then adjacent.
-    columns = swap_blocks(gathered, size // rank_stride, rank_stride)
-    if replicas == 1:
-        return columns
-    return columns.unflatten(-1, (size // replicas, replicas, -1))[..., 0, :].flatten(-2)
 
 
 class ColumnParallelLinear(BaseParallelLinear):
@@ -162,7 +107,7 @@ class ColumnParallelLinear(BaseParallelLinear):
             raise ValueError("gather_output=True contradicts sequence_parallel_enabled=True: pass gather_output=False")
         if replicas > 1 and tensor_model_parallel_group is not None:
             raise ValueError(f"replicas={replicas} needs the default tensor-parallel group: leave the group out")
-        _check_padding(pad, stride)
+        check_padding(pad, stride)
         self.input_size = self.full_input_size = input_size
         self.output_size = output_size
         self.use_bias = bias
@@ -187,7 +132,7 @@ class ColumnParallelLinear(BaseParallelLinear):
         padded = output_size
         if pad:
             padded = padded_size(output_size, shards * stride * pad_alignment_size_per_rank)
-        self.output_size_per_partition = _partition_size("output_size", output_size, padded, shards, stride)
+        self.output_size_per_partition = partition_size("output_size", output_size, padded, shards, stride)
         self.initialize_weight_and_bias()
 
     def set_weight_and_bias_config(self) -> None:
@@ -224,20 +169,16 @@ class ColumnParallelLinear(BaseParallelLinear):
 
         Returns ``[..., output_size]``, with ``keep_padded_output`` also the padded columns.
         """
+        # Columns in rank order -> full order: first undo the order of ranks and drop replicas,
+        # then the interleaving of strided blocks.
         gathered = mappings.gather_from_tensor_model_parallel_region(columns, self.tensor_parallel_group)
-        # [..., T * n] in rank order -> full order; padded columns are last and are cut off.
-        full = self._in_full_order(gathered)
+        size = self._group_size()
+        shards = columns_in_full_order(gathered, size, replicas=self.replicas, rank_stride=self.rank_stride)
+        full = swap_blocks(shards, size // self.replicas, self.stride)
         if self.keep_padded_output:
             return full
+        # padded columns are last
         return full[..., : self.output_size]
-
-    def _in_full_order(self, gathered: Tensor) -> Tensor:
-        """Return the columns of all ranks in the order of the full weight's rows."""
-        # First undo the order of ranks and drop replicas, then the interleaving of strided
-        # blocks.
-        size = self._group_size()
-        columns = columns_in_full_order(gathered, size, replicas=self.replicas, rank_stride=self.rank_stride)
-        return swap_blocks(columns, size // self.replicas, self.stride)
 
 
 def column_parallel_linears(input: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[Tensor, ...]:
@@ -257,6 +198,35 @@ def column_parallel_linears(input: Tensor, layers: Sequence[ColumnParallelLinear
         [(layer.weight, layer.bias) for layer in layers],
         layers[0].activation_sharding(*(layer.replica_group for layer in layers)),
     )
+
+
+class SharedInput(FusibleModule):
+    """Base of a module with column-parallel layers that have one input, computed together.
+
+    A subclass names the layers in ``shared_input_layers``, builds them, and then calls
+    ``share_input``.
+    """
+
+    shared_input_layers: tuple[str, ...] = ()
+    shared_input: FusedPath
+
+    def share_input(self) -> None:
+        """Let ``project`` compute all layers at once. Call after the layers are built."""
+        self.shared_input = FusedPath(
+            self,
+            f"projection of {', '.join(self.shared_input_layers)}",
+            dict.fromkeys(self.shared_input_layers, ColumnParallelLinear),
+            cost="each layer gathers its input and multiplies by itself",
+        )
+
+    def project(self, hidden: Tensor) -> tuple[Tensor, ...]:
+        """Return the output ``[..., output_size/T]`` of each layer, with one all-gather of ``hidden``."""
+        layers = [cast(ColumnParallelLinear, getattr(self, name)) for name in self.shared_input_layers]
+        # A hook or a replaced forward on one of the layers turns the path off; then every layer
+        # is called, at the cost of an all-gather each.
+        if self.shared_input.is_active:
+            return column_parallel_linears(hidden, layers)
+        return tuple(layer(hidden) for layer in layers)
 
 
 def column_parallel(
@@ -337,7 +307,7 @@ class RowParallelLinear(BaseParallelLinear):
         rank_stride: int = 1,
     ) -> None:
         super().__init__()
-        _check_padding(pad, stride)
+        check_padding(pad, stride)
         if sequence_parallel_enabled and not input_is_parallel:
             raise ValueError("sequence_parallel_enabled=True needs input_is_parallel=True, got False: pass both")
         if bias and not reduce_output and not skip_bias_add:
@@ -361,7 +331,7 @@ class RowParallelLinear(BaseParallelLinear):
         require_divisible("tensor_model_parallel_size", size, "rank_stride", rank_stride)
         # Padded inputs are zero, as are the weight's padded columns: they add nothing to the sum.
         self.input_size = padded_size(input_size, size * stride) if pad else input_size
-        self.input_size_per_partition = _partition_size("input_size", input_size, self.input_size, size, stride)
+        self.input_size_per_partition = partition_size("input_size", input_size, self.input_size, size, stride)
         self.initialize_weight_and_bias()
 
     def set_weight_and_bias_config(self) -> None:
@@ -412,11 +382,9 @@ class RowParallelLinear(BaseParallelLinear):
 
     def require_divisible_sequence(self, partial_shape: torch.Size) -> None:
         """Raise ValueError if T does not divide the sequence length to be scattered."""
-        length = partial_shape[self.sequence_dimension]
-        size = backend.group_size(self.tensor_parallel_group)
-        if self.sequence_parallel_enabled and length % size:
-            remedy = f"pad to {padded_size(length, size)} or turn sequence_parallel_enabled off"
-            require_divisible("sequence length", length, "tensor_model_parallel_size", size, remedy)
+        if self.sequence_parallel_enabled:
+            size = backend.group_size(self.tensor_parallel_group)
+            mappings.require_equal_shards(partial_shape[self.sequence_dimension], size)
 
 
 def row_parallel(pairs: Sequence[tuple[Tensor, Tensor]], layer: RowParallelLinear) -> Tensor:

@@ -65,6 +65,14 @@ def _name_of_dim(tensor: Tensor, dim: int) -> str:
     return "last dimension"
 
 
+def require_equal_shards(length: int, size: int, *, what: str = "sequence length") -> None:
+    """Raise ValueError if ``size`` ranks cannot have equal shards of a dimension of ``length``."""
+    if length % size:
+        pad_to = -(-length // size) * size  # rounded up to a multiple of size
+        remedy = f"pad to {pad_to} or turn sequence_parallel_enabled off"
+        require_divisible(what, length, "tensor_model_parallel_size", size, remedy)
+
+
 def reduce_scatter_along_dim(tensor: Tensor, dim: int, group: ProcessGroup | None) -> Tensor:
     """Return this rank's chunk along ``dim`` of the sum over all ranks.
 
@@ -74,11 +82,7 @@ def reduce_scatter_along_dim(tensor: Tensor, dim: int, group: ProcessGroup | Non
     size = backend.group_size(group)
     if size == 1:
         return tensor
-    length = tensor.size(dim)
-    if length % size:
-        pad_to = -(-length // size) * size  # rounded up to a multiple of size
-        remedy = f"pad to {pad_to} or turn sequence_parallel_enabled off"
-        require_divisible(_name_of_dim(tensor, dim), length, "tensor_model_parallel_size", size, remedy)
+    require_equal_shards(tensor.size(dim), size, what=_name_of_dim(tensor, dim))
     return backend.reduce_scatter(tensor.movedim(dim, 0), group).movedim(0, dim)
 
 

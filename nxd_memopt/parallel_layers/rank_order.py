@@ -1,6 +1,6 @@
 """Computes which ranks hold replicas of a KV shard, and which shard of a full parameter each rank holds.
 
-Pure functions of integers. T ranks share a layer; each KV shard has m replicas (``replicas``,
+T ranks share a layer; each KV shard has m replicas (``replicas``,
 neuronx-distributed's ``kv_size_multiplier``). The shards of a full parameter have positions 0 to
 T-1 in the order of the parameter. ``rank_stride`` maps ranks to positions: ranks that are
 ``rank_stride`` apart have consecutive positions.
@@ -28,6 +28,8 @@ Example: T = 8, two KV heads, m = 4, eight query heads; query heads 0 to 3 atten
 """
 
 from __future__ import annotations
+
+from torch import Tensor
 
 
 def position_of_rank(rank: int, size: int, rank_stride: int) -> int:
@@ -65,3 +67,35 @@ def replica_groups(tensor_groups: list[list[int]], replicas: int, rank_stride: i
     # ranks.
     local_groups = replica_ranks(len(tensor_groups[0]), replicas, rank_stride)
     return [[ranks[i] for i in group] for ranks in tensor_groups for group in local_groups]
+
+
+def swap_blocks(tensor: Tensor, outer: int, inner: int) -> Tensor:
+    """Reorder the last dimension from ``outer`` groups of ``inner`` blocks to the transposed order.
+
+    The last dimension is viewed as ``[outer, inner, block]`` and becomes ``[inner, outer, block]``.
+    For a weight with strided blocks, ``outer=T, inner=stride`` maps the concatenated columns of all
+    ranks to the full order; ``outer=stride, inner=T`` is the inverse.
+    """
+    if outer == 1 or inner == 1:
+        return tensor
+    return tensor.unflatten(-1, (outer, inner, -1)).transpose(-3, -2).flatten(-3)
+
+
+def columns_in_full_order(gathered: Tensor, size: int, *, replicas: int = 1, rank_stride: int = 1) -> Tensor:
+    """Reorder columns gathered in rank order to the order of the full parameter.
+
+    Args:
+        gathered: ``[..., size * n]``, the n columns of each rank, concatenated in rank order.
+        size: T, the number of ranks.
+        replicas: number of ranks that hold the same shard; one copy of each shard is returned.
+        rank_stride: see the top of this file.
+
+    Returns:
+        ``[..., size * n / replicas]``.
+    """
+    # Rank r = a * rank_stride + b holds position b * (size / rank_stride) + a: swapping the two
+    # block dimensions sorts the shards by position. Replicas are then adjacent.
+    columns = swap_blocks(gathered, size // rank_stride, rank_stride)
+    if replicas == 1:
+        return columns
+    return columns.unflatten(-1, (size // replicas, replicas, -1))[..., 0, :].flatten(-2)

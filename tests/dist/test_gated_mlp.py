@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nxd_memopt.modules import mlp as gated_row
+from nxd_memopt.modules.mlp import fused_gated_mlp
 from nxd_memopt.ops.activation import ACTIVATIONS, gated_activation
 from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.parallel_layers.functional import gated_mlp
 from nxd_memopt.parallel_layers.layers import RowParallelLinear
 from tests.dist.pool import distributed
 from tests.reference import assert_float64_close, assert_says, error_message, shard, tensors
@@ -39,13 +40,13 @@ def test_equals_the_two_apart(hidden_act, tile_rows):
     options = {"input_is_parallel": True, "sequence_parallel_enabled": size > 1, **F64}
     layer = RowParallelLinear(WIDTH, HIDDEN, **options)
     gate, up = inputs(size)
-    before, gated_row._TILE_BYTES = gated_row._TILE_BYTES, tile_rows * WIDTH // size * 8
+    before, gated_mlp._TILE_BYTES = gated_mlp._TILE_BYTES, tile_rows * WIDTH // size * 8
     try:
         expected = results(lambda g, u: layer(gated_activation(g, u, hidden_act)), layer, gate, up)
-        merged = lambda g, u: gated_row.fused_gated_mlp(g * 1, u * 1, layer, hidden_act)  # noqa: E731
+        merged = lambda g, u: fused_gated_mlp(g * 1, u * 1, layer, hidden_act)  # noqa: E731
         found = results(merged, layer, gate, up)
     finally:
-        gated_row._TILE_BYTES = before
+        gated_mlp._TILE_BYTES = before
     for a, b in zip(found, expected, strict=True):
         assert_float64_close(a, b)
 
@@ -57,7 +58,7 @@ def test_keeps_no_activation_and_allows_one_backward():
     gate, up = (x * 1 for x in inputs(1))
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-        output = gated_row.fused_gated_mlp(gate, up, layer, "silu")
+        output = fused_gated_mlp(gate, up, layer, "silu")
     own = {gate.data_ptr(), up.data_ptr(), layer.weight.data_ptr()}
     assert {x.data_ptr() for x in kept} == own
     output.sum().backward(retain_graph=True)
@@ -70,5 +71,5 @@ def test_frozen_weight_has_no_gradient():
     layer = RowParallelLinear(WIDTH, HIDDEN, bias=False, input_is_parallel=True, **F64)
     layer.weight.requires_grad_(False)
     gate, up = inputs(1)
-    gated_row.fused_gated_mlp(gate * 1, up * 1, layer, "gelu").sum().backward()
+    fused_gated_mlp(gate * 1, up * 1, layer, "gelu").sum().backward()
     assert layer.weight.grad is None and gate.grad is not None and up.grad is not None

@@ -14,7 +14,8 @@ from nxd_memopt.backends import backend
 from nxd_memopt.optimizer import NeuronZero1Optimizer, OptimizerInBackward
 from nxd_memopt.optimizer.main_grad import accumulate_in
 from nxd_memopt.parallel_layers import grads, mappings, parallel_state
-from nxd_memopt.parallel_layers.gradient_ledger import GradientLedger, move_sum_record
+from nxd_memopt.parallel_layers.gradient_ledger import GradientLedger
+from nxd_memopt.parallel_layers.gradient_writes import move_sum_record
 from nxd_memopt.parallel_layers.overlapped_grads import OverlappedGradientReduction
 from nxd_memopt.trainer import NxDOptimizer
 from tests.dist.pool import distributed

@@ -15,10 +15,10 @@ from nxd_memopt.ops import tiled_attention as tiled
 from nxd_memopt.ops.attention import (
     attention_implementation,
     core_attention,
-    describe_attention,
-    padding_and_causal_mask,
     select_attention,
 )
+from nxd_memopt.ops.describe import describe_attention
+from nxd_memopt.ops.math_attention import padding_and_causal_mask
 from nxd_memopt.ops.tiled_attention import tile_length, tiled_attention
 from tests.reference import (
     assert_float64_close,

@@ -14,9 +14,10 @@ from nxd_memopt.backends.attention_call import AttentionCall
 from nxd_memopt.backends.cuda import attention as cuda_attention
 from nxd_memopt.modules.attention import CoreAttention, split_heads
 from nxd_memopt.ops import attention
-from nxd_memopt.ops.attention import attention_implementation, core_attention, describe_attention
+from nxd_memopt.ops.attention import attention_implementation, core_attention
 from nxd_memopt.ops.cuda import attention as flash4_module
 from nxd_memopt.ops.cuda.attention import flash4, unavailable_reason
+from nxd_memopt.ops.describe import describe_attention
 from nxd_memopt.ops.packed import PackedDocuments
 from nxd_memopt.ops.parts import packed_view, split_sizes
 from tests import flash4_kernels

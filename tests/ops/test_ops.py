@@ -16,7 +16,8 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as lla
 
 from nxd_memopt.modules.rms_norm import RMSNorm
 from nxd_memopt.ops.activation import ACTIVATIONS, activation
-from nxd_memopt.ops.attention import causal_mask, core_attention, padding_and_causal_mask, select_attention
+from nxd_memopt.ops.attention import core_attention, select_attention
+from nxd_memopt.ops.math_attention import causal_mask, padding_and_causal_mask
 from nxd_memopt.ops.norm import rms_norm
 from nxd_memopt.ops.rope import apply_rope, rope_frequencies, rope_tables
 from nxd_memopt.parallel_layers.layer_norm import LayerNorm

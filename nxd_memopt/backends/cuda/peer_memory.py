@@ -311,7 +311,7 @@ class PeerAllGather(_Operation):
     Args:
         memory: of the group.
         shard: rows of this rank, ``[n, ...]``.
-        materialize: see ``Backend.start_all_gather``; copy this rank's own rows into the slot
+        materialize: see ``Collectives.start_all_gather``; copy this rank's own rows into the slot
             too.
     """
 

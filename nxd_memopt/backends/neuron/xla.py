@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from nxd_memopt.backends.base import Backend, ContextPair
+from nxd_memopt.backends.base import ContextPair
 from nxd_memopt.backends.c10d import C10dBackend
+from nxd_memopt.backends.collectives import Collectives
 from nxd_memopt.backends.cpu import reset_resident_peak, resident_bytes
 from nxd_memopt.backends.neuron.barrier_checkpoint import barrier_checkpoint
 from nxd_memopt.backends.neuron.compiler_flags import recompute_error
@@ -270,11 +271,11 @@ class XlaBackend(C10dBackend):
             return super().all_to_all(self._on_host(tensor), group).to(self.device)
         return self._xm.all_to_all(tensor, 0, 0, size, groups=self._groups(group), pin_layout=False)
 
-    # A graph has no asynchronous handles to wait for: use the complete results of Backend, not the
-    # handles of C10dBackend.
-    all_reduce_async = Backend.all_reduce_async
-    all_gather_async = Backend.all_gather_async
-    reduce_scatter_async = Backend.reduce_scatter_async
+    # A graph has no asynchronous handles to wait for: use the complete results of Collectives, not
+    # the handles of C10dCollectives.
+    all_reduce_async = Collectives.all_reduce_async
+    all_gather_async = Collectives.all_gather_async
+    reduce_scatter_async = Collectives.reduce_scatter_async
 
     # Random state
 

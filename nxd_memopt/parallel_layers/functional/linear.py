@@ -31,7 +31,7 @@ class ActivationSharding:
         sequence_dimension: dimension of a shard that is the sequence, or None for replicated
             activations.
         reduce_dtype: dtype of reductions, or None for the dtype of the tensors.
-        hides_launch_latency: see ``Backend.start_all_gather``.
+        hides_launch_latency: see ``Collectives.start_all_gather``.
     """
 
     group: ProcessGroup | None

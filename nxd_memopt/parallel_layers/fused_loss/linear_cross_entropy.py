@@ -12,7 +12,6 @@ multiplied into dX, which is reduce-scattered, and into dW. Logits are vocabular
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -20,55 +19,24 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends import ChunkedAllGather, ChunkedReduction, backend
-from nxd_memopt.config import require_one_of
 from nxd_memopt.ops.autograd import cast_if_autocast_enabled, first_derivative_only
 from nxd_memopt.ops.cross_entropy import (
     LossTerms,
+    add_matmul,
     combined_sums,
     labels_outside,
     local_sums,
     logits_gradient,
+    scale_gradient,
     token_losses,
+    token_scale,
     wide_dtype,
 )
-from nxd_memopt.ops.cuda import cross_entropy as cuda
-from nxd_memopt.ops.cuda.support import can_use_triton
 from nxd_memopt.parallel_layers.functional.linear import ActivationSharding
+from nxd_memopt.parallel_layers.fused_loss.options import LossOptions, check_arguments
 from nxd_memopt.parallel_layers.mappings import resolve_group
 from nxd_memopt.parallel_layers.utils import check_sequence_dimension
 from nxd_memopt.planner.loss_chunks import DEFAULT_LOGITS_BYTES, chunk_ranges
-
-REDUCTIONS = ("mean", "sum", "none")
-
-
-@dataclass(frozen=True)
-class HeadOptions:
-    """Options that are the same for every chunk.
-
-    Args:
-        group: process group that shards the vocabulary and, under sequence parallelism, the tokens.
-        sequence_parallel: the rows of the input are this rank's sequence shard.
-        ignore_index: label of tokens without loss.
-        reduction: ``"mean"`` over the tokens with a loss, ``"sum"`` or ``"none"``.
-        logits_bytes: memory for the logits of a chunk.
-        accumulate_dtype: dtype of dW while chunks are added, or None for the weight's dtype.
-        reduce_dtype: dtype of the reduction of dX, or None for the dtype of dX.
-        terms: terms of a token's loss.
-    """
-
-    group: ProcessGroup | None
-    sequence_parallel: bool
-    ignore_index: int
-    reduction: str
-    logits_bytes: int
-    accumulate_dtype: torch.dtype | None
-    reduce_dtype: torch.dtype | None
-    terms: LossTerms
-
-    @property
-    def gathered(self) -> int:
-        """Number of ranks whose rows are gathered into a chunk."""
-        return backend.group_size(self.group) if self.sequence_parallel else 1
 
 
 class ChunkedLinearCrossEntropy:
@@ -89,7 +57,7 @@ class ChunkedLinearCrossEntropy:
         weight: Tensor,
         target: Tensor,
         scale: Tensor,
-        options: HeadOptions,
+        options: LossOptions,
         needs: Sequence[bool],
     ) -> None:
         self.x = x
@@ -180,14 +148,7 @@ class ChunkedLinearCrossEntropy:
         if not self.needs_weight:
             return
         wide = self.options.accumulate_dtype or grad.dtype
-        if self.weight_grad is None:
-            self.weight_grad = _wide_matmul(grad, x, wide)
-        elif wide == grad.dtype:
-            self.weight_grad.addmm_(grad, x)
-        elif grad.is_cuda:
-            torch.addmm(self.weight_grad, grad, x, out_dtype=wide, out=self.weight_grad)
-        else:
-            self.weight_grad += _wide_matmul(grad, x, wide)
+        self.weight_grad = add_matmul(self.weight_grad, grad, x, wide)
 
     def _full_input_grad(self) -> Tensor | None:
         """Return dX ``[rows, H]``, or None if it is not needed."""
@@ -206,16 +167,6 @@ class ChunkedLinearCrossEntropy:
         return grad.to(self.weight.dtype)
 
 
-def _wide_matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``a b`` in ``dtype``, which may be wider than the dtype of the factors."""
-    if a.dtype == dtype:
-        return a @ b
-    # cuBLAS can store its fp32 accumulator. On other devices both factors are converted first.
-    if a.is_cuda:
-        return torch.mm(a, b, out_dtype=dtype)
-    return a.to(dtype) @ b.to(dtype)
-
-
 class LinearCrossEntropy(torch.autograd.Function):
     """Loss of ``x [rows, H]``, ``weight [V/T, H]`` and ``target [gathered, rows]``.
 
@@ -223,7 +174,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, target: Tensor, options: HeadOptions, with_grad: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, target: Tensor, options: LossOptions, with_grad: bool) -> Tensor:
         ctx.options = options
         ctx.grads = None
         valid = target != options.ignore_index
@@ -233,7 +184,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         in_backward = options.reduction == "none"
         if in_backward:
             ctx.save_for_backward(x, weight, target)
-        scale = _token_scale(valid, options, wide_dtype(x.dtype))
+        scale = token_scale(valid, options.reduction, wide_dtype(x.dtype))
         # Without gradients a chunk costs one GEMM (logits) instead of three (logits, dX, dW).
         needs = ctx.needs_input_grad[:2]
         if in_backward or not with_grad:
@@ -249,7 +200,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        options: HeadOptions = ctx.options
+        options: LossOptions = ctx.options
         if options.reduction == "none":
             x, weight, target = ctx.saved_tensors
             # The barrier makes XLA recompute the logits instead of keeping forward's.
@@ -265,32 +216,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         # Drop the references: autograd can then move the gradients into .grad without a copy.
         input_grad, weight_grad = ctx.grads
         ctx.grads = None
-        input_grad = _multiplied(input_grad, grad_loss)
-        return input_grad, _multiplied(weight_grad, grad_loss), None, None, None
-
-
-def _token_scale(valid: Tensor, options: HeadOptions, dtype: torch.dtype) -> Tensor:
-    """Return the factor of each token's loss: 0 if ignored, else 1 ("sum") or 1/count ("mean")."""
-    scale = valid.to(dtype)
-    if options.reduction != "mean":
-        return scale
-    # clamp: if all labels are ignored, factors and loss are 0 instead of NaN.
-    return scale / scale.sum().clamp(min=1)
-
-
-def _multiplied(grad: Tensor | None, factor: Tensor) -> Tensor | None:
-    """Return ``grad * factor`` for a 0-dim ``factor``, in place where possible."""
-    if grad is None:
-        return None
-    if can_use_triton(grad):
-        return cuda.multiply_(grad, factor)
-    # On the CPU reading the factor is free, and it is 1 unless the loss is scaled. On other
-    # devices ``.item()`` would wait for the device.
-    if grad.device.type == "cpu":
-        if factor.item() == 1.0:
-            return grad
-        return grad.mul_(factor)
-    return (grad * factor).to(grad.dtype)
+        input_grad = scale_gradient(input_grad, grad_loss)
+        return input_grad, scale_gradient(weight_grad, grad_loss), None, None, None
 
 
 def fused_linear_cross_entropy(
@@ -349,15 +276,10 @@ def fused_linear_cross_entropy(
         RuntimeError: second backward of one loss.
     """
     group = resolve_group(process_group)
-    columns = weight.size(0) * backend.group_size(group)
-    terms = LossTerms(vocab_size or columns, label_smoothing, z_loss_weight, softcap)
-    _check(hidden, weight, target, columns, reduction, terms, logits_bytes, accumulate_dtype)
-    sharded = sequence_parallel_enabled and backend.group_size(group) > 1
-    # Sequence first: target [S, B] then reshapes to [T, s * B], one row of labels for each rank.
-    if sharded and sequence_dimension is not None and check_sequence_dimension(sequence_dimension):
-        hidden = hidden.movedim(1, 0)
-        target = target.movedim(1, 0)
-    options = HeadOptions(
+    size = backend.group_size(group)
+    terms = LossTerms(vocab_size or weight.size(0) * size, label_smoothing, z_loss_weight, softcap)
+    sharded = sequence_parallel_enabled and size > 1
+    options = LossOptions(
         group,
         sharded,
         ignore_index,
@@ -367,12 +289,11 @@ def fused_linear_cross_entropy(
         reduce_dtype,
         terms,
     )
-    if hidden.numel() // hidden.size(-1) * options.gathered != target.numel():
-        raise ValueError(
-            f"hidden has shape {list(hidden.shape)} on each of {options.gathered} ranks, "
-            f"target {list(target.shape)}: "
-            "target must have a label for each token of the whole sequence"
-        )
+    check_arguments(hidden, weight, target, options)
+    # Sequence first: target [S, B] then reshapes to [T, s * B], one row of labels for each rank.
+    if sharded and sequence_dimension is not None and check_sequence_dimension(sequence_dimension):
+        hidden = hidden.movedim(1, 0)
+        target = target.movedim(1, 0)
     hidden, weight = cast("list[Tensor]", cast_if_autocast_enabled(hidden, weight))
     x = hidden.reshape(-1, hidden.size(-1))
     labels = target.reshape(options.gathered, -1)
@@ -394,41 +315,5 @@ def fused_linear_cross_entropy(
 
 @torch.compiler.disable(reason="it overwrites logits by their gradient and compiles its kernels itself")
 # A separate function, because torch.compile must not trace the in-place gradient.
-def _apply(x: Tensor, weight: Tensor, labels: Tensor, options: HeadOptions, with_grad: bool) -> Tensor:
+def _apply(x: Tensor, weight: Tensor, labels: Tensor, options: LossOptions, with_grad: bool) -> Tensor:
     return cast(Tensor, LinearCrossEntropy.apply(x, weight, labels, options, with_grad))
-
-
-def _check(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    columns: int,
-    reduction: str,
-    terms: LossTerms,
-    logits_bytes: int,
-    accumulate_dtype: torch.dtype | None,
-) -> None:
-    if weight.dim() != 2 or hidden.dim() < 1 or hidden.size(-1) != weight.size(1):
-        raise ValueError(
-            f"hidden has shape {list(hidden.shape)}, weight {list(weight.shape)}: must be [..., H] and [V/T, H]"
-        )
-    if hidden.dtype != weight.dtype and not torch.is_autocast_enabled(hidden.device.type):
-        raise ValueError(f"hidden is {hidden.dtype}, weight {weight.dtype}: convert one, or use torch.autocast")
-    if target.is_floating_point():
-        raise ValueError(f"target must hold integer labels, got {target.dtype}")
-    if reduction not in REDUCTIONS:
-        require_one_of("reduction", reduction, REDUCTIONS)
-    # A narrower sum would lose bits of every chunk.
-    if accumulate_dtype is not None and accumulate_dtype.itemsize < weight.dtype.itemsize:
-        raise ValueError(
-            f"accumulate_dtype {accumulate_dtype} is narrower than the weight's {weight.dtype}: "
-            "leave it out, or use torch.float32"
-        )
-    if not 0 <= terms.label_smoothing <= 1:
-        raise ValueError(f"label_smoothing must be within [0, 1], got {terms.label_smoothing}")
-    if terms.softcap is not None and terms.softcap <= 0:
-        raise ValueError(f"softcap must be above 0, got {terms.softcap}: leave it out for none")
-    if not 0 < terms.vocab_size <= columns:
-        raise ValueError(f"vocab_size must be within (0, {columns}], the rows of all ranks, got {terms.vocab_size}")
-    if logits_bytes < 0:
-        raise ValueError(f"logits_bytes must be at least 0, got {logits_bytes}")

@@ -1,8 +1,12 @@
-"""Lists the fused operations for ``nxd-memopt doctor``: what runs for each on this device, and why."""
+"""Describes for ``nxd-memopt doctor`` which attention and fused operations run on this device, and why."""
 
 from __future__ import annotations
 
+import torch
+
 from nxd_memopt.backends import backend
+from nxd_memopt.backends.attention_call import AttentionCall
+from nxd_memopt.ops.attention import COMMON_SHAPE, refusal
 from nxd_memopt.ops.cuda.support import unavailable_reason
 
 _TRITON = {
@@ -46,3 +50,12 @@ def describe_fused() -> list[str]:
             lines.append(f"{name}: plain PyTorch ({reason})")
     lines += [f"{name}: PyTorch ({description})" for name, description in _TORCH.items()]
     return lines
+
+
+def describe_attention() -> str:
+    """Return the device's usable implementations, best first, and why the others cannot run."""
+    call = AttentionCall(COMMON_SHAPE, 1, masked=False, dropout_p=0.0, dtype=torch.bfloat16)
+    reasons = {name: refusal(name, call) for name in backend.attention_implementations}
+    usable = [name for name, reason in reasons.items() if not reason]
+    missing = [f"no {name}: {reason}" for name, reason in reasons.items() if reason]
+    return "; ".join([" > ".join(usable), *missing])

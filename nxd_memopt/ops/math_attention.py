@@ -1,0 +1,49 @@
+"""Causal attention that materialises S x S scores: the definition of the others; and boolean masks."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+
+def math_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout_p: float,
+) -> Tensor:
+    """Return attention from materialised ``[B, h, S, S]`` scores; softmax in fp32, or fp64 for fp64.
+
+    The arguments are those of ``ops.attention.core_attention``.
+    """
+    repeats = query.size(1) // key.size(1)
+    key = key.repeat_interleave(repeats, dim=1)
+    value = value.repeat_interleave(repeats, dim=1)
+    if mask is None:
+        mask = causal_mask(query.size(2), query.device)
+    scores = query @ key.transpose(-1, -2) * query.size(-1) ** -0.5
+    # the least number, not -inf: a row that is masked everywhere would be NaN
+    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    # a bf16 sum over S exponentials would lose the small ones
+    wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
+    weights = torch.softmax(scores, dim=-1, dtype=wide).to(query.dtype)
+    return F.dropout(weights, dropout_p) @ value
+
+
+def causal_mask(sequence_length: int, device: torch.device) -> Tensor:
+    """Boolean ``[S, S]``, True where key position <= query position."""
+    return torch.ones(sequence_length, sequence_length, dtype=torch.bool, device=device).tril()
+
+
+def padding_and_causal_mask(attention_mask: Tensor) -> Tensor:
+    """Boolean ``[B, 1, S, S]`` from a padding mask ``[B, S]`` (non-zero: keep).
+
+    A padded query sees itself, so that no row is empty; its output is to be ignored.
+    """
+    keep = attention_mask.bool()[:, None, None, :]
+    causal = causal_mask(attention_mask.size(1), attention_mask.device)
+    itself = torch.eye(attention_mask.size(1), dtype=torch.bool, device=attention_mask.device)
+    # [B, 1, 1, S] & [S, S] -> [B, 1, S, S]
+    return (keep & causal) | itself

@@ -1,0 +1,81 @@
+"""Options of the fused head and loss, and the check of its arguments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from nxd_memopt.backends import backend
+from nxd_memopt.ops.cross_entropy import LossTerms
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """Options that are the same for every chunk.
+
+    Args:
+        group: process group that shards the vocabulary and, under sequence parallelism, the tokens.
+        sequence_parallel: the rows of the input are this rank's sequence shard.
+        ignore_index: label of tokens without loss.
+        reduction: ``"mean"`` over the tokens with a loss, ``"sum"`` or ``"none"``.
+        logits_bytes: memory for the logits of a chunk.
+        accumulate_dtype: dtype of dW while chunks are added, or None for the weight's dtype.
+        reduce_dtype: dtype of the reduction of dX, or None for the dtype of dX.
+        terms: terms of a token's loss.
+    """
+
+    group: ProcessGroup | None
+    sequence_parallel: bool
+    ignore_index: int
+    reduction: str
+    logits_bytes: int
+    accumulate_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    terms: LossTerms
+
+    @property
+    def gathered(self) -> int:
+        """Number of ranks whose rows are gathered into a chunk."""
+        return backend.group_size(self.group) if self.sequence_parallel else 1
+
+
+def check_arguments(hidden: Tensor, weight: Tensor, target: Tensor, options: LossOptions) -> None:
+    """Raise ValueError if shapes, dtypes or options of ``fused_linear_cross_entropy`` are wrong."""
+    if weight.dim() != 2 or hidden.dim() < 1 or hidden.size(-1) != weight.size(1):
+        raise ValueError(
+            f"hidden has shape {list(hidden.shape)}, weight {list(weight.shape)}: must be [..., H] and [V/T, H]"
+        )
+    if hidden.dtype != weight.dtype and not torch.is_autocast_enabled(hidden.device.type):
+        raise ValueError(f"hidden is {hidden.dtype}, weight {weight.dtype}: convert one, or use torch.autocast")
+    if target.is_floating_point():
+        raise ValueError(f"target must hold integer labels, got {target.dtype}")
+    if hidden.numel() // hidden.size(-1) * options.gathered != target.numel():
+        raise ValueError(
+            f"hidden has shape {list(hidden.shape)} on each of {options.gathered} ranks, "
+            f"target {list(target.shape)}: "
+            "target must have a label for each token of the whole sequence"
+        )
+    if options.reduction not in REDUCTIONS:
+        raise ValueError(f"reduction must be one of {list(REDUCTIONS)}, got {options.reduction!r}")
+    # A narrower sum would lose bits of every chunk.
+    accumulate_dtype = options.accumulate_dtype
+    if accumulate_dtype is not None and accumulate_dtype.itemsize < weight.dtype.itemsize:
+        raise ValueError(
+            f"accumulate_dtype {accumulate_dtype} is narrower than the weight's {weight.dtype}: "
+            "leave it out, or use torch.float32"
+        )
+    terms = options.terms
+    if not 0 <= terms.label_smoothing <= 1:
+        raise ValueError(f"label_smoothing must be within [0, 1], got {terms.label_smoothing}")
+    if terms.softcap is not None and terms.softcap <= 0:
+        raise ValueError(f"softcap must be above 0, got {terms.softcap}: leave it out for none")
+    columns = weight.size(0) * backend.group_size(options.group)
+    if not 0 < terms.vocab_size <= columns:
+        raise ValueError(f"vocab_size must be within (0, {columns}], the rows of all ranks, got {terms.vocab_size}")
+    if options.logits_bytes < 0:
+        raise ValueError(f"logits_bytes must be at least 0, got {options.logits_bytes}")
