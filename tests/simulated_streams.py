@@ -110,8 +110,8 @@ class Slot:
     def barrier(self) -> None:
         """The n-th meeting of this rank is that of all."""
         world, rank = self._world, self._world.rank
-        world.meetings[rank] += 1
-        number = world.meetings[rank]
+        world.barriers[rank] += 1
+        number = world.barriers[rank]
         world.queue(lambda: world.arrived.append((number, rank)))
         world.stream.work.append((lambda: sum(n == number for n, _ in world.arrived) == world.size, lambda: None))
 
@@ -154,7 +154,7 @@ class World:
         self.slots: list[list[tuple[list[Any], list[int]]]] = [[] for _ in range(size)]
         self.streams: list[list[Stream]] = [[] for _ in range(size)]
         self.stream = Stream(self)
-        self.meetings = [0] * size
+        self.barriers = [0] * size
         self.arrived: list[tuple[int, int]] = []
 
     def queue(self, work: Callable[[], None]) -> None:

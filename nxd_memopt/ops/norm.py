@@ -117,53 +117,53 @@ def normalise_gradient(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> T
 
 def affine_branches(
     normalised: Tensor,
-    gains: Sequence[Tensor],
-    shifts: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
 ) -> list[Tensor]:
-    """Return ``normalised * gain + shift`` for each pair of gain and shift.
+    """Return ``normalised * weight + bias`` for each pair of weight and bias.
 
     Args:
         normalised: ``[..., H]``.
-        gains: ``[H]`` each.
-        shifts: ``[H]`` each.
+        weights: ``[H]`` each.
+        biases: ``[H]`` each.
 
     Returns:
         ``[..., H]`` each.
     """
     # the kernels are for GPT-NeoX's two branches
-    if len(gains) == 2 and can_use_triton(normalised, *gains, *shifts):
-        return cuda.affine_branches(normalised, gains, shifts)
-    branches = zip(gains, shifts, strict=True)
-    return [torch.addcmul(shift, normalised, gain) for gain, shift in branches]
+    if len(weights) == 2 and can_use_triton(normalised, *weights, *biases):
+        return cuda.affine_branches(normalised, weights, biases)
+    branches = zip(weights, biases, strict=True)
+    return [torch.addcmul(bias, normalised, weight) for weight, bias in branches]
 
 
 def affine_branches_gradient(
     normalised: Tensor,
     grads: Sequence[Tensor],
-    gains: Sequence[Tensor],
+    weights: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of ``affine_branches``.
 
     Args:
         normalised: ``[..., H]``.
         grads: ``[..., H]`` each, gradients of the results.
-        gains: ``[H]`` each.
+        weights: ``[H]`` each.
 
     Returns:
         The gradient with respect to ``normalised``, in its dtype, and the gradients with respect to
-        each gain and shift, ``[branches, 2, H]`` in fp32 (fp64 for fp64).
+        each weight and bias, ``[branches, 2, H]`` in fp32 (fp64 for fp64).
     """
-    if len(gains) == 2 and can_use_triton(normalised, *grads, *gains):
-        return cuda.affine_branches_gradient(normalised, grads, gains)
+    if len(weights) == 2 and can_use_triton(normalised, *grads, *weights):
+        return cuda.affine_branches_gradient(normalised, grads, weights)
     wide = torch.float64 if normalised.dtype == torch.float64 else torch.float32
     flat = normalised.reshape(-1, normalised.size(-1)).to(wide)
-    # Per branch: dx += dy * gain, dgain = sum over rows of dy * x, dshift = sum over rows of dy.
+    # Per branch: dx += dy * weight, dweight = sum over rows of dy * x, dbias = sum over rows of dy.
     # dx of all branches is summed in fp32 and rounded once.
     grad_normalised = torch.zeros_like(flat)
     grad_affine = []
-    for grad, gain in zip(grads, gains, strict=True):
+    for grad, weight in zip(grads, weights, strict=True):
         wide_grad = grad.reshape(flat.shape).to(wide)
-        grad_normalised = torch.addcmul(grad_normalised, wide_grad, gain.to(wide))
+        grad_normalised = torch.addcmul(grad_normalised, wide_grad, weight.to(wide))
         grad_affine.append(torch.stack([(wide_grad * flat).sum(0), wide_grad.sum(0)]))
     grad_normalised = grad_normalised.view(normalised.shape).to(normalised.dtype)
     return grad_normalised, torch.stack(grad_affine)

@@ -20,7 +20,7 @@ from torch import Tensor
 from nxd_memopt.optimizer.nxd_layout import has_elements, number_parameters
 from nxd_memopt.optimizer.sharding import flat_shard
 from nxd_memopt.parallel_layers import parallel_state
-from nxd_memopt.parallel_layers.checkpointing import join_shards, local_slice, require_joinable
+from nxd_memopt.parallel_layers.checkpointing import local_slice, merge_shards, require_mergeable
 from nxd_memopt.parallel_layers.rank_files import RankFiles
 from nxd_memopt.parallel_layers.tensor_files import StoredTensor, read_stored, resolve
 from nxd_memopt.parallel_layers.utils import is_sharded, padded_size
@@ -222,7 +222,7 @@ class _ParameterReader:
         # chunk for D_new.
         # The host has the full state of one parameter at a time.
         shards = [self._full_shard(name, tensor_rank) for tensor_rank in self.tensor_ranks]
-        local = local_slice(join_shards(shards, self.param), self.param, dtype=shards[0].dtype)
+        local = local_slice(merge_shards(shards, self.param), self.param, dtype=shards[0].dtype)
         return flat_shard(local, rank, size)
 
     def _full_shard(self, name: str, tensor_rank: int) -> Tensor:
@@ -342,7 +342,7 @@ def _require_shape(
             expected[dim] = stored[dim]
         if list(stored) == expected:
             try:
-                require_joinable(stored[dim], files.tensor_model_parallel_size, param)
+                require_mergeable(stored[dim], files.tensor_model_parallel_size, param)
             except ValueError as error:
                 raise ValueError(f"{files.directory}: parameter {number}: {error}") from None
     if list(stored) != expected:

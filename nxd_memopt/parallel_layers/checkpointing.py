@@ -126,10 +126,10 @@ def gather_full_tensor(param: Tensor, *, dtype: torch.dtype | None = None) -> Te
         stacked = backend.all_gather(local, resolve_group(None))  # [T * n, ...]
     if parallel_state.get_tensor_model_parallel_rank() != 0:
         return None
-    return _join_shards(stacked.cpu(), param)
+    return _merge_stacked(stacked.cpu(), param)
 
 
-def _join_shards(stacked: Tensor, param: Tensor) -> Tensor:
+def _merge_stacked(stacked: Tensor, param: Tensor) -> Tensor:
     """Build the full tensor; inverse of ``local_slice``.
 
     Args:
@@ -160,7 +160,7 @@ def _join_shards(stacked: Tensor, param: Tensor) -> Tensor:
     return full.narrow(dim, 0, full_shape(param)[dim]).contiguous()
 
 
-def require_joinable(local: int, size: int, param: Tensor) -> None:
+def require_mergeable(local: int, size: int, param: Tensor) -> None:
     """Raise ValueError if shards cannot be concatenated to the full tensor of ``param``.
 
     Padding is shorter than a shard: ``0 <= local * size - length < local``, for ``length`` elements
@@ -189,7 +189,7 @@ def require_joinable(local: int, size: int, param: Tensor) -> None:
         )
 
 
-def join_shards(shards: Sequence[Tensor], param: Tensor) -> Tensor:
+def merge_shards(shards: Sequence[Tensor], param: Tensor) -> Tensor:
     """Return the full tensor, without padding, from the shards of another tensor-parallel size.
 
     Args:
@@ -204,7 +204,7 @@ def join_shards(shards: Sequence[Tensor], param: Tensor) -> Tensor:
     shape = full_shape(param)
     length = shape[dim]
     local = shards[0].size(dim)
-    require_joinable(local, size, param)
+    require_mergeable(local, size, param)
     blocks = getattr(param, "blocks", None) or ()
     # Blocks along dim that are sharded separately: those of a fused parameter, or of a stride.
     # Block b begins at ``first`` in the full tensor and at ``offset`` in each shard.

@@ -118,7 +118,8 @@ class FusedPath:
         self._bypassed = dict(bypassed)
         self._cost = cost
         self._accepts_forward = accepts_forward
-        self._warned: set[str] = set()
+        # Names of paths of which a warning was given; ``Fusions`` shares one set among all paths.
+        self.warned: set[str] = set()
         self._obstacle: str | None = None
         self._is_subscribed = False
         self.examine(warn=False)
@@ -194,10 +195,9 @@ class FusedPath:
 
     def _warn(self, obstacle: str) -> None:
         # A hook on every layer would give a warning for every layer.
-        warned = self._warned if self.fusions is None else self.fusions.warned
-        if self.name in warned:
+        if self.name in self.warned:
             return
-        warned.add(self.name)
+        self.warned.add(self.name)
         warnings.warn(
             f"{self.location}: {obstacle}, so the fused {self.name} is off here: {self._cost}. "
             "Further modules are not reported.",
@@ -221,19 +221,19 @@ class Fusions:
 
     Attributes:
         paths: all fused paths, which get their location in the model for warnings.
-        warned: names of the paths of which a warning was given.
         has_global_hooks: whether global module hooks were registered when the last forward began.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.paths: list[FusedPath] = []
-        self.warned: set[str] = set()
         self.has_global_hooks = False
+        warned: set[str] = set()
         for location, module in model.named_modules():
             for path in vars(module).values():
                 if isinstance(path, FusedPath):
                     path.location = location or type(module).__name__
                     path.fusions = self
+                    path.warned = warned
                     self.paths.append(path)
 
     def begin_forward(self) -> None:

@@ -48,7 +48,7 @@ class _State:
 _STATE = _State()
 gradient_ledger = GradientLedger()
 _SINGLE_PROCESS = _Axis(rank_groups=[[0]], ranks=[0], group=None)
-SAVES_UNDER_WAY: list[Any] = []
+UNFINISHED_SAVES: list[Any] = []
 """The tagged checkpoint being written in the background, if any; see ``trainer.background``."""
 
 

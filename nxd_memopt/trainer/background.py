@@ -99,7 +99,7 @@ class TagSave:
 
     def _end(self) -> None:
         """Unregister the save and raise its error, if it failed."""
-        parallel_state.SAVES_UNDER_WAY.remove(self)
+        parallel_state.UNFINISHED_SAVES.remove(self)
         self._worker.raise_failure()
 
 
@@ -130,7 +130,7 @@ def _size_bytes(value: Any) -> int:
 
 def poll_saves() -> None:
     """Check the running save. Every rank calls, once per step. Free if no save is running."""
-    for save in list(parallel_state.SAVES_UNDER_WAY):
+    for save in list(parallel_state.UNFINISHED_SAVES):
         save.poll()
 
 
@@ -139,5 +139,5 @@ def finish_saves() -> None:
 
     Every rank calls; raises on every rank if the save failed on one.
     """
-    for save in list(parallel_state.SAVES_UNDER_WAY):
+    for save in list(parallel_state.UNFINISHED_SAVES):
         save.finish()

@@ -285,7 +285,7 @@ def _begin_async_save(
         lambda name, state: _write(incomplete, name, state, use_xser=use_xser and name in own),
         lambda: _complete_save(directory, target, num_kept_ckpts),
     )
-    parallel_state.SAVES_UNDER_WAY.append(save)
+    parallel_state.UNFINISHED_SAVES.append(save)
 
 
 def _complete_save(directory: Path, target: Path, num_kept_ckpts: int | None) -> None:

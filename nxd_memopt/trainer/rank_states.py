@@ -15,9 +15,9 @@ from nxd_memopt.optimizer import NeuronZero1Optimizer
 from nxd_memopt.optimizer.nxd_reading import OptimizerFiles, Target, read_state
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.checkpointing import (
-    join_shards,
     load_into,
     local_slice,
+    merge_shards,
 )
 from nxd_memopt.parallel_layers.coordination import raise_together, turns
 from nxd_memopt.parallel_layers.rank_files import RankFiles, find_rank_files
@@ -126,7 +126,7 @@ def _local_state(files: RankFiles, model: nn.Module) -> dict[str, Tensor]:
             local[name] = resolve(values[0])
             continue
         try:
-            full = join_shards([resolve(value) for value in values], param)
+            full = merge_shards([resolve(value) for value in values], param)
         except ValueError as error:
             raise ValueError(f"{files.directory}: {name}: {error}") from None
         local[name] = local_slice(full, param, dtype=full.dtype)

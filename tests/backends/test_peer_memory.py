@@ -167,7 +167,7 @@ def after_captures_that_fail(world, rank, size, memory) -> None:
     for turn in range(TURNS):
         read(world, gathering(world, memory, rank, turn), turn, size, in_pieces=turn % 2 > 0)
         memory.drain()
-        queued, meetings = {stream: len(stream.work) for stream in world.streams[rank]}, world.meetings[rank]
+        queued, barriers = {stream: len(stream.work) for stream in world.streams[rank]}, world.barriers[rank]
         with pytest.raises(MemoryError), memory.restored_on_failure():
             with world.on(world.new_stream()), memory.captured():
                 gathering(world, memory, rank, -turn).wait()
@@ -176,7 +176,7 @@ def after_captures_that_fail(world, rank, size, memory) -> None:
         for stream in world.streams[rank]:
             while len(stream.work) > queued.get(stream, 0):
                 stream.work.pop()
-        world.meetings[rank] = meetings
+        world.barriers[rank] = barriers
 
 
 PROGRAMS = (

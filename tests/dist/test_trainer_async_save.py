@@ -53,7 +53,7 @@ def test_training_goes_on_and_a_resumed_run_is_exact(zero_one, tmp_path):
     trainer.save_checkpoint(tmp_path, "fourth", *straight, user_content={"step": 4}, async_save=True, num_kept_ckpts=2)
     run(*straight, range(4, 5))
     trainer.finalize_checkpoint()
-    assert parallel_state.SAVES_UNDER_WAY == []
+    assert parallel_state.UNFINISHED_SAVES == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fourth", "second"]
     assert not list(tmp_path.rglob("rank_*")), "markers are removed"
     for tag, step in (("second", 2), ("fourth", 4)):
@@ -77,7 +77,7 @@ def test_an_error_is_raised_on_all_ranks_at_one_step(failing, tmp_path):
         trainer.save_checkpoint(tmp_path, "bad", model, optimizer, async_save=True)
         steps = 0
         with pytest.raises((ValueError, OSError), match=rf"failed on rank {failing}.*no space left|^no space left"):
-            while parallel_state.SAVES_UNDER_WAY:
+            while parallel_state.UNFINISHED_SAVES:
                 run(model, optimizer, range(steps, steps + 1))
                 steps += 1
     finally:
@@ -104,7 +104,7 @@ def test_what_cannot_be_stored_is_refused_at_the_call(tmp_path):
     state = {"x": object() if dist.get_rank() == 1 else 1}
     message = error_message(lambda: trainer.save_checkpoint(tmp_path, "t", state, async_save=True))
     assert "model['x'] has the type object" in message.replace("dp_rank_00_tp_rank_01_pp_rank_00", "model")
-    assert parallel_state.SAVES_UNDER_WAY == []
+    assert parallel_state.UNFINISHED_SAVES == []
 
 
 @distributed(world_size=2)
@@ -113,7 +113,7 @@ def test_a_directory_that_a_rank_does_not_see_is_refused_at_the_call(tmp_path):
     directory = Path(tmp_path) / str(dist.get_rank())
     message = error_message(lambda: trainer.save_checkpoint(directory, "t", {"w": torch.zeros(3)}, async_save=True))
     assert "is not visible here: use a directory that all hosts share" in message
-    assert parallel_state.SAVES_UNDER_WAY == []
+    assert parallel_state.UNFINISHED_SAVES == []
 
 
 def test_a_host_with_too_little_memory_is_named(tmp_path, monkeypatch):

@@ -332,35 +332,35 @@ def _sum_of_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
 
 def affine_branches(
     normalised: Tensor,
-    gains: Sequence[Tensor],
-    shifts: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
 ) -> list[Tensor]:
     """Implement ``ops.norm.affine_branches`` for two branches."""
     flat = normalised.contiguous().view(-1, normalised.size(-1))
-    results = [torch.empty_like(flat) for _ in gains]
+    results = [torch.empty_like(flat) for _ in weights]
     rows, hidden = flat.shape
     grid = (rows, -(-hidden // _BLOCK))
     options = {"BLOCK": _BLOCK, "num_warps": 4}
-    _kernels().affine_forward[grid](flat, *gains, *shifts, *results, hidden, **options)
+    _kernels().affine_forward[grid](flat, *weights, *biases, *results, hidden, **options)
     return [result.view(normalised.shape) for result in results]
 
 
 def affine_branches_gradient(
     normalised: Tensor,
     grads: Sequence[Tensor],
-    gains: Sequence[Tensor],
+    weights: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:
     """Implement ``ops.norm.affine_branches_gradient`` for two branches."""
     flat, *flat_grads = (x.contiguous().view(-1, x.size(-1)) for x in (normalised, *grads))
     rows, hidden = flat.shape
-    # parts: [ranges, 4 * H] in fp32, in the order gain 1, shift 1, gain 2, shift 2
+    # parts: [ranges, 4 * H] in fp32, in the order weight 1, bias 1, weight 2, bias 2
     ranges, rows_each = _ranges(rows, _AFFINE_ROWS, _AFFINE_RANGES)
     result = torch.empty_like(flat)
     parts = torch.empty(ranges, 4 * hidden, dtype=torch.float32, device=flat.device)
     _kernels().affine_backward[(ranges, -(-hidden // _AFFINE_COLUMNS))](
         flat,
         *flat_grads,
-        *gains,
+        *weights,
         result,
         parts,
         rows,
