@@ -108,7 +108,7 @@ class Slot:
         self._world.queue(write)
 
     def barrier(self) -> None:
-        """The n-th meeting of this rank is that of all."""
+        """The n-th barrier of this rank is the n-th of every rank."""
         world, rank = self._world, self._world.rank
         world.barriers[rank] += 1
         number = world.barriers[rank]

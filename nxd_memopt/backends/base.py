@@ -1,4 +1,4 @@
-"""Defines the backend contract: everything that differs between devices, except collectives."""
+"""Defines the backend contract: everything that differs between devices; collectives are inherited."""
 
 from __future__ import annotations
 

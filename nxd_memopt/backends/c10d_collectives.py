@@ -61,7 +61,7 @@ class C10dCollectives(Collectives):
         return tensor.narrow(dim, self.group_rank(group) * length, length)
 
     def all_reduce(self, tensor: Tensor, group: ProcessGroup | None, op: str = "sum") -> Tensor:
-        return self._start_all_reduce(tensor, group, op).wait()
+        return self._start_all_reduce(tensor, group, op, async_op=False).wait()
 
     def all_gather(self, tensor: Tensor, group: ProcessGroup | None) -> Tensor:
         return self.all_gather_async(tensor, group).wait()
@@ -77,9 +77,9 @@ class C10dCollectives(Collectives):
         return result
 
     def all_reduce_async(self, tensor: Tensor, group: ProcessGroup | None) -> Pending:
-        return self._start_all_reduce(tensor, group, "sum")
+        return self._start_all_reduce(tensor, group, "sum", async_op=True)
 
-    def _start_all_reduce(self, tensor: Tensor, group: ProcessGroup | None, op: str) -> Pending:
+    def _start_all_reduce(self, tensor: Tensor, group: ProcessGroup | None, op: str, *, async_op: bool) -> Pending:
         if group is None or self.group_size(group) == 1:
             return Completed(tensor)
         if torch.compiler.is_compiling():
@@ -87,8 +87,8 @@ class C10dCollectives(Collectives):
             return _TracedWork(torch.ops._c10d_functional.all_reduce(source, op, group.group_name))
         # dist.all_reduce is in place: reduce a copy, as the input must stay unchanged
         result = tensor.clone(memory_format=torch.contiguous_format)
-        work = dist.all_reduce(result, op=_REDUCE_OPS[op], group=group, async_op=True)
-        return _Work(work, tensor, result)
+        work = dist.all_reduce(result, op=_REDUCE_OPS[op], group=group, async_op=async_op)
+        return _Work(work, result, result)
 
     def all_gather_async(self, tensor: Tensor, group: ProcessGroup | None) -> Pending:
         size = self.group_size(group)

@@ -1,4 +1,4 @@
-"""Builds a model's layers from its sharding table."""
+"""Resolves a model's configs, and builds its layers from its sharding table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packs the weights of column-parallel layers with one input, so that one matmul computes all of them.
+"""Packs the weights of column-parallel layers with one input, so that one matmul computes all.
 
 Packed weights are adjacent in memory. The parameters stay separate, with their own names; only
 their storage is shared.

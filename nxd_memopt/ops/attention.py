@@ -66,6 +66,8 @@ def attention_implementation(
     """
     call = AttentionCall(tuple(query_shape), kv_heads, masked, dropout_p, dtype, packed)
     if attention_backend != "auto":
+        # A misspelt name is an error of its own; the check is left out for the usual "auto".
+        require_one_of("attention_backend", attention_backend, ATTENTION_BACKENDS)
         reason = refusal(attention_backend, call)
         if reason is not None:
             raise ValueError(f"attention_backend {attention_backend!r} cannot be met: {reason}; or use 'auto'")
@@ -100,7 +102,6 @@ def select_attention(
     Raises:
         ValueError: the name is unknown, or the machine, the dropout or the head size rules it out.
     """
-    require_one_of("attention_backend", attention_backend, ATTENTION_BACKENDS)
     # Lengths, masks and the number of heads are known only at the call. The common shape leaves
     # dropout, head size and machine as the reasons to refuse an implementation.
     name, reason = attention_implementation(

@@ -1,4 +1,4 @@
-"""Cross entropy on local vocabulary-first logits ``[V, R]``: partial sums, loss, gradient.
+"""Cross entropy on local vocabulary-first logits ``[V, R]``: sums, loss, gradients, and the sum of dW.
 
 Logits are vocabulary-first because any range of the vocabulary is then contiguous, and no range is
 misaligned for the matmuls.

@@ -1,4 +1,4 @@
-"""Describes for ``nxd-memopt doctor`` which attention and fused operations run on this device, and why."""
+"""Describes for ``nxd-memopt doctor`` which attention and fused operations run, and why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Causal attention that materialises S x S scores: the definition of the others; and boolean masks."""
+"""Reference attention, which materialises S x S scores, and boolean masks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def math_attention(
 ) -> Tensor:
     """Return attention from materialised ``[B, h, S, S]`` scores; softmax in fp32, or fp64 for fp64.
 
-    The arguments are those of ``ops.attention.core_attention``.
+    Arguments as in ``ops.attention.core_attention``; ``mask`` is boolean, or None for causality alone.
     """
     repeats = query.size(1) // key.size(1)
     key = key.repeat_interleave(repeats, dim=1)

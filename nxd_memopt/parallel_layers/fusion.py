@@ -118,7 +118,7 @@ class FusedPath:
         self._bypassed = dict(bypassed)
         self._cost = cost
         self._accepts_forward = accepts_forward
-        # Names of paths of which a warning was given; ``Fusions`` shares one set among all paths.
+        # Names of the paths that have warned; ``Fusions`` shares one set among all paths of a model.
         self.warned: set[str] = set()
         self._obstacle: str | None = None
         self._is_subscribed = False

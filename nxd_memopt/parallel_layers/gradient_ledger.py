@@ -39,7 +39,7 @@ MIXED = "mixed"  # a part was added to a sum, or it is unknown what was: no furt
 CLEARED = "cleared"  # a sum or mixture that was written to since; backward assumes zeros
 
 
-class _Record(NamedTuple):
+class Record(NamedTuple):
     """The gradient's ``_version`` and state when it was recorded."""
 
     version: int
@@ -65,14 +65,16 @@ def is_sequence_parallel(param: Tensor) -> bool:
     return bool(getattr(param, "sequence_parallel_enabled", False))
 
 
-def record_of(grad: Tensor) -> _Record | None:
+def record_of(grad: Tensor) -> Record | None:
+    """Return the record of ``grad``, or None if no tracked backward pass or sum produced it."""
     values = getattr(grad, RECORD, None)
     if values is None:
         return None
-    return _Record(*values)
+    return Record(*values)
 
 
 def write_record(grad: Tensor, version: int, state: str) -> None:
+    """Record ``state`` for ``grad`` at its version ``version``."""
     setattr(grad, RECORD, (version, state))
 
 

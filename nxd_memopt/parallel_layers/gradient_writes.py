@@ -1,4 +1,4 @@
-"""Keeps the record of summed gradients right when a gradient is copied, cleared or added to ``main_grad``."""
+"""Updates the records of summed gradients that are copied, overwritten or added to ``main_grad``."""
 
 from __future__ import annotations
 

@@ -37,6 +37,7 @@ __all__ = [
     "ColumnParallelLinear",
     "ParallelEmbedding",
     "RowParallelLinear",
+    "SharedInput",
     "column_parallel",
     "column_parallel_linears",
 ]
@@ -175,10 +176,8 @@ class ColumnParallelLinear(BaseParallelLinear):
         size = self._group_size()
         shards = columns_in_full_order(gathered, size, replicas=self.replicas, rank_stride=self.rank_stride)
         full = swap_blocks(shards, size // self.replicas, self.stride)
-        if self.keep_padded_output:
-            return full
         # padded columns are last
-        return full[..., : self.output_size]
+        return full if self.keep_padded_output else full[..., : self.output_size]
 
 
 def column_parallel_linears(input: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[Tensor, ...]:
@@ -216,7 +215,7 @@ class SharedInput(FusibleModule):
             self,
             f"projection of {', '.join(self.shared_input_layers)}",
             dict.fromkeys(self.shared_input_layers, ColumnParallelLinear),
-            cost="each layer gathers its input and multiplies by itself",
+            cost="each layer has its own all-gather and matmul",
         )
 
     def project(self, hidden: Tensor) -> tuple[Tensor, ...]:

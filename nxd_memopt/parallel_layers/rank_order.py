@@ -1,9 +1,9 @@
-"""Computes which ranks hold replicas of a KV shard, and which shard of a full parameter each rank holds.
+"""Computes which shard each rank holds, with KV replicas, and reorders columns gathered in rank order.
 
-T ranks share a layer; each KV shard has m replicas (``replicas``,
-neuronx-distributed's ``kv_size_multiplier``). The shards of a full parameter have positions 0 to
-T-1 in the order of the parameter. ``rank_stride`` maps ranks to positions: ranks that are
-``rank_stride`` apart have consecutive positions.
+T ranks share a layer; each KV shard has m replicas (``replicas``, neuronx-distributed's
+``kv_size_multiplier``). The shards of a full parameter have positions 0 to T-1 in the order of the
+parameter. ``rank_stride`` maps ranks to positions: ranks that are ``rank_stride`` apart have
+consecutive positions.
 
     position_of_rank(r) = (r mod rank_stride) * (T / rank_stride) + r // rank_stride
 

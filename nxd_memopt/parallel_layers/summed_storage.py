@@ -1,4 +1,4 @@
-"""Records which ranges of a storage were summed over the ranks, for tensors that are no known gradient."""
+"""Records sums over the ranks of tensors that are not a tracked parameter's gradient, by storage."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 
 class SummedStorage:
-    """The sums of tensors in one storage.
+    """Ranges of one storage that were summed over the ranks, with the backward pass of each sum.
 
     Args:
         tensor: a tensor in the storage. Only a weak reference to the storage is kept. While it

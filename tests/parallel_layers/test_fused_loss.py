@@ -152,7 +152,7 @@ def test_a_second_backward_is_refused():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"reduction": "average"}, ("reduction", "'average'", "mean")),
+        ({"reduction": "average"}, ("reduction 'average'", "mean")),
         ({"label_smoothing": 1.5}, ("label_smoothing", "[0, 1]", "1.5")),
         ({"softcap": 0.0}, ("softcap", "above 0")),
         ({"vocab_size": 101}, ("vocab_size", "(0, 100]", "101")),

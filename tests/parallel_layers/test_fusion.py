@@ -81,8 +81,8 @@ def test_global_hooks_see_every_module(family):
 @pytest.mark.parametrize(
     ("family", "name", "path", "cost"),
     [
-        ("llama", "self_attn.k_proj", "projection of q_proj, k_proj, v_proj", "each layer gathers its input"),
-        ("llama", "mlp.up_proj", "projection of gate_proj, up_proj", "each layer gathers its input"),
+        ("llama", "self_attn.k_proj", "projection of q_proj, k_proj, v_proj", "each layer has its own all-gather"),
+        ("llama", "mlp.up_proj", "projection of gate_proj, up_proj", "each layer has its own all-gather"),
         ("llama", "input_layernorm", "residual + norm", "separate pass"),
         ("gpt_neox", "attention", "attention and MLP in parallel", "two all-gathers and two reductions"),
         ("gpt_neox", "mlp.dense_4h_to_h", "attention and MLP in parallel", "two all-gathers and two reductions"),

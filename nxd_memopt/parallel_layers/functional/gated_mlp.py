@@ -1,4 +1,4 @@
-"""Autograd function of a gated activation with its down projection, which saves no activation."""
+"""Autograd function of a gated activation and its down projection, which recomputes the activation."""
 
 from __future__ import annotations
 

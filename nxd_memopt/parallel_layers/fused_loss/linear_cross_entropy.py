@@ -277,17 +277,18 @@ def fused_linear_cross_entropy(
     """
     group = resolve_group(process_group)
     size = backend.group_size(group)
-    terms = LossTerms(vocab_size or weight.size(0) * size, label_smoothing, z_loss_weight, softcap)
+    vocab_size = weight.size(0) * size if vocab_size is None else vocab_size
+    terms = LossTerms(vocab_size, label_smoothing, z_loss_weight, softcap)
     sharded = sequence_parallel_enabled and size > 1
     options = LossOptions(
-        group,
-        sharded,
-        ignore_index,
-        reduction,
-        logits_bytes,
-        accumulate_dtype,
-        reduce_dtype,
-        terms,
+        group=group,
+        sequence_parallel=sharded,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        logits_bytes=logits_bytes,
+        accumulate_dtype=accumulate_dtype,
+        reduce_dtype=reduce_dtype,
+        terms=terms,
     )
     check_arguments(hidden, weight, target, options)
     # Sequence first: target [S, B] then reshapes to [T, s * B], one row of labels for each rank.

@@ -9,12 +9,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends import backend
+from nxd_memopt.config import require_one_of
 from nxd_memopt.ops.cross_entropy import LossTerms
 
 REDUCTIONS = ("mean", "sum", "none")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LossOptions:
     """Options that are the same for every chunk.
 
@@ -61,7 +62,7 @@ def check_arguments(hidden: Tensor, weight: Tensor, target: Tensor, options: Los
             "target must have a label for each token of the whole sequence"
         )
     if options.reduction not in REDUCTIONS:
-        raise ValueError(f"reduction must be one of {list(REDUCTIONS)}, got {options.reduction!r}")
+        require_one_of("reduction", options.reduction, REDUCTIONS)
     # A narrower sum would lose bits of every chunk.
     accumulate_dtype = options.accumulate_dtype
     if accumulate_dtype is not None and accumulate_dtype.itemsize < weight.dtype.itemsize:
