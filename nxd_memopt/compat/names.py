@@ -102,9 +102,9 @@ _TABLE: dict[str, Sources] = {
         (
             f"{_COMPAT}.layers",
             f"{_LAYERS} BaseParallelLinear LinearWithAsyncCommunication create_local_weight"
-            " linear_with_async_allreduce _initialize_parameter_cpu"
-            " gather_from_tensor_model_parallel_region",
+            " linear_with_async_allreduce _initialize_parameter_cpu",
         ),
+        (f"{_OURS}.mappings", "gather_from_tensor_model_parallel_region"),
         (
             f"{_OURS}.conv",
             "BaseParallelConv InputChannelParallelConv2d OutputChannelParallelConv2d",
