@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLES = ROOT / "tests" / "mutants"
-COPIED = ("models", "nxd_memopt", "scripts", "tests", "requirements", "pyproject.toml", "setup.py", "README.md")
+COPIED = ("models", "nxd_memopt", "scripts", "tests", "docs", "requirements", "pyproject.toml", "setup.py", "README.md")
 TIMEOUT_S = 600
 ENVIRONMENT_CHECK = "import nxd_memopt.models.llama as m, nxd_memopt as n; print(n.__file__); print(m.__file__)"
 
