@@ -96,4 +96,4 @@ def test_labels_of_a_shard_are_refused():
     message = error_message(
         lambda: fused_linear_cross_entropy(x, weight, target, sequence_parallel_enabled=True), ValueError
     )
-    assert_says(message, "[6, 24]", "2 ranks", "whole sequence")
+    assert_says(message, "[6, 24]", "2 ranks", "full sequence")

@@ -59,7 +59,7 @@ def check_arguments(hidden: Tensor, weight: Tensor, target: Tensor, options: Los
         raise ValueError(
             f"hidden has shape {list(hidden.shape)} on each of {options.gathered} ranks, "
             f"target {list(target.shape)}: "
-            "target must have a label for each token of the whole sequence"
+            "target must have a label for each token of the full sequence"
         )
     if options.reduction not in REDUCTIONS:
         require_one_of("reduction", options.reduction, REDUCTIONS)
