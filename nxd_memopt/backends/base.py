@@ -229,6 +229,18 @@ class Backend(Collectives):
         """Raise ``ValueError`` if the device's compiler settings make recompute save no memory."""
         return
 
+    def loss_scaling_refusal(self) -> str | None:
+        """Return why fp16 training with a loss scale is not supported here, or ``None``."""
+        return None
+
+    def tf32_refusal(self) -> str | None:
+        """Return why fp32 matmuls cannot use TF32 on this device, or ``None`` if they can."""
+        return f"needs an NVIDIA GPU, and the backend is {self.name}"
+
+    def set_tf32(self, allowed: bool) -> None:
+        """Allow or forbid TF32 in the fp32 matmuls of this process; without TF32 do nothing."""
+        del allowed
+
     def capture_refusal(self) -> str | None:
         """Return why ``capture`` is not available on this device, or ``None`` if it is."""
         return f"needs an NVIDIA GPU, and the backend is {self.name}"
@@ -278,6 +290,13 @@ class Backend(Collectives):
         for the forward pass and one for the recomputation. The other options are the options of
         ``torch.utils.checkpoint.checkpoint``.
         """
+
+    def gradient_sharding_refusal(self) -> str | None:
+        """Return why gradients cannot be sharded in backward (ZeRO stages 2 and 3), or ``None``.
+
+        They need hooks that run while backward does, and memory that is freed between them.
+        """
+        return f"is not available on the backend {self.name}: use zero1"
 
     def compile_refusal(self) -> str | None:
         """Return why ``compile`` would compile nothing here, or ``None`` if it compiles."""

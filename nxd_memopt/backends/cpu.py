@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from nxd_memopt.backends.attention_call import AttentionCall
 from nxd_memopt.backends.c10d import C10dBackend
 from nxd_memopt.backends.neuron.topology import (
     PLATFORM_OVERRIDE,
@@ -34,6 +35,12 @@ class CpuBackend(C10dBackend):
     def unavailable_reason(cls) -> str | None:
         return None
 
+    def attention_refusal(self, implementation: str, call: AttentionCall) -> str | None:
+        # The number of calls depends on the batch, so one static graph cannot have them.
+        if implementation == "sdpa" and call.packed and torch.compiler.is_compiling():
+            return "for packed documents, sdpa runs once per document, which a compiled layer cannot"
+        return None
+
     def device_order(self, world_size: int, tensor_model_parallel_size: int) -> list[int]:
         # Consecutive ranks even on a Trainium host: gloo does not use its links. The variable asks
         # for the order of another platform, for example to inspect its groups without the device.
@@ -45,6 +52,9 @@ class CpuBackend(C10dBackend):
         if PLATFORM_OVERRIDE not in os.environ:
             return super().kv_rank_stride(tensor_model_parallel_size, replicas)
         return neuron_kv_rank_stride(os.environ, tensor_model_parallel_size, replicas)
+
+    def gradient_sharding_refusal(self) -> None:
+        return None
 
     def manual_seed(self, seed: int) -> None:
         torch.default_generator.manual_seed(seed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -29,11 +29,19 @@ class HostTransfers(Protocol):
     """Copies between one device and its host. All tensors are 1-D and uint8."""
 
     device: torch.device
+    needs_pinned_memory: bool
+    """Whether host tensors must be page-locked for the copies to overlap."""
 
-    def to_host(self, source: Tensor) -> tuple[Tensor, Transfer]:
+    def to_host(self, source: Tensor, pieces: Sequence[Tensor]) -> Transfer:
         """Start a copy of ``source`` to host memory, after the queued work that computes it.
 
-        The caller keeps ``source`` alive until the transfer is done.
+        The caller keeps ``source`` and ``pieces`` alive, and writes to neither, until the transfer
+        is done.
+
+        Args:
+            source: device tensor.
+            pieces: host tensors that receive consecutive parts of ``source``; their sizes add up to
+                the size of ``source``.
         """
         ...
 
@@ -54,8 +62,28 @@ class HostTransfers(Protocol):
         """
         ...
 
-    def to_device(self, host: Tensor, after: Transfer) -> tuple[Tensor, Transfer]:
-        """Start a copy of ``host`` to device memory, once ``after`` is done."""
+    def copy_in(self, pairs: Iterable[tuple[Tensor, Tensor]], after: Transfer) -> Transfer:
+        """Copy each pinned host tensor into the device tensor of its pair, once ``after`` is done.
+
+        The caller keeps both tensors alive until the transfer is done, and lets no other work use
+        the device tensor in the meantime.
+
+        Args:
+            pairs: ``(device, host)`` tensors.
+            after: transfer to wait for.
+        """
+        ...
+
+    def host_buffer(self, size_bytes: int) -> Tensor:
+        """Return host memory that the device copies to and from asynchronously, uninitialized."""
+        ...
+
+    def to_device(self, pieces: Sequence[Tensor], after: Transfer) -> tuple[Tensor, Transfer]:
+        """Start a copy of ``pieces`` to one device tensor, once ``after`` is done.
+
+        The caller keeps ``pieces`` unchanged until the transfer is done. It keeps the returned
+        tensor alive until the transfer is done, or until the current stream has waited for it.
+        """
         ...
 
     def keep_pace(self) -> None:

@@ -45,6 +45,7 @@ class HostPool:
         self._pinned = pinned
         self._free: list[Tensor] = []
         self._taken: dict[str, int] = {}  # blocks in use, by owner
+        self._reserved: dict[str, int] = {}  # blocks promised in total, in use or free, by owner
         self._claimed: dict[str, int] = {}  # bytes outside the pool, by owner
         self._allocated = 0
         self._lock = threading.Lock()
@@ -60,20 +61,24 @@ class HostPool:
             return self._used()
 
     def reserve(self, size_bytes: int, owner: str) -> None:
-        """Allocate blocks now for later ``take`` calls of ``owner`` that need ``size_bytes`` in
-        total.
+        """Allocate blocks now, so that ``owner`` can hold ``size_bytes`` at any later time.
+
+        The reservation covers the blocks that ``owner`` holds already. No other owner takes the
+        reserved blocks while they are free. A later call replaces the reservation; 0 cancels it.
 
         Raises:
-            ValueError: see ``take``.
+            ValueError: see ``take``; the earlier reservation of ``owner`` remains.
         """
         with self._lock:
-            # Round up to full blocks, less the free ones.
-            missing = -(-size_bytes // self.block_bytes) - len(self._free)
+            blocks = -(-size_bytes // self.block_bytes)
+            # Free blocks that are promised to other owners are not available to this one.
+            missing = blocks - self._taken.get(owner, 0) - self._free_for(owner)
             if missing > 0:
                 self._require(missing * self.block_bytes, owner)
                 for _ in range(missing):
                     # Appended one by one: after a failure the earlier blocks remain usable.
                     self._free.append(self._allocate())
+            self._reserved[owner] = blocks
 
     def take(self, owner: str) -> Tensor:
         """Return a block, 1-D uint8 of ``block_bytes`` elements.
@@ -83,11 +88,16 @@ class HostPool:
                 and the available bytes.
         """
         with self._lock:
-            if not self._free:
+            if not self._free_for(owner):
                 self._require(self.block_bytes, owner)
                 self._free.append(self._allocate())
             self._taken[owner] = self._taken.get(owner, 0) + 1
             return self._free.pop()
+
+    def free_bytes(self, owner: str) -> int:
+        """Return the bytes of the blocks that ``owner`` can take without an allocation."""
+        with self._lock:
+            return self._free_for(owner) * self.block_bytes
 
     def give_back(self, block: Tensor, owner: str) -> None:
         """Return ``block``, which ``owner`` took, to the pool.
@@ -115,6 +125,17 @@ class HostPool:
         with self._lock:
             assert self._claimed.get(owner, 0) >= size_bytes, f"{owner} claims fewer bytes"
             self._claimed[owner] -= size_bytes
+
+    def _free_for(self, owner: str) -> int:
+        """Return the number of free blocks that are not promised to another owner.
+
+        The caller holds the lock.
+        """
+        promised = 0
+        for other, blocks in self._reserved.items():
+            if other != owner:
+                promised += max(0, blocks - self._taken.get(other, 0))
+        return max(0, len(self._free) - promised)
 
     def _used(self) -> dict[str, int]:
         """Return the bytes in use by owner, without owners that use none.

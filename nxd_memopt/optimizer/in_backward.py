@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nxd_memopt.parallel_layers import grads
+from nxd_memopt.parallel_layers.data_shards import require_replicated
 from nxd_memopt.parallel_layers.parallel_state import gradient_ledger
 
 
@@ -31,7 +32,8 @@ class OptimizerInBackward:
         optimizer: must update each parameter from its own gradient alone, as SGD and Adam do.
 
     Raises:
-        ValueError: a parameter does not require a gradient, or already has one.
+        ValueError: a parameter does not require a gradient, already has one, or is sharded over
+            data-parallel ranks.
 
     Example::
 
@@ -45,6 +47,9 @@ class OptimizerInBackward:
         # Keep the full groups: ``_restricted_to`` replaces the groups during each step.
         self._params = [list(group["params"]) for group in optimizer.param_groups]
         self._updated: set[Tensor] = set()
+        require_replicated(
+            grads.parameters_of(optimizer), "OptimizerInBackward", "use data_parallel.Zero3Optimizer instead"
+        )
         gradient_ledger.track(param for params in self._params for param in params)
         self._hooks = []
         for i, params in enumerate(self._params):

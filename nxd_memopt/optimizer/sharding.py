@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends import backend
 from nxd_memopt.parallel_layers.grads import bucket_indices
-from nxd_memopt.parallel_layers.utils import ShardBlock, padded_size
+from nxd_memopt.parallel_layers.utils import ShardBlock, blocks_within, padded_size
 
 
 def cut_shard(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -53,21 +53,14 @@ def cut_blocks(param: Tensor, group: ProcessGroup | None) -> tuple[ShardBlock, .
     size = backend.group_size(group)
     if not blocks or size == 1:
         return blocks
-    # This shard is the flat range [first, first + length). Each block [start, stop) contributes the
-    # intersection of the two ranges.
+    # This shard is the flat range [first, first + length).
     row_elements = param[0].numel()
     length = _length(param, size)
     first = backend.group_rank(group) * length
-    local_blocks = []
-    start = 0
-    for block in blocks:
-        stop = start + block.rows * row_elements
-        elements = max(min(stop, first + length) - max(start, first), 0)
-        local_blocks.append(ShardBlock(block.full_rows * row_elements, elements, block.replicas))
-        start = stop
-    # The blocks must add up to the length of the shard.
-    padding = length - sum(block.rows for block in local_blocks)
-    return (*local_blocks, ShardBlock(0, padding, 1))
+    in_elements = [
+        ShardBlock(block.full_rows * row_elements, block.rows * row_elements, block.replicas) for block in blocks
+    ]
+    return blocks_within(in_elements, first, first + length)
 
 
 def reduce_scatter_mean(

@@ -17,12 +17,14 @@ from nxd_memopt.optimizer.groups import (
     require_no_context_parallelism,
     require_tensor_parallel_groups,
 )
+from nxd_memopt.optimizer.loss_scaler import LossScaler
 from nxd_memopt.optimizer.main_grad import accumulate_in, clear_main_grad
 from nxd_memopt.optimizer.nxd_layout import to_nxd_layout
 from nxd_memopt.optimizer.one_pass_adamw import for_this_device
 from nxd_memopt.optimizer.rank_states import StatesInRankFiles
 from nxd_memopt.optimizer.sharding import all_gather_into, cut_blocks, cut_shard, reduce_scatter_mean
 from nxd_memopt.parallel_layers import coordination, grads, parallel_state
+from nxd_memopt.parallel_layers.data_shards import require_replicated
 from nxd_memopt.parallel_layers.utils import is_sharded
 
 # MiB. Large enough for full bandwidth, small compared with the gradients of a model.
@@ -30,7 +32,7 @@ _DEFAULT_BUCKET_MB = 128
 
 
 @dataclass
-class _Sharded:
+class Sharded:
     """A trained parameter, this rank's shard of it, and the version at which both were equal.
 
     Attributes:
@@ -108,6 +110,8 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         save_master_weights: put masters of another dtype than their parameters into ``state_dict``.
             Without them a resumed run starts from the rounded parameters.
         higher_cc_precision: reduce gradients in ``optimizer_dtype``.
+        loss_scaler: the scaler of the loss, for fp16 parameters: gradients are unscaled before
+            they are clipped, and a step with overflow on any rank updates nothing on all ranks.
         defaults: passed to ``optimizer_class``.
 
     Raises:
@@ -133,6 +137,7 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         use_grad_acc_hook: bool = False,
         save_master_weights: bool = True,
         higher_cc_precision: bool = False,
+        loss_scaler: LossScaler | None = None,
         **defaults: Any,
     ) -> None:
         del pin_layout
@@ -161,6 +166,7 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         self.use_grad_acc_hook = use_grad_acc_hook
         self.higher_cc_precision = higher_cc_precision
         self.save_master_weights = save_master_weights
+        self.loss_scaler = loss_scaler
         self._grad_norm: Tensor | None = None
         self._hooks: list[Any] = []
         if not lazy_init:
@@ -174,7 +180,7 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         # call would leave no gradient for the new ones to add.
         for hook in self._hooks:
             hook.remove()
-        self._sharded: list[_Sharded] = []
+        self._sharded: list[Sharded] = []
         self._hooks = []
         self.base_optimizer = for_this_device(self.optimizer_class)(
             [self._shard_group(group) for group in self.param_groups], **self.defaults
@@ -190,12 +196,13 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         return {**group, "params": [each.shard for each in sharded]}
 
     @torch.no_grad()
-    def _shard(self, param: nn.Parameter) -> _Sharded:
+    def _shard(self, param: nn.Parameter) -> Sharded:
         """Return the master shard of ``param``, 1-D of ceil(n / D) elements, zeros at the end."""
+        require_replicated([param], "NeuronZero1Optimizer", "use data_parallel.Zero3Optimizer")
         # Without sharding and with masters of the same dtype a copy would only cost memory: the
         # optimizer updates the parameter itself.
-        if param.dtype == self.optimizer_dtype and backend.group_size(self.sharding_group) == 1:
-            return _Sharded(param, param, param._version)
+        if self._shares_parameter(param):
+            return Sharded(param, param, param._version)
         wide = torch.promote_types(param.dtype, self.optimizer_dtype)
         if wide != self.optimizer_dtype and not self._rounds_parameters:
             raise ValueError(
@@ -203,13 +210,21 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
                 f"{self.optimizer_dtype}, which would round it: "
                 f"pass it when the optimizer is made, or pass optimizer_dtype={wide}"
             )
-        master = cut_shard(param.detach(), self.sharding_group).to(self.optimizer_dtype, copy=True)
-        shard: Any = nn.Parameter(master)
+        shard: Any = nn.Parameter(self._new_master(param, cut_shard(param.detach(), self.sharding_group)))
         # For ``clip_grad_norm``, which counts replicated elements once.
         shard.tensor_model_parallel = is_sharded(param)
         shard.replicas = getattr(param, "replicas", 1)
         shard.blocks = cut_blocks(param, self.sharding_group)
-        return _Sharded(param, shard, param._version)
+        return Sharded(param, shard, param._version)
+
+    def _shares_parameter(self, param: nn.Parameter) -> bool:
+        """Return whether the optimizer updates ``param`` itself."""
+        return param.dtype == self.optimizer_dtype and backend.group_size(self.sharding_group) == 1
+
+    def _new_master(self, param: nn.Parameter, values: Tensor) -> Tensor:
+        """Return a copy of ``values``, this rank's elements of ``param``, in the optimizer's dtype."""
+        del param
+        return values.to(self.optimizer_dtype, copy=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -255,13 +270,20 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         grads.allreduce_sequence_parallel_gradients(params)
         full = [self._full_gradient(param) for param in params]
         reduced = reduce_scatter_mean(full, self.sharding_group, bucket_bytes=self._reduce_bytes)
+        self._grad_norm = self._clip(reduced)
+        return self._grad_norm
+
+    def _clip(self, reduced: list[Tensor]) -> Tensor:
+        """Clip this rank's elements of the gradients; return the norm before."""
         for each, grad in zip(self._sharded, reduced, strict=True):
             # The reduction runs in the gradients' dtype; only this rank's 1/D of the elements is
             # cast to fp32.
             each.shard.grad = grad.to(self.optimizer_dtype)
         shards = [each.shard for each in self._sharded]
-        self._grad_norm = grads.clip_grad_norm(shards, self.max_norm, sharding_group=self.sharding_group)
-        return self._grad_norm
+        # Before clipping: the norm and ``max_norm`` are of the gradients without the loss scale.
+        if self.loss_scaler is not None:
+            self.loss_scaler.unscale([shard.grad for shard in shards if shard.grad is not None])
+        return grads.clip_grad_norm(shards, self.max_norm, sharding_group=self.sharding_group)
 
     def _full_gradient(self, param: Tensor) -> Tensor:
         """Return the unreduced gradient, or zeros: collectives need equal shapes on all ranks."""
@@ -276,25 +298,33 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
 
     @torch.no_grad()
     def update_parameters(self) -> None:
-        """Run the second half of ``step()``: update masters and all-gather the parameters."""
-        self._copy_outside_writes()
-        self._copy_options(self.param_groups, self.base_optimizer.param_groups)
-        self.base_optimizer.step()
-        self._gather_parameters()
+        """Run the second half of ``step()``: update masters and all-gather the parameters.
+
+        With a loss scaler, a step with overflow only releases the gradients and lowers the scale.
+        """
+        if self.loss_scaler is None or not self.loss_scaler.update():
+            self._copy_outside_writes()
+            self._copy_options(self.param_groups, self.base_optimizer.param_groups)
+            self.base_optimizer.step()
+            self._gather_parameters()
         # Release the reduced gradients, 1/D of the elements in fp32, before the next forward needs
         # the memory for activations.
         for each in self._sharded:
             if each.shard is not each.param:
                 each.shard.grad = None
 
+    def _before_masters_are_used(self) -> None:
+        """Wait for updates of the masters that are still under way; here there are none."""
+
     @torch.no_grad()
     def _copy_outside_writes(self) -> None:
         """Copy outside writes to parameters into the masters."""
         for each in self._sharded:
             if each.was_written_to:
+                self._before_masters_are_used()
                 # A master element that rounds to the written value keeps its lower bits: a model
                 # that is loaded after the optimizer does not round the masters.
-                written = cut_shard(each.param.detach(), self.sharding_group)
+                written = cut_shard(each.param.detach(), self.sharding_group).to(each.shard.device)
                 is_equal = each.shard.to(written.dtype) == written
                 each.shard.copy_(torch.where(is_equal, each.shard, written))
                 each.mark_equal()
@@ -359,6 +389,7 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
     def stored_parameters(self) -> list[StoredParameter]:
         """Return the stored tensor of each trained parameter, equal to the parameter now."""
         self._require_shards()
+        self._before_masters_are_used()
         self._copy_outside_writes()
         index, size = self._sharding()
         index_of = {rank: i for ranks in self.sharding_groups for i, rank in enumerate(ranks)}
@@ -408,6 +439,7 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         self._require_shards()
         with coordination.raise_together("loading the optimizer"):
             self._require_fit(state_dict)
+        self._before_masters_are_used()
         for each in self._sharded:
             # First cut all masters from the parameters, then overwrite those that the state has. A
             # state without masters (``save_master_weights=False``) continues from the rounded

@@ -27,13 +27,30 @@ def test_the_limit_holds_for_blocks_and_claims():
     pool.reserve(128, "snapshot")
     pool.reserve(128, "snapshot")  # they are there
     assert "offload requires 64 more bytes of host memory, and 28 of the pool's 256 are left" in error_message(
-        lambda: [pool.take("offload") for _ in range(3)]
+        lambda: pool.take("offload")  # the two free blocks are promised to the other owner
     )
-    assert pool.ledger() == {"copies": 100, "offload": 128}
+    assert len([pool.take("snapshot") for _ in range(2)]) == 2
+    assert pool.ledger() == {"copies": 100, "snapshot": 128}
     pool.release(100, "copies")
     pool.take("offload")
-    assert pool.ledger() == {"offload": 192}
+    assert pool.ledger() == {"snapshot": 128, "offload": 64}
     assert "less than one block of 64 bytes" in error_message(lambda: HostPool(10, block_bytes=64))
+
+
+def test_a_free_block_is_promised_to_one_owner():
+    pool = HostPool(5 * 64, block_bytes=64)
+    pool.reserve(128, "snapshot")
+    pool.reserve(128, "offload")
+    assert pool.allocated_bytes == 256 and pool.free_bytes("other") == 0
+    block = pool.take("snapshot")
+    pool.reserve(128, "snapshot")  # covers the block in use
+    assert pool.allocated_bytes == 256 and pool.free_bytes("snapshot") == 64
+    pool.give_back(block, "snapshot")
+    pool.take("other")
+    assert pool.allocated_bytes == 320 and pool.free_bytes("snapshot") == 128
+    assert "snapshot requires 64 more bytes" in error_message(lambda: pool.reserve(192, "snapshot"))
+    pool.reserve(0, "snapshot")
+    assert pool.free_bytes("other") == 128 and pool.free_bytes("offload") == 256
 
 
 @pytest.mark.parametrize("reserves", [False, True])
@@ -64,9 +81,9 @@ def test_blocks_that_could_not_be_allocated_are_not_counted(reserves, monkeypatc
 def test_the_hosts_memory_bounds_a_pool_without_a_limit(monkeypatch):
     monkeypatch.setattr(host_pool, "available_host_bytes", lambda: 100)
     pool = HostPool(block_bytes=64)
-    pool.take("snapshot")
+    pool.take("snapshot")  # one of the three blocks
     message = error_message(lambda: pool.reserve(130, "snapshot"))
-    assert "snapshot requires 192 bytes of host memory, and 100 are available" in message
+    assert "snapshot requires 128 bytes of host memory, and 100 are available" in message
 
 
 def test_available_memory_is_that_of_the_host_or_of_the_container(tmp_path, monkeypatch):

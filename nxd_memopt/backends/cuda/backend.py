@@ -130,6 +130,20 @@ class CudaBackend(C10dBackend):
             self._peer_memories[group] = memory
         return self._peer_memories[group]
 
+    def gradient_sharding_refusal(self) -> None:
+        return None
+
+    def tf32_refusal(self) -> str | None:
+        major, minor = torch.cuda.get_device_capability(self.device)
+        if major < 8:
+            return f"needs a GPU of compute capability 8.0 or higher, this one has {major}.{minor}"
+        return None
+
+    def set_tf32(self, allowed: bool) -> None:
+        # Not torch.backends.cuda.matmul.fp32_precision, the newer name: torch 2.9 to 2.13's compiler
+        # reads the older one, and raises if the two are mixed (pytorch/pytorch#166387).
+        torch.set_float32_matmul_precision("high" if allowed else "highest")
+
     def capture_refusal(self) -> None:
         return None
 

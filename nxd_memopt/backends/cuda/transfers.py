@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from nxd_memopt.backends.cuda.registered_memory import registered_buffer
 from nxd_memopt.backends.host_transfers import Transfer
+
+
+def _in_parts(tensor: Tensor, pieces: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield consecutive parts of ``tensor``, each as long as its piece, with the pieces."""
+    start = 0
+    for piece in pieces:
+        yield tensor.narrow(0, start, piece.numel()), piece
+        start += piece.numel()
 
 
 class _Recorded:
@@ -29,12 +38,9 @@ class _Recorded:
 
 
 class CudaTransfers:
-    """``HostTransfers`` with one stream per direction: copy engines work in both directions.
+    """``HostTransfers`` with one stream per direction: copy engines work in both directions."""
 
-    Pinned memory comes from PyTorch's caching host allocator. The allocator waits for pending
-    copies before it reuses a block, and rounds sizes up to powers of two.
-    """
-
+    needs_pinned_memory = True
     _AHEAD = 2  # calls of keep_pace() that the host may run ahead of the device
 
     def __init__(self, device: torch.device) -> None:
@@ -43,14 +49,16 @@ class CudaTransfers:
         self._to_device_stream = torch.cuda.Stream(device)
         self._pace_events: deque[torch.cuda.Event] = deque()
 
-    def to_host(self, source: Tensor) -> tuple[Tensor, Transfer]:
-        host = torch.empty(source.numel(), dtype=torch.uint8, pin_memory=True)
+    def to_host(self, source: Tensor, pieces: Sequence[Tensor]) -> Transfer:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("activation offload cannot be part of a CUDA graph: turn off one of them")
         # The copy waits for the work queued so far; the current stream does not wait for the
         # copy.
         self._to_host_stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._to_host_stream):
-            host.copy_(source, non_blocking=True)
-        return host, _Recorded(self._to_host_stream)
+            for part, piece in _in_parts(source, pieces):
+                piece.copy_(part, non_blocking=True)
+        return _Recorded(self._to_host_stream)
 
     def mark(self) -> Transfer:
         return _Recorded(torch.cuda.current_stream(self.device))
@@ -62,17 +70,30 @@ class CudaTransfers:
                 host.copy_(source, non_blocking=True)
         return _Recorded(self._to_host_stream)
 
-    def to_device(self, host: Tensor, after: Transfer) -> tuple[Tensor, Transfer]:
-        target = torch.empty(host.numel(), dtype=torch.uint8, device=self.device)
-        # The block belongs to the current stream, but the copy on another stream writes it. Without
-        # record_stream the allocator could reuse a freed block before the copy has finished.
-        target.record_stream(self._to_device_stream)
+    def copy_in(self, pairs: Iterable[tuple[Tensor, Tensor]], after: Transfer) -> Transfer:
+        with torch.cuda.stream(self._to_device_stream):
+            after.wait()
+            for target, host in pairs:
+                target.copy_(host, non_blocking=True)
+        return _Recorded(self._to_device_stream)
+
+    def host_buffer(self, size_bytes: int) -> Tensor:
+        return registered_buffer(size_bytes)
+
+    def to_device(self, pieces: Sequence[Tensor], after: Transfer) -> tuple[Tensor, Transfer]:
+        # The block belongs to the current stream, but the copy on another stream writes it. The
+        # contract's lifetime replaces record_stream, with which a freed block stays unusable until
+        # the host sees that the device has passed that point: a host that runs ahead through
+        # backward would allocate a new block for every layer.
+        size_bytes = sum(piece.numel() for piece in pieces)
+        target = torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
         # The allocator reuses blocks in the order of the current stream: work of the previous user
         # of the block may still be queued there.
         self._to_device_stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._to_device_stream):
             after.wait()
-            target.copy_(host, non_blocking=True)
+            for part, piece in _in_parts(target, pieces):
+                part.copy_(piece, non_blocking=True)
         return target, _Recorded(self._to_device_stream)
 
     def keep_pace(self) -> None:

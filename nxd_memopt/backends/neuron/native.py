@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 from nxd_memopt.backends.attention_call import AttentionCall
 from nxd_memopt.backends.c10d import C10dBackend
 from nxd_memopt.backends.collectives import Completed, Pending
+from nxd_memopt.backends.neuron import LOSS_SCALING_REFUSAL
 from nxd_memopt.backends.neuron.topology import (
     PHYSICAL_CORES_PER_CHIP,
     logical_nc_config,
@@ -136,6 +137,9 @@ class NeuronBackend(C10dBackend):
 
     def device_order(self, world_size: int, tensor_model_parallel_size: int) -> list[int]:
         return neuron_order(os.environ, world_size, tensor_model_parallel_size)
+
+    def loss_scaling_refusal(self) -> str | None:
+        return LOSS_SCALING_REFUSAL
 
     def kv_rank_stride(self, tensor_model_parallel_size: int, replicas: int) -> int:
         return neuron_kv_rank_stride(os.environ, tensor_model_parallel_size, replicas)

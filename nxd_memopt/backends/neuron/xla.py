@@ -19,6 +19,7 @@ from nxd_memopt.backends.base import ContextPair
 from nxd_memopt.backends.c10d import C10dBackend
 from nxd_memopt.backends.collectives import Collectives
 from nxd_memopt.backends.cpu import reset_resident_peak, resident_bytes
+from nxd_memopt.backends.neuron import LOSS_SCALING_REFUSAL
 from nxd_memopt.backends.neuron.barrier_checkpoint import barrier_checkpoint
 from nxd_memopt.backends.neuron.compiler_flags import recompute_error
 from nxd_memopt.backends.neuron.topology import neuron_kv_rank_stride, neuron_order
@@ -364,6 +365,9 @@ class XlaBackend(C10dBackend):
         del determinism_check, early_stop
         self.check_recompute()
         return barrier_checkpoint(self, function, *args, context_fn=context_fn, **kwargs)
+
+    def loss_scaling_refusal(self) -> str | None:
+        return LOSS_SCALING_REFUSAL
 
     def compile_refusal(self) -> str | None:
         return "is not for the backend xla, which records and compiles each step already"

@@ -1,0 +1,215 @@
+"""The ZeRO-1 optimizer with fp32 masters and moments in host memory, exact AdamW on the device."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nxd_memopt.backends import HostTransfers, backend
+from nxd_memopt.memory.host_pool import HostPool
+from nxd_memopt.memory.wrapping import wrap_forward
+from nxd_memopt.optimizer.sharding import all_gather_into
+from nxd_memopt.optimizer.streamed_adamw import CHUNK_ELEMENTS, RESIDENT_ELEMENTS, PlacedStates, StreamedAdamW
+from nxd_memopt.optimizer.zero1 import NeuronZero1Optimizer
+from nxd_memopt.parallel_layers import grads
+from nxd_memopt.parallel_layers.utils import padded_size
+
+STAGING_BYTES = 2 << 30
+
+
+class OffloadedZero1Optimizer(NeuronZero1Optimizer):
+    """AdamW whose fp32 masters and moments are in host memory between steps, 12 bytes per parameter.
+
+    Results equal ``NeuronZero1Optimizer``'s with this library's ``AdamW`` on a GPU bit by bit, for
+    every fraction. Gradients are reduced, measured and clipped on the device as there, but they stay in their own
+    dtype until a chunk is updated, so a step needs no second copy of them in fp32.
+
+    Args:
+        params: parameters or parameter groups.
+        optimizer_offload_fraction: part of the elements whose states are on the host, in [0, 1]
+            (Megatron's name); rounded up to a whole parameter.
+        staging_bytes: device memory for states on their way. More of it lets more of the next
+            step's states arrive during forward and backward.
+        transfers: copies between device and host; default the backend's.
+        pool: ledger of the host memory that is used.
+        chunk_elements: elements of each state that travel together.
+        resident_elements: states of parameters with fewer elements stay on the device.
+        options: other options of ``NeuronZero1Optimizer``, and ``lr``, ``betas``, ``eps`` and
+            ``weight_decay`` of AdamW.
+
+    Raises:
+        ValueError: the device has no copies that overlap with its work, a parameter is wider than
+            fp32, or the host's memory is too small.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        *,
+        optimizer_offload_fraction: float = 1.0,
+        staging_bytes: int = STAGING_BYTES,
+        transfers: HostTransfers | None = None,
+        pool: HostPool | None = None,
+        chunk_elements: int = CHUNK_ELEMENTS,
+        resident_elements: int = RESIDENT_ELEMENTS,
+        **options: Any,
+    ) -> None:
+        transfers = transfers or backend.host_transfers()
+        if transfers is None:
+            raise ValueError(
+                f"optimizer_cpu_offload needs a device whose copies to the host overlap with its "
+                f"work, an NVIDIA GPU; the backend is {backend.name}: leave it out"
+            )
+        self._transfers = transfers
+        self._pool = pool or HostPool()
+        self._fraction = optimizer_offload_fraction
+        self._staging_bytes = staging_bytes
+        self._chunk_elements = chunk_elements
+        self._resident_elements = resident_elements
+        super().__init__(params, StreamedAdamW, optimizer_dtype=torch.float32, **options)
+
+    def init_zero(self) -> None:
+        trained = [param for group in self.param_groups for param in group["params"] if param.requires_grad]
+        for param in trained:
+            if torch.promote_types(param.dtype, torch.float32) != torch.float32:
+                raise ValueError(f"optimizer_cpu_offload keeps fp32 states, got a parameter of dtype {param.dtype}")
+        size = backend.group_size(self.sharding_group)
+        self._states = PlacedStates(
+            [padded_size(param.numel(), size) // size for param in trained],
+            fraction=self._fraction,
+            transfers=self._transfers,
+            pool=self._pool,
+            resident_elements=self._resident_elements,
+        )
+        self._outputs: list[Tensor] = []
+        self.optimizer_class = functools.partial(
+            StreamedAdamW,
+            states=self._states,
+            outputs=self._outputs,
+            transfers=self._transfers,
+            staging_bytes=self._staging_bytes,
+            chunk_elements=self._chunk_elements,
+        )
+        super().init_zero()
+        self.base_optimizer.on_update = self._end_update
+
+    def update_in_forward(self, layers: Sequence[nn.Module]) -> None:
+        """Leave the updates of states on the host to the next forward, which waits for one layer at a time.
+
+        The states of the later layers then arrive while the earlier ones run. Until the forward,
+        the parameters of a step whose ``step`` has returned are those from before it, and its
+        gradients stay allocated. ``finish_update`` completes the step; saving and the next
+        ``step`` call it.
+
+        Args:
+            layers: the model's decoder layers in the order of forward. Parameters before the first
+                layer's, such as the embedding's, are updated in ``step``, those after the last
+                layer's with it.
+
+        Raises:
+            ValueError: the parameters are sharded over data-parallel ranks, or not in the order of
+                ``layers``.
+        """
+        if backend.group_size(self.sharding_group) > 1:
+            raise ValueError("update_in_forward needs unsharded parameters: an all-gather needs all of them at once")
+        index_of = {id(each.param): index for index, each in enumerate(self._sharded)}
+        on_host = set(self._states.on_host)
+        last = -1
+        for number, layer in enumerate(layers):
+            indices = [index_of[id(param)] for param in layer.parameters() if id(param) in index_of]
+            indices = [index for index in indices if index in on_host]
+            if indices and min(indices) <= last:
+                raise ValueError("update_in_forward: pass the parameters in the order of the layers")
+            if number == 0 and indices:
+                self._updated_in_step = min(indices) - 1
+            last = max(indices, default=last)
+            limit = last if number < len(layers) - 1 else None
+            wrap_forward(layer, "optimizer", functools.partial(functools.partial, self._run_layer, limit))
+        self.base_optimizer.is_deferred = True
+
+    def finish_update(self) -> None:
+        """Complete the step whose updates were left to the next forward."""
+        self.base_optimizer.finish()
+
+    def _run_layer(self, last: int | None, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return ``forward`` of a layer, after the updates up to weight number ``last``."""
+        self.base_optimizer.finish(last)
+        return forward(*args, **kwargs)
+
+    @torch.no_grad()
+    def update_parameters(self) -> None:
+        # The updates that are left write to parameters: they must not look like outside writes.
+        self.base_optimizer.finish()
+        self._copy_outside_writes()
+        self.copy_options()
+        self.base_optimizer.step()
+        if self.base_optimizer.is_deferred:
+            self.base_optimizer.finish(self._updated_in_step)
+        self._gather_parameters()
+
+    def _end_update(self, index: int) -> None:
+        """Release the gradient of a parameter after its update."""
+        each = self._sharded[index]
+        shard: Any = each.shard
+        shard.main_grad = None
+        if backend.group_size(self.sharding_group) == 1:
+            each.mark_equal()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self.inited:
+            raise ValueError("the states of an offloaded optimizer are allocated at once: add groups before init_zero")
+        super().add_param_group(param_group)
+
+    def _new_master(self, param: nn.Parameter, values: Tensor) -> Tensor:
+        master = self._states.of_parameter(len(self._outputs))[0].view(values.shape)
+        master.copy_(values)
+        # Without sharding the updated weights go straight to the parameter; else to the input of
+        # the all-gather.
+        output = param.detach()
+        if backend.group_size(self.sharding_group) > 1:
+            output = torch.empty(values.shape, dtype=param.dtype, device=param.device)
+        self._outputs.append(output)
+        return master
+
+    def _shares_parameter(self, param: nn.Parameter) -> bool:
+        del param
+        return False
+
+    def _clip(self, reduced: list[Tensor]) -> Tensor:
+        if self.loss_scaler is not None:
+            raise ValueError("optimizer_cpu_offload does not scale losses: train in bf16 (precision bf16-mixed)")
+        for each, grad in zip(self._sharded, reduced, strict=True):
+            # Not ``grad``, which must be on the device of the shard.
+            shard: Any = each.shard
+            shard.main_grad = grad
+        norm = grads.get_grad_norm([each.shard for each in self._sharded], sharding_group=self.sharding_group)
+        # As in clip_grad_norm, but applied in fp32 when a chunk is updated.
+        factor = None
+        if math.isfinite(self.max_norm):
+            factor = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
+        self.base_optimizer.grad_factor = factor
+        return norm
+
+    def _gather_parameters(self) -> None:
+        if backend.group_size(self.sharding_group) == 1:
+            return
+        params = [each.param.detach() for each in self._sharded]
+        all_gather_into(params, self._outputs, self.sharding_group, bucket_bytes=self._gather_bytes)
+        for each in self._sharded:
+            each.mark_equal()
+
+    def _before_masters_are_used(self) -> None:
+        self.base_optimizer.synchronize()
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for each, output in zip(self._sharded, self._outputs, strict=True):
+            output.copy_(each.shard)
+            each.mark_equal()
+        self._gather_parameters()

@@ -1,0 +1,308 @@
+"""AdamW whose fp32 weights and moments wait in host memory and pass through the device in chunks."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from nxd_memopt.backends import HostTransfers
+from nxd_memopt.memory.chunk_stream import ChunkStream
+from nxd_memopt.memory.host_pool import HostPool
+from nxd_memopt.memory.paced_copies import PacedCopies
+from nxd_memopt.ops.adamw import adamw_update, step_numbers
+from nxd_memopt.ops.cuda import adamw as cuda
+from nxd_memopt.ops.cuda.support import can_use_triton
+from nxd_memopt.parallel_layers.grads import gradient_of
+
+# Elements of a chunk: 64 MiB of each of the three fp32 tensors. A copy of 64 MiB takes 1.2 ms at
+# 55 GB/s, next to which the 10 us of its launch and of the update's kernels do not count.
+CHUNK_ELEMENTS = 16 << 20
+RESIDENT_ELEMENTS = 1 << 16  # norms and biases: 0.003 % of LLaMA-3-8B's elements
+OWNER = "optimizer states"
+STATES = ("exp_avg", "exp_avg_sq")  # torch.optim.AdamW's names of the moments
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of one parameter that lies in one chunk.
+
+    Attributes:
+        index: number of the parameter.
+        first: first element of the parameter.
+        offset: its position in the chunk.
+        length: number of elements.
+    """
+
+    index: int
+    first: int
+    offset: int
+    length: int
+
+
+class PlacedStates:
+    """Flat fp32 buffers of the weights and both moments: of some parameters on the host, of the others on the device.
+
+    The first parameters are on the host, up to the fraction, except small ones: a few vectors at
+    the end of the order would keep the update of the first layers waiting for all others.
+
+    Args:
+        sizes: elements of each parameter, in the order of the updates.
+        fraction: part of all elements that are on the host, in [0, 1], rounded up to a whole
+            parameter.
+        transfers: copies between device and host.
+        pool: the ledger of host memory.
+        resident_elements: parameters of fewer elements stay on the device.
+
+    Raises:
+        ValueError: ``fraction`` is outside [0, 1], or the host has too little memory.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        *,
+        fraction: float,
+        transfers: HostTransfers,
+        pool: HostPool,
+        resident_elements: int = RESIDENT_ELEMENTS,
+    ) -> None:
+        if not 0 <= fraction <= 1:
+            raise ValueError(f"optimizer_offload_fraction must be between 0 and 1, got {fraction}")
+        self.sizes = list(sizes)
+        self.on_host: list[int] = []
+        self.on_device: list[int] = []
+        self._offsets: list[int] = []
+        host_elements = device_elements = 0
+        for index, size in enumerate(sizes):
+            if host_elements < fraction * sum(sizes) and size >= resident_elements:
+                self.on_host.append(index)
+                self._offsets.append(host_elements)
+                host_elements += size
+            else:
+                self.on_device.append(index)
+                self._offsets.append(device_elements)
+                device_elements += size
+        element_bytes = torch.float32.itemsize
+        kinds = 1 + len(STATES)
+        self.host: list[Tensor] = []
+        if host_elements:
+            pool.claim(kinds * host_elements * element_bytes, OWNER)
+            buffers = [transfers.host_buffer(host_elements * element_bytes) for _ in range(kinds)]
+            self.host = [buffer.view(torch.float32).zero_() for buffer in buffers]
+        on_device = {"dtype": torch.float32, "device": transfers.device}
+        self.device = [torch.zeros(device_elements, **on_device) for _ in range(kinds)]
+
+    def of_parameter(self, index: int) -> list[Tensor]:
+        """Return the weights and the moments of a parameter, 1-D views of the buffers."""
+        buffers = self.host if index in self.on_host else self.device
+        first = self._offsets[index]
+        return [buffer[first : first + self.sizes[index]] for buffer in buffers]
+
+    def pieces(self, indices: Sequence[int], bounds: tuple[int, int]) -> list[Piece]:
+        """Return the pieces of the parameters ``indices`` in the elements ``bounds`` of their buffers."""
+        found = []
+        for index in indices:
+            begin = self._offsets[index]
+            first = max(begin, bounds[0])
+            last = min(begin + self.sizes[index], bounds[1])
+            if first < last:
+                found.append(Piece(index, first - begin, first - bounds[0], last - first))
+        return found
+
+
+class StreamedAdamW(torch.optim.AdamW):
+    """AdamW (arXiv:1711.05101) on fp32 weights, of which a part is in host memory between updates.
+
+    In ``step`` the chunks of the host's part pass through the device (``ChunkStream``): while one
+    chunk is updated, later ones arrive and earlier ones return, 12 bytes per parameter in each
+    direction. Between two steps the first chunks of the next one arrive, during forward and
+    backward. The arithmetic does not depend on the place: the results are equal bit by bit for
+    every fraction.
+
+    Each parameter of ``params`` is an fp32 weight of ``states``; its gradient is the attribute
+    ``main_grad``, a tensor on the device of any floating-point dtype, because ``grad`` must be on
+    the device of the weight.
+
+    Args:
+        params: groups of weights; the groups together have them in the order of ``states``.
+        states: the buffers.
+        outputs: for each weight a tensor on the device, of any dtype, that receives its values.
+        transfers: copies between device and host.
+        staging_bytes: device memory for chunks on their way.
+        defaults: options of ``torch.optim.AdamW``; ``amsgrad``, ``maximize``, ``capturable``,
+            ``differentiable`` and ``fused`` are not supported.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        *,
+        states: PlacedStates,
+        outputs: Sequence[Tensor],
+        transfers: HostTransfers,
+        staging_bytes: int,
+        chunk_elements: int = CHUNK_ELEMENTS,
+        **defaults: Any,
+    ) -> None:
+        super().__init__(params, **defaults)
+        self._states = states
+        self._weights = [weight for group in self.param_groups for weight in group["params"]]
+        self._outputs = [output.detach().view(-1) for output in outputs]
+        self._gradient = torch.empty(chunk_elements, dtype=torch.float32, device=transfers.device)
+        # The pieces in each chunk, of the host's buffers and of the device's.
+        self._stream: ChunkStream | None = None
+        self._host_chunks: list[list[Piece]] = []
+        if states.host:
+            slot_bytes = len(states.host) * chunk_elements * torch.float32.itemsize
+            self._stream = ChunkStream(
+                states.host,
+                chunk_elements=chunk_elements,
+                slots=max(2, staging_bytes // slot_bytes),
+                transfers=PacedCopies(transfers),
+            )
+            bounds = [self._stream.bounds(chunk) for chunk in range(self._stream.num_chunks)]
+            self._host_chunks = [states.pieces(states.on_host, each) for each in bounds]
+        elements = states.device[0].numel()
+        edges = [*range(0, elements, chunk_elements), elements]
+        self._device_chunks = [(each, states.pieces(states.on_device, each)) for each in pairwise(edges)]
+        # Chunks on the host whose update of this step has not run yet.
+        self._pending: deque[list[Piece]] = deque()
+        self.state = cast(Any, _StateViews(states, self._weights))
+        self.grad_factor: Tensor | None = None
+        """Factor of all gradients, such as clipping's, 0-dim fp32; None is 1."""
+        self.on_update: Callable[[int], None] = lambda index: None
+        """Called with the number of each weight when its update is queued."""
+        self.is_deferred = False
+        """Let ``step`` leave the host's chunks to later calls of ``finish``."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Update every weight that has a gradient; return what ``closure`` returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.finish()
+        for weight in self._weights:
+            if gradient_of(weight) is not None:
+                self.state[weight]["step"] += 1
+        self._pending.extend(self._host_chunks)
+        for (start, stop), pieces in self._device_chunks:
+            self._update(pieces, [buffer[start:stop] for buffer in self._states.device])
+        if not self.is_deferred:
+            self.finish()
+        return loss
+
+    @torch.no_grad()
+    def finish(self, last: int | None = None) -> None:
+        """Queue the updates that ``step`` left, up to the one of weight number ``last``; all without it.
+
+        Gradients, learning rates and ``grad_factor`` must be those of ``step`` until then.
+        """
+        if self._stream is None:
+            return
+        while self._pending and (last is None or self._pending[0][0].index <= last):
+            buffers = self._stream.take()
+            self._update(self._pending.popleft(), buffers)
+            self._stream.give_back()
+
+    def synchronize(self) -> None:
+        """Wait until the buffers on the host have the results of the last step.
+
+        Call it before they are read or written outside of ``step``.
+        """
+        self.finish()
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def state_dict(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self.synchronize()
+        return super().state_dict()
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a saved state of ``torch.optim.AdamW`` into the buffers."""
+        self.synchronize()
+        weights = dict(enumerate(self._weights))
+        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+        if len(saved) != len(weights):
+            raise ValueError(f"the saved optimizer has {len(saved)} parameters, this one {len(weights)}")
+        for group, options in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({name: value for name, value in options.items() if name != "params"})
+        self.state.clear()
+        for position, index in enumerate(saved):
+            if index in state_dict["state"]:
+                self.state[weights[position]] = state_dict["state"][index]
+
+    def _update(self, pieces: Sequence[Piece], buffers: Sequence[Tensor]) -> None:
+        """Update the pieces of one chunk, whose weights and moments are in ``buffers``."""
+        for piece in pieces:
+            gradient = gradient_of(self._weights[piece.index])
+            if gradient is not None:
+                self._update_piece(piece, gradient.view(-1), buffers)
+            if piece.first + piece.length == self._states.sizes[piece.index]:
+                self.on_update(piece.index)
+
+    def _update_piece(self, piece: Piece, gradient: Tensor, buffers: Sequence[Tensor]) -> None:
+        inside = slice(piece.first, piece.first + piece.length)
+        # Cast and scaled in fp32, a chunk at a time: scaling bf16 gradients would round them.
+        grad = self._gradient[: piece.length]
+        grad.copy_(gradient[inside])
+        if self.grad_factor is not None:
+            grad.mul_(self.grad_factor)
+        weight, mean, square = [buffer[piece.offset : piece.offset + piece.length] for buffer in buffers]
+        self._adamw(piece.index, weight, grad, mean, square)
+        self._outputs[piece.index][inside].copy_(weight)
+
+    def _adamw(self, index: int, weight: Tensor, grad: Tensor, mean: Tensor, square: Tensor) -> None:
+        group = self._group_of(index)
+        beta1, beta2 = group["betas"]
+        step = int(self.state[self._weights[index]]["step"])
+        if can_use_triton(weight):
+            # One tensor a call needs no table on the device: its copy would wait for the chunks.
+            options = {"lr": float(group["lr"]), "weight_decay": float(group["weight_decay"])}
+            update = cuda.Update(weight, grad, mean, square, step=step)
+            cuda.adamw([update], beta1=beta1, beta2=beta2, eps=float(group["eps"]), **options)
+            return
+        numbers = step_numbers(step, weight, lr=group["lr"], betas=group["betas"], weight_decay=group["weight_decay"])
+        adamw_update(weight, grad, mean, square, numbers, betas=group["betas"], eps=group["eps"])
+
+    def _group_of(self, index: int) -> dict[str, Any]:
+        for group in self.param_groups:
+            if index < len(group["params"]):
+                return group
+            index -= len(group["params"])
+        raise AssertionError("the groups have all weights")
+
+
+class _StateViews(dict[nn.Parameter, dict[str, Any]]):
+    """An optimizer's ``state`` whose moments are always views of the buffers.
+
+    Assigning a state copies its moments into the buffers; ``clear`` starts anew, with zeros.
+    """
+
+    def __init__(self, states: PlacedStates, weights: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        self._states = states
+        self._index = {id(weight): index for index, weight in enumerate(weights)}
+        self._weights = weights
+        self.clear()
+
+    def __setitem__(self, weight: nn.Parameter, values: dict[str, Any]) -> None:
+        state = self[weight]
+        state["step"].fill_(float(values["step"]))
+        for name in STATES:
+            state[name].copy_(values[name])
+
+    def clear(self) -> None:
+        for weight in self._weights:
+            _, *moments = self._states.of_parameter(self._index[id(weight)])
+            views = [moment.view(weight.shape).zero_() for moment in moments]
+            state = {"step": torch.zeros(()), **dict(zip(STATES, views, strict=True))}
+            super().__setitem__(weight, state)

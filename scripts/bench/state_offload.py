@@ -1,0 +1,156 @@
+"""Benchmark of optimizer states in host memory: steps with clipping, and the link's floor in the same run.
+
+    python -m scripts.bench.state_offload --model llama3-8b --tokens 8192 16384 32768 --staging-gib 48 --append
+
+Random weights, bf16 weights and gradients, fp32 masters and moments (12 bytes per parameter), batch
+1, clipping by the global norm. ``floor_ms`` is the time in which the link moves the states that are
+on the host, once in each direction at the same time, at the speed that the row measured before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from nxd_memopt.backends import backend
+from nxd_memopt.config import MemoryConfig
+from nxd_memopt.memory.host_pool import HostPool
+from nxd_memopt.modules.causal_lm import ParallelCausalLM
+from nxd_memopt.optimizer import OffloadedZero1Optimizer
+from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
+from nxd_memopt.parallel_layers.utils import leave_process_groups
+from scripts.bench.record import append, environment
+from scripts.bench.train_step import CONFIGS, WARM_UP_STEPS, build_ours, figures
+
+CSV = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "state_offload.csv"
+GIB = 2**30
+
+
+def link_bytes_per_s() -> float:
+    """Return the speed of copies in each direction, both at the same time, over 2 GiB each."""
+    transfers = backend.host_transfers()
+    assert transfers is not None
+    size = 64 << 20
+    copies = 32
+    host = [transfers.host_buffer(size) for _ in range(2)]
+    device = [torch.empty(size, dtype=torch.uint8, device=backend.device) for _ in range(2)]
+    for repeats in (2, copies):  # the first round warms up
+        backend.synchronize()
+        start = time.perf_counter()
+        for _ in range(repeats):
+            transfers.copy_out([(host[0], device[0])], transfers.mark())
+            transfers.copy_in([(device[1], host[1])], transfers.mark())
+        backend.synchronize()
+    return copies * size / (time.perf_counter() - start)
+
+
+def measure(config: Any, tokens: int, memory: MemoryConfig, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the columns of a row; the memory is free again afterwards."""
+    model_parallel_manual_seed(7)
+    link = link_bytes_per_s()
+    model, loss_of = build_ours(config, memory)
+    model.train()
+    pool = HostPool()
+    start = time.perf_counter()
+    optimizer = OffloadedZero1Optimizer(
+        model.parameters(),
+        optimizer_offload_fraction=args.fraction,
+        staging_bytes=int(args.staging_gib * GIB),
+        pool=pool,
+        lr=1e-5,
+    )
+    if args.in_forward:
+        optimizer.update_in_forward(cast(ParallelCausalLM, model).decoder_layers())
+    backend.synchronize()
+    setup_s = time.perf_counter() - start
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(0, config.vocab_size, (1, tokens), generator=generator).to(backend.device)
+    losses: list[torch.Tensor] = []
+    # Timed together, as steps between two reads of the loss in a training loop: the states that
+    # return to the host after a step overlap with the next one.
+    start = 0.0
+    for i in range(WARM_UP_STEPS + args.steps):
+        if i == WARM_UP_STEPS:
+            backend.reset_peak_memory_stats()
+            backend.synchronize()
+            start = time.perf_counter()
+        for _ in range(args.accumulation):
+            loss = loss_of(ids)
+            (loss / args.accumulation).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+        if args.read_loss:
+            losses[-1].item()
+    backend.synchronize()
+    step_s = (time.perf_counter() - start) / args.steps
+    host_bytes = sum(pool.ledger().values())
+    floor_s = host_bytes / link
+    values = [round(loss.item(), 4) for loss in losses]
+    result = figures([step_s], values, tokens * args.accumulation)
+    return result | {
+        "grad_norm": round(cast(torch.Tensor, optimizer.grad_norm).item(), 4),
+        "host_gib": round(host_bytes / GIB, 2),
+        "link_gb_per_s": round(link / 1e9, 1),
+        "floor_ms": round(floor_s * 1e3, 1),
+        "setup_s": round(setup_s, 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=CONFIGS, default="llama-tiny")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[512])
+    parser.add_argument("--fraction", type=float, default=1.0)
+    parser.add_argument("--staging-gib", type=float, default=2.0)
+    parser.add_argument("--cap-gib", type=float, help="limit of the device memory that tensors may use")
+    parser.add_argument("--recompute", choices=("none", "full"), default="none")
+    parser.add_argument("--keep-core-attn", action="store_true", help="keep the attention kernel's result")
+    parser.add_argument("--recompute-layers", type=int, help="recompute the first N layers only")
+    parser.add_argument("--accumulation", type=int, default=1, help="micro-batches per step")
+    parser.add_argument("--read-loss", action="store_true", help="read the loss after every step")
+    parser.add_argument("--in-forward", action="store_true", help="updates overlap with the next forward")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--csv", type=Path, default=CSV)
+    parser.add_argument("--append", action="store_true", help="append the rows to --csv")
+    args = parser.parse_args()
+    backend.init_process_group()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=parallel_state.get_world_size())
+    if args.cap_gib:
+        total = torch.cuda.get_device_properties(backend.device).total_memory
+        torch.cuda.set_per_process_memory_fraction(args.cap_gib * GIB / total)
+    memory = MemoryConfig()
+    if args.recompute == "full":
+        memory = MemoryConfig(recompute_granularity="full", recompute_keep_core_attn=args.keep_core_attn)
+        if args.recompute_layers:
+            memory = replace(memory, recompute_method="block", recompute_num_layers=args.recompute_layers)
+    for tokens in args.tokens:
+        row: dict[str, Any] = {
+            "model": args.model,
+            "tensor_parallel": parallel_state.get_world_size(),
+            "tokens": tokens,
+            "accumulation": args.accumulation,
+            "fraction": args.fraction,
+            "staging_gib": args.staging_gib,
+            "cap_gib": args.cap_gib or "",
+            "recompute": f"{args.recompute} {args.recompute_layers or ''} keep={args.keep_core_attn}",
+        }
+        row |= measure(CONFIGS[args.model](), tokens, memory, args)
+        gc.collect()
+        torch.cuda.empty_cache()
+        if parallel_state.is_global_rank_zero():
+            print(row, flush=True)
+            if args.append:
+                append([row | environment("scripts.bench.state_offload")], args.csv)
+    leave_process_groups()
+
+
+if __name__ == "__main__":
+    main()

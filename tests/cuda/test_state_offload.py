@@ -1,0 +1,58 @@
+"""Tests optimizer states in host memory on a GPU: equal to resident states bit by bit, over several steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nxd_memopt.backends import backend
+from nxd_memopt.optimizer import AdamW, NeuronZero1Optimizer, OffloadedZero1Optimizer
+from nxd_memopt.parallel_layers import parallel_state
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(backend.name != "cuda", reason="needs NXD_MEMOPT_BACKEND=cuda and a GPU"),
+]
+SHAPES = ((1000, 513), (77,), (3, 5, 7), (4096, 300), (1,))
+OPTIONS = {"lr": 0.01, "betas": (0.9, 0.95), "weight_decay": 0.1}
+
+
+def parameters(dtype: torch.dtype) -> list[nn.Parameter]:
+    generator = torch.Generator(backend.device).manual_seed(5)
+    shapes = {"generator": generator, "device": backend.device}
+    return [nn.Parameter(torch.randn(shape, **shapes).to(dtype)) for shape in SHAPES]
+
+
+def train(optimizer: NeuronZero1Optimizer, params: list[nn.Parameter]) -> list[Tensor]:
+    for step in range(7):
+        generator = torch.Generator(backend.device).manual_seed(step)
+        for param in params:
+            gradient = torch.randn(param.shape, generator=generator, device=backend.device)
+            param.grad = gradient.to(param.dtype)
+        optimizer.step()
+        optimizer.zero_grad()
+    stored = optimizer.stored_parameters()
+    states = [optimizer.base_optimizer.state[each.stored] for each in stored]
+    tensors = [*params, *(each.stored for each in stored)]
+    tensors += [state[name] for state in states for name in ("exp_avg", "exp_avg_sq", "step")]
+    return [tensor.detach().cpu().clone() for tensor in tensors]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("slots", [2, 5, 1000])
+def test_states_on_the_host_equal_resident_ones(dtype: torch.dtype, fraction: float, slots: int) -> None:
+    parallel_state.initialize_model_parallel()
+    chunk = 100_000
+    resident, offloaded = parameters(dtype), parameters(dtype)
+    expected = train(NeuronZero1Optimizer(resident, AdamW, optimizer_dtype=torch.float32, **OPTIONS), resident)
+    optimizer = OffloadedZero1Optimizer(
+        offloaded,
+        optimizer_offload_fraction=fraction,
+        staging_bytes=slots * 12 * chunk,
+        chunk_elements=chunk,
+        resident_elements=1,
+        **OPTIONS,
+    )
+    torch.testing.assert_close(train(optimizer, offloaded), expected, rtol=0, atol=0)

@@ -1,0 +1,179 @@
+"""Tests optimizer states on the host: equal to resident states bit by bit at every fraction, and never stale."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nxd_memopt.memory.host_pool import HostPool
+from nxd_memopt.optimizer import NeuronZero1Optimizer
+from nxd_memopt.optimizer.offloaded_zero1 import OffloadedZero1Optimizer
+from nxd_memopt.parallel_layers import parallel_state
+from tests.deferred_transfers import DeferredTransfers
+from tests.reference import assert_says, error_message
+from tests.reference_models import batch, llama_config, parallel_model
+
+SHAPES = ((7, 13), (5,), (11, 3), (1,), (64, 2), (17,))
+OPTIONS = {"lr": 0.05, "betas": (0.9, 0.95), "eps": 1e-8}
+CHUNK = 32
+
+
+@pytest.fixture(autouse=True)
+def one_rank() -> None:
+    parallel_state.initialize_model_parallel()
+
+
+def parameters(dtype: torch.dtype) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(5)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+
+
+def groups(params: list[nn.Parameter]) -> list[dict[str, object]]:
+    return [
+        {"params": [param for param in params if param.dim() > 1], "weight_decay": 0.1},
+        {"params": [param for param in params if param.dim() == 1], "weight_decay": 0.0},
+    ]
+
+
+def offloaded(params: list[nn.Parameter], fraction: float, **options: object) -> OffloadedZero1Optimizer:
+    defaults = {"transfers": DeferredTransfers(), "chunk_elements": CHUNK, "staging_bytes": 3 * 12 * CHUNK}
+    defaults["resident_elements"] = 1
+    return OffloadedZero1Optimizer(
+        groups(params), optimizer_offload_fraction=fraction, **(defaults | OPTIONS | options)
+    )
+
+
+def train(optimizer: NeuronZero1Optimizer, params: list[nn.Parameter], steps: range, *, skip: int = -1) -> list[Tensor]:
+    """Run steps with gradients that depend on the step alone; return the norms."""
+    norms = []
+    for step in steps:
+        generator = torch.Generator().manual_seed(100 + step)
+        for i, param in enumerate(params):
+            gradient = torch.randn(param.shape, generator=generator).to(param.dtype)
+            param.grad = None if i == skip else gradient
+        optimizer.step()
+        optimizer.zero_grad()
+        norms.append(optimizer.grad_norm)
+    return norms
+
+
+def resident(params: list[nn.Parameter]) -> NeuronZero1Optimizer:
+    """The reference: torch's AdamW on fp32 masters."""
+    return NeuronZero1Optimizer(
+        groups(params), torch.optim.AdamW, optimizer_dtype=torch.float32, foreach=False, **OPTIONS
+    )
+
+
+def values(optimizer: NeuronZero1Optimizer, params: list[nn.Parameter]) -> list[Tensor]:
+    stored = optimizer.stored_parameters()
+    masters = [each.stored.detach() for each in stored]
+    states = [optimizer.base_optimizer.state[each.stored] for each in stored]
+    moments = [state[name] for state in states for name in ("exp_avg", "exp_avg_sq", "step")]
+    return [tensor.detach().clone() for tensor in (*params, *masters, *moments)]
+
+
+def assert_equal(left: list[Tensor], right: list[Tensor]) -> None:
+    torch.testing.assert_close(left, right, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("fraction", [0.0, 0.3, 0.7, 1.0])
+def test_every_fraction_equals_resident_states(dtype: torch.dtype, fraction: float) -> None:
+    expected, actual = parameters(dtype), parameters(dtype)
+    reference, optimizer = resident(expected), offloaded(actual, fraction)
+    norms = train(reference, expected, range(6), skip=2)
+    assert_equal(train(optimizer, actual, range(6), skip=2), norms)  # the norms are above 1: clipping is active
+    assert_equal(values(optimizer, actual), values(reference, expected))
+
+
+@pytest.mark.parametrize("slots", [2, 3, 9, 50])
+def test_every_number_of_slots(slots: int) -> None:
+    expected, actual = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    reference, optimizer = resident(expected), offloaded(actual, 1.0, staging_bytes=slots * 12 * CHUNK)
+    train(reference, expected, range(4))
+    train(optimizer, actual, range(4))
+    assert_equal(values(optimizer, actual), values(reference, expected))
+
+
+def test_each_state_moves_once_in_each_direction() -> None:
+    params = parameters(torch.bfloat16)
+    transfers = DeferredTransfers()
+    optimizer = offloaded(params, 1.0, transfers=transfers)
+    train(optimizer, params, range(5))
+    optimizer.base_optimizer.synchronize()
+    elements = sum(param.numel() for param in params)
+    assert transfers.bytes_out == 5 * 12 * elements
+    assert transfers.bytes_in == 12 * (5 * elements + 3 * CHUNK)  # three chunks are ahead
+
+
+def test_weights_that_are_loaded_after_the_optimizer_was_made_are_trained() -> None:
+    expected, actual = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    reference, optimizer = resident(expected), offloaded(actual, 1.0)
+    for steps in (range(2), range(2, 4)):
+        train(reference, expected, steps)
+        train(optimizer, actual, steps)
+        with torch.no_grad():
+            for params in (expected, actual):
+                params[0].copy_(torch.full(SHAPES[0], 3.0))
+                params[4].mul_(-1)
+    train(reference, expected, range(4, 6))
+    train(optimizer, actual, range(4, 6))
+    assert_equal(values(optimizer, actual), values(reference, expected))
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(1.0, 0.0), (0.0, 1.0), (0.4, 0.8), (1.0, 1.0)])
+def test_a_saved_state_continues_at_another_fraction(saved: float, loaded: float) -> None:
+    expected, actual = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    whole = offloaded(expected, saved)
+    train(whole, expected, range(3))
+    state = whole.state_dict()
+    copied = {index: {name: value.clone() for name, value in each.items()} for index, each in state["state"].items()}
+    masters = {index: master.clone() for index, master in state["sharded_master_weights"].items()}
+    optimizer = offloaded(actual, loaded)
+    train(optimizer, actual, range(7, 9))  # other states and prefetched chunks, which loading must replace
+    with torch.no_grad():
+        for param, source in zip(actual, expected, strict=True):
+            param.copy_(source)
+    optimizer.load_state_dict({**state, "state": copied, "sharded_master_weights": masters})
+    for each, params in ((whole, expected), (optimizer, actual)):
+        train(each, params, range(3, 6))
+    assert_equal(values(optimizer, actual), values(whole, expected))
+
+
+@pytest.mark.parametrize("memory", [{}, {"recompute_granularity": "full"}])
+def test_updates_in_the_next_forward_change_nothing(memory: dict[str, object]) -> None:
+    results = []
+    for in_forward in (False, True):
+        torch.manual_seed(3)
+        model = parallel_model(llama_config(), **memory).to(torch.bfloat16)
+        transfers = DeferredTransfers()
+        options = {"transfers": transfers, "chunk_elements": 256, "staging_bytes": 3 * 12 * 256}
+        optimizer = OffloadedZero1Optimizer(model.parameters(), resident_elements=100, **options, **OPTIONS)
+        if in_forward:
+            optimizer.update_in_forward(model.decoder_layers())
+        losses, waiting = [], []
+        for _ in range(4):
+            loss = model(**batch()).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+            waiting.append(len(optimizer.base_optimizer._pending))
+        assert all(waiting) == in_forward  # chunks are left for the next forward, or none
+        results.append([*losses, *values(optimizer, list(model.parameters()))])
+        if in_forward:
+            assert not optimizer.base_optimizer._pending  # reading the states completes the step
+    assert_equal(*results)
+
+
+def test_errors_name_bytes_and_remedy() -> None:
+    params = parameters(torch.bfloat16)
+    assert_says(error_message(lambda: offloaded(params, 1.5)), "between 0 and 1, got 1.5")
+    small = HostPool(1000, block_bytes=1000)
+    message = error_message(lambda: offloaded(params, 1.0, pool=small))
+    assert_says(message, "optimizer states", 12 * sum(param.numel() for param in params), 1000)
+    message = error_message(lambda: OffloadedZero1Optimizer(groups(params), lr=0.1))
+    assert_says(message, "optimizer_cpu_offload", "cpu")
+    wide = [nn.Parameter(torch.zeros(3, 2, dtype=torch.float64)), nn.Parameter(torch.zeros(3))]
+    assert_says(error_message(lambda: offloaded(wide, 1.0)), "float64")
