@@ -26,6 +26,7 @@ from nxd_memopt.modules.parallel_residual import (
     normalised_column_parallel_linears,
     row_parallel_linears,
 )
+from nxd_memopt.modules.tiled_mlp import MLPLayers
 from nxd_memopt.ops.parts import split_sizes
 from nxd_memopt.ops.rope import apply_rope_qkv
 from nxd_memopt.parallel_layers.fusion import FusedPath, FusibleModule
@@ -89,6 +90,10 @@ class GPTNeoXMLP(FusibleModule):
         self.dense_h_to_4h = factory.column("dense_h_to_4h", hidden, width, bias=True)
         self.dense_4h_to_h = factory.row("dense_4h_to_h", width, hidden, bias=True)
         self.act = Activation(config.hidden_act)
+
+    def layers(self) -> MLPLayers:
+        """Return the submodules, for tiles of tokens."""
+        return MLPLayers((self.dense_h_to_4h,), self.act, self.dense_4h_to_h, self.act.hidden_act)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.dense_4h_to_h(self.act(self.dense_h_to_4h(hidden)))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 RECOMPUTE_GRANULARITIES = (None, "selective", "full")
-RECOMPUTE_METHODS = (None, "uniform", "block")
+RECOMPUTE_METHODS = (None, "uniform", "block", "nested")
 RECOMPUTE_MODULES = ("core_attn", "attn", "norm", "mlp_act", "mlp")
 ATTENTION_BACKENDS = (
     "auto",
@@ -139,18 +139,30 @@ class MemoryConfig:
             submodules.
         recompute_method: for ``"full"``: ``"uniform"`` recomputes all layers in chunks of
             ``recompute_num_layers``; ``"block"`` recomputes only the first
-            ``recompute_num_layers`` layers. ``None`` recomputes each layer separately.
-        recompute_num_layers: layers per chunk (``uniform``) or recomputed layers (``block``).
+            ``recompute_num_layers`` layers; ``"nested"`` keeps one input per chunk as ``uniform``
+            does, and in backward recomputes the chunk's other inputs first and then layer by layer:
+            the activations of one layer at a time, for one more forward of all layers of a chunk
+            but the last. ``None`` recomputes each layer separately.
+        recompute_num_layers: layers per chunk (``uniform``, ``nested``) or recomputed layers
+            (``block``). ``nested`` chooses about the square root of the number of layers if it is
+            ``None`` (``planner.formulas.nested_chunk_layers``).
         recompute_modules: for ``"selective"``: any of ``core_attn``, ``attn``, ``norm``,
             ``mlp_act``, ``mlp``; default ``("core_attn",)``.
         recompute_keep_core_attn: with ``"full"``: keep the results of the attention kernel
             (``[B, h/T, S, d]`` per layer, and its log-sum-exps) instead of recomputing them; at
             long sequences the kernel takes most of a layer's time.
         cpu_offloading: NeMo's switch in addition to the number of layers; ``None`` follows the
-            number.
+            other two options.
         cpu_offloading_num_layers: this many first layers keep their activations in host memory
             between forward and backward; ``"full"`` recompute then applies to the layers after
-            them. Needs an NVIDIA GPU.
+            them, unless ``cpu_offloading_activations`` is set. Needs an NVIDIA GPU.
+        cpu_offloading_activations: with ``"full"``: all layers are recomputed, and what they keep
+            for it (their inputs, and the results of ``recompute_keep_core_attn``) waits in host
+            memory, for the first ``cpu_offloading_num_layers`` layers or, if that is 0, for all
+            recomputed layers. A chunk belongs to its first layer. Needs an NVIDIA GPU.
+        mlp_tile_tokens: compute the MLP for this many tokens at a time (all tensor-parallel ranks'
+            shards together), forward and backward; only its input is saved. ``"auto"`` takes 32,768
+            tokens, or fewer if the device's free memory in the first step demands it.
         attention_backend: ``"auto"`` takes, for each call, the first of the device's
             implementations that can run it. A name takes that implementation or fails:
             ``"flash4"`` (FlashAttention-4, from the package flash-attn-4), ``"cudnn"``,
@@ -166,12 +178,14 @@ class MemoryConfig:
     """
 
     recompute_granularity: Literal["selective", "full"] | None = None
-    recompute_method: Literal["uniform", "block"] | None = None
+    recompute_method: Literal["uniform", "block", "nested"] | None = None
     recompute_num_layers: int | None = None
     recompute_modules: tuple[str, ...] | None = None
     recompute_keep_core_attn: bool = False
     cpu_offloading: bool | None = None
     cpu_offloading_num_layers: int = 0
+    cpu_offloading_activations: bool = False
+    mlp_tile_tokens: int | Literal["auto"] | None = None
     attention_backend: Literal["auto", "flash4", "cudnn", "flash", "efficient", "sdpa", "tiled", "nki", "math"] = "auto"
     fused_linear_cross_entropy: bool = True
     selective_activation_checkpointing_is_enabled: bool = False
@@ -184,6 +198,16 @@ class MemoryConfig:
         self._apply_nxd_switch()
         self._check_recompute_modules()
         self._check_recompute()
+        self._check_offload()
+        self._check_tiles()
+
+    def num_offloaded_layers(self, num_layers: int) -> int:
+        """Return how many first layers offload activations or checkpoints, of ``num_layers``."""
+        if not self.cpu_offloading_activations or self.cpu_offloading_num_layers:
+            return self.cpu_offloading_num_layers
+        if self.recompute_method == "block" and self.recompute_num_layers is not None:
+            return self.recompute_num_layers
+        return num_layers
 
     def _apply_nxd_switch(self) -> None:
         if not self.selective_activation_checkpointing_is_enabled:
@@ -231,7 +255,8 @@ class MemoryConfig:
             raise ValueError(
                 f"recompute_method {method!r} needs recompute_granularity 'full', got {self.recompute_granularity!r}"
             )
-        if (method is None) != (num_layers is None):
+        chooses_layers = method == "nested" and num_layers is None
+        if (method is None) != (num_layers is None) and not chooses_layers:
             raise ValueError(
                 f"recompute_method {method!r} and recompute_num_layers {num_layers!r} go together: set both or neither"
             )
@@ -240,13 +265,53 @@ class MemoryConfig:
                 "recompute_keep_core_attn=True needs recompute_granularity 'full', got "
                 f"{self.recompute_granularity!r}: set it, or leave recompute_keep_core_attn out"
             )
-        if self.cpu_offloading_num_layers < 0:
-            raise ValueError(f"cpu_offloading_num_layers must be at least 0, got {self.cpu_offloading_num_layers}")
-        if self.cpu_offloading is not None and self.cpu_offloading != (self.cpu_offloading_num_layers > 0):
-            raise ValueError(
-                f"cpu_offloading {self.cpu_offloading} contradicts cpu_offloading_num_layers "
-                f"{self.cpu_offloading_num_layers}: set the number of layers, 0 for none, and "
-                "leave the switch out"
-            )
         if num_layers is not None and num_layers < 1:
             raise ValueError(f"recompute_num_layers must be at least 1, got {num_layers}")
+        # The results of all layers would be kept, each as large as the inputs that nesting drops.
+        if self.recompute_keep_core_attn and method == "nested":
+            raise ValueError(
+                "recompute_keep_core_attn=True keeps a tensor of every layer, and recompute_method 'nested' "
+                "only the input of every n-th: use recompute_method 'uniform', or leave one out"
+            )
+
+    def _check_tiles(self) -> None:
+        tokens = self.mlp_tile_tokens
+        if tokens is None:
+            return
+        if tokens != "auto" and type(tokens) is not int:
+            raise ValueError(f"mlp_tile_tokens must be an integer, 'auto' or null, got {tokens!r}")
+        if tokens != "auto" and tokens < 1:
+            raise ValueError(f"mlp_tile_tokens must be at least 1, got {tokens}")
+        # Backward of the tiles recomputes the MLP by itself, without calling the activation.
+        recomputed = sorted({"mlp", "mlp_act"} & set(self.recompute_modules or ()))
+        if recomputed:
+            raise ValueError(
+                f"mlp_tile_tokens {tokens} recomputes the MLP already, and recompute_modules has "
+                f"{recomputed}: leave them out of recompute_modules"
+            )
+
+    def _check_offload(self) -> None:
+        num_layers = self.cpu_offloading_num_layers
+        if num_layers < 0:
+            raise ValueError(f"cpu_offloading_num_layers must be at least 0, got {num_layers}")
+        offloads_checkpoints = self.cpu_offloading_activations
+        if type(offloads_checkpoints) is not bool:
+            raise ValueError(f"cpu_offloading_activations must be true or false, got {offloads_checkpoints!r}")
+        if offloads_checkpoints and self.recompute_granularity != "full":
+            raise ValueError(
+                "cpu_offloading_activations=True needs recompute_granularity 'full', got "
+                f"{self.recompute_granularity!r}: set it, or offload all that the first layers save by "
+                "cpu_offloading_num_layers alone"
+            )
+        is_block = offloads_checkpoints and self.recompute_method == "block"
+        if is_block and self.recompute_num_layers is not None and num_layers > self.recompute_num_layers:
+            raise ValueError(
+                f"cpu_offloading_num_layers {num_layers} exceeds the recompute_num_layers "
+                f"{self.recompute_num_layers} that recompute_method 'block' recomputes: lower it"
+            )
+        if self.cpu_offloading is not None and self.cpu_offloading != (num_layers > 0 or offloads_checkpoints):
+            raise ValueError(
+                f"cpu_offloading {self.cpu_offloading} contradicts cpu_offloading_num_layers "
+                f"{num_layers}: set the number of layers, 0 for none, and "
+                "leave the switch out"
+            )

@@ -83,6 +83,37 @@ def test_require_one_of_names_the_nearest(value, facts):
             ["selective_activation_checkpointing_is_enabled", "full", "set one"],
         ),
         (MemoryConfig, {"attention_backend": "flash9"}, ["attention_backend", "flash9"]),
+        (
+            MemoryConfig,
+            {"recompute_granularity": "full", "recompute_method": "nested", "recompute_keep_core_attn": True},
+            ["recompute_keep_core_attn", "'nested'", "use recompute_method 'uniform'"],
+        ),
+        (
+            MemoryConfig,
+            {"cpu_offloading_activations": True},
+            ["cpu_offloading_activations", "'full'", "None", "cpu_offloading_num_layers alone"],
+        ),
+        (
+            MemoryConfig,
+            {"recompute_granularity": "full", "cpu_offloading_activations": 1},
+            ["cpu_offloading_activations", "true or false", "1"],
+        ),
+        (
+            MemoryConfig,
+            {
+                "recompute_granularity": "full",
+                "recompute_method": "block",
+                "recompute_num_layers": 2,
+                "cpu_offloading_activations": True,
+                "cpu_offloading_num_layers": 3,
+            },
+            ["cpu_offloading_num_layers 3", "recompute_num_layers 2", "lower it"],
+        ),
+        (
+            MemoryConfig,
+            {"recompute_granularity": "full", "cpu_offloading_activations": True, "cpu_offloading": False},
+            ["cpu_offloading False", "contradicts"],
+        ),
     ],
 )
 def test_refusals(cls, options, facts):

@@ -7,13 +7,23 @@ from typing import Literal
 from nxd_memopt.backends import backend
 from nxd_memopt.config import MemoryConfig, require_one_of
 from nxd_memopt.memory.compiled import apply_compile, remove_compile, require_recompute_in_graphs
-from nxd_memopt.memory.offload import apply_offload, remove_offload
+from nxd_memopt.memory.host_pool import HostPool
+from nxd_memopt.memory.offload import (
+    LAYERS_IN_FLIGHT,
+    ActivationOffload,
+    apply_offload,
+    new_pool,
+    remove_offload,
+)
 from nxd_memopt.memory.recompute import (
     Recomputable,
     apply_recompute,
+    layers_per_checkpoint,
     recomputes_parts,
     remove_recompute,
 )
+from nxd_memopt.memory.tiles import apply_tiles, remove_tiles
+from nxd_memopt.parallel_layers.data_shards import require_replicated
 
 COMPILE = (None, "layer")
 
@@ -23,6 +33,7 @@ def apply_memory(
     memory: MemoryConfig,
     *,
     compile: Literal["layer"] | None = None,
+    pool: HostPool | None = None,
 ) -> None:
     """Apply the techniques that ``memory`` and ``compile`` select.
 
@@ -30,6 +41,7 @@ def apply_memory(
 
     The order, from the inside of a layer to the outside:
 
+    0. Tiles of tokens, which replace the computation of the MLPs.
     1. Recompute of parts of a layer. It is part of the compiled graph and decides what the graph
        saves for backward.
     2. Compile.
@@ -43,25 +55,25 @@ def apply_memory(
         memory: recompute and offload options.
         compile: ``"layer"`` compiles each decoder layer as one graph with static shapes; None
             compiles nothing.
+        pool: host memory for offloaded activations, of which ``OFFLOAD_OWNER`` takes blocks;
+            default a new pool. ``planner.formulas.checkpoint_bytes`` gives the bytes to reserve
+            before the first step. Without a reservation the first layer of the first step makes it.
 
     Raises:
         ValueError: an option names more layers than the model has, or a technique that the device
-            does not support.
+            does not support, or the parameters are sharded over data-parallel ranks already: the
+            units of the sharding follow the chunks of recompute.
     """
     require_one_of("compile", compile, COMPILE)
     layers = model.decoder_layers()
-    num_offloaded = memory.cpu_offloading_num_layers
-    transfers = None
-    if num_offloaded:
-        transfers = backend.host_transfers()
-        if transfers is None:
-            raise ValueError(
-                f"cpu_offloading_num_layers {num_offloaded} needs a device whose copies to the host "
-                f"overlap with compute, an NVIDIA GPU; the backend is {backend.name}: leave it out"
-            )
-    if num_offloaded > len(layers):
+    parameters = [param for layer in layers for param in layer.parameters()]
+    require_replicated(parameters, "apply_memory", "apply memory techniques before data_parallel.shard_model")
+    offload = _offload(memory, len(layers), pool)
+    mlps = model.recompute_modules()["mlp"]
+    if compile == "layer" and memory.mlp_tile_tokens is not None:
         raise ValueError(
-            f"cpu_offloading_num_layers {num_offloaded} exceeds the model's {len(layers)} layers: lower it"
+            f"compile 'layer' and mlp_tile_tokens {memory.mlp_tile_tokens!r}: a graph would hold every tile "
+            "of the sequence: set compile to null, or leave mlp_tile_tokens out"
         )
     # before anything is removed: a refused call leaves the model as it was
     if compile == "layer" and recomputes_parts(memory):
@@ -70,15 +82,53 @@ def apply_memory(
     remove_offload(layers)
     remove_compile(layers)
     remove_recompute(model)
+    remove_tiles(mlps)
+    if memory.mlp_tile_tokens is not None:
+        apply_tiles(mlps, memory.mlp_tile_tokens)
     # Recompute of parts runs inside the compiled graph: chunks must exist before ``apply_compile``
     # groups layers by chunk. Otherwise layers are compiled first, because the checkpoint of a chunk
     # captures the (compiled) forwards of all layers of the chunk.
     if compile == "layer" and recomputes_parts(memory):
+        # The graph saves the kept results of attention like its other tensors: the offload hooks
+        # receive them.
         apply_recompute(model, memory)
         apply_compile(layers)
     else:
         if compile == "layer":
             apply_compile(layers)
-        apply_recompute(model, memory)
-    if transfers is not None:
-        apply_offload(layers, num_offloaded, transfers)
+        apply_recompute(model, memory, keep=None if offload is None else offload.keep)
+    if offload is not None:
+        apply_offload(layers, memory.num_offloaded_layers(len(layers)), offload)
+
+
+def _offload(memory: MemoryConfig, num_layers: int, pool: HostPool | None) -> ActivationOffload | None:
+    """Return the object that offloads what ``memory`` selects, or None.
+
+    Raises:
+        ValueError: more layers than the model has, or a device without such copies.
+    """
+    num_offloaded = memory.num_offloaded_layers(num_layers)
+    if not num_offloaded:
+        return None
+    option = f"cpu_offloading_num_layers {num_offloaded}"
+    if memory.cpu_offloading_activations:
+        option = "cpu_offloading_activations"
+    transfers = backend.host_transfers()
+    if transfers is None:
+        raise ValueError(
+            f"{option} needs a device whose copies to the host "
+            f"overlap with compute, an NVIDIA GPU; the backend is {backend.name}: leave it out"
+        )
+    if num_offloaded > num_layers:
+        raise ValueError(f"{option} exceeds the model's {num_layers} layers: lower it")
+    saving_layers = num_offloaded
+    layers_in_flight = None
+    if memory.cpu_offloading_activations:
+        saving_layers = -(-num_offloaded // layers_per_checkpoint(memory, num_layers))
+        layers_in_flight = LAYERS_IN_FLIGHT
+    return ActivationOffload(
+        transfers,
+        pool or new_pool(transfers),
+        num_layers=saving_layers,
+        layers_in_flight=layers_in_flight,
+    )

@@ -20,8 +20,9 @@ from nxd_memopt.modules.attention import CoreAttention
 from nxd_memopt.modules.dropout import ParallelDropout
 from nxd_memopt.ops.packed import PackedDocuments
 
-# Attention backends that, on CPUs, call sdpa once for each packed document.
-_PER_DOCUMENT = {"auto", "sdpa"}
+# Attention backend that, on CPUs, calls sdpa once for each packed document; "auto" takes another
+# one while a layer is compiled.
+_PER_DOCUMENT = {"sdpa"}
 
 
 def apply_compile(layers: Sequence[nn.Module]) -> None:
@@ -278,6 +279,6 @@ def _require_traceable_documents(layers: Sequence[nn.Module], inputs: Iterable[A
         raise ValueError(
             f"compile 'layer' and cu_seqlens with attention_backend {sorted(backends)} on a CPU: "
             "attention then runs for each document by itself, as many calls as the batch has "
-            "documents, which one graph cannot hold; set attention_backend to 'math', or compile "
+            "documents, which one graph cannot hold; set attention_backend to 'auto', or compile "
             "to null"
         )

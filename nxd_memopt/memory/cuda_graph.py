@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from nxd_memopt.backends import Capture, backend
+from nxd_memopt.parallel_layers.data_shards import require_replicated
 from nxd_memopt.parallel_layers.gradient_writes import clear_sum_record, move_sum_record
 from nxd_memopt.parallel_layers.random import get_rng_tracker
 
@@ -77,7 +78,8 @@ class GraphedLoss:
 
     Raises:
         TypeError: ``parameters`` contains something other than leaf tensors.
-        ValueError: the device cannot capture graphs, or no parameter requires a gradient.
+        ValueError: the device cannot capture graphs, no parameter requires a gradient, or
+            parameters are sharded over data-parallel ranks, which gathers them to new addresses.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], loss_of: Callable[..., Tensor]) -> None:
@@ -86,6 +88,7 @@ class GraphedLoss:
             raise ValueError(f"a loss as one CUDA graph {refusal}: use loss_of and backward() themselves")
         # Tied parameters appear once. Frozen parameters are included, to detect that they moved.
         self._all_parameters = _unique_leaves(parameters)
+        require_replicated(self._all_parameters, "a CUDA graph", "run loss_of and backward() without a graph")
         self._parameters = [p for p in self._all_parameters if p.requires_grad]
         if not self._parameters:
             raise ValueError(

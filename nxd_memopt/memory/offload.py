@@ -3,6 +3,10 @@
 The activations of the first layers are unused for the longest time. They have the rest of forward
 to be copied to the host and most of backward to be copied back, overlapped with compute.
 TransformerEngine's and Megatron-LM's ``cpu_offloading`` choose the same layers.
+
+A recomputed layer saves only its input, and optionally the results of attention: its checkpoint.
+The copy of a checkpoint takes a fraction of the layer's compute time, so checkpoints of all layers
+can be offloaded, and at most ``LAYERS_IN_FLIGHT`` of them are on the device in forward.
 """
 
 from __future__ import annotations
@@ -18,33 +22,59 @@ import torch
 from torch import Tensor, nn
 
 from nxd_memopt.backends import HostTransfers, Transfer
+from nxd_memopt.memory.host_arena import HostArena
+from nxd_memopt.memory.host_pool import HostPool
+from nxd_memopt.memory.recompute import is_passed_over
 from nxd_memopt.memory.wrapping import unwrap_forward, wrap_forward
 
+OFFLOAD_OWNER = "activation offload"
+"""Owner of the offloaded activations in the ledger of a ``HostPool``."""
+LAYERS_IN_FLIGHT = 1
+"""Layers whose checkpoints may still be on their way to the host when the next layer ends."""
 _MIN_BYTES = 1 << 20  # smaller storages stay on the device: many transfers for little memory
 
 
 class _Storage:
     """The storage of saved tensors, on the device, in transfer, or on the host."""
 
-    def __init__(self, transfers: HostTransfers, device: Tensor) -> None:
+    def __init__(self, transfers: HostTransfers, arena: HostArena, layer: int, device: Tensor) -> None:
         self._transfers = transfers
+        self._arena = arena
+        self.layer = layer
         self.size_bytes = device.numel()
         self.device: Tensor | None = device
+        self._span = arena.take(self.size_bytes)
         # The copy starts when the work that produces the tensor is done. ``device`` is set until
         # ``_free_sent`` frees it.
-        self._host, self.sent = transfers.to_host(device)
+        self.sent = transfers.to_host(device, self._span.pieces)
         self._returned: Transfer | None = None
+        self._is_awaited = False
+
+    def __del__(self) -> None:
+        # The constructor may have failed before a copy started.
+        if not hasattr(self, "sent"):
+            return
+        transfers = [self.sent]
+        fetched = None
+        if self._returned is not None:
+            transfers.append(self._returned)
+            # A stream that waited for the copy orders later users of the memory after it. Nothing
+            # orders them after a prefetch that was never used.
+            if not self._is_awaited:
+                fetched = self.device
+        self._arena.retire(self._span, transfers, fetched)
 
     def fetch(self) -> None:
         """Start the copy back to the device, unless the storage is on the device."""
         if self.device is None:
-            self.device, self._returned = self._transfers.to_device(self._host, self.sent)
+            self.device, self._returned = self._transfers.to_device(self._span.pieces, self.sent)
 
     def on_device(self) -> Tensor:
         """Return the device memory, 1-D uint8; the current stream waits for the copy."""
         self.fetch()
         if self._returned is not None:
             self._returned.wait()
+            self._is_awaited = True
         assert self.device is not None
         return self.device
 
@@ -104,10 +134,29 @@ class ActivationOffload:
 
     Args:
         transfers: asynchronous copies between device and host.
+        pool: host memory.
+        num_layers: number of layers that offload; the memory for all of them is allocated when the
+            first one has shown how much it saves.
+        layers_in_flight: number of preceding layers whose copies may be incomplete when a layer
+            ends; None waits only if the device is nearly full.
     """
 
-    def __init__(self, transfers: HostTransfers) -> None:
+    def __init__(
+        self,
+        transfers: HostTransfers,
+        pool: HostPool,
+        *,
+        num_layers: int,
+        layers_in_flight: int | None = None,
+    ) -> None:
         self._transfers = transfers
+        self._pool = pool
+        self._arena = HostArena(pool, OFFLOAD_OWNER)
+        self._num_layers = num_layers
+        self._layers_in_flight = layers_in_flight
+        self._reserved_bytes = 0
+        self._num_ended = 0  # calls of ``_end_layer``, which number the layers
+        self._pack_current: Callable[[Tensor], _OnDevice | _View] | None = None
         # Weak references: only the autograd graph keeps storages alive, so a dropped graph frees
         # them.
         self._sending: deque[weakref.ref[_Storage]] = deque()
@@ -115,8 +164,21 @@ class ActivationOffload:
         self._layer_bytes = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ActivationOffload:
-        copy = memo[id(self)] = type(self)(self._transfers)
+        copy = memo[id(self)] = type(self)(
+            self._transfers,
+            self._pool,
+            num_layers=self._num_layers,
+            layers_in_flight=self._layers_in_flight,
+        )
         return copy
+
+    def keep(self, tensor: Tensor) -> _OnDevice | _View:
+        """Offload ``tensor``, which the running layer keeps for its recomputation.
+
+        ``tensor()`` of the result returns it.
+        """
+        assert self._pack_current is not None, "keep is called inside run"
+        return self._pack_current(tensor)
 
     def run(
         self,
@@ -138,8 +200,12 @@ class ActivationOffload:
         saved: dict[int, _Storage] = {}
         checked: list[_OnDevice] = []
         pack = functools.partial(self._pack, resident_addresses, saved, checked)
-        with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
-            output = forward(hidden, *context)
+        self._pack_current = pack
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
+                output = forward(hidden, *context)
+        finally:
+            self._pack_current = None
         # Check for in-place writes now: after the device memory is freed no version counter is
         # left.
         for alias in checked:
@@ -147,6 +213,11 @@ class ActivationOffload:
         # Bytes of the last layer estimate the bytes that the next layer will need.
         references = [weakref.ref(storage) for storage in saved.values()]
         self._layer_bytes = sum(storage.size_bytes for storage in saved.values())
+        # Layers save about the same. Memory that is missing for the last layer is an error in the
+        # first layer of the first step, and later steps pin nothing.
+        if self._layer_bytes * self._num_layers > self._reserved_bytes:
+            self._arena.reserve(self._layer_bytes * self._num_layers)
+            self._reserved_bytes = self._layer_bytes * self._num_layers
         # Autograd keeps the pack hook, and the lists bound to it, as long as the graph.
         saved.clear()
         checked.clear()
@@ -191,7 +262,7 @@ class ActivationOffload:
             return _OnDevice.of(tensor)
         if address not in saved:
             storage_bytes = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-            saved[address] = _Storage(self._transfers, storage_bytes)
+            saved[address] = _Storage(self._transfers, self._arena, self._num_ended, storage_bytes)
             self._sending.append(weakref.ref(saved[address]))
         checked.append(_OnDevice.of(tensor))
         geometry = (int(tensor.storage_offset()), tensor.size(), tensor.stride())
@@ -205,9 +276,10 @@ class ActivationOffload:
     def _free_sent(self) -> None:
         """Free the device memory of storages whose copy is complete.
 
-        If free memory is at most twice the last layer's saved bytes, wait for incomplete copies
-        too.
+        Wait for incomplete copies too: of layers before the last ``layers_in_flight``, and if free
+        memory is at most twice the last layer's saved bytes.
         """
+        self._num_ended += 1
         if self._sending:
             self._transfers.keep_pace()
         while self._sending:
@@ -216,8 +288,12 @@ class ActivationOffload:
             storage = self._sending[0]()
             if storage is not None and not storage.sent.is_done():
                 # Waiting stalls the compute stream; it pays only if the next layer could run out of
-                # memory.
-                if self._transfers.free_bytes() > 2 * self._layer_bytes:
+                # memory. The saved bytes say so only if they are most of what a layer allocates,
+                # which they are not in a recomputed layer.
+                is_old = False
+                if self._layers_in_flight is not None:
+                    is_old = storage.layer < self._num_ended - self._layers_in_flight
+                if not is_old and self._transfers.free_bytes() > 2 * self._layer_bytes:
                     break
                 storage.sent.wait()
             if storage is not None:
@@ -241,14 +317,27 @@ def _tensors_in(values: Any) -> Iterator[Tensor]:
             yield from _tensors_in(value)
 
 
-def apply_offload(layers: Sequence[nn.Module], num_layers: int, transfers: HostTransfers) -> None:
+def new_pool(transfers: HostTransfers) -> HostPool:
+    """Return a pool whose memory ``transfers`` can copy to and from asynchronously."""
+    return HostPool(pinned=transfers.needs_pinned_memory)
+
+
+def apply_offload(layers: Sequence[nn.Module], num_layers: int, offload: ActivationOffload) -> None:
     """Keep the activations of the first ``num_layers`` of ``layers`` on the host.
 
     Replaces an earlier choice.
+
+    Args:
+        layers: all decoder layers, in order.
+        num_layers: number of first layers that offload.
+        offload: one object for all layers: the transfers of one layer overlap with the compute of
+            the next.
     """
-    # One object for all layers: the transfers of one layer overlap with the compute of the next.
-    offload = ActivationOffload(transfers)
     for i, layer in enumerate(layers):
+        # The first layer of a recomputed chunk runs this one: it saves nothing. A call would only
+        # separate the chunk from the one before it, whose checkpoint is to be fetched ahead.
+        if is_passed_over(layer):
+            continue
         # The wrapper is a partial of ``partial`` itself: called with a forward, it returns a bound
         # forward. Unlike a closure, ``copy.deepcopy`` copies it together with the layer.
         if i < num_layers:

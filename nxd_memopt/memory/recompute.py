@@ -14,11 +14,18 @@ from torch import nn, overrides
 from nxd_memopt.backends import backend
 from nxd_memopt.backends.base import ContextPair
 from nxd_memopt.config import MemoryConfig
-from nxd_memopt.memory.selective import KEEPABLE_ATTENTION, both_contexts, keeping_contexts
-from nxd_memopt.memory.wrapping import Forward, Technique, is_wrapped, unwrap_forward, wrap_forward
+from nxd_memopt.memory.selective import (
+    KEEPABLE_ATTENTION,
+    Keep,
+    both_contexts,
+    keeping_contexts,
+    kept_elsewhere_contexts,
+)
+from nxd_memopt.memory.wrapping import Forward, Technique, is_wrapped, unwrap_forward, wrap_forward, wrapper_of
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.mappings import functional_contexts
 from nxd_memopt.parallel_layers.random import replay_contexts
+from nxd_memopt.planner.formulas import nested_chunk_layers
 
 
 class Recomputable(Protocol):
@@ -39,7 +46,7 @@ class Recomputable(Protocol):
 def checkpoint(
     function: Callable[..., Any],
     *args: Any,
-    keep_core_attn: bool = False,
+    keep_core_attn: bool | Keep = False,
     use_reentrant: bool | None = None,
     preserve_rng_state: bool = True,
     context_fn: Callable[[], ContextPair] | None = None,
@@ -62,7 +69,8 @@ def checkpoint(
             and dicts, and all tensors with autograd history that it uses must be among its
             arguments.
         keep_core_attn: save the outputs of fused attention kernels, so that backward does not run
-            the kernels again.
+            the kernels again. A function keeps them: it returns an object whose ``tensor()`` returns
+            the tensor.
         use_reentrant: accepted for compatibility and ignored. One implementation supports keyword
             arguments, nested results and inputs that require no gradient.
         preserve_rng_state: accepted for compatibility and ignored. Random numbers are always the
@@ -100,7 +108,7 @@ def checkpoint(
 def _contexts(
     context_fn: Callable[[], ContextPair] | None,
     *,
-    keep_core_attn: bool,
+    keep_core_attn: bool | Keep,
 ) -> Callable[[], ContextPair] | None:
     """Return one context function for the caller's and the library's contexts, None without any."""
     # From outside to inside: rng replay, functional mappings (no in-place writes to inputs, because
@@ -108,7 +116,9 @@ def _contexts(
     contexts: list[Callable[[], ContextPair]] = []
     if context_fn is not None:
         contexts.append(context_fn)
-    if keep_core_attn:
+    if callable(keep_core_attn):
+        contexts.append(functools.partial(kept_elsewhere_contexts, keep_core_attn))
+    elif keep_core_attn:
         contexts.append(keeping_contexts)
     if not torch.compiler.is_compiling():  # dynamo cannot trace custom context managers
         contexts.insert(0, functional_contexts)
@@ -180,12 +190,18 @@ def _run_under(
         return function(*args, **kwargs)
 
 
-def apply_recompute(model: Recomputable, memory: MemoryConfig) -> None:
+def apply_recompute(model: Recomputable, memory: MemoryConfig, *, keep: Keep | None = None) -> None:
     """Replace the forward of the modules that ``memory`` selects.
 
     Parameters and parameter names do not change.
 
     A second call replaces the first choice.
+
+    Args:
+        model: a model that lists its decoder layers and the modules that can be recomputed.
+        memory: recompute options.
+        keep: keeps the results of attention for the layers whose checkpoints are offloaded; None
+            keeps them on the device.
 
     Raises:
         ValueError: ``recompute_num_layers`` exceeds the number of layers, or, for ``uniform``, does
@@ -197,9 +213,12 @@ def apply_recompute(model: Recomputable, memory: MemoryConfig) -> None:
     if memory.recompute_granularity == "full":
         if memory.recompute_keep_core_attn:
             _require_keepable(model.recompute_modules()["core_attn"])
-        # Layers whose activations are offloaded are not recomputed as well.
         layers = list(model.decoder_layers())
-        _apply_full(layers[memory.cpu_offloading_num_layers :], memory)
+        # Layers whose activations are offloaded are not recomputed as well, unless it is their
+        # checkpoints that are offloaded.
+        if not memory.cpu_offloading_activations:
+            layers = layers[memory.cpu_offloading_num_layers :]
+        _apply_full(layers, memory, keep)
     elif memory.recompute_granularity == "selective":
         named = model.recompute_modules()
         _warn_if_useless(named, memory)
@@ -235,7 +254,8 @@ def is_recomputed(module: nn.Module) -> bool:
 
 def is_passed_over(layer: nn.Module) -> bool:
     """Return whether ``layer`` returns its input; the first layer of its chunk runs it."""
-    return layer.__dict__.get("forward") is _pass_on
+    # Not the forward itself, which outer techniques may have wrapped.
+    return _passing_on in (wrapper_of(layer, "recompute"), wrapper_of(layer, "traced_recompute"))
 
 
 def remove_recompute(model: Recomputable) -> None:
@@ -251,30 +271,44 @@ def remove_recompute(model: Recomputable) -> None:
         unwrap_forward(module, "traced_recompute")
 
 
-def _apply_full(layers: list[nn.Module], memory: MemoryConfig) -> None:
+def _apply_full(layers: list[nn.Module], memory: MemoryConfig, keep: Keep | None) -> None:
     """Checkpoint ``layers`` in chunks of ``recompute_num_layers``.
 
     ``block`` recomputes the first ``recompute_num_layers`` layers one by one. ``uniform``
     recomputes all layers in chunks of ``recompute_num_layers`` layers, which saves one input per
-    chunk.
+    chunk. ``nested`` does so too, and also checkpoints each layer of a chunk separately.
     """
-    num_layers = memory.recompute_num_layers or 1
     if not layers:
         raise ValueError("recompute_granularity 'full' is left no layer by cpu_offloading_num_layers: leave one out")
-    if num_layers > len(layers):
-        raise ValueError(f"recompute_num_layers {num_layers} exceeds the model's {len(layers)} layers: lower it")
+    is_nested = memory.recompute_method == "nested"
+    given = memory.recompute_num_layers or 1
+    if given > len(layers):
+        raise ValueError(f"recompute_num_layers {given} exceeds the model's {len(layers)} layers: lower it")
     # ``block``: chunks of one layer, over the first layers only.
+    num_layers = layers_per_checkpoint(memory, len(layers))
     if memory.recompute_method == "block":
-        layers = layers[:num_layers]
-        num_layers = 1
-    if len(layers) % num_layers:
+        layers = layers[:given]
+    # ``nested``: the last chunk may be shorter.
+    if len(layers) % num_layers and not is_nested:
         raise ValueError(
             f"{len(layers)} layers are not divisible by recompute_num_layers {num_layers}: "
             "use a divisor, or recompute_method 'block'"
         )
     for first in range(0, len(layers), num_layers):
         chunk = layers[first : first + num_layers]
-        _checkpoint_chunk(chunk, keep_core_attn=memory.recompute_keep_core_attn)
+        keep_core_attn: bool | Keep = memory.recompute_keep_core_attn
+        if keep_core_attn and keep is not None and first < memory.num_offloaded_layers(len(layers)):
+            keep_core_attn = keep
+        _checkpoint_chunk(chunk, keep_core_attn=keep_core_attn, is_nested=is_nested)
+
+
+def layers_per_checkpoint(memory: MemoryConfig, num_layers: int) -> int:
+    """Return how many layers one checkpoint of full recompute covers, of ``num_layers`` layers."""
+    if memory.recompute_method == "block":
+        return 1
+    if memory.recompute_method == "nested" and memory.recompute_num_layers is None:
+        return nested_chunk_layers(num_layers)
+    return memory.recompute_num_layers or 1
 
 
 def _require_keepable(modules: Sequence[nn.Module]) -> None:
@@ -288,10 +322,18 @@ def _require_keepable(modules: Sequence[nn.Module]) -> None:
         )
 
 
-def _checkpoint_chunk(layers: list[nn.Module], *, keep_core_attn: bool) -> None:
+def _checkpoint_chunk(layers: list[nn.Module], *, keep_core_attn: bool | Keep, is_nested: bool) -> None:
     """Run the chunk under one checkpoint in its first layer; its other layers return their input.
 
     The model's loop over its layers stays as it is.
+
+    Args:
+        layers: consecutive layers.
+        keep_core_attn: see ``checkpoint``.
+        is_nested: also run each layer under a checkpoint. Backward of the chunk then runs the
+            layers once to restore their inputs, which it keeps until the backward of each layer
+            runs that layer again: one layer's activations exist at a time, for one more forward of
+            all layers of the chunk but the last.
     """
     first_layer, *later_layers = layers
     later_forwards = [layer.forward for layer in later_layers]
@@ -300,7 +342,7 @@ def _checkpoint_chunk(layers: list[nn.Module], *, keep_core_attn: bool) -> None:
     technique: Technique = "recompute"
     if keep_core_attn:
         technique = "traced_recompute"
-    wrapper = functools.partial(_checkpointed_chunk, later_forwards, keep_core_attn)
+    wrapper = functools.partial(_checkpointed_chunk, later_forwards, keep_core_attn, is_nested)
     wrap_forward(first_layer, technique, wrapper)
     for layer in later_layers:
         wrap_forward(layer, technique, _passing_on)
@@ -308,11 +350,16 @@ def _checkpoint_chunk(layers: list[nn.Module], *, keep_core_attn: bool) -> None:
 
 def _checkpointed_chunk(
     later_forwards: Sequence[Forward],
-    keep_core_attn: bool,
+    keep_core_attn: bool | Keep,
+    is_nested: bool,
     forward: Forward,
 ) -> Forward:
     """Return a forward that runs ``forward`` and then ``later_forwards`` under one checkpoint."""
-    run = functools.partial(_run_chunk, [forward, *later_forwards])
+    forwards = [forward, *later_forwards]
+    # A checkpoint of one layer is the checkpoint of its chunk.
+    if is_nested and later_forwards:
+        forwards = [functools.partial(checkpoint, each) for each in forwards]
+    run = functools.partial(_run_chunk, forwards)
     return functools.partial(checkpoint, run, keep_core_attn=keep_core_attn)
 
 

@@ -10,9 +10,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from nxd_memopt.backends.base import ContextPair
@@ -48,6 +52,70 @@ keeping_contexts: Callable[[], ContextPair] = functools.partial(
 """Return a context that saves (forward pass) and a context that returns the saved results
 (recomputation).
 """
+
+
+class Kept(Protocol):
+    """A tensor that is kept elsewhere, for example in host memory."""
+
+    def tensor(self) -> Tensor:
+        """Return the tensor, on the device."""
+        ...
+
+
+Keep = Callable[[Tensor], Kept]
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A kept tensor in the structure of an operator's result."""
+
+    kept: Kept
+
+    def tensor(self) -> Tensor:
+        return self.kept.tensor()
+
+
+class _KeepResults(TorchDispatchMode):
+    """Passes the results of fused attention kernels to ``keep``, in the order of the calls."""
+
+    def __init__(self, results: list[Any], keep: Keep) -> None:
+        super().__init__()
+        self._results = results
+        self._keep = keep
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in _OPERATORS:
+            self._results.append(tree_map_only(Tensor, self._held, result))
+        return result
+
+    def _held(self, tensor: Tensor) -> _Held:
+        return _Held(self._keep(tensor))
+
+
+class _ReturnResults(TorchDispatchMode):
+    """Returns the kept results instead of running the kernels, in the order of the calls."""
+
+    def __init__(self, results: list[Any]) -> None:
+        super().__init__()
+        # A copy: a retained graph recomputes its region again.
+        self._remaining = iter(tuple(results))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _OPERATORS:
+            return tree_map_only(_Held, _Held.tensor, next(self._remaining))
+        return func(*args, **(kwargs or {}))
+
+
+def kept_elsewhere_contexts(keep: Keep) -> ContextPair:
+    """Return contexts as ``keeping_contexts``, with the results kept by ``keep``.
+
+    torch's own contexts hold the results on the device, out of the reach of saved-tensor hooks.
+    """
+    results: list[Any] = []
+    forward = functools.partial(_KeepResults, results, keep)
+    recompute = functools.partial(_ReturnResults, results)
+    return ReusableContext(forward), ReusableContext(recompute)
 
 
 def both_contexts(

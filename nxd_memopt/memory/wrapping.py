@@ -11,15 +11,17 @@ from nxd_memopt.parallel_layers.fusion import examine_fused_paths
 
 Forward = Callable[..., Any]
 Wrapper = Callable[[Forward], Forward]
-Technique = Literal["traced_recompute", "compile", "recompute", "offload"]
+Technique = Literal["tiles", "traced_recompute", "compile", "recompute", "offload", "optimizer"]
 
 # Full recompute is outside the compiled graph. Inside, the compiler would decide what is saved, by
 # tags on operations. torch 2.11 drops the tags of operations in autograd Functions and then saves
 # the outputs of all matmuls (measured: 676 MiB instead of 64 MiB per layer of LLaMA-3-8B at 8,192
 # tokens). Recompute of a part of the layer must be inside (``traced_recompute``) and is refused by
 # torch versions that drop the tags. Offload is outside: its hooks are Python code, which a graph
-# cannot contain, and they receive the tensors that the compiled layer saves for backward.
-_INNER_FIRST: tuple[Technique, ...] = ("traced_recompute", "compile", "recompute", "offload")
+# cannot contain, and they receive the tensors that the compiled layer saves for backward. The
+# optimizer's wrapper completes the layer's update; it must not run again in a recomputation.
+# Tiles replace the computation of a module, so every other technique is around them.
+_INNER_FIRST: tuple[Technique, ...] = ("tiles", "traced_recompute", "compile", "recompute", "offload", "optimizer")
 _STATE = "_wrapped_forward"
 
 
@@ -42,6 +44,11 @@ def unwrap_forward(module: nn.Module, technique: Technique) -> None:
 def is_wrapped(module: nn.Module, technique: Technique) -> bool:
     """Return whether ``technique`` is applied to ``module``."""
     return technique in _wrappers(module)
+
+
+def wrapper_of(module: nn.Module, technique: Technique) -> Wrapper | None:
+    """Return the wrapper of ``technique`` on ``module``, or None."""
+    return _wrappers(module).get(technique)
 
 
 def _wrappers(module: nn.Module) -> Mapping[Technique, Wrapper]:

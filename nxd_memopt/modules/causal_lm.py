@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.modules.factory import LayerFactory
 from nxd_memopt.ops.math_attention import padding_and_causal_mask
-from nxd_memopt.ops.packed import PackedDocuments
+from nxd_memopt.ops.packed import PackedDocuments, packed_documents
 from nxd_memopt.ops.rope import rope_frequencies, rope_tables
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.fusion import FusedPath, FusibleModule, Fusions
@@ -32,8 +32,9 @@ class CausalLMOutput:
     """Output of a causal language model.
 
     Args:
-        loss: mean cross entropy over the labels that are not ignored, fp32, the same on every
-            tensor-parallel rank; None without labels.
+        loss: mean cross entropy over the labels that are not ignored (or their sum divided by
+            ``num_items_in_batch``), fp32, the same on every tensor-parallel rank; None without
+            labels.
         logits: ``[B, S, V]``; None if labels are given and logits are not requested.
     """
 
@@ -124,7 +125,8 @@ class ParallelCausalLM(FusibleModule, ABC):
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         return_logits: bool = False,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | PackedDocuments | None = None,
+        num_items_in_batch: Tensor | None = None,
     ) -> CausalLMOutput:
         """Compute the loss, the logits, or both.
 
@@ -138,8 +140,12 @@ class ParallelCausalLM(FusibleModule, ABC):
                 kernels.
             return_logits: with labels, return logits in addition to the loss.
             cu_seqlens: ``[N + 1]`` integers, the starts of N documents in the batch's B * S tokens
-                (row after row), followed by B * S (``ops.packed``). Tokens attend only to their own
-                document, and the first token of a document is not predicted.
+                (row after row), followed by B * S (``ops.packed``), or ``PackedDocuments``. Tokens
+                attend only to their own document, and the first token of a document is not
+                predicted.
+            num_items_in_batch: divisor of the loss, on the device, 0-dim or ``[1]``; default the
+                number of labels that are not ignored. The losses of several batches with one
+                divisor add up to the mean over all their tokens, in any split into batches.
 
         Raises:
             ValueError: T does not divide S under sequence parallelism, shapes differ, or
@@ -149,7 +155,9 @@ class ParallelCausalLM(FusibleModule, ABC):
         """
         self.fusions.begin_forward()
         self._check_shapes(input_ids, labels=labels, attention_mask=attention_mask)
-        documents = self._documents(input_ids, attention_mask, cu_seqlens)
+        documents = None
+        if cu_seqlens is not None:
+            documents = packed_documents(cu_seqlens, input_ids, attention_mask)
         if position_ids is None and documents is not None:
             position_ids = documents.positions()
         elif position_ids is None:
@@ -171,11 +179,11 @@ class ParallelCausalLM(FusibleModule, ABC):
         hidden = self.backbone(input_ids, rope, mask)
         # The fused loss never stores all logits; it is not possible if the caller needs them.
         if labels is not None and not return_logits and self.fused_loss.is_active:
-            return CausalLMOutput(self._fused_loss(hidden, labels))
+            return CausalLMOutput(self._fused_loss(hidden, labels, num_items_in_batch))
         logits = self.lm_head(hidden)  # [B, S, V/T] or [S, B, V/T]
         loss = None
         if labels is not None:
-            loss = self._loss(logits, labels)
+            loss = self._loss(logits, labels, num_items_in_batch)
         # An all-gather of [B, S, V/T] from each rank: only if the caller uses the logits.
         full_logits = None
         if labels is None or return_logits:
@@ -192,21 +200,6 @@ class ParallelCausalLM(FusibleModule, ABC):
         if device.type == "cuda" and type(frequencies) is Tensor:
             self.rope_frequencies = frequencies
         return frequencies
-
-    @staticmethod
-    def _documents(
-        input_ids: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None
-    ) -> PackedDocuments | None:
-        """Return the packed documents of ``cu_seqlens``, or None.
-
-        Raises:
-            ValueError: ``attention_mask`` is given too.
-        """
-        if cu_seqlens is None:
-            return None
-        if attention_mask is not None:
-            raise ValueError("cu_seqlens and attention_mask exclude each other: make the padding a document of its own")
-        return PackedDocuments.of(cu_seqlens, *input_ids.shape)
 
     def _check_shapes(self, input_ids: Tensor, **others: Tensor | None) -> None:
         """Raise if shapes differ, T differs from the process groups, or T does not divide S."""
@@ -226,7 +219,7 @@ class ParallelCausalLM(FusibleModule, ABC):
         if self.parallel.sequence_parallel_enabled:
             require_equal_shards(input_ids.size(1), size)
 
-    def _fused_loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
+    def _fused_loss(self, hidden: Tensor, labels: Tensor, num_items_in_batch: Tensor | None) -> Tensor:
         return fused_linear_cross_entropy(
             hidden,
             self.lm_head.weight,
@@ -235,6 +228,7 @@ class ParallelCausalLM(FusibleModule, ABC):
             vocab_size=self.config.vocab_size,
             sequence_parallel_enabled=self.parallel.sequence_parallel_enabled,
             reduce_dtype=self.lm_head.reduce_dtype,
+            num_items_in_batch=num_items_in_batch,
         )
 
     def _shifted(self, labels: Tensor) -> Tensor:
@@ -246,12 +240,14 @@ class ParallelCausalLM(FusibleModule, ABC):
             labels = labels.t()
         return labels
 
-    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def _loss(self, logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | None) -> Tensor:
         """Return the mean cross entropy of the logits ``[B, S, V/T]`` (``[S, B, V/T]``)."""
         labels = self._shifted(labels)
         # Under sequence parallelism too, every rank has the logits of the full sequence here, for
         # its shard of the vocabulary: the mean needs no further collective.
         losses = parallel_cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, vocab_size=self.config.vocab_size)
+        if num_items_in_batch is not None:
+            return (losses / num_items_in_batch).sum()
         # clamp: 0 instead of NaN if all labels are ignored.
         return losses.sum() / (labels != IGNORE_INDEX).sum().clamp(min=1)
 

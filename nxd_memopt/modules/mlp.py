@@ -11,6 +11,7 @@ from nxd_memopt.backends import backend
 from nxd_memopt.config import require_one_of
 from nxd_memopt.modules.factory import LayerFactory
 from nxd_memopt.modules.packed_weights import PackedWeights
+from nxd_memopt.modules.tiled_mlp import MLPLayers
 from nxd_memopt.ops.activation import ACTIVATIONS, activation, gated_activation
 from nxd_memopt.ops.autograd import cast_if_autocast_enabled, save_inputs_first
 from nxd_memopt.ops.cuda.support import can_use_triton, unavailable_reason
@@ -25,6 +26,7 @@ class Activation(nn.Module):
     def __init__(self, hidden_act: str) -> None:
         super().__init__()
         self.function = activation(hidden_act)
+        self.hidden_act = hidden_act
 
     def forward(self, x: Tensor) -> Tensor:
         return self.function(x)
@@ -117,6 +119,10 @@ class GatedMLP(PackedWeights):
             cost="the activation is stored for backward",
             unavailable=unavailable_reason(backend.device),
         )
+
+    def layers(self) -> MLPLayers:
+        """Return the submodules, for tiles of tokens."""
+        return MLPLayers((self.gate_proj, self.up_proj), self.act, self.down_proj, self.act.hidden_act)
 
     def forward(self, hidden: Tensor) -> Tensor:
         gate, up = self.project(hidden)  # [..., F/T]

@@ -14,6 +14,7 @@ from torch import nn
 
 from nxd_memopt.ops.cuda.support import has_triton
 from nxd_memopt.ops.parts import packed_view, split_sizes
+from nxd_memopt.parallel_layers.data_shards import is_data_sharded
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, SharedInput
 
 
@@ -37,6 +38,9 @@ class PackedWeights(SharedInput):
             return
         weights = [cast(nn.Parameter, layer.weight) for layer in layers]
         first = weights[0]
+        # Rows that are sharded over data-parallel ranks are gathered elsewhere: nothing to pack.
+        if any(is_data_sharded(weight) for weight in weights):
+            return
         alike = all(
             weight.dtype == first.dtype and weight.device == first.device and weight.is_contiguous()
             for weight in weights

@@ -95,3 +95,16 @@ def gated_activation_gradient(gate: Tensor, up: Tensor, grad: Tensor, name: str)
     gate.copy_(_GRADIENTS[name](grad * up, gate))
     up.copy_(grad * activated)
     return value
+
+
+def activation_gradient(x: Tensor, grad: Tensor, name: str) -> Tensor:
+    """Overwrite ``x`` with its gradient ``grad * act'(x)``, and return ``act(x)``.
+
+    Args:
+        x: ``[rows, F]``, overwritten.
+        grad: ``[rows, F]``, gradient of the result.
+        name: one of ``ACTIVATIONS``.
+    """
+    activated = ACTIVATIONS[name](x)
+    x.copy_(_GRADIENTS[name](grad, x))
+    return activated

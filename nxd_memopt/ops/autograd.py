@@ -25,10 +25,10 @@ class ReusableContext:
     time.
     """
 
-    def __init__(self, factory: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(self, factory: Callable[[], AbstractContextManager[Any]]) -> None:
         self._factory = factory
         # a stack, for entries that nest
-        self._active: list[AbstractContextManager[None]] = []
+        self._active: list[AbstractContextManager[Any]] = []
 
     def __enter__(self) -> None:
         context = self._factory()

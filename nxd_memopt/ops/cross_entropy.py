@@ -80,11 +80,16 @@ def combined_sums(parts: Tensor) -> Tensor:
     return torch.cat([parts[:, :1].logsumexp(0), parts[:, 1:].sum(0)])
 
 
-def token_scale(valid: Tensor, reduction: str, dtype: torch.dtype) -> Tensor:
-    """Return the factor of each token's loss: 0 if ignored, else 1 ("sum") or 1/count ("mean")."""
+def token_scale(valid: Tensor, reduction: str, dtype: torch.dtype, num_items: Tensor | None = None) -> Tensor:
+    """Return the factor of each token's loss: 0 if ignored, else 1 ("sum") or 1/count ("mean").
+
+    With ``num_items``, of one element, the factor of "mean" is 1/num_items instead.
+    """
     scale = valid.to(dtype)
     if reduction != "mean":
         return scale
+    if num_items is not None:
+        return scale / num_items
     # clamp: if all labels are ignored, factors and loss are 0 instead of NaN.
     return scale / scale.sum().clamp(min=1)
 

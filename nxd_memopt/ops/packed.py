@@ -21,10 +21,13 @@ class PackedDocuments:
             tokens, row after row, and B * S at the end. Equal neighbours are empty documents, which
             can pad the tensor to a fixed length.
         ids: ``[B, S]``, the number of each token's document.
+        position_ids: ``[B, S]``, int64, the position of each token in its document; None computes
+            it on the device.
     """
 
     boundaries: Tensor
     ids: Tensor
+    position_ids: Tensor | None = None
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, batch_size: int, sequence_length: int) -> PackedDocuments:
@@ -54,8 +57,42 @@ class PackedDocuments:
         ids = starts.index_add(0, ends, torch.ones_like(ends)).cumsum(0)[:total]
         return cls(cu_seqlens.to(torch.int32).contiguous(), ids.view(batch_size, sequence_length))
 
+    @classmethod
+    def from_starts(cls, starts: Tensor, num_boundaries: int) -> PackedDocuments:
+        """Create on the host, with all tensors computed: the device runs no scan and no scatter.
+
+        Args:
+            starts: boolean ``[B, S]``, True at the first token of each document; the first token
+                of a row always starts one.
+            num_boundaries: length of ``boundaries``, the same for every batch, so that shapes do
+                not change: at least the number of documents + 1.
+
+        Raises:
+            ValueError: there are more documents.
+        """
+        starts = starts.clone()
+        starts[:, 0] = True
+        flat = starts.view(-1)
+        first_tokens = flat.nonzero().view(-1)
+        if len(first_tokens) >= num_boundaries:
+            raise ValueError(f"{len(first_tokens)} documents need as many boundaries + 1, got {num_boundaries}")
+        boundaries = torch.full((num_boundaries,), flat.numel(), dtype=torch.int32)
+        boundaries[: len(first_tokens)] = first_tokens
+        ids = flat.cumsum(0) - 1
+        positions = torch.arange(flat.numel()) - first_tokens[ids]
+        return cls(boundaries, ids.view_as(starts), positions.view_as(starts))
+
+    def to(self, device: torch.device) -> PackedDocuments:
+        """Return a copy on ``device``."""
+        positions = self.position_ids
+        if positions is not None:
+            positions = positions.to(device)
+        return PackedDocuments(self.boundaries.to(device), self.ids.to(device), positions)
+
     def positions(self) -> Tensor:
         """Return the position of each token in its document, ``[B, S]``."""
+        if self.position_ids is not None:
+            return self.position_ids
         tokens = torch.arange(self.ids.numel(), device=self.ids.device).view_as(self.ids)
         return tokens - self.boundaries[self.ids]
 
@@ -65,6 +102,26 @@ class PackedDocuments:
         The mask is symmetric, without causality. The reference implementation uses it.
         """
         return (self.ids.unsqueeze(-1) == self.ids.unsqueeze(-2)).unsqueeze(1)
+
+
+def packed_documents(
+    cu_seqlens: Tensor | PackedDocuments,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+) -> PackedDocuments:
+    """Return the documents of a model's arguments.
+
+    Raises:
+        ValueError: ``attention_mask`` is given too, or the documents are of another batch shape.
+    """
+    if attention_mask is not None:
+        raise ValueError("cu_seqlens and attention_mask exclude each other: make the padding a document of its own")
+    if not isinstance(cu_seqlens, PackedDocuments):
+        return PackedDocuments.of(cu_seqlens, *input_ids.shape)
+    if cu_seqlens.ids.shape != input_ids.shape:
+        shapes = f"{list(cu_seqlens.ids.shape)}, input_ids {list(input_ids.shape)}"
+        raise ValueError(f"the packed documents have shape {shapes}: must agree")
+    return cu_seqlens
 
 
 def _check(cu_seqlens: Tensor, total: int, sequence_length: int) -> None:

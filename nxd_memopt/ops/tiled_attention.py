@@ -16,13 +16,10 @@ from torch import Tensor
 from nxd_memopt.backends import backend
 from nxd_memopt.backends.attention_call import AttentionCall
 from nxd_memopt.ops.autograd import first_derivative_only
+from nxd_memopt.planner.attention_tiles import tile_length
 
 Span = tuple[int, int]
 """First position and number of positions of a tile."""
-
-_SHORTEST_TILE = 512
-_MOST_TILES = 8
-_TILE_MULTIPLE = 128
 
 
 def refusal(call: AttentionCall) -> str | None:
@@ -30,17 +27,6 @@ def refusal(call: AttentionCall) -> str | None:
     if call.dropout_p > 0:
         return f"tiled attention has no dropout, got {call.dropout_p}"
     return None
-
-
-def tile_length(sequence_length: int) -> int:
-    """Return the positions per tile: S / 8 rounded up to a multiple of 128, and at least 512.
-
-    With at most 8 x 8 tiles, of which causality needs 36, the number of operations per layer in a
-    compiled graph is bounded for every S. The scores of one tile are 1/64 of S x S for long
-    sequences.
-    """
-    eighth = -(-sequence_length // _MOST_TILES)
-    return max(_SHORTEST_TILE, -(-eighth // _TILE_MULTIPLE) * _TILE_MULTIPLE)
 
 
 def tiled_attention(

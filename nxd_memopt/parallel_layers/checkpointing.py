@@ -12,6 +12,7 @@ from torch import Tensor
 from nxd_memopt.backends import backend
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.coordination import raise_together
+from nxd_memopt.parallel_layers.data_shards import require_replicated
 from nxd_memopt.parallel_layers.mappings import resolve_group
 from nxd_memopt.parallel_layers.output_projection import describe_output_projections
 from nxd_memopt.parallel_layers.rank_files import find_rank_files
@@ -263,7 +264,7 @@ def to_host(value: Any, *, down_cast_bf16: bool = False) -> Any:
     """
 
     def copied(tensor: Tensor) -> Tensor:
-        tensor = tensor.detach().cpu()
+        tensor = _require_replicated(tensor).detach().cpu()
         if down_cast_bf16 and tensor.dtype == torch.float32:
             return tensor.to(torch.bfloat16)
         # A view would be saved with the full storage of its base.
@@ -335,6 +336,7 @@ def save(
             if not writes or (serially and turn != rank):
                 continue
             if save_xser:
+                map_tensors(checkpoint, _require_replicated)
                 _require_other_kind(path, path.is_dir())
                 if down_cast_bf16:
                     checkpoint = _down_cast(checkpoint)
@@ -343,6 +345,14 @@ def save(
                 _require_other_kind(path, path.is_file())
                 content = to_host(checkpoint, down_cast_bf16=down_cast_bf16)
                 write_tensors(path / "checkpoint.pt", content)
+
+
+_SAVE_BOXES = "use nxd_memopt.checkpoint.save_training_state or save_pretrained"
+
+
+def _require_replicated(tensor: Tensor) -> Tensor:
+    require_replicated([tensor], "saving one file per rank", _SAVE_BOXES)
+    return tensor
 
 
 def _down_cast(checkpoint: Mapping[str, Any]) -> Any:

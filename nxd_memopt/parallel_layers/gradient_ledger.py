@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from nxd_memopt.backends import backend
+from nxd_memopt.parallel_layers.data_shards import local_gradient, local_rows
 from nxd_memopt.parallel_layers.summed_storage import SummedStorage, is_part_of
 
 RECORD = "sequence_sum_record"  # attribute of a gradient; plain values that can be saved with it
@@ -55,9 +56,12 @@ class _Incoming(NamedTuple):
 
 
 def gradient_of(param: Tensor) -> Tensor | None:
-    """Return the gradient for the optimizer: ``main_grad`` if gradients accumulate in fp32."""
+    """Return the gradient for the optimizer: ``main_grad`` if gradients accumulate in fp32.
+
+    Of a parameter that is sharded over data-parallel ranks, return the rows of this rank.
+    """
     main_grad = getattr(param, "main_grad", None)
-    return param.grad if main_grad is None else main_grad
+    return local_gradient(param) if main_grad is None else main_grad
 
 
 def is_sequence_parallel(param: Tensor) -> bool:
@@ -100,7 +104,12 @@ def _was_replaced(param: Tensor) -> bool:
     ``param.grad = param.grad / 2`` creates a tensor without a record. A gradient that a script
     assigns in the next step differs: the update in between increments the version of the parameter.
     """
-    return getattr(param, SUMMED_AT, None) == param._version
+    return getattr(param, SUMMED_AT, None) == _version_of(param)
+
+
+def _version_of(param: Tensor) -> int:
+    """Return the number of writes to ``param``; optimizers write to the rows of a sharded one."""
+    return local_rows(param)._version
 
 
 def state_of(param: Tensor, grad: Tensor, *, writes: int = 0) -> str:
@@ -122,7 +131,7 @@ def record_addition(param: Tensor, grad: Tensor, before: str | None, added: str)
     state = added if before in (None, CLEARED, added) else MIXED
     write_record(grad, grad._version, state)
     if state == SUM:
-        setattr(param, SUMMED_AT, param._version)
+        setattr(param, SUMMED_AT, _version_of(param))
     elif state == PART and hasattr(param, SUMMED_AT):
         delattr(param, SUMMED_AT)
 
@@ -144,7 +153,7 @@ def _before_accumulation(ledger: weakref.ref[GradientLedger], known: weakref.ref
 
 def _after_accumulation(param: Tensor) -> None:
     """Hook on ``param.grad`` after accumulation; ``adding_to_main_grad`` may follow."""
-    grad = param.grad
+    grad = local_gradient(param)
     if grad is None:
         return
     if hasattr(param, _INCOMING):
@@ -153,8 +162,8 @@ def _after_accumulation(param: Tensor) -> None:
         before = incoming.before
         added = incoming.state
     else:
-        # Replay of a CUDA graph, which runs only the hooks on results. The replay itself is the
-        # one write to the gradient since the state before it.
+        # Replay of a CUDA graph, or FSDP2 with sharded gradients: both run only the hooks on
+        # results. The replay itself is the one write to the gradient since the state before it.
         before = state_of(param, grad, writes=1)
         added = PART
     record = record_of(grad)
@@ -271,7 +280,7 @@ class GradientLedger:
     @staticmethod
     def _mark(param: Tensor, grad: Tensor) -> None:
         write_record(grad, grad._version, SUM)
-        setattr(param, SUMMED_AT, param._version)
+        setattr(param, SUMMED_AT, _version_of(param))
 
     @contextmanager
     def writing_sum(self, tensor: Tensor, *, over_tensor_ranks: bool) -> Iterator[None]:
@@ -329,7 +338,7 @@ class GradientLedger:
             if not is_sequence_parallel(param):
                 continue
             # Both: with main_grad accumulation, a hook may sum the grad before it is added.
-            for grad in (param.grad, getattr(param, "main_grad", None)):
+            for grad in (local_gradient(param), getattr(param, "main_grad", None)):
                 if grad is not None and _storage_of(grad) == storage:
                     found.append((param, grad))
         return found

@@ -12,13 +12,19 @@ from torch.distributed import ProcessGroup
 from nxd_memopt.backends import backend
 from nxd_memopt.ops.parts import split_sizes
 from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.parallel_layers.data_shards import (
+    common_shard_group,
+    is_data_sharded,
+    require_replicated,
+    row_range,
+)
 from nxd_memopt.parallel_layers.gradient_ledger import (
     gradient_of,
     is_sequence_parallel,
     keep_sums,
 )
 from nxd_memopt.parallel_layers.parallel_state import gradient_ledger
-from nxd_memopt.parallel_layers.utils import is_sharded
+from nxd_memopt.parallel_layers.utils import blocks_within, is_sharded
 from nxd_memopt.planner.collectives import GRADIENT_BUCKET_BYTES
 
 ParameterSource = nn.Module | torch.optim.Optimizer | Tensor | Iterable[Tensor]
@@ -87,10 +93,16 @@ def bucket_allreduce_gradients(source: ParameterSource, *, bucket_bytes: int = G
     Args:
         source: a module, an optimizer, parameters, or gradients.
         bucket_bytes: maximum bytes of one collective; a larger gradient is reduced alone.
+
+    Raises:
+        ValueError: a parameter is sharded over data-parallel ranks: its gradient is an average
+            already, and other ranks have other rows of it.
     """
+    tensors = parameters_of(source)
+    require_replicated(tensors, "averaging gradients", "leave it out, zero3 has averaged them in backward")
     # A parameter stands for its gradient; any other tensor is a gradient itself.
     grads: list[Tensor] = []
-    for tensor in parameters_of(source):
+    for tensor in tensors:
         grad = gradient_of(tensor) if isinstance(tensor, nn.Parameter) else tensor
         if grad is not None:
             grads.append(grad)
@@ -161,18 +173,22 @@ def get_grad_norm(
     Args:
         source: a module, an optimizer or parameters; parameters without a gradient are skipped.
         norm_type: p >= 1 (default 2), or infinity.
-        sharding_group: group of ranks with different elements of every parameter (ZeRO), or None if
-            every rank has all elements.
+        sharding_group: group of ranks with different elements of every parameter (ZeRO). Default:
+            the group over which the parameters are sharded (zero3), or none if every rank has all
+            elements.
 
     Returns:
         The norm, fp32, 0-dim.
 
     Raises:
-        ValueError: ``norm_type`` is below 1.
+        ValueError: ``norm_type`` is below 1, or only some of the parameters are sharded over
+            data-parallel ranks.
     """
     if not norm_type >= 1:
         raise ValueError(f"norm_type must be at least 1 or infinity, got {norm_type}")
     params = [param for param in parameters_of(source) if gradient_of(param) is not None]
+    if sharding_group is None:
+        sharding_group = common_shard_group(params)
     sharded = _local_norm([p for p in params if is_sharded(p)], norm_type)
     replicated = _local_norm([p for p in params if not is_sharded(p)], norm_type)
     group = parallel_state.get_tensor_model_parallel_group()
@@ -221,6 +237,8 @@ def _replica_chunks(param: Tensor) -> list[tuple[Tensor, int]]:
     blocks = getattr(param, "blocks", None)
     if not blocks:
         return [(grad, getattr(param, "replicas", 1))]
+    if is_data_sharded(param):
+        blocks = blocks_within(blocks, *row_range(param))
     chunks = split_sizes(grad, [block.rows for block in blocks])
     # An empty chunk adds nothing to a sum, and has no maximum.
     return [(chunk, block.replicas) for chunk, block in zip(chunks, blocks, strict=True) if chunk.numel()]

@@ -22,6 +22,11 @@ __all__ = [
 ]
 
 
+# The factor with which fp16 gradients are saved. They are at most 1 (2 with label smoothing), and
+# fp16 ends at 65504; without it, probabilities below 6e-8 would be 0. A power of 2 rounds nothing.
+_FP16_FACTOR = 2.0**14
+
+
 @dataclass(frozen=True)
 class _CrossEntropy:
     """Options that are the same for every token."""
@@ -69,13 +74,18 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             probabilities.div_(exp_sum.unsqueeze(-1))
             grad = _finish_gradient(probabilities, local_target, is_local, options, first_column)
-            ctx.save_for_backward(grad.masked_fill_(~valid.unsqueeze(-1), 0.0).to(logits.dtype))
+            grad.masked_fill_(~valid.unsqueeze(-1), 0.0)
+            if logits.dtype == torch.float16:
+                grad.mul_(_FP16_FACTOR)
+            ctx.save_for_backward(grad.to(logits.dtype))
         return loss
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None]:
         (grad,) = ctx.saved_tensors
+        if grad.dtype == torch.float16:
+            grad_loss = grad_loss / _FP16_FACTOR
         # torch.mul with out=: one rounding to the dtype of the logits, without an fp32 copy.
         scaled = torch.mul(grad, grad_loss.unsqueeze(-1), out=torch.empty_like(grad))
         return scaled, None, None

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from nxd_memopt.backends import backend
 from nxd_memopt.ops.parts import split_sizes
 from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.parallel_layers.data_shards import require_replicated
 from nxd_memopt.parallel_layers.gradient_ledger import is_sequence_parallel
 from nxd_memopt.parallel_layers.grads import (
     ParameterSource,
@@ -39,6 +40,10 @@ class OverlappedGradientReduction:
         source: a module, an optimizer or parameters; parameters that need no gradient are skipped.
         bucket_bytes: maximum bytes of a bucket's parameters; a larger parameter is alone.
 
+    Raises:
+        ValueError: a parameter is sharded over data-parallel ranks, whose gradients backward
+            reduces already.
+
     Example::
 
         reduction = OverlappedGradientReduction(model)
@@ -51,6 +56,7 @@ class OverlappedGradientReduction:
 
     def __init__(self, source: ParameterSource, *, bucket_bytes: int = _BUCKET_BYTES) -> None:
         params = [param for param in reversed(parameters_of(source)) if param.requires_grad]
+        require_replicated(params, "OverlappedGradientReduction", "leave it out, zero3 reduces in backward")
         # Sequence-parallel parameters need two reductions, so they have their own buckets.
         # Buckets are sorted by the parameter that backward reaches last.
         gradient_ledger.track(params)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,28 @@ class ShardBlock:
     full_rows: int
     rows: int
     replicas: int
+
+
+def blocks_within(blocks: Sequence[ShardBlock], first: int, stop: int) -> tuple[ShardBlock, ...]:
+    """Return the blocks of the range ``[first, stop)`` of a fused parameter.
+
+    Rows of the range after the last block, which are padding, are a block with ``full_rows`` 0.
+
+    Args:
+        blocks: the blocks of the parameter; lengths in rows, or in any other unit.
+        first: first row of the range.
+        stop: one after the last row of the range.
+    """
+    inside = []
+    start = 0
+    for block in blocks:
+        # Each block [start, end) contributes the intersection of the two ranges.
+        end = start + block.rows
+        rows = max(min(end, stop) - max(start, first), 0)
+        inside.append(ShardBlock(block.full_rows, rows, block.replicas))
+        start = end
+    padding = stop - first - sum(block.rows for block in inside)
+    return (*inside, ShardBlock(0, padding, 1))
 
 
 def divide(numerator: int, denominator: int) -> int:

@@ -150,8 +150,9 @@ def num_kv_heads(config: Any) -> int:
         ValueError: g does not divide the number of query heads.
     """
     heads = _option(config, "num_attention_heads")
-    groups = _option(config, "num_query_groups") or _option(config, "num_key_value_heads") or heads
-    require_divisible("num_attention_heads", heads, "num_query_groups", groups)
+    name = "num_query_groups" if _option(config, "num_query_groups") else "num_key_value_heads"
+    groups = _option(config, name) or heads
+    require_divisible("num_attention_heads", heads, name, groups)
     return groups
 
 

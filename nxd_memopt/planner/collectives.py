@@ -266,6 +266,11 @@ def _recomputed_parts(
     # checkpoints the first recompute_num_layers layers one by one. Each region that stops early
     # omits its last row output, unless dropout saves a mask after it.
     if memory.recompute_granularity == "full":
+        if memory.recompute_method == "nested":
+            raise ValueError(
+                "the collectives of recompute_method 'nested' are not planned: use 'uniform', which has "
+                "one recomputation instead of two"
+            )
         recomputed_layers = shape.num_layers
         layers_per_region = memory.recompute_num_layers or 1
         if memory.recompute_method == "block":

@@ -123,3 +123,101 @@ def extrapolate(measured: dict[int, int], num_layers: int, *, least_per_layer: i
     # Start at the deeper model, from which fewer layers are extrapolated.
     per_layer = max((at_many - at_few) / (many - few), least_per_layer)
     return round(at_many + (num_layers - many) * per_layer)
+
+
+def checkpoint_bytes(
+    *,
+    sequence_length: int,
+    micro_batch_size: int,
+    hidden_size: int,
+    element_bytes: int,
+    tensor_model_parallel_size: int = 1,
+    sequence_parallel_enabled: bool = False,
+    kept_attention_size: int = 0,
+) -> int:
+    """Return the bytes that a fully recomputed layer keeps on a rank between forward and backward.
+
+    The layer's input is ``S * B * H`` elements, divided by T under sequence parallelism.
+
+    Args:
+        sequence_length: S.
+        micro_batch_size: B.
+        hidden_size: H.
+        element_bytes: bytes of an activation.
+        tensor_model_parallel_size: T.
+        sequence_parallel_enabled: the residual stream is sharded along the sequence.
+        kept_attention_size: size of the attention result of all heads, h * d, with
+            ``recompute_keep_core_attn``; its fp32 log-sum-exps, one for each head and token, are a
+            few percent more and are not counted.
+    """
+    tokens = sequence_length * micro_batch_size
+    shards = 1
+    if sequence_parallel_enabled:
+        shards = tensor_model_parallel_size
+    elements = tokens // shards * hidden_size
+    elements += tokens * kept_attention_size // tensor_model_parallel_size
+    return elements * element_bytes
+
+
+def offloaded_checkpoint_bytes(bytes_per_checkpoint: int, num_layers: int, layers_per_checkpoint: int = 1) -> int:
+    """Return the host memory in bytes of the checkpoints of ``num_layers`` layers.
+
+    Args:
+        bytes_per_checkpoint: see ``checkpoint_bytes``; with several layers per checkpoint only the
+            first layer's input is kept.
+        num_layers: number of layers whose checkpoints are offloaded.
+        layers_per_checkpoint: layers of a chunk of ``uniform`` or ``nested`` recompute.
+    """
+    return -(-num_layers // layers_per_checkpoint) * bytes_per_checkpoint
+
+
+def nested_chunk_layers(num_layers: int) -> int:
+    """Return the layers per chunk n for which nested recompute keeps the fewest layer inputs.
+
+    Forward keeps the inputs of ceil(L / n) chunks, and the backward of a chunk restores n - 1 more.
+    The sum is smallest near n = sqrt(L). Of equal sums the smallest n is the fastest: backward runs
+    all layers but the last of a chunk once more. For L = 32: n = 4, 8 + 3 inputs.
+    """
+    return min(range(1, num_layers + 1), key=lambda n: -(-num_layers // n) + n - 1)
+
+
+def mlp_tile_bytes(
+    num_tokens: int,
+    *,
+    hidden_size: int,
+    columns_per_partition: int,
+    width_per_partition: int,
+    element_bytes: int,
+) -> int:
+    """Return the bytes of a tile of the MLP while its backward runs.
+
+    The gathered input and gradient, the partial gradient of the input (H each), the outputs of the
+    column-parallel layers, which their gradients overwrite, and the gradient and the recomputed
+    value of the activation.
+
+    Args:
+        num_tokens: tokens of the tile.
+        hidden_size: H.
+        columns_per_partition: output columns of the first layer on a rank: 2 F/T for gate and up.
+        width_per_partition: F/T.
+        element_bytes: bytes of an activation.
+    """
+    return num_tokens * (3 * hidden_size + columns_per_partition + 2 * width_per_partition) * element_bytes
+
+
+def auto_tile_tokens(free_bytes: int | None, bytes_per_token: int) -> int:
+    """Return the tokens of a tile: 32,768, or less if a tile would exceed an eighth of free memory.
+
+    Matmuls of tiles of 32,768 tokens run at the speed of the full sequence; tiles of a few thousand
+    tokens were measured 3.2 times slower. At least 1,024 tokens.
+
+    Args:
+        free_bytes: free bytes of the device, or None if they are not known.
+        bytes_per_token: see ``mlp_tile_bytes``.
+    """
+    tokens = 32768
+    if free_bytes is None:
+        return tokens
+    while tokens > 1024 and tokens * bytes_per_token > free_bytes // 8:
+        tokens //= 2
+    return tokens

@@ -11,64 +11,32 @@ import torch
 
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.memory import apply_memory, apply_recompute, is_compiled, is_recomputed, offload
-from nxd_memopt.memory.offload import apply_offload, remove_offload
+from nxd_memopt.memory.host_arena import HostArena
+from nxd_memopt.memory.host_pool import HostPool
+from nxd_memopt.memory.offload import ActivationOffload, apply_offload, remove_offload
+from nxd_memopt.planner.formulas import checkpoint_bytes, offloaded_checkpoint_bytes
+from tests.host_copies import HostOnly, SlowCopy
 from tests.reference import assert_says, error_message
-from tests.reference_models import batch, gpt_neox_config, llama_config, parallel_model
+from tests.reference_models import BATCH, LENGTH, batch, gpt_neox_config, llama_config, parallel_model
+
+BLOCK = 4096  # smaller than most storages: they span blocks and share them
 
 
-class _Copy:
-    """Bytes that arrive when somebody waits for them."""
-
-    def __init__(self, source, target) -> None:
-        self._source, self._target = source, target
-
-    def wait(self) -> None:
-        if self._source is not None:
-            self._target.copy_(self._source)
-            self._source = None
-
-    def is_done(self) -> bool:
-        self.wait()
-        return True
-
-
-class _SlowCopy(_Copy):
-    def is_done(self) -> bool:
-        return self._source is None
-
-
-class HostOnly:
-    """Transfers of a device whose memory is the host's, with a record of them."""
-
-    def __init__(self, free_bytes: int = 2**40, copy=_Copy) -> None:
-        self.events: list[str] = []
-        self._free_bytes, self._copy = free_bytes, copy
-
-    def to_host(self, source):
-        self.events.append("out")
-        host = torch.full_like(source, 255)
-        return host, self._copy(source.clone(), host)
-
-    def to_device(self, host, after):
-        self.events.append("back")
-        assert after.is_done()
-        target = torch.full_like(host, 255)
-        return target, self._copy(host, target)
-
-    def keep_pace(self) -> None:
-        self.events.append("pace")
-
-    def free_bytes(self) -> int:
-        return self._free_bytes
+def offload_first(layers, num_layers, transfers, **options):
+    pool = HostPool(block_bytes=BLOCK)
+    apply_offload(layers, num_layers, ActivationOffload(transfers, pool, num_layers=num_layers, **options))
+    return pool
 
 
 @pytest.fixture(autouse=True)
 def small_tensors_too(monkeypatch):
     monkeypatch.setattr(offload, "_MIN_BYTES", 1)
+    monkeypatch.setattr("nxd_memopt.memory.apply.new_pool", lambda transfers: HostPool(block_bytes=BLOCK))
 
 
 def gradients(model):
     model.zero_grad()
+    torch.manual_seed(3)
     loss = model(**batch()).loss
     loss.backward()
     return [loss.detach(), *(param.grad.clone() for param in model.parameters())]
@@ -83,7 +51,7 @@ def test_gradients_are_bit_equal(config, memory, num_layers):
     model = parallel_model(config(num_hidden_layers=3), **memory)
     expected = gradients(model)
     transfers = HostOnly()
-    apply_offload(model.decoder_layers(), num_layers, transfers)
+    offload_first(model.decoder_layers(), num_layers, transfers)
     for _ in range(2):
         for a, b in zip(gradients(model), expected, strict=True):
             assert torch.equal(a, b)
@@ -116,7 +84,7 @@ def test_full_recompute_behind_the_offloaded_layers():
 def test_layers_come_back_one_ahead_of_backward():
     model = parallel_model(llama_config(num_hidden_layers=3))
     transfers = HostOnly()
-    apply_offload(model.decoder_layers(), 2, transfers)
+    offload_first(model.decoder_layers(), 2, transfers)
     loss = model(**batch()).loss
     each = transfers.events.count("out") // 2
     seen: list[int] = []
@@ -139,7 +107,7 @@ def test_what_is_saved_is_freed_on_the_device_and_one_storage_goes_once():
             return torch.cat([left * right, right * left], -1)
 
     layers = [Layer(), Layer()]
-    apply_offload(layers, 1, transfers)
+    offload_first(layers, 1, transfers)
     x = torch.randn(4, 6, requires_grad=True)
     y = layers[0](x)
     gc.collect()
@@ -152,17 +120,17 @@ def test_waits_where_the_device_is_full():
     for free_bytes in (0, 2**40):
         model = parallel_model(llama_config())
         expected = gradients(model)
-        transfers = HostOnly(free_bytes, _SlowCopy)
-        apply_offload(model.decoder_layers(), 1, transfers)
+        transfers = HostOnly(free_bytes, SlowCopy)
+        offload_first(model.decoder_layers(), 1, transfers)
         for a, b in zip(gradients(model), expected, strict=True):
             assert torch.equal(a, b)
         assert ("back" in transfers.events) == (free_bytes == 0)  # otherwise nothing had left when backward began
 
 
 def test_a_dropped_graph_keeps_nothing():
-    transfers = HostOnly(2**40, _SlowCopy)
+    transfers = HostOnly(2**40, SlowCopy)
     layer = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh())
-    apply_offload([layer], 1, transfers)
+    offload_first([layer], 1, transfers)
     x = torch.randn(4, 8)
     alive = weakref.ref(x.untyped_storage())
     y = layer(x)
@@ -187,7 +155,7 @@ def test_a_write_to_what_was_saved_is_an_error(monkeypatch, least_bytes):
             return z
 
     layer = Writes()
-    apply_offload([layer], 1, HostOnly())
+    offload_first([layer], 1, HostOnly())
     x = torch.randn(4, 6, requires_grad=True)
     with pytest.raises(RuntimeError, match=r"shape \[4, 6\].*was written to .version 1, 0 when"):
         layer(x).sum().backward()
@@ -196,7 +164,7 @@ def test_a_write_to_what_was_saved_is_an_error(monkeypatch, least_bytes):
 def test_two_graphs_at_once_and_copies_of_the_model():
     model = parallel_model(llama_config())
     expected = gradients(model)
-    apply_offload(model.decoder_layers(), 1, HostOnly())
+    offload_first(model.decoder_layers(), 1, HostOnly())
     twin = copy.deepcopy(model)
     model.zero_grad()
     losses = [model(**batch()).loss for _ in range(2)]
@@ -241,7 +209,7 @@ def test_conjugates_stay():
     for offloaded in (False, True):
         layer = Conjugates()
         if offloaded:
-            apply_offload([layer], 1, HostOnly())
+            offload_first([layer], 1, HostOnly())
         x = x.detach().requires_grad_()
         layer(x).sum().backward()
         gradients.append(x.grad)
@@ -264,3 +232,160 @@ def test_what_a_compiled_layer_keeps_leaves_too(config, monkeypatch):
             assert torch.equal(a, b)
     count = transfers.events.count("out")
     assert count > 2 * 2 and transfers.events.count("back") == count
+
+
+VARIANTS = {
+    "full": {},
+    "kept attention": {"recompute_keep_core_attn": True},
+    "uniform": {"recompute_method": "uniform", "recompute_num_layers": 2},
+    "block": {"recompute_method": "block", "recompute_num_layers": 3},
+    "nested": {"recompute_method": "nested", "recompute_num_layers": 3},
+    "nested, chosen": {"recompute_method": "nested"},
+    "first two": {"cpu_offloading_num_layers": 2},
+    "first two, kept attention": {"cpu_offloading_num_layers": 2, "recompute_keep_core_attn": True},
+}
+NUM_CHECKPOINTS = {
+    "uniform": 2,
+    "block": 3,
+    "nested": 2,
+    "nested, chosen": 2,
+    "first two": 2,
+    "first two, kept attention": 2,
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("config", [llama_config, gpt_neox_config])
+def test_checkpoints_leave_alone_and_come_back(config, variant, monkeypatch):
+    transfers, keeps = HostOnly(0, SlowCopy), "kept" in variant
+    monkeypatch.setattr("nxd_memopt.memory.apply.backend.host_transfers", lambda: transfers)
+    # LLaMA's attention draws no dropout under a fused kernel
+    hidden = {"hidden_dropout": 0.1} if config is gpt_neox_config else {"attention_dropout": 0.1}
+    options = {"attention_backend": "sdpa"} if keeps else {}
+    model = parallel_model(config(num_hidden_layers=4, **({} if keeps else hidden)), **options).train()
+    expected = gradients(model)
+    memory = MemoryConfig(recompute_granularity="full", cpu_offloading_activations=True, **VARIANTS[variant], **options)
+    pool = HostPool(block_bytes=BLOCK)
+    apply_memory(model, memory, pool=pool)
+    for _ in range(2):
+        transfers.events.clear()
+        for a, b in zip(gradients(model), expected, strict=True):
+            assert torch.equal(a, b)
+    count = NUM_CHECKPOINTS.get(variant, 4)
+    if keeps:
+        count *= 3  # and the kernel's results, the context and the log-sum-exps
+    assert transfers.events.count("out") == count
+    assert set(pool.ledger()) <= {offload.OFFLOAD_OWNER}
+
+
+def test_host_memory_is_that_of_the_formula(monkeypatch):
+    """Blocks hold several storages: no rounding but the last block's, and none is allocated after the first step."""
+    monkeypatch.setattr("nxd_memopt.memory.apply.backend.host_transfers", HostOnly)
+    config = llama_config(num_hidden_layers=5)
+    model = parallel_model(config)
+    each = checkpoint_bytes(
+        sequence_length=LENGTH, micro_batch_size=BATCH, hidden_size=config.hidden_size, element_bytes=4
+    )
+    for options, layers in (({}, 1), ({"recompute_method": "nested", "recompute_num_layers": 2}, 2)):
+        pool = HostPool(block_bytes=BLOCK)
+        memory = MemoryConfig(recompute_granularity="full", cpu_offloading_activations=True, **options)
+        apply_memory(model, memory, pool=pool)
+        expected = offloaded_checkpoint_bytes(each, 5, layers)
+        for _ in range(3):
+            gradients(model)
+            assert expected <= pool.allocated_bytes < expected + BLOCK
+
+
+def test_missing_host_memory_is_an_error_in_the_first_layer(monkeypatch):
+    transfers = HostOnly()
+    monkeypatch.setattr("nxd_memopt.memory.apply.backend.host_transfers", lambda: transfers)
+    model = parallel_model(llama_config(num_hidden_layers=4))
+    memory = MemoryConfig(recompute_granularity="full", cpu_offloading_activations=True)
+    apply_memory(model, memory, pool=HostPool(4 * BLOCK, block_bytes=BLOCK))
+    message = error_message(lambda: gradients(model))
+    # 4 layers of 12 * 3 * 32 * 4 bytes: 5 blocks, of which the first layer took 2
+    assert_says(message, "activation offload requires 12288 more bytes", "8192 of the pool's 16384 are left")
+    assert transfers.events.count("out") == 1
+
+
+def test_a_block_in_use_by_a_copy_is_not_used_again():
+    """A span retired with a pending copy; its neighbour in the block; a pool that may not grow."""
+    pool = HostPool(2 * BLOCK, block_bytes=BLOCK)
+    arena = HostArena(pool, "offload")
+    order: list[str] = []
+    spans = [arena.take(BLOCK // 2), arena.take(BLOCK // 2), arena.take(BLOCK)]
+    assert spans[0].pieces[0].data_ptr() + BLOCK // 2 == spans[1].pieces[0].data_ptr()
+    copies = [SlowCopy(lambda i=i: order.append(f"copy {i}")) for i in range(3)]
+    alive = torch.zeros(1)
+    target = weakref.ref(alive)
+    arena.retire(spans[0], [copies[0]], alive)
+    arena.retire(spans[1], [copies[1]])
+    del alive
+    assert target() is not None and pool.ledger() == {"offload": 2 * BLOCK}
+    again = arena.take(BLOCK)  # waits for the copies instead of failing
+    assert order == ["copy 0", "copy 1"] and target() is None
+    assert again.pieces[0].data_ptr() == spans[0].pieces[0].data_ptr()
+
+
+def test_a_recomputed_layers_checkpoint_waits_for_one_layer(monkeypatch):
+    """However free the device is: a layer's other tensors are many times its checkpoint."""
+    monkeypatch.setattr("nxd_memopt.memory.apply.backend.host_transfers", lambda: HostOnly(2**40, SlowCopy))
+    inputs: list[weakref.ref] = []
+    model = parallel_model(llama_config(num_hidden_layers=5))
+    alive = []
+    for layer in model.decoder_layers():
+        original = layer.forward
+
+        def forward(hidden, *context, original=original):
+            inputs.append(weakref.ref(hidden.untyped_storage()))
+            alive.append(sum(reference() is not None for reference in inputs))
+            return original(hidden, *context)
+
+        layer.forward = forward
+    apply_memory(model, MemoryConfig(recompute_granularity="full", cpu_offloading_activations=True))
+    model(**batch())
+    assert alive == [1, 2, 2, 2, 2]  # the input of this layer, and the copy in flight
+
+
+def test_several_kept_results_of_one_region_come_back_in_order(monkeypatch):
+    """A chunk of two layers has two calls of attention, and a retained graph runs it twice."""
+    monkeypatch.setattr("nxd_memopt.memory.apply.backend.host_transfers", HostOnly)
+    options = {"attention_backend": "sdpa", "fused_linear_cross_entropy": False}
+    model = parallel_model(llama_config(), **options)
+    expected = gradients(model)
+    uniform = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2, **options}
+    apply_memory(model, MemoryConfig(recompute_keep_core_attn=True, cpu_offloading_activations=True, **uniform))
+    model.zero_grad()
+    loss = model(**batch()).loss
+    loss.backward(retain_graph=True)
+    first = [param.grad.clone() for param in model.parameters()]
+    model.zero_grad()
+    loss.backward()
+    for param, a, b in zip(model.parameters(), first, expected[1:], strict=True):
+        assert torch.equal(a, b) and torch.equal(param.grad, b)
+
+
+def test_a_prefetch_of_a_dropped_graph_lives_until_it_is_written():
+    transfers = HostOnly(0, SlowCopy)
+    pool = HostPool(block_bytes=BLOCK)
+    layers = [torch.nn.Tanh(), torch.nn.Tanh()]
+    apply_offload(layers, 2, ActivationOffload(transfers, pool, num_layers=2))
+    targets: list[weakref.ref] = []
+    to_device = transfers.to_device
+
+    def watched(*args):
+        target, copy = to_device(*args)
+        returned = target[:]  # the copy holds the target itself
+        targets.append(weakref.ref(returned))
+        return returned, copy
+
+    transfers.to_device = watched
+    x = torch.randn(4, 8, requires_grad=True)
+    y = layers[0](x)
+    z = layers[1](y)
+    y.register_hook(lambda grad: 1 / 0)  # backward of the second layer has fetched for the first one
+    with pytest.raises(ZeroDivisionError):
+        z.sum().backward()
+    del y, z
+    gc.collect()
+    assert len(targets) == 2 and targets[0]() is not None

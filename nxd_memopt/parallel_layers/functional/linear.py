@@ -179,7 +179,7 @@ class ColumnParallel(torch.autograd.Function):
         ctx.comm = comm
         ctx.save_for_backward(x, *weights)
         gathering = comm.gather(comm.sequence_first(x), materialize=False)
-        outputs = _packed_products(gathering, weights, biases)
+        outputs = packed_products(gathering, weights, biases)
         return tuple(comm.original_layout(output) for output in outputs)
 
     @staticmethod
@@ -209,7 +209,7 @@ class ColumnParallel(torch.autograd.Function):
         return input_grad, None, *grads_of_parameters
 
 
-def _packed_products(
+def packed_products(
     gathering: ChunkedAllGather, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
 ) -> Sequence[Tensor]:
     """Return ``products``; with packed weights one GEMM computes all of them, as column views."""

@@ -179,12 +179,13 @@ class LinearCrossEntropy(torch.autograd.Function):
         ctx.grads = None
         valid = target != options.ignore_index
         # "none": the gradient of each token's loss is unknown before backward, which recomputes
-        # the logits. Otherwise forward computes dX and dW, and backward multiplies them by a
-        # scalar.
-        in_backward = options.reduction == "none"
+        # the logits. So it is for fp16, where a loss scale has to enter before the gradients are
+        # rounded: without it, those of a mean over thousands of tokens are below the smallest fp16
+        # number. Otherwise forward computes dX and dW, and backward multiplies them by a scalar.
+        in_backward = options.reduction == "none" or x.dtype == torch.float16
+        scale = token_scale(valid, options.reduction, wide_dtype(x.dtype), options.num_items)
         if in_backward:
-            ctx.save_for_backward(x, weight, target)
-        scale = token_scale(valid, options.reduction, wide_dtype(x.dtype))
+            ctx.save_for_backward(x, weight, target, scale)
         # Without gradients a chunk costs one GEMM (logits) instead of three (logits, dX, dW).
         needs = ctx.needs_input_grad[:2]
         if in_backward or not with_grad:
@@ -193,7 +194,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         if not in_backward:
             ctx.grads = grads
         losses = losses.masked_fill(~valid, 0.0)
-        if in_backward:
+        if options.reduction == "none":
             return losses
         return (losses * scale).sum()
 
@@ -201,11 +202,11 @@ class LinearCrossEntropy(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         options: LossOptions = ctx.options
-        if options.reduction == "none":
-            x, weight, target = ctx.saved_tensors
+        if ctx.saved_tensors:
+            x, weight, target, scale = ctx.saved_tensors
             # The barrier makes XLA recompute the logits instead of keeping forward's.
             x, grad_loss = backend.optimization_barrier([x, grad_loss])
-            scale = grad_loss.masked_fill(target == options.ignore_index, 0.0)
+            scale = (grad_loss * scale).masked_fill(target == options.ignore_index, 0.0)
             _, *grads = ChunkedLinearCrossEntropy(x, weight, target, scale, options, ctx.needs_input_grad[:2]).run()
             return *grads, None, None, None
         if ctx.grads is None:
@@ -237,12 +238,13 @@ def fused_linear_cross_entropy(
     logits_bytes: int = DEFAULT_LOGITS_BYTES,
     accumulate_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
+    num_items_in_batch: Tensor | None = None,
 ) -> Tensor:
     """Compute the cross entropy of ``hidden @ weight.t()`` without storing all logits.
 
     The result equals ``torch.nn.functional.cross_entropy`` of the full logits. Gradients are
-    computed in forward (for ``reduction="none"`` in backward, from recomputed logits), so
-    ``logits_bytes`` of logits are enough. The loss supports a single backward.
+    computed in forward (for ``reduction="none"`` and for fp16 in backward, from recomputed logits,
+    one more GEMM), so ``logits_bytes`` of logits are enough. The loss supports a single backward.
     ``fused_loss.reference`` defines the same loss in plain PyTorch.
 
     Args:
@@ -265,6 +267,8 @@ def fused_linear_cross_entropy(
         accumulate_dtype: dtype of dW while chunks are added; default the weight's dtype. fp32 needs
             4 more bytes for each weight.
         reduce_dtype: dtype of the reduction of dX over ranks; default the dtype of dX.
+        num_items_in_batch: divisor of ``"mean"`` instead of the number of labels that are not
+            ignored, on the device, 0-dim or ``[1]``: the tokens of several batches, for example.
 
     Returns:
         A loss in fp32 (fp64 for fp64 inputs), 0-dim, or with the shape of ``target`` for
@@ -289,6 +293,7 @@ def fused_linear_cross_entropy(
         accumulate_dtype=accumulate_dtype,
         reduce_dtype=reduce_dtype,
         terms=terms,
+        num_items=num_items_in_batch,
     )
     check_arguments(hidden, weight, target, options)
     # Sequence first: target [S, B] then reshapes to [T, s * B], one row of labels for each rank.

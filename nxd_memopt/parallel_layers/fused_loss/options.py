@@ -28,6 +28,7 @@ class LossOptions:
         accumulate_dtype: dtype of dW while chunks are added, or None for the weight's dtype.
         reduce_dtype: dtype of the reduction of dX, or None for the dtype of dX.
         terms: terms of a token's loss.
+        num_items: divisor of ``"mean"``, of one element, or None for the tokens with a loss.
     """
 
     group: ProcessGroup | None
@@ -38,6 +39,7 @@ class LossOptions:
     accumulate_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
     terms: LossTerms
+    num_items: Tensor | None = None
 
     @property
     def gathered(self) -> int:
@@ -63,6 +65,12 @@ def check_arguments(hidden: Tensor, weight: Tensor, target: Tensor, options: Los
         )
     if options.reduction not in REDUCTIONS:
         require_one_of("reduction", options.reduction, REDUCTIONS)
+    num_items = options.num_items
+    if num_items is not None and (options.reduction != "mean" or num_items.numel() != 1):
+        raise ValueError(
+            f"num_items_in_batch has shape {list(num_items.shape)} with reduction {options.reduction!r}: "
+            "must be one number, and is the divisor of 'mean' only"
+        )
     # A narrower sum would lose bits of every chunk.
     accumulate_dtype = options.accumulate_dtype
     if accumulate_dtype is not None and accumulate_dtype.itemsize < weight.dtype.itemsize:

@@ -17,6 +17,7 @@ def reference_linear_cross_entropy(
     z_loss_weight: float = 0.0,
     softcap: float | None = None,
     vocab_size: int | None = None,
+    num_items_in_batch: Tensor | None = None,
 ) -> Tensor:
     """Compute what ``fused_linear_cross_entropy`` computes; the tests compare both.
 
@@ -30,6 +31,7 @@ def reference_linear_cross_entropy(
         z_loss_weight: factor of the squared log-sum-exp.
         softcap: c in ``c tanh(logits / c)``; None for no softcap.
         vocab_size: V without padding; default all rows.
+        num_items_in_batch: divisor of ``"mean"``; default the number of labels that are not ignored.
 
     Returns:
         0-dim, or with the shape of ``target`` for ``"none"``; at least fp32.
@@ -48,6 +50,8 @@ def reference_linear_cross_entropy(
     losses = losses.where(is_counted, 0.0)
     if reduction == "none":
         return losses
+    if reduction == "mean" and num_items_in_batch is not None:
+        return (losses / num_items_in_batch).sum()
     if reduction == "mean":
         return losses.sum() / is_counted.sum().clamp(min=1)
     return losses.sum()

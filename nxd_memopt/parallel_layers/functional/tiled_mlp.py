@@ -1,0 +1,178 @@
+"""Autograd function of an MLP computed by tiles of tokens, which saves its input only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from nxd_memopt.backends import ChunkedAllGather
+from nxd_memopt.ops.activation import ACTIVATIONS, activation_gradient, gated_activation, gated_activation_gradient
+from nxd_memopt.ops.autograd import SavedInputs, as_dtype, first_derivative_only, link_saved_inputs, saved_inputs
+from nxd_memopt.ops.cross_entropy import add_matmul, wide_dtype
+from nxd_memopt.ops.parts import packed_view, split_sizes
+from nxd_memopt.parallel_layers.functional.linear import (
+    ActivationSharding,
+    ColumnActivationSharding,
+    input_grad_reduction,
+    packed_products,
+)
+
+
+@dataclass(frozen=True)
+class TiledMLPOptions:
+    """What a tiled MLP computes.
+
+    Args:
+        column: sharding of the input.
+        row: sharding of the output.
+        hidden_act: one of ``ops.activation.ACTIVATIONS``.
+        num_columns: weights of the first layer: 2 for gate and up of a gated MLP, else 1.
+        tile_rows: rows of this rank's input that are computed at a time.
+    """
+
+    column: ColumnActivationSharding
+    row: ActivationSharding
+    hidden_act: str
+    num_columns: int
+    tile_rows: int
+
+    def tiles(self, x: Tensor) -> Iterator[slice]:
+        """Yield the tiles of the rows of ``x``; the last one may be shorter."""
+        for start in range(0, x.size(0), self.tile_rows):
+            yield slice(start, min(start + self.tile_rows, x.size(0)))
+
+    def activate(self, columns: Sequence[Tensor]) -> Tensor:
+        if self.num_columns == 2:
+            gate, up = columns
+            return gated_activation(gate, up, self.hidden_act)
+        return ACTIVATIONS[self.hidden_act](columns[0])
+
+    def activation_gradient(self, columns: Sequence[Tensor], grad: Tensor) -> Tensor:
+        """Overwrite ``columns`` with their gradients, and return the activation."""
+        if self.num_columns == 2:
+            gate, up = columns
+            return gated_activation_gradient(gate, up, grad, self.hidden_act)
+        return activation_gradient(columns[0], grad, self.hidden_act)
+
+    def by_kind(self, tensors: Sequence[Any]) -> tuple[Sequence[Any], Any, Sequence[Any]]:
+        """Split (column weights, row weight, column biases)."""
+        return tensors[: self.num_columns], tensors[self.num_columns], tensors[self.num_columns + 1 :]
+
+
+class TiledMLP(torch.autograd.Function):
+    """``Y = reduce(act(X W_i^t + b_i) W^t)`` on sequence-first rows ``[rows, H]``, tile by tile.
+
+    Under sequence parallelism a tile is gathered and reduced by itself: the full sequence ``[S, H]``
+    never exists, and the bytes that move are those of one gather. All ranks have equally many tiles
+    and the same order of collectives, because their shards are equally long.
+
+    Forward saves X and the weights before it computes, so a recomputed layer that ends in the MLP
+    does not run the MLP again; backward computes the first layer of each tile once more, but not the
+    second one. Weight gradients of the tiles are summed in fp32 (fp64 for fp64) and rounded once;
+    each parameter gets one gradient.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        options: TiledMLPOptions,
+        handle: SavedInputs | None,
+        x: Tensor,
+        *parameters: Tensor,
+    ) -> Tensor:
+        ctx.options = options
+        link_saved_inputs(ctx, handle, x, *parameters)
+        weights, row_weight, biases = options.by_kind(parameters)
+        output = x.new_empty(x.size(0), row_weight.size(0))
+        for tile in options.tiles(x):
+            gathering = options.column.gather(x[tile], materialize=False)
+            activated = options.activate(_columns(gathering, weights, biases))
+
+            def rows(start: int, stop: int, activated: Tensor = activated) -> Tensor:
+                return F.linear(activated[start:stop], row_weight)
+
+            reduction = options.row.reduce(rows, (activated.size(0), row_weight.size(0)), x.dtype)
+            output[tile] = as_dtype(reduction.wait(), x.dtype)
+        return output
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        options: TiledMLPOptions = ctx.options
+        (x, *parameters), (needs_input, *needs_grad) = saved_inputs(ctx)
+        weights, row_weight, biases = options.by_kind(parameters)
+        sums = _ParameterSums(options, needs_grad, wide_dtype(x.dtype))
+        input_grad = torch.empty_like(x) if needs_input else None
+        for tile in options.tiles(x):
+            gathering = options.column.gather(x[tile])
+            columns = _columns(gathering, weights, biases)
+            # The gather of dY may reuse the buffer of this one.
+            full = gathering.wait(copy=True)
+            # dA = dY W, and one kernel that recomputes A and overwrites the columns with their
+            # gradients: 4 * F/T FLOPs for each element of dY, two GEMMs.
+            arriving = options.row.gather(grad[tile], materialize=False)
+            for start, rows in arriving.chunks(4 * row_weight.size(1)):
+                part = slice(start, start + rows.size(0))
+                activated = options.activation_gradient([column[part] for column in columns], rows @ row_weight)
+                sums.add_row(rows, activated)
+            reduction = None
+            if input_grad is not None:
+                reduction = input_grad_reduction(options.column, columns, weights)
+            # These GEMMs overlap with the reduction.
+            sums.add_columns(columns, full)
+            if input_grad is not None and reduction is not None:
+                input_grad[tile] = reduction.wait().to(x.dtype)
+        return None, None, input_grad, *sums.results(parameters)
+
+
+def _columns(gathering: ChunkedAllGather, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Sequence[Tensor]:
+    return packed_products(gathering, weights, biases or [None] * len(weights))
+
+
+class _ParameterSums:
+    """Sums of the tiles' parameter gradients."""
+
+    def __init__(self, options: TiledMLPOptions, needed: Sequence[bool], dtype: torch.dtype) -> None:
+        self._needs_columns, self._needs_row, self._needs_biases = options.by_kind(needed)
+        self._dtype = dtype
+        self._row: Tensor | None = None
+        # One sum for packed weights, otherwise one for each weight.
+        self._columns: list[Tensor | None] = []
+        self._biases: list[Tensor | None] = [None] * len(self._needs_biases)
+        self._sizes: list[int] = []
+
+    def add_row(self, grads: Tensor, activated: Tensor) -> None:
+        """Add ``dW = dY^t A`` of some rows of a tile."""
+        if self._needs_row:
+            self._row = add_matmul(self._row, grads.t(), activated, self._dtype)
+
+    def add_columns(self, grads: Sequence[Tensor], x: Tensor) -> None:
+        """Add ``dW_i = dZ_i^t X`` and ``db_i`` of a tile."""
+        for i, (grad, needs_bias) in enumerate(zip(grads, self._needs_biases, strict=False)):
+            if needs_bias:
+                bias_grad = grad.sum(0, dtype=self._dtype)
+                total = self._biases[i]
+                self._biases[i] = bias_grad if total is None else total.add_(bias_grad)
+        self._sizes = [grad.size(-1) for grad in grads]
+        packed = packed_view(grads, -1) if all(self._needs_columns) else None
+        factors = list(grads) if packed is None else [packed]
+        needed = list(self._needs_columns) if packed is None else [True]
+        self._columns = self._columns or [None] * len(factors)
+        for i, (grad, needs_weight) in enumerate(zip(factors, needed, strict=True)):
+            if needs_weight:
+                self._columns[i] = add_matmul(self._columns[i], grad.t(), x, self._dtype)
+
+    def results(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
+        """Return the gradients in the order and the dtypes of ``parameters``, None if not needed."""
+        dtype = parameters[0].dtype
+        rounded = [None if total is None else total.to(dtype) for total in (*self._columns, self._row, *self._biases)]
+        if len(self._columns) == len(self._sizes):
+            return rounded
+        packed, *remaining = rounded
+        assert packed is not None
+        return [*split_sizes(packed, self._sizes), *remaining]
