@@ -1,0 +1,206 @@
+"""Shards a model's parameters over the data-parallel ranks with PyTorch's FSDP2 (ZeRO stage 3)."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from nxd_memopt.backends import backend
+from nxd_memopt.memory.recompute import is_passed_over
+from nxd_memopt.modules.causal_lm import ParallelCausalLM
+from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.parallel_layers.data_shards import MODEL_DTYPE, SHARD_GROUP, is_data_sharded
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+UNIT = "data_parallel_unit"
+"""Attribute of a sharded parameter: a weak reference to the module that gathers it."""
+
+
+def shard_model(
+    model: ParallelCausalLM,
+    *,
+    master_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = torch.float32,
+    reshard_after_forward: bool = True,
+    ranks_per_replica: int | None = None,
+) -> None:
+    """Shard the parameters of ``model`` in place; the model is called as before.
+
+    Each decoder layer is a unit (the layers of one recompute chunk together), and embedding, final
+    norm and head are another, so tied weights are in one unit. A unit's parameters are all-gathered
+    before its forward and again before its backward, in the dtype of the model, and its gradients are
+    reduce-scattered to their mean when its backward is done. Gradients of several backward passes
+    are added in ``master_dtype``, in the shards.
+
+    Between steps each parameter is a DTensor with this rank's rows, which are the master weights:
+    there is no other copy. Build ``Zero3Optimizer`` from ``model.parameters()`` afterwards.
+    Bytes per parameter with AdamW and D ranks: (4 master + 4 gradient + 8 moments) / D, and the
+    gathered weights and gradients of the units in use.
+
+    Call it after weights are loaded and after ``apply_memory``: recompute and compilation replace a
+    layer's forward inside of the unit. Every data-parallel rank must reach the same parameters in
+    backward. Weights with a common input, which are packed for one matmul on GPUs, are gathered
+    separately and use several matmuls.
+
+    Args:
+        model: this rank's tensor-parallel shard of the model.
+        master_dtype: dtype of the rows, of their gradients and of the optimizer states; default
+            float32, or the dtype of wider parameters. Frozen parameters keep their dtype.
+        reduce_dtype: dtype in which gradients are reduced; None takes the dtype of the model, with
+            half of the traffic for bf16 and one more rounding of each gradient.
+        reshard_after_forward: False keeps the gathered parameters of all layers until their backward:
+            2 more bytes per parameter, and no second all-gather.
+        ranks_per_replica: hybrid sharding: shard over runs of this many consecutive data-parallel
+            ranks, such as those of a host, and replicate over the runs. Default: all ranks.
+
+    Raises:
+        ValueError: the backend cannot shard gradients, there is one data-parallel rank, context
+            parallelism is enabled, the model is sharded already or on the meta device, its trained
+            parameters have several dtypes, or ``ranks_per_replica`` is no divisor above 1 of D.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # takes a second to import
+
+    _require_shardable(model)
+    attributes = {name: dict(vars(param)) for name, param in model.named_parameters()}
+    dtypes = {name: param.dtype for name, param in model.named_parameters()}
+    dtype = _trained_dtype(model)
+    master_dtype = master_dtype or torch.promote_types(dtype, torch.float32)
+    mesh, group = _mesh(ranks_per_replica or parallel_state.get_data_parallel_size())
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        # The layers' inputs have the dtype of the model already: nothing is cast.
+        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False),
+    }
+    # One layer at a time is copied to masters, and only this rank's rows of them stay.
+    for layers in _units(model):
+        for layer in layers:
+            _cast_trained(layer, master_dtype)
+        fully_shard(layers, reshard_after_forward=reshard_after_forward, **options)
+    _cast_trained(model, master_dtype)
+    # The root's parameters are needed from the first operation of forward to the last of backward.
+    fully_shard(model, reshard_after_forward=False, **options)
+    # DTensors are new objects: restore what describes the tensor-parallel shard.
+    for name, param in model.named_parameters():
+        for attribute, value in attributes[name].items():
+            setattr(param, attribute, value)
+        setattr(param, MODEL_DTYPE, dtypes[name])
+        setattr(param, SHARD_GROUP, group)
+    _record_units(model)
+
+
+@contextmanager
+def without_reduction(model: nn.Module) -> Iterator[None]:
+    """Accumulate full gradients in the backward passes inside; the next one outside reduces them.
+
+    It saves the reduction of all micro-batches but the last and costs a full gradient of each
+    parameter, in ``reduce_dtype``: 4 bytes per parameter.
+
+    Args:
+        model: a model that ``shard_model`` has sharded.
+    """
+    root: Any = model
+    root.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        root.set_requires_gradient_sync(True)
+
+
+def _require_shardable(model: nn.Module) -> None:
+    refusal = backend.gradient_sharding_refusal()
+    if refusal is not None:
+        raise ValueError(f"zero3 {refusal}")
+    size = parallel_state.get_data_parallel_size()
+    if size == 1:
+        raise ValueError("zero3 shards over data-parallel ranks, and there is 1: use zero1, or more ranks")
+    context = parallel_state.get_context_model_parallel_size()
+    if context > 1:
+        raise ValueError(
+            f"context_parallel_size {context}: gradients are not reduced over context-parallel ranks; use 1"
+        )
+    for name, param in model.named_parameters():
+        if is_data_sharded(param):
+            raise ValueError(f"{name} is sharded already: call shard_model once")
+        if param.is_meta:
+            raise ValueError(f"{name} is on the meta device: load or initialize the model before shard_model")
+
+
+def _trained_dtype(model: nn.Module) -> torch.dtype:
+    dtypes = {param.dtype: name for name, param in model.named_parameters() if param.requires_grad}
+    if len(dtypes) != 1:
+        raise ValueError(
+            f"zero3 gathers trained parameters in one dtype, and they have {sorted(map(str, dtypes))} "
+            f"({', '.join(dtypes.values())}): build the model in one dtype"
+        )
+    return next(iter(dtypes))
+
+
+def _units(model: ParallelCausalLM) -> list[list[nn.Module]]:
+    """Return the decoder layers by unit: the layers of a recompute chunk run inside its first one."""
+    units: list[list[nn.Module]] = []
+    for layer in model.decoder_layers():
+        if is_passed_over(layer):
+            units[-1].append(layer)
+        else:
+            units.append([layer])
+    return units
+
+
+@torch.no_grad()
+def _cast_trained(module: nn.Module, dtype: torch.dtype) -> None:
+    """Copy the trained parameters of ``module`` that are not sharded yet to ``dtype``."""
+    for param in module.parameters():
+        if param.requires_grad and not is_data_sharded(param):
+            # ``data`` keeps the Parameter objects, so ties stay ties.
+            param.data = param.data.to(dtype)
+
+
+def _rank_groups(ranks_per_replica: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the partitions of the world into shard groups and into groups of replicas."""
+    shards: list[list[int]] = []
+    replicas: list[list[int]] = []
+    for ranks in parallel_state.get_data_parallel_replica_groups():
+        for first in range(0, len(ranks), ranks_per_replica):
+            shards.append(ranks[first : first + ranks_per_replica])
+        for first in range(ranks_per_replica):
+            replicas.append(ranks[first::ranks_per_replica])
+    return shards, replicas
+
+
+def _mesh(ranks_per_replica: int) -> tuple[DeviceMesh, ProcessGroup]:
+    """Return the mesh ``[shards]``, or ``[replicas, shards]`` for hybrid sharding, and the shard group."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    device_type = backend.device.type
+    size = parallel_state.get_data_parallel_size()
+    if ranks_per_replica == size:
+        group = parallel_state.get_data_parallel_group()
+        return DeviceMesh.from_group(group, device_type), group
+    if ranks_per_replica < 2 or size % ranks_per_replica:
+        raise ValueError(
+            f"ranks_per_replica {ranks_per_replica} must be a divisor above 1 of the data-parallel size {size}"
+        )
+    shards, replicas = _rank_groups(ranks_per_replica)
+    groups: list[Any] = [parallel_state.group_of(replicas), parallel_state.group_of(shards)]
+    rank = parallel_state.get_global_rank()
+    own = next(ranks for ranks in parallel_state.get_data_parallel_replica_groups() if rank in ranks)
+    grid = torch.tensor(own).view(-1, ranks_per_replica)
+    return DeviceMesh.from_group(groups, device_type, mesh=grid, mesh_dim_names=("replica", "shard")), groups[1]
+
+
+def _record_units(model: nn.Module) -> None:
+    """Give each parameter a reference to its unit; modules come before their submodules."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for param in module.parameters():
+                setattr(param, UNIT, weakref.ref(module))

@@ -1,0 +1,122 @@
+"""The optimizer that reduces gradients to shards during backward (ZeRO stage 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from nxd_memopt.backends import backend
+from nxd_memopt.data_parallel.gradient_scatter import GradientScatter
+from nxd_memopt.optimizer.zero1 import NeuronZero1Optimizer, Sharded
+from nxd_memopt.parallel_layers import grads
+from nxd_memopt.parallel_layers.gradient_ledger import is_sequence_parallel
+
+
+class Zero2Optimizer(NeuronZero1Optimizer):
+    """``NeuronZero1Optimizer`` whose gradients are sharded too (ZeRO-2, arXiv:1910.02054).
+
+    During backward, a bucket of gradients is reduce-scattered to its mean as soon as it is complete,
+    added to this rank's shards in ``optimizer_dtype``, and freed. Backward passes of one step add up
+    in the shards, so ``param.grad`` is None after each of them. ``reduce_gradients`` sums the
+    sequence-parallel shards over tensor-parallel ranks and clips. Parameters are replicated.
+
+    Bytes per parameter with AdamW, bf16 weights and D ranks: 2 + (4 master + 4 gradient + 8 moments)
+    / D, and the buckets in flight. Each backward pass communicates the gradients once; zero1 once a
+    step. With one data-parallel rank it equals ``NeuronZero1Optimizer``.
+
+    Args:
+        params: see ``NeuronZero1Optimizer``, like all other arguments.
+        optimizer_class: optimizer class with the interface of torch.optim.
+        reduce_dtype: dtype of the reduction; None takes the gradients' dtype, with half of the traffic
+            for bf16 and one more rounding.
+        bucket_cap_mb_reduce_scatter: MiB of gradients in one reduce-scatter; 0 means 25.
+        options: the remaining options of ``NeuronZero1Optimizer`` and defaults of
+            ``optimizer_class``. ``use_grad_acc_hook`` must be left out: gradients accumulate in the
+            shards.
+
+    Raises:
+        ValueError: the backend cannot reduce in backward, or see ``NeuronZero1Optimizer``.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer_class: Callable[..., torch.optim.Optimizer],
+        *,
+        reduce_dtype: torch.dtype | None = torch.float32,
+        bucket_cap_mb_reduce_scatter: float = 0,
+        **options: Any,
+    ) -> None:
+        refusal = backend.gradient_sharding_refusal()
+        if refusal is not None:
+            raise ValueError(f"zero2 {refusal}")
+        if options.get("use_grad_acc_hook"):
+            raise ValueError("use_grad_acc_hook keeps full gradients, zero2 adds to shards: leave it out")
+        self._reduce_dtype = reduce_dtype
+        self._scatter: GradientScatter | None = None
+        bucket_mb = bucket_cap_mb_reduce_scatter or _DEFAULT_BUCKET_MB
+        super().__init__(params, optimizer_class, bucket_cap_mb_reduce_scatter=bucket_mb, **options)
+
+    def init_zero(self) -> None:
+        if self._scatter is not None:
+            self._scatter.remove()
+            self._scatter = None
+        super().init_zero()
+        self._scatter_all()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        if self.inited:
+            self._scatter_all()
+
+    def _shard(self, param: nn.Parameter) -> Sharded:
+        each = super()._shard(param)
+        # Shards are summed over sequence shards, stage 1's full gradients are.
+        shard: Any = each.shard
+        shard.sequence_parallel_enabled = is_sequence_parallel(param)
+        return each
+
+    def _scatter_all(self) -> None:
+        """Reduce the gradients of all trained parameters in backward from now on."""
+        if backend.group_size(self.sharding_group) == 1:
+            return
+        if self._scatter is not None:
+            self._scatter.remove()
+        self._scatter = GradientScatter(
+            [(each.param, each.shard) for each in self._sharded],
+            self.sharding_group,
+            bucket_bytes=self._reduce_bytes,
+            reduce_dtype=self._reduce_dtype,
+        )
+
+    @torch.no_grad()
+    def reduce_gradients(self) -> Tensor:
+        """Sum the shards over sequence shards and clip them; return the norm, 0-dim fp32."""
+        if self._scatter is None:
+            return super().reduce_gradients()
+        self._require_shards()
+        # A second call of a step changes nothing: the gradients are unscaled and clipped.
+        if self._scatter.is_finished and self._grad_norm is not None:
+            return self._grad_norm
+        self._scatter.finish()
+        grads.allreduce_sequence_parallel_gradients([each.shard for each in self._sharded])
+        self._grad_norm = self._clip([cast(Tensor, each.shard.grad) for each in self._sharded])
+        return self._grad_norm
+
+    @torch.no_grad()
+    def update_parameters(self) -> None:
+        super().update_parameters()
+        if self._scatter is not None:
+            self._scatter.clear()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        if self._scatter is not None:
+            self._scatter.clear()
+
+
+# MiB, as in DistributedDataParallel: buckets are full gradients that have not been sharded yet.
+_DEFAULT_BUCKET_MB = 25

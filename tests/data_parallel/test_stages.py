@@ -1,0 +1,356 @@
+"""ZeRO stages on D=2 x T=2 ranks: losses, gradients, norms and weights equal those without sharding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nxd_memopt.config import MemoryConfig
+from nxd_memopt.memory import apply_memory
+from nxd_memopt.modules.packed_weights import pack_weights
+from nxd_memopt.optimizer.loss_scaler import LossScaler
+from nxd_memopt.parallel_layers import grads
+from tests.data_parallel.stages import MAX_NORM, STAGES, Run, batch_of, build, initialize
+from tests.dist.pool import distributed
+from tests.reference import assert_same_on_all_ranks
+
+MODELS = ["llama", "gpt_neox"]
+
+
+def assert_equal(found: dict, expected: dict, *, atol: float, what: str) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=atol, msg=f"{what} {name}")
+
+
+@distributed(world_size=4)
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("sequence", [False, True])
+def test_gradients_equal(name, sequence):
+    initialize(2)
+    expected = None
+    for stage in STAGES:
+        run = Run.of(build(name, sequence=sequence), stage, max_norm=1e9)
+        run.backward([batch_of(0)])
+        run.reduce()
+        if expected is None:
+            expected = run.losses, run.norms, run.gradients()
+        assert run.losses == expected[0], stage  # forward is the same
+        # Sums of squares of shards are added in another order: fp32 rounding.
+        assert run.norms == pytest.approx(expected[1], rel=1e-6)
+        assert_same_on_all_ranks(torch.tensor(run.norms), "norm")
+        # The mean of two ranks is one addition, in any stage. With sequence parallelism zero1 adds over
+        # tensor ranks before data ranks, the other stages after them: fp32 rounding.
+        atol = 1e-6 if sequence and stage == "zero1" else 0
+        assert_equal(run.gradients(), expected[2], atol=atol, what=stage)
+
+
+@distributed(world_size=4)
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("sequence", [False, True])
+def test_clipped_steps_equal(name, sequence):
+    initialize(2)
+    runs = {stage: Run.of(build(name, sequence=sequence), stage) for stage in STAGES}
+    for step in range(3):
+        for run in runs.values():
+            run.step(step)
+    expected = runs["zero1"]
+    assert min(expected.norms) > MAX_NORM, "clipping is active"
+    for stage, run in runs.items():
+        if stage != "none" and not sequence:
+            assert (run.losses, run.norms) == (expected.losses, expected.norms), stage
+            assert_equal(run.weights(), expected.weights(), atol=0, what=stage)
+        # Norms differ by fp32 rounding (see above), and with them the clipping factor.
+        assert run.losses == pytest.approx(expected.losses, rel=1e-6)
+        assert run.norms == pytest.approx(expected.norms, rel=1e-6)
+        assert_equal(run.weights(), expected.weights(), atol=1e-6, what=stage)
+
+
+@distributed(world_size=4)
+@pytest.mark.parametrize("name", MODELS)
+def test_accumulation_equals(name):
+    """Three micro-batches, reduced one by one, or once from full gradients."""
+    initialize(2)
+    expected = Run.of(build(name, sequence=False), "zero1")
+    expected.step(0, micro_batches=3)
+    full = Run.of(build(name, sequence=False), "zero3")
+    full.step(0, micro_batches=3, full=True)
+    assert full.norms == expected.norms
+    assert_equal(full.weights(), expected.weights(), atol=0, what="full gradients")
+    for stage in ("zero2", "zero3"):
+        run = Run.of(build(name), stage)
+        run.step(0, micro_batches=3)
+        # Reduced before they are added, so added in another order: fp32 rounding.
+        assert run.norms == pytest.approx(expected.norms, rel=1e-6)
+        assert_equal(run.weights(), expected.weights(), atol=1e-6, what=stage)
+
+
+@distributed(world_size=4)
+@pytest.mark.parametrize(
+    "memory",
+    [
+        MemoryConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2),
+        MemoryConfig(recompute_granularity="full", recompute_method="nested", recompute_num_layers=3),
+        MemoryConfig(recompute_granularity="selective", recompute_modules=("mlp", "norm")),
+        MemoryConfig(fused_linear_cross_entropy=False),
+        MemoryConfig(recompute_granularity="full", mlp_tile_tokens=4),
+    ],
+    ids=["uniform", "nested", "selective", "logits", "tiles"],
+)
+def test_recompute_changes_nothing(memory):
+    initialize(2)
+    for stage in ("zero2", "zero3"):
+        runs = [Run.of(build("llama", memory=each, num_hidden_layers=4), stage) for each in (None, memory)]
+        for run in runs:
+            run.step(0)
+            run.step(1)
+        plain, changed = runs
+        is_exact = memory.fused_linear_cross_entropy and memory.mlp_tile_tokens is None
+        if is_exact:
+            assert (plain.losses, plain.norms) == (changed.losses, changed.norms)
+        # Logits in one matmul instead of chunks, or weight gradients summed over tiles: fp32 rounding.
+        atol = 0 if is_exact else 1e-6
+        assert_equal(changed.weights(), plain.weights(), atol=atol, what=stage)
+
+
+@distributed(world_size=4, timeout_s=300)
+@pytest.mark.slow
+def test_compiled_layers():
+    initialize(2)
+    expected = Run.of(build("llama"), "zero3")
+    model = build("llama")
+    apply_memory(model, MemoryConfig(), compile="layer")
+    compiled = Run.of(model, "zero3")
+    for run in (expected, compiled):
+        run.step(0)
+        run.step(1)
+    # Inductor fuses operations of a layer: fp32 rounding.
+    assert_equal(compiled.weights(), expected.weights(), atol=1e-5, what="compiled")
+
+
+@distributed(world_size=4)
+@pytest.mark.parametrize("reduce_dtype", [torch.float32, None])
+def test_bf16_models_have_fp32_masters(reduce_dtype):
+    """The weights are the rounded masters; gradients reduced in fp32 lose nothing."""
+    initialize(2)
+    expected = Run.of(build("llama", dtype=torch.bfloat16, sequence=False), "zero1")
+    expected.step(0)
+    for stage in ("zero2", "zero3"):
+        run = Run.of(build("llama", dtype=torch.bfloat16, sequence=False), stage, reduce_dtype=reduce_dtype)
+        run.step(0)
+        weights = run.weights()
+        assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
+        shards = [each.shard for each in run.optimizer._sharded]
+        assert {shard.dtype for shard in shards} == {torch.float32}
+        assert any(not torch.equal(shard, shard.bfloat16().float()) for shard in shards)
+        if reduce_dtype is torch.float32:
+            assert (run.losses, run.norms) == (expected.losses, expected.norms)
+            assert_equal(weights, expected.weights(), atol=0, what=stage)
+        else:
+            # one rounding of each gradient to bf16: a part of 2^-8 of it
+            assert run.norms == pytest.approx(expected.norms, rel=2**-8)
+
+
+@distributed(world_size=4)
+@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+def test_gradients_exist_in_shards_only(stage):
+    initialize(2)
+    run = Run.of(build("llama"), stage)
+    elements = sum(param.numel() for param in run.model.parameters())
+    run.backward([batch_of(0)])
+    run.reduce()
+    assert all(param.grad is None for param in run.model.parameters())
+    kept = sum(each.shard.grad.numel() for each in run.optimizer._sharded)
+    assert kept == elements / 2
+    if stage == "zero3":
+        assert run.stored_bytes() == 4 * elements / 2
+
+
+@distributed(world_size=4)
+@pytest.mark.parametrize("tensor_size", [1, 2])
+def test_shards_of_unequal_size_and_kv_replicas(tensor_size):
+    """33 rows on 4 ranks are 9, 9, 9, 6; with one KV head each tensor-parallel rank has a replica."""
+    sizes = {"vocab_size": 33, "intermediate_size": 26, "num_key_value_heads": 1}
+    results = []
+    for stage in ("zero1", "zero2", "zero3"):
+        initialize(tensor_size)
+        run = Run.of(build("llama", **sizes), stage)
+        for step in range(2):
+            run.step(step)
+        results.append((run.norms, run.weights()))
+    for norms, weights in results[1:]:
+        # other shards and order of additions: fp32 rounding
+        assert norms == pytest.approx(results[0][0], rel=1e-6)
+        assert_equal(weights, results[0][1], atol=1e-6, what=str(tensor_size))
+
+
+@distributed(world_size=4)
+def test_hybrid_sharding():
+    """Shards over runs of two of four data-parallel ranks, replicated over the runs."""
+    initialize(1)
+    expected = Run.of(build("llama"), "zero1")
+    hybrid = Run.of(build("llama"), "zero3", ranks_per_replica=2)
+    for step in range(2):
+        expected.step(step)
+        hybrid.step(step)
+    assert hybrid.stored_bytes() == 4 * sum(param.numel() for param in hybrid.model.parameters()) / 2
+    # (a + b) + (c + d) instead of the order of a reduce-scatter over four: fp32 rounding
+    assert hybrid.norms == pytest.approx(expected.norms, rel=1e-6)
+    assert_equal(hybrid.weights(), expected.weights(), atol=1e-6, what="hybrid")
+
+
+@distributed(world_size=4)
+def test_gathered_parameters_between_steps_are_not_stale():
+    """A forward without backward leaves the root's parameters gathered; the update frees them."""
+    initialize(2)
+    runs = [Run.of(build("llama"), "zero3", reshard_after_forward=reshard) for reshard in (True, False)]
+    for run in runs:
+        run.backward([batch_of(0)])
+        run.reduce()
+        with torch.no_grad():
+            run.model(batch_of(5))
+        run.model(batch_of(5), labels=batch_of(5))
+        run.optimizer.update_parameters()
+        run.optimizer.zero_grad()
+        run.step(1)
+    expected = Run.of(build("llama"), "zero3")
+    expected.step(0)
+    expected.step(1)
+    for run in runs:
+        assert run.losses == expected.losses
+        assert_equal(run.weights(), expected.weights(), atol=0, what="after evaluation")
+
+
+@distributed(world_size=4)
+@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+def test_functions_of_grads_on_a_sharded_model(stage):
+    """A script may sum sequence-parallel gradients and clip as with any other model."""
+    initialize(2)
+    expected = Run.of(build("llama"), stage)
+    expected.step(0)
+    run = Run.of(build("llama"), stage)
+    run.backward([batch_of(0)])
+    grads.allreduce_sequence_parallel_gradients(run.model)
+    if stage == "zero3":
+        norm = grads.clip_grad_norm(run.model, 1e9)
+        # clipped by the script before, so by exactly 1: the norm of the full model
+        assert norm.item() == expected.norms[0]
+        grads.allreduce_sequence_parallel_gradients(run.model)
+    run.reduce()
+    run.reduce()  # a second call neither sums nor clips again
+    run.optimizer.update_parameters()
+    run.optimizer.zero_grad()
+    assert run.norms[0] == expected.norms[0]
+    assert_equal(run.weights(), expected.weights(), atol=0, what=stage)
+    # A step that is left out does not change the next one.
+    run.backward([batch_of(1)])
+    run.reduce()
+    run.optimizer.zero_grad()
+    run.backward([batch_of(1)])
+    run.reduce()
+    assert run.norms[-1] == run.norms[-2]
+    with pytest.raises(RuntimeError, match=r"reduce_gradients\(\)"):
+        run.backward([batch_of(2)])
+        run.reduce()
+
+
+@distributed(world_size=4)
+def test_loss_scaler():
+    """fp16: the scale is divided out before clipping, and a step with overflow changes nothing."""
+    initialize(2)
+    results = []
+    for stage in ("zero1", "zero2", "zero3"):
+        run = Run.of(build("llama", dtype=torch.float16, sequence=False), stage)
+        scaler = run.optimizer.loss_scaler = LossScaler(initial_scale=2.0**10, hysteresis=1)
+        for step, factor in enumerate([1.0, float("inf"), 1.0]):
+            before = run.weights()
+            loss = run.model(batch_of(step), labels=batch_of(step)).loss
+            scaler.scale_gradients_of(loss * factor).backward()
+            norm = run.optimizer.reduce_gradients()
+            run.optimizer.reduce_gradients()
+            run.optimizer.update_parameters()
+            run.optimizer.zero_grad()
+            if factor == 1:
+                run.norms.append(norm.item())
+            else:
+                assert_equal(run.weights(), before, atol=0, what="skipped")
+        results.append((run.norms, run.weights()))
+    # The same numbers in another order or dtype of the reduction, rounded to fp16: a unit of 2^-10.
+    for norms, weights in results[1:]:
+        assert norms == pytest.approx(results[0][0], rel=1e-3)
+        assert max(norms) < 10, "without the scale"
+        assert_equal(weights, results[0][1], atol=1e-3, what="fp16")
+
+
+@distributed(world_size=4)
+def test_frozen_parameters():
+    initialize(2)
+    results = []
+    for stage in ("zero1", "zero2", "zero3"):
+        model = build("llama", dtype=torch.bfloat16, sequence=False)
+        model.model.embed_tokens.weight.requires_grad_(False)
+        model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
+        run = Run.of(model, stage)
+        run.step(0)
+        results.append((run.losses, run.norms, run.weights()))
+    for losses, norms, weights in results[1:]:
+        assert (losses, norms) == results[0][:2]
+        assert_equal(weights, results[0][2], atol=0, what="frozen")
+
+
+@distributed(world_size=4)
+def test_tied_embeddings():
+    initialize(2)
+    results = []
+    for stage in ("zero1", "zero2", "zero3"):
+        run = Run.of(build("llama", sequence=False, tie_word_embeddings=True), stage)
+        run.step(0)
+        assert run.model.lm_head.weight is run.model.model.embed_tokens.weight
+        run.step(1)
+        results.append((run.losses, run.norms, run.weights()))
+    for losses, norms, weights in results[1:]:
+        assert (losses, norms) == results[0][:2]
+        assert_equal(weights, results[0][2], atol=0, what="tied")
+
+
+@distributed(world_size=4)
+def test_a_failed_backward_leaves_nothing():
+    """zero2: gradients of a pass that raised are dropped with their buckets."""
+    initialize(2)
+    expected = Run.of(build("llama"), "zero2")
+    expected.step(0)
+    run = Run.of(build("llama"), "zero2")
+
+    def fail(grad: torch.Tensor) -> None:
+        raise KeyError("planted")
+
+    hook = run.model.model.embed_tokens.weight.register_hook(fail)
+    with pytest.raises(KeyError):
+        run.backward([batch_of(3)])
+    hook.remove()
+    dist.barrier()
+    run.optimizer.zero_grad()
+    run.losses.clear()
+    run.step(0)
+    assert (run.losses, run.norms) == (expected.losses, expected.norms)
+    assert_equal(run.weights(), expected.weights(), atol=0, what="after a failure")
+
+
+@distributed(world_size=4)
+def test_weights_that_are_packed_before():
+    """Slices of one storage, as on GPUs, are sharded like any other weights."""
+    initialize(2)
+    model = build("llama")
+    for layer in model.model.layers:
+        weights = [getattr(layer.self_attn, name).weight for name in layer.self_attn.shared_input_layers]
+        packed = torch.cat([weight.detach() for weight in weights])
+        for weight, values in zip(weights, packed.split([len(weight) for weight in weights]), strict=True):
+            weight.data = values
+    runs = [Run.of(model, "zero3"), Run.of(build("llama"), "zero3")]
+    for run in runs:
+        run.step(0)
+        run.step(1)
+        pack_weights(run.model)  # leaves sharded rows alone
+    assert runs[0].norms == runs[1].norms
+    assert_equal(runs[0].weights(), runs[1].weights(), atol=0, what="packed")
