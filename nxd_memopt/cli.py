@@ -14,6 +14,7 @@ from nxd_memopt._optional import (
     require_transformers,
 )
 from nxd_memopt.certify.command import Certify
+from nxd_memopt.training.interrupts import final_status
 
 _OPTIONAL = ("triton", "flash-attn-4")
 Command = Callable[[], int | None]
@@ -21,11 +22,17 @@ Command = Callable[[], int | None]
 
 @dataclass(frozen=True)
 class Train:
-    """Train or resume; ``nxd-memopt train --help`` shows the options."""
+    """Train or resume, with ``--nproc N`` on N ranks; ``nxd-memopt train --help`` shows the options."""
 
     arguments: tuple[str, ...] = ()
 
     def __call__(self) -> int:
+        # The help is shown once, not by every rank.
+        names = {argument.partition("=")[0] for argument in self.arguments}
+        if "--nproc" in names and not names & {"-h", "--help"}:
+            from nxd_memopt.launch.agent import main as start_ranks
+
+            return start_ranks(self.arguments)
         from nxd_memopt.training.__main__ import main
 
         return main(self.arguments, program="nxd-memopt train")
@@ -141,7 +148,7 @@ def main() -> int:
     # Exceptions other than the three below are defects and keep their traceback.
     warnings.formatwarning = lambda message, *_, **__: f"nxd-memopt: warning: {message}\n"
     try:
-        return _parse(sys.argv[1:])() or 0
+        return final_status(_parse(sys.argv[1:])() or 0)
     except (ValueError, OSError, MissingDependencyError) as error:
         print(f"nxd-memopt: error: {error}", file=sys.stderr)
         return 2

@@ -17,7 +17,11 @@ Format = Literal["hf", "nxd"]
 
 @dataclass(frozen=True)
 class Convert:
-    """Convert LLaMA's or GPT-NeoX's weights between Hugging Face directories and neuronx-distributed's files."""
+    """Convert LLaMA's or GPT-NeoX's weights between Hugging Face directories and neuronx-distributed's files.
+
+    A Hugging Face target gets the tokenizer, chat template and generation config of SOURCE (--from nxd: of the
+    directory of --config).
+    """
 
     source: Path
     """hf: directory with config.json and safetensors or .bin files, or with one GGUF file. nxd: a tag's directory of
@@ -116,6 +120,7 @@ class Convert:
     def _to_hugging_face(self) -> None:
         """Convert a Hugging Face directory or GGUF file to a Hugging Face directory."""
         from nxd_memopt.checkpoint import load_config, load_pretrained, save_pretrained
+        from nxd_memopt.checkpoint.companions import companions_of
         from nxd_memopt.models import model_class
 
         config = load_config(self.source)
@@ -123,7 +128,13 @@ class Convert:
         # and shapes are checked on the way, which copying the files would not do.
         model = model_class(config.model_type)(config, dtype=config.dtype, device="meta")
         load_pretrained(model, self.source)
-        save_pretrained(model, self.target, max_shard_size_bytes=self._max_shard_size_bytes)
+        with companions_of(self.source) as companions:
+            save_pretrained(
+                model,
+                self.target,
+                max_shard_size_bytes=self._max_shard_size_bytes,
+                companions=companions,
+            )
 
     def _from_nxd(self) -> None:
         """Convert neuronx-distributed's rank files to a Hugging Face directory."""

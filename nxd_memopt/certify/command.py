@@ -48,6 +48,8 @@ class Certify:
     recompute_modules: tuple[str, ...] | None = None
     recompute_keep_core_attn: bool = False
     attention_backend: str = "auto"
+    isolate_documents: bool = False
+    """Several documents in a row, which do not attend to each other."""
     override: tuple[str, ...] = ()
     """Changes of the model's config, KEY=VALUE, such as num_hidden_layers=4."""
     measure_layers: tuple[int, int] = (2, 4)
@@ -99,6 +101,11 @@ class Certify:
                 "backend compiled measures one process, got tensor_model_parallel_size "
                 f"{self.tensor_model_parallel_size}: leave it out, or use backend cpu"
             )
+        if self.isolate_documents and self.backend not in ("xla", "compiled"):
+            raise ValueError(
+                f"isolate_documents with backend {self.backend}: eager kernels read the bounds of documents, and this "
+                "measurement has no values: use backend xla or compiled"
+            )
         # A line through two depths gives the bytes per layer. One layer is not representative: its
         # peak may be in the embedding or in the loss.
         few, many = self.measure_layers
@@ -129,6 +136,7 @@ class Certify:
             dtype=dtype,
             backend=self.backend,
             layer_counts=self.measure_layers,
+            isolate_documents=self.isolate_documents,
         )
 
     def _memory(self) -> dict[str, Any]:

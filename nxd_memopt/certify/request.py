@@ -23,6 +23,7 @@ class Request:
         dtype: name of a torch dtype.
         backend: ``xla``, ``cpu``, ``cuda``, or ``compiled`` (torch.compile on the CPU).
         layer_counts: numbers of decoder layers to measure.
+        isolate_documents: rows contain several documents, which do not attend to each other.
     """
 
     config: dict[str, Any]
@@ -33,6 +34,7 @@ class Request:
     dtype: str
     backend: str
     layer_counts: tuple[int, ...]
+    isolate_documents: bool = False
 
     def parallel_config(self) -> ParallelConfig:
         """Return the configuration of parallelism."""

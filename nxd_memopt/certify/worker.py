@@ -30,6 +30,7 @@ from nxd_memopt.certify.measure.survival import Survival
 from nxd_memopt.certify.measure.xla import measure_outputs
 from nxd_memopt.certify.request import Answer, Request
 from nxd_memopt.models import model_class
+from nxd_memopt.ops.packed import PackedDocuments
 from nxd_memopt.parallel_layers import grads, parallel_state
 
 
@@ -62,13 +63,13 @@ def measure_variant(request: Request, layers: int) -> Measurement:
     if request.backend == "compiled":
         # Real tensors: dynamo and AOTAutograd create fake ones themselves while they trace.
         with pretended_world(size, rank=0):
-            model, ids = build(request, layers)
-            return measure_compiled(lambda: model(ids, labels=ids).loss)
+            model, inputs = build(request, layers)
+            return measure_compiled(lambda: model(**inputs).loss)
     # Eager steps run with fake tensors and a fake process group: operations are dispatched with
     # their shapes, but no memory is allocated and nothing is computed or sent.
     with pretended_world(size, rank=0), FakeTensorMode(allow_non_fake_inputs=True):
-        model, ids = build(request, layers)
-        return measure_eager(lambda: step(model, ids))
+        model, inputs = build(request, layers)
+        return measure_eager(lambda: step(model, inputs))
 
 
 def rank_fingerprint(request: Request, layers: int, rank: int) -> str:
@@ -78,8 +79,8 @@ def rank_fingerprint(request: Request, layers: int, rank: int) -> str:
             return hlo.fingerprint(xla_inspect.traced_hlo(outputs))
     size = request.parallel_config().tensor_model_parallel_size
     with pretended_world(size, rank=rank), FakeTensorMode(allow_non_fake_inputs=True):
-        model, ids = build(request, layers)
-        return measure_eager(lambda: step(model, ids)).fingerprint
+        model, inputs = build(request, layers)
+        return measure_eager(lambda: step(model, inputs)).fingerprint
 
 
 @contextmanager
@@ -90,17 +91,16 @@ def traced_step(request: Request, layers: int, *, rank: int) -> Iterator[list[Te
     with ExitStack() as stack:
         stack.enter_context(xla_inspect.pretended_rank(size, rank))
         stack.enter_context(pretended_world(size, rank=rank))
-        model, ids = build(request, layers)
-        yield step(model, ids)
+        model, inputs = build(request, layers)
+        yield step(model, inputs)
 
 
-def step(model: nn.Module, ids: Tensor) -> list[Tensor]:
+def step(model: nn.Module, inputs: dict[str, Any]) -> list[Tensor]:
     """Run forward, backward and the sequence-parallel gradient hook; return loss and gradients.
 
     The optimizer does not run; ``planner.formulas.memory_terms`` adds its memory.
     """
-    # The ids serve as labels too: the measurements depend on shapes, not on values.
-    loss = model(ids, labels=ids).loss
+    loss = model(**inputs).loss
     loss.backward()
     grads.allreduce_sequence_parallel_gradients(model)
     return [loss, *(param.grad for param in model.parameters() if param.grad is not None)]
@@ -122,12 +122,25 @@ def pretended_world(world_size: int, *, rank: int) -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def build(request: Request, layers: int) -> tuple[nn.Module, Tensor]:
-    """Return a model of ``layers`` decoder layers with zero weights, and zero ids ``[B, S]``."""
+def build(request: Request, layers: int) -> tuple[nn.Module, dict[str, Any]]:
+    """Return a model of ``layers`` decoder layers with zero weights, and its inputs: zero ids ``[B, S]``."""
     model = _meta_model(request, layers)
     _materialize(model)
     ids = torch.zeros(request.micro_batch_size, request.sequence_length, dtype=torch.long)
-    return model, ids.to(backend.device)
+    # The ids serve as labels too: the measurements depend on shapes, not on values.
+    ids = ids.to(backend.device)
+    inputs: dict[str, Any] = {"input_ids": ids, "labels": ids}
+    if request.isolate_documents:
+        inputs["cu_seqlens"] = _two_documents_per_row(request)
+    return model, inputs
+
+
+def _two_documents_per_row(request: Request) -> PackedDocuments:
+    """Return documents of which a second one starts in the middle of each row."""
+    starts = torch.zeros(request.micro_batch_size, request.sequence_length, dtype=torch.bool)
+    starts[:, request.sequence_length // 2] = True
+    documents = PackedDocuments.from_starts(starts, 2 * request.micro_batch_size + 1)
+    return documents.to(backend.device)
 
 
 def count_parameters(request: Request) -> int:

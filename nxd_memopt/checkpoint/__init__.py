@@ -2,7 +2,8 @@
 
 from nxd_memopt.checkpoint.background import BackgroundSaver
 from nxd_memopt.checkpoint.exporting import save_pretrained
-from nxd_memopt.checkpoint.importing import load_config, load_pretrained
+from nxd_memopt.checkpoint.hf_config import load_config
+from nxd_memopt.checkpoint.importing import load_pretrained
 from nxd_memopt.checkpoint.logical import TrainingState
 from nxd_memopt.checkpoint.steps import find_latest, require_writable
 from nxd_memopt.checkpoint.training import Restored, load_training_state, save_training_state

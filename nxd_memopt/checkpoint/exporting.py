@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nxd_memopt._optional import require_transformers
 from nxd_memopt.backends import backend
+from nxd_memopt.checkpoint.companions import TEMPLATES, copy_companions, copy_entry, is_companion
 from nxd_memopt.checkpoint.directories import (
     incomplete_path,
     replace_directory,
@@ -29,6 +30,7 @@ from nxd_memopt.parallel_layers.checkpointing import (
     is_model_replica_zero,
 )
 from nxd_memopt.parallel_layers.coordination import raise_together
+from nxd_memopt.parallel_layers.data_shards import gather_rows, model_dtype
 from nxd_memopt.parallel_layers.utils import is_sharded
 
 if TYPE_CHECKING:
@@ -47,6 +49,7 @@ def save_pretrained(
     *,
     max_shard_size_bytes: int = MAX_SHARD_SIZE_BYTES,
     dtype: torch.dtype | None = None,
+    companions: str | Path | None = None,
 ) -> None:
     """Write ``model`` as safetensors with its config, for
     ``AutoModelForCausalLM.from_pretrained``.
@@ -65,6 +68,9 @@ def save_pretrained(
             subdirectories.
         max_shard_size_bytes: upper bound of a file in bytes, unless a single parameter is larger.
         dtype: dtype of the floating-point weights on disk; default: the dtypes of the parameters.
+        companions: directory whose tokenizer, chat template and ``generation_config.json`` the
+            export gets, in the same rename as the weights; if it has any, none of an earlier
+            export remains. Read by the writing rank.
 
     Raises:
         ValueError, OSError: on every rank, if the writing rank fails; an earlier export is left
@@ -94,7 +100,8 @@ def save_pretrained(
                     write_safetensors(incomplete_path(target) / file_name, tensors)
         with raise_together(task):
             if writes:
-                _finish(model, target, shards, dtype)
+                _write_remaining(model, target, shards, dtype)
+                _replace(target, companions)
     finally:
         if writes:
             shutil.rmtree(incomplete_path(target), ignore_errors=True)
@@ -167,7 +174,7 @@ def _stored_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     """
     if dtype is not None and tensor.is_floating_point():
         return dtype
-    return tensor.dtype
+    return model_dtype(tensor)
 
 
 def _full_bytes(tensor: Tensor, dtype: torch.dtype | None) -> int:
@@ -183,13 +190,15 @@ def _gather(params: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, T
     """Return the full tensors on tensor-parallel rank 0 of the first replica, and nothing on all
     other ranks.
     """
-    if not is_model_replica_zero():
-        return {}
-    # Every rank of the first replica takes part in the all-gathers; only the first one receives a
-    # tensor.
+    # Every rank of the first replica takes part in the all-gathers over tensor-parallel ranks; only
+    # its first rank receives a tensor. Rows that are sharded over data-parallel ranks (zero3) need
+    # the ranks of all replicas.
     full_tensors: dict[str, Tensor] = {}
     for name, param in params.items():
-        tensor = gather_full_tensor(param, dtype=_stored_dtype(param, dtype))
+        gathered = gather_rows(param)
+        if not is_model_replica_zero():
+            continue
+        tensor = gather_full_tensor(gathered, dtype=_stored_dtype(param, dtype))
         if tensor is not None:
             full_tensors[name] = tensor
     return full_tensors
@@ -227,7 +236,7 @@ def require_replaceable(target: Path) -> None:
     content = list(target.iterdir())
     if content and not (target / "config.json").is_file():
         raise ValueError(f"{target} is neither empty nor an export (no config.json): choose another directory")
-    subdirectories = [path.name for path in content if path.is_dir()]
+    subdirectories = [path.name for path in content if path.is_dir() and path.name != TEMPLATES]
     if subdirectories:
         raise ValueError(
             f"{target} has the subdirectories {subdirectories[:5]}, which replacing it would remove: "
@@ -235,23 +244,29 @@ def require_replaceable(target: Path) -> None:
         )
 
 
-def _finish(
+def _write_remaining(
     model: torch.nn.Module,
     target: Path,
     shards: Shards,
     dtype: torch.dtype | None,
 ) -> None:
-    """Write the index, the config and the remaining files, and replace ``target``."""
+    """Write the index and the config."""
     incomplete = incomplete_path(target)
     if len(shards) > 1:
         # A single file needs no index.
         weight_map = {name: file_name for file_name, params in shards.items() for name in params}
         index = {"metadata": {"total_size": _total_bytes(shards, dtype)}, "weight_map": weight_map}
         (incomplete / WEIGHTS_INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    _write_config(model, incomplete, dtype or next(iter(named_tensors(model))).tensor.dtype)
-    # Files of the previous export that this one does not write, such as the tokenizer, are copied
-    # before the rename: the new directory is complete from its first moment.
-    copy_other_files(target, incomplete)
+    _write_config(model, incomplete, dtype or model_dtype(next(iter(named_tensors(model))).tensor))
+
+
+def _replace(target: Path, companions: str | Path | None) -> None:
+    """Add the files that are no weights, and rename the new directory to ``target``."""
+    incomplete = incomplete_path(target)
+    has_own = companions is not None and copy_companions(Path(companions), incomplete)
+    # Files of the previous export that this one does not write are copied before the rename: the
+    # new directory is complete from its first moment.
+    copy_other_files(target, incomplete, companions=not has_own)
     replace_directory(incomplete, target)
 
 
@@ -263,19 +278,37 @@ def _write_config(model: torch.nn.Module, directory: Path, dtype: torch.dtype) -
     # unchanged.
     config = copy.deepcopy(cast("PretrainedConfig", model.config))
     config.dtype = dtype
-    config.architectures = config.architectures or [type(model).__name__]
+    config.architectures = config.architectures or [_class_name(model)]
     config.save_pretrained(directory)
     generation_config = getattr(model, "generation_config", None)
     if generation_config is not None:
         generation_config.save_pretrained(directory)
 
 
-def copy_other_files(source: Path, directory: Path) -> None:
-    """Copy the files that an export does not write, such as the tokenizer."""
+def _class_name(model: torch.nn.Module) -> str:
+    """Return the name of the model's class, without the class that FSDP2 puts in front of it."""
+    # The method resolution order is FSDP<Name>(FSDPModule, <Name>), FSDPModule, <Name>, ...
+    for each in type(model).__mro__:
+        names = [each.__name__, *(base.__name__ for base in each.__bases__)]
+        if "FSDPModule" not in names:
+            return each.__name__
+    raise AssertionError("a model is a torch.nn.Module")
+
+
+def copy_other_files(source: Path, directory: Path, *, companions: bool = True) -> None:
+    """Copy the files that an export does not write.
+
+    Args:
+        source: the earlier export.
+        directory: the new one.
+        companions: copy the tokenizer, chat template and generation config too. False where the
+            new export has its own: a template or vocabulary of the old one must not remain.
+    """
     if not source.exists():
         return
     for path in source.iterdir():
         # Old weight files are left out under any name: an export to several files may replace one
         # to a single file, and transformers would prefer the single file.
-        if not _WEIGHT_FILE.fullmatch(path.name) and not (directory / path.name).exists():
-            shutil.copy2(path, directory / path.name)
+        is_kept = companions or not is_companion(path)
+        if is_kept and not _WEIGHT_FILE.fullmatch(path.name) and not (directory / path.name).exists():
+            copy_entry(path, directory / path.name)

@@ -2,67 +2,28 @@
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from nxd_memopt._optional import require_transformers
 from nxd_memopt.backends import backend
 from nxd_memopt.checkpoint.files import (
     Sources,
-    find_gguf,
     open_weights,
-    read_json,
-    require_directory,
 )
 from nxd_memopt.checkpoint.gguf import weights_directory
 from nxd_memopt.checkpoint.names import match_names
 from nxd_memopt.modules.packed_weights import pack_weights
 from nxd_memopt.parallel_layers.checkpointing import local_slice, require_full_shape
 from nxd_memopt.parallel_layers.coordination import raise_together
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
-
-def load_config(directory: str | Path) -> PretrainedConfig:
-    """Return the Hugging Face config of a local directory, from ``config.json`` or from its GGUF
-    file.
-
-    Raises:
-        ValueError: there is no config, or its model type is unknown.
-        ImportError: transformers is missing or too old.
-    """
-    transformers = require_transformers("nxd_memopt.checkpoint.load_config")
-    path = require_directory(directory)
-    if not (path / "config.json").is_file():
-        return _load_gguf_config(transformers.AutoConfig, path)
-    # Check the model type here: the error then names the nearest known type.
-    model_type = read_json(path / "config.json").get("model_type")
-    known = transformers.CONFIG_MAPPING
-    if model_type not in known:
-        close = difflib.get_close_matches(str(model_type), list(known.keys()), n=1)
-        hint = "set model_type to one that transformers knows"
-        if close:
-            hint = f"did you mean {close[0]!r}?"
-        raise ValueError(f"{path / 'config.json'} has the unknown model_type {model_type!r}: {hint}")
-    return transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-
-
-def _load_gguf_config(auto_config: Any, path: Path) -> PretrainedConfig:
-    """Return the config in the metadata of the only GGUF file of ``path``."""
-    gguf = find_gguf(path)
-    if gguf is None:
-        raise ValueError(f"{path} has no config.json: copy it from where the weights came from")
-    try:
-        return auto_config.from_pretrained(path, gguf_file=gguf.name, local_files_only=True)
-    except Exception as error:  # a damaged file raises many types of errors
-        raise ValueError(
-            f"{gguf} has no readable config: {type(error).__name__}: {error}: download it again"
-        ) from error
+from nxd_memopt.parallel_layers.data_shards import (
+    is_data_sharded,
+    local_rows,
+    model_dtype,
+    require_replicated,
+    row_range,
+)
 
 
 def load_pretrained(model: torch.nn.Module, directory: str | Path) -> None:
@@ -112,7 +73,8 @@ def load_sources(model: torch.nn.Module, sources: Sources, directory: Path) -> N
     created: dict[int, Tensor] = {}
     for name in sources:  # sequential reads: the order of the files
         if name in targets:
-            _fill(targets[name], local_slice(sources[name], targets[name]), created)
+            local = local_slice(sources[name], targets[name], dtype=model_dtype(targets[name]))
+            _fill(targets[name], local, created)
     _replace_tensors(model, created)
     # New tensors have memory of their own. On GPUs, layers with one input keep their weights
     # adjacent in memory for a single matmul: restore this.
@@ -126,8 +88,12 @@ def _fill(param: Tensor, local: Tensor, created: dict[int, Tensor]) -> None:
     """
     if not param.is_meta:
         with torch.no_grad():
-            param.copy_(local)
+            if is_data_sharded(param):
+                start, stop = row_range(param)
+                local = local[start:stop]
+            local_rows(param).copy_(local)
         return
+    require_replicated([param], "loading a model on the meta device", "load it before shard_model")
     # A meta tensor has no storage to copy into. The new tensor takes over the type and all
     # attributes, so that the model is sharded and trained as it was built.
     replacement = local.to(backend.device)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.checkpointing import full_shape
+from nxd_memopt.parallel_layers.data_shards import element_range, is_data_sharded
 from nxd_memopt.parallel_layers.utils import is_sharded, padded_size, shard_ranges
 
 Shape = tuple[int, ...]
@@ -117,7 +118,9 @@ def parts_of(param: Tensor, *, rank: int = 0, size: int = 1) -> list[Part]:
     padding.
 
     Args:
-        param: this rank's parameter, with the sharding attributes of the layers.
+        param: this rank's parameter, with the sharding attributes of the layers. If it is sharded
+            over data-parallel ranks (zero3), the stored tensor has this rank's rows of it, and the
+            other arguments are ignored.
         rank: index of the stored chunk among ``size`` equal chunks of the flattened parameter,
             padded to a multiple of ``size``.
         size: number of ranks in the ZeRO-1 sharding group; 1 if the stored tensor has the
@@ -132,10 +135,13 @@ def parts_of(param: Tensor, *, rank: int = 0, size: int = 1) -> list[Part]:
     # several ranges).
     shape = tuple(param.shape)
     elements = math.prod(shape)
-    # ceil(n / D) elements per rank; the range of the last ranks is clipped to the n elements.
-    length = padded_size(elements, size) // size
-    begin = min(rank * length, elements)
-    end = min((rank + 1) * length, elements)
+    if is_data_sharded(param):
+        begin, end = element_range(param)
+    else:
+        # ceil(n / D) elements per rank; the range of the last ranks is clipped to the n elements.
+        length = padded_size(elements, size) // size
+        begin = min(rank * length, elements)
+        end = min((rank + 1) * length, elements)
     ranges = _dimension_ranges(param)
     dim = 0
     if is_sharded(param):

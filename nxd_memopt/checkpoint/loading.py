@@ -17,6 +17,7 @@ from nxd_memopt.checkpoint.stored_optimizer import MASTER, StoredOptimizer
 from nxd_memopt.modules.packed_weights import pack_weights
 from nxd_memopt.optimizer.zero1 import StoredParameter
 from nxd_memopt.parallel_layers.checkpointing import full_shape
+from nxd_memopt.parallel_layers.data_shards import local_rows, model_dtype
 
 _SHOWN = 5
 
@@ -31,9 +32,31 @@ def load_model(index: Index, model: nn.Module) -> None:
     targets = match_names(model, list(index.names("model.")))
     # Check all tensors before the first one changes.
     for name, target in targets.items():
-        _require_alike(index, f"model.{name}", full_shape(target), target.dtype)
+        _require_alike(index, f"model.{name}", full_shape(target), model_dtype(target))
     for name, target in targets.items():
-        target.copy_(index.assemble(f"model.{name}", parts_of(target), tuple(target.shape)))
+        rows = local_rows(target)
+        rows.copy_(index.assemble(f"model.{name}", parts_of(target), tuple(rows.shape)))
+    pack_weights(model)
+
+
+@torch.no_grad()
+def load_weights(index: Index, model: nn.Module) -> None:
+    """Fill the model's parameters and persistent buffers with weights of any dtype.
+
+    A weight with an fp32 master in the checkpoint is taken from the master, so a model of a wider
+    dtype than the stored one loses nothing.
+
+    Raises:
+        ValueError: names or shapes differ, or a file is damaged.
+    """
+    targets = match_names(model, list(index.names("model.")))
+    for name, target in targets.items():
+        _require_alike(index, f"model.{name}", full_shape(target), None)
+    for name, target in targets.items():
+        master = f"optimizer.{MASTER}.{name}"
+        source = master if master in index else f"model.{name}"
+        # copy_ converts to the target's dtype.
+        target.copy_(index.assemble(source, parts_of(target), tuple(target.shape)))
     pack_weights(model)
 
 
@@ -171,7 +194,7 @@ def _load_master(
         if each.stored is not each.param:
             each.stored.copy_(index.assemble(f"model.{param_name}", parts, shape))
         return not optimizer.has_master(each)
-    if each.stored is each.param or each.stored.dtype == each.param.dtype:
+    if each.stored is each.param or each.stored.dtype == model_dtype(each.param):
         raise ValueError(
             f"{index.directory} has {name}, and this optimizer keeps no master weights of {each.param.dtype} "
             "parameters: resume with the optimizer that wrote it"

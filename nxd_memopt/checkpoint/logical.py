@@ -21,6 +21,7 @@ from nxd_memopt.checkpoint.stream import dtype_name
 from nxd_memopt.optimizer.zero1 import StoredParameter
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.checkpointing import full_shape
+from nxd_memopt.parallel_layers.data_shards import local_rows, model_dtype, replica_ranks
 
 MAX_BOX_BYTES = 256 << 20
 """Upper bound of a box, 256 MiB. A reader must read a complete box to verify its checksum."""
@@ -83,12 +84,14 @@ def model_tensors(model: nn.Module) -> Iterator[FullTensorShard]:
         if entry.tensor.is_meta:
             raise ValueError(f"{entry.names[0]} is on the meta device: load or initialize the model before saving it")
         # Buffers may change in forward: a snapshot must copy them at once.
+        # Rows that are sharded over data-parallel ranks (zero3) may be masters: the model's weights
+        # are those rows, rounded. The copy exists until it is written.
         yield FullTensorShard(
             f"model.{entry.names[0]}",
             full_shape(entry.tensor),
-            entry.tensor.detach(),
+            local_rows(entry.tensor).detach().to(model_dtype(entry.tensor)),
             parts_of(entry.tensor),
-            _all_data_ranks(),
+            replica_ranks(entry.tensor, parallel_state.get_data_parallel_size()),
             isinstance(entry.tensor, nn.Parameter),
         )
 

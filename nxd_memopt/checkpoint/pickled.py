@@ -107,7 +107,7 @@ def require_kv_order(checkpoint: Path) -> None:
 
 
 def read_version_1(
-    checkpoint: Path, config: Mapping[str, Any], not_compared: Collection[str]
+    checkpoint: Path, config: Mapping[str, Any] | None, not_compared: Collection[str]
 ) -> tuple[int, dict[str, Any]]:
     """Return the step and this rank's nested state of a version-1 training checkpoint: one
     ``torch.save`` file per rank.
@@ -120,9 +120,11 @@ def read_version_1(
         manifest = read_json(checkpoint / MANIFEST)
         if not isinstance(manifest.get("step"), int) or not isinstance(manifest.get("config"), dict):
             raise ValueError(f"{checkpoint / MANIFEST} has no step and config: copy it again")
-    # Version 1 stores one file per rank: world size and T must match.
+    # Version 1 stores one file per rank: world size and T must match, also where the caller has
+    # compared everything else.
     sizes = parallel_sizes()
-    current = flat_config(config) | {name: sizes[name] for name in _SIZES}
+    options = manifest["config"] if config is None else flat_config(config)
+    current = options | {name: sizes[name] for name in _SIZES}
     ignored = set(not_compared) - set(_SIZES)
     require_same_config(checkpoint, manifest["config"], current, ignored)
     require_kv_order(checkpoint)

@@ -13,6 +13,7 @@ from nxd_memopt.optimizer import NeuronZero1Optimizer
 from nxd_memopt.optimizer.nxd_reading import OPTIONS_OF_THE_DEVICE
 from nxd_memopt.optimizer.zero1 import StoredParameter
 from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.parallel_layers.data_shards import model_dtype, require_replicated
 
 MASTER = "master"
 """Name of the master weights among the states."""
@@ -45,6 +46,9 @@ class StoredOptimizer:
         # Without ZeRO-1 every data-parallel rank stores the full state of its tensor-parallel
         # shard.
         params = [param for group in self._optimizer.param_groups for param in group["params"]]
+        require_replicated(
+            params, f"a checkpoint of {type(self._optimizer).__name__}", "use data_parallel.Zero3Optimizer"
+        )
         holders = tuple(range(parallel_state.get_data_parallel_size()))
         return [StoredParameter(param, param, 0, 1, holders) for param in params]
 
@@ -109,7 +113,7 @@ class StoredOptimizer:
             return False
         # A shard in the parameter's dtype is another tensor, but has no bits that the parameter
         # lacks.
-        return each.stored is not each.param and each.stored.dtype != each.param.dtype
+        return each.stored is not each.param and each.stored.dtype != model_dtype(each.param)
 
     def mark_masters_synced(self) -> None:
         """Treat the current parameters and masters as equal, after both were read from one

@@ -1,4 +1,4 @@
-"""Saves and loads training checkpoints that do not depend on T, D and ZeRO-1, and resume exactly."""
+"""Saves and loads training checkpoints that do not depend on T, D and the ZeRO stage, and resume exactly."""
 
 from __future__ import annotations
 
@@ -126,11 +126,26 @@ def load_training_state(
     with raise_together(f"resuming from {directory}"):
         if latest is None:
             raise ValueError(f"{directory} has no complete checkpoint: start without resuming, or check the directory")
-        if (latest / INDEX).is_file():
-            return _load(Index(latest), state, config, not_compared)
-        step, rest = read_version_1(latest, config, not_compared)
-    with raise_together(f"resuming from {latest}"):
-        _load_version_1(latest, rest, state)
+    return load_checkpoint(latest, state=state, config=config, not_compared=not_compared)
+
+
+def load_checkpoint(
+    checkpoint: Path,
+    *,
+    state: TrainingState,
+    config: Mapping[str, Any] | None,
+    not_compared: Collection[str] = (),
+) -> Restored:
+    """Load the complete checkpoint in the directory ``checkpoint``; see ``load_training_state``.
+
+    Every rank calls. With ``config`` None the configurations are not compared: the caller has done
+    so (``stored_run.read_stored_run``).
+    """
+    with raise_together(f"resuming from {checkpoint}"):
+        if (checkpoint / INDEX).is_file():
+            return _load(Index(checkpoint), state, config, not_compared)
+        step, rest = read_version_1(checkpoint, config, not_compared)
+        _load_version_1(checkpoint, rest, state)
     if state.optimizer is not None:
         # Not inside raise_together: loading all-gathers the parameters.
         state.optimizer.load_state_dict(rest.pop("optimizer"))
@@ -140,11 +155,12 @@ def load_training_state(
 def _load(
     index: Index,
     state: TrainingState,
-    config: Mapping[str, Any],
+    config: Mapping[str, Any] | None,
     not_compared: Collection[str],
 ) -> Restored:
     """Load a checkpoint of version 2."""
-    require_same_config(index.directory, index.content["config"], flat_config(config), not_compared)
+    if config is not None:
+        require_same_config(index.directory, index.content["config"], flat_config(config), not_compared)
     load_model(index, state.model)
     notes: list[str] = []
     if state.optimizer is not None:

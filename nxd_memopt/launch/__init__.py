@@ -1,1 +1,1 @@
-"""Starts training: environments and torchrun commands for Trainium, GPUs and CPUs."""
+"""Starts training: environments and commands for Trainium, GPUs and CPUs, and the agent of one host's ranks."""

@@ -98,13 +98,20 @@ def _memory(config: TrainConfig) -> list[str]:
             another step.
     """
     memory = config.memory
-    # certify measures these two techniques at their defaults only. Another value would change the
+    # certify measures these techniques at their defaults only. Another value would change the
     # peak memory without changing the certificate, so the dry run is refused.
-    for name in ("cpu_offloading_num_layers", "fused_linear_cross_entropy"):
+    for name in (
+        "cpu_offloading_num_layers",
+        "cpu_offloading_activations",
+        "mlp_tile_tokens",
+        "fused_linear_cross_entropy",
+    ):
         value = getattr(memory, name)
         default = getattr(MemoryConfig(), name)
         if value != default:
             raise ValueError(f"certify has no option for memory.{name} {value}: set {default} for the dry run")
+    if memory.recompute_method == "nested":
+        raise ValueError("certify has no option for memory.recompute_method 'nested': set 'uniform' for the dry run")
     values = {
         "--recompute-granularity": memory.recompute_granularity,
         "--recompute-method": memory.recompute_method,

@@ -3,7 +3,7 @@
     nxd-memopt launch --recipe gpt_neox_20b --platform trn1 --dry-run --model.tokenizer DIRECTORY
 
 Options that the launcher does not know go to the training program. The launcher replaces its own
-process with the command that it starts, so signals and the exit status are torchrun's. The exit
+process with the command that it starts, so signals and the exit status are the command's. The exit
 status of ``--dry-run`` is that of ``nxd-memopt certify``; a user error has 2.
 """
 
@@ -96,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError(f"{launch.command[0]} is not on PATH: activate the environment that torch-neuronx is in")
         if launch.open_files is not None:
             set_open_files(launch.open_files)
-        # exec instead of a subprocess: torchrun gets the signals, and its exit status is ours.
+        # exec instead of a subprocess: the command gets the signals, and its exit status is ours.
         os.execvpe(launch.command[0], launch.command, os.environ | launch.environment)
 
 
@@ -181,10 +181,13 @@ def plan(
     config.accumulation_steps(processes * hosts.count)  # called for its checks of the world size
     run = Run(config, processes, hosts, environ, machine, options.root_comm_port)
     variables = platform.variables(run)
-    # The module instead of the script torchrun: it runs in this interpreter's environment even if
-    # another one comes first on PATH.
-    torchrun = [sys.executable, "-m", "torch.distributed.run", *hosts.torchrun_options(processes)]
-    command = [*torchrun, "-m", "nxd_memopt.training", *source, *train_options]
+    # Modules instead of scripts: they run in this interpreter's environment even if another one
+    # comes first on PATH. The agent of this package starts the ranks of one host, torchrun those of
+    # several.
+    starter = ["nxd_memopt.launch.agent", "--nproc", str(processes)]
+    if hosts.count > 1:
+        starter = ["torch.distributed.run", *hosts.torchrun_options(processes), "-m", "nxd_memopt.training"]
+    command = [sys.executable, "-m", *starter, *source, *train_options]
     # neuron_parallel_compile runs the command, records its graphs instead of executing them, and
     # compiles them in parallel into the cache that the next run reads.
     if options.compile:

@@ -42,15 +42,11 @@ class Hosts:
             )
 
     def torchrun_options(self, processes: int) -> list[str]:
-        """Return torchrun's options to start ``processes`` ranks on this host."""
-        local = ["--nproc_per_node", str(processes)]
-        # --standalone takes a free port for the rendezvous, so that several runs of one host each
-        # can share a machine. Several hosts must agree on host 0's address and port in advance.
-        if self.count == 1:
-            return ["--standalone", *local]
+        """Return torchrun's options to start ``processes`` ranks on this one of several hosts."""
+        # Several hosts must agree on host 0's address and port in advance.
         node = ["--nnodes", str(self.count), "--node_rank", str(self.rank)]
         rendezvous = ["--master_addr", str(self.address), "--master_port", str(self.port)]
-        return [*node, *rendezvous, *local]
+        return [*node, *rendezvous, "--nproc_per_node", str(processes)]
 
 
 def find_hosts(

@@ -155,7 +155,7 @@ def _stochastic_rounding(config: TrainConfig) -> Variable:
     return Variable(
         "NEURON_RT_STOCHASTIC_ROUNDING_EN",
         str(int(stochastic_rounding(config))),
-        "1 for bf16 weights without fp32 masters, 0 otherwise (model.dtype, optimizer.master_weights)",
+        "1 for bf16 weights without fp32 masters, 0 otherwise (trainer.precision)",
         "fixed",
     )
 
@@ -355,5 +355,5 @@ def refuse_downcasts(environ: Mapping[str, str]) -> None:
         if environ.get(name, "0") != "0":
             raise ValueError(
                 f"{name}={environ[name]} makes every fp32 tensor bf16, fp32 master weights too: "
-                "unset it and set model.dtype to bfloat16"
+                "unset it and set trainer.precision to bf16-mixed"
             )

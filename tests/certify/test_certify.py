@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections import Counter
@@ -12,6 +13,7 @@ import torch
 from nxd_memopt import cli
 from nxd_memopt.backends import backend
 from nxd_memopt.certify import assert_recompute_survives, without_recompute, worker
+from nxd_memopt.certify.command import Certify
 from nxd_memopt.certify.measure.eager import measure_eager
 from nxd_memopt.certify.report.judge import Device, judge
 from nxd_memopt.certify.report.verdict import check_ranks
@@ -102,8 +104,8 @@ def test_fake_tensors_measure_what_real_ones_do():
     asked = request("cpu", config, FULL, sequence_length=64)
     fake = worker.measure_variant(asked, 2)
     with worker.pretended_world(1, rank=0):
-        model, ids = worker.build(asked, 2)
-        real = measure_eager(lambda: worker.step(model, ids))
+        model, inputs = worker.build(asked, 2)
+        real = measure_eager(lambda: worker.step(model, inputs))
     assert (fake.matmuls, fake.flops, fake.held_bytes) == (real.matmuls, real.flops, real.held_bytes)
 
 
@@ -116,6 +118,32 @@ def test_peak_counts_what_is_alive_at_once():
 
     assert measure_eager(step).peak_bytes == 8000
     assert measure_eager(lambda: x.exp().sum().backward()).held_bytes == 4000
+
+
+def test_the_cost_of_isolated_documents_is_named():
+    """tests/xla measures a step with them."""
+    asked = request("cpu", LLAMA, {"attention_backend": "auto"})
+    answer = worker.measure(asked)
+    isolated = dataclasses.replace(asked, isolate_documents=True)
+    found = {}
+    for each in (asked, isolated):
+        certified = judge(
+            each,
+            answer,
+            device=Device(16.0, 1.25),
+            optimizer=OptimizerState(),
+            max_temp_ratio=None,
+            stands_for=each.dtype,
+            compiler_flags=None,
+        )
+        found[each.isolate_documents] = {check.name: check.detail for check in certified.checks}
+    assert "isolated documents" not in found[False]
+    assert_says(found[True]["isolated documents"], "3 tiles of 512 x 512 scores", "75% of all scores", "flash kernels")
+
+
+def test_isolated_documents_need_a_backend_with_values():
+    command = Certify("llama-2-7b", backend="cpu", isolate_documents=True)
+    assert_says(error_message(command.request), "isolate_documents with backend cpu", "use backend xla or compiled")
 
 
 @pytest.mark.parametrize("config", CONFIGS)

@@ -31,8 +31,8 @@ SCALED_DOWN = (  # docs/trainium.md, "On a laptop"
 def test_environment_and_command_on_one_trn1(recipe: str, expected: dict[str, str]) -> None:
     found = planned(recipe)
     assert found.environment == expected
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "32"]
-    assert found.command == [*torchrun, "-m", "nxd_memopt.training", "--recipe", recipe, *TOKENIZER]
+    agent = [sys.executable, "-m", "nxd_memopt.launch.agent", "--nproc", "32"]
+    assert found.command == [*agent, "--recipe", recipe, *TOKENIZER]
     assert found.notes == ()
 
 
@@ -65,8 +65,8 @@ def test_the_published_recipes() -> None:
 
 def test_bf16_without_masters_turns_stochastic_rounding_on() -> None:
     name = "NEURON_RT_STOCHASTIC_ROUNDING_EN"
-    assert planned("gpt_neox_20b", "--optimizer.no-master-weights").environment[name] == "1"
-    assert planned("gpt_neox_20b", "--model.dtype", "float32", "--optimizer.no-master-weights").environment[name] == "0"
+    assert planned("gpt_neox_20b", "--trainer.precision", "bf16-true").environment[name] == "1"
+    assert planned("gpt_neox_20b", "--trainer.precision", "32-true").environment[name] == "0"
 
 
 def test_users_flags_join_the_recipes_and_a_default_gives_way() -> None:

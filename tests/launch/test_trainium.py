@@ -56,7 +56,7 @@ def test_every_variable_is_documented() -> None:
 def test_ranks_and_logical_cores_of_trn2_agree(platform: str, processes: int, lnc: str) -> None:
     found = planned("llama3_8b_trn2", "--platform", platform)
     assert found.environment == TRN2 | {"NEURON_LOGICAL_NC_CONFIG": lnc}
-    assert found.command[3:6] == ["--standalone", "--nproc_per_node", str(processes)]
+    assert found.command[2:5] == ["nxd_memopt.launch.agent", "--nproc", str(processes)]
     assert processes * int(lnc) in (16 * 8, 8)  # 8 physical cores a chip, 16 chips to an instance, or one
     older = {"NEURON_RT_VIRTUAL_CORE_SIZE": lnc}
     assert planned("llama3_8b_trn2", "--platform", platform, environ=older).environment == found.environment | older
@@ -82,7 +82,7 @@ def test_tensor_parallel_groups_over_chips_are_advised_against(platform: str, si
 
 
 def test_trn2s_stochastic_rounding_follows_the_masters() -> None:
-    found = planned("llama3_8b_trn2", "--platform", "trn2", "--optimizer.no-master-weights")
+    found = planned("llama3_8b_trn2", "--platform", "trn2", "--trainer.precision", "bf16-true")
     assert found.environment["NEURON_RT_STOCHASTIC_ROUNDING_EN"] == "1"
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from nxd_memopt.certify import assert_recompute_survives
 from nxd_memopt.certify.command import _worker_environment, run_worker
+from nxd_memopt.certify.measure.measurement import is_square_in
 from nxd_memopt.certify.report.judge import Device, judge
 from nxd_memopt.certify.request import Answer
 from nxd_memopt.planner.formulas import OptimizerState
@@ -87,3 +88,12 @@ def test_flags_that_merge_recomputation_fail():
 def test_users_assertion_says_which_flags_it_needs():
     message = error_message(lambda: assert_recompute_survives(lambda: None), RuntimeError)
     assert_says(message, "XLA_FLAGS", "--xla_dump_to=", "--xla_dump_hlo_as_text", "cse_barrier_expander")
+
+
+def test_isolated_documents_never_make_sequence_squared():
+    memory = {"attention_backend": "auto"}
+    asked = request("xla", LLAMA, memory, layer_counts=(1,), isolate_documents=True, sequence_length=1024)
+    largest = run_worker(asked).survivals[1].recompute.largest
+    assert not [tensor for tensor in largest if is_square_in(tensor, 1024)], largest
+    # the scores of one tile of 8 heads, in fp32
+    assert max(tensor.nbytes for tensor in largest) == 8 * 512 * 512 * 4, largest

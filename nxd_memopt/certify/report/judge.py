@@ -21,6 +21,7 @@ from nxd_memopt.certify.report.verdict import (
     check_survival,
 )
 from nxd_memopt.certify.request import Answer, Request
+from nxd_memopt.planner.attention_tiles import describe_tiles
 from nxd_memopt.planner.collectives import StepShape, expected_collectives, per_layer
 from nxd_memopt.planner.formulas import MemoryTerms, OptimizerState, extrapolate, memory_terms
 from nxd_memopt.planner.step_shape import step_shape
@@ -82,6 +83,8 @@ def judge(
         check_large_tensors(deepest, shapes[depth], _vocabulary_sizes(request)),
         check_fit(fit),
     ]
+    if request.isolate_documents:
+        checks.insert(-1, _check_isolation(request))
     # Only neuronx-cc can remove recomputation by its flags, and only if there is some to remove.
     if request.backend == "xla" and memory.recompute_granularity is not None:
         checks.insert(1, _check_flags(compiler_flags))
@@ -128,6 +131,19 @@ def _check_flags(compiler_flags: str | None) -> Check:
     return Check("compiler flags", error is None, detail)
 
 
+def _check_isolation(request: Request) -> Check:
+    """Return a note with the cost of isolated documents."""
+    # The graphs of "auto": a loop of tiles, since the flash kernels of NeuronCores take no bounds.
+    if request.memory_config().attention_backend == "math":
+        detail = "math attention: S x S scores and a mask"
+    else:
+        detail = (
+            f"tiled attention: {describe_tiles(request.sequence_length)}; without isolation NeuronCores run their "
+            "flash kernels, which take no document bounds"
+        )
+    return Check("isolated documents", None, detail)
+
+
 def _at_depth(request: Request, variants: Mapping[int, Measurement]) -> int:
     """Return the bytes of activations and temporaries at the full depth of the model."""
     # The peak where it is known; torch.compile reports only what is saved between its graphs.
@@ -150,13 +166,15 @@ def _fit(
     temporary_bytes: int,
 ) -> MemoryTerms:
     """Return the memory of one rank at full depth."""
-    # Ids and labels are one tensor of int64 [B, S]: the step passes its ids as its labels.
+    # Ids and labels are one tensor of int64 [B, S]: the step passes its ids as its labels. Isolated
+    # documents add their numbers and the positions.
+    inputs = 3 if request.isolate_documents else 1
     return memory_terms(
         num_parameters=answer.num_parameters,
         element_bytes=getattr(torch, request.dtype).itemsize,
         optimizer=optimizer,
         temporary_bytes=temporary_bytes,
-        input_bytes=request.sequence_length * request.micro_batch_size * _INT64_BYTES,
+        input_bytes=inputs * request.sequence_length * request.micro_batch_size * _INT64_BYTES,
         capacity_gib=device.memory_gib,
         reserve_gib=device.reserve_gib,
     )

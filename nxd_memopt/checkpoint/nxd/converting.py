@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from nxd_memopt.checkpoint.companions import copy_companions
 from nxd_memopt.checkpoint.directories import (
     incomplete_path,
     remove_directory,
@@ -154,7 +155,9 @@ def from_nxd(
             progress(line)
         _write_shards(full_tensors, incomplete, max_shard_size_bytes, progress)
         (incomplete / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        copy_other_files(path, incomplete)
+        # The directory of config.json is the model's, and its tokenizer belongs to these weights.
+        has_own = copy_companions(Path(config).parent, incomplete)
+        copy_other_files(path, incomplete, companions=not has_own)
         replace_directory(incomplete, path)
     finally:
         remove_directory(incomplete)

@@ -1,0 +1,59 @@
+"""Reads what a training checkpoint says about the run that wrote it, without reading its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nxd_memopt.checkpoint.directories import remedy_for_damage
+from nxd_memopt.checkpoint.files import read_json
+from nxd_memopt.checkpoint.index import INDEX, Index
+from nxd_memopt.checkpoint.pickled import MANIFEST
+from nxd_memopt.checkpoint.plain import decode
+
+
+@dataclass(frozen=True)
+class StoredRun:
+    """Configuration and progress that a complete training checkpoint records.
+
+    Args:
+        directory: directory of the checkpoint.
+        step: optimizer steps done.
+        config: the ``config`` that was saved, by dotted name, with JSON values.
+        sizes: ``world_size``, ``tensor_model_parallel_size`` and ``data_parallel_size``; version
+            1 lacks the last one.
+        shared: ``TrainingState.shared`` of the saved state; None for version 1, which stores it
+            together with the tensors.
+    """
+
+    directory: Path
+    step: int
+    config: Mapping[str, Any]
+    sizes: Mapping[str, int]
+    shared: Mapping[str, Any] | None
+
+
+def read_stored_run(checkpoint: str | Path) -> StoredRun:
+    """Return what the checkpoint in the directory ``checkpoint`` records. Only JSON is read.
+
+    Raises:
+        ValueError: the directory holds no complete checkpoint, or its index is damaged.
+    """
+    directory = Path(checkpoint)
+    if (directory / INDEX).is_file():
+        index = Index(directory)
+        shared = decode(index.content["shared"], index.plain_tensor)
+        return StoredRun(directory, index.step, index.content["config"], index.sizes, shared)
+    if not (directory / MANIFEST).is_file():
+        raise ValueError(
+            f"{directory} holds no complete training checkpoint: it has no {INDEX}: name another directory"
+        )
+    with remedy_for_damage(directory):
+        manifest = read_json(directory / MANIFEST)
+        if not isinstance(manifest.get("step"), int) or not isinstance(manifest.get("config"), dict):
+            raise ValueError(f"{directory / MANIFEST} has no step and config: copy it again")
+    config = manifest["config"]
+    sizes = {name: config[name] for name in ("world_size", "tensor_model_parallel_size") if name in config}
+    return StoredRun(directory, manifest["step"], config, sizes, None)
