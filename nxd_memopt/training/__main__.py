@@ -6,7 +6,9 @@ import sys
 from collections.abc import Sequence
 
 from nxd_memopt._optional import require_installed, require_transformers
+from nxd_memopt.training.distributed import is_rank_zero
 from nxd_memopt.training.errors import user_errors
+from nxd_memopt.training.interrupts import Interrupted, Interrupts, exit_status, final_status
 
 
 def main(arguments: Sequence[str] | None = None, *, program: str = "nxd_memopt.training") -> int:
@@ -17,24 +19,47 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "nxd_memopt.t
             options; defaults to the command line's arguments.
         program: program name shown by ``--help`` and in messages.
     """
-    with user_errors():
-        require_installed(program, "tyro", "yaml", "rich", "tensorboard", extra="train")
-        require_transformers(program, extra="train")
-
-        # Imported inside user_errors: the first import of the library selects the backend, and
-        # a backend that cannot be used raises there.
-        from nxd_memopt.training.arguments import parse_config
-        from nxd_memopt.training.distributed import destroy_distributed, init_distributed
-        from nxd_memopt.training.loop import run
-
-        if arguments is None:
-            arguments = sys.argv[1:]
-        config = parse_config(arguments, program=program)
-        init_distributed(config)
-        run(config)
-        destroy_distributed()
+    with Interrupts().handled() as interrupts:
+        # Outside user_errors, in which a rank may be stopped while it waits for rank 0's report.
+        try:
+            with user_errors():
+                _run(arguments, program, interrupts)
+        except Interrupted as stop:
+            return _end(stop)
     return 0
 
 
+def _run(arguments: Sequence[str] | None, program: str, interrupts: Interrupts) -> None:
+    """Check the packages, read the configuration and run."""
+    require_installed(program, "tyro", "yaml", "rich", "tensorboard", extra="train")
+    require_transformers(program, extra="train")
+
+    # Imported inside user_errors: the first import of the library selects the backend, and a
+    # backend that cannot be used raises there.
+    from nxd_memopt.training.arguments import parse_config
+    from nxd_memopt.training.distributed import destroy_distributed, init_distributed
+    from nxd_memopt.training.loop import run
+
+    if arguments is None:
+        arguments = sys.argv[1:]
+    config = parse_config(arguments, program=program)
+    init_distributed(config)
+    run(config, interrupts)
+    destroy_distributed()
+
+
+def _end(stop: Interrupted) -> int:
+    """Show the line of a run that a signal has stopped; return the exit status."""
+    if is_rank_zero():
+        print(stop.line(), file=sys.stderr, flush=True)
+    # Without an agreement the other ranks may be in a collective, so the groups are left as they
+    # are: the agent ends the other ranks.
+    if stop.is_agreed:
+        from nxd_memopt.training.distributed import destroy_distributed
+
+        destroy_distributed()
+    return exit_status(stop.number)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(final_status(main()))

@@ -12,10 +12,9 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import tyro
-import yaml
 
 from nxd_memopt.config import MemoryConfig, ParallelConfig, from_mapping
 from nxd_memopt.training.config import (
@@ -26,6 +25,7 @@ from nxd_memopt.training.config import (
     TrainConfig,
     TrainerConfig,
 )
+from nxd_memopt.training.yaml_file import parse_yaml, read_yaml_file
 
 RECIPES = Path(__file__).parent / "recipes"
 
@@ -50,10 +50,29 @@ ALIASES = {
     "micro_batch_size": ("data", "micro_batch_size"),
     "global_batch_size": ("data", "global_batch_size"),
     "gradient_clip_val": ("optimizer", "clip_grad"),
+    "native_amp_init_scale": ("optimizer", "initial_loss_scale"),
+    "native_amp_growth_interval": ("optimizer", "loss_scale_window"),
+    "hysteresis": ("optimizer", "hysteresis"),
+    "precision": ("trainer", "precision"),
 } | {
     field.name: (section, field.name)
     for section in ("parallel", "memory")
     for field in dataclasses.fields(SECTIONS[section])
+}
+
+# How a value of a type is written in YAML.
+REMEDIES: dict[Any, str] = {
+    int: "a whole number without quotes",
+    float: "a number such as 1e-4",
+    bool: "true or false without quotes",
+    str: "a text, in quotes if it looks like a number",
+}
+
+# Options that are paths, in which a leading ~ is the home directory.
+PATHS = {
+    "model": ("pretrained", "tokenizer", "warm_start"),
+    "data": ("dataset",),
+    "trainer": ("output_dir", "single_process_summary", "resume_from"),
 }
 
 # NeMo's options for unsupported dimensions of parallelism, with the only accepted value.
@@ -63,6 +82,13 @@ NEUTRAL = {
     "context_parallel_size": 1,
     "expert_model_parallel_size": 1,
 }
+
+
+class _Parser(argparse.ArgumentParser):
+    """Argument parser that raises instead of printing its usage and exiting."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
 
 
 def parse_config(arguments: Sequence[str], *, program: str = "nxd-memopt train") -> TrainConfig:
@@ -79,7 +105,7 @@ def parse_config(arguments: Sequence[str], *, program: str = "nxd-memopt train")
     """
     # argparse takes --config and --recipe only. tyro parses everything else, --help included,
     # with the file's values as defaults.
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config")
     parser.add_argument("--recipe")
     known, overrides = parser.parse_known_args(arguments)
@@ -157,7 +183,7 @@ def _add_config_overrides(base: TrainConfig, arguments: Sequence[str]) -> tuple[
             if not remaining:
                 raise ValueError(f"{argument} has no value: write {argument} VALUE")
             value = remaining.pop(0)
-        added[key] = yaml.safe_load(value)
+        added[key] = parse_yaml(value)
     if not added:
         return base, for_tyro
 
@@ -185,16 +211,11 @@ def _message_of_box(box: str) -> str:
 
 def read_yaml(path: Path) -> TrainConfig:
     """Read a configuration file. Only option names and types are checked here, not values."""
-    if not path.is_file():
-        raise ValueError(f"configuration file {path} does not exist: pass --config with an existing YAML file")
+    values = read_yaml_file(path)
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
-    # An empty file is None in YAML.
-    if values is None:
-        values = {}
-    return _unchecked_config(values)
+        return _unchecked_config(values)
+    except ValueError as error:
+        raise ValueError(f"configuration file {path}: {error}") from error
 
 
 def _unchecked_config(values: Mapping[str, Any]) -> TrainConfig:
@@ -204,7 +225,10 @@ def _unchecked_config(values: Mapping[str, Any]) -> TrainConfig:
     applied later, and the result is validated by ``_checked``.
     """
     if not isinstance(values, Mapping):
-        raise ValueError(f"the configuration must be a mapping of sections, got {type(values).__name__}")
+        raise ValueError(
+            f"the configuration must be a mapping of sections such as trainer:, got {type(values).__name__}: write "
+            "SECTION: and below it, indented, OPTION: VALUE"
+        )
     _require_known(TrainConfig, values, "the configuration")
     # A section without options is None in YAML. Every section exists in the result, with
     # defaults.
@@ -244,7 +268,20 @@ def _unchecked(cls: type, values: Mapping[str, Any]) -> Any:
 
 def _checked(config: TrainConfig) -> TrainConfig:
     """Return a validated copy: constructing the dataclasses again calls every ``__post_init__``."""
-    return TrainConfig(**{name: dataclasses.replace(getattr(config, name)) for name in SECTIONS})
+    sections = {}
+    for name in SECTIONS:
+        section = getattr(config, name)
+        # A shell expands ~ on the command line; nothing has expanded it in a file.
+        paths = {option: getattr(section, option) for option in PATHS.get(name, ())}
+        expanded = {option: _expanded(path) for option, path in paths.items() if path is not None}
+        sections[name] = dataclasses.replace(section, **expanded)
+    return TrainConfig(**sections)
+
+
+def _expanded(path: str) -> str:
+    """Return ``path`` with the home directory for a leading ``~``."""
+    # Path() would also normalize other names, such as patterns and names on the hub.
+    return str(Path(path).expanduser()) if path.startswith("~") else path
 
 
 def _resolve_aliases(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -274,7 +311,11 @@ def _resolve_alias(resolved: dict[str, dict[str, Any]], section: str, name: str,
     options = resolved.setdefault(target, {})
     # An alias and the name it stands for would otherwise overwrite each other in file order.
     if target_name in options:
-        raise ValueError(f"{section}.{name} sets {target}.{target_name} a second time: remove one of the two")
+        names = [target_name, *(alias for alias, known in ALIASES.items() if known == (target, target_name))]
+        raise ValueError(
+            f"{section}.{name} sets {target}.{target_name} a second time: remove one of "
+            f"{', '.join(dict.fromkeys(names))}"
+        )
     options[target_name] = value
 
 
@@ -290,7 +331,9 @@ def _fit(value: Any, hint: Any, name: str) -> Any:
     for alternative in alternatives:
         with contextlib.suppress(TypeError):
             return _fit_one(value, alternative, name)
-    raise ValueError(f"{name} must be {_type_name(hint)}, got {value!r} of type {type(value).__name__}")
+    remedies = [REMEDIES[alternative] for alternative in alternatives if alternative in REMEDIES]
+    remedy = f": write {' or '.join(remedies)}" if remedies else ""
+    raise ValueError(f"{name} must be {_type_name(hint)}, got {value!r} of type {type(value).__name__}{remedy}")
 
 
 def _fit_one(value: Any, hint: Any, name: str) -> Any:

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from nxd_memopt.config import MemoryConfig, ParallelConfig, require_divisible, require_one_of
+from nxd_memopt.training.precision import MAX_LOSS_SCALE, resolve_precision
 
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 LR_SCHEDULES = ("cosine", "linear")
+SCHEDULE_CHANGES = ("error", "stretch", "keep")
 COMPILE = (None, "layer")
+MAX_SEED = 2**62  # torch's generators take 64 bits; ranks and steps are added to the seed
+PACKINGS = ("concatenate", "best_fit")
 
 
 def _require_at_least(name: str, value: float, minimum: float) -> None:
-    """Raise ``ValueError`` if ``value`` is less than ``minimum``, or NaN."""
+    """Raise ``ValueError`` if ``value`` is less than ``minimum``, infinite or NaN."""
     # "not >=" instead of "<": every comparison with NaN is False.
     if not value >= minimum:
         raise ValueError(f"{name} must be at least {minimum}, got {value}")
+    if value == math.inf:
+        raise ValueError(f"{name} must be finite, got {value}: set a number")
+
+
+def _require_named(name: str, value: str | None) -> None:
+    """Raise ``ValueError`` for an empty path, which would stand for the current directory."""
+    if value is not None and not value.strip():
+        raise ValueError(f"{name} is empty: name a file or directory, or leave it out")
 
 
 @dataclass(frozen=True)
@@ -34,18 +46,25 @@ class ModelConfig:
             ``--model.config-overrides.NAME VALUE``.
         random_init: keep the random initial weights instead of loading the weights of
             ``pretrained``.
-        dtype: dtype of parameters and activations; with ``bfloat16`` the optimizer keeps fp32
-            master weights.
+        warm_start: a training checkpoint of this program, or the output directory of a run: its
+            newest weights are the initial weights, of any dtype and parallel sizes. Optimizer,
+            step and data start anew. A run that has a checkpoint of its own continues from that.
+        dtype: dtype of parameters and activations; ``auto`` follows ``trainer.precision``, and is
+            ``float32`` without it. With ``bfloat16`` and ``float16`` the optimizer keeps fp32
+            master weights, with ``float16`` the loss is scaled too.
     """
 
     pretrained: str | None = None
     tokenizer: str | None = None
     config_overrides: dict[str, Any] = field(default_factory=dict)
     random_init: bool = False
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    warm_start: str | None = None
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
 
     def __post_init__(self) -> None:
         require_one_of("model.dtype", self.dtype, DTYPES)
+        _require_named("model.pretrained", self.pretrained)
+        _require_named("model.tokenizer", self.tokenizer)
         # Without a directory nothing else says which architecture to build, or which tokenizer
         # belongs to it.
         if self.pretrained is None and "model_type" not in self.config_overrides:
@@ -55,6 +74,11 @@ class ModelConfig:
             )
         if self.pretrained is None and self.tokenizer is None:
             raise ValueError("model.tokenizer is needed where model.pretrained is not set: name a tokenizer directory")
+        if self.pretrained is not None and self.warm_start is not None and not self.random_init:
+            raise ValueError(
+                f"model.pretrained {self.pretrained} and model.warm_start {self.warm_start} both name weights: remove "
+                "one, or set model.random_init to take only configuration and tokenizer from model.pretrained"
+            )
 
 
 @dataclass(frozen=True)
@@ -68,32 +92,50 @@ class DataConfig:
         dataset_config: the hub dataset's configuration name.
         split: the hub dataset's split.
         text_column: the column with the text, for everything but text files.
-        seq_length: S, tokens per sequence; documents are concatenated with end-of-text tokens and
-            cut into sequences.
+        end_of_text: token that ends every document, as text or id; ``auto`` takes the
+            tokenizer's, which must be one of the model's.
+        seq_length: S, tokens per sequence. Each document ends with an end-of-text token.
+        packing: ``concatenate`` puts documents one after another and cuts the result into
+            sequences; ``best_fit`` cuts only documents longer than S, places the pieces where the
+            least space is left, and fills the end of sequences with tokens that are not trained
+            (arXiv:2404.10830). Positions of a cut document start from 0 in the next sequence.
+        isolate_documents: attention and positions restart at each document, and a document's
+            first token is not predicted from the one before it. False treats a sequence as one
+            document.
         micro_batch_size: B, sequences per forward pass on each data-parallel rank.
         global_batch_size: sequences per optimizer step over all data-parallel ranks.
         held_out_every: about one document in this many is kept out of training, chosen by hash;
             with fewer documents than this, the last 1/held_out_every of each document.
         eval_sequences: held-out sequences per evaluation; 0 turns evaluation off.
+        on_bad_rows: what a row without text does: a line that is not JSON, a row that is null,
+            not text, not UTF-8 or without the text column. ``error`` stops the run before it
+            trains; ``skip`` leaves such rows out and prints their number and the first place.
     """
 
     dataset: str = "stdlib"
     dataset_config: str | None = None
     split: str = "train"
     text_column: str = "text"
+    end_of_text: int | str = "auto"
     seq_length: int = 1024
+    packing: Literal["concatenate", "best_fit"] = "concatenate"
+    isolate_documents: bool = True
     micro_batch_size: int = 1
     global_batch_size: int = 8
     held_out_every: int = 20
     eval_sequences: int = 16
+    on_bad_rows: Literal["error", "skip"] = "error"
 
     def __post_init__(self) -> None:
+        _require_named("data.dataset", self.dataset)
+        require_one_of("data.packing", self.packing, PACKINGS)
         # Labels are the next tokens, so a sequence of one token has no loss. With held_out_every
         # 1 every document would be held out.
         _require_at_least("data.seq_length", self.seq_length, 2)
         _require_at_least("data.micro_batch_size", self.micro_batch_size, 1)
         _require_at_least("data.held_out_every", self.held_out_every, 2)
         _require_at_least("data.eval_sequences", self.eval_sequences, 0)
+        require_one_of("data.on_bad_rows", self.on_bad_rows, ("error", "skip"))
         _require_at_least("data.global_batch_size", self.global_batch_size, 1)
         # Needed for every D. That B * D divides the global batch too is checked when D is known.
         require_divisible(
@@ -114,20 +156,27 @@ class OptimizerConfig:
         min_lr_ratio: the learning rate ends at this fraction of ``lr``.
         warmup_steps: steps of linear warm-up.
         decay_steps: step at which the decay ends; ``None`` takes ``trainer.max_steps``. Set it if
-            ``max_steps`` will be raised later: a resumed run must have the same schedule.
+            ``max_steps`` will be raised later, or choose with ``trainer.on_schedule_change`` then.
         weight_decay: for parameters of two or more dimensions; norms and biases are not decayed.
         betas: decay rates of the running means of the gradient and of its square.
         eps: added to the denominator.
         clip_grad: maximum global gradient norm; 0 disables clipping.
-        master_weights: keep fp32 weights, optimizer states and gradient sums for bf16 parameters,
-            18 bytes per parameter in total; False keeps everything in bf16, 8 bytes per
-            parameter, and loses updates smaller than a weight's rounding step, unless the device
-            rounds stochastically (on Trainium the launcher turns that on).
+        master_weights: keep fp32 weights, optimizer states and gradient sums for bf16 and fp16
+            parameters, 18 bytes per parameter in total; False keeps everything in bf16, 8 bytes
+            per parameter, and loses updates smaller than a weight's rounding step, unless the
+            device rounds stochastically (on Trainium the launcher turns that on). ``None`` follows
+            ``trainer.precision``, and is True without it.
         zero1: shard optimizer states and master weights over the D data-parallel ranks (ZeRO
             stage 1, arXiv:1910.02054): 6 + 12/D bytes per parameter with master weights. The
             results are the same.
         overlap_grad_reduce: overlap the gradient reduction over ranks with backward, instead of
             running it afterwards.
+        initial_loss_scale: 16-mixed: first factor of the loss; NeMo's ``native_amp_init_scale``.
+        min_loss_scale: 16-mixed: the scale is not lowered below this; 20 consecutive steps with
+            overflow at this scale stop the run.
+        loss_scale_window: 16-mixed: consecutive steps without overflow after which the scale is
+            doubled; NeMo's ``native_amp_growth_interval``.
+        hysteresis: 16-mixed: overflows before the scale is halved.
     """
 
     lr: float = 3e-4
@@ -139,14 +188,26 @@ class OptimizerConfig:
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     clip_grad: float = 1.0
-    master_weights: bool = True
+    master_weights: bool | None = None
     zero1: bool = False
     overlap_grad_reduce: bool = False
+    initial_loss_scale: float = 2.0**32
+    min_loss_scale: float = 1.0
+    loss_scale_window: int = 1000
+    hysteresis: int = 2
 
     def __post_init__(self) -> None:
         for name in ("lr", "warmup_steps", "weight_decay", "eps", "clip_grad", "min_lr_ratio"):
             _require_at_least(f"optimizer.{name}", getattr(self, name), 0)
         require_one_of("optimizer.lr_schedule", self.lr_schedule, LR_SCHEDULES)
+        for name in ("loss_scale_window", "hysteresis"):
+            _require_at_least(f"optimizer.{name}", getattr(self, name), 1)
+        if not 0 < self.min_loss_scale <= self.initial_loss_scale <= MAX_LOSS_SCALE:
+            raise ValueError(
+                f"optimizer.min_loss_scale {self.min_loss_scale} and optimizer.initial_loss_scale "
+                f"{self.initial_loss_scale} must be above 0 and at most {MAX_LOSS_SCALE:.0e}, and "
+                "initial_loss_scale not below min_loss_scale"
+            )
         # Overlapped reduction leaves full reduced gradients on each rank, zero1 needs one shard
         # of them: together each gradient would be reduced twice.
         if self.zero1 and self.overlap_grad_reduce:
@@ -169,10 +230,21 @@ class TrainerConfig:
         output_dir: checkpoints, metrics, TensorBoard logs, packed tokens and the export; a run
             resumes from the checkpoint that it finds here. On several hosts it must be a shared
             directory.
+        resume_from: the output directory of another run, or one of its checkpoints, which this
+            run continues in its own ``output_dir``: nothing is written to the other directory. A
+            run that has a checkpoint of its own continues from that.
+        allow_changes: options that change the results and may differ from those of the checkpoint
+            that a run resumes from, such as ``optimizer.lr``. The error that refuses a change says
+            whether it can be allowed.
+        on_schedule_change: what happens if ``max_steps`` differs from the checkpoint's and the
+            decay of the learning rate ends there (``optimizer.decay_steps`` is ``None``):
+            ``error``; ``keep``: the decay ends where it did, and the learning rate stays at its
+            minimum; ``stretch``: the schedule ends at the new ``max_steps`` from this step on.
         max_steps: total number of optimizer steps, including the steps before a resume.
         seed: seed of the initial weights, of dropout and of the order of the data.
         val_check_interval: steps between held-out evaluations; 0 evaluates before and after only.
-        save_interval: steps between checkpoints; 0 saves at the end only.
+        save_interval: steps between checkpoints; 0 saves at the end only. ``auto`` saves by time,
+            so that a killed run loses less than 30 minutes (docs/training.md).
         save_checkpoints: ``False`` writes no checkpoint at all, so the run cannot be resumed.
         async_save: write checkpoints in the background during training, one at a time; an error
             is reported at the next step. Needs host memory for everything that a rank writes
@@ -195,14 +267,22 @@ class TrainerConfig:
             the compiler's kernels and collectives replace this library's (docs/gpus.md). Not
             supported on backend xla, which already compiles full steps, nor with dropout for
             which each tensor-parallel rank draws different numbers.
+        precision: NeMo's name of the dtypes: ``32-true``, ``bf16-true``, ``bf16-mixed`` or
+            ``16-mixed``; ``32``, ``bf16`` and ``16`` are short for ``32-true``, ``bf16-mixed`` and
+            ``16-mixed``. ``None`` follows ``model.dtype`` and ``optimizer.master_weights``.
+        allow_tf32: round the inputs of fp32 matmuls to TF32, which has 11 significant bits, on
+            NVIDIA GPUs.
         distributed_timeout_minutes: how long a rank waits for the other ranks in a collective.
     """
 
     output_dir: str = "runs/train"
+    resume_from: str | None = None
+    allow_changes: tuple[str, ...] = ()
+    on_schedule_change: Literal["error", "stretch", "keep"] = "error"
     max_steps: int = 100
     seed: int = 1234
     val_check_interval: int = 0
-    save_interval: int = 0
+    save_interval: int | Literal["auto"] = "auto"
     save_checkpoints: bool = True
     async_save: bool = False
     keep_checkpoints: int = 2
@@ -212,14 +292,24 @@ class TrainerConfig:
     single_process_summary: str | None = None
     enable_cuda_graph: bool | Literal["auto"] = "auto"
     compile: Literal["layer"] | None = None
+    precision: int | str | None = None
+    allow_tf32: bool = False
     distributed_timeout_minutes: int = 30
 
     def __post_init__(self) -> None:
-        for name in ("max_steps", "seed", "val_check_interval", "save_interval"):
+        _require_named("trainer.output_dir", self.output_dir)
+        if self.seed > MAX_SEED:
+            raise ValueError(f"trainer.seed must be at most {MAX_SEED}, got {self.seed}")
+        for name in ("max_steps", "seed", "val_check_interval"):
             _require_at_least(f"trainer.{name}", getattr(self, name), 0)
+        if self.save_interval != "auto":
+            if type(self.save_interval) is not int:
+                raise ValueError(f"trainer.save_interval must be auto or a number of steps, got {self.save_interval!r}")
+            _require_at_least("trainer.save_interval", self.save_interval, 0)
         for name in ("keep_checkpoints", "log_every_n_steps", "distributed_timeout_minutes"):
             _require_at_least(f"trainer.{name}", getattr(self, name), 1)
         require_one_of("trainer.compile", self.compile, COMPILE)
+        require_one_of("trainer.on_schedule_change", self.on_schedule_change, SCHEDULE_CHANGES)
         require_one_of("trainer.enable_cuda_graph", self.enable_cuda_graph, (True, False, "auto"))
         if self.verify_export and not self.export:
             raise ValueError("trainer.verify_export needs trainer.export: turn export on or verify_export off")
@@ -267,6 +357,14 @@ class TrainConfig:
     launch: LaunchConfig = field(default_factory=LaunchConfig)
 
     def __post_init__(self) -> None:
+        # The three options that state a precision are replaced by their common meaning, so that
+        # everything else reads plain values.
+        precision, dtype, masters = resolve_precision(
+            self.trainer.precision, self.model.dtype, self.optimizer.master_weights
+        )
+        object.__setattr__(self, "trainer", replace(self.trainer, precision=precision))
+        object.__setattr__(self, "model", replace(self.model, dtype=dtype))
+        object.__setattr__(self, "optimizer", replace(self.optimizer, master_weights=masters))
         # Checks between sections; each section has checked its own fields. Sequence parallelism
         # gives each tensor-parallel rank S / T tokens.
         if self.parallel.sequence_parallel_enabled:
@@ -275,20 +373,20 @@ class TrainConfig:
         conflict = self.cuda_graph_conflict()
         if self.trainer.enable_cuda_graph is True and conflict is not None:
             raise ValueError(f"trainer.enable_cuda_graph is true and {conflict}, or enable_cuda_graph to false")
+        # A run of 0 steps, which evaluates and exports only, has no schedule.
+        if self.trainer.max_steps and self.optimizer.warmup_steps > self.decay_steps:
+            raise ValueError(
+                f"optimizer.warmup_steps {self.optimizer.warmup_steps} is beyond the last step of the schedule, "
+                f"{self.decay_steps} (optimizer.decay_steps, or trainer.max_steps): the learning rate would never "
+                "reach optimizer.lr; shorten warmup_steps or set decay_steps"
+            )
         if self.trainer.verify_export and not self.data.eval_sequences:
             raise ValueError("trainer.verify_export compares held-out losses: set data.eval_sequences above 0")
-
-    MAY_CHANGE: ClassVar[tuple[str, ...]] = (
-        "world_size",
-        "parallel.tensor_model_parallel_size",
-        "parallel.sequence_parallel_enabled",
-        "data.micro_batch_size",
-        "optimizer.zero1",
-    )
-    """Fields of ``resume_identity`` that may differ in a resumed run.
-
-    They change how a step is distributed over ranks, not which sequences it has.
-    """
+        if self.trainer.resume_from is not None and self.model.warm_start is not None:
+            raise ValueError(
+                f"trainer.resume_from {self.trainer.resume_from} and model.warm_start {self.model.warm_start} are "
+                "both set: resume_from continues a run, warm_start takes its weights only: remove one"
+            )
 
     def cuda_graph_conflict(self) -> str | None:
         """Return which option excludes CUDA graphs and how to change it, or None."""
@@ -347,22 +445,3 @@ class TrainConfig:
             by,
             sequences_per_pass,
         )
-
-    def resume_identity(self, world_size: int) -> dict[str, Any]:
-        """Return the options that a resumed run must share with the run it continues.
-
-        Options named in ``MAY_CHANGE`` may differ. Memory techniques and ``overlap_grad_reduce``
-        are left out, because they do not change the results.
-        """
-        # decay_steps None means max_steps. The resolved value is compared, so a run may be
-        # resumed with a greater max_steps if decay_steps was set.
-        optimizer = dataclasses.asdict(self.optimizer) | {"decay_steps": self.decay_steps}
-        del optimizer["overlap_grad_reduce"]
-        return {
-            "model": dataclasses.asdict(self.model),
-            "parallel": dataclasses.asdict(self.parallel),
-            "data": dataclasses.asdict(self.data),
-            "optimizer": optimizer | {"betas": list(self.optimizer.betas)},
-            "seed": self.trainer.seed,
-            "world_size": world_size,
-        }

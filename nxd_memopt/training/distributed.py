@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -24,6 +25,11 @@ def is_rank_zero() -> bool:
     return rank() == 0
 
 
+def is_first_of_host() -> bool:
+    """Return whether this process is the first one of its host: torchrun's ``LOCAL_RANK`` is 0."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
 def world_size() -> int:
     """Return the number of processes on all hosts: torchrun's ``WORLD_SIZE``, or 1."""
     return int(os.environ.get("WORLD_SIZE", "1"))
@@ -32,6 +38,14 @@ def world_size() -> int:
 def shows_tracebacks() -> bool:
     """Return whether user errors are shown with a traceback: ``NXD_MEMOPT_TRACEBACK=1``."""
     return os.environ.get("NXD_MEMOPT_TRACEBACK") == "1"
+
+
+def stop_time_file() -> Path | None:
+    """Return the file in which the agent reads how long this run needs to stop, or None."""
+    name = os.environ.get("NXD_MEMOPT_STOP_TIME_FILE")
+    if name is None:
+        return None
+    return Path(name)
 
 
 def is_extracting_graphs() -> bool:

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import json
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nxd_memopt.training.bad_rows import (
+    LINE_COLUMNS,
+    LINES_VERSION,
+    bad_files,
+    bad_lines,
+    bad_strings,
+    good_rows,
+    has_json_lines,
+    is_blank,
+    read_lines,
+)
 from nxd_memopt.training.config import DataConfig
 
 BUILDERS = {
@@ -53,36 +67,50 @@ class Documents:
         return text[int(part.start * len(text)) : int(part.stop * len(text))]
 
 
+@dataclass(frozen=True)
+class Source:
+    """Documents of one origin, before they are split.
+
+    Args:
+        read: maps a document's index to its text.
+        keys: name of each document, which decides its split.
+        content: hash of the bytes of all files, wherever they are.
+    """
+
+    read: Callable[[int], str]
+    keys: list[str]
+    content: str
+
+
 def open_documents(config: DataConfig) -> Documents:
     """Find and split the documents of ``config.dataset``. Their text is read later, on demand.
 
+    The files are read once to hash their content: about 1 s per GB.
+
     Raises:
-        ValueError: for a missing file, column, dataset or split, and for an empty dataset.
+        ValueError: for a missing file, column, dataset or split, for an empty dataset, and for a
+            row without text unless ``config.on_bad_rows`` is ``skip``.
     """
     if config.dataset == "stdlib":
-        read, keys = _open_stdlib()
+        source = _open_stdlib()
     else:
-        read, keys = _open_dataset(config)
-    if not keys:
+        source = _open_dataset(config)
+    if not source.keys:
         raise ValueError(f"dataset {config.dataset!r} is empty: it has no documents")
-    train, held_out = split_documents(keys, config.held_out_every)
-    digest = hashlib.sha256("\n".join([str(config.held_out_every), *keys]).encode()).hexdigest()
-    return Documents(read, train, held_out, digest)
+    train, held_out = split_documents(source.keys, config.held_out_every)
+    # The keys are those of the rows that are left: skipped rows change them.
+    facts = [str(config.held_out_every), source.content, *source.keys]
+    digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()
+    return Documents(source.read, train, held_out, digest)
 
 
 def split_documents(keys: list[str], held_out_every: int) -> tuple[list[Part], list[Part]]:
     """Return the training parts and the held-out parts.
 
     With at least ``held_out_every`` documents, each document is in one split, chosen by a hash of
-    its key alone: a document with an unchanged name stays in its split when others are added.
+    its key alone: a document with an unchanged name stays in its split when others are added. With
+    fewer, or if that leaves a split empty, each document is cut.
     """
-    # With fewer documents, by hash all could be in one split. Each document is cut instead: the
-    # last 1/held_out_every of its characters are held out.
-    if len(keys) < held_out_every:
-        cut = 1 - 1 / held_out_every
-        starts = [Part(index, stop=cut) for index in range(len(keys))]
-        ends = [Part(index, start=cut) for index in range(len(keys))]
-        return starts, ends
     train: list[Part] = []
     held_out: list[Part] = []
     for index, key in enumerate(keys):
@@ -90,18 +118,32 @@ def split_documents(keys: list[str], held_out_every: int) -> tuple[list[Part], l
             held_out.append(Part(index))
         else:
             train.append(Part(index))
+    # With few documents, by hash all may be in one split. Each document is cut instead: the last
+    # 1/held_out_every of its characters are held out.
+    if len(keys) < held_out_every or not train or not held_out:
+        cut = 1 - 1 / held_out_every
+        train = [Part(index, stop=cut) for index in range(len(keys))]
+        held_out = [Part(index, start=cut) for index in range(len(keys))]
     return train, held_out
 
 
 def _hash(key: str) -> int:
     """Return a hash of a document's name; Python's ``hash`` differs from process to process."""
-    # A key is "name\tsize". Without the size, a file that grew stays in its split.
-    name = key.split("\t")[0]
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")
 
 
-def _open_stdlib() -> tuple[Callable[[int], str], list[str]]:
-    """Return the reader and the keys of Python's standard library, one document per module."""
+def _content(files: list[Path]) -> str:
+    """Return a hash of the bytes of ``files`` in this order."""
+    # Neither names nor times: data that was moved or copied is the same data.
+    digests = []
+    for path in files:
+        with path.open("rb") as file:
+            digests.append(hashlib.file_digest(file, "sha256").hexdigest())
+    return hashlib.sha256("\n".join(digests).encode()).hexdigest()
+
+
+def _open_stdlib() -> Source:
+    """Return Python's standard library, one document per module."""
     root = Path(sysconfig.get_paths()["stdlib"])
     # Sorted: the order of a directory's entries differs between file systems, and indices and the
     # fingerprint depend on it.
@@ -110,68 +152,159 @@ def _open_stdlib() -> tuple[Callable[[int], str], list[str]]:
     def read(index: int) -> str:
         return files[index].read_text(encoding="utf-8", errors="replace")
 
-    # A key has the file's size, so the fingerprint changes if a file of the library changes size.
-    keys = [f"{path.relative_to(root).as_posix()}\t{path.stat().st_size}" for path in files]
-    return read, keys
+    keys = [path.relative_to(root).as_posix() for path in files]
+    return Source(read, keys, _content(files))
 
 
-def _open_dataset(config: DataConfig) -> tuple[Callable[[int], str], list[str]]:
-    """Return the reader and the keys of a dataset, one document per row."""
-    dataset = _load_dataset(config)
+def _open_dataset(config: DataConfig) -> Source:
+    """Return a dataset, one document per row, or text files, one document per file."""
+    try:
+        files = _local_files(config.dataset)
+    except ValueError as error:
+        raise ValueError(f"dataset {config.dataset!r} cannot be read: {error}") from error
+    if files and BUILDERS[files[0].suffix] == "text":
+        return _open_texts(config, files)
+    if files and BUILDERS[files[0].suffix] == "json" and all(has_json_lines(path) for path in files):
+        return _open_lines(config, files)
+    return _open_table(config, files)
+
+
+def _open_texts(config: DataConfig, files: list[Path]) -> Source:
+    """Return text files, one document per file."""
+    rows = good_rows(len(files), bad_files(files), policy=config.on_bad_rows, dataset=config.dataset)
+
+    def read(index: int) -> str:
+        return files[rows[index]].read_text(encoding="utf-8")
+
+    return Source(read, [str(row) for row in rows], _content(files))
+
+
+def _open_lines(config: DataConfig, files: list[Path]) -> Source:
+    """Return files with one JSON object per line, one document per line."""
+    files = [path for path in files if not is_blank(path)]
+    if not files:
+        raise ValueError(f"dataset {config.dataset!r} is empty: it has no documents")
+    content = _content(files)
+    import datasets
+
+    # ``datasets`` keeps the rows in its cache under a name: here the content decides on it, not
+    # the times of the files. Its own JSON reader ends at the first line that it cannot read,
+    # without the number of that line.
+    name = hashlib.sha256(f"{LINES_VERSION}\n{content}\n{config.text_column}\n{files}".encode()).hexdigest()
+    with _readable(config.dataset):
+        datasets.disable_progress_bars()
+        dataset = datasets.Dataset.from_generator(
+            read_lines,
+            features=datasets.Features({column: datasets.Value("large_string") for column in LINE_COLUMNS}),
+            gen_kwargs={"paths": [str(path) for path in files], "column": config.text_column},
+            fingerprint=name[:32],
+        )
+    rows = good_rows(len(dataset), bad_lines(dataset), policy=config.on_bad_rows, dataset=config.dataset)
+
+    def read(index: int) -> str:
+        return dataset[int(rows[index])]["text"]
+
+    return Source(read, [str(row) for row in rows], content)
+
+
+def _open_table(config: DataConfig, files: list[Path]) -> Source:
+    """Return a dataset with columns, one document per row.
+
+    Args:
+        config: name of the dataset and of the column with the text.
+        files: local files, or an empty list for a saved dataset or one of the hub.
+    """
+    content = _content(files)
+    with _readable(config.dataset):
+        dataset = _load_dataset(config, files, content)
     column = config.text_column
     if column not in dataset.column_names:
         raise ValueError(
             f"data.text_column {column!r} is not in dataset {config.dataset!r}: its columns are {dataset.column_names}"
         )
+    dtype = getattr(dataset.features[column], "dtype", "lists or objects")
+    if dtype not in ("string", "large_string"):
+        raise ValueError(
+            f"column {column!r} of {config.dataset!r} holds {dtype}, not text: name a column of strings in "
+            "data.text_column"
+        )
+    if not files:
+        content = _content_of_saved(config.dataset) or dataset._fingerprint
+    strings = dataset.flatten_indices().data.column(column) if dataset._indices else dataset.data.column(column)
+    bad = bad_strings(
+        strings, lambda row: f"column {column!r} of {_place(files, row) or f'{config.dataset!r} row {row + 1}'}"
+    )
+    rows = good_rows(len(dataset), bad, policy=config.on_bad_rows, dataset=config.dataset)
 
     def read(index: int) -> str:
-        text = dataset[index][column]
-        if not isinstance(text, str):
-            raise ValueError(
-                f"column {column!r} of {config.dataset!r} holds {type(text).__name__}, not text, "
-                f"in row {index}: name a column of strings in data.text_column"
-            )
-        return text
+        return dataset[int(rows[index])][column]
 
-    # The datasets library's hash of the data: part of every key, so it enters our fingerprint.
-    fingerprint = dataset._fingerprint
-    return read, [f"{index}\t{fingerprint}" for index in range(len(dataset))]
+    return Source(read, [str(row) for row in rows], content)
 
 
-def _load_dataset(config: DataConfig) -> Any:
-    """Return a ``datasets.Dataset``: saved on disk, read from local files, or from the hub."""
-    import datasets  # takes about a second, which dataset "stdlib" does not need
+def _place(files: list[Path], row: int) -> str:
+    """Return the file and the number, from 1, of the row of a dataset of several files."""
+    import pyarrow.parquet
+
+    if not files or files[0].suffix != ".parquet":
+        return ""
+    for path in files:
+        count = pyarrow.parquet.read_metadata(path).num_rows
+        if row < count:
+            return f"{path} row {row + 1}"
+        row -= count
+    return ""
+
+
+def _content_of_saved(name: str) -> str | None:
+    """Return the hash of the files of a dataset that ``save_to_disk`` wrote, or None for another."""
+    state = Path(name) / "state.json"
+    if not state.is_file():
+        return None
+    recorded = json.loads(state.read_text(encoding="utf-8"))
+    return _content([Path(name) / file["filename"] for file in recorded["_data_files"]])
+
+
+@contextmanager
+def _readable(name: str) -> Iterator[None]:
+    """Raise one kind of error for everything that the datasets library cannot read."""
     from datasets.exceptions import DatasetsError
 
-    datasets.disable_progress_bars()
-    path = Path(config.dataset)
     try:
-        if (path / "state.json").is_file():
-            return datasets.load_from_disk(str(path))
-        files = _local_files(config.dataset)
-        if not files:
-            return datasets.load_dataset(config.dataset, config.dataset_config, split=config.split)
-        return _load_files(datasets.load_dataset, files)
+        yield
     except StopIteration as error:  # raised by the JSON reader for a file without rows
-        raise ValueError(f"dataset {config.dataset!r} is empty: it has no documents") from error
+        raise ValueError(f"dataset {name!r} is empty: it has no documents") from error
     except (OSError, ValueError, DatasetsError) as error:
-        raise ValueError(f"dataset {config.dataset!r} cannot be read: {_reason(error)}") from error
+        cause = _cause(error)
+        remedy = ""
+        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            remedy = ": free disk space, or set HF_DATASETS_CACHE to a directory with more"
+        raise ValueError(f"dataset {name!r} cannot be read: {str(cause) or type(cause).__name__}{remedy}") from error
 
 
-def _load_files(load_dataset: Callable[..., Any], files: list[Path]) -> Any:
-    """Return the dataset of ``files``, which have one kind."""
-    builder = BUILDERS[files[0].suffix]
-    # The text builder makes each line a row by default; here a file is one document.
-    options = {}
-    if builder == "text":
-        options = {"sample_by": "document"}
+def _load_dataset(config: DataConfig, files: list[Path], content: str) -> Any:
+    """Return a ``datasets.Dataset``: saved on disk, read from local files, or from the hub."""
+    import datasets  # takes about a second, which dataset "stdlib" does not need
+
+    datasets.disable_progress_bars()
+    # The library logs an error before it raises it: a second line about the same file.
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    if (Path(config.dataset) / "state.json").is_file():
+        return datasets.load_from_disk(config.dataset)
+    if not files:
+        return datasets.load_dataset(config.dataset, config.dataset_config, split=config.split)
+    # Named by the content: otherwise a file that has changed and kept its time is read from the
+    # cache of ``datasets``.
     data_files = {"train": [str(file) for file in files]}
-    return load_dataset(builder, data_files=data_files, split="train", **options)
+    builder = BUILDERS[files[0].suffix]
+    return datasets.load_dataset(builder, f"content-{content[:32]}", data_files=data_files, split="train")
 
 
 def _local_files(name: str) -> list[Path]:
     """Return the local files of ``name``, or an empty list if it can only be a hub dataset."""
     path = Path(name)
+    if (path / "state.json").is_file():
+        return []
     if path.is_file():
         files = [path]
     elif path.is_dir():
@@ -195,8 +328,8 @@ def _local_files(name: str) -> list[Path]:
     return files
 
 
-def _reason(error: BaseException) -> str:
-    """Return the message of the innermost cause, which the datasets library wraps."""
+def _cause(error: BaseException) -> BaseException:
+    """Return the innermost cause, which the datasets library wraps."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return str(error) or type(error).__name__
+    return error

@@ -8,40 +8,50 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from torch import Tensor
+from transformers import PretrainedConfig
 
 from nxd_memopt.backends import BACKEND_REASON, backend
 from nxd_memopt.checkpoint import require_writable
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
+from nxd_memopt.training.checks import export_directory, require_finite_weights, require_trainable
 from nxd_memopt.training.config import TrainConfig
-from nxd_memopt.training.distributed import is_extracting_graphs, is_rank_zero, world_size
+from nxd_memopt.training.data_content import TokenContent, describe_tokens, wanted_sequences, with_same_tokens
+from nxd_memopt.training.distributed import is_extracting_graphs, is_first_of_host, is_rank_zero
 from nxd_memopt.training.documents import open_documents
 from nxd_memopt.training.evaluation import held_out_loss, held_out_loss_by_transformers
+from nxd_memopt.training.interrupts import Interrupts
 from nxd_memopt.training.metrics import DeferredMetrics
+from nxd_memopt.training.micro_batches import micro_batches
 from nxd_memopt.training.model import (
     build_model,
     load_hf_config,
     load_vocabulary,
     require_executable,
+    require_fp16_range,
 )
 from nxd_memopt.training.parallelize import describe_step, parallelize
 from nxd_memopt.training.report import Reporter
+from nxd_memopt.training.resume import ResumePlan, plan_resume
+from nxd_memopt.training.run_lock import locked_output_directory
 from nxd_memopt.training.state import Saver, Training, resume
 from nxd_memopt.training.step import train_step
+from nxd_memopt.training.stopping import Stopping, message_after_training
 from nxd_memopt.training.summary import Summary, export, peak_bytes_of_all_ranks, start_summary
-from nxd_memopt.training.tokens import (
-    TokenFile,
-    Vocabulary,
-    micro_batch_positions,
-    read_fingerprint,
+from nxd_memopt.training.token_files import (
+    describe_rows,
+    open_tokens,
+    require_intact,
+    token_paths,
     tokens_directory,
     write_tokens,
 )
+from nxd_memopt.training.vocabulary import Vocabulary
+from nxd_memopt.training.warm_start import load_warm_start
 
 COMPILED_LAYERS = "kernels are the compiler's, collectives run between them; a new batch shape compiles again"
 EXTRACTED_STEPS = 2
@@ -52,60 +62,106 @@ Two are enough: the first of each has its own graph, all later ones share one gr
 """
 
 
-def run(config: TrainConfig) -> None:
-    """Run the training program: prepare, evaluate, train, evaluate, export. Every rank calls."""
-    # Checks that need no model come first: a user error is reported before weights are loaded.
-    require_writable(config.trainer.output_dir)
+def run(config: TrainConfig, interrupts: Interrupts | None = None) -> None:
+    """Run the training program: prepare, evaluate, train, evaluate, export. Every rank calls.
+
+    Raises:
+        Interrupted: ``interrupts`` has received a signal; the state is saved.
+    """
+    interrupts = interrupts or Interrupts()
+    # Checks that need no model and no file of the run come first: a user error is reported before
+    # the output directory is touched and weights are loaded.
     summary = start_summary(config)
     hf_config = load_hf_config(config.model)
+    require_trainable(config, hf_config)
     require_executable(config, hf_config)
-    vocabulary = load_vocabulary(config.model, hf_config)
-    fingerprint = prepare_data(config, vocabulary)
+    vocabulary = load_vocabulary(config.model, hf_config, end_of_text=config.data.end_of_text)
+    with locked_output_directory(config.trainer.output_dir):
+        require_writable(config.trainer.output_dir)
+        # Before any file changes: a refused start leaves the files of the finished run.
+        plan = plan_resume(config, hf_config)
+        plan, tokens = prepare_data(plan, vocabulary)
+        run_prepared(plan, tokens, hf_config, vocabulary, summary, interrupts)
 
+
+def run_prepared(
+    plan: ResumePlan,
+    tokens: TokenContent,
+    hf_config: PretrainedConfig,
+    vocabulary: Vocabulary,
+    summary: Summary,
+    interrupts: Interrupts,
+) -> None:
+    """Build the model, resume, train, evaluate and export. Every rank calls.
+
+    Args:
+        plan: how the run starts, with its options.
+        tokens: content of the packed tokens.
+        hf_config: configuration of the model.
+        vocabulary: tokenizer of the run.
+        summary: summary to fill and write.
+        interrupts: signals that this process has received.
+    """
+    config = plan.config
+    backend.set_tf32(config.trainer.allow_tf32)
     # The checkpoint is loaded last: it needs the optimizer, whose states are created for the
     # parameters that parallelize has made final.
     model = build_model(config, hf_config)
+    warm_notes = load_warm_start(model, plan)
+    require_fp16_range(model)
     optimizer, forward_backward = parallelize(model, config)
-    training = Training(model, optimizer, forward_backward, fingerprint)
+    training = Training(model, optimizer, forward_backward, plan, tokens)
     if is_extracting_graphs():
         extract_graphs(training, config)
         return
 
-    notes = [*describe_step(model, config), *resume(training, config)]
+    rows = describe_rows(config, tokens["fingerprint"])
+    notes = [*rows, *describe_step(model, config), *vocabulary.notes, *warm_notes, *plan.notes, *resume(training)]
     with open_reporter(config, training.step, notes) as reporter:
         summary.held_out_loss_before = evaluate_before(training, config, reporter)
+        evaluate_missed(training, config, reporter)
         # The reported peak is of training alone, without loading and the first evaluation.
         backend.reset_peak_memory_stats()
         with gc_frozen():
-            train(training, config, reporter)
+            train(training, config, reporter, interrupts)
         summary.peak_memory_bytes = peak_bytes_of_all_ranks()
         summary.held_out_loss_after = evaluate(training, config, reporter)
         finish(training, config, reporter, summary, vocabulary)
 
 
-def prepare_data(config: TrainConfig, vocabulary: Vocabulary) -> str:
-    """Tokenize on rank 0 and return the fingerprint of the tokens. Every rank calls."""
+def prepare_data(plan: ResumePlan, vocabulary: Vocabulary) -> tuple[ResumePlan, TokenContent]:
+    """Tokenize on rank 0 and return the plan, compared with the tokens, and their content. Every rank calls."""
     # raise_together is a barrier and raises on every rank if one rank failed, so no rank reads a
     # partial file, or waits in a collective for a rank that has stopped.
-    directory = tokens_directory(config)
+    config = plan.config
+    train_sequences, data = wanted_sequences(plan)
+    fingerprint = ""
     with raise_together("preparing the data"):
         if is_rank_zero():
-            write_tokens(
-                directory,
-                config.data,
+            fingerprint = write_tokens(
+                Path(config.trainer.output_dir) / "tokens",
+                data,
                 documents=open_documents(config.data),
                 vocabulary=vocabulary,
-                train_sequences=config.trainer.max_steps * config.data.global_batch_size,
+                train_sequences=train_sequences,
                 seed=config.trainer.seed,
             )
+    fingerprint = share_texts(fingerprint)[0]
+    # The ranks of a host see the same bytes: its first one reads all of them, the others compare
+    # the lengths.
     with raise_together("reading the prepared data"):
-        return read_fingerprint(directory)
+        directory = tokens_directory(config, fingerprint)
+        index = require_intact(directory, fingerprint, contents=is_first_of_host())
+        paths = token_paths(directory, index)
+    tokens = describe_tokens(paths, config.data.seq_length, fingerprint, index["wanted"])
+    return with_same_tokens(plan, tokens, paths), tokens
 
 
 def open_reporter(config: TrainConfig, first_step: int, notes: list[str]) -> Reporter:
     """Return the reporter of a run that has done ``first_step`` steps, and print its setup."""
     # Every rank gets a reporter, so the calls need no condition; all but rank 0's do nothing.
-    reporter = Reporter(config.trainer, enabled=is_rank_zero(), first_step=first_step)
+    with raise_together("reading the records of earlier steps"):
+        reporter = Reporter(config.trainer, enabled=is_rank_zero(), first_step=first_step)
     tensor_size = parallel_state.get_tensor_model_parallel_size()
     data_size = parallel_state.get_data_parallel_size()
     reporter.say(
@@ -120,36 +176,41 @@ def open_reporter(config: TrainConfig, first_step: int, notes: list[str]) -> Rep
     return reporter
 
 
-def train(training: Training, config: TrainConfig, reporter: Reporter) -> None:
+def train(training: Training, config: TrainConfig, reporter: Reporter, interrupts: Interrupts) -> None:
     """Train from ``training.step`` to ``max_steps``, with evaluations and checkpoints."""
     trainer = config.trainer
+    interrupts.message = message_after_training(config)
     # A finished run that is started again trains nothing and does not write its last checkpoint a
     # second time; only evaluation and export run.
     if training.step == trainer.max_steps:
         return
-    tokens = open_tokens(config)
+    tokens = open_tokens(config, training.tokens["fingerprint"], "train")
     tokens_per_step = config.data.global_batch_size * config.data.seq_length
     metrics = DeferredMetrics(reporter, every=trainer.log_every_n_steps, tokens_per_step=tokens_per_step)
-    with Saver(training, config) as saver:
+    with interrupts.deferred(), Saver(training, config) as saver:
+        stopping = Stopping(training, config, saver, interrupts)
         while training.step < trainer.max_steps:
             metrics.start()
-            metrics.add(train_step(training, config, micro_batches(config, tokens, training.step)))
+            batches = micro_batches(config, tokens, training.plan.position(training.step))
+            metrics.add(train_step(training, config, batches))
             saver.after_step()
-            # ``run`` evaluates after the last step, so the loop does not. All conditions depend
-            # on the step alone: every rank takes the same branches, which contain collectives.
+            # ``run`` evaluates after the last step, so the loop does not. All conditions depend on
+            # the step and on rank 0's decision: every rank takes the same branches, which contain
+            # collectives.
             is_last = training.step == trainer.max_steps
-            evaluates = not is_last and is_due(training.step, trainer.val_check_interval)
-            save_is_due = is_last or is_due(training.step, trainer.save_interval)
-            saves = trainer.save_checkpoints and save_is_due
+            saves = stopping.after_step() or is_last or is_due(training.step, trainer.save_interval)
+            evaluates = not is_last and not stopping.stops and is_due(training.step, trainer.val_check_interval)
             # Read before the evaluation, so its time does not count as training time, and before
             # the checkpoint: read raises for a loss that is not finite, so none is saved after
             # it.
-            if is_last or evaluates or saves:
+            if evaluates or saves:
                 metrics.read()
             if evaluates:
-                evaluate(training, config, reporter)
-            if saves:
-                saver.save()
+                with stopping.evaluation():
+                    evaluate(training, config, reporter, stopping.before_batch)
+            if saves or stopping.stops:
+                stopping.save()
+            stopping.raise_if_stopped()
 
 
 @contextmanager
@@ -168,43 +229,21 @@ def gc_frozen() -> Iterator[None]:
         gc.unfreeze()
 
 
-def is_due(step: int, interval: int) -> bool:
-    """Return whether ``step`` is a multiple of ``interval``; always False for interval 0."""
-    return interval > 0 and step % interval == 0
+def is_due(step: int, interval: int | str) -> bool:
+    """Return whether ``step`` is a multiple of ``interval``; always False for 0 and ``auto``."""
+    return isinstance(interval, int) and interval > 0 and step % interval == 0
 
 
-def open_tokens(config: TrainConfig) -> TokenFile:
-    """Return the packed training sequences."""
-    path = tokens_directory(config) / "train.bin"
-    return TokenFile(path, config.data.seq_length, seed=config.trainer.seed)
-
-
-def micro_batches(config: TrainConfig, tokens: TokenFile, step: int) -> list[Tensor]:
-    """Return this data-parallel rank's micro-batches for the step after ``step`` steps.
-
-    Returns:
-        One tensor of token ids per forward pass, ``[B, S]``, int64, on the device.
-    """
-    # Tensor-parallel ranks of one replica have the same data-parallel rank, so they read the same
-    # sequences from the file and need no broadcast.
-    rank = parallel_state.get_data_parallel_rank()
-    replicas = parallel_state.get_data_parallel_size()
-    batches = []
-    for micro_step in range(config.accumulation_steps(world_size())):
-        positions = micro_batch_positions(
-            config.data,
-            step=step,
-            micro_step=micro_step,
-            rank=rank,
-            replicas=replicas,
-        )
-        batches.append(tokens.sequences(positions).to(backend.device))
-    return batches
-
-
-def evaluate(training: Training, config: TrainConfig, reporter: Reporter) -> float | None:
+def evaluate(
+    training: Training,
+    config: TrainConfig,
+    reporter: Reporter,
+    before_batch: Callable[[], None] = lambda: None,
+) -> float | None:
     """Compute, record and return the held-out loss. Every rank calls."""
-    loss = held_out_loss(training.model, config)
+    loss = held_out_loss(training, config, before_batch=before_batch)
+    if training.step == 0:
+        require_finite_weights(loss, config)
     if loss is not None:
         reporter.evaluation(training.step, loss)
     return loss
@@ -220,6 +259,15 @@ def evaluate_before(training: Training, config: TrainConfig, reporter: Reporter)
     return json.loads(recorded)
 
 
+def evaluate_missed(training: Training, config: TrainConfig, reporter: Reporter) -> None:
+    """Evaluate after the step that a resumed run starts from, if an interruption prevented it."""
+    step = training.step
+    recorded = json.loads(share_texts(json.dumps(reporter.recorded_evaluation(step)))[0])
+    is_inside = 0 < step < config.trainer.max_steps
+    if is_inside and is_due(step, config.trainer.val_check_interval) and recorded is None:
+        evaluate(training, config, reporter)
+
+
 def finish(
     training: Training,
     config: TrainConfig,
@@ -228,16 +276,16 @@ def finish(
     vocabulary: Vocabulary,
 ) -> None:
     """Export the model, verify the export, and write and show the summary. Every rank calls."""
-    directory = Path(config.trainer.output_dir) / "export"
+    directory = export_directory(config)
     if config.trainer.export:
-        export(training.model, vocabulary.tokenizer, directory)
+        export(training.model, vocabulary, directory)
         summary.export = str(directory)
     # Rank 0 alone loads the export with transformers. The other ranks wait in raise_together and
     # end with its error if that fails.
     with raise_together("finishing"):
         if is_rank_zero():
             if config.trainer.verify_export:
-                summary.transformers_held_out_loss = held_out_loss_by_transformers(directory, config)
+                summary.transformers_held_out_loss = held_out_loss_by_transformers(directory, training, config)
             summary.steps = training.step
             summary.tokens_per_s = reporter.mean_tokens_per_s()
             summary.write(Path(config.trainer.output_dir))
@@ -253,11 +301,12 @@ def extract_graphs(training: Training, config: TrainConfig) -> None:
     steps = min(EXTRACTED_STEPS, config.trainer.max_steps)
     if is_rank_zero():
         print(f"NEURON_EXTRACT_GRAPHS_ONLY: {steps} steps for their graphs; no value is checked, nothing is saved")
-    held_out_loss(training.model, config)
+    held_out_loss(training, config)
+    tokens = open_tokens(config, training.tokens["fingerprint"], "train")
     for step in range(steps):
-        batches = micro_batches(config, open_tokens(config), step)
+        batches = micro_batches(config, tokens, training.plan.position(step))
         train_step(training, config, batches[:EXTRACTED_MICRO_BATCHES])
     # Again after training: the parameters are now outputs of the update's graph, so the
     # evaluation may have a different graph than before.
-    held_out_loss(training.model, config)
+    held_out_loss(training, config)
     backend.synchronize()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from torch import Tensor
@@ -16,6 +16,19 @@ from nxd_memopt.training.report import Reporter, StepMetrics
 
 
 @dataclass(frozen=True)
+class LossScaling:
+    """Loss scaling of one optimizer step in fp16.
+
+    Args:
+        scale: factor of the loss with which the step's gradients were computed.
+        skipped: whether a gradient overflowed, so that nothing was updated.
+    """
+
+    scale: float
+    skipped: bool
+
+
+@dataclass(frozen=True)
 class StepResult:
     """Values of one optimizer step, which the device may not have computed yet.
 
@@ -24,12 +37,15 @@ class StepResult:
         loss: mean over the step's tokens on all ranks, 0-dim, fp32, on the device.
         grad_norm: global gradient norm before clipping, 0-dim, fp32, on the device.
         lr: learning rate of the update.
+        scaling: loss scale of the step, or None without loss scaling. The gradient norm of a
+            skipped step is not finite, and its loss need not be.
     """
 
     number: int
     loss: Tensor
     grad_norm: Tensor
     lr: float
+    scaling: LossScaling | None = None
 
 
 class DeferredMetrics:
@@ -72,7 +88,7 @@ class DeferredMetrics:
         """Wait for the added steps, then check and record their values.
 
         Raises:
-            ValueError: a loss or a gradient norm is not finite.
+            ValueError: a loss or a gradient norm is not finite, in a step that was not skipped.
         """
         # .item() waits for the device. The clock stops after the last one, so it includes the
         # device's time; the steps of one read share its mean.
@@ -82,9 +98,12 @@ class DeferredMetrics:
         # Every step is checked before it is recorded, in order: rows up to the failing step are
         # in metrics.jsonl.
         for step, loss, grad_norm in values:
-            _require_finite(step.number, loss=loss, grad_norm=grad_norm)
-            rate = self._tokens_per_step / seconds
-            self._reporter.step(StepMetrics(step.number, loss, grad_norm, step.lr, rate, peak))
+            row = StepMetrics(step.number, loss, grad_norm, step.lr, self._tokens_per_step / seconds, peak)
+            if step.scaling is not None:
+                row = replace(row, loss_scale=step.scaling.scale, skipped=step.scaling.skipped)
+            if not row.skipped:
+                _require_finite(step.number, loss=loss, grad_norm=grad_norm)
+            self._reporter.step(row)
         self._steps.clear()
         self._started = time.perf_counter()
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import torch
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
+from transformers import PretrainedConfig
 
 from nxd_memopt.backends import backend
 from nxd_memopt.checkpoint import load_config, load_pretrained
-from nxd_memopt.checkpoint.files import find_gguf
+from nxd_memopt.checkpoint.tokenizers import load_tokenizer
 from nxd_memopt.models import model_class, require_supported
 from nxd_memopt.modules.causal_lm import ParallelCausalLM
+from nxd_memopt.parallel_layers.coordination import raise_together
 from nxd_memopt.parallel_layers.utils import move_model_to_device
 from nxd_memopt.training.config import ModelConfig, TrainConfig
-from nxd_memopt.training.tokens import Vocabulary
+from nxd_memopt.training.hf_overrides import config_from_overrides, override_config
+from nxd_memopt.training.special_tokens import special_tokens
+from nxd_memopt.training.vocabulary import Vocabulary
 
 DROPOUTS = ("attention_dropout", "hidden_dropout")  # the dropout options that our models read
 
@@ -32,27 +32,37 @@ def load_hf_config(config: ModelConfig) -> PretrainedConfig:
     if config.pretrained is None:
         model_type = overrides.pop("model_type")
         require_supported(model_type)
-        return AutoConfig.for_model(model_type, **overrides)
+        return config_from_overrides(model_type, overrides)
     hf_config = load_config(config.pretrained)
     require_supported(hf_config.model_type)
-    # A pretrained directory has its own type; setting the attribute would not change the class.
-    overrides.pop("model_type", None)
-    hf_config.update(overrides)
-    return hf_config
+    # The class follows from the directory's type: another one would be ignored.
+    model_type = overrides.pop("model_type", hf_config.model_type)
+    if model_type != hf_config.model_type:
+        raise ValueError(
+            f"model.config_overrides has model_type {model_type!r} and {config.pretrained} has "
+            f"{hf_config.model_type!r}: leave model_type out, or leave model.pretrained out"
+        )
+    return override_config(hf_config, overrides)
 
 
 def require_executable(config: TrainConfig, hf_config: PretrainedConfig) -> None:
-    """Raise ``ValueError`` if the backend does not support ``compile`` or ``enable_cuda_graph: true``.
+    """Raise ``ValueError`` if the backend does not support an option.
+
+    The options are ``enable_cuda_graph: true``, ``compile``, ``allow_tf32: true`` and fp16.
 
     Called before the model is built.
     """
     conflict = cuda_graph_conflict(config, hf_config)
     if config.trainer.enable_cuda_graph is True and conflict is not None:
         raise ValueError(f"trainer.enable_cuda_graph is true, but {conflict}, or enable_cuda_graph to auto")
-    if not config.trainer.compile:
-        return
+    refusal = backend.tf32_refusal()
+    if config.trainer.allow_tf32 and refusal is not None:
+        raise ValueError(f"trainer.allow_tf32 {refusal}: set it to false")
+    refusal = backend.loss_scaling_refusal()
+    if config.trainer.precision == "16-mixed" and refusal is not None:
+        raise ValueError(f"trainer.precision 16-mixed {refusal}: use bf16-mixed")
     refusal = backend.compile_refusal()
-    if refusal is not None:
+    if config.trainer.compile and refusal is not None:
         raise ValueError(f"trainer.compile {config.trainer.compile!r} {refusal}; or set it to null")
 
 
@@ -70,41 +80,26 @@ def cuda_graph_conflict(config: TrainConfig, hf_config: PretrainedConfig) -> str
     return config.cuda_graph_conflict()
 
 
-def load_vocabulary(config: ModelConfig, hf_config: PretrainedConfig) -> Vocabulary:
+def load_vocabulary(config: ModelConfig, hf_config: PretrainedConfig, *, end_of_text: str | int = "auto") -> Vocabulary:
     """Return the tokenizer, checked against the model.
 
+    Args:
+        config: names the tokenizer and the model.
+        hf_config: the model's configuration.
+        end_of_text: ``data.end_of_text``.
+
     Raises:
-        ValueError: no tokenizer can be loaded, it has no end-of-text token, or it has more tokens
-            than the model's vocabulary.
+        ValueError: no tokenizer can be loaded, it has no end-of-text token or another one than
+            the model, or it has more tokens than the model's vocabulary.
     """
     name = config.tokenizer or config.pretrained
     assert name is not None
-    tokenizer = _load_tokenizer(name)
-    # Hugging Face models may have a list of end-of-text ids; only a single id can close a
-    # document.
-    candidates = [tokenizer.eos_token_id, hf_config.eos_token_id]
-    end_of_text = next((token for token in candidates if isinstance(token, int)), None)
-    if end_of_text is None:
-        raise ValueError(f"neither the tokenizer {name!r} nor the model has an eos_token to end documents with")
-    return Vocabulary(tokenizer, hf_config.vocab_size, end_of_text)
-
-
-def _load_tokenizer(name: str) -> Any:
-    """Return the transformers tokenizer of a directory, a GGUF file's directory, or a hub name."""
-    # transformers reads a GGUF file's tokenizer only if the file is named.
-    options = {}
-    gguf = find_gguf(Path(name))
-    if gguf is not None:
-        options = {"gguf_file": gguf.name}
-    # ImportError: a tokenizer may need a package such as sentencepiece. Its message has several
-    # lines of instructions, of which the first has the reason.
     try:
-        return AutoTokenizer.from_pretrained(name, **options)
-    except (OSError, ValueError, ImportError) as error:
-        reason = str(error).split("\n")[0]
-        raise ValueError(
-            f"no tokenizer can be loaded from {name!r}: {reason}: set model.tokenizer to one's directory"
-        ) from error
+        tokenizer = load_tokenizer(name)
+    except ValueError as error:
+        raise ValueError(f"{error}: set model.tokenizer to a tokenizer's directory") from error
+    special = special_tokens(config, hf_config, tokenizer, end_of_text)
+    return Vocabulary(tokenizer, hf_config.vocab_size, special.end_of_text, special)
 
 
 def build_model(config: TrainConfig, hf_config: PretrainedConfig) -> ParallelCausalLM:
@@ -131,3 +126,17 @@ def build_model(config: TrainConfig, hf_config: PretrainedConfig) -> ParallelCau
     # first micro-batch's graph.
     backend.mark_step()
     return model
+
+
+def require_fp16_range(model: ParallelCausalLM) -> None:
+    """Raise ``ValueError`` on every rank if a weight of an fp16 model has become infinite or NaN."""
+    if model.embedding_weight().dtype != torch.float16:
+        return
+    # Only the rank with the weight sees it; the other ranks would wait for it in the first step.
+    with raise_together("loading the weights"):
+        for name, parameter in model.named_parameters():
+            if not bool(parameter.detach().isfinite().all()):
+                raise ValueError(
+                    f"{name} has a value that is not finite in fp16, whose largest number is 65504: "
+                    "use trainer.precision bf16-mixed"
+                )

@@ -1,4 +1,4 @@
-"""The optimizer of the training program: AdamW on fp32 weights, replicated or sharded over data-parallel ranks."""
+"""The optimizer of the training program: AdamW on fp32 weights, replicated or sharded, with an optional loss scale."""
 
 from __future__ import annotations
 
@@ -8,20 +8,23 @@ import torch
 from torch import Tensor, nn
 
 from nxd_memopt.backends import backend
-from nxd_memopt.optimizer import AdamW, NeuronZero1Optimizer
+from nxd_memopt.optimizer import AdamW, LossScaler, NeuronZero1Optimizer
 from nxd_memopt.parallel_layers import grads
 from nxd_memopt.parallel_layers.overlapped_grads import OverlappedGradientReduction
 from nxd_memopt.training.config import OptimizerConfig
 from nxd_memopt.training.distributed import world_size
+from nxd_memopt.training.metrics import LossScaling
 
 
 class MasterWeightOptimizer:
-    """AdamW on fp32 weights: fp32 parameters, or fp32 master weights of bf16 parameters.
+    """AdamW on fp32 weights: fp32 parameters, or fp32 master weights of bf16 and fp16 parameters.
 
     The spacing of bf16 numbers near 0.02 is 1e-4, more than an update at a usual learning rate,
-    so without master weights such a weight does not change at all. Gradients of bf16 parameters
-    are accumulated in fp32 too. With ``config.zero1`` master weights and optimizer states are
-    sharded over the data-parallel ranks; without it they are replicated on each rank.
+    so without master weights such a weight does not change at all. Gradients of bf16 and fp16
+    parameters are accumulated in fp32 too. For fp16 parameters the loss is scaled
+    (``loss_scaler``), and ``step`` skips the update if a gradient has overflowed on any rank. With
+    ``config.zero1`` master weights and optimizer states are sharded over the data-parallel ranks;
+    without it they are replicated on each rank.
 
     Args:
         parameters: parameters to train. Weight decay applies to parameters with two or more
@@ -31,6 +34,14 @@ class MasterWeightOptimizer:
 
     def __init__(self, parameters: list[nn.Parameter], config: OptimizerConfig) -> None:
         self.parameters = parameters
+        self.loss_scaler: LossScaler | None = None
+        if parameters[0].dtype == torch.float16:
+            self.loss_scaler = LossScaler(
+                initial_scale=config.initial_loss_scale,
+                min_scale=config.min_loss_scale,
+                growth_interval=config.loss_scale_window,
+                hysteresis=config.hysteresis,
+            )
         self._is_sharded = config.zero1
         self._overlapped: OverlappedGradientReduction | None = None
         if config.overlap_grad_reduce:
@@ -47,7 +58,9 @@ class MasterWeightOptimizer:
         sharding_groups = None
         if not config.zero1:
             sharding_groups = [[rank] for rank in range(world_size())]
-        optimizer_dtype = torch.float32 if config.master_weights else parameters[0].dtype
+        # None, in a configuration of its own, means True.
+        has_masters = config.master_weights is not False
+        optimizer_dtype = torch.float32 if has_masters else parameters[0].dtype
         self._zero1 = NeuronZero1Optimizer(
             [group for group in groups if group["params"]],
             AdamW,
@@ -55,13 +68,27 @@ class MasterWeightOptimizer:
             grad_clipping=config.clip_grad > 0,
             max_norm=config.clip_grad,
             sharding_groups=sharding_groups,
-            # Gradients of bf16 parameters are accumulated in fp32 main_grad by a hook.
-            use_grad_acc_hook=config.master_weights,
+            # Gradients of bf16 and fp16 parameters are accumulated in fp32 main_grad by a hook.
+            use_grad_acc_hook=has_masters,
+            loss_scaler=self.loss_scaler,
             lr=config.lr,
             betas=(config.betas[0], config.betas[1]),
             eps=config.eps,
             fused=True if backend.name == "cpu" else None,
         )
+
+        self._options = [
+            {"weight_decay": group["weight_decay"], "betas": group["betas"], "eps": group["eps"]}
+            for group in self._zero1.param_groups
+        ]
+
+    def use_configured_options(self) -> None:
+        """Set the hyperparameters of the configuration again, after a checkpoint has been loaded.
+
+        The learning rate is set by every step.
+        """
+        for group, options in zip(self._zero1.param_groups, self._options, strict=True):
+            group.update(options)
 
     def last_backward(self) -> AbstractContextManager[None]:
         """Return the context of a step's last backward, which overlaps with gradient reduction.
@@ -76,7 +103,8 @@ class MasterWeightOptimizer:
         """Sum gradients over sequence shards, average them over data-parallel ranks, and clip them.
 
         Returns:
-            The global norm before clipping, 0-dim, fp32.
+            The global norm before clipping and without the loss scale, 0-dim, fp32. It is not
+            finite if a gradient has overflowed.
         """
         # With zero1 the reduction is a reduce-scatter inside the ZeRO-1 optimizer. With overlap
         # the hooks have reduced the gradients during backward.
@@ -85,10 +113,43 @@ class MasterWeightOptimizer:
         return self._zero1.reduce_gradients()
 
     def step(self, lr: float) -> None:
-        """Update the parameters with learning rate ``lr``; call after ``reduce_gradients``."""
+        """Update the parameters with learning rate ``lr``; call after ``reduce_gradients``.
+
+        Raises:
+            ValueError: on every rank, at an overflow: a weight is not finite, or the loss scale
+                cannot be lowered any more.
+        """
         for group in self._zero1.param_groups:
             group["lr"] = lr
         self._zero1.update_parameters()
+        if self.loss_scaler is not None and self.loss_scaler.skipped_last:
+            self._require_finite_weights(self.loss_scaler)
+
+    def _require_finite_weights(self, scaler: LossScaler) -> None:
+        """Raise ``ValueError`` on every rank if a weight of any rank is NaN or infinite.
+
+        Then no loss scale helps, and further steps would all be skipped. A step that updates
+        reads the weights too, so the check makes a skipped step no slower than any other.
+        """
+        weights = [parameter.detach() for parameter in self.parameters]
+        maxima = torch._foreach_norm(weights, torch.inf)  # pyright: ignore[reportPrivateImportUsage]
+        if scaler.any_rank_has(~torch.stack(maxima).isfinite().all()):
+            raise ValueError(
+                "a weight is NaN or infinite, so every gradient is: resume from an earlier checkpoint "
+                "with a lower optimizer.lr, or start again with trainer.precision bf16-mixed"
+            )
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps so far that updated nothing because a gradient had overflowed."""
+        return 0 if self.loss_scaler is None else self.loss_scaler.skipped_steps
+
+    @property
+    def loss_scaling(self) -> LossScaling | None:
+        """Loss scale of the last step and whether it was skipped; None without a loss scale."""
+        if self.loss_scaler is None:
+            return None
+        return LossScaling(self.loss_scaler.last_scale, self.loss_scaler.skipped_last)
 
     def zero_grad(self) -> None:
         """Release the gradients of all parameters."""

@@ -10,13 +10,16 @@ from transformers import PretrainedConfig
 
 from nxd_memopt.memory import GraphedLoss, apply_memory
 from nxd_memopt.modules.causal_lm import ParallelCausalLM
+from nxd_memopt.optimizer import LossScaler
 from nxd_memopt.training.config import TrainConfig
-from nxd_memopt.training.distributed import world_size
+from nxd_memopt.training.isolation import describe_isolation
+from nxd_memopt.training.micro_batches import MicroBatch
 from nxd_memopt.training.model import cuda_graph_conflict
 from nxd_memopt.training.optimizer import MasterWeightOptimizer, trainable_parameters
+from nxd_memopt.training.precision import PRECISIONS
 
-ForwardBackward = Callable[[Tensor], Tensor]
-"""Function that runs forward and backward of a micro-batch of token ids, ``[B, S]``.
+ForwardBackward = Callable[[MicroBatch], Tensor]
+"""Function that runs forward and backward of a micro-batch.
 
 Returns the micro-batch's share of the step's loss, 0-dim, and accumulates gradients.
 """
@@ -40,33 +43,41 @@ def parallelize(model: ParallelCausalLM, config: TrainConfig) -> tuple[MasterWei
     """
     apply_memory(model, config.memory, compile=config.trainer.compile)
     optimizer = MasterWeightOptimizer(trainable_parameters(model), config.optimizer)
-    return optimizer, _forward_backward(model, config)
+    return optimizer, _forward_backward(model, config, optimizer.loss_scaler)
 
 
-def _forward_backward(model: ParallelCausalLM, config: TrainConfig) -> ForwardBackward:
-    """Return the forward and backward of a micro-batch, eager or as a CUDA graph."""
-    # The loss is divided before backward, so the gradients accumulated over micro-batches are the
-    # mean over them.
-    accumulation_steps = config.accumulation_steps(world_size())
+def _forward_backward(model: ParallelCausalLM, config: TrainConfig, scaler: LossScaler | None) -> ForwardBackward:
+    """Return the forward and backward of a micro-batch, eager or as a CUDA graph.
 
-    def loss_of(micro_batch: Tensor) -> Tensor:
-        return model(micro_batch, labels=micro_batch).loss / accumulation_steps
+    Gradients are multiplied by the scale of ``scaler``, the loss is not. A graph reads the scale
+    from the device in each replay.
+    """
 
-    def forward_backward(micro_batch: Tensor) -> Tensor:
+    # Each micro-batch's loss is a sum divided by the whole step's trained tokens, so the gradients
+    # accumulated over micro-batches are the mean over the tokens, not over micro-batches.
+    def loss_of(micro_batch: MicroBatch) -> Tensor:
+        loss = micro_batch.loss(model)
+        return loss if scaler is None else scaler.scale_gradients_of(loss)
+
+    def forward_backward(micro_batch: MicroBatch) -> Tensor:
         loss = loss_of(micro_batch)
         loss.backward()
         return loss.detach()
 
     if not uses_cuda_graph(config, model.config):
         return forward_backward
-    # The first two calls run eagerly, then a micro-batch is captured; later calls copy it into
-    # the graph's input. Gradients stay allocated, because the graph accumulates into their
-    # memory.
-    graphed = GraphedLoss(trainable_parameters(model), loss_of)
 
-    def replay(micro_batch: Tensor) -> Tensor:
+    # The first two calls run eagerly, then a micro-batch is captured; later calls copy it into
+    # the graph's inputs, which are all its tensors. Gradients stay allocated, because the graph
+    # accumulates into their memory.
+    def loss_of_tensors(*tensors: Tensor) -> Tensor:
+        return loss_of(MicroBatch.from_tensors(*tensors))
+
+    graphed = GraphedLoss(trainable_parameters(model), loss_of_tensors)
+
+    def replay(micro_batch: MicroBatch) -> Tensor:
         try:
-            return graphed(micro_batch)
+            return graphed(*micro_batch.tensors())
         except torch.OutOfMemoryError as error:
             error.add_note("a CUDA graph keeps the memory of gradients: trainer.enable_cuda_graph false needs less")
             raise
@@ -89,4 +100,8 @@ def describe_step(model: ParallelCausalLM, config: TrainConfig) -> list[str]:
         graph = "off (trainer.enable_cuda_graph is false)"
     else:
         graph = f"off ({conflict.rpartition(': set ')[0]})"
-    return [f"CUDA graph: {graph}", *model.fusions.describe()]
+    precision = str(config.trainer.precision)
+    lines = [f"precision {precision}: {PRECISIONS[precision].description}"]
+    if config.trainer.allow_tf32:
+        lines.append("TF32: on, the inputs of fp32 matmuls are rounded to 11 significant bits")
+    return [f"CUDA graph: {graph}", describe_isolation(model, config), *lines, *model.fusions.describe()]

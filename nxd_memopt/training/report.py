@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +17,7 @@ from torch.utils.tensorboard import SummaryWriter
 from nxd_memopt.training.config import TrainerConfig
 
 GIB = 2**30
+ROW_START = b'{"step": '
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,9 @@ class StepMetrics:
             together.
         peak_memory_bytes: peak of this rank since the start of training, in bytes; ``None`` if
             the device does not report it.
+        loss_scale: factor of the loss in the step's gradients; None without loss scaling.
+        skipped: whether a gradient overflowed, so that nothing was updated; None without loss
+            scaling.
     """
 
     step: int
@@ -40,13 +44,34 @@ class StepMetrics:
     lr: float
     tokens_per_s: float
     peak_memory_bytes: int | None
+    loss_scale: float | None = None
+    skipped: bool | None = None
+
+    def row(self) -> dict[str, Any]:
+        """Return the values by name, without those of loss scaling if there is none.
+
+        The loss and the gradient norm of a skipped step may be infinite or NaN, for which JSON has
+        no numbers: they are None.
+        """
+        values = asdict(self)
+        if self.loss_scale is None:
+            del values["loss_scale"], values["skipped"]
+        for name in ("loss", "grad_norm"):
+            if not math.isfinite(values[name]):
+                values[name] = None
+        return values
 
     def line(self) -> str:
         """Return the metrics as one line of text."""
-        return (
+        line = (
             f"loss {self.loss:.4f}  lr {self.lr:.2e}  grad norm {self.grad_norm:.3f}  "
             f"{self.tokens_per_s:,.0f} tokens/s  {gib(self.peak_memory_bytes)} peak"
         )
+        if self.loss_scale is not None:
+            line += f"  loss scale {self.loss_scale:.4g}"
+        if self.skipped:
+            line += ", overflow: skipped"
+        return line
 
 
 def gib(size: int | None) -> str:
@@ -80,14 +105,43 @@ class Rows:
 
 
 def _complete_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of ``path`` that are valid JSON; an empty list if the file does not exist."""
+    """Return the complete rows of ``path``; an empty list if the file does not exist.
+
+    Raises:
+        ValueError: a line is not a row of a step.
+    """
     if not path.is_file():
         return []
+    # A killed process leaves at most one incomplete line, the last one, without a newline.
+    complete, newline, last = path.read_bytes().rpartition(b"\n")
+    lines = (complete + newline).splitlines()
+    if not _is_cut_off(last):
+        lines.append(last)
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        with contextlib.suppress(json.JSONDecodeError):
-            rows.append(json.loads(line))
+    for number, line in enumerate(lines, start=1):
+        if not _is_row(line):
+            raise ValueError(
+                f"{path} line {number} is not a row with a step: it was altered, or it is a file of another program: "
+                "correct the line or rename the file; the run then records into a new one"
+            )
+        rows.append(json.loads(line))
     return rows
+
+
+def _is_cut_off(line: bytes) -> bool:
+    """Return whether a line without a newline is the beginning of a row, or empty."""
+    # A host that lost power may leave zero bytes.
+    start = line.strip(b"\0")
+    return not _is_row(line) and start[: len(ROW_START)] == ROW_START[: len(start)]
+
+
+def _is_row(line: bytes) -> bool:
+    """Return whether a line is a JSON object with a step number."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(row, dict) and type(row.get("step")) is int
 
 
 class Reporter:
@@ -145,8 +199,9 @@ class Reporter:
         """Record a step in metrics.jsonl and TensorBoard, and show its progress."""
         if not self._enabled:
             return
-        self._metrics.append(asdict(row))
-        for name, value in asdict(row).items():
+        values = row.row()
+        self._metrics.append(values)
+        for name, value in values.items():
             if value is not None:
                 self._board.add_scalar(f"train/{name}", value, row.step)
         self._show(row)

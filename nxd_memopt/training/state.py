@@ -15,14 +15,15 @@ from nxd_memopt.backends import backend
 from nxd_memopt.checkpoint import (
     BackgroundSaver,
     TrainingState,
-    find_latest,
-    load_training_state,
     save_training_state,
 )
+from nxd_memopt.checkpoint.training import load_checkpoint
 from nxd_memopt.parallel_layers.random import get_rng_tracker, model_parallel_manual_seed
 from nxd_memopt.training.config import TrainConfig
-from nxd_memopt.training.distributed import world_size
+from nxd_memopt.training.data_content import TokenContent
+from nxd_memopt.training.micro_batches import MicroBatch
 from nxd_memopt.training.optimizer import MasterWeightOptimizer
+from nxd_memopt.training.resume import ResumePlan
 
 
 @dataclass
@@ -32,26 +33,40 @@ class Training:
     Args:
         model: this rank's shard of the model.
         optimizer: optimizer of the model's trainable parameters.
-        forward_backward: maps a micro-batch ``[B, S]`` to its share of the step's loss, and
-            accumulates its gradients.
-        data_fingerprint: fingerprint of the packed tokens.
-        step: optimizer steps done. The data position and the learning rate follow from it.
+        forward_backward: maps a micro-batch to its share of the step's loss, and accumulates its
+            gradients.
+        plan: how the run has started.
+        tokens: content of the packed tokens.
+        step: optimizer steps done, skipped ones included. The data position follows from it and
+            from ``plan``, the learning rate from ``updates`` and ``plan``.
     """
 
     model: nn.Module
     optimizer: MasterWeightOptimizer
-    forward_backward: Callable[[Tensor], Tensor]
-    data_fingerprint: str
+    forward_backward: Callable[[MicroBatch], Tensor]
+    plan: ResumePlan
+    tokens: TokenContent
     step: int = 0
+
+    @property
+    def updates(self) -> int:
+        """Steps that have updated the weights: all but those skipped after an overflow in fp16."""
+        return self.step - self.optimizer.skipped_steps
 
     def state(self) -> TrainingState:
         """Return everything that a checkpoint stores of this rank."""
         # References to the model and the optimizer, copies of the random states only: the save
         # copies everything else before the next update changes it.
+        shared: dict[str, Any] = {
+            "tokens": dict(self.tokens),
+            "sequences": self.plan.position(self.step),
+        }
+        if self.optimizer.loss_scaler is not None:
+            shared["loss_scaler"] = self.optimizer.loss_scaler.state_dict()
         return TrainingState(
             self.model,
             self.optimizer.inner,
-            shared={"data_fingerprint": self.data_fingerprint},
+            shared=shared,
             per_rank={"random": random_state()},
         )
 
@@ -92,18 +107,28 @@ class Saver:
 
     def after_step(self) -> None:
         """Raise on every rank if a background save failed. Call it after each optimizer step."""
-        # The optimizer states exist after the first step. Host memory is allocated then, so the
+        # The optimizer states exist after the first update. Host memory is allocated then, so the
         # first step that saves is not slower, and a lack of memory is found at once.
         if self._background is None:
             return
-        if not self._is_reserved:
+        if not self._is_reserved and self._training.updates:
             self._background.reserve(self._training.state())
             self._is_reserved = True
         self._background.poll()
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is running in the background, equal on every rank."""
+        return self._background is not None and self._background.is_busy
+
+    def finish(self) -> None:
+        """Wait until the running save is complete. Every rank calls."""
+        if self._background is not None:
+            self._background.finish()
+
     def save(self) -> None:
         """Save a checkpoint of the current step, in the background with ``trainer.async_save``."""
-        config = self._config.resume_identity(world_size())
+        config = self._training.plan.recorded
         if self._background is not None:
             self._background.save(self._training.step, self._training.state(), config)
             return
@@ -116,8 +141,8 @@ class Saver:
         )
 
 
-def resume(training: Training, config: TrainConfig) -> list[str]:
-    """Continue from the newest checkpoint of the output directory, if any. Every rank calls.
+def resume(training: Training) -> list[str]:
+    """Load the checkpoint of ``training.plan``, if it has one. Every rank calls.
 
     T, D and ZeRO-1 may differ from the run that saved: parameters, master weights and optimizer
     states are resharded without a change of values. Random states are restored if T and D are the
@@ -127,39 +152,27 @@ def resume(training: Training, config: TrainConfig) -> list[str]:
         Messages about everything that is not resumed exactly; empty for an exact resume.
 
     Raises:
-        ValueError: the checkpoint has another configuration or other data, or its step is greater
-            than ``trainer.max_steps``.
+        ValueError: the checkpoint is damaged, or fits another model or optimizer.
     """
-    directory = checkpoint_directory(config)
-    if find_latest(directory) is None:
+    plan = training.plan
+    if plan.stored is None:
         return []
-    # load_training_state compares the configurations before it reads tensors, and loads into the
-    # tensors of the model and the optimizer, so no second copy of them exists.
-    restored = load_training_state(
-        directory,
-        state=training.state(),
-        config=config.resume_identity(world_size()),
-        not_compared=config.MAY_CHANGE,
-    )
-    # The step is the only data state: with other tokens it would stand for other sequences, and
-    # the run would repeat some and skip others without an error.
-    if restored.shared["data_fingerprint"] != training.data_fingerprint:
-        raise ValueError(
-            "the dataset or the tokenizer has changed since the checkpoint was written: restore "
-            "it, or start a new run in another trainer.output_dir"
-        )
-    if restored.step > config.trainer.max_steps:
-        raise ValueError(
-            f"{directory} holds step {restored.step}, past trainer.max_steps "
-            f"{config.trainer.max_steps}: raise it or choose another trainer.output_dir"
-        )
+    # plan_resume has compared the configurations. The checkpoint is loaded into the tensors of
+    # the model and the optimizer, so no second copy of them exists.
+    restored = load_checkpoint(plan.stored.directory, state=training.state(), config=None)
+    # The checkpoint's hyperparameters came with the optimizer states: they would undo a change
+    # that plan_resume has allowed.
+    training.optimizer.use_configured_options()
     # Random states are stored per rank: they are of use only if every rank has the same position
     # in the same groups. Otherwise seed + step gives new streams, not those of the run's start.
     training.step = restored.step
+    if training.optimizer.loss_scaler is not None:
+        training.optimizer.loss_scaler.load_state_dict(restored.shared.get("loss_scaler", {}))
     if restored.per_rank is not None:
         set_random_state(restored.per_rank["random"])
         return restored.notes
-    model_parallel_manual_seed(config.trainer.seed + restored.step)
+    seed = plan.config.trainer.seed
+    model_parallel_manual_seed(seed + restored.step)
     return [
         *restored.notes,
         "the tensor-parallel or data-parallel size has changed: random streams are seeded with "

@@ -6,25 +6,25 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
-from torch import Tensor
 
 from nxd_memopt.backends import backend
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.training.config import TrainConfig
 from nxd_memopt.training.metrics import StepResult, sum_over_data_parallel_ranks
+from nxd_memopt.training.micro_batches import MicroBatch
 from nxd_memopt.training.schedule import learning_rate
 from nxd_memopt.training.state import Training
 
 
-def train_step(training: Training, config: TrainConfig, micro_batches: Sequence[Tensor]) -> StepResult:
+def train_step(training: Training, config: TrainConfig, micro_batches: Sequence[MicroBatch]) -> StepResult:
     """Run one optimizer step; return its values without waiting for the device. Every rank calls.
 
     Args:
         training: model, optimizer and step counter, which is incremented.
         config: hyperparameters of the run.
-        micro_batches: this data-parallel rank's token ids, ``[B, S]`` each. The loss of each is
-            divided by the configured number of micro-batches, so fewer micro-batches run the same
-            graphs but give a smaller loss.
+        micro_batches: this data-parallel rank's micro-batches. The loss of each is the sum of its
+            token losses divided by the trained tokens of the step, so fewer micro-batches run the
+            same graphs but give a smaller loss.
     """
     optimizer = training.optimizer
     training.model.train()
@@ -40,14 +40,15 @@ def train_step(training: Training, config: TrainConfig, micro_batches: Sequence[
         backend.mark_step()
 
     # Gradients of sequence-parallel norms are summed over tensor-parallel ranks, all gradients
-    # are averaged over data-parallel ranks, and clipping uses the norm of the full model's
-    # gradients.
+    # are averaged over data-parallel ranks (the divisor of the losses is the step's trained
+    # tokens / D), and clipping uses the norm of the full model's gradients.
     grad_norm = optimizer.reduce_gradients()
     loss = sum_over_data_parallel_ranks(loss) / parallel_state.get_data_parallel_size()
 
-    lr = learning_rate(training.step + 1, config.optimizer, config.decay_steps)
+    lr = learning_rate(training.updates + 1, config.optimizer, config.decay_steps)
+    # In fp16 the optimizer may skip the step; the schedule then repeats this learning rate.
     optimizer.step(lr)
     optimizer.zero_grad()
     backend.mark_step()
     training.step += 1
-    return StepResult(training.step, loss, grad_norm, lr)
+    return StepResult(training.step, loss, grad_norm, lr, optimizer.loss_scaling)

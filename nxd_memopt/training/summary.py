@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rich.table import Table
 from torch import nn
@@ -17,6 +18,7 @@ from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
 from nxd_memopt.training.config import TrainConfig
 from nxd_memopt.training.report import gib
+from nxd_memopt.training.vocabulary import Vocabulary
 
 
 @dataclass
@@ -57,7 +59,10 @@ class Summary:
             "transformers_difference": self.transformers_difference(),
         }
         text = json.dumps(asdict(self) | derived, indent=2) + "\n"
-        (directory / "summary.json").write_text(text, encoding="utf-8")
+        # Renamed when complete: a kill leaves the summary of the previous end.
+        temporary = directory / "summary.json.incomplete"
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(directory / "summary.json")
 
     def table(self) -> Table:
         """Return a table of the figures that are not None, for the console."""
@@ -132,11 +137,16 @@ def peak_bytes_of_all_ranks() -> list[int | None]:
     return [json.loads(peak) for peak in peaks]
 
 
-def export(model: nn.Module, tokenizer: Any, directory: Path) -> None:
-    """Write the model and its tokenizer as a Hugging Face directory. Every rank calls."""
-    # The weights first: save_pretrained accepts only an absent or empty directory, or an earlier
-    # export, which a directory with nothing but tokenizer files is not.
-    save_pretrained(model, directory)
-    with raise_together(f"writing the tokenizer to {directory}"):
-        if parallel_state.is_global_rank_zero():
-            tokenizer.save_pretrained(directory)
+def export(model: nn.Module, vocabulary: Vocabulary, directory: Path) -> None:
+    """Write the model and its tokenizer as a Hugging Face directory. Every rank calls.
+
+    The weights, the tokenizer and the generation config appear with one rename.
+    """
+    assert vocabulary.special is not None
+    exported = cast(Any, model)
+    exported.config = vocabulary.special.config_of_export(exported.config)
+    with tempfile.TemporaryDirectory(prefix="nxd_memopt_tokenizer_") as companions:
+        with raise_together(f"writing the tokenizer of {directory}"):
+            if parallel_state.is_global_rank_zero():
+                vocabulary.special.write_companions(vocabulary.tokenizer, Path(companions))
+        save_pretrained(model, directory, companions=companions)

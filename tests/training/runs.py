@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import resource
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ from typing import Any
 import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from tests.dist import pool
 
 PROGRAM = ("-m", "nxd_memopt.training")
 END = 256
@@ -116,6 +120,41 @@ def train(
         preexec_fn=limit_files,
     )
     return Outcome(done.returncode, done.stdout, done.stderr)
+
+
+def run_here(config: Path, *options: str) -> Outcome:
+    """Run the program in this process, on one rank: 10 times faster than ``train``, which starts one."""
+    from nxd_memopt.training.__main__ import main
+
+    returncode = 0
+    with redirect_stdout(io.StringIO()) as stdout, redirect_stderr(io.StringIO()) as stderr:
+        try:
+            returncode = main(["--config", str(config), *options])
+        except SystemExit as stop:
+            returncode = int(stop.code or 0)
+        finally:
+            pool.reset_process(seed=pool.SEED)
+    return Outcome(returncode, stdout.getvalue(), stderr.getvalue())
+
+
+def run_on_pool(config: Path, *options: str, ranks: int) -> str:
+    """Run the program on the pool's ranks, which need no start; return rank 0's standard output."""
+    return pool.run_on_ranks(_run_rank, ranks, str(config), options)[0]
+
+
+def _run_rank(config: str, options: tuple[str, ...]) -> str:
+    """Run the program on this rank of the pool, whose process group exists already."""
+    from nxd_memopt.parallel_layers import parallel_state, random
+    from nxd_memopt.training.arguments import parse_config
+    from nxd_memopt.training.loop import run
+
+    parsed = parse_config(["--config", config, *options])
+    size = parsed.parallel.tensor_model_parallel_size
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
+    random.model_parallel_manual_seed(parsed.trainer.seed)
+    with redirect_stdout(io.StringIO()) as stdout:
+        run(parsed)
+    return stdout.getvalue()
 
 
 def train_and_kill(config: Path, metrics: Path, *, after_rows: int, ranks: int) -> None:

@@ -107,7 +107,7 @@ def test_yaml_numbers_without_a_point_are_floats() -> None:
         ({"parallel": 3}, "parallel must be a mapping of option names to values, got int"),
         ({"model": {"config_overrides": {"hidden_size": 8}}}, "config_overrides has no model_type"),
         ({"model": {"config_overrides": {"model_type": "llama"}}}, "model.tokenizer is needed"),
-        ({"model": MODEL | {"dtype": "float16"}}, "model.dtype 'float16' is not one of"),
+        ({"model": MODEL | {"dtype": "float8"}}, "model.dtype 'float8' is not one of"),
         ({"model": MODEL | {"pipeline_model_parallel_size": 2}}, "pipeline_model_parallel_size 2 is not supported"),
         (
             {"model": MODEL | {"sequence_parallel": True}, "parallel": {"sequence_parallel_enabled": False}},
@@ -155,7 +155,7 @@ def test_other_exceptions_keep_their_traceback() -> None:
 
 
 def test_malformed_yaml_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is not valid YAML") as caught:
+    with pytest.raises(ValueError, match="not valid YAML") as caught:
         parse_config(["--config", write(tmp_path / "c.yaml", "a: [}\n")])
     assert "\n" not in str(caught.value)
 
@@ -167,10 +167,3 @@ def test_world_size_must_be_a_multiple_of_the_tensor_parallel_size() -> None:
         config.data_parallel_size(4)
     with pytest.raises(ValueError, match=r"global_batch_size 4 is not divisible by .* data-parallel size 3 = 3"):
         config.accumulation_steps(9)
-
-
-def test_resume_identity_ignores_memory_and_length_but_not_the_schedule() -> None:
-    base = build(trainer={"max_steps": 10}).resume_identity(1)
-    assert build(trainer={"max_steps": 10}, memory={"recompute_granularity": "full"}).resume_identity(1) == base
-    assert build(trainer={"max_steps": 20}).resume_identity(1) != base
-    assert build(trainer={"max_steps": 20}, optimizer={"decay_steps": 10}).resume_identity(1) == base

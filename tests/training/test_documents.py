@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,14 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-import torch
 
 from nxd_memopt.training.config import DataConfig
 from nxd_memopt.training.documents import Documents, Part, open_documents, split_documents
-from nxd_memopt.training.tokens import TokenFile, Vocabulary, micro_batch_positions, read_fingerprint, write_tokens
+from nxd_memopt.training.micro_batches import micro_batch_rows
+from nxd_memopt.training.packing import ID_MASK
+from nxd_memopt.training.token_files import write_tokens
+from nxd_memopt.training.tokens import TokenFile
+from nxd_memopt.training.vocabulary import Vocabulary
 from tests.training.runs import END, LINES, byte_tokenizer
 
 
@@ -29,14 +33,14 @@ def documents(texts: list[str], held_out_every: int = 20) -> Documents:
 
 
 def prepare(directory: Path, config: DataConfig, texts: list[str], sequences: int, seed: int = 0) -> TokenFile:
-    write_tokens(
+    fingerprint = write_tokens(
         directory, config, documents=documents(texts), vocabulary=vocabulary(), train_sequences=sequences, seed=seed
     )
-    return TokenFile(directory / "train.bin", config.seq_length, seed=seed)
+    return TokenFile(directory / fingerprint[:16] / "train.bin", config.seq_length, documents_per_row=16, seed=seed)
 
 
 def rows(file: TokenFile, count: int) -> list[list[int]]:
-    return file.sequences(range(count)).tolist()
+    return (file.rows(range(count)) & ID_MASK).tolist()
 
 
 @pytest.fixture
@@ -85,8 +89,8 @@ def test_text_file_is_one_document_whose_end_is_held_out(tmp_path: Path) -> None
     [
         ({"dataset": "absent/file.jsonl"}, "'absent/file.jsonl' cannot be read: no such file"),
         ({"dataset": "./absent"}, "no such file"),
-        ({"text_column": "text"}, r"'text' is not in dataset .*: its columns are \['id', 'body'\]"),
-        ({"text_column": "id"}, "holds int, not text, in row"),
+        ({"text_column": "text"}, r"line 1 has no 'text' .*: its columns are \['id', 'body'\]"),
+        ({"text_column": "id"}, "line 1 has a number in column 'id'"),
     ],
 )
 def test_source_errors(jsonl: Path, changes: dict[str, Any], message: str) -> None:
@@ -111,17 +115,9 @@ def test_documents_are_closed_by_end_of_text_and_packed_without_loss(tmp_path: P
     train = documents(LINES).train
     expected = sum(len(LINES[part.index].encode()) + 1 for part in train)
     assert len(file) == expected // 16
-    packed = file.sequences(range(len(file)))
-    assert packed.shape == (len(file), 16) and packed.dtype == torch.int64
+    packed = file.rows(range(len(file))) & ID_MASK
+    assert packed.shape == (len(file), 16) and packed.dtype == np.int32
     assert len(train) - 1 <= (packed == END).sum() <= len(train)  # the last one may be in the dropped rest
-
-
-def test_a_longer_run_starts_with_the_same_sequences(tmp_path: Path) -> None:
-    config = DataConfig(seq_length=16, eval_sequences=4)
-    short = rows(prepare(tmp_path, config, LINES, 10), 10)
-    longer = rows(prepare(tmp_path, config, LINES, 300), 300)
-    assert longer[:10] == short
-    assert rows(prepare(tmp_path / "other", config, LINES, 300, seed=1), 10) != short
 
 
 def test_second_pass_has_the_same_sequences_in_another_order(tmp_path: Path) -> None:
@@ -131,17 +127,13 @@ def test_second_pass_has_the_same_sequences_in_another_order(tmp_path: Path) -> 
     assert first != second and sorted(first) == sorted(second)
 
 
-def test_tokens_are_kept_while_they_are_enough(tmp_path: Path) -> None:
-    config = DataConfig(seq_length=16, eval_sequences=4)
-    prepare(tmp_path, config, LINES, 50)
-    fingerprint, written = read_fingerprint(tmp_path), (tmp_path / "train.bin").stat().st_mtime_ns
-    prepare(tmp_path, config, LINES, 20)
-    assert (tmp_path / "train.bin").stat().st_mtime_ns == written
-    prepare(tmp_path, config, LINES, 60)
-    assert (tmp_path / "train.bin").stat().st_mtime_ns != written
-    assert read_fingerprint(tmp_path) == fingerprint
-    prepare(tmp_path, config, LINES, 60, seed=1)
-    assert read_fingerprint(tmp_path) != fingerprint
+def test_the_second_pass_has_random_numbers_of_its_own(tmp_path: Path) -> None:
+    """Not those that order the windows of the file: rows would move in the same way twice."""
+    np.arange(40 * 2, dtype=np.int32).tofile(tmp_path / "train.bin")
+    file = TokenFile(tmp_path / "train.bin", 2, documents_per_row=1, seed=5)
+    order = [first // 2 for first, _ in file.rows(range(40, 80)).tolist()]
+    assert sorted(order) == list(range(40))
+    assert order != np.random.default_rng([5, 1]).permutation(40).tolist()
 
 
 def test_ranks_read_disjoint_sequences_of_one_order() -> None:
@@ -149,21 +141,55 @@ def test_ranks_read_disjoint_sequences_of_one_order() -> None:
     for replicas in (1, 2, 3):
         accumulation = 12 // (2 * replicas)
         seen = [
-            position
-            for step in range(3)
+            row
             for i in range(accumulation)
             for rank in range(replicas)
-            for position in micro_batch_positions(config, step=step, micro_step=i, rank=rank, replicas=replicas)
+            for row in list(range(12))[micro_batch_rows(config, micro_step=i, rank=rank, replicas=replicas)]
         ]
-        assert seen == list(range(36))
+        assert seen == list(range(12))
 
 
 def test_split_side_depends_on_the_name_alone() -> None:
-    names = [f"file{i}\t{i}" for i in range(100)]
+    names = [f"file{i}" for i in range(100)]
     _, held_out = split_documents(names, 10)
-    _, later = split_documents([f"{name}9" for name in names], 10)  # every file has grown
-    assert held_out == later and held_out
+    _, later = split_documents([*names, *(f"new{i}" for i in range(50))], 10)
+    assert [part for part in later if part.index < 100] == held_out and held_out
     assert split_documents(["a"], 10) == ([Part(0, stop=0.9)], [Part(0, start=0.9)])
+
+
+def test_no_split_is_empty() -> None:
+    for count in range(2, 60):
+        for every in (2, 3, 20):
+            train, held_out = split_documents([f"{every}-{count}-{i}" for i in range(count)], every)
+            assert train and held_out
+            assert {part.index for part in train} | {part.index for part in held_out} == set(range(count))
+
+
+def test_the_fingerprint_is_of_the_content_wherever_it_is(jsonl: Path, tmp_path: Path) -> None:
+    config = DataConfig(dataset=str(jsonl), text_column="body")
+    first = open_documents(config).fingerprint
+    moved = tmp_path / "moved" / "e.jsonl"
+    moved.parent.mkdir()
+    moved.write_bytes(jsonl.read_bytes())
+    os.utime(moved, ns=(1, 1))
+    assert open_documents(DataConfig(dataset=str(moved), text_column="body")).fingerprint == first
+    # Another text of the same length under the same name and time.
+    times = (jsonl.stat().st_atime_ns, jsonl.stat().st_mtime_ns)
+    jsonl.write_text(jsonl.read_text(encoding="utf-8").replace("document 0", "document X", 1), encoding="utf-8")
+    os.utime(jsonl, ns=times)
+    changed = open_documents(config)
+    assert changed.fingerprint != first
+    assert changed.read(0).startswith("document X")
+
+
+def test_changed_parquet_files_are_not_read_from_a_cache(tmp_path: Path) -> None:
+    path = tmp_path / "d.parquet"
+    texts = []
+    for text in ("abcd", "efgh"):
+        pyarrow.parquet.write_table(pyarrow.table({"text": [text]}), path)
+        os.utime(path, ns=(1, 1))
+        texts.append(open_documents(DataConfig(dataset=str(path))).read(0))
+    assert texts == ["abcd", "efgh"]
 
 
 def test_text_shorter_than_a_sequence_names_both_numbers(tmp_path: Path) -> None:
@@ -194,5 +220,5 @@ def test_token_ids_must_be_in_the_vocabulary() -> None:
 
 def test_token_file_is_plain_int32(tmp_path: Path) -> None:
     file = prepare(tmp_path, DataConfig(seq_length=16, eval_sequences=0), LINES, 10)
-    raw = np.fromfile(tmp_path / "train.bin", dtype=np.int32)
-    assert raw.reshape(-1, 16)[:10].tolist() == rows(file, 10)
+    raw = np.fromfile(next(tmp_path.glob("*/train.bin")), dtype=np.int32)
+    assert (raw & ID_MASK).reshape(-1, 16)[:10].tolist() == rows(file, 10)

@@ -62,7 +62,7 @@ def test_the_start_report_says_why_there_is_no_graph() -> None:
     config = TrainConfig(model=ModelConfig(tokenizer="t", config_overrides=LLAMA))
     model = build_model(config, load_hf_config(config.model))
     lines = describe_step(model, config)
-    assert lines[0] == "CUDA graph: off (a CUDA graph needs an NVIDIA GPU, and the backend is cpu)"
+    assert "CUDA graph: off (a CUDA graph needs an NVIDIA GPU, and the backend is cpu)" in lines
     assert "residual + norm: on in 4 of 4" in lines
 
 
@@ -70,8 +70,8 @@ def test_the_start_report_has_the_reason_complete(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(backend, "capture_refusal", lambda: None)
     dropping = {**LLAMA, "attention_dropout": 0.1}
     config = TrainConfig(model=ModelConfig(tokenizer="t", config_overrides=dropping))
-    line = describe_step(build_model(config, load_hf_config(config.model)), config)[0]
-    assert line == "CUDA graph: off (a CUDA graph needs dropout 0, got {'attention_dropout': 0.1})"
+    lines = describe_step(build_model(config, load_hf_config(config.model)), config)
+    assert "CUDA graph: off (a CUDA graph needs dropout 0, got {'attention_dropout': 0.1})" in lines
 
 
 def test_objects_of_the_setup_are_collected_again_after_training() -> None:
@@ -105,7 +105,7 @@ def test_vocabulary_errors(tmp_path: Path) -> None:
     byte_tokenizer(extra=3).save_pretrained(tmp_path / "larger")
     with pytest.raises(ValueError, match="has 260 tokens, more than the model's vocab_size 257"):
         load_vocabulary(ModelConfig(tokenizer=str(tmp_path / "larger"), config_overrides=LLAMA), hf_config)
-    with pytest.raises(ValueError, match="no tokenizer can be loaded from"):
+    with pytest.raises(ValueError, match=r"tokenizer directory .*absent does not exist"):
         load_vocabulary(ModelConfig(tokenizer=str(tmp_path / "absent"), config_overrides=LLAMA), hf_config)
 
 

@@ -1,0 +1,204 @@
+"""Finds the rows of a data set that have no text to train on: an error, or skipped and counted."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+CHUNK_BYTES = 2**20
+LINES_VERSION = 1  # of read_lines: part of the names of the files in which datasets keeps its rows
+LINE_COLUMNS = ("text", "kind", "description")
+NOT_JSON = "not JSON"
+NOT_AN_OBJECT = "not a JSON object"
+NOT_UTF8 = "not UTF-8"
+NO_COLUMN = "without the text column"
+NULL = "null"
+NOT_TEXT = "not text"
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """A row that cannot be trained on.
+
+    Args:
+        index: number of the row in the data set, from 0.
+        kind: one of the kinds above, under which skipped rows are counted.
+        description: what is wrong, with the file and its line or row.
+    """
+
+    index: int
+    kind: str
+    description: str
+
+
+def good_rows(count: int, bad: Iterator[BadRow], *, policy: str, dataset: str) -> NDArray[np.int64]:
+    """Return the indices of the rows that are not bad; print one line if there are bad ones.
+
+    Args:
+        count: number of rows.
+        bad: the bad rows, ascending.
+        policy: ``data.on_bad_rows``.
+        dataset: ``data.dataset``, for messages.
+
+    Raises:
+        ValueError: a row is bad and ``policy`` is ``error``, or all rows are.
+    """
+    keep = np.ones(count, dtype=bool)
+    kinds: Counter[str] = Counter()
+    first = ""
+    for row in bad:
+        if policy == "error":
+            raise ValueError(f"{row.description}: correct it, or set data.on_bad_rows to skip to leave such rows out")
+        first = first or row.description
+        keep[row.index] = False
+        kinds[row.kind] += 1
+    if not kinds:
+        return np.arange(count)
+    numbers = ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items()))
+    skipped = f"{kinds.total()} of the {count} rows of {dataset!r} ({numbers}), the first: {first}"
+    if not keep.any():
+        raise ValueError(f"data.on_bad_rows skip leaves no row: {skipped}")
+    print(f"data.on_bad_rows skip: left out {skipped}", flush=True)
+    return np.flatnonzero(keep)
+
+
+# ---- lines of JSON ---------------------------------------------------------------------------------------------------
+
+
+def has_json_lines(path: Path) -> bool:
+    """Return whether a file has one JSON object per line, by its name or its first line."""
+    if path.suffix == ".jsonl":
+        return True
+    with path.open("rb") as file:
+        first = next((line for line in file if line.strip()), b"")
+    try:
+        return isinstance(json.loads(first), dict)
+    except ValueError:
+        return False
+
+
+def is_blank(path: Path) -> bool:
+    """Return whether a file has nothing but white space."""
+    with path.open("rb") as file:
+        return not any(line.strip() for line in file)
+
+
+def read_lines(paths: list[str], column: str) -> Iterator[dict[str, str | None]]:
+    """Yield a row for each line with content: its text, or a bad row's kind and description."""
+    # Bad lines are rows too: the rows that datasets keeps in its cache serve both values of
+    # data.on_bad_rows.
+    for path in paths:
+        with Path(path).open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                data = line
+                if number == 1:
+                    data = line.removeprefix(codecs.BOM_UTF8)
+                data = data.strip()
+                if data:
+                    yield _row(data, column, f"{path} line {number}")
+
+
+def _row(line: bytes, column: str, place: str) -> dict[str, str | None]:
+    """Return the row of one line."""
+    # The json module accepts what no text of a model may have: half of a surrogate pair.
+    try:
+        content = json.loads(line.decode())
+        if not isinstance(content, dict):
+            return _bad(NOT_AN_OBJECT, f"{place} is {_type(content)}, not a JSON object")
+        if column not in content:
+            return _bad(NO_COLUMN, f"{place} has no {column!r} (data.text_column): its columns are {list(content)}")
+        text = content[column]
+        if not isinstance(text, str):
+            kind = NULL if text is None else NOT_TEXT
+            return _bad(kind, f"{place} has {_type(text)} in column {column!r} (data.text_column), not text")
+        text.encode()
+        return {"text": text, "kind": None, "description": None}
+    except UnicodeError as error:
+        return _bad(NOT_UTF8, f"{place} is not UTF-8 ({error})")
+    except (ValueError, RecursionError) as error:
+        return _bad(NOT_JSON, f"{place} is not JSON ({error})")
+
+
+def _bad(kind: str, description: str) -> dict[str, str | None]:
+    # What a message quotes of the file may have no UTF-8 form.
+    return {"text": "", "kind": kind, "description": description.encode(errors="replace").decode()}
+
+
+def _type(value: Any) -> str:
+    """Return the type of a JSON value, as JSON calls it."""
+    if value is None:
+        return "null"
+    names = {bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object", str: "a text"}
+    return names[type(value)]
+
+
+def bad_lines(dataset: Any) -> Iterator[BadRow]:
+    """Yield the bad rows of a data set of ``read_lines``."""
+    start = 0
+    for chunk in dataset.data.column("kind").chunks:
+        if chunk.null_count < len(chunk):
+            for offset in np.flatnonzero(chunk.is_valid().to_numpy(zero_copy_only=False)):
+                row = dataset[int(start + offset)]
+                yield BadRow(int(start + offset), row["kind"], row["description"])
+        start += len(chunk)
+
+
+# ---- columns of strings ----------------------------------------------------------------------------------------------
+
+
+def bad_strings(column: Any, place: Callable[[int], str]) -> Iterator[BadRow]:
+    """Yield the rows of a pyarrow column of strings that are null or not UTF-8.
+
+    Args:
+        column: ``pyarrow.ChunkedArray`` of strings.
+        place: names the row with an index.
+    """
+    import pyarrow
+
+    start = 0
+    for chunk in column.chunks:
+        # Most chunks are good: found out without an object for each row.
+        is_valid = chunk.null_count == 0
+        try:
+            chunk.validate(full=True)
+        except pyarrow.ArrowInvalid:
+            is_valid = False
+        if not is_valid:
+            yield from _bad_values(chunk, start, place)
+        start += len(chunk)
+
+
+def _bad_values(chunk: Any, start: int, place: Callable[[int], str]) -> Iterator[BadRow]:
+    for offset, value in enumerate(chunk):
+        index = start + offset
+        if not value.is_valid:
+            yield BadRow(index, NULL, f"{place(index)} is null")
+            continue
+        try:
+            value.as_py()
+        except UnicodeDecodeError as error:
+            yield BadRow(index, NOT_UTF8, f"{place(index)} is not UTF-8 ({error.reason})")
+
+
+# ---- text files ------------------------------------------------------------------------------------------------------
+
+
+def bad_files(paths: list[Path]) -> Iterator[BadRow]:
+    """Yield the files that are not UTF-8; a file is a row."""
+    for index, path in enumerate(paths):
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        try:
+            with path.open("rb") as file:
+                while chunk := file.read(CHUNK_BYTES):
+                    decoder.decode(chunk)
+                decoder.decode(b"", final=True)
+        except UnicodeDecodeError as error:
+            yield BadRow(index, NOT_UTF8, f"{path} is not UTF-8 ({error.reason})")

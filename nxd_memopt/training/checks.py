@@ -1,0 +1,159 @@
+"""Checks at the start of a run everything that can be known before text is tokenized and weights are loaded."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from nxd_memopt._optional import require_installed
+from nxd_memopt.checkpoint.exporting import require_replaceable
+from nxd_memopt.checkpoint.files import find_gguf, open_weights
+from nxd_memopt.checkpoint.steps import complete_steps
+from nxd_memopt.config import require_divisible, require_one_of
+from nxd_memopt.ops.activation import ACTIVATIONS
+from nxd_memopt.ops.rope import rope_frequencies
+from nxd_memopt.parallel_layers.coordination import raise_together
+from nxd_memopt.planner.architectures import require_shardable, sizes
+from nxd_memopt.training.config import TrainConfig
+from nxd_memopt.training.distributed import is_rank_zero
+from nxd_memopt.training.state import checkpoint_directory
+
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+OVERRIDES = "model.config_overrides"
+
+
+def export_directory(config: TrainConfig) -> Path:
+    """Return the directory of the run's export."""
+    return Path(config.trainer.output_dir) / "export"
+
+
+def require_trainable(config: TrainConfig, hf_config: PretrainedConfig) -> None:
+    """Check model, weight files and export directory before the first expensive step. Every rank calls.
+
+    Raises:
+        MissingDependencyError: a package that the data needs is not installed.
+        ValueError: on every rank, if the sizes do not fit each other, T or ``data.seq_length``, if
+            weight files are missing or cut short, or if the export would have to replace files
+            that are not an export.
+    """
+    if config.data.dataset != "stdlib":
+        require_installed(f"data.dataset {config.data.dataset}", "datasets", extra="train")
+    _require_sizes(hf_config)
+    require_shardable(hf_config, config.parallel.tensor_model_parallel_size)
+    _require_supported_values(hf_config)
+    _require_positions(config, hf_config)
+    # Rank 0 alone reads the files' headers: 1,000 ranks would read the same bytes.
+    with raise_together("checking the files of the run"):
+        if is_rank_zero():
+            _require_intact_checkpoints(config)
+            _require_weights(config)
+            _require_export_target(config)
+
+
+def require_finite_weights(loss: float | None, config: TrainConfig) -> None:
+    """Raise ``ValueError`` if the held-out loss before training is not finite."""
+    if loss is None or math.isfinite(loss):
+        return
+    source = "the initial weights"
+    if config.model.pretrained is not None and not config.model.random_init:
+        source = f"the weights of {config.model.pretrained}"
+    raise ValueError(
+        f"the held-out loss before training is {loss}: {source} have values that are not finite or too large for "
+        f"{config.model.dtype}: take other weights, or set model.dtype to float32"
+    )
+
+
+def _require_sizes(hf_config: PretrainedConfig) -> None:
+    """Raise ``ValueError`` for a size below 1, or a head size that RoPE cannot rotate."""
+    for name in SIZES:
+        value = getattr(hf_config, name)
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}: set it in {OVERRIDES}")
+    heads = hf_config.num_attention_heads
+    if not getattr(hf_config, "head_dim", None):
+        remedy = f"choose another num_attention_heads in {OVERRIDES}, or set head_dim"
+        require_divisible("hidden_size", hf_config.hidden_size, "num_attention_heads", heads, remedy)
+    head_dim = sizes(hf_config)["d"]
+    # RoPE rotates pairs of dimensions.
+    if head_dim % 2:
+        raise ValueError(f"head_dim {head_dim} is odd: set an even one, other heads or another size in {OVERRIDES}")
+
+
+def _require_supported_values(hf_config: PretrainedConfig) -> None:
+    """Raise ``ValueError`` for a value that the model would refuse when it is built."""
+    require_one_of("hidden_act", hf_config.hidden_act, tuple(ACTIVATIONS))
+    rope_frequencies(2, hf_config.rope_parameters)
+    for name in ("attention_dropout", "hidden_dropout"):
+        value = getattr(hf_config, name, None) or 0.0
+        if not 0 <= value < 1:
+            raise ValueError(f"{name} must be at least 0 and below 1, got {value}: set it in {OVERRIDES}")
+    size = hf_config.vocab_size
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = getattr(hf_config, name, None)
+        ids: list[Any] = value if isinstance(value, list) else [value]
+        outside = [token for token in ids if token is not None and not 0 <= token < size]
+        # transformers' default ids (bos 1, eos 2) are no choice of the user: with a smaller
+        # vocabulary they mean nothing, and the tokenizer's ids replace them.
+        if outside and name == "pad_token_id":
+            raise ValueError(f"{name} {outside[0]} is outside [0, vocab_size {size}): set it in {OVERRIDES}")
+
+
+def _require_positions(config: TrainConfig, hf_config: PretrainedConfig) -> None:
+    """Raise ``ValueError`` if a sequence has more positions than the model was made for."""
+    length = config.data.seq_length
+    limit = hf_config.max_position_embeddings
+    if length > limit:
+        raise ValueError(
+            f"data.seq_length {length} is greater than the model's max_position_embeddings {limit}: shorten "
+            f"data.seq_length, or set max_position_embeddings to {length} in {OVERRIDES} to train longer positions"
+        )
+
+
+def _require_intact_checkpoints(config: TrainConfig) -> None:
+    """Raise ``ValueError`` for a checkpoint without its index, which a resume would pass over."""
+    directory = checkpoint_directory(config)
+    complete = complete_steps(directory)
+    # A directory gets its final name after its index: without one, the index was removed.
+    for path in sorted(directory.glob("step_*")):
+        if path.name[len("step_") :].isdigit() and path not in complete.values():
+            others = [step for step in complete if step < int(path.name[len("step_") :])]
+            remedy = f"to resume from step {others[-1]}" if others else "to start again"
+            raise ValueError(
+                f"checkpoint {path} has no index.json: it was removed, or another program wrote the directory; "
+                f"copy it again, or delete {path} {remedy}"
+            )
+
+
+def _require_weights(config: TrainConfig) -> None:
+    """Raise ``ValueError`` if the weight files of ``model.pretrained`` are missing or cut short."""
+    if config.model.pretrained is None or config.model.random_init:
+        return
+    directory = Path(config.model.pretrained)
+    # A GGUF file has one format only, and its conversion reads it completely.
+    if find_gguf(directory) is not None:
+        return
+    # .bin files have no header that could be read alone.
+    if any(directory.glob("*.safetensors*")):
+        with open_weights(directory):
+            pass
+
+
+def _require_export_target(config: TrainConfig) -> None:
+    """Raise ``ValueError`` if the export's directory cannot be replaced, or has the weights to load."""
+    if not config.trainer.export:
+        return
+    target = export_directory(config)
+    try:
+        require_replaceable(target)
+    except ValueError as error:
+        raise ValueError(f"trainer.export: {error}, or set trainer.export to false") from error
+    sources = {"model.pretrained": config.model.pretrained, "model.tokenizer": config.model.tokenizer}
+    for name, source in sources.items():
+        if source is not None and Path(source).resolve() == target.resolve():
+            raise ValueError(
+                f"{name} {source} is the directory that the export of this run would replace: choose another "
+                "trainer.output_dir"
+            )

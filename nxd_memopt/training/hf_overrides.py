@@ -1,0 +1,108 @@
+"""Applies ``model.config_overrides`` to a Hugging Face configuration; refuses unknown names and wrong types."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import CONFIG_MAPPING, PretrainedConfig
+
+from nxd_memopt.checkpoint.hf_config import config_errors
+
+OWN_OPTIONS = ("num_query_groups",)
+"""Options that this library's models read and that are no fields of transformers' configurations."""
+
+# Older names that transformers still converts when a configuration is constructed.
+OLDER_NAMES = {
+    "llama": ("rope_theta", "rope_scaling", "torch_dtype"),
+    "gpt_neox": ("rotary_emb_base", "rotary_pct", "rope_scaling", "torch_dtype"),
+}
+# Older names for entries of rope_parameters, which transformers ignores next to rope_parameters.
+ROPE_ENTRIES = {
+    "rope_theta": "rope_theta",
+    "rotary_emb_base": "rope_theta",
+    "rotary_pct": "partial_rotary_factor",
+}
+
+
+def config_from_overrides(model_type: str, overrides: Mapping[str, Any]) -> PretrainedConfig:
+    """Return the configuration of ``model_type`` with the values of ``overrides``.
+
+    Raises:
+        ValueError: a name is unknown, a value has the wrong type, or the values do not fit each
+            other.
+    """
+    require_known_names(model_type, overrides)
+    return _construct(model_type, dict(overrides))
+
+
+def override_config(config: PretrainedConfig, overrides: Mapping[str, Any]) -> PretrainedConfig:
+    """Return a copy of a pretrained model's ``config`` with the values of ``overrides``.
+
+    Raises:
+        ValueError: as for ``config_from_overrides``.
+    """
+    if not overrides:
+        return config
+    require_known_names(config.model_type, overrides)
+    changed = dict(overrides)
+    values = config.to_dict() | changed
+    values["rope_parameters"] = _rope_parameters(config, changed)
+    for name in ("rope_scaling", *ROPE_ENTRIES):
+        values.pop(name, None)
+    # Constructed again instead of assigned to: values that transformers derives from others are
+    # derived again, unless the file or the overrides set them otherwise.
+    for name, derived in _derived(config).items():
+        if name not in changed and getattr(config, name, None) == derived:
+            values.pop(name, None)
+    result = _construct(config.model_type, values)
+    result._name_or_path = config._name_or_path
+    return result
+
+
+def _rope_parameters(config: PretrainedConfig, overrides: Mapping[str, Any]) -> Any:
+    """Return ``rope_parameters`` after ``overrides``, which may have an older name for a part of it."""
+    before = dict(getattr(config, "rope_parameters", None) or {})
+    rope: Any = before
+    if "rope_parameters" in overrides or "rope_scaling" in overrides:
+        rope = overrides.get("rope_parameters", overrides.get("rope_scaling"))
+        if rope is None:
+            rope = {}
+    # Not a mapping: transformers' check has the message.
+    if not isinstance(rope, Mapping):
+        return rope
+    # The base frequency and the rotated fraction belong to the weights, whatever scaling is set.
+    kept = {name: before[name] for name in set(ROPE_ENTRIES.values()) if name in before}
+    older = {entry: overrides[name] for name, entry in ROPE_ENTRIES.items() if name in overrides}
+    return kept | dict(rope) | older
+
+
+def _derived(config: PretrainedConfig) -> dict[str, int]:
+    """Return the values that a configuration without them gets from other values."""
+    heads = config.num_attention_heads
+    return {"num_key_value_heads": heads, "head_dim": config.hidden_size // heads}
+
+
+def require_known_names(model_type: str, overrides: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` for a name that the configuration class does not have.
+
+    transformers accepts every name: it would store a misspelt one and use the default.
+    """
+    cls = CONFIG_MAPPING[model_type]
+    fields = [field.name for field in dataclasses.fields(cls)]
+    known = ["model_type", *fields, *cls.attribute_map, *OLDER_NAMES.get(model_type, ()), *OWN_OPTIONS]
+    for name in overrides:
+        if name in known:
+            continue
+        close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
+        remedy = f"did you mean {close[0]!r}?" if close else f"leave it out, or name an option of {cls.__name__}"
+        raise ValueError(f"unknown key {name!r} in model.config_overrides, model_type {model_type!r}: {remedy}")
+
+
+def _construct(model_type: str, values: dict[str, Any]) -> PretrainedConfig:
+    """Return the configuration of ``values``, with transformers' errors as ``ValueError``."""
+    values.pop("model_type", None)
+    with config_errors("model.config_overrides"):
+        return CONFIG_MAPPING[model_type](**values)

@@ -1,0 +1,171 @@
+"""Says for each option of the training program whether a resumed run may change it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+
+class Change(Enum):
+    """What happens if an option of a resumed run differs from the checkpoint's."""
+
+    NOT_COMPARED = "not recorded: it says where files are, or how this process runs"
+    REPORTED = "may change: neither the losses nor the trained sequences depend on it; one line says so"
+    SAME_CONTENT = "a name or a path that may change if it leads to equal content; one line says so"
+    WHEN_ASKED = "changes the results: allowed if named in trainer.allow_changes"
+    REFUSED = "changes what the stored state means"
+    SPECIAL = "compared by a rule of its own in option_changes.py"
+
+
+UNKNOWN: Any = object()
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Rule of one option.
+
+    Args:
+        change: what happens if the option changes.
+        remedy: for ``REFUSED``: what to do instead.
+        before: the value that runs had before the option existed; it stands for the value of a
+            checkpoint that does not record the option. Needed for ``WHEN_ASKED`` and ``REFUSED``
+            options that are added to this table.
+    """
+
+    change: Change
+    remedy: str = ""
+    before: Any = UNKNOWN
+
+
+NEW_RUN = "start a new run in another trainer.output_dir"
+WARM_START = f"{NEW_RUN}, with these weights: --model.warm-start DIR"
+
+NOT_COMPARED = Rule(Change.NOT_COMPARED)
+REPORTED = Rule(Change.REPORTED)
+SAME_CONTENT = Rule(Change.SAME_CONTENT)
+WHEN_ASKED = Rule(Change.WHEN_ASKED)
+SPECIAL = Rule(Change.SPECIAL)
+REFUSED = Rule(Change.REFUSED, WARM_START)
+
+RULES: dict[str, Rule] = {
+    # The weights come from the checkpoint, so a pretrained directory stands for its configuration
+    # and its tokenizer only. Sizes and everything else in config.json are compared one by one.
+    "model.pretrained": SAME_CONTENT,
+    "model.tokenizer": SAME_CONTENT,
+    "model.config_overrides": SPECIAL,
+    "model.random_init": NOT_COMPARED,
+    "model.warm_start": NOT_COMPARED,
+    "model.dtype": REFUSED,
+    "parallel.tensor_model_parallel_size": REPORTED,
+    "parallel.sequence_parallel_enabled": REPORTED,
+    "parallel.reduce_dtype": WHEN_ASKED,
+    "parallel.use_cpu_initialization": NOT_COMPARED,
+    # Memory techniques compute the same values.
+    "memory.recompute_granularity": REPORTED,
+    "memory.recompute_method": REPORTED,
+    "memory.recompute_num_layers": REPORTED,
+    "memory.recompute_modules": REPORTED,
+    "memory.recompute_keep_core_attn": REPORTED,
+    "memory.cpu_offloading": REPORTED,
+    "memory.cpu_offloading_num_layers": REPORTED,
+    "memory.cpu_offloading_activations": REPORTED,
+    "memory.mlp_tile_tokens": REPORTED,
+    "memory.attention_backend": REPORTED,
+    "memory.fused_linear_cross_entropy": REPORTED,
+    "memory.selective_activation_checkpointing_is_enabled": REPORTED,
+    # The position in the data is a number of sequences: whatever determines the sequences and
+    # their order must stay. Paths and columns may change where the tokens are the same.
+    "data.dataset": SAME_CONTENT,
+    "data.dataset_config": SAME_CONTENT,
+    "data.split": SAME_CONTENT,
+    "data.text_column": SAME_CONTENT,
+    "data.on_bad_rows": SAME_CONTENT,
+    "data.end_of_text": SAME_CONTENT,
+    "data.seq_length": REFUSED,
+    "data.packing": Rule(Change.REFUSED, WARM_START, before="concatenate"),
+    "data.isolate_documents": Rule(Change.WHEN_ASKED, before=False),
+    "data.held_out_every": REFUSED,
+    "data.micro_batch_size": REPORTED,
+    "data.global_batch_size": WHEN_ASKED,
+    "data.eval_sequences": REPORTED,
+    "optimizer.lr": WHEN_ASKED,
+    "optimizer.lr_schedule": WHEN_ASKED,
+    "optimizer.min_lr_ratio": WHEN_ASKED,
+    "optimizer.warmup_steps": WHEN_ASKED,
+    "optimizer.decay_steps": SPECIAL,
+    "optimizer.weight_decay": WHEN_ASKED,
+    "optimizer.betas": WHEN_ASKED,
+    "optimizer.eps": WHEN_ASKED,
+    "optimizer.clip_grad": WHEN_ASKED,
+    "optimizer.master_weights": REFUSED,
+    # The scale itself comes from the checkpoint.
+    "optimizer.initial_loss_scale": REPORTED,
+    "optimizer.min_loss_scale": Rule(Change.WHEN_ASKED, before=1.0),
+    "optimizer.loss_scale_window": Rule(Change.WHEN_ASKED, before=1000),
+    "optimizer.hysteresis": Rule(Change.WHEN_ASKED, before=2),
+    "optimizer.zero1": REPORTED,
+    "optimizer.overlap_grad_reduce": REPORTED,
+    "trainer.output_dir": NOT_COMPARED,
+    "trainer.resume_from": NOT_COMPARED,
+    "trainer.allow_changes": NOT_COMPARED,
+    "trainer.on_schedule_change": NOT_COMPARED,
+    "trainer.max_steps": REPORTED,
+    "trainer.seed": REFUSED,
+    "trainer.val_check_interval": REPORTED,
+    "trainer.save_interval": REPORTED,
+    "trainer.save_checkpoints": REPORTED,
+    "trainer.async_save": REPORTED,
+    "trainer.keep_checkpoints": REPORTED,
+    "trainer.log_every_n_steps": REPORTED,
+    "trainer.export": REPORTED,
+    "trainer.verify_export": REPORTED,
+    "trainer.single_process_summary": NOT_COMPARED,
+    "trainer.enable_cuda_graph": REPORTED,
+    "trainer.compile": REPORTED,
+    # model.dtype and optimizer.master_weights, which follow from it, are compared.
+    "trainer.precision": NOT_COMPARED,
+    "trainer.allow_tf32": Rule(Change.WHEN_ASKED, before=False),
+    "trainer.distributed_timeout_minutes": NOT_COMPARED,
+    "launch.neuron_cc_flags": NOT_COMPARED,
+    "launch.compile_cache_dir": NOT_COMPARED,
+}
+
+# Options of the model that may change if asked for. All others are its shape, or constants of its
+# forward that the weights were trained with.
+ARCHITECTURE_WHEN_ASKED = ("attention_dropout", "hidden_dropout")
+
+# Entries of a Hugging Face configuration that no training step depends on. Token ids are part of
+# the tokens, whose content is compared.
+NOT_ARCHITECTURE = {
+    "architectures",
+    "bos_token_id",
+    "chunk_size_feed_forward",
+    "classifier_dropout",
+    "dtype",
+    "eos_token_id",
+    "id2label",
+    "initializer_range",
+    "label2id",
+    "output_attentions",
+    "output_hidden_states",
+    "pad_token_id",
+    "pretraining_tp",
+    "problem_type",
+    "return_dict",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+}
+
+
+def options_when_asked() -> list[str]:
+    """Return the names that ``trainer.allow_changes`` accepts."""
+    # data.dataset allows other content, not only another path.
+    names = [name for name, rule in RULES.items() if rule.change is Change.WHEN_ASKED]
+    return [
+        *names,
+        "data.dataset",
+        "optimizer.decay_steps",
+        *(f"model.config_overrides.{name}" for name in ARCHITECTURE_WHEN_ASKED),
+    ]

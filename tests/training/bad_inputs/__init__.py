@@ -1,0 +1,16 @@
+"""The cases of test_bad_inputs.py: each module lists those of one part of the program."""
+
+from __future__ import annotations
+
+from tests.training.bad_inputs import configuration, exports, launching, packing, precision, resume, runs
+from tests.training.bad_inputs.case import BadInput
+
+CASES: tuple[BadInput, ...] = (
+    *configuration.CASES,
+    *exports.CASES,
+    *launching.CASES,
+    *packing.CASES,
+    *precision.CASES,
+    *resume.CASES,
+    *runs.CASES,
+)

@@ -1,0 +1,82 @@
+"""Bad inputs: changes of a resumed run, and checkpoints to start from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from nxd_memopt.checkpoint.index import read_checked_json, write_json
+from tests.training.bad_inputs.case import BadInput
+from tests.training.runs import run_here, write_config
+
+
+def _half_done(directory: Path) -> Path:
+    """The configuration of a run that has done 2 of its 8 steps."""
+    config = write_config(directory, optimizer={"decay_steps": 8}, trainer={"export": False})
+    outcome = run_here(config, "--trainer.max-steps", "2")
+    assert outcome.returncode == 0, outcome.stderr
+    return config
+
+
+def _damaged_index(directory: Path) -> Path:
+    config = _half_done(directory)
+    index = directory / "run" / "checkpoints" / "step_00000002" / "index.json"
+    index.write_text(index.read_text(encoding="utf-8").replace('"step": 2', '"step": 1'), encoding="utf-8")
+    return config
+
+
+def _foreign_checkpoint(directory: Path) -> Path:
+    """A checkpoint of version 0.2: the index says less about the run."""
+    config = _half_done(directory)
+    path = directory / "run" / "checkpoints" / "step_00000002" / "index.json"
+    content = read_checked_json(path)
+    content["shared"] = {"data_fingerprint": "0" * 64}
+    write_json(path, content)
+    return config
+
+
+CASES: tuple[BadInput, ...] = (
+    BadInput(
+        "another_seq_length_and_seed",
+        _half_done,
+        ("data.seq_length was 24 and is 32", "--model.warm-start", "trainer.seed was 1234 and is 5"),
+        ("--data.seq-length", "32", "--trainer.seed", "5"),
+    ),
+    BadInput(
+        "another_model_size",
+        _half_done,
+        ("model.config_overrides.hidden_size was 24 and is 48", "restore it"),
+        ("--model.config-overrides.hidden-size", "48"),
+    ),
+    BadInput(
+        "fewer_steps_than_done",
+        _half_done,
+        ("has done 2 steps, more than trainer.max_steps 1", "raise max_steps"),
+        ("--trainer.max-steps", "1"),
+    ),
+    BadInput(
+        "misspelt_change",
+        write_config,
+        ("trainer.allow_changes entry 'optimizer.learning_rate' is not one of", "did you mean"),
+        ("--trainer.allow-changes", "optimizer.learning_rate"),
+    ),
+    BadInput(
+        "resume_from_nothing",
+        write_config,
+        ("trainer.resume_from /nowhere has no complete checkpoint", "name a run's trainer.output_dir"),
+        ("--trainer.resume-from", "/nowhere"),
+    ),
+    BadInput(
+        "warm_start_and_pretrained",
+        write_config,
+        ("both name weights", "set model.random_init"),
+        ("--model.warm-start", "a", "--model.pretrained", "b"),
+    ),
+    BadInput(
+        "warm_start_and_resume_from",
+        write_config,
+        ("are both set", "remove one"),
+        ("--model.warm-start", "a", "--trainer.resume-from", "b"),
+    ),
+    BadInput("foreign_checkpoint", _foreign_checkpoint, ("step_00000002 records no tokens", "--model.warm-start")),
+    BadInput("altered_checkpoint_index", _damaged_index, ("index.json", "it was altered: copy it again")),
+)

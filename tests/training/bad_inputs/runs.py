@@ -1,0 +1,127 @@
+"""Bad inputs: output directories and data files in a state that a run must not go on with."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from nxd_memopt.training.processes import this_process
+from tests.training.bad_inputs.case import BadInput
+from tests.training.runs import run_here, write_config
+
+FINISHED = {"max_steps": 1, "export": False, "save_interval": 1}
+
+
+def _finished(directory: Path) -> Path:
+    """A run that has done its last step."""
+    config = write_config(directory, trainer=FINISHED, optimizer={"decay_steps": 1, "warmup_steps": 0})
+    outcome = run_here(config)
+    assert outcome.returncode == 0, outcome.stderr
+    return config
+
+
+def _in_use(directory: Path) -> Path:
+    config = write_config(directory)
+    owner = {"process": asdict(this_process()), "since": "2026-01-02T03:04:05+00:00"}
+    (directory / "run").mkdir()
+    (directory / "run" / "run.lock").write_text(json.dumps(owner), encoding="utf-8")
+    return config
+
+
+def _foreign_lock(directory: Path) -> Path:
+    config = write_config(directory)
+    (directory / "run").mkdir()
+    (directory / "run" / "run.lock").write_text("locked", encoding="utf-8")
+    return config
+
+
+def _altered(name: str, damage: Callable[[bytes], bytes]) -> Callable[[Path], Path]:
+    """A finished run of which the file that matches ``name`` is damaged."""
+
+    def prepare(directory: Path) -> Path:
+        config = _finished(directory)
+        (path,) = (directory / "run").glob(name)
+        path.write_bytes(damage(path.read_bytes()))
+        return config
+
+    return prepare
+
+
+def _dataset(content: bytes) -> Callable[[Path], Path]:
+    """A data set with ``content`` after two good lines."""
+
+    def prepare(directory: Path) -> Path:
+        config = write_config(directory)
+        (directory / "lines.jsonl").write_bytes(b'{"text": "abc"}\n' * 2 + content)
+        return config
+
+    return prepare
+
+
+def _empty_dataset(directory: Path) -> Path:
+    config = write_config(directory)
+    (directory / "lines.jsonl").write_bytes(b"")
+    return config
+
+
+SKIP = "set data.on_bad_rows to skip"
+AGAIN = "to tokenize again"
+
+CASES: tuple[BadInput, ...] = (
+    BadInput(
+        "two_runs_in_one_directory",
+        _in_use,
+        ("/run is in use by process", str(os.getpid()), "2026-01-02T03:04:05", "choose another trainer.output_dir"),
+    ),
+    BadInput("foreign_lock", _foreign_lock, ("run/run.lock is not a readable lock", "delete it")),
+    BadInput(
+        "refused_start_of_a_finished_run",
+        _finished,
+        ("optimizer.lr was 0.01 and is 0.02",),
+        ("--optimizer.lr", "0.02", "--data.seq-length", "16"),
+    ),
+    BadInput("tokens_shortened", _altered("tokens/*/train.bin", lambda data: data[:-4]), ("train.bin has", AGAIN)),
+    BadInput("tokens_lengthened", _altered("tokens/*/train.bin", lambda data: data * 2), ("train.bin has", AGAIN)),
+    BadInput(
+        "tokens_altered",
+        _altered("tokens/*/held_out.bin", lambda data: bytes(reversed(data))),
+        ("held_out.bin was altered", AGAIN),
+    ),
+    BadInput("tokens_foreign", _altered("tokens/*/train.bin", lambda _: b"text"), ("train.bin has 4 bytes", AGAIN)),
+    BadInput("token_index_damaged", _altered("tokens/*/index.json", lambda data: data[:-9]), ("index.json", AGAIN)),
+    BadInput(
+        "token_index_altered",
+        _altered("tokens/*/index.json", lambda data: data.replace(b'"train": 4', b'"train": 2')),
+        ("index.json", "altered", AGAIN),
+    ),
+    BadInput(
+        "metrics_damaged",
+        _altered("metrics.jsonl", lambda data: b"damaged\n" + data),
+        ("metrics.jsonl line 1 is not a row with a step", "rename the file"),
+    ),
+    BadInput(
+        "metrics_of_another_program",
+        _altered("metrics.jsonl", lambda data: data + b'{"epoch": 1}\n'),
+        ("metrics.jsonl line 2 is not a row with a step", "rename the file"),
+    ),
+    BadInput(
+        "evaluation_is_text",
+        _altered("evaluation.jsonl", lambda _: b"held-out losses"),
+        ("evaluation.jsonl line 1 is not a row with a step", "rename the file"),
+    ),
+    BadInput("broken_json_line", _dataset(b'{"text": "abc\n'), ("lines.jsonl line 3 is not JSON", SKIP)),
+    BadInput("null_row", _dataset(b"null\n"), ("lines.jsonl line 3 is null", SKIP)),
+    BadInput("null_text", _dataset(b'{"text": null}\n'), ("lines.jsonl line 3 has null", SKIP)),
+    BadInput("not_utf8_row", _dataset(b'{"text": "caf\xe9"}\n'), ("lines.jsonl line 3 is not UTF-8", SKIP)),
+    BadInput("missing_column", _dataset(b'{"body": "abc"}\n'), ("lines.jsonl line 3 has no 'text'", "['body']")),
+    BadInput("empty_dataset", _empty_dataset, ("lines.jsonl' is empty",)),
+    BadInput(
+        "no_row_is_left",
+        _dataset(b""),
+        ("skip leaves no row", "without the text column"),
+        ("--data.on-bad-rows", "skip", "--data.text-column", "body"),
+    ),
+)

@@ -1,0 +1,122 @@
+"""Tests rows without text to train on: each kind is an error with its place, or left out and counted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from nxd_memopt.training.config import DataConfig
+from nxd_memopt.training.documents import open_documents
+
+GOOD = [f"document {i}" for i in range(25)]
+BAD_LINES = {
+    "broken": (b'{"text": "a', "is not JSON", "1 not JSON"),
+    "null row": (b"null", "is null, not a JSON object", "1 not a JSON object"),
+    "list": (b"[1]", "is a list, not a JSON object", "1 not a JSON object"),
+    "null text": (b'{"text": null}', "has null in column 'text'", "1 null"),
+    "number": (b'{"text": 3}', "has a number in column 'text'", "1 not text"),
+    "other column": (b'{"body": "a"}', "has no 'text'", "1 without the text column"),
+    "latin": (b'{"text": "caf\xe9"}', "is not UTF-8", "1 not UTF-8"),
+    "surrogate": (b'{"text": "a\\ud800"}', "is not UTF-8", "1 not UTF-8"),
+    "nested": (b"[" * 100_000, "is not JSON", "1 not JSON"),
+}
+
+
+def write_lines(path: Path, bad: bytes) -> None:
+    """``GOOD`` with a blank line, which is no row, and ``bad`` as line 5."""
+    lines = [json.dumps({"text": text}).encode() for text in GOOD]
+    path.write_bytes(b"\n".join([*lines[:3], b"", bad, *lines[3:]]) + b"\n")
+
+
+def texts(path: Path, policy: str = "skip") -> list[str]:
+    opened = open_documents(DataConfig(dataset=str(path), on_bad_rows="skip" if policy == "skip" else "error"))
+    return [opened.read(i) for i in sorted({part.index for part in [*opened.train, *opened.held_out]})]
+
+
+@pytest.mark.parametrize("name", list(BAD_LINES))
+def test_a_bad_line_is_named_or_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    line, says, counted = BAD_LINES[name]
+    path = tmp_path / "d.jsonl"
+    write_lines(path, line)
+    with pytest.raises(ValueError, match=rf"{path} line 5 {says}.*set data.on_bad_rows to skip"):
+        texts(path, "error")
+    for _ in range(2):  # the second time from the cache of datasets
+        assert texts(path) == GOOD
+        (printed,) = capsys.readouterr().out.splitlines()
+        assert f"left out 1 of the 26 rows of '{path}' ({counted}), the first: {path} line 5 {says}" in printed
+
+
+def test_the_other_rows_stay_in_their_splits(tmp_path: Path) -> None:
+    write_lines(tmp_path / "a.jsonl", BAD_LINES["broken"][0])
+    write_lines(tmp_path / "b.jsonl", b'{"text": "good"}')
+    opened = [open_documents(DataConfig(dataset=str(tmp_path / f"{name}.jsonl"), on_bad_rows="skip")) for name in "ab"]
+    held_out = [{each.text(part) for part in each.held_out} for each in opened]
+    assert held_out[0] == held_out[1] - {"good"} and held_out[0]
+    assert opened[0].fingerprint != opened[1].fingerprint
+
+
+def test_lines_of_several_files_and_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + b'{"text": "a"}\r\n')
+    (tmp_path / "b.jsonl").write_bytes(b"\n")
+    (tmp_path / "c.jsonl").write_bytes(b'{"text": "c"}\n{"text": ')
+    assert texts(tmp_path) == ["a", "c"]
+    with pytest.raises(ValueError, match=rf"{tmp_path}/c.jsonl line 2 is not JSON"):
+        texts(tmp_path, "error")
+
+
+def test_json_files_of_one_array_are_read(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps([{"text": "a"}, {"text": "b"}], indent=2), encoding="utf-8")
+    assert texts(tmp_path / "a.json", "error") == ["a", "b"]
+
+
+def not_utf8() -> pyarrow.Array:
+    """The strings "ab" and FF FE."""
+    offsets = pyarrow.array([0, 2, 4], pyarrow.int32()).buffers()[1]
+    return pyarrow.Array.from_buffers(pyarrow.string(), 2, [None, offsets, pyarrow.py_buffer(b"ab\xff\xfe")])
+
+
+@pytest.mark.parametrize(
+    ("column", "says", "left"),
+    [
+        (lambda: pyarrow.array(["a", None, "c"]), "is null", ["a", "c"]),
+        (not_utf8, "is not UTF-8", ["ab"]),
+    ],
+    ids=["null", "not_utf8"],
+)
+def test_bad_rows_of_parquet_files(
+    tmp_path: Path, column: Callable[[], pyarrow.Array], says: str, left: list[str]
+) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["x"]}), tmp_path / "a.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"text": column()}), tmp_path / "b.parquet")
+    assert texts(tmp_path) == ["x", *left]
+    with pytest.raises(ValueError, match=rf"'text' of {tmp_path}/b.parquet row 2 {says}.*data.on_bad_rows"):
+        texts(tmp_path, "error")
+
+
+def test_bad_rows_of_saved_datasets(tmp_path: Path) -> None:
+    datasets.Dataset.from_dict({"text": ["a", None, "c"], "n": [1, 2, 3]}).save_to_disk(str(tmp_path / "d"))
+    assert texts(tmp_path / "d") == ["a", "c"]
+    with pytest.raises(ValueError, match=r"'text' of '.*/d' row 2 is null"):
+        texts(tmp_path / "d", "error")
+    with pytest.raises(ValueError, match=r"column 'n' of .* holds int64, not text"):
+        open_documents(DataConfig(dataset=str(tmp_path / "d"), text_column="n", on_bad_rows="skip"))
+
+
+def test_text_files_that_are_not_utf8(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("gut äöü\n", encoding="utf-8")
+    (tmp_path / "b.txt").write_bytes(b"caf\xe9 " * 10)
+    assert texts(tmp_path) == ["gut äöü\n"]
+    with pytest.raises(ValueError, match=rf"{tmp_path}/b.txt is not UTF-8"):
+        texts(tmp_path, "error")
+
+
+def test_a_dataset_of_bad_rows_alone_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"x\ny\n")
+    with pytest.raises(ValueError, match=r"skip leaves no row: 2 of the 2 rows .*2 not JSON.*a.jsonl line 1"):
+        texts(tmp_path / "a.jsonl")

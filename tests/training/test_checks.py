@@ -1,0 +1,118 @@
+"""Tests of values that look wrong and have a right result: 1e-4, ~, overridden sizes, a finished export."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from gguf import GGUFWriter
+
+from nxd_memopt.training.arguments import parse_config
+from nxd_memopt.training.config import ModelConfig
+from nxd_memopt.training.hf_overrides import config_from_overrides, override_config
+from nxd_memopt.training.model import load_hf_config
+from nxd_memopt.training.yaml_file import parse_yaml
+from tests.training.runs import LLAMA, run_here, write_config
+
+
+def test_numbers_with_an_exponent_need_no_decimal_point(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    text = config.read_text(encoding="utf-8").replace("  lr: 0.01", "  lr: 1e-4")
+    config.write_text(text.replace("    vocab_size", "    rms_norm_eps: 1e-5\n    vocab_size"), encoding="utf-8")
+    parsed = parse_config(["--config", str(config), "--model.config-overrides.initializer-range", "2e-2"])
+    assert parsed.optimizer.lr == 1e-4
+    hf_config = load_hf_config(parsed.model)
+    assert (hf_config.rms_norm_eps, hf_config.initializer_range) == (1e-5, 2e-2)
+
+
+def test_yaml_that_is_not_a_number_stays_a_text() -> None:
+    assert parse_yaml("[1e-4, 1E4, -2e3, 1.5e+2, 3, e5, 1e, 12-1e5]") == [
+        1e-4,
+        1e4,
+        -2e3,
+        150.0,
+        3,
+        "e5",
+        "1e",
+        "12-1e5",
+    ]
+    merged = parse_yaml("base: &b {lr: 1}\nother: {<<: *b, lr: 2}")
+    assert merged["other"] == {"lr": 2}
+    with pytest.raises(ValueError, match=r"line 2 has a list or mapping as a name"):
+        parse_yaml("a: 1\n[1]: 2")
+
+
+def test_a_leading_tilde_is_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = write_config(
+        tmp_path, trainer={"output_dir": "~/run", "resume_from": "~/a"}, data={"dataset": "~/l.jsonl"}
+    )
+    parsed = parse_config(["--config", str(config), "--model.tokenizer", "~/tokenizer"])
+    found = (parsed.trainer.output_dir, parsed.trainer.resume_from, parsed.data.dataset, parsed.model.tokenizer)
+    assert found == tuple(str(tmp_path / name) for name in ("run", "a", "l.jsonl", "tokenizer"))
+    pattern = parse_config(["--config", str(config), "--data.dataset", "./b//*.txt"])
+    assert pattern.data.dataset == "./b//*.txt"
+
+
+def test_sizes_that_follow_from_others_follow_overrides() -> None:
+    """head_dim and KV heads are derived again, unless the file sets them; the RoPE frequency is kept."""
+    plain = config_from_overrides("llama", {"hidden_size": 64, "num_attention_heads": 4, "rope_theta": 5e5})
+    changed = override_config(plain, {"num_attention_heads": 8})
+    assert (plain.head_dim, changed.head_dim, changed.num_key_value_heads) == (16, 8, 8)
+    assert plain.num_attention_heads == 4
+    grouped = config_from_overrides("llama", LLAMA)
+    assert override_config(grouped, {"hidden_size": 48}).num_key_value_heads == 2
+    assert override_config(plain, {"rope_theta": 1e6}).rope_parameters["rope_theta"] == 1e6
+    scaled = override_config(plain, {"rope_parameters": {"rope_type": "linear", "factor": 2.0}})
+    assert (scaled.rope_parameters["rope_theta"], scaled.rope_parameters["factor"]) == (5e5, 2.0)
+    older = override_config(scaled, {"rope_scaling": None})
+    assert (older.rope_parameters["rope_theta"], older.rope_parameters["rope_type"]) == (5e5, "default")
+    neox = config_from_overrides("gpt_neox", {"rotary_pct": 0.5})
+    assert override_config(neox, {"rotary_pct": 1.0}).rope_parameters["partial_rotary_factor"] == 1.0
+
+
+def test_a_pretrained_model_is_not_changed_by_an_unknown_name(tmp_path: Path) -> None:
+    config_from_overrides("llama", LLAMA).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"unknown key 'hidden_sise' .*did you mean 'hidden_size'"):
+        load_hf_config(ModelConfig(pretrained=str(tmp_path), config_overrides={"hidden_sise": 24}))
+
+
+def test_an_earlier_export_of_the_run_is_replaced(tmp_path: Path) -> None:
+    config = write_config(tmp_path, trainer={"max_steps": 2, "save_checkpoints": False}, data={"eval_sequences": 0})
+    assert run_here(config).returncode == 0
+    first = (tmp_path / "run" / "export" / "model.safetensors").read_bytes()
+    assert run_here(config, "--optimizer.lr", "0.02").returncode == 0
+    assert (tmp_path / "run" / "export" / "model.safetensors").read_bytes() != first
+
+
+def _gguf(directory: Path) -> Path:
+    (directory / "model").mkdir()
+    writer = GGUFWriter(directory / "model" / "model.gguf", "llama")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return write_config(directory, model={"pretrained": str(directory / "model"), "config_overrides": {}})
+
+
+@pytest.mark.parametrize(
+    ("package", "prepare", "extra"),
+    [
+        ("tensorboard", write_config, "train"),
+        ("yaml", write_config, "train"),
+        ("transformers", write_config, "train"),
+        ("datasets", write_config, "train"),
+        ("gguf", _gguf, "gguf"),
+    ],
+)
+def test_a_missing_package_is_one_line_with_its_extra(
+    package: str, prepare: Callable[[Path], Path], extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = prepare(tmp_path)
+    monkeypatch.setitem(sys.modules, package, None)  # import fails, and find_spec finds nothing
+    outcome = run_here(config)
+    lines = outcome.stderr.splitlines()
+    assert outcome.returncode == 2 and len(lines) == 1, outcome.stderr[-2000:]
+    assert lines[0].startswith("error: ") and package in lines[0] and f"pip install 'nxd_memopt[{extra}]'" in lines[0]
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,179 @@
+"""Tests the names of precisions, and training with each of them on one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nxd_memopt.backends import backend
+from nxd_memopt.optimizer.loss_scaler import MAX_SCALE
+from nxd_memopt.training.arguments import config_from_mapping, parse_config
+from nxd_memopt.training.config import OptimizerConfig, TrainConfig
+from nxd_memopt.training.optimizer import MasterWeightOptimizer
+from nxd_memopt.training.precision import MAX_LOSS_SCALE
+from tests.training.runs import rows, run_here, summary, write_config
+
+MODEL = {"tokenizer": "t", "config_overrides": {"model_type": "llama"}}
+
+
+def resolved(precision: object = None, dtype: object = None, masters: object = None) -> tuple[object, str, object]:
+    sections: dict[str, dict[str, Any]] = {"model": dict(MODEL), "optimizer": {}, "trainer": {}}
+    for (section, name), value in {
+        ("trainer", "precision"): precision,
+        ("model", "dtype"): dtype,
+        ("optimizer", "master_weights"): masters,
+    }.items():
+        if value is not None:
+            sections[section][name] = value
+    config = config_from_mapping(sections)
+    return config.trainer.precision, config.model.dtype, config.optimizer.master_weights
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ((), ("32-true", "float32", True)),
+        (("32-true",), ("32-true", "float32", True)),
+        ((32,), ("32-true", "float32", True)),
+        (("bf16-true",), ("bf16-true", "bfloat16", False)),
+        (("bf16-mixed",), ("bf16-mixed", "bfloat16", True)),
+        (("bf16",), ("bf16-mixed", "bfloat16", True)),
+        (("16-mixed",), ("16-mixed", "float16", True)),
+        ((16,), ("16-mixed", "float16", True)),
+        (("16",), ("16-mixed", "float16", True)),
+        ((None, "bfloat16"), ("bf16-mixed", "bfloat16", True)),
+        ((None, "bfloat16", False), ("bf16-true", "bfloat16", False)),
+        ((None, "float16"), ("16-mixed", "float16", True)),
+        ((None, "float32", False), ("32-true", "float32", False)),
+        (("16-mixed", "float16", True), ("16-mixed", "float16", True)),
+        (("bf16-true", "auto"), ("bf16-true", "bfloat16", False)),
+    ],
+    ids=str,
+)
+def test_names_of_precisions(given: tuple[object, ...], expected: tuple[object, ...]) -> None:
+    assert resolved(*given) == expected
+
+
+def test_a_resolved_configuration_is_resolved_to_itself() -> None:
+    config = config_from_mapping({"model": MODEL, "trainer": {"precision": 16}})
+    again = TrainConfig(config.model, trainer=config.trainer, optimizer=config.optimizer)
+    assert again == config
+
+
+def test_the_command_line_sets_the_precision(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    for value, name in (("16", "16-mixed"), ("bf16-true", "bf16-true"), ("32-true", "32-true")):
+        assert parse_config(["--config", str(config), "--trainer.precision", value]).trainer.precision == name
+    parsed = parse_config(
+        ["--config", str(config), "--trainer.precision", "bf16", "--optimizer.master-weights", "True"]
+    )
+    assert parsed.optimizer.master_weights is True
+
+
+def test_nemos_names_of_the_loss_scale() -> None:
+    nemo = {"native_amp_init_scale": 65536, "native_amp_growth_interval": 500, "hysteresis": 3, "precision": 16}
+    config = config_from_mapping({"model": MODEL | nemo})
+    optimizer = config.optimizer
+    assert config.trainer.precision == "16-mixed"
+    assert (optimizer.initial_loss_scale, optimizer.loss_scale_window, optimizer.hysteresis) == (65536.0, 500, 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("fp8",), r"trainer.precision 'fp8' is not one of \['32-true', 'bf16-true', 'bf16-mixed', '16-mixed', "),
+        (("16-true",), "trainer.precision '16-true' is not one of"),
+        (("16-mixed", "bfloat16"), "trainer.precision 16-mixed means model.dtype float16, and model.dtype is bfloat16"),
+        (("bf16-mixed", None, False), "means optimizer.master_weights True, and optimizer.master_weights is False"),
+        (("bf16-true", None, True), "means optimizer.master_weights False, and optimizer.master_weights is True"),
+        ((None, "float16", False), "model.dtype float16 with optimizer.master_weights False is not supported"),
+    ],
+)
+def test_contradictions_name_both_options(given: tuple[object, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        resolved(*given)
+
+
+def test_the_largest_scale_is_that_of_the_scaler() -> None:
+    assert MAX_LOSS_SCALE == MAX_SCALE
+
+
+# Losses of 12 steps of LLaMA with 2 layers. fp16 has 11 significant bits, bf16 has 8.
+@pytest.mark.parametrize(("precision", "tolerance"), [("16-mixed", 1e-3), ("bf16-mixed", 5e-3)])
+def test_losses_are_those_of_fp32(tmp_path: Path, precision: str, tolerance: float) -> None:
+    short = {"max_steps": 12, "export": False}
+    runs = []
+    for name in ("32-true", precision):
+        directory = tmp_path / name
+        directory.mkdir()
+        config = write_config(directory, trainer=short | {"precision": name}, optimizer={"initial_loss_scale": 65536})
+        outcome = run_here(config)
+        assert outcome.returncode == 0, outcome.stderr
+        assert f"precision {name}: " in outcome.stdout
+        runs.append(directory / "run")
+    wide, half = ([row["loss"] for row in rows(run)] for run in runs)
+    assert half == pytest.approx(wide, rel=tolerance)
+    norms = [[row["grad_norm"] for row in rows(run)] for run in runs]
+    assert norms[1] == pytest.approx(norms[0], rel=30 * tolerance)
+    after = [summary(run)["held_out_loss_after"] for run in runs]
+    assert after[1] == pytest.approx(after[0], rel=tolerance)
+
+
+def test_skipped_steps_keep_the_learning_rate_and_are_recorded(tmp_path: Path) -> None:
+    """The largest scale overflows until it is small enough; a run that starts there has the same learning rates."""
+    options = {"initial_loss_scale": 2.0**30, "hysteresis": 1}
+    config = write_config(tmp_path, optimizer=options, trainer={"max_steps": 24, "precision": 16, "export": False})
+    outcome = run_here(config)
+    assert outcome.returncode == 0, outcome.stderr
+    steps = rows(tmp_path / "run")
+    skipped = [row["skipped"] for row in steps]
+    count = sum(skipped)
+    assert 3 < count < 20
+    assert skipped == [True] * count + [False] * (24 - count)
+    assert [row["loss_scale"] for row in steps] == [2.0 ** (30 - min(i, count)) for i in range(24)]
+    assert all(row["grad_norm"] is None for row in steps[:count])
+    assert all(row["grad_norm"] > 0 for row in steps[count:])
+    # Warm-up over 2 updates: 0.005 is that of the first update, however many steps were skipped.
+    assert [row["lr"] for row in steps[: count + 2]] == [0.005] * (count + 1) + [0.01]
+    assert [row["step"] for row in steps] == list(range(1, 25))  # each step has its own sequences
+    assert "overflow: skipped" in outcome.stdout
+
+
+def test_rows_without_loss_scaling_have_no_new_keys(tmp_path: Path) -> None:
+    assert run_here(write_config(tmp_path, trainer={"max_steps": 3, "export": False})).returncode == 0
+    assert set(rows(tmp_path / "run")[0]) == {"step", "loss", "grad_norm", "lr", "tokens_per_s", "peak_memory_bytes"}
+
+
+def test_a_weight_that_is_not_finite_is_an_error_and_not_a_skipped_step() -> None:
+    parameter = nn.Parameter(torch.full((2, 2), torch.nan, dtype=torch.float16))
+    optimizer = MasterWeightOptimizer([parameter], OptimizerConfig())
+    assert optimizer.loss_scaler is not None
+    optimizer.loss_scaler.scale_gradients_of(parameter.float().square().sum()).backward()
+    assert not optimizer.reduce_gradients().isfinite()
+    with pytest.raises(ValueError, match=r"a weight is NaN or infinite.* earlier checkpoint"):
+        optimizer.step(0.1)
+
+
+def test_devices_without_tf32_or_fp16_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = write_config(tmp_path)
+    outcome = run_here(config, "--trainer.allow-tf32")
+    assert outcome.returncode == 2
+    assert "trainer.allow_tf32 needs an NVIDIA GPU, and the backend is cpu: set it to false" in outcome.stderr
+    monkeypatch.setattr(type(backend), "loss_scaling_refusal", lambda self: "is not supported here")
+    outcome = run_here(config, "--trainer.precision", "16-mixed")
+    assert outcome.returncode == 2
+    assert "trainer.precision 16-mixed is not supported here: use bf16-mixed" in outcome.stderr
+
+
+def test_trainium_refuses_fp16() -> None:
+    from nxd_memopt.backends.neuron.native import NeuronBackend
+    from nxd_memopt.backends.neuron.xla import XlaBackend
+
+    for kind in (NeuronBackend, XlaBackend):
+        refusal = object.__new__(kind).loss_scaling_refusal()
+        assert refusal is not None
+        assert "Trainium" in refusal

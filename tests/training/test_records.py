@@ -1,0 +1,56 @@
+"""Tests the files that record a run's steps: cut off rows, rows to repeat, and content of other programs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nxd_memopt.training.report import Rows
+
+ROWS = [{"step": step, "loss": 1.5} for step in (1, 2, 3)]
+TEXT = b"".join(json.dumps(row).encode() + b"\n" for row in ROWS)
+
+
+@pytest.mark.parametrize("rest", [b"", b"{", b'{"step": 4, "lo', b'{"step": ', b"\0\0\0\0", b'{"ste\0\0'])
+def test_a_cut_off_last_row_is_removed(tmp_path: Path, rest: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(TEXT + rest)
+    assert Rows(path, 3).rows == ROWS
+    assert path.read_bytes() == TEXT
+
+
+def test_a_complete_last_row_without_a_newline_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(TEXT[:-1])
+    assert Rows(path, 3).rows == ROWS
+    assert path.read_bytes() == TEXT
+
+
+def test_rows_of_steps_to_repeat_are_removed(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(TEXT)
+    assert Rows(path, 2).rows == ROWS[:2]
+    assert Rows(tmp_path / "absent.jsonl", 2).rows == []
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        (TEXT + b'{"step": 4, "lo\n', 4),  # with a newline: not what a kill leaves
+        (b"text\n" + TEXT, 1),
+        (TEXT + b"\n" + TEXT, 4),
+        (TEXT + b'{"epoch": 4}', 4),
+        (b"a file of another program", 1),
+        (b'{"step": "1"}\n', 1),
+        (b"\xff\xfe\n", 1),
+    ],
+)
+def test_other_lines_are_named_and_kept(tmp_path: Path, content: bytes, line: int) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"metrics.jsonl line {line} is not a row with a step.*rename the file"):
+        Rows(path, 3)
+    assert path.read_bytes() == content
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]

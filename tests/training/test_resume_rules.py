@@ -1,0 +1,185 @@
+"""Tests the rules for options that a resumed run changes: every option has one, and each is applied."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from nxd_memopt.checkpoint.fingerprint import flat_config
+from nxd_memopt.training.arguments import SECTIONS, config_from_mapping
+from nxd_memopt.training.config import TrainConfig
+from nxd_memopt.training.option_changes import Changes, compare_options, recorded_options, require_known
+from nxd_memopt.training.resume_rules import RULES, UNKNOWN, Change, options_when_asked
+from tests.training.runs import LLAMA
+
+FIELDS = {f"{section}.{field.name}" for section, kind in SECTIONS.items() for field in dataclasses.fields(kind)}
+# What the first version of these rules compared; everything newer has a value for its checkpoints.
+RECORDED_AT_FIRST = {
+    "model.pretrained",
+    "model.tokenizer",
+    "model.random_init",
+    "model.dtype",
+    "data.dataset",
+    "data.dataset_config",
+    "data.split",
+    "data.text_column",
+    "data.seq_length",
+    "data.micro_batch_size",
+    "data.global_batch_size",
+    "data.held_out_every",
+    "data.eval_sequences",
+    "optimizer.lr",
+    "optimizer.lr_schedule",
+    "optimizer.min_lr_ratio",
+    "optimizer.warmup_steps",
+    "optimizer.decay_steps",
+    "optimizer.weight_decay",
+    "optimizer.betas",
+    "optimizer.eps",
+    "optimizer.clip_grad",
+    "optimizer.master_weights",
+    "optimizer.zero1",
+    "parallel.tensor_model_parallel_size",
+    "parallel.sequence_parallel_enabled",
+    "parallel.reduce_dtype",
+    "parallel.use_cpu_initialization",
+    "trainer.seed",
+}
+
+
+def build(**sections: dict[str, Any]) -> TrainConfig:
+    model = {"tokenizer": "t", "config_overrides": LLAMA} | sections.pop("model", {})
+    return config_from_mapping({"model": model, **sections})
+
+
+def recorded(config: TrainConfig) -> dict[str, Any]:
+    overrides = dict(config.model.config_overrides)
+    return recorded_options(config, AutoConfig.for_model(overrides.pop("model_type"), **overrides))
+
+
+def compare(before: TrainConfig, after: TrainConfig, *allowed: str) -> Changes:
+    return compare_options(flat_config(recorded(before)), recorded(after), allowed)
+
+
+def test_every_option_has_a_rule() -> None:
+    """A new option: choose its rule in resume_rules.py."""
+    assert set(RULES) == FIELDS
+
+
+def test_an_option_that_older_checkpoints_lack_has_the_value_that_it_stood_for() -> None:
+    strict = (Change.WHEN_ASKED, Change.REFUSED)
+    newer = {name: rule for name, rule in RULES.items() if rule.change in strict and name not in RECORDED_AT_FIRST}
+    assert [name for name, rule in newer.items() if rule.before is UNKNOWN] == []
+
+
+def test_an_unchanged_run_has_no_differences() -> None:
+    assert compare(build(), build()) == Changes()
+
+
+def other(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Sections of two valid configurations that differ in the option ``name``."""
+    section, option = name.split(".")
+    default = getattr(getattr(build(), section), option)
+    values: dict[str, Any] = {
+        "optimizer.lr_schedule": "linear",
+        "optimizer.betas": [0.8, 0.9],
+        "parallel.reduce_dtype": "float32",
+        "data.global_batch_size": 16,
+        "model.dtype": "bfloat16",
+    }
+    if name in values:
+        value = values[name]
+    elif isinstance(default, bool):
+        value = not default
+    elif isinstance(default, int | float):
+        value = default / 2 if isinstance(default, float) else default + 1
+    else:
+        pytest.skip("an option of names")
+    return {}, {section: {option: value}}
+
+
+@pytest.mark.parametrize("name", [name for name, rule in RULES.items() if rule.change is Change.WHEN_ASKED])
+def test_a_change_of_the_results_needs_to_be_allowed(name: str) -> None:
+    before, after = (build(**sections) for sections in other(name))
+    refused = compare(before, after, "another.option")
+    assert len(refused.refusals) == 1 and not refused.notes
+    assert f"{name} was " in refused.refusals[0] and f"--trainer.allow-changes {name}" in refused.refusals[0]
+    allowed = compare(before, after, name)
+    assert not allowed.refusals
+    assert len(allowed.notes) == 1 and allowed.notes[0].startswith(f"{name}: ")
+
+
+@pytest.mark.parametrize("name", [name for name, rule in RULES.items() if rule.change is Change.REFUSED])
+def test_a_change_of_the_state_is_refused_with_what_to_do_instead(name: str) -> None:
+    before, after = (build(**sections) for sections in other(name))
+    changes = compare(before, after, name)
+    assert len(changes.refusals) == 1 and not changes.notes
+    assert f"{name} was " in changes.refusals[0] and "start a new run" in changes.refusals[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("hidden_size", 48), ("num_hidden_layers", 3), ("rope_theta", 5e5), ("rms_norm_eps", 1e-5)],
+)
+def test_another_architecture_is_refused(name: str, value: float) -> None:
+    after = build(model={"config_overrides": LLAMA | {name: value}})
+    changes = compare(build(), after, f"model.config_overrides.{name}")
+    assert any(
+        f"config_overrides.{'rope_parameters.' if name == 'rope_theta' else ''}{name} was" in text
+        for text in changes.refusals
+    ), changes
+
+
+def test_another_architecture_in_config_json_is_refused() -> None:
+    """The options are the same; the file of model.pretrained has changed."""
+    sizes = {name: value for name, value in LLAMA.items() if name != "model_type"} | {"rms_norm_eps": 1e-5}
+    current = recorded_options(build(), AutoConfig.for_model("llama", **sizes))
+    changes = compare_options(flat_config(recorded(build())), current, ())
+    assert "model.config_overrides.rms_norm_eps was 1e-06 and is 1e-05" in changes.refusals[0]
+
+
+def test_an_override_with_the_value_of_the_pretrained_configuration_is_no_change() -> None:
+    after = build(model={"config_overrides": LLAMA | {"rms_norm_eps": 1e-6}})  # transformers' default
+    assert compare(build(), after) == Changes()
+
+
+def test_dropout_may_change_when_asked() -> None:
+    after = build(model={"config_overrides": LLAMA | {"attention_dropout": 0.1}})
+    name = "model.config_overrides.attention_dropout"
+    assert f"--trainer.allow-changes {name}" in compare(build(), after).refusals[0]
+    assert compare(build(), after, name).notes == [f"{name}: 0.0 -> 0.1, from this step on"]
+
+
+def test_another_pretrained_directory_with_an_equal_configuration() -> None:
+    before, after = build(model={"pretrained": "a"}), build(model={"pretrained": "b"})
+    assert compare(before, after).notes == ["model.pretrained: a -> b, with equal content"]
+
+
+def test_an_option_that_the_checkpoint_lacks_had_its_former_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RULES, "optimizer.eps", dataclasses.replace(RULES["optimizer.eps"], before=1e-8))
+    stored = flat_config(recorded(build()))
+    del stored["optimizer.eps"]
+    assert compare_options(stored, recorded(build()), ()) == Changes()
+    changed = recorded(build(optimizer={"eps": 1e-6}))
+    assert "optimizer.eps was 1e-08 and is 1e-06" in compare_options(stored, changed, ()).refusals[0]
+
+
+def test_checkpoints_without_the_options_of_packing_had_concatenated_documents_that_see_each_other() -> None:
+    stored = flat_config(recorded(build()))
+    del stored["data.isolate_documents"], stored["data.packing"]
+    together = build(data={"isolate_documents": False})
+    assert compare_options(stored, recorded(together), ()) == Changes()
+    refusals = compare_options(stored, recorded(build(data={"packing": "best_fit"})), ()).refusals
+    assert "data.packing was 'concatenate'" in refusals[0]
+    assert "--trainer.allow-changes data.isolate_documents" in refusals[1]
+
+
+def test_allowed_changes_are_options_that_can_be_allowed() -> None:
+    require_known(options_when_asked())
+    with pytest.raises(ValueError, match=r"'optimizer.lrr' is not one of .*did you mean 'optimizer.lr'"):
+        require_known(["optimizer.lrr"])
+    with pytest.raises(ValueError, match=r"'data.seq_length' is not one of"):
+        require_known(["data.seq_length"])
