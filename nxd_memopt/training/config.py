@@ -397,11 +397,15 @@ class TrainConfig:
                 "optimizer.overlap_grad_reduce is true, but a graph computes all gradients "
                 "before any is reduced: set overlap_grad_reduce to false"
             )
-        if self.memory.cpu_offloading_num_layers:
+        if self.memory.cpu_offloading_activations or self.memory.cpu_offloading_num_layers:
+            name = "cpu_offloading_num_layers"
+            remedy = f"set {name} to 0"
+            if self.memory.cpu_offloading_activations:
+                name = "cpu_offloading_activations"
+                remedy = f"set {name} to false"
             return (
-                f"memory.cpu_offloading_num_layers is {self.memory.cpu_offloading_num_layers}, "
-                "but the host starts the copies between kernels, and a graph has no host code: "
-                "set cpu_offloading_num_layers to 0"
+                f"memory.{name} is {getattr(self.memory, name)}, but the host starts the copies "
+                f"between kernels, and a graph has no host code: {remedy}"
             )
         if self.trainer.compile:
             return (

@@ -93,7 +93,14 @@ def test_yaml_numbers_without_a_point_are_floats() -> None:
         ),
         (
             {"trainer": {"enable_cuda_graph": True}, "memory": {"cpu_offloading_num_layers": 4}},
-            "cpu_offloading_num_layers is 4",
+            "cpu_offloading_num_layers is 4.* to 0",
+        ),
+        (
+            {
+                "trainer": {"enable_cuda_graph": True},
+                "memory": {"recompute_granularity": "full", "cpu_offloading_activations": True},
+            },
+            "memory.cpu_offloading_activations is True.* set cpu_offloading_activations to false",
         ),
         ({"trainer": {"compile": "layers"}}, "trainer.compile 'layers' is not one of .* did you mean 'layer'"),
         (
