@@ -12,7 +12,7 @@ Tokens = NDArray[np.int32]
 """Token ids with the two flags below in their upper bits: one number a token, which cannot get out of step."""
 
 DOCUMENT_START = 1 << 29
-"""Flag of a document's first token, and of the first token of padding."""
+"""Flag of the first token of a document, of a piece of a document that best fit has cut, and of padding."""
 NOT_TRAINED = 1 << 30
 """Flag of a token that is never predicted, such as padding: its label is -100."""
 ID_MASK = DOCUMENT_START - 1
@@ -53,8 +53,8 @@ def best_fit(documents: Iterable[Tokens], length: int, *, padding_id: int, seed:
     window: list[Tokens] = []
     size = 0
     for document in documents:
-        started = _started(document)
-        window += [started[start : start + length] for start in range(0, len(started), length)]
+        # Each piece starts a document: in its row, the tokens before it are of another one.
+        window += [_started(document[start : start + length]) for start in range(0, len(document), length)]
         size += len(document)
         if size >= WINDOW_TOKENS:
             yield from _shuffled(_best_fit_rows(window, length, padding_id), generator)

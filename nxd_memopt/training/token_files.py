@@ -26,7 +26,7 @@ from nxd_memopt.training.tokens import TokenFile, packed_windows
 from nxd_memopt.training.vocabulary import Vocabulary
 
 FORMAT = "nxd_memopt packed tokens"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 INDEX = "index.json"
 CHUNK_BYTES = 2**24  # 16 MiB: memory of a check or a comparison of files
 SPLITS = ("train", "held_out")

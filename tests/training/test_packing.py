@@ -95,6 +95,9 @@ def test_best_fit_loses_and_repeats_no_token(seed: int) -> None:
     packed = np.stack(list(best_fit(documents(lengths), 32, padding_id=END, seed=seed)))
     kept = (packed & ID_MASK)[(packed & NOT_TRAINED) == 0]
     assert Counter(kept.tolist()) == Counter(np.concatenate(documents(lengths)).tolist())
+    # No piece of a cut document is taken for the end of the document before it in its row.
+    cut = [document[start : start + 32].tolist() for document in documents(lengths) for start in range(0, 70, 32)]
+    assert sorted(piece for piece in pieces(list(packed)) if piece[0] != END) == sorted(filter(None, cut))
     assert (packed & NOT_TRAINED).astype(bool).mean() < 0.05
 
 
