@@ -176,7 +176,8 @@ class LossScaler:
     def _after_finite_step(self) -> None:
         self._skips_at_min_scale = 0
         self._steps_without_overflow += 1
-        if self._steps_without_overflow == self.growth_interval:
+        # Above it after a resume with a shorter interval.
+        if self._steps_without_overflow >= self.growth_interval:
             self._steps_without_overflow = 0
             self._remaining_overflows = self.hysteresis
             self._value = min(self._value * GROWTH_FACTOR, MAX_SCALE)
@@ -192,7 +193,10 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state of ``state_dict``.
+        """Continue from a state of ``state_dict``, with this scaler's options.
+
+        The options may differ from those of the scaler that saved: a larger ``min_scale`` raises the
+        scale, and a smaller ``hysteresis`` is the most overflows that are left before it is lowered.
 
         Raises:
             ValueError: the state lacks a value, or its scale is not a positive number.
@@ -203,9 +207,10 @@ class LossScaler:
         scale = float(state["scale"])
         if not (math.isfinite(scale) and scale > 0):
             raise ValueError(f"the loss scaler's state has scale {scale}: it must be a positive number")
-        self._value = scale
+        # A scale below the minimum would be raised to it by an overflow.
+        self._value = max(scale, self.min_scale)
         self._steps_without_overflow = int(state["steps_without_overflow"])
-        self._remaining_overflows = int(state["remaining_overflows"])
+        self._remaining_overflows = min(int(state["remaining_overflows"]), self.hysteresis)
         self._skips_at_min_scale = int(state["skips_at_min_scale"])
         self._skipped_steps = int(state["skipped_steps"])
         self._scale.fill_(self._value)

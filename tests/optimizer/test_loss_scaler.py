@@ -121,6 +121,33 @@ def test_a_restored_scaler_continues_exactly() -> None:
         assert rest == history[cut:], cut
 
 
+def resumed(**changes: Any) -> LossScaler:
+    """A scaler of other options in the state of one whose scale is 16, after 5 finite steps of an interval of 100."""
+    saved = LossScaler(initial_scale=16.0, min_scale=0.5, growth_interval=100, hysteresis=3)
+    for _ in range(5):
+        step(saved, False)
+    options: dict[str, Any] = {"initial_scale": 64.0, "min_scale": 0.5, "growth_interval": 100, "hysteresis": 3}
+    scaler = LossScaler(**options | changes)
+    scaler.load_state_dict(saved.state_dict())
+    return scaler
+
+
+def test_options_that_change_at_a_resume_hold_from_then_on() -> None:
+    # 6 steps in a row are more than the interval: counting to exactly 4 would never end
+    scaler = resumed(growth_interval=4)
+    step(scaler, False)
+    assert scaler.scale.item() == 32.0
+    # an overflow never raises the scale
+    scaler = resumed(min_scale=32.0, hysteresis=1)
+    assert scaler.scale.item() == 32.0
+    step(scaler, True)
+    assert scaler.scale.item() == 32.0
+    # the first overflow lowers the scale at once
+    scaler = resumed(hysteresis=1)
+    step(scaler, True)
+    assert scaler.scale.item() == 8.0
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
