@@ -160,6 +160,9 @@ class MemoryConfig:
             for it (their inputs, and the results of ``recompute_keep_core_attn``) waits in host
             memory, for the first ``cpu_offloading_num_layers`` layers or, if that is 0, for all
             recomputed layers. A chunk belongs to its first layer. Needs an NVIDIA GPU.
+        cpu_offloading_weights: keep the weights of the first ``cpu_offloading_num_layers`` layers in
+            host memory between their uses; their activations stay on the device, unless
+            ``cpu_offloading_activations`` is set. Needs an NVIDIA GPU.
         mlp_tile_tokens: compute the MLP for this many tokens at a time (all tensor-parallel ranks'
             shards together), forward and backward; only its input is saved. ``"auto"`` takes 32,768
             tokens, or fewer if the device's free memory in the first step demands it.
@@ -185,6 +188,7 @@ class MemoryConfig:
     cpu_offloading: bool | None = None
     cpu_offloading_num_layers: int = 0
     cpu_offloading_activations: bool = False
+    cpu_offloading_weights: bool = False
     mlp_tile_tokens: int | Literal["auto"] | None = None
     attention_backend: Literal["auto", "flash4", "cudnn", "flash", "efficient", "sdpa", "tiled", "nki", "math"] = "auto"
     fused_linear_cross_entropy: bool = True
@@ -203,6 +207,8 @@ class MemoryConfig:
 
     def num_offloaded_layers(self, num_layers: int) -> int:
         """Return how many first layers offload activations or checkpoints, of ``num_layers``."""
+        if self.cpu_offloading_weights and not self.cpu_offloading_activations:
+            return 0
         if not self.cpu_offloading_activations or self.cpu_offloading_num_layers:
             return self.cpu_offloading_num_layers
         if self.recompute_method == "block" and self.recompute_num_layers is not None:
@@ -297,6 +303,13 @@ class MemoryConfig:
         offloads_checkpoints = self.cpu_offloading_activations
         if type(offloads_checkpoints) is not bool:
             raise ValueError(f"cpu_offloading_activations must be true or false, got {offloads_checkpoints!r}")
+        if type(self.cpu_offloading_weights) is not bool:
+            raise ValueError(f"cpu_offloading_weights must be true or false, got {self.cpu_offloading_weights!r}")
+        if self.cpu_offloading_weights and num_layers == 0:
+            raise ValueError(
+                "cpu_offloading_weights=True needs cpu_offloading_num_layers above 0, got 0: "
+                "set the number of layers, or leave cpu_offloading_weights out"
+            )
         if offloads_checkpoints and self.recompute_granularity != "full":
             raise ValueError(
                 "cpu_offloading_activations=True needs recompute_granularity 'full', got "

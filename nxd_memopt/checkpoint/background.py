@@ -27,6 +27,7 @@ from nxd_memopt.checkpoint.stored_optimizer import StoredOptimizer
 from nxd_memopt.checkpoint.training import begin_save
 from nxd_memopt.checkpoint.worker import STALL_S, Worker, lower_priority
 from nxd_memopt.memory.host_pool import HostPool
+from nxd_memopt.memory.weight_offload import has_offloaded_weights
 from nxd_memopt.parallel_layers.coordination import raise_together
 
 
@@ -105,10 +106,19 @@ class BackgroundSaver:
                 and the available bytes.
         """
         with raise_together("reserving host memory for checkpoints"):
+            self._require_resident(state)
             # Step and configuration do not matter: only the size of this rank's tensors is used.
             # Nothing is written or copied.
             save = RankSave(self._directory, 0, state, {}, self._keep)
             self.pool.reserve(save.size_bytes, OWNER)
+
+    def _require_resident(self, state: TrainingState) -> None:
+        # The next forward would free weights that the snapshot has not copied yet.
+        if has_offloaded_weights(state.model.parameters()):
+            raise ValueError(
+                "background saves need weights that stay on the device: turn cpu_offloading_weights off, "
+                "or save with save_training_state"
+            )
 
     def save(self, step: int, state: TrainingState, config: Mapping[str, Any]) -> None:
         """Start a save after finishing the previous one.
@@ -120,6 +130,7 @@ class BackgroundSaver:
                 start.
         """
         self.finish()
+        self._require_resident(state)
         # The ranks agree twice: after the directory is created, and after the snapshot is taken.
         # The writers start only if both succeeded on every rank, because rank 0's writer waits
         # for the files of all ranks.

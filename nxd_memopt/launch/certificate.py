@@ -103,6 +103,7 @@ def _memory(config: TrainConfig) -> list[str]:
     for name in (
         "cpu_offloading_num_layers",
         "cpu_offloading_activations",
+        "cpu_offloading_weights",
         "mlp_tile_tokens",
         "fused_linear_cross_entropy",
     ):

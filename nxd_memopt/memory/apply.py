@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, cast
 
-from nxd_memopt.backends import backend
+from torch import nn
+
+from nxd_memopt.backends import HostTransfers, backend
 from nxd_memopt.config import MemoryConfig, require_one_of
 from nxd_memopt.memory.compiled import apply_compile, remove_compile, require_recompute_in_graphs
 from nxd_memopt.memory.host_pool import HostPool
@@ -23,6 +25,7 @@ from nxd_memopt.memory.recompute import (
     remove_recompute,
 )
 from nxd_memopt.memory.tiles import apply_tiles, remove_tiles
+from nxd_memopt.memory.weight_offload import apply_weight_offload, remove_weight_offload
 from nxd_memopt.parallel_layers.data_shards import require_replicated
 
 COMPILE = (None, "layer")
@@ -49,6 +52,7 @@ def apply_memory(
        layers, independent of the compiler's choices.
     4. Offload. The offload hooks are Python code and stay outside the graph. They send the tensors
        that the compiled layer saves to the host.
+    5. Weights on the host. All other techniques read them.
 
     Args:
         model: a model that lists its decoder layers and the modules that can be recomputed.
@@ -79,6 +83,7 @@ def apply_memory(
     if compile == "layer" and recomputes_parts(memory):
         require_recompute_in_graphs()
     # Start from unwrapped forwards: each technique below captures the forwards that it finds.
+    remove_weight_offload(layers)
     remove_offload(layers)
     remove_compile(layers)
     remove_recompute(model)
@@ -99,6 +104,27 @@ def apply_memory(
         apply_recompute(model, memory, keep=None if offload is None else offload.keep)
     if offload is not None:
         apply_offload(layers, memory.num_offloaded_layers(len(layers)), offload)
+    if memory.cpu_offloading_weights:
+        transfers = _host_transfers("cpu_offloading_weights")
+        inside = {id(param) for param in parameters}
+        others = [param for param in cast(nn.Module, model).parameters() if id(param) not in inside]
+        num_layers = memory.cpu_offloading_num_layers
+        apply_weight_offload(layers, num_layers, transfers, pool or new_pool(transfers), others=others)
+
+
+def _host_transfers(option: str) -> HostTransfers:
+    """Return the device's copies to the host.
+
+    Raises:
+        ValueError: a device without such copies.
+    """
+    transfers = backend.host_transfers()
+    if transfers is None:
+        raise ValueError(
+            f"{option} needs a device whose copies to the host "
+            f"overlap with compute, an NVIDIA GPU; the backend is {backend.name}: leave it out"
+        )
+    return transfers
 
 
 def _offload(memory: MemoryConfig, num_layers: int, pool: HostPool | None) -> ActivationOffload | None:
@@ -113,12 +139,7 @@ def _offload(memory: MemoryConfig, num_layers: int, pool: HostPool | None) -> Ac
     option = f"cpu_offloading_num_layers {num_offloaded}"
     if memory.cpu_offloading_activations:
         option = "cpu_offloading_activations"
-    transfers = backend.host_transfers()
-    if transfers is None:
-        raise ValueError(
-            f"{option} needs a device whose copies to the host "
-            f"overlap with compute, an NVIDIA GPU; the backend is {backend.name}: leave it out"
-        )
+    transfers = _host_transfers(option)
     if num_offloaded > num_layers:
         raise ValueError(f"{option} exceeds the model's {num_layers} layers: lower it")
     saving_layers = num_offloaded

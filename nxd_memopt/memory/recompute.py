@@ -217,7 +217,7 @@ def apply_recompute(model: Recomputable, memory: MemoryConfig, *, keep: Keep | N
         # Layers whose activations are offloaded are not recomputed as well, unless it is their
         # checkpoints that are offloaded.
         if not memory.cpu_offloading_activations:
-            layers = layers[memory.cpu_offloading_num_layers :]
+            layers = layers[memory.num_offloaded_layers(len(layers)) :]
         _apply_full(layers, memory, keep)
     elif memory.recompute_granularity == "selective":
         named = model.recompute_modules()

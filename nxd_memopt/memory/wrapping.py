@@ -11,7 +11,7 @@ from nxd_memopt.parallel_layers.fusion import examine_fused_paths
 
 Forward = Callable[..., Any]
 Wrapper = Callable[[Forward], Forward]
-Technique = Literal["tiles", "traced_recompute", "compile", "recompute", "offload", "optimizer"]
+Technique = Literal["tiles", "traced_recompute", "compile", "recompute", "offload", "optimizer", "weights"]
 
 # Full recompute is outside the compiled graph. Inside, the compiler would decide what is saved, by
 # tags on operations. torch 2.11 drops the tags of operations in autograd Functions and then saves
@@ -20,8 +20,17 @@ Technique = Literal["tiles", "traced_recompute", "compile", "recompute", "offloa
 # torch versions that drop the tags. Offload is outside: its hooks are Python code, which a graph
 # cannot contain, and they receive the tensors that the compiled layer saves for backward. The
 # optimizer's wrapper completes the layer's update; it must not run again in a recomputation.
-# Tiles replace the computation of a module, so every other technique is around them.
-_INNER_FIRST: tuple[Technique, ...] = ("tiles", "traced_recompute", "compile", "recompute", "offload", "optimizer")
+# Tiles replace the computation of a module, so every other technique is around them. All of them read
+# weights, which must be on the device first.
+_INNER_FIRST: tuple[Technique, ...] = (
+    "tiles",
+    "traced_recompute",
+    "compile",
+    "recompute",
+    "offload",
+    "optimizer",
+    "weights",
+)
 _STATE = "_wrapped_forward"
 
 

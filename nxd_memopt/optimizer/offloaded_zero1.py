@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from nxd_memopt.backends import HostTransfers, backend
 from nxd_memopt.memory.host_pool import HostPool
-from nxd_memopt.memory.wrapping import wrap_forward
+from nxd_memopt.memory.wrapping import is_wrapped, wrap_forward
 from nxd_memopt.optimizer.sharding import all_gather_into
 from nxd_memopt.optimizer.streamed_adamw import CHUNK_ELEMENTS, RESIDENT_ELEMENTS, PlacedStates, StreamedAdamW
 from nxd_memopt.optimizer.zero1 import NeuronZero1Optimizer
@@ -117,6 +117,8 @@ class OffloadedZero1Optimizer(NeuronZero1Optimizer):
         """
         if backend.group_size(self.sharding_group) > 1:
             raise ValueError("update_in_forward needs unsharded parameters: an all-gather needs all of them at once")
+        if any(is_wrapped(layer, "weights") for layer in layers):
+            raise ValueError("update_in_forward needs all weights on the device: turn cpu_offloading_weights off")
         index_of = {id(each.param): index for index, each in enumerate(self._sharded)}
         on_host = set(self._states.on_host)
         last = -1

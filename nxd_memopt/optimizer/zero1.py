@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from nxd_memopt.backends import backend
+from nxd_memopt.memory.weight_offload import weights_to_device
 from nxd_memopt.optimizer.groups import (
     join_group,
     require_no_context_parallelism,
@@ -180,6 +181,7 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         # call would leave no gradient for the new ones to add.
         for hook in self._hooks:
             hook.remove()
+        weights_to_device(param for group in self.param_groups for param in group["params"])
         self._sharded: list[Sharded] = []
         self._hooks = []
         self.base_optimizer = for_this_device(self.optimizer_class)(
@@ -319,6 +321,7 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
     @torch.no_grad()
     def _copy_outside_writes(self) -> None:
         """Copy outside writes to parameters into the masters."""
+        weights_to_device(each.param for each in self._sharded)
         for each in self._sharded:
             if each.was_written_to:
                 self._before_masters_are_used()

@@ -373,6 +373,11 @@ class TrainConfig:
         conflict = self.cuda_graph_conflict()
         if self.trainer.enable_cuda_graph is True and conflict is not None:
             raise ValueError(f"trainer.enable_cuda_graph is true and {conflict}, or enable_cuda_graph to false")
+        if self.trainer.async_save and self.memory.cpu_offloading_weights:
+            raise ValueError(
+                "trainer.async_save copies weights during later steps, and memory.cpu_offloading_weights frees them: "
+                "set one of them to false"
+            )
         # A run of 0 steps, which evaluates and exports only, has no schedule.
         if self.trainer.max_steps and self.optimizer.warmup_steps > self.decay_steps:
             raise ValueError(

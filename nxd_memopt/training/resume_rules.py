@@ -69,6 +69,7 @@ RULES: dict[str, Rule] = {
     "memory.recompute_keep_core_attn": REPORTED,
     "memory.cpu_offloading": REPORTED,
     "memory.cpu_offloading_num_layers": REPORTED,
+    "memory.cpu_offloading_weights": REPORTED,
     "memory.cpu_offloading_activations": REPORTED,
     "memory.mlp_tile_tokens": REPORTED,
     "memory.attention_backend": REPORTED,

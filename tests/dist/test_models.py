@@ -227,7 +227,7 @@ REFUSALS = {
     ),
     "query groups": (
         lambda: new_llama(num_key_value_heads=3),
-        ["num_attention_heads 8", "num_query_groups 3"],
+        ["num_attention_heads 8", "num_key_value_heads 3"],
     ),
     "MLP width": (
         lambda: new_llama(intermediate_size=45),

@@ -1,0 +1,382 @@
+"""Keeps the weights of the first decoder layers in host memory, and on the device while they are used.
+
+Forward and backward of a layer need its weights only. The copy of the next layer's weights overlaps
+with the compute of the current one, so the device holds the weights of a few layers instead of all.
+
+A weight is copied at the level of its storage: ``Parameter`` objects, views that share a storage,
+and tensors that autograd has saved stay valid, and an evicted storage has no memory at all. A
+forgotten copy cannot read stale values: kernels fail on a null address.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from nxd_memopt.backends import HostTransfers, Transfer
+from nxd_memopt.memory.host_pool import HostPool
+from nxd_memopt.memory.recompute import is_passed_over
+from nxd_memopt.memory.wrapping import unwrap_forward, wrap_forward
+from nxd_memopt.parallel_layers.data_shards import require_replicated
+
+WEIGHT_OWNER = "weight offload"
+"""Owner of the offloaded weights in the ledger of a ``HostPool``."""
+_ALIGNMENT = 512  # bytes; keeps the start of every storage on a boundary that DMA engines prefer
+_ATTRIBUTE = "_weight_offload"
+
+
+class _Unit:
+    """The weights that are copied together: those of one layer, or of a chunk of recomputed layers.
+
+    Attributes:
+        is_on_device: whether the storages have device memory with the weights, perhaps once
+            ``arrived`` is done.
+        is_truth: whether the device memory may be newer than the host's. It then goes to the host
+            before it is freed.
+        leaving: the copy to the host that must end before the device memory is freed.
+    """
+
+    def __init__(self, transfers: HostTransfers, layers: Sequence[nn.Module]) -> None:
+        self._transfers = transfers
+        self._params = [param for layer in layers for param in layer.parameters()]
+        require_replicated(self._params, "cpu_offloading_weights", "turn it off, or use zero1 or zero2")
+        distinct = {param.untyped_storage()._cdata: param.untyped_storage() for param in self._params}
+        self.storages = list(distinct.values())
+        self._host: list[Tensor] = []
+        self.is_on_device = True
+        self.is_truth = True
+        self.leaving: Transfer | None = None
+        self._arrived: Transfer | None = None
+
+    def size_bytes(self) -> int:
+        """Return the bytes of the weights, with the padding between storages."""
+        return sum(_aligned(storage.nbytes()) for storage in self.storages)
+
+    def set_host_memory(self, buffer: Tensor) -> None:
+        """Use ``buffer``, 1-D uint8 of ``size_bytes()`` elements, uninitialized."""
+        start = 0
+        for storage in self.storages:
+            self._host.append(buffer[start : start + storage.nbytes()])
+            start += _aligned(storage.nbytes())
+
+    def forget(self) -> None:
+        """Remove the reference to this offload from the parameters."""
+        for param in self._params:
+            delattr(param, _ATTRIBUTE)
+
+    def require_unreplaced(self) -> None:
+        """Raise ``RuntimeError`` if a parameter has another storage than at the beginning."""
+        known = {storage._cdata for storage in self.storages}
+        for param in self._params:
+            if param.untyped_storage()._cdata not in known:
+                raise RuntimeError(
+                    f"a weight of shape {list(param.shape)} was replaced after cpu_offloading_weights was "
+                    "applied, for example by Module.to(): move or convert the model before apply_memory"
+                )
+
+    def fetch(self) -> None:
+        """Start the copy to the device, unless the weights are there."""
+        self.free()
+        if self.is_on_device:
+            return
+        for storage, host in zip(self.storages, self._host, strict=True):
+            storage.resize_(host.numel())
+        # The allocator reuses memory in the order of the current stream: the previous user of the
+        # block may still be queued there, so the copy starts after all work queued so far.
+        pairs = list(zip(map(_bytes_of, self.storages), self._host, strict=True))
+        self._arrived = self._transfers.copy_in(pairs, self._transfers.mark())
+        self.is_on_device = True
+        self.is_truth = False
+
+    def wait(self) -> None:
+        """Make the device's subsequent work wait until the weights have arrived."""
+        if self._arrived is not None:
+            self._arrived.wait()
+            self._arrived = None
+
+    def evict(self) -> None:
+        """Free the device memory, or start the copy to the host, after which ``free`` frees it."""
+        if not self.is_on_device:
+            return
+        # Also a copy that nobody used has to end before its target is freed.
+        self.wait()
+        self.is_on_device = False
+        if not self.is_truth:
+            self._release()
+            return
+        pairs = list(zip(self._host, map(_bytes_of, self.storages), strict=True))
+        self.leaving = self._transfers.copy_out(pairs, self._transfers.mark())
+
+    def free(self) -> None:
+        """Complete an eviction: free the device memory once the host has the weights."""
+        if self.leaving is not None:
+            self.leaving.wait()
+            self.leaving = None
+            self._release()
+
+    def _release(self) -> None:
+        for storage in self.storages:
+            storage.resize_(0)
+
+
+class WeightOffload:
+    """Runs decoder layers whose weights are in host memory between their uses.
+
+    In forward the weights of the next layer are fetched while a layer runs, and freed after it. In
+    backward they are fetched in the opposite order. Backward also copies them to the host before
+    they are freed, because an optimizer may have updated them (``OptimizerInBackward``). The device
+    holds the weights of up to three layers: the current one, the next one, and one on its way to
+    the host.
+
+    After backward all offloaded weights are on the host. ``weights_to_device`` brings them back for
+    whatever reads or writes them outside forward and backward, such as an optimizer; the next
+    forward returns them.
+
+    Args:
+        transfers: asynchronous copies between device and host.
+        pool: ledger that counts the host memory.
+        layers: the offloaded decoder layers, in order of forward.
+        others: all other parameters of the model.
+
+    Raises:
+        ValueError: a weight is on another device, is shared with another layer or is sharded over
+            data-parallel ranks, or the host has too little memory.
+    """
+
+    def __init__(
+        self,
+        transfers: HostTransfers,
+        pool: HostPool,
+        layers: Sequence[nn.Module],
+        others: Iterable[nn.Parameter] = (),
+    ) -> None:
+        self._transfers = transfers
+        self._units = [_Unit(transfers, chunk) for chunk in _chunks(layers)]
+        self._require_own_storages(transfers, others)
+        self._pool = pool
+        self.host_bytes = sum(unit.size_bytes() for unit in self._units)
+        pool.claim(self.host_bytes, WEIGHT_OWNER)
+        try:
+            buffer = transfers.host_buffer(self.host_bytes)
+        except BaseException:
+            pool.release(self.host_bytes, WEIGHT_OWNER)
+            raise
+        start = 0
+        for unit in self._units:
+            unit.set_host_memory(buffer[start : start + unit.size_bytes()])
+            start += unit.size_bytes()
+        self._leaving_before: list[_Unit] = []
+        self._is_in_backward = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WeightOffload:
+        raise ValueError("a model with cpu_offloading_weights cannot be copied: copy it before apply_memory")
+
+    def _require_own_storages(self, transfers: HostTransfers, others: Iterable[nn.Parameter]) -> None:
+        seen = {param.untyped_storage()._cdata for param in others}
+        for unit in self._units:
+            for storage in unit.storages:
+                if storage.device.type != transfers.device.type:
+                    raise ValueError(
+                        f"cpu_offloading_weights finds a weight on {storage.device}, not on {transfers.device}: "
+                        "move the model to the device before apply_memory"
+                    )
+                if storage._cdata in seen:
+                    raise ValueError(
+                        f"cpu_offloading_weights finds a weight of {storage.nbytes()} bytes that two layers "
+                        "share: leave it out, or untie the weights"
+                    )
+                seen.add(storage._cdata)
+
+    def run(self, index: int, forward: Callable[..., Any], hidden: Any, *context: Any) -> Any:
+        """Return ``forward(hidden, *context)`` of the unit number ``index``."""
+        unit = self._units[index]
+        unit.require_unreplaced()
+        # A backward that failed has not run its callback.
+        self._is_in_backward = False
+        self._use(index, index + 1)
+        output = forward(hidden, *context)
+        unit.evict()
+        # After the last unit nothing is left on the device that a write would reach in vain.
+        is_last = index == len(self._units) - 1
+        if is_last:
+            self._free_all()
+        if torch.is_grad_enabled() and isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(functools.partial(self._begin_backward, index))
+        return output
+
+    def run_following(self, forward: Callable[..., Any], hidden: Any, *context: Any) -> Any:
+        """Return ``forward(hidden, *context)`` of the layer after the last unit.
+
+        When its backward begins, the weights of the last unit are fetched.
+        """
+        output = forward(hidden, *context)
+        if torch.is_grad_enabled() and isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(functools.partial(self._begin_backward, len(self._units)))
+        return output
+
+    def to_device(self) -> None:
+        """Bring all weights to the device. The next forward and backward return them to the host."""
+        for unit in self._units:
+            unit.fetch()
+            # The caller may write to them.
+            unit.is_truth = True
+        for unit in self._units:
+            unit.wait()
+
+    def close(self) -> None:
+        """Bring all weights to the device and give the host memory back."""
+        self.to_device()
+        for unit in self._units:
+            unit.forget()
+        # The host memory may be freed from now on.
+        self._transfers.mark().synchronize()
+        self._pool.release(self.host_bytes, WEIGHT_OWNER)
+
+    def _use(self, index: int, following: int) -> None:
+        """Have the weights of unit ``index`` on the device, and fetch those of ``following``."""
+        # Their copies began one unit ago, so that the device does not wait for them.
+        for unit in self._leaving_before:
+            unit.free()
+        self._leaving_before = [unit for unit in self._units if unit.leaving is not None]
+        if 0 <= index < len(self._units):
+            self._units[index].fetch()
+            self._units[index].wait()
+        if 0 <= following < len(self._units):
+            self._units[following].fetch()
+
+    def _begin_backward(self, index: int, grad: Tensor) -> None:
+        """Evict the weights of the units whose backward is complete; fetch those of ``index``."""
+        del grad
+        if not self._is_in_backward:
+            self._is_in_backward = True
+            Variable._execution_engine.queue_callback(self._end_backward)
+        for other, unit in enumerate(self._units):
+            if other not in (index, index - 1):
+                unit.evict()
+        self._use(index, index - 1)
+        if index < len(self._units):
+            self._units[index].is_truth = True
+
+    def _end_backward(self) -> None:
+        self._is_in_backward = False
+        for unit in self._units:
+            unit.evict()
+        self._free_all()
+
+    def _free_all(self) -> None:
+        for unit in self._units:
+            unit.free()
+        self._leaving_before = []
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    """Return the memory of ``storage``, 1-D uint8."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _chunks(layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
+    """Return the layers in groups of those that one call runs: a recomputed chunk is one group."""
+    chunks: list[list[nn.Module]] = []
+    for layer in layers:
+        if is_passed_over(layer):
+            chunks[-1].append(layer)
+        else:
+            chunks.append([layer])
+    return chunks
+
+
+def apply_weight_offload(
+    layers: Sequence[nn.Module],
+    num_layers: int,
+    transfers: HostTransfers,
+    pool: HostPool,
+    *,
+    others: Iterable[nn.Parameter] = (),
+) -> WeightOffload:
+    """Keep the weights of the first ``num_layers`` of ``layers`` on the host.
+
+    Args:
+        layers: all decoder layers, in order, with all other techniques applied. A chunk of
+            recomputed layers belongs to its first layer and is offloaded as one.
+        num_layers: number of first layers.
+        transfers: asynchronous copies between device and host.
+        pool: ledger that counts the host memory.
+        others: parameters of the model outside ``layers``.
+
+    Raises:
+        ValueError: see ``WeightOffload``; more layers than the model has.
+    """
+    if num_layers > len(layers):
+        raise ValueError(f"cpu_offloading_num_layers {num_layers} exceeds the model's {len(layers)} layers: lower it")
+    first = list(layers[:num_layers])
+    # The rest of a chunk that begins among the first layers.
+    while len(first) < len(layers) and is_passed_over(layers[len(first)]):
+        first.append(layers[len(first)])
+    behind = [param for layer in layers[len(first) :] for param in layer.parameters()]
+    offload = WeightOffload(transfers, pool, first, [*others, *behind])
+    runs = [layer for layer in first if not is_passed_over(layer)]
+    for index, layer in enumerate(runs):
+        wrap_forward(layer, "weights", functools.partial(functools.partial, offload.run, index))
+    if len(first) < len(layers):
+        wrap_forward(layers[len(first)], "weights", functools.partial(functools.partial, offload.run_following))
+    for layer in first:
+        for param in layer.parameters():
+            setattr(param, _ATTRIBUTE, offload)
+        layer.register_state_dict_pre_hook(_fetch_before)
+        layer.register_load_state_dict_pre_hook(_fetch_before)
+    return offload
+
+
+def remove_weight_offload(layers: Iterable[nn.Module]) -> None:
+    """Undo ``apply_weight_offload``; the weights are on the device afterwards."""
+    for layer in layers:
+        unwrap_forward(layer, "weights")
+        for param in layer.parameters():
+            offload = _offload_of(param)
+            if offload is not None:
+                offload.close()
+
+
+def weights_to_device(parameters: Iterable[Tensor]) -> None:
+    """Bring the offloaded weights of a model to the device, until its next forward.
+
+    This library's optimizers and checkpoints call it, as do ``state_dict`` and
+    ``load_state_dict``. Call it before anything else but forward and backward reads or writes
+    weights. Without offloaded weights it does nothing.
+
+    Args:
+        parameters: parameters that will be read or written.
+
+    Example::
+
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.register_step_pre_hook(lambda *_: weights_to_device(model.parameters()))
+    """
+    for param in parameters:
+        offload = _offload_of(param)
+        # Weights that are on the device are in use, inside backward, or were fetched before.
+        if offload is not None and param.untyped_storage().nbytes() == 0:
+            offload.to_device()
+
+
+def has_offloaded_weights(parameters: Iterable[Tensor]) -> bool:
+    """Return whether a parameter is kept on the host."""
+    return any(_offload_of(param) is not None for param in parameters)
+
+
+def _offload_of(param: Tensor) -> WeightOffload | None:
+    return getattr(param, _ATTRIBUTE, None)
+
+
+def _fetch_before(layer: nn.Module, *_: Any) -> None:
+    """Bring the weights to the device: a hook of ``state_dict`` and ``load_state_dict``."""
+    weights_to_device(layer.parameters())
