@@ -107,7 +107,7 @@ def test_yaml_numbers_without_a_point_are_floats() -> None:
                 "trainer": {"async_save": True},
                 "memory": {"cpu_offloading_num_layers": 1, "cpu_offloading_weights": True},
             },
-            "async_save .* cpu_offloading_weights frees them: set one",
+            "async_save .*cpu_offloading_weights frees them: set one",
         ),
         ({"trainer": {"compile": "layers"}}, "trainer.compile 'layers' is not one of .* did you mean 'layer'"),
         (
