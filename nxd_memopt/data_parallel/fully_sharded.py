@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from nxd_memopt.backends import backend
+from nxd_memopt.data_parallel.hybrid import hybrid_groups
 from nxd_memopt.memory.recompute import is_passed_over
 from nxd_memopt.modules.causal_lm import ParallelCausalLM
 from nxd_memopt.parallel_layers import parallel_state
@@ -163,18 +164,6 @@ def _cast_trained(module: nn.Module, dtype: torch.dtype) -> None:
             param.data = param.data.to(dtype)
 
 
-def _rank_groups(ranks_per_replica: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the partitions of the world into shard groups and into groups of replicas."""
-    shards: list[list[int]] = []
-    replicas: list[list[int]] = []
-    for ranks in parallel_state.get_data_parallel_replica_groups():
-        for first in range(0, len(ranks), ranks_per_replica):
-            shards.append(ranks[first : first + ranks_per_replica])
-        for first in range(ranks_per_replica):
-            replicas.append(ranks[first::ranks_per_replica])
-    return shards, replicas
-
-
 def _mesh(ranks_per_replica: int) -> tuple[DeviceMesh, ProcessGroup]:
     """Return the mesh ``[shards]``, or ``[replicas, shards]`` for hybrid sharding, and the shard group."""
     from torch.distributed.device_mesh import DeviceMesh
@@ -184,11 +173,7 @@ def _mesh(ranks_per_replica: int) -> tuple[DeviceMesh, ProcessGroup]:
     if ranks_per_replica == size:
         group = parallel_state.get_data_parallel_group()
         return DeviceMesh.from_group(group, device_type), group
-    if ranks_per_replica < 2 or size % ranks_per_replica:
-        raise ValueError(
-            f"ranks_per_replica {ranks_per_replica} must be a divisor above 1 of the data-parallel size {size}"
-        )
-    shards, replicas = _rank_groups(ranks_per_replica)
+    shards, replicas = hybrid_groups(ranks_per_replica)
     groups: list[Any] = [parallel_state.group_of(replicas), parallel_state.group_of(shards)]
     rank = parallel_state.get_global_rank()
     own = next(ranks for ranks in parallel_state.get_data_parallel_replica_groups() if rank in ranks)

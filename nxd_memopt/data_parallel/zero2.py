@@ -7,11 +7,14 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends import backend
 from nxd_memopt.data_parallel.gradient_scatter import GradientScatter
+from nxd_memopt.data_parallel.hybrid import hybrid_groups
+from nxd_memopt.optimizer.groups import join_group
 from nxd_memopt.optimizer.zero1 import NeuronZero1Optimizer, Sharded
-from nxd_memopt.parallel_layers import grads
+from nxd_memopt.parallel_layers import grads, parallel_state
 from nxd_memopt.parallel_layers.gradient_ledger import is_sequence_parallel
 
 
@@ -33,12 +36,16 @@ class Zero2Optimizer(NeuronZero1Optimizer):
         reduce_dtype: dtype of the reduction; None takes the gradients' dtype, with half of the traffic
             for bf16 and one more rounding.
         bucket_cap_mb_reduce_scatter: MiB of gradients in one reduce-scatter; 0 means 25.
+        ranks_per_replica: hybrid sharding: shard over runs of this many consecutive data-parallel
+            ranks, such as those of a host, and replicate over the runs. ``reduce_gradients`` averages
+            the shards over the replicas, once a step. Default: all ranks.
         options: the remaining options of ``NeuronZero1Optimizer`` and defaults of
             ``optimizer_class``. ``use_grad_acc_hook`` must be left out: gradients accumulate in the
             shards.
 
     Raises:
-        ValueError: the backend cannot reduce in backward, or see ``NeuronZero1Optimizer``.
+        ValueError: the backend cannot reduce in backward, ``ranks_per_replica`` is no divisor above
+            1 of D, or see ``NeuronZero1Optimizer``.
     """
 
     def __init__(
@@ -48,6 +55,7 @@ class Zero2Optimizer(NeuronZero1Optimizer):
         *,
         reduce_dtype: torch.dtype | None = torch.float32,
         bucket_cap_mb_reduce_scatter: float = 0,
+        ranks_per_replica: int | None = None,
         **options: Any,
     ) -> None:
         refusal = backend.gradient_sharding_refusal()
@@ -57,6 +65,13 @@ class Zero2Optimizer(NeuronZero1Optimizer):
             raise ValueError("use_grad_acc_hook keeps full gradients, zero2 adds to shards: leave it out")
         self._reduce_dtype = reduce_dtype
         self._scatter: GradientScatter | None = None
+        self._replica_group: ProcessGroup | None = None
+        if ranks_per_replica not in (None, parallel_state.get_data_parallel_size()):
+            if options.get("sharding_groups") is not None:
+                raise ValueError("sharding_groups and ranks_per_replica both say who shards: pass one")
+            shards, replicas = hybrid_groups(ranks_per_replica)
+            options["sharding_groups"] = shards
+            self._replica_group = join_group(replicas)
         bucket_mb = bucket_cap_mb_reduce_scatter or _DEFAULT_BUCKET_MB
         super().__init__(params, optimizer_class, bucket_cap_mb_reduce_scatter=bucket_mb, **options)
 
@@ -94,7 +109,11 @@ class Zero2Optimizer(NeuronZero1Optimizer):
 
     @torch.no_grad()
     def reduce_gradients(self) -> Tensor:
-        """Sum the shards over sequence shards and clip them; return the norm, 0-dim fp32."""
+        """Average the shards over replicas, sum them over sequence shards and clip them.
+
+        Returns:
+            The norm before clipping, 0-dim fp32.
+        """
         if self._scatter is None:
             return super().reduce_gradients()
         self._require_shards()
@@ -102,8 +121,10 @@ class Zero2Optimizer(NeuronZero1Optimizer):
         if self._scatter.is_finished and self._grad_norm is not None:
             return self._grad_norm
         self._scatter.finish()
+        shards = [cast(Tensor, each.shard.grad) for each in self._sharded]
+        grads.average_gradients(shards, self._replica_group, bucket_bytes=self._reduce_bytes)
         grads.allreduce_sequence_parallel_gradients([each.shard for each in self._sharded])
-        self._grad_norm = self._clip([cast(Tensor, each.shard.grad) for each in self._sharded])
+        self._grad_norm = self._clip(shards)
         return self._grad_norm
 
     @torch.no_grad()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.training.config import TrainConfig
+from nxd_memopt.training.sharding import SHARDS_GRADIENTS
 
 # certify measures a step on a backend that runs without hardware: torch_xla traces trn1's path on
 # any host. The step of trn2 and trn3, which use TorchNeuron, is measured on the CPU backend, and
@@ -139,6 +140,11 @@ def _optimizer(config: TrainConfig, world_size: int) -> list[str]:
     options = []
     if has_masters:
         options += ["--master-weights"]
-    if config.optimizer.zero1:
+    stage = config.data_parallel.stage
+    if stage in SHARDS_GRADIENTS:
+        raise ValueError(
+            f"certify has no option for data_parallel.sharding {stage}, which Trainium does not support: set zero1"
+        )
+    if stage == "zero1":
         options += ["--zero1", "--data-parallel-size", str(replicas)]
     return options

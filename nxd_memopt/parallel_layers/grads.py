@@ -106,10 +106,22 @@ def bucket_allreduce_gradients(source: ParameterSource, *, bucket_bytes: int = G
         grad = gradient_of(tensor) if isinstance(tensor, nn.Parameter) else tensor
         if grad is not None:
             grads.append(grad)
-    group = parallel_state.get_data_parallel_group()
+    average_gradients(grads, parallel_state.get_data_parallel_group(), bucket_bytes=bucket_bytes)
+
+
+def average_gradients(
+    gradients: list[Tensor], group: ProcessGroup | None, *, bucket_bytes: int = GRADIENT_BUCKET_BYTES
+) -> None:
+    """Average tensors in place over ``group``; every rank of it passes the same shapes.
+
+    Args:
+        gradients: gradients, or shards of them.
+        group: a group of data-parallel ranks; a group of one rank changes nothing.
+        bucket_bytes: see ``bucket_allreduce_gradients``.
+    """
     # An average over data ranks is linear: summed sequence-parallel gradients stay sums.
-    with keep_sums(grads):
-        _all_reduce_in_buckets(grads, group, average=True, bucket_bytes=bucket_bytes)
+    with keep_sums(gradients):
+        _all_reduce_in_buckets(gradients, group, average=True, bucket_bytes=bucket_bytes)
 
 
 def _all_reduce_in_buckets(

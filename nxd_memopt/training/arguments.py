@@ -25,6 +25,7 @@ from nxd_memopt.training.config import (
     TrainConfig,
     TrainerConfig,
 )
+from nxd_memopt.training.sharding import DataParallelConfig
 from nxd_memopt.training.yaml_file import parse_yaml, read_yaml_file
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -34,12 +35,13 @@ SECTIONS: dict[str, type] = {
     "parallel": ParallelConfig,
     "memory": MemoryConfig,
     "data": DataConfig,
+    "data_parallel": DataParallelConfig,
     "optimizer": OptimizerConfig,
     "trainer": TrainerConfig,
     "launch": LaunchConfig,
 }
 
-# NeMo's name, in any section -> (our section, our name). Options of ``parallel`` and ``memory``
+# NeMo's or Megatron's name, in any section -> (our section, our name). Options of ``parallel`` and ``memory``
 # are accepted in any section too, because NeMo has them in its model section.
 ALIASES = {
     "sequence_parallel": ("parallel", "sequence_parallel_enabled"),
@@ -54,6 +56,9 @@ ALIASES = {
     "native_amp_growth_interval": ("optimizer", "loss_scale_window"),
     "hysteresis": ("optimizer", "hysteresis"),
     "precision": ("trainer", "precision"),
+    "data_parallel_sharding_strategy": ("data_parallel", "sharding"),
+    "num_distributed_optimizer_instances": ("data_parallel", "num_distributed_optimizer_instances"),
+    "use_distributed_optimizer": ("optimizer", "zero1"),
 } | {
     field.name: (section, field.name)
     for section in ("parallel", "memory")

@@ -8,6 +8,12 @@ from typing import Any, Literal
 
 from nxd_memopt.config import MemoryConfig, ParallelConfig, require_divisible, require_one_of
 from nxd_memopt.training.precision import MAX_LOSS_SCALE, resolve_precision
+from nxd_memopt.training.sharding import (
+    SHARDS_GRADIENTS,
+    DataParallelConfig,
+    require_compatible,
+    resolve_sharding,
+)
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LR_SCHEDULES = ("cosine", "linear")
@@ -166,9 +172,8 @@ class OptimizerConfig:
             per parameter, and loses updates smaller than a weight's rounding step, unless the
             device rounds stochastically (on Trainium the launcher turns that on). ``None`` follows
             ``trainer.precision``, and is True without it.
-        zero1: shard optimizer states and master weights over the D data-parallel ranks (ZeRO
-            stage 1, arXiv:1910.02054): 6 + 12/D bytes per parameter with master weights. The
-            results are the same.
+        zero1: True is ``data_parallel.sharding: zero1`` and False ``none``; Megatron's
+            ``use_distributed_optimizer``.
         overlap_grad_reduce: overlap the gradient reduction over ranks with backward, instead of
             running it afterwards.
         initial_loss_scale: 16-mixed: first factor of the loss; NeMo's ``native_amp_init_scale``.
@@ -189,7 +194,7 @@ class OptimizerConfig:
     eps: float = 1e-8
     clip_grad: float = 1.0
     master_weights: bool | None = None
-    zero1: bool = False
+    zero1: bool | None = None
     overlap_grad_reduce: bool = False
     initial_loss_scale: float = 2.0**32
     min_loss_scale: float = 1.0
@@ -207,13 +212,6 @@ class OptimizerConfig:
                 f"optimizer.min_loss_scale {self.min_loss_scale} and optimizer.initial_loss_scale "
                 f"{self.initial_loss_scale} must be above 0 and at most {MAX_LOSS_SCALE:.0e}, and "
                 "initial_loss_scale not below min_loss_scale"
-            )
-        # Overlapped reduction leaves full reduced gradients on each rank, zero1 needs one shard
-        # of them: together each gradient would be reduced twice.
-        if self.zero1 and self.overlap_grad_reduce:
-            raise ValueError(
-                "optimizer.overlap_grad_reduce and optimizer.zero1 are both true, and zero1 "
-                "scatters the gradients itself, after backward: set one of them to false"
             )
         if self.min_lr_ratio > 1:
             raise ValueError(f"optimizer.min_lr_ratio must be at most 1, got {self.min_lr_ratio}")
@@ -352,19 +350,23 @@ class TrainConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    data_parallel: DataParallelConfig = field(default_factory=DataParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
 
     def __post_init__(self) -> None:
-        # The three options that state a precision are replaced by their common meaning, so that
-        # everything else reads plain values.
+        # The options that state a precision or a ZeRO stage together are replaced by their common
+        # meaning, so that everything else reads plain values.
         precision, dtype, masters = resolve_precision(
             self.trainer.precision, self.model.dtype, self.optimizer.master_weights
         )
         object.__setattr__(self, "trainer", replace(self.trainer, precision=precision))
         object.__setattr__(self, "model", replace(self.model, dtype=dtype))
-        object.__setattr__(self, "optimizer", replace(self.optimizer, master_weights=masters))
+        stage = resolve_sharding(self.data_parallel.sharding, self.optimizer.zero1)
+        object.__setattr__(self, "data_parallel", replace(self.data_parallel, sharding=stage))
+        object.__setattr__(self, "optimizer", replace(self.optimizer, master_weights=masters, zero1=None))
+        require_compatible(self.data_parallel, overlap_grad_reduce=self.optimizer.overlap_grad_reduce)
         # Checks between sections; each section has checked its own fields. Sequence parallelism
         # gives each tensor-parallel rank S / T tokens.
         if self.parallel.sequence_parallel_enabled:
@@ -401,6 +403,12 @@ class TrainConfig:
             return (
                 "optimizer.overlap_grad_reduce is true, but a graph computes all gradients "
                 "before any is reduced: set overlap_grad_reduce to false"
+            )
+        stage = self.data_parallel.stage
+        if stage in SHARDS_GRADIENTS:
+            return (
+                f"data_parallel.sharding is {stage}, but it reduces and frees gradients between "
+                "kernels, and a graph has no host code: set data_parallel.sharding to zero1"
             )
         if self.memory.cpu_offloading_activations or self.memory.cpu_offloading_num_layers:
             name = "cpu_offloading_num_layers"

@@ -35,6 +35,11 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def ranks_per_host() -> int:
+    """Return the number of processes on this host: torchrun's ``LOCAL_WORLD_SIZE``, or all."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
+
+
 def shows_tracebacks() -> bool:
     """Return whether user errors are shown with a traceback: ``NXD_MEMOPT_TRACEBACK=1``."""
     return os.environ.get("NXD_MEMOPT_TRACEBACK") == "1"

@@ -8,12 +8,15 @@ from transformers import PretrainedConfig
 from nxd_memopt.backends import backend
 from nxd_memopt.checkpoint import load_config, load_pretrained
 from nxd_memopt.checkpoint.tokenizers import load_tokenizer
+from nxd_memopt.config import require_divisible
 from nxd_memopt.models import model_class, require_supported
 from nxd_memopt.modules.causal_lm import ParallelCausalLM
 from nxd_memopt.parallel_layers.coordination import raise_together
 from nxd_memopt.parallel_layers.utils import move_model_to_device
 from nxd_memopt.training.config import ModelConfig, TrainConfig
+from nxd_memopt.training.distributed import ranks_per_host, world_size
 from nxd_memopt.training.hf_overrides import config_from_overrides, override_config
+from nxd_memopt.training.sharding import SHARDS_GRADIENTS
 from nxd_memopt.training.special_tokens import special_tokens
 from nxd_memopt.training.vocabulary import Vocabulary
 
@@ -48,10 +51,12 @@ def load_hf_config(config: ModelConfig) -> PretrainedConfig:
 def require_executable(config: TrainConfig, hf_config: PretrainedConfig) -> None:
     """Raise ``ValueError`` if the backend does not support an option.
 
-    The options are ``enable_cuda_graph: true``, ``compile``, ``allow_tf32: true`` and fp16.
+    The options are ``enable_cuda_graph: true``, ``compile``, ``allow_tf32: true``, fp16, and ZeRO
+    stages 2 and 3.
 
     Called before the model is built.
     """
+    _require_sharding(config)
     conflict = cuda_graph_conflict(config, hf_config)
     if config.trainer.enable_cuda_graph is True and conflict is not None:
         raise ValueError(f"trainer.enable_cuda_graph is true, but {conflict}, or enable_cuda_graph to auto")
@@ -64,6 +69,38 @@ def require_executable(config: TrainConfig, hf_config: PretrainedConfig) -> None
     refusal = backend.compile_refusal()
     if config.trainer.compile and refusal is not None:
         raise ValueError(f"trainer.compile {config.trainer.compile!r} {refusal}; or set it to null")
+
+
+def _require_sharding(config: TrainConfig) -> None:
+    """Raise ``ValueError`` if the backend or the number of ranks does not support the ZeRO stage."""
+    stage = config.data_parallel.stage
+    if stage not in SHARDS_GRADIENTS:
+        return
+    refusal = backend.gradient_sharding_refusal()
+    if refusal is not None:
+        raise ValueError(f"data_parallel.sharding {stage} {refusal}")
+    replicas = config.data_parallel_size(world_size())
+    if stage == "zero3" and replicas == 1:
+        raise ValueError(
+            "data_parallel.sharding zero3 shards parameters over data-parallel ranks, and there is 1: use none, or "
+            "start more ranks"
+        )
+    shard_ranks(config)  # called for its checks
+
+
+def shard_ranks(config: TrainConfig) -> int:
+    """Return over how many consecutive data-parallel ranks zero2 and zero3 shard.
+
+    Raises:
+        ValueError: the instances of hybrid sharding do not divide the data-parallel ranks, or a
+            host has a part of a tensor-parallel group.
+    """
+    replicas = config.data_parallel_size(world_size())
+    if config.data_parallel.num_distributed_optimizer_instances == "hosts":
+        # Global ranks count through the tensor-parallel groups first, host by host.
+        size = config.parallel.tensor_model_parallel_size
+        require_divisible("ranks per host", ranks_per_host(), "tensor_model_parallel_size", size)
+    return config.data_parallel.ranks_per_instance(replicas, num_hosts=world_size() // ranks_per_host())
 
 
 def cuda_graph_conflict(config: TrainConfig, hf_config: PretrainedConfig) -> str | None:

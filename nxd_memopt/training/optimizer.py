@@ -1,19 +1,23 @@
-"""The optimizer of the training program: AdamW on fp32 weights, replicated or sharded, with an optional loss scale."""
+"""The optimizer of the training program: AdamW on fp32 weights at any ZeRO stage, with an optional loss scale."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from nxd_memopt.backends import backend
+from nxd_memopt.data_parallel import Zero2Optimizer, Zero3Optimizer
 from nxd_memopt.optimizer import AdamW, LossScaler, NeuronZero1Optimizer
-from nxd_memopt.parallel_layers import grads
+from nxd_memopt.parallel_layers import grads, parallel_state
+from nxd_memopt.parallel_layers.data_shards import local_rows, model_dtype
 from nxd_memopt.parallel_layers.overlapped_grads import OverlappedGradientReduction
 from nxd_memopt.training.config import OptimizerConfig
 from nxd_memopt.training.distributed import world_size
 from nxd_memopt.training.metrics import LossScaling
+from nxd_memopt.training.sharding import DataParallelConfig
 
 
 class MasterWeightOptimizer:
@@ -22,65 +26,88 @@ class MasterWeightOptimizer:
     The spacing of bf16 numbers near 0.02 is 1e-4, more than an update at a usual learning rate,
     so without master weights such a weight does not change at all. Gradients of bf16 and fp16
     parameters are accumulated in fp32 too. For fp16 parameters the loss is scaled
-    (``loss_scaler``), and ``step`` skips the update if a gradient has overflowed on any rank. With
-    ``config.zero1`` master weights and optimizer states are sharded over the data-parallel ranks;
-    without it they are replicated on each rank.
+    (``loss_scaler``), and ``step`` skips the update if a gradient has overflowed on any rank.
+    ``data_parallel`` says what the data-parallel ranks share of masters, states and gradients.
 
     Args:
-        parameters: parameters to train. Weight decay applies to parameters with two or more
-            dimensions.
-        config: hyperparameters of AdamW, clipping, and how gradients and states are sharded.
+        parameters: parameters to train, for zero3 those of a model that ``shard_model`` has
+            sharded. Weight decay applies to parameters with two or more dimensions.
+        config: hyperparameters of AdamW, and clipping.
+        data_parallel: the ZeRO stage.
+        shard_ranks: zero2: number of consecutive data-parallel ranks that share the shards.
+            Default: all.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], config: OptimizerConfig) -> None:
+    def __init__(
+        self,
+        parameters: list[nn.Parameter],
+        config: OptimizerConfig,
+        data_parallel: DataParallelConfig | None = None,
+        *,
+        shard_ranks: int | None = None,
+    ) -> None:
         self.parameters = parameters
         self.loss_scaler: LossScaler | None = None
-        if parameters[0].dtype == torch.float16:
+        # Not ``dtype``: the rows of a zero3 parameter are its fp32 masters.
+        if model_dtype(parameters[0]) == torch.float16:
             self.loss_scaler = LossScaler(
                 initial_scale=config.initial_loss_scale,
                 min_scale=config.min_loss_scale,
                 growth_interval=config.loss_scale_window,
                 hysteresis=config.hysteresis,
             )
-        self._is_sharded = config.zero1
+        self._stage = "none" if data_parallel is None else data_parallel.stage
         self._overlapped: OverlappedGradientReduction | None = None
         if config.overlap_grad_reduce:
             self._overlapped = OverlappedGradientReduction(parameters)
-        # Matrices (embeddings and projections) decay; norm weights and biases do not.
-        matrices = [parameter for parameter in parameters if parameter.dim() >= 2]
-        vectors = [parameter for parameter in parameters if parameter.dim() < 2]
-        groups = [
-            {"params": matrices, "weight_decay": config.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
-        # Without zero1 every rank is a sharding group of its own: one shard, so the states are
-        # replicated over data parallelism by the same code. None takes the data-parallel groups.
-        sharding_groups = None
-        if not config.zero1:
-            sharding_groups = [[rank] for rank in range(world_size())]
-        # None, in a configuration of its own, means True.
-        has_masters = config.master_weights is not False
-        optimizer_dtype = torch.float32 if has_masters else parameters[0].dtype
-        self._zero1 = NeuronZero1Optimizer(
-            [group for group in groups if group["params"]],
-            AdamW,
-            optimizer_dtype=optimizer_dtype,
-            grad_clipping=config.clip_grad > 0,
-            max_norm=config.clip_grad,
-            sharding_groups=sharding_groups,
-            # Gradients of bf16 and fp16 parameters are accumulated in fp32 main_grad by a hook.
-            use_grad_acc_hook=has_masters,
-            loss_scaler=self.loss_scaler,
-            lr=config.lr,
-            betas=(config.betas[0], config.betas[1]),
-            eps=config.eps,
-            fused=True if backend.name == "cpu" else None,
-        )
-
+        self._zero1 = self._sharded_optimizer(config, shard_ranks)
         self._options = [
             {"weight_decay": group["weight_decay"], "betas": group["betas"], "eps": group["eps"]}
             for group in self._zero1.param_groups
         ]
+
+    def _sharded_optimizer(self, config: OptimizerConfig, shard_ranks: int | None) -> NeuronZero1Optimizer:
+        """Return the optimizer of the stage, with AdamW inside."""
+        # Matrices (embeddings and projections) decay; norm weights and biases do not.
+        matrices = [parameter for parameter in self.parameters if parameter.dim() >= 2]
+        vectors = [parameter for parameter in self.parameters if parameter.dim() < 2]
+        candidates = [
+            {"params": matrices, "weight_decay": config.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        groups = [group for group in candidates if group["params"]]
+        options: dict[str, Any] = {
+            "grad_clipping": config.clip_grad > 0,
+            "max_norm": config.clip_grad,
+            "loss_scaler": self.loss_scaler,
+            "lr": config.lr,
+            "betas": (config.betas[0], config.betas[1]),
+            "eps": config.eps,
+            "fused": True if backend.name == "cpu" else None,
+        }
+        if self._stage == "zero3":
+            return Zero3Optimizer(groups, AdamW, **options)
+        # None, in a configuration of its own, means True.
+        has_masters = config.master_weights is not False
+        options["optimizer_dtype"] = torch.float32 if has_masters else self.parameters[0].dtype
+        # One data-parallel rank has nothing to scatter, and its micro-batches must add up in fp32.
+        if self._stage == "zero2" and parallel_state.get_data_parallel_size() > 1:
+            return Zero2Optimizer(
+                groups,
+                AdamW,
+                reduce_dtype=reduction_dtype(config),
+                ranks_per_replica=shard_ranks,
+                **options,
+            )
+        # Without sharding every rank is a sharding group of its own: one shard, so the states are
+        # replicated over data parallelism by the same code. None takes the data-parallel groups.
+        sharding_groups = None
+        if self._stage == "none":
+            sharding_groups = [[rank] for rank in range(world_size())]
+        # Gradients of bf16 and fp16 parameters are accumulated in fp32 main_grad by a hook.
+        return NeuronZero1Optimizer(
+            groups, AdamW, sharding_groups=sharding_groups, use_grad_acc_hook=has_masters, **options
+        )
 
     def use_configured_options(self) -> None:
         """Set the hyperparameters of the configuration again, after a checkpoint has been loaded.
@@ -106,9 +133,9 @@ class MasterWeightOptimizer:
             The global norm before clipping and without the loss scale, 0-dim, fp32. It is not
             finite if a gradient has overflowed.
         """
-        # With zero1 the reduction is a reduce-scatter inside the ZeRO-1 optimizer. With overlap
-        # the hooks have reduced the gradients during backward.
-        if not self._is_sharded and self._overlapped is None:
+        # With zero1 the reduction is a reduce-scatter inside the optimizer; with zero2, zero3 and
+        # overlap the gradients have been reduced during backward.
+        if self._stage == "none" and self._overlapped is None:
             grads.bucket_allreduce_gradients(self.parameters)
         return self._zero1.reduce_gradients()
 
@@ -131,9 +158,14 @@ class MasterWeightOptimizer:
         Then no loss scale helps, and further steps would all be skipped. A step that updates
         reads the weights too, so the check makes a skipped step no slower than any other.
         """
-        weights = [parameter.detach() for parameter in self.parameters]
+        dtype = model_dtype(self.parameters[0])
+        weights = [local_rows(parameter).detach() for parameter in self.parameters]
+        # A rank may have no rows of a small zero3 parameter; an empty tensor has no maximum.
+        weights = [weight for weight in weights if weight.numel()]
         maxima = torch._foreach_norm(weights, torch.inf)  # pyright: ignore[reportPrivateImportUsage]
-        if scaler.any_rank_has(~torch.stack(maxima).isfinite().all()):
+        # The model computes with the rounded weights: a finite fp32 row may be infinite in fp16.
+        is_finite = torch.stack(maxima).to(dtype).isfinite().all()
+        if scaler.any_rank_has(~is_finite):
             raise ValueError(
                 "a weight is NaN or infinite, so every gradient is: resume from an earlier checkpoint "
                 "with a lower optimizer.lr, or start again with trainer.precision bf16-mixed"
@@ -157,8 +189,16 @@ class MasterWeightOptimizer:
 
     @property
     def inner(self) -> NeuronZero1Optimizer:
-        """ZeRO-1 optimizer with the master weights and optimizer states, for checkpoints."""
+        """The stage's optimizer with the master weights and optimizer states, for checkpoints."""
         return self._zero1
+
+
+def reduction_dtype(config: OptimizerConfig) -> torch.dtype | None:
+    """Return the dtype in which zero2 and zero3 reduce gradients; None is the gradients' own.
+
+    It is zero1's: with master weights gradients are summed in fp32.
+    """
+    return None if config.master_weights is False else torch.float32
 
 
 def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:

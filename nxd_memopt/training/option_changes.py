@@ -76,6 +76,10 @@ def compare_options(stored: Mapping[str, Any], current: Mapping[str, Any], allow
     """
     after = flat_config(current)
     changes = Changes()
+    # Version 0.3 and earlier had two stages, and recorded which one as optimizer.zero1.
+    if "optimizer.zero1" in stored:
+        stage = "zero1" if stored["optimizer.zero1"] else "none"
+        stored = {"data_parallel.sharding": stage, **stored}
     for name, rule in RULES.items():
         old = stored.get(name, rule.before)
         if old is UNKNOWN or rule.change in (Change.NOT_COMPARED, Change.SPECIAL):

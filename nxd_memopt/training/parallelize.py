@@ -8,15 +8,24 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from nxd_memopt.data_parallel import shard_model
 from nxd_memopt.memory import GraphedLoss, apply_memory
 from nxd_memopt.modules.causal_lm import ParallelCausalLM
 from nxd_memopt.optimizer import LossScaler
+from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.training.config import TrainConfig
 from nxd_memopt.training.isolation import describe_isolation
 from nxd_memopt.training.micro_batches import MicroBatch
-from nxd_memopt.training.model import cuda_graph_conflict
-from nxd_memopt.training.optimizer import MasterWeightOptimizer, trainable_parameters
+from nxd_memopt.training.model import cuda_graph_conflict, shard_ranks
+from nxd_memopt.training.optimizer import MasterWeightOptimizer, reduction_dtype, trainable_parameters
 from nxd_memopt.training.precision import PRECISIONS
+from nxd_memopt.training.sharding import SHARDS_GRADIENTS
+
+SHARDED = {
+    "zero1": "master weights and optimizer states",
+    "zero2": "master weights, optimizer states and gradients",
+    "zero3": "parameters, optimizer states and gradients",
+}
 
 ForwardBackward = Callable[[MicroBatch], Tensor]
 """Function that runs forward and backward of a micro-batch.
@@ -32,9 +41,10 @@ def parallelize(model: ParallelCausalLM, config: TrainConfig) -> tuple[MasterWei
 
     1. Recompute, offload and compile replace the forward of layers, in the order documented in
        ``apply_memory``.
-    2. Data parallelism registers hooks on the parameters' gradients, so the parameters must be
+    2. zero3 shards the parameters: its units are the layers whose forward was replaced.
+    3. Data parallelism registers hooks on the parameters' gradients, so the parameters must be
        final.
-    3. A CUDA graph comes last: it captures everything that runs between a micro-batch and its
+    4. A CUDA graph comes last: it captures everything that runs between a micro-batch and its
        gradients.
 
     Returns:
@@ -42,8 +52,28 @@ def parallelize(model: ParallelCausalLM, config: TrainConfig) -> tuple[MasterWei
         backward.
     """
     apply_memory(model, config.memory, compile=config.trainer.compile)
-    optimizer = MasterWeightOptimizer(trainable_parameters(model), config.optimizer)
+    stage = config.data_parallel.stage
+    ranks = shard_ranks(config) if stage in SHARDS_GRADIENTS else None
+    if stage == "zero3":
+        _shard_parameters(model, config, ranks)
+    optimizer = MasterWeightOptimizer(
+        trainable_parameters(model), config.optimizer, config.data_parallel, shard_ranks=ranks
+    )
     return optimizer, _forward_backward(model, config, optimizer.loss_scaler)
+
+
+def _shard_parameters(model: ParallelCausalLM, config: TrainConfig, ranks: int | None) -> None:
+    """Shard the parameters of ``model`` over data-parallel ranks, as masters of the configured dtype."""
+    master_dtype = getattr(torch, config.model.dtype)
+    if config.optimizer.master_weights:
+        master_dtype = torch.float32
+    shard_model(
+        model,
+        master_dtype=master_dtype,
+        reduce_dtype=reduction_dtype(config.optimizer),
+        reshard_after_forward=config.data_parallel.reshard_after_forward,
+        ranks_per_replica=ranks,
+    )
 
 
 def _forward_backward(model: ParallelCausalLM, config: TrainConfig, scaler: LossScaler | None) -> ForwardBackward:
@@ -104,4 +134,22 @@ def describe_step(model: ParallelCausalLM, config: TrainConfig) -> list[str]:
     lines = [f"precision {precision}: {PRECISIONS[precision].description}"]
     if config.trainer.allow_tf32:
         lines.append("TF32: on, the inputs of fp32 matmuls are rounded to 11 significant bits")
-    return [f"CUDA graph: {graph}", describe_isolation(model, config), *lines, *model.fusions.describe()]
+    return [
+        *describe_sharding(config),
+        f"CUDA graph: {graph}",
+        describe_isolation(model, config),
+        *lines,
+        *model.fusions.describe(),
+    ]
+
+
+def describe_sharding(config: TrainConfig) -> list[str]:
+    """Return a line about what the data-parallel ranks share; empty if it is nothing."""
+    stage = config.data_parallel.stage
+    size = parallel_state.get_data_parallel_size()
+    if stage == "none":
+        return []
+    instances = ""
+    if stage in SHARDS_GRADIENTS and shard_ranks(config) < size:
+        instances = f", in {size // shard_ranks(config)} instances of {shard_ranks(config)}"
+    return [f"data-parallel sharding: {SHARDED[stage]} ({stage}) over {size} data-parallel ranks{instances}"]

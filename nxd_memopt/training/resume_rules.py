@@ -75,6 +75,10 @@ RULES: dict[str, Rule] = {
     "memory.attention_backend": REPORTED,
     "memory.fused_linear_cross_entropy": REPORTED,
     "memory.selective_activation_checkpointing_is_enabled": REPORTED,
+    # What ranks share does not change what they compute, nor what a checkpoint stores.
+    "data_parallel.sharding": REPORTED,
+    "data_parallel.num_distributed_optimizer_instances": Rule(Change.REPORTED, before=1),
+    "data_parallel.reshard_after_forward": Rule(Change.REPORTED, before=True),
     # The position in the data is a number of sequences: whatever determines the sequences and
     # their order must stay. Paths and columns may change where the tokens are the same.
     "data.dataset": SAME_CONTENT,
@@ -105,7 +109,8 @@ RULES: dict[str, Rule] = {
     "optimizer.min_loss_scale": Rule(Change.WHEN_ASKED, before=1.0),
     "optimizer.loss_scale_window": Rule(Change.WHEN_ASKED, before=1000),
     "optimizer.hysteresis": Rule(Change.WHEN_ASKED, before=2),
-    "optimizer.zero1": REPORTED,
+    # The stage, which follows from it, is compared.
+    "optimizer.zero1": NOT_COMPARED,
     "optimizer.overlap_grad_reduce": REPORTED,
     "trainer.output_dir": NOT_COMPARED,
     "trainer.resume_from": NOT_COMPARED,

@@ -53,7 +53,8 @@ def test_the_published_recipes() -> None:
         data, optimizer = config.data, config.optimizer
         size = config.parallel.tensor_model_parallel_size
         assert (optimizer.warmup_steps, config.trainer.max_steps, optimizer.lr_schedule) == (100, 10000, "linear")
-        assert (optimizer.weight_decay, optimizer.clip_grad, optimizer.zero1) == (0.01, 1.0, True)
+        assert (optimizer.weight_decay, optimizer.clip_grad) == (0.01, 1.0)
+        assert config.data_parallel.stage == "zero1"
         assert config.parallel.sequence_parallel_enabled
         facts[recipe] = (size, data.seq_length, data.global_batch_size, data.micro_batch_size, optimizer.lr)
     assert facts == {
@@ -194,7 +195,7 @@ def test_what_a_dry_run_certifies(recipe: str, tmp_path: Path) -> None:
 
 
 def test_a_pretrained_models_changes_are_certified_too(tmp_path: Path) -> None:
-    found = planned("llama2_7b", "--model.pretrained", "some/model", "--optimizer.no-zero1")
+    found = planned("llama2_7b", "--model.pretrained", "some/model", "--data-parallel.sharding", "none")
     command = certify_command(found.config, "trn2", world_size=32, device_memory_gib=23.5, directory=tmp_path)
     first = command.index("--override")
     assert command[1:first] == ["certify", "--model", "some/model"]
@@ -212,6 +213,7 @@ def test_techniques_that_certify_cannot_measure_are_refused(tmp_path: Path) -> N
     for option, message in (
         (("--memory.cpu-offloading-num-layers", "2"), "memory.cpu_offloading_num_layers 2: set 0"),
         (("--memory.no-fused-linear-cross-entropy",), "memory.fused_linear_cross_entropy False: set True"),
+        (("--data-parallel.sharding", "zero2"), "data_parallel.sharding zero2.*set zero1"),
     ):
         with pytest.raises(ValueError, match=message):
             command(*option)

@@ -59,6 +59,7 @@ def write_config(directory: Path, **sections: Mapping[str, Any]) -> Path:
         "model": {"tokenizer": str(directory / "tokenizer"), "config_overrides": LLAMA},
         "memory": {},
         "parallel": {},
+        "data_parallel": {},
         "data": {
             "dataset": write_jsonl(directory / "lines.jsonl", LINES),
             "seq_length": 24,

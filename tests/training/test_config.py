@@ -86,7 +86,43 @@ def test_yaml_numbers_without_a_point_are_floats() -> None:
         ({"data": {"seq_length": True}}, r"data.seq_length must be int, got True of type bool"),
         ({"optimizer": {"lr": "fast"}}, "optimizer.lr must be float, got 'fast'"),
         ({"optimizer": {"betas": [0.9, 1.0]}}, r"optimizer.betas must be two numbers in \[0, 1\), got \[0.9, 1.0\]"),
-        ({"optimizer": {"zero1": True, "overlap_grad_reduce": True}}, "set one of them to false"),
+        (
+            {"optimizer": {"zero1": True, "overlap_grad_reduce": True}},
+            "sharding is zero1, which scatters .* after backward: set overlap_grad_reduce to false, or sharding to none",
+        ),
+        (
+            {"data_parallel": {"sharding": "zero3"}, "optimizer": {"overlap_grad_reduce": True}},
+            "sharding is zero3, which scatters .* during backward",
+        ),
+        (
+            {"data_parallel": {"sharding": "zero4"}},
+            "data_parallel.sharding 'zero4' is not one of .* did you mean 'zero",
+        ),
+        (
+            {"data_parallel": {"sharding": "zero3"}, "optimizer": {"zero1": True}},
+            "optimizer.zero1 True means data_parallel.sharding zero1, and .* is zero3: remove one",
+        ),
+        (
+            {"data_parallel": {"sharding": "zero1"}, "optimizer": {"use_distributed_optimizer": False}},
+            "optimizer.zero1 False means data_parallel.sharding none, and .* is zero1",
+        ),
+        (
+            {"data_parallel": {"sharding": "zero1", "num_distributed_optimizer_instances": 2}},
+            "num_distributed_optimizer_instances 2 needs .* zero2 or zero3, got zero1",
+        ),
+        (
+            {"data_parallel": {"num_distributed_optimizer_instances": "host"}},
+            "number of instances or hosts, got 'host'",
+        ),
+        ({"data_parallel": {"num_distributed_optimizer_instances": 0}}, "instances must be at least 1, got 0"),
+        (
+            {"data_parallel": {"sharding": "zero2", "reshard_after_forward": False}},
+            "reshard_after_forward is false and data_parallel.sharding is zero2",
+        ),
+        (
+            {"trainer": {"enable_cuda_graph": True}, "data_parallel": {"sharding": "zero3"}},
+            "enable_cuda_graph is true and data_parallel.sharding is zero3.* to zero1, or enable_cuda_graph to false",
+        ),
         (
             {"trainer": {"enable_cuda_graph": True}, "optimizer": {"overlap_grad_reduce": True}},
             "enable_cuda_graph is true and optimizer.overlap_grad_reduce is true, but .* overlap_grad_reduce to false",

@@ -1,0 +1,134 @@
+"""The ``data_parallel`` section: which ZeRO stage shards what, and the options that a stage excludes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from nxd_memopt.config import require_divisible, require_one_of
+
+STAGES = ("none", "zero1", "zero2", "zero3")
+"""ZeRO stages, each of which shards what the one before does and more."""
+
+# Megatron's values of data_parallel_sharding_strategy.
+STRATEGIES = {"no_shard": "none", "optim": "zero1", "optim_grads": "zero2", "optim_grads_params": "zero3"}
+
+SHARDS_GRADIENTS = ("zero2", "zero3")
+"""Stages that reduce gradients during backward, into shards."""
+
+
+@dataclass(frozen=True)
+class DataParallelConfig:
+    """What the D data-parallel ranks share of one replica of the model (ZeRO, arXiv:1910.02054).
+
+    Args:
+        sharding: ``none`` replicates everything; ``zero1`` shards optimizer states and master
+            weights, ``zero2`` also gradients, ``zero3`` also parameters, which are gathered layer by
+            layer (PyTorch's FSDP2). Bytes per parameter with bf16 weights and fp32 master weights:
+            18, 6 + 12/D, 2 + 16/D and 16/D. The results are the same, up to the order of additions.
+            Megatron's ``no_shard``, ``optim``, ``optim_grads`` and ``optim_grads_params`` are these
+            four. ``None`` follows ``optimizer.zero1``, and is ``none`` without it.
+        num_distributed_optimizer_instances: hybrid sharding, with zero2 and zero3: the shards are
+            of D divided by this many consecutive data-parallel ranks, and replicated over the
+            instances. ``hosts`` is one instance per host: all traffic but one reduction of the
+            shards stays on the host.
+        reshard_after_forward: with zero3, free the gathered parameters of each layer after its
+            forward and gather them again in backward. ``False`` keeps them: 2 more bytes per
+            parameter with bf16, and half of the all-gathers.
+    """
+
+    sharding: (
+        Literal["none", "zero1", "zero2", "zero3", "no_shard", "optim", "optim_grads", "optim_grads_params"] | None
+    ) = None
+    num_distributed_optimizer_instances: int | Literal["hosts"] = 1
+    reshard_after_forward: bool = True
+
+    def __post_init__(self) -> None:
+        require_one_of("data_parallel.sharding", self.sharding, (None, *STAGES, *STRATEGIES))
+        if self.sharding in STRATEGIES:
+            object.__setattr__(self, "sharding", STRATEGIES[self.sharding])
+        instances = self.num_distributed_optimizer_instances
+        # type(), not isinstance(): a bool is an int too
+        if instances != "hosts" and type(instances) is not int:
+            raise ValueError(
+                "data_parallel.num_distributed_optimizer_instances must be a number of instances or hosts, "
+                f"got {instances!r}"
+            )
+        if instances != "hosts" and instances < 1:
+            raise ValueError(f"data_parallel.num_distributed_optimizer_instances must be at least 1, got {instances}")
+
+    @property
+    def stage(self) -> str:
+        """The ZeRO stage; ``none`` if nothing names another one."""
+        return self.sharding or "none"
+
+    def ranks_per_instance(self, data_parallel_size: int, *, num_hosts: int) -> int:
+        """Return over how many consecutive data-parallel ranks zero2 and zero3 shard.
+
+        Args:
+            data_parallel_size: D.
+            num_hosts: hosts of the run, each with as many ranks.
+
+        Raises:
+            ValueError: the instances do not divide D into groups of at least 2 ranks.
+        """
+        instances = self.num_distributed_optimizer_instances
+        name = "data_parallel.num_distributed_optimizer_instances"
+        if instances == "hosts":
+            instances = num_hosts
+            name += " hosts ="
+        if instances == 1:
+            return data_parallel_size
+        size = require_divisible("data-parallel size", data_parallel_size, name, instances)
+        if size == 1:
+            raise ValueError(
+                f"{name} {instances} leaves one of {data_parallel_size} data-parallel ranks to each instance, so "
+                "nothing would be sharded: use fewer instances, or data_parallel.sharding none"
+            )
+        return size
+
+
+def resolve_sharding(sharding: str | None, zero1: bool | None) -> str:
+    """Return the stage that ``data_parallel.sharding`` and ``optimizer.zero1`` state together.
+
+    Raises:
+        ValueError: they name different stages.
+    """
+    if zero1 is None:
+        return sharding or "none"
+    stage = "zero1" if zero1 else "none"
+    if sharding not in (None, stage):
+        raise ValueError(
+            f"optimizer.zero1 {zero1} means data_parallel.sharding {stage}, and data_parallel.sharding is "
+            f"{sharding}: remove one of the two"
+        )
+    return stage
+
+
+def require_compatible(config: DataParallelConfig, *, overlap_grad_reduce: bool) -> None:
+    """Raise ``ValueError`` for options that the stage excludes or would ignore.
+
+    Args:
+        config: the section, with its stage resolved.
+        overlap_grad_reduce: ``optimizer.overlap_grad_reduce``.
+    """
+    stage = config.stage
+    # Overlapped reduction leaves full averaged gradients on each rank: each stage would reduce
+    # them a second time.
+    if overlap_grad_reduce and stage != "none":
+        when = "after backward" if stage == "zero1" else "during backward"
+        raise ValueError(
+            f"optimizer.overlap_grad_reduce is true and data_parallel.sharding is {stage}, which scatters the "
+            f"gradients itself, {when}: set overlap_grad_reduce to false, or sharding to none"
+        )
+    instances = config.num_distributed_optimizer_instances
+    if instances != 1 and stage not in SHARDS_GRADIENTS:
+        raise ValueError(
+            f"data_parallel.num_distributed_optimizer_instances {instances} needs data_parallel.sharding zero2 or "
+            f"zero3, got {stage}: leave it out, or choose one of them"
+        )
+    if not config.reshard_after_forward and stage != "zero3":
+        raise ValueError(
+            f"data_parallel.reshard_after_forward is false and data_parallel.sharding is {stage}, which does not "
+            "shard parameters: leave it out, or set sharding to zero3"
+        )

@@ -1,0 +1,203 @@
+"""The training program at every ZeRO stage: equal losses, evaluations and exports, and resume from any to any other."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from nxd_memopt.backends import backend
+from nxd_memopt.training.model import shard_ranks
+from tests.data_parallel.test_checkpoints import assert_bit_equal, full_tensors
+from tests.dist.pool import distributed
+from tests.reference import assert_says, error_message
+from tests.training.runs import rows, run_here, run_on_pool, summary, write_config
+from tests.training.test_resume_rules import build
+
+MEASURED = ("tokens_per_s", "peak_memory_bytes")
+
+TENSOR_AND_SEQUENCE = {"tensor_model_parallel_size": 2, "sequence_parallel_enabled": True}
+# D=2 and micro-batches of 2: accumulation over 2. The first norms are about 1: clipping is active.
+BATCH = {"micro_batch_size": 2, "global_batch_size": 8}
+# A large eps: AdamW's first updates would otherwise amplify the rounding of gradients near 0.
+CLIP = {"clip_grad": 0.25, "decay_steps": 6, "eps": 1e-3}
+
+
+def run(directory: Path, stage: str, *options: str, ranks: int = 4, **sections: dict[str, Any]) -> str:
+    directory.mkdir(exist_ok=True)
+    base: dict[str, dict[str, Any]] = {
+        "parallel": TENSOR_AND_SEQUENCE,
+        "data": BATCH,
+        "optimizer": CLIP,
+        "trainer": {"max_steps": 6, "save_interval": 3, "val_check_interval": 2, "verify_export": True},
+    }
+    for name, values in sections.items():
+        base[name] = base.get(name, {}) | values
+    config = write_config(directory, **base)
+    return run_on_pool(config, "--data-parallel.sharding", stage, *options, ranks=ranks)
+
+
+def values(directory: Path, name: str) -> list[float]:
+    return [row[name] for row in rows(directory / "run")]
+
+
+def evaluations(directory: Path) -> list[float]:
+    return [row["held_out_loss"] for row in rows(directory / "run", "evaluation.jsonl")]
+
+
+@pytest.fixture(scope="module")
+def zero1(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("zero1")
+    run(directory, "zero1")
+    assert min(values(directory, "grad_norm")) > CLIP["clip_grad"]
+    return directory
+
+
+@pytest.mark.parametrize("stage", ["none", "zero2", "zero3"])
+def test_every_stage_has_the_losses_of_zero1(zero1: Path, tmp_path: Path, stage: str) -> None:
+    """Sequence parallelism and accumulation change the order of additions: fp32 rounding."""
+    output = run(tmp_path, stage)
+    assert ("data-parallel sharding" in output) == (stage != "none")
+    for name in ("loss", "grad_norm"):
+        assert values(tmp_path, name) == pytest.approx(values(zero1, name), rel=1e-6)
+    assert evaluations(tmp_path) == pytest.approx(evaluations(zero1), rel=1e-6)
+    assert len(evaluations(tmp_path)) == 4
+    assert summary(tmp_path / "run")["transformers_difference"] < 1e-5  # fp32 sums in another order
+    exported, expected = [load_file(each / "run" / "export" / "model.safetensors") for each in (tmp_path, zero1)]
+    torch.testing.assert_close(exported, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-mixed"])
+def test_every_precision_has_the_bits_of_zero1(tmp_path: Path, precision: str) -> None:
+    """One micro-batch of D=2 ranks without sequence parallelism: the same additions at every stage."""
+    sections = {
+        "parallel": {"tensor_model_parallel_size": 2, "sequence_parallel_enabled": False},
+        "data": {"global_batch_size": 4, "eval_sequences": 0},
+        "trainer": {"precision": precision, "max_steps": 4, "export": False, "verify_export": False},
+        # The first steps of 16-mixed overflow and are skipped.
+        "optimizer": {"initial_loss_scale": 2.0**18, "hysteresis": 1},
+    }
+    for stage in ("zero1", "zero2", "zero3"):
+        run(tmp_path / stage, stage, **sections)
+    expected = rows(tmp_path / "zero1" / "run")
+    skipped = [row.get("skipped", False) for row in expected]
+    assert any(skipped) == (precision == "16-mixed") and not all(skipped), expected
+    for stage in ("zero2", "zero3"):
+        for found, row in zip(rows(tmp_path / stage / "run"), expected, strict=True):
+            assert {name: found[name] for name in row if name not in MEASURED} == {
+                name: row[name] for name in row if name not in MEASURED
+            }, stage
+
+
+# T, D, stage, instances of a part of 2 steps each; the first one is zero1's.
+PARTS = [
+    (2, 2, "zero3", "1"),
+    (1, 4, "zero2", "2"),
+    (1, 4, "zero3", "2"),
+    (2, 1, "zero2", "1"),
+    (1, 2, "none", "1"),
+    (2, 2, "zero2", "1"),
+    (1, 4, "zero1", "1"),
+]
+
+
+def test_a_run_resumes_at_every_stage_and_size(tmp_path: Path) -> None:
+    """Weights, masters, moments, the loss scale's absence and the position in the data go on at any stage."""
+    steps = 2 * len(PARTS) + 2
+    trainer = {"max_steps": steps, "export": False, "verify_export": False, "val_check_interval": 0}
+    optimizer = {"decay_steps": steps}
+    data = {"eval_sequences": 0}
+    sections = {"trainer": trainer, "optimizer": optimizer, "data": data}
+    run(tmp_path / "whole", "zero1", **sections)
+    options = ("--trainer.max-steps", "2")
+    run(tmp_path / "parts", "zero1", *options, **sections)
+    before = "zero1"
+    for part, (tensor_size, data_size, stage, instances) in enumerate(PARTS):
+        layout = {"tensor_model_parallel_size": tensor_size, "sequence_parallel_enabled": tensor_size > 1}
+        sharding = {"num_distributed_optimizer_instances": int(instances)}
+        options = ("--trainer.max-steps", str(2 * part + 4), "--trainer.on-schedule-change", "keep")
+        output = run(
+            tmp_path / "parts",
+            stage,
+            *options,
+            ranks=tensor_size * data_size,
+            **sections | {"parallel": layout, "data_parallel": sharding},
+        )
+        assert f"resuming after step {2 * part + 2}" in output
+        assert (f"data_parallel.sharding: {before} -> {stage}" in output) == (before != stage), output
+        assert ("in 2 instances of 2" in output) == (instances == "2")
+        before = stage
+    for name in ("loss", "grad_norm"):
+        # fp32 in other summation orders, over 16 steps
+        assert values(tmp_path / "parts", name) == pytest.approx(values(tmp_path / "whole", name), rel=1e-5)
+
+
+def test_checkpoints_do_not_depend_on_the_stage(tmp_path: Path) -> None:
+    """The same tensors under the same names, bit by bit, in bf16-mixed after three clipped steps."""
+    sections = {
+        "parallel": {"tensor_model_parallel_size": 2, "sequence_parallel_enabled": False},
+        "data": {"global_batch_size": 4, "eval_sequences": 0},
+        "trainer": {"precision": "bf16-mixed", "max_steps": 3, "export": False, "verify_export": False},
+    }
+    stored = {}
+    for stage in ("zero1", "zero2", "zero3"):
+        run(tmp_path / stage, stage, **sections)
+        stored[stage] = full_tensors(tmp_path / stage / "run" / "checkpoints")
+    for stage in ("zero2", "zero3"):
+        assert_bit_equal(stored[stage], stored["zero1"], stage)
+
+
+def test_warm_start_of_a_sharded_run(tmp_path: Path) -> None:
+    """zero3 starts with the weights of a zero2 run of other sizes, as zero1 does."""
+    few = {"trainer": {"max_steps": 2, "export": False, "verify_export": False}, "optimizer": {"decay_steps": 2}}
+    run(tmp_path / "first", "zero2", **few)
+    found = {}
+    for stage in ("zero1", "zero3"):
+        options = ("--model.warm-start", str(tmp_path / "first" / "run"))
+        layout = {"parallel": {"tensor_model_parallel_size": 1, "sequence_parallel_enabled": False}}
+        output = run(tmp_path / stage, stage, *options, ranks=2, **few | layout)
+        assert "warm start: weights of" in output
+        found[stage] = values(tmp_path / stage, "loss")
+    assert found["zero3"] == found["zero1"]
+    assert found["zero3"][0] < values(tmp_path / "first", "loss")[0]
+
+
+@distributed(world_size=4)
+def test_one_instance_per_host():
+    """Two hosts of two ranks: the shards of a host's ranks are all of the model's rows."""
+    with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "2"}):
+        config = build(data_parallel={"sharding": "zero2", "num_distributed_optimizer_instances": "hosts"})
+        assert shard_ranks(config) == 2
+        config = build(
+            data_parallel={"sharding": "zero2", "num_distributed_optimizer_instances": "hosts"},
+            parallel={"tensor_model_parallel_size": 4},
+        )
+        assert_says(error_message(lambda: shard_ranks(config)), "ranks per host 2", "tensor_model_parallel_size 4")
+        config = build(
+            data_parallel={"sharding": "zero2", "num_distributed_optimizer_instances": "hosts"},
+            parallel={"tensor_model_parallel_size": 2},
+        )
+        assert_says(error_message(lambda: shard_ranks(config)), "hosts = 2", "nothing would be sharded")
+    for instances, words in ((3, ("instances 3", "data-parallel size 4")), (4, ("instances 4", "nothing"))):
+        sections = {"sharding": "zero3", "num_distributed_optimizer_instances": instances}
+        assert_says(error_message(lambda each=sections: shard_ranks(build(data_parallel=each))), *words)
+
+
+def test_zero3_on_one_data_parallel_rank_is_refused(tmp_path: Path) -> None:
+    config = write_config(tmp_path, data_parallel={"sharding": "zero3"})
+    outcome = run_here(config)
+    assert outcome.returncode == 2
+    assert "data_parallel.sharding zero3" in outcome.stderr and "there is 1" in outcome.stderr
+    assert not (tmp_path / "run" / "tokens").exists()
+
+
+def test_a_backend_without_gradient_sharding_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(type(backend), "gradient_sharding_refusal")
+    outcome = run_here(write_config(tmp_path, data_parallel={"sharding": "zero2"}))
+    assert outcome.returncode == 2
+    assert f"data_parallel.sharding zero2 is not available on the backend {backend.name}: use zero1" in outcome.stderr
