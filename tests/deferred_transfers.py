@@ -40,6 +40,7 @@ class DeferredTransfers:
     """
 
     device = torch.device("cpu")
+    needs_pinned_memory = False
 
     def __init__(self, available_bytes: int = 2**40) -> None:
         self.out: deque[Callable[[], None]] = deque()

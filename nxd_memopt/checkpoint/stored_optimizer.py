@@ -122,6 +122,11 @@ class StoredOptimizer:
         if self._zero1 is not None:
             self._zero1.mark_masters_synced()
 
+    def finish_update(self) -> None:
+        """Complete updates that would write to parameters, masters or states later."""
+        if self._zero1 is not None:
+            self._zero1.finish_update()
+
     def load_options(self, saved: list[Mapping[str, Any]]) -> None:
         """Restore the options of each group.
 

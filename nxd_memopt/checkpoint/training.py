@@ -17,6 +17,7 @@ from nxd_memopt.checkpoint.plain import decode
 from nxd_memopt.checkpoint.saving import RankSave
 from nxd_memopt.checkpoint.snapshot import HostReader
 from nxd_memopt.checkpoint.steps import find_latest, prepare_step
+from nxd_memopt.checkpoint.stored_optimizer import StoredOptimizer
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.checkpointing import load_into
 from nxd_memopt.parallel_layers.coordination import raise_together
@@ -161,6 +162,9 @@ def _load(
     """Load a checkpoint of version 2."""
     if config is not None:
         require_same_config(index.directory, index.content["config"], flat_config(config), not_compared)
+    if state.optimizer is not None:
+        # Updates that are left to the next forward would change what is loaded.
+        StoredOptimizer(state.optimizer).finish_update()
     load_model(index, state.model)
     notes: list[str] = []
     if state.optimizer is not None:

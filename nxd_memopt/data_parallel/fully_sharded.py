@@ -12,7 +12,7 @@ from torch import nn
 
 from nxd_memopt.backends import backend
 from nxd_memopt.data_parallel.hybrid import hybrid_groups
-from nxd_memopt.memory.recompute import is_passed_over
+from nxd_memopt.memory.recompute import layer_units
 from nxd_memopt.modules.causal_lm import ParallelCausalLM
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.data_shards import MODEL_DTYPE, SHARD_GROUP, is_data_sharded
@@ -81,7 +81,7 @@ def shard_model(
         "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False),
     }
     # One layer at a time is copied to masters, and only this rank's rows of them stay.
-    for layers in _units(model):
+    for layers in layer_units(model.decoder_layers()):
         for layer in layers:
             _cast_trained(layer, master_dtype)
         fully_shard(layers, reshard_after_forward=reshard_after_forward, **options)
@@ -142,17 +142,6 @@ def _trained_dtype(model: nn.Module) -> torch.dtype:
             f"({', '.join(dtypes.values())}): build the model in one dtype"
         )
     return next(iter(dtypes))
-
-
-def _units(model: ParallelCausalLM) -> list[list[nn.Module]]:
-    """Return the decoder layers by unit: the layers of a recompute chunk run inside its first one."""
-    units: list[list[nn.Module]] = []
-    for layer in model.decoder_layers():
-        if is_passed_over(layer):
-            units[-1].append(layer)
-        else:
-            units.append([layer])
-    return units
 
 
 @torch.no_grad()

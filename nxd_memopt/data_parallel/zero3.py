@@ -61,6 +61,7 @@ class Zero3Optimizer(NeuronZero1Optimizer):
         super().__init__(
             groups,
             optimizer_class,
+            optimizer_dtype=_rows_dtype(groups),
             grad_clipping=grad_clipping,
             max_norm=max_norm,
             sharding_groups=_sharding_groups(groups),
@@ -180,6 +181,14 @@ def _take_gradient(each: Sharded) -> None:
         delattr(each.shard, SUMMED_AT)
     each.shard.grad = grad
     each.param.grad = None
+
+
+def _rows_dtype(groups: list[Any]) -> torch.dtype | None:
+    """Return the dtype of the trained rows, in which gradients and states are too."""
+    params: list[Tensor] = []
+    for group in groups:
+        params += grads.parameters_of(group["params"] if isinstance(group, dict) else group)
+    return next((param.dtype for param in params if param.requires_grad), None)
 
 
 def _sharding_groups(groups: list[Any]) -> list[list[int]]:

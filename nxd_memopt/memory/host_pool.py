@@ -26,6 +26,7 @@ class HostPool:
             available host memory.
         pinned: use page-locked memory, which a GPU copies to and from asynchronously.
         block_bytes: size of each block in bytes.
+        limit_remedy: what the error says to do when the limit is reached.
 
     Raises:
         ValueError: ``limit_bytes`` is smaller than one block.
@@ -37,11 +38,13 @@ class HostPool:
         *,
         pinned: bool = False,
         block_bytes: int = BLOCK_BYTES,
+        limit_remedy: str = "raise the limit",
     ) -> None:
         if limit_bytes is not None and limit_bytes < block_bytes:
             raise ValueError(f"limit_bytes {limit_bytes} is less than one block of {block_bytes} bytes: raise it")
         self.block_bytes = block_bytes
         self._limit_bytes = limit_bytes
+        self._limit_remedy = limit_remedy
         self._pinned = pinned
         self._free: list[Tensor] = []
         self._taken: dict[str, int] = {}  # blocks in use, by owner
@@ -157,7 +160,7 @@ class HostPool:
             raise ValueError(
                 f"{owner} requires {required} more bytes of host memory, and "
                 f"{self._limit_bytes - allocated} of the pool's {self._limit_bytes} "
-                f"are left (in use: {self._used()}): raise the limit"
+                f"are left (in use: {self._used()}): {self._limit_remedy}"
             )
         available = available_host_bytes()
         if available is not None and required > available:

@@ -258,6 +258,17 @@ def is_passed_over(layer: nn.Module) -> bool:
     return _passing_on in (wrapper_of(layer, "recompute"), wrapper_of(layer, "traced_recompute"))
 
 
+def layer_units(layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
+    """Return the layers that run together: those of a recompute chunk, and every other one alone."""
+    units: list[list[nn.Module]] = []
+    for layer in layers:
+        if is_passed_over(layer):
+            units[-1].append(layer)
+        else:
+            units.append([layer])
+    return units
+
+
 def remove_recompute(model: Recomputable) -> None:
     """Undo ``apply_recompute`` and ``recompute_module`` on all layers and modules of ``model``.
 

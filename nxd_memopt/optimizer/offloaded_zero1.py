@@ -12,12 +12,14 @@ from torch import Tensor, nn
 
 from nxd_memopt.backends import HostTransfers, backend
 from nxd_memopt.memory.host_pool import HostPool
+from nxd_memopt.memory.recompute import layer_units
 from nxd_memopt.memory.wrapping import is_wrapped, wrap_forward
 from nxd_memopt.optimizer.sharding import all_gather_into
 from nxd_memopt.optimizer.streamed_adamw import CHUNK_ELEMENTS, RESIDENT_ELEMENTS, PlacedStates, StreamedAdamW
 from nxd_memopt.optimizer.zero1 import NeuronZero1Optimizer
 from nxd_memopt.parallel_layers import grads
 from nxd_memopt.parallel_layers.utils import padded_size
+from nxd_memopt.planner.formulas import stream_bytes
 
 STAGING_BYTES = 2 << 30
 
@@ -44,7 +46,7 @@ class OffloadedZero1Optimizer(NeuronZero1Optimizer):
 
     Raises:
         ValueError: the device has no copies that overlap with its work, a parameter is wider than
-            fp32, or the host's memory is too small.
+            fp32, a loss scaler is given, or the host's or the device's memory is too small.
     """
 
     def __init__(
@@ -65,6 +67,8 @@ class OffloadedZero1Optimizer(NeuronZero1Optimizer):
                 f"optimizer_cpu_offload needs a device whose copies to the host overlap with its "
                 f"work, an NVIDIA GPU; the backend is {backend.name}: leave it out"
             )
+        if options.get("loss_scaler") is not None:
+            raise ValueError("optimizer_cpu_offload does not scale losses: train in bf16 (precision bf16-mixed)")
         self._transfers = transfers
         self._pool = pool or HostPool()
         self._fraction = optimizer_offload_fraction
@@ -82,11 +86,17 @@ class OffloadedZero1Optimizer(NeuronZero1Optimizer):
         self._states = PlacedStates(
             [padded_size(param.numel(), size) // size for param in trained],
             fraction=self._fraction,
-            transfers=self._transfers,
-            pool=self._pool,
             resident_elements=self._resident_elements,
         )
+        self._states.allocate(
+            self._transfers,
+            self._pool,
+            streaming_bytes=stream_bytes(
+                self._states.host_elements, chunk_elements=self._chunk_elements, staging_bytes=self._staging_bytes
+            ),
+        )
         self._outputs: list[Tensor] = []
+        self._updated_in_step: int | None = None
         self.optimizer_class = functools.partial(
             StreamedAdamW,
             states=self._states,
@@ -107,9 +117,10 @@ class OffloadedZero1Optimizer(NeuronZero1Optimizer):
         ``step`` call it.
 
         Args:
-            layers: the model's decoder layers in the order of forward. Parameters before the first
-                layer's, such as the embedding's, are updated in ``step``, those after the last
-                layer's with it.
+            layers: the model's decoder layers in the order of forward, after ``apply_memory``: the
+                first layer of a recompute chunk runs, and waits for, all layers of the chunk.
+                Parameters before the first layer's, such as the embedding's, are updated in
+                ``step``, those after the last layer's with it.
 
         Raises:
             ValueError: the parameters are sharded over data-parallel ranks, or not in the order of
@@ -119,24 +130,26 @@ class OffloadedZero1Optimizer(NeuronZero1Optimizer):
             raise ValueError("update_in_forward needs unsharded parameters: an all-gather needs all of them at once")
         if any(is_wrapped(layer, "weights") for layer in layers):
             raise ValueError("update_in_forward needs all weights on the device: turn cpu_offloading_weights off")
-        index_of = {id(each.param): index for index, each in enumerate(self._sharded)}
-        on_host = set(self._states.on_host)
+        on_host = {id(self._sharded[index].param): index for index in self._states.on_host}
+        units = layer_units(layers)
         last = -1
-        for number, layer in enumerate(layers):
-            indices = [index_of[id(param)] for param in layer.parameters() if id(param) in index_of]
-            indices = [index for index in indices if index in on_host]
+        first: int | None = None
+        for number, unit in enumerate(units):
+            indices = [on_host[id(param)] for layer in unit for param in layer.parameters() if id(param) in on_host]
             if indices and min(indices) <= last:
                 raise ValueError("update_in_forward: pass the parameters in the order of the layers")
-            if number == 0 and indices:
-                self._updated_in_step = min(indices) - 1
+            if indices and first is None:
+                first = min(indices)
             last = max(indices, default=last)
-            limit = last if number < len(layers) - 1 else None
-            wrap_forward(layer, "optimizer", functools.partial(functools.partial, self._run_layer, limit))
+            limit = last if number < len(units) - 1 else None
+            wrap_forward(unit[0], "optimizer", functools.partial(functools.partial, self._run_layer, limit))
+        # Without a state of a layer on the host, ``step`` updates everything.
+        self._updated_in_step = None if first is None else first - 1
         self.base_optimizer.is_deferred = True
 
     def finish_update(self) -> None:
-        """Complete the step whose updates were left to the next forward."""
-        self.base_optimizer.finish()
+        """Complete the step whose updates were left to the next forward, and wait for the host's states."""
+        self.base_optimizer.synchronize()
 
     def _run_layer(self, last: int | None, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return ``forward`` of a layer, after the updates up to weight number ``last``."""
@@ -183,8 +196,6 @@ class OffloadedZero1Optimizer(NeuronZero1Optimizer):
         return False
 
     def _clip(self, reduced: list[Tensor]) -> Tensor:
-        if self.loss_scaler is not None:
-            raise ValueError("optimizer_cpu_offload does not scale losses: train in bf16 (precision bf16-mixed)")
         for each, grad in zip(self._sharded, reduced, strict=True):
             # Not ``grad``, which must be on the device of the shard.
             shard: Any = each.shard

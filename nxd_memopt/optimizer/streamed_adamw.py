@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from nxd_memopt.backends import HostTransfers
 from nxd_memopt.memory.chunk_stream import ChunkStream
-from nxd_memopt.memory.host_pool import HostPool
+from nxd_memopt.memory.host_pool import HostPool, available_host_bytes
 from nxd_memopt.memory.paced_copies import PacedCopies
 from nxd_memopt.ops.adamw import adamw_update, step_numbers
 from nxd_memopt.ops.cuda import adamw as cuda
 from nxd_memopt.ops.cuda.support import can_use_triton
 from nxd_memopt.parallel_layers.grads import gradient_of
+from nxd_memopt.planner.formulas import optimizer_state_bytes, stream_slots
 
 # Elements of a chunk: 64 MiB of each of the three fp32 tensors. A copy of 64 MiB takes 1.2 ms at
 # 55 GB/s, next to which the 10 us of its launch and of the update's kernels do not count.
@@ -55,12 +56,16 @@ class PlacedStates:
         sizes: elements of each parameter, in the order of the updates.
         fraction: part of all elements that are on the host, in [0, 1], rounded up to a whole
             parameter.
-        transfers: copies between device and host.
-        pool: the ledger of host memory.
         resident_elements: parameters of fewer elements stay on the device.
 
+    Attributes:
+        on_host: numbers of the parameters whose states are on the host.
+        on_device: the numbers of the others.
+        host_elements: elements of the former.
+        device_elements: elements of the latter.
+
     Raises:
-        ValueError: ``fraction`` is outside [0, 1], or the host has too little memory.
+        ValueError: ``fraction`` is outside [0, 1].
     """
 
     def __init__(
@@ -68,8 +73,6 @@ class PlacedStates:
         sizes: Sequence[int],
         *,
         fraction: float,
-        transfers: HostTransfers,
-        pool: HostPool,
         resident_elements: int = RESIDENT_ELEMENTS,
     ) -> None:
         if not 0 <= fraction <= 1:
@@ -78,25 +81,56 @@ class PlacedStates:
         self.on_host: list[int] = []
         self.on_device: list[int] = []
         self._offsets: list[int] = []
-        host_elements = device_elements = 0
+        self.host_elements = self.device_elements = 0
         for index, size in enumerate(sizes):
-            if host_elements < fraction * sum(sizes) and size >= resident_elements:
+            if self.host_elements < fraction * sum(sizes) and size >= resident_elements:
                 self.on_host.append(index)
-                self._offsets.append(host_elements)
-                host_elements += size
+                self._offsets.append(self.host_elements)
+                self.host_elements += size
             else:
                 self.on_device.append(index)
-                self._offsets.append(device_elements)
-                device_elements += size
-        element_bytes = torch.float32.itemsize
-        kinds = 1 + len(STATES)
+                self._offsets.append(self.device_elements)
+                self.device_elements += size
         self.host: list[Tensor] = []
-        if host_elements:
-            pool.claim(kinds * host_elements * element_bytes, OWNER)
-            buffers = [transfers.host_buffer(host_elements * element_bytes) for _ in range(kinds)]
+        self.device: list[Tensor] = []
+
+    def allocate(self, transfers: HostTransfers, pool: HostPool, *, streaming_bytes: int = 0) -> None:
+        """Allocate the buffers, zeroed.
+
+        Args:
+            transfers: copies between device and host.
+            pool: the ledger of host memory.
+            streaming_bytes: device memory that the host's states will need on their way.
+
+        Raises:
+            ValueError: host or device have too little memory; the message has the required and the
+                available bytes.
+        """
+        host_bytes = optimizer_state_bytes(self.host_elements)
+        device_bytes = optimizer_state_bytes(self.device_elements)
+        # Both before anything is allocated: page-locking 100 GB takes minutes.
+        free_bytes = transfers.free_bytes()
+        if device_bytes + streaming_bytes > free_bytes:
+            raise ValueError(
+                f"{OWNER} require {device_bytes + streaming_bytes} bytes of device memory ({device_bytes} for those "
+                f"that stay there, {streaming_bytes} for those on their way), and {free_bytes} are available: raise "
+                "optimizer_offload_fraction, or lower the memory for states on their way"
+            )
+        kinds = 1 + len(STATES)
+        if host_bytes:
+            pool.claim(host_bytes, OWNER)
+            try:
+                buffers = [transfers.host_buffer(host_bytes // kinds) for _ in range(kinds)]
+            except RuntimeError as error:
+                pool.release(host_bytes, OWNER)
+                raise ValueError(
+                    f"{OWNER} require {host_bytes} bytes of page-locked host memory, and the system refused a buffer "
+                    f"of {host_bytes // kinds} ({error}); {available_host_bytes()} bytes are available: lower "
+                    "optimizer_offload_fraction, or raise the limit of locked memory (ulimit -l)"
+                ) from error
             self.host = [buffer.view(torch.float32).zero_() for buffer in buffers]
         on_device = {"dtype": torch.float32, "device": transfers.device}
-        self.device = [torch.zeros(device_elements, **on_device) for _ in range(kinds)]
+        self.device = [torch.zeros(self.device_elements, **on_device) for _ in range(kinds)]
 
     def of_parameter(self, index: int) -> list[Tensor]:
         """Return the weights and the moments of a parameter, 1-D views of the buffers."""
@@ -154,16 +188,18 @@ class StreamedAdamW(torch.optim.AdamW):
         self._states = states
         self._weights = [weight for group in self.param_groups for weight in group["params"]]
         self._outputs = [output.detach().view(-1) for output in outputs]
+        # A model that is smaller than a chunk needs no buffers of a chunk's size.
+        longest = max(states.host_elements, states.device_elements, 1)
+        chunk_elements = min(chunk_elements, longest)
         self._gradient = torch.empty(chunk_elements, dtype=torch.float32, device=transfers.device)
         # The pieces in each chunk, of the host's buffers and of the device's.
         self._stream: ChunkStream | None = None
         self._host_chunks: list[list[Piece]] = []
         if states.host:
-            slot_bytes = len(states.host) * chunk_elements * torch.float32.itemsize
             self._stream = ChunkStream(
                 states.host,
                 chunk_elements=chunk_elements,
-                slots=max(2, staging_bytes // slot_bytes),
+                slots=stream_slots(chunk_elements, staging_bytes),
                 transfers=PacedCopies(transfers),
             )
             bounds = [self._stream.bounds(chunk) for chunk in range(self._stream.num_chunks)]

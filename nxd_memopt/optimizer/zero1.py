@@ -315,6 +315,12 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
             if each.shard is not each.param:
                 each.shard.grad = None
 
+    def finish_update(self) -> None:
+        """Complete updates that the last step has left to the next forward; here there are none.
+
+        Call it before parameters are read or written outside of a step.
+        """
+
     def _before_masters_are_used(self) -> None:
         """Wait for updates of the masters that are still under way; here there are none."""
 

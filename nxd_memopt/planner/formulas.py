@@ -221,3 +221,38 @@ def auto_tile_tokens(free_bytes: int | None, bytes_per_token: int) -> int:
     while tokens > 1024 and tokens * bytes_per_token > free_bytes // 8:
         tokens //= 2
     return tokens
+
+
+def optimizer_state_bytes(num_elements: int) -> int:
+    """Return the bytes of fp32 master weights and AdamW's two fp32 moments: 12 per element."""
+    return num_elements * (1 + _ADAM_MOMENTS) * _FP32_BYTES
+
+
+def stream_slots(chunk_elements: int, staging_bytes: int) -> int:
+    """Return the chunks of optimizer states that are on the device at a time, at least 2.
+
+    With one chunk, its update, its way back and the next one's arrival would wait for each other.
+
+    Args:
+        chunk_elements: elements of a chunk.
+        staging_bytes: device memory for chunks on their way.
+    """
+    return max(2, staging_bytes // optimizer_state_bytes(chunk_elements))
+
+
+def stream_bytes(host_elements: int, *, chunk_elements: int, staging_bytes: int) -> int:
+    """Return the device memory in bytes that optimizer states on the host need on their way.
+
+    The ring of chunks, and one chunk of gradients in fp32.
+
+    Args:
+        host_elements: elements whose states are on the host.
+        chunk_elements: see ``stream_slots``.
+        staging_bytes: see ``stream_slots``.
+    """
+    if not host_elements:
+        return 0
+    chunk_elements = min(chunk_elements, host_elements)
+    num_chunks = -(-host_elements // chunk_elements)
+    slots = min(stream_slots(chunk_elements, staging_bytes), num_chunks)
+    return slots * optimizer_state_bytes(chunk_elements) + chunk_elements * _FP32_BYTES

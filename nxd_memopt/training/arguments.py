@@ -59,6 +59,8 @@ ALIASES = {
     "data_parallel_sharding_strategy": ("data_parallel", "sharding"),
     "num_distributed_optimizer_instances": ("data_parallel", "num_distributed_optimizer_instances"),
     "use_distributed_optimizer": ("optimizer", "zero1"),
+    "optimizer_cpu_offload": ("optimizer", "optimizer_cpu_offload"),
+    "optimizer_offload_fraction": ("optimizer", "optimizer_offload_fraction"),
 } | {
     field.name: (section, field.name)
     for section in ("parallel", "memory")

@@ -12,6 +12,7 @@ from nxd_memopt.training.sharding import (
     SHARDS_GRADIENTS,
     DataParallelConfig,
     require_compatible,
+    require_offloadable,
     resolve_sharding,
 )
 
@@ -176,6 +177,16 @@ class OptimizerConfig:
             ``use_distributed_optimizer``.
         overlap_grad_reduce: overlap the gradient reduction over ranks with backward, instead of
             running it afterwards.
+        optimizer_cpu_offload: keep fp32 master weights and optimizer states in host memory between
+            steps, on NVIDIA GPUs; they pass through the device in each update (Megatron's name). The
+            results are the same at every fraction. Needs ``master_weights`` or fp32 parameters, and
+            ``data_parallel.sharding`` none or zero1.
+        optimizer_offload_fraction: part of them that is on the host, from 0 to 1; ``None`` is 1.
+        optimizer_staging_gib: device memory for states on their way, in GiB of 2^30 bytes. With more
+            of it, more of the next step's states arrive during forward and backward.
+        optimizer_update_in_forward: each layer's update runs right before the layer's next forward,
+            so that the states of later layers arrive while earlier layers run. The results are the
+            same. Gradients stay allocated until then. Needs parameters that are not sharded.
         initial_loss_scale: 16-mixed: first factor of the loss; NeMo's ``native_amp_init_scale``.
         min_loss_scale: 16-mixed: the scale is not lowered below this; 20 consecutive steps with
             overflow at this scale stop the run.
@@ -196,6 +207,10 @@ class OptimizerConfig:
     master_weights: bool | None = None
     zero1: bool | None = None
     overlap_grad_reduce: bool = False
+    optimizer_cpu_offload: bool = False
+    optimizer_offload_fraction: float | None = None
+    optimizer_staging_gib: float = 2.0
+    optimizer_update_in_forward: bool = False
     initial_loss_scale: float = 2.0**32
     min_loss_scale: float = 1.0
     loss_scale_window: int = 1000
@@ -213,11 +228,27 @@ class OptimizerConfig:
                 f"{self.initial_loss_scale} must be above 0 and at most {MAX_LOSS_SCALE:.0e}, and "
                 "initial_loss_scale not below min_loss_scale"
             )
+        self._check_offload()
         if self.min_lr_ratio > 1:
             raise ValueError(f"optimizer.min_lr_ratio must be at most 1, got {self.min_lr_ratio}")
         # AdamW divides by 1 - beta**step, which is 0 for beta 1.
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optimizer.betas must be two numbers in [0, 1), got {list(self.betas)}")
+
+    def _check_offload(self) -> None:
+        fraction = self.optimizer_offload_fraction
+        if fraction is not None and not 0 <= fraction <= 1:
+            raise ValueError(f"optimizer.optimizer_offload_fraction must be between 0 and 1, got {fraction}")
+        _require_at_least("optimizer.optimizer_staging_gib", self.optimizer_staging_gib, 0)
+        if self.optimizer_cpu_offload:
+            return
+        # Options of the offload that nothing would read.
+        for name, unset in (("optimizer_offload_fraction", None), ("optimizer_update_in_forward", False)):
+            if getattr(self, name) != unset:
+                raise ValueError(
+                    f"optimizer.{name} {getattr(self, name)} needs optimizer.optimizer_cpu_offload: set it to true, "
+                    f"or leave {name} out"
+                )
 
 
 @dataclass(frozen=True)
@@ -367,6 +398,8 @@ class TrainConfig:
         object.__setattr__(self, "data_parallel", replace(self.data_parallel, sharding=stage))
         object.__setattr__(self, "optimizer", replace(self.optimizer, master_weights=masters, zero1=None))
         require_compatible(self.data_parallel, overlap_grad_reduce=self.optimizer.overlap_grad_reduce)
+        if self.optimizer.optimizer_cpu_offload:
+            require_offloadable(self.data_parallel.stage, precision)
         # Checks between sections; each section has checked its own fields. Sequence parallelism
         # gives each tensor-parallel rank S / T tokens.
         if self.parallel.sequence_parallel_enabled:
@@ -409,6 +442,11 @@ class TrainConfig:
             return (
                 f"data_parallel.sharding is {stage}, but it reduces and frees gradients between "
                 "kernels, and a graph has no host code: set data_parallel.sharding to zero1"
+            )
+        if self.optimizer.optimizer_update_in_forward:
+            return (
+                "optimizer.optimizer_update_in_forward is true, but the updates run between the "
+                "layers' kernels, and a graph has no host code: set optimizer_update_in_forward to false"
             )
         if self.memory.cpu_offloading_activations or self.memory.cpu_offloading_num_layers:
             name = "cpu_offloading_num_layers"

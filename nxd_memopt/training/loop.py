@@ -277,6 +277,7 @@ def finish(
 ) -> None:
     """Export the model, verify the export, and write and show the summary. Every rank calls."""
     directory = export_directory(config)
+    training.optimizer.finish_update()
     if config.trainer.export:
         export(training.model, vocabulary, directory)
         summary.export = str(directory)

@@ -51,12 +51,13 @@ def load_hf_config(config: ModelConfig) -> PretrainedConfig:
 def require_executable(config: TrainConfig, hf_config: PretrainedConfig) -> None:
     """Raise ``ValueError`` if the backend does not support an option.
 
-    The options are ``enable_cuda_graph: true``, ``compile``, ``allow_tf32: true``, fp16, and ZeRO
-    stages 2 and 3.
+    The options are ``enable_cuda_graph: true``, ``compile``, ``allow_tf32: true``, fp16, ZeRO
+    stages 2 and 3, and optimizer states on the host.
 
     Called before the model is built.
     """
     _require_sharding(config)
+    _require_state_offload(config)
     conflict = cuda_graph_conflict(config, hf_config)
     if config.trainer.enable_cuda_graph is True and conflict is not None:
         raise ValueError(f"trainer.enable_cuda_graph is true, but {conflict}, or enable_cuda_graph to auto")
@@ -86,6 +87,24 @@ def _require_sharding(config: TrainConfig) -> None:
             "start more ranks"
         )
     shard_ranks(config)  # called for its checks
+
+
+def _require_state_offload(config: TrainConfig) -> None:
+    """Raise ``ValueError`` if the optimizer's states cannot be on the host, or not be updated in forward."""
+    if not config.optimizer.optimizer_cpu_offload:
+        return
+    if backend.host_transfers() is None:
+        raise ValueError(
+            "optimizer.optimizer_cpu_offload needs a device whose copies to the host overlap with its work, an "
+            f"NVIDIA GPU; the backend is {backend.name}: set it to false"
+        )
+    is_sharded = config.data_parallel.stage == "zero1" and config.data_parallel_size(world_size()) > 1
+    if config.optimizer.optimizer_update_in_forward and is_sharded:
+        raise ValueError(
+            "optimizer.optimizer_update_in_forward is true and data_parallel.sharding is zero1 over "
+            f"{config.data_parallel_size(world_size())} ranks, which gathers all parameters at once after the update: "
+            "set one of them to false and none"
+        )
 
 
 def shard_ranks(config: TrainConfig) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -10,7 +11,8 @@ from torch import Tensor, nn
 
 from nxd_memopt.backends import backend
 from nxd_memopt.data_parallel import Zero2Optimizer, Zero3Optimizer
-from nxd_memopt.optimizer import AdamW, LossScaler, NeuronZero1Optimizer
+from nxd_memopt.memory.host_pool import HostPool
+from nxd_memopt.optimizer import AdamW, LossScaler, NeuronZero1Optimizer, OffloadedZero1Optimizer
 from nxd_memopt.parallel_layers import grads, parallel_state
 from nxd_memopt.parallel_layers.data_shards import local_rows, model_dtype
 from nxd_memopt.parallel_layers.overlapped_grads import OverlappedGradientReduction
@@ -36,6 +38,7 @@ class MasterWeightOptimizer:
         data_parallel: the ZeRO stage.
         shard_ranks: zero2: number of consecutive data-parallel ranks that share the shards.
             Default: all.
+        pool: ledger of the host memory for offloaded states; default a new one.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class MasterWeightOptimizer:
         data_parallel: DataParallelConfig | None = None,
         *,
         shard_ranks: int | None = None,
+        pool: HostPool | None = None,
     ) -> None:
         self.parameters = parameters
         self.loss_scaler: LossScaler | None = None
@@ -60,13 +64,15 @@ class MasterWeightOptimizer:
         self._overlapped: OverlappedGradientReduction | None = None
         if config.overlap_grad_reduce:
             self._overlapped = OverlappedGradientReduction(parameters)
-        self._zero1 = self._sharded_optimizer(config, shard_ranks)
+        self._zero1 = self._optimizer_of_stage(config, shard_ranks, pool)
         self._options = [
             {"weight_decay": group["weight_decay"], "betas": group["betas"], "eps": group["eps"]}
             for group in self._zero1.param_groups
         ]
 
-    def _sharded_optimizer(self, config: OptimizerConfig, shard_ranks: int | None) -> NeuronZero1Optimizer:
+    def _optimizer_of_stage(
+        self, config: OptimizerConfig, shard_ranks: int | None, pool: HostPool | None
+    ) -> NeuronZero1Optimizer:
         """Return the optimizer of the stage, with AdamW inside."""
         # Matrices (embeddings and projections) decay; norm weights and biases do not.
         matrices = [parameter for parameter in self.parameters if parameter.dim() >= 2]
@@ -105,6 +111,18 @@ class MasterWeightOptimizer:
         if self._stage == "none":
             sharding_groups = [[rank] for rank in range(world_size())]
         # Gradients of bf16 and fp16 parameters are accumulated in fp32 main_grad by a hook.
+        if config.optimizer_cpu_offload:
+            for name in ("fused", "optimizer_dtype", "loss_scaler"):
+                del options[name]
+            return OffloadedZero1Optimizer(
+                groups,
+                optimizer_offload_fraction=offload_fraction(config),
+                staging_bytes=int(config.optimizer_staging_gib * 2**30),
+                pool=pool,
+                sharding_groups=sharding_groups,
+                use_grad_acc_hook=has_masters,
+                **options,
+            )
         return NeuronZero1Optimizer(
             groups, AdamW, sharding_groups=sharding_groups, use_grad_acc_hook=has_masters, **options
         )
@@ -183,6 +201,18 @@ class MasterWeightOptimizer:
             return None
         return LossScaling(self.loss_scaler.last_scale, self.loss_scaler.skipped_last)
 
+    def update_in_forward(self, layers: Sequence[nn.Module]) -> None:
+        """Leave the updates of offloaded states to the next forward of each of ``layers``."""
+        assert isinstance(self._zero1, OffloadedZero1Optimizer)
+        self._zero1.update_in_forward(layers)
+
+    def finish_update(self) -> None:
+        """Complete a step whose updates were left to the next forward.
+
+        Call it before parameters are read outside of a forward.
+        """
+        self._zero1.finish_update()
+
     def zero_grad(self) -> None:
         """Release the gradients of all parameters."""
         self._zero1.zero_grad()
@@ -191,6 +221,13 @@ class MasterWeightOptimizer:
     def inner(self) -> NeuronZero1Optimizer:
         """The stage's optimizer with the master weights and optimizer states, for checkpoints."""
         return self._zero1
+
+
+def offload_fraction(config: OptimizerConfig) -> float:
+    """Return the part of the optimizer states that is in host memory."""
+    if not config.optimizer_cpu_offload:
+        return 0.0
+    return 1.0 if config.optimizer_offload_fraction is None else config.optimizer_offload_fraction
 
 
 def reduction_dtype(config: OptimizerConfig) -> torch.dtype | None:

@@ -13,11 +13,18 @@ from nxd_memopt.memory import GraphedLoss, apply_memory
 from nxd_memopt.modules.causal_lm import ParallelCausalLM
 from nxd_memopt.optimizer import LossScaler
 from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.parallel_layers.coordination import raise_together
 from nxd_memopt.training.config import TrainConfig
+from nxd_memopt.training.host_memory import new_host_pool, reserve_activations
 from nxd_memopt.training.isolation import describe_isolation
 from nxd_memopt.training.micro_batches import MicroBatch
 from nxd_memopt.training.model import cuda_graph_conflict, shard_ranks
-from nxd_memopt.training.optimizer import MasterWeightOptimizer, reduction_dtype, trainable_parameters
+from nxd_memopt.training.optimizer import (
+    MasterWeightOptimizer,
+    offload_fraction,
+    reduction_dtype,
+    trainable_parameters,
+)
 from nxd_memopt.training.precision import PRECISIONS
 from nxd_memopt.training.sharding import SHARDS_GRADIENTS
 
@@ -43,7 +50,7 @@ def parallelize(model: ParallelCausalLM, config: TrainConfig) -> tuple[MasterWei
        ``apply_memory``.
     2. zero3 shards the parameters: its units are the layers whose forward was replaced.
     3. Data parallelism registers hooks on the parameters' gradients, so the parameters must be
-       final.
+       final. Updates in forward are outside of everything that replaced a layer's forward.
     4. A CUDA graph comes last: it captures everything that runs between a micro-batch and its
        gradients.
 
@@ -51,14 +58,20 @@ def parallelize(model: ParallelCausalLM, config: TrainConfig) -> tuple[MasterWei
         The optimizer, which reduces the gradients, and the function that runs forward and
         backward.
     """
-    apply_memory(model, config.memory, compile=config.trainer.compile)
+    pool = new_host_pool(config)
+    apply_memory(model, config.memory, compile=config.trainer.compile, pool=pool)
+    reserve_activations(pool, model, config)
     stage = config.data_parallel.stage
     ranks = shard_ranks(config) if stage in SHARDS_GRADIENTS else None
     if stage == "zero3":
         _shard_parameters(model, config, ranks)
-    optimizer = MasterWeightOptimizer(
-        trainable_parameters(model), config.optimizer, config.data_parallel, shard_ranks=ranks
-    )
+    # A rank whose host lacks memory for the states raises here: the others must not go on alone.
+    with raise_together("creating the optimizer"):
+        optimizer = MasterWeightOptimizer(
+            trainable_parameters(model), config.optimizer, config.data_parallel, shard_ranks=ranks, pool=pool
+        )
+    if config.optimizer.optimizer_update_in_forward:
+        optimizer.update_in_forward(model.decoder_layers())
     return optimizer, _forward_backward(model, config, optimizer.loss_scaler)
 
 
@@ -136,6 +149,7 @@ def describe_step(model: ParallelCausalLM, config: TrainConfig) -> list[str]:
         lines.append("TF32: on, the inputs of fp32 matmuls are rounded to 11 significant bits")
     return [
         *describe_sharding(config),
+        *describe_offload(config),
         f"CUDA graph: {graph}",
         describe_isolation(model, config),
         *lines,
@@ -153,3 +167,12 @@ def describe_sharding(config: TrainConfig) -> list[str]:
     if stage in SHARDS_GRADIENTS and shard_ranks(config) < size:
         instances = f", in {size // shard_ranks(config)} instances of {shard_ranks(config)}"
     return [f"data-parallel sharding: {SHARDED[stage]} ({stage}) over {size} data-parallel ranks{instances}"]
+
+
+def describe_offload(config: TrainConfig) -> list[str]:
+    """Return a line about optimizer states in host memory; empty without them."""
+    if not config.optimizer.optimizer_cpu_offload:
+        return []
+    where = "in the next forward" if config.optimizer.optimizer_update_in_forward else "after backward"
+    fraction = offload_fraction(config.optimizer)
+    return [f"optimizer states: {fraction:.0%} of masters and moments in host memory, updated {where}"]

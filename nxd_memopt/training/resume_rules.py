@@ -104,6 +104,11 @@ RULES: dict[str, Rule] = {
     "optimizer.eps": WHEN_ASKED,
     "optimizer.clip_grad": WHEN_ASKED,
     "optimizer.master_weights": REFUSED,
+    # A state's place does not change its value.
+    "optimizer.optimizer_cpu_offload": Rule(Change.REPORTED, before=False),
+    "optimizer.optimizer_offload_fraction": Rule(Change.REPORTED, before=None),
+    "optimizer.optimizer_staging_gib": REPORTED,
+    "optimizer.optimizer_update_in_forward": Rule(Change.REPORTED, before=False),
     # The scale itself comes from the checkpoint.
     "optimizer.initial_loss_scale": REPORTED,
     "optimizer.min_loss_scale": Rule(Change.WHEN_ASKED, before=1.0),

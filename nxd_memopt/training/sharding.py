@@ -1,4 +1,4 @@
-"""The ``data_parallel`` section: which ZeRO stage shards what, and the options that a stage excludes."""
+"""The ``data_parallel`` section: which ZeRO stage shards what, and the options that stages and offload exclude."""
 
 from __future__ import annotations
 
@@ -131,4 +131,24 @@ def require_compatible(config: DataParallelConfig, *, overlap_grad_reduce: bool)
         raise ValueError(
             f"data_parallel.reshard_after_forward is false and data_parallel.sharding is {stage}, which does not "
             "shard parameters: leave it out, or set sharding to zero3"
+        )
+
+
+def require_offloadable(stage: str, precision: str) -> None:
+    """Raise ``ValueError`` if ``optimizer.optimizer_cpu_offload`` does not support the stage or the precision."""
+    name = "optimizer.optimizer_cpu_offload"
+    if stage in SHARDS_GRADIENTS:
+        raise ValueError(
+            f"{name} is true and data_parallel.sharding is {stage}, whose optimizer keeps its states on the device: "
+            "set sharding to zero1, or leave optimizer_cpu_offload out"
+        )
+    if precision == "16-mixed":
+        raise ValueError(
+            f"{name} is true and trainer.precision is 16-mixed, whose gradients are unscaled before states move: "
+            "use bf16-mixed, or leave optimizer_cpu_offload out"
+        )
+    if precision == "bf16-true":
+        raise ValueError(
+            f"{name} is true and trainer.precision is bf16-true, without fp32 masters and states to offload: "
+            "use bf16-mixed, or leave optimizer_cpu_offload out"
         )

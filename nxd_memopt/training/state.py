@@ -55,6 +55,7 @@ class Training:
 
     def state(self) -> TrainingState:
         """Return everything that a checkpoint stores of this rank."""
+        self.optimizer.finish_update()
         # References to the model and the optimizer, copies of the random states only: the save
         # copies everything else before the next update changes it.
         shared: dict[str, Any] = {

@@ -16,9 +16,11 @@ from nxd_memopt.training.model import shard_ranks
 from tests.data_parallel.test_checkpoints import assert_bit_equal, full_tensors
 from tests.dist.pool import distributed
 from tests.reference import assert_says, error_message
-from tests.training.runs import rows, run_here, run_on_pool, summary, write_config
+from tests.training.runs import LLAMA, rows, run_here, run_on_pool, summary, write_config
 from tests.training.test_resume_rules import build
 
+# Rows that every stage divides equally: zero3's norm then adds the same squares as zero1's.
+EVEN = {"config_overrides": LLAMA | {"vocab_size": 264, "intermediate_size": 48}}
 MEASURED = ("tokens_per_s", "peak_memory_bytes")
 
 TENSOR_AND_SEQUENCE = {"tensor_model_parallel_size": 2, "sequence_parallel_enabled": True}
@@ -76,6 +78,7 @@ def test_every_stage_has_the_losses_of_zero1(zero1: Path, tmp_path: Path, stage:
 def test_every_precision_has_the_bits_of_zero1(tmp_path: Path, precision: str) -> None:
     """One micro-batch of D=2 ranks without sequence parallelism: the same additions at every stage."""
     sections = {
+        "model": EVEN,
         "parallel": {"tensor_model_parallel_size": 2, "sequence_parallel_enabled": False},
         "data": {"global_batch_size": 4, "eval_sequences": 0},
         "trainer": {"precision": precision, "max_steps": 4, "export": False, "verify_export": False},
@@ -140,6 +143,7 @@ def test_a_run_resumes_at_every_stage_and_size(tmp_path: Path) -> None:
 def test_checkpoints_do_not_depend_on_the_stage(tmp_path: Path) -> None:
     """The same tensors under the same names, bit by bit, in bf16-mixed after three clipped steps."""
     sections = {
+        "model": EVEN,
         "parallel": {"tensor_model_parallel_size": 2, "sequence_parallel_enabled": False},
         "data": {"global_batch_size": 4, "eval_sequences": 0},
         "trainer": {"precision": "bf16-mixed", "max_steps": 3, "export": False, "verify_export": False},

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from nxd_memopt.memory.host_pool import HostPool
 from nxd_memopt.optimizer import NeuronZero1Optimizer
+from nxd_memopt.optimizer.loss_scaler import LossScaler
 from nxd_memopt.optimizer.offloaded_zero1 import OffloadedZero1Optimizer
 from nxd_memopt.parallel_layers import parallel_state
 from tests.deferred_transfers import DeferredTransfers
@@ -141,14 +142,20 @@ def test_a_saved_state_continues_at_another_fraction(saved: float, loaded: float
     assert_equal(values(optimizer, actual), values(whole, expected))
 
 
-@pytest.mark.parametrize("memory", [{}, {"recompute_granularity": "full"}])
-def test_updates_in_the_next_forward_change_nothing(memory: dict[str, object]) -> None:
+CHUNKS_OF_LAYERS = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+@pytest.mark.parametrize("memory", [{}, {"recompute_granularity": "full"}, CHUNKS_OF_LAYERS])
+def test_updates_in_the_next_forward_change_nothing(memory: dict[str, object], fraction: float) -> None:
+    """The first layer of a recompute chunk runs all of its layers, and waits for all of them."""
     results = []
     for in_forward in (False, True):
         torch.manual_seed(3)
         model = parallel_model(llama_config(), **memory).to(torch.bfloat16)
         transfers = DeferredTransfers()
         options = {"transfers": transfers, "chunk_elements": 256, "staging_bytes": 3 * 12 * 256}
+        options["optimizer_offload_fraction"] = fraction
         optimizer = OffloadedZero1Optimizer(model.parameters(), resident_elements=100, **options, **OPTIONS)
         if in_forward:
             optimizer.update_in_forward(model.decoder_layers())
@@ -177,3 +184,43 @@ def test_errors_name_bytes_and_remedy() -> None:
     assert_says(message, "optimizer_cpu_offload", "cpu")
     wide = [nn.Parameter(torch.zeros(3, 2, dtype=torch.float64)), nn.Parameter(torch.zeros(3))]
     assert_says(error_message(lambda: offloaded(wide, 1.0)), "float64")
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.05])
+def test_updates_in_forward_without_a_layer_on_the_host(fraction: float) -> None:
+    """No state is on the host, or the embedding's alone: each step is complete when it returns."""
+    model = parallel_model(llama_config()).to(torch.bfloat16)
+    options = {"transfers": DeferredTransfers(), "optimizer_offload_fraction": fraction, "resident_elements": 100}
+    optimizer = OffloadedZero1Optimizer(model.parameters(), **options, **OPTIONS)
+    optimizer.update_in_forward(model.decoder_layers())
+    assert len(optimizer._states.on_host) == (fraction > 0)
+    model(**batch()).loss.backward()
+    before = model.lm_head.weight.detach().clone()
+    optimizer.step()
+    assert not optimizer.base_optimizer._pending
+    assert not torch.equal(model.lm_head.weight, before)
+
+
+def test_a_device_or_host_without_the_memory_is_an_error_before_anything_is_allocated() -> None:
+    params = parameters(torch.bfloat16)
+    sizes = [param.numel() for param in params]
+    # the first matrix, 91 elements, goes to the host, in 3 chunks of 32 elements, of which 3 are on the device
+    required = 12 * (sum(sizes) - sizes[0]) + 3 * 12 * CHUNK + 4 * CHUNK
+    small = DeferredTransfers(available_bytes=required - 1)
+    message = error_message(lambda: offloaded(params, 0.1, transfers=small))
+    assert_says(message, "device memory", required, required - 1, "optimizer_offload_fraction")
+    offloaded(params, 0.1, transfers=DeferredTransfers(available_bytes=required))
+    pool = HostPool(block_bytes=1000)
+
+    class Unlockable(DeferredTransfers):
+        def host_buffer(self, size_bytes: int) -> Tensor:
+            raise RuntimeError(f"{size_bytes} bytes cannot be locked")
+
+    message = error_message(lambda: offloaded(params, 1.0, transfers=Unlockable(), pool=pool))
+    assert_says(message, "page-locked", 12 * sum(sizes), f"{4 * sum(sizes)} bytes cannot be locked", "ulimit -l")
+    assert pool.ledger() == {}
+
+
+def test_a_loss_scaler_is_refused_when_the_optimizer_is_made() -> None:
+    message = error_message(lambda: offloaded(parameters(torch.float16), 1.0, loss_scaler=LossScaler()))
+    assert_says(message, "does not scale losses", "bf16-mixed")

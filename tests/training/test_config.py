@@ -88,7 +88,7 @@ def test_yaml_numbers_without_a_point_are_floats() -> None:
         ({"optimizer": {"betas": [0.9, 1.0]}}, r"optimizer.betas must be two numbers in \[0, 1\), got \[0.9, 1.0\]"),
         (
             {"optimizer": {"zero1": True, "overlap_grad_reduce": True}},
-            "sharding is zero1, which scatters .* after backward: set overlap_grad_reduce to false, or sharding to none",
+            "sharding is zero1, which .* after backward: set overlap_grad_reduce to false, or sharding to none",
         ),
         (
             {"data_parallel": {"sharding": "zero3"}, "optimizer": {"overlap_grad_reduce": True}},

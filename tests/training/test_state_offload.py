@@ -1,0 +1,174 @@
+"""Optimizer states on the host in the training program: equal at every fraction, through evaluation, export and resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from safetensors.torch import load_file
+
+from nxd_memopt.backends import backend
+from nxd_memopt.memory import host_pool
+from nxd_memopt.optimizer.offloaded_zero1 import OffloadedZero1Optimizer
+from tests.data_parallel.test_checkpoints import assert_bit_equal, full_tensors
+from tests.deferred_transfers import DeferredTransfers
+from tests.dist import pool
+from tests.training.runs import _run_rank, rows, run_here, summary, write_config
+from tests.training.test_resume import refuse, succeed
+
+SECTIONS: dict[str, dict[str, Any]] = {
+    # accumulation over 2 micro-batches, clipping active
+    "data": {"micro_batch_size": 1, "global_batch_size": 2},
+    "optimizer": {"clip_grad": 0.25, "eps": 1e-3, "decay_steps": 6, "warmup_steps": 1},
+    "trainer": {"max_steps": 6, "save_interval": 3, "val_check_interval": 2, "precision": "bf16-mixed"},
+}
+CHUNKS_OF_LAYERS = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
+HALF = ("--trainer.max-steps", "3")
+
+
+def small_chunks() -> Any:
+    """Chunks of 256 elements, three of them on the device; only norms are too small for the host."""
+    options = {"resident_elements": 100, "chunk_elements": 256, "staging_bytes": 3 * 12 * 256}
+    return mock.patch.dict(OffloadedZero1Optimizer.__init__.__kwdefaults__, options)
+
+
+@pytest.fixture(autouse=True)
+def simulated_transfers(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(type(backend), "host_transfers", lambda self: DeferredTransfers())
+    with small_chunks():
+        yield
+
+
+def write(directory: Path, **sections: dict[str, Any]) -> Path:
+    directory.mkdir(exist_ok=True)
+    base = {name: dict(values) for name, values in SECTIONS.items()}
+    for name, values in sections.items():
+        base[name] = base.get(name, {}) | values
+    return write_config(directory, **base)
+
+
+def offload(fraction: float | None, *, in_forward: bool = False) -> dict[str, Any]:
+    return {
+        "optimizer_cpu_offload": True,
+        "optimizer_offload_fraction": fraction,
+        "optimizer_staging_gib": 3 * 12 * 256 / 2**30,
+        "optimizer_update_in_forward": in_forward,
+    }
+
+
+def results(directory: Path) -> list[Any]:
+    run = directory / "run"
+    steps = [(row["loss"], row["grad_norm"]) for row in rows(run)]
+    return [*steps, *rows(run, "evaluation.jsonl")]
+
+
+@pytest.fixture(scope="module")
+def resident(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose states all stay on the device, updated by the same arithmetic."""
+    directory = tmp_path_factory.mktemp("resident")
+    with mock.patch.object(type(backend), "host_transfers", lambda self: DeferredTransfers()), small_chunks():
+        succeed(run_here(write(directory, optimizer=offload(0.0))))
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("fraction", "in_forward", "memory"),
+    [(None, False, {}), (0.4, False, {}), (1.0, True, {}), (0.6, True, {}), (1.0, True, CHUNKS_OF_LAYERS)],
+)
+def test_every_fraction_has_the_bits_of_resident_states(
+    resident: Path, tmp_path: Path, fraction: float | None, in_forward: bool, memory: dict[str, Any]
+) -> None:
+    output = succeed(run_here(write(tmp_path, optimizer=offload(fraction, in_forward=in_forward), memory=memory)))
+    percent = 100 if fraction is None else round(100 * fraction)
+    where = "in the next forward" if in_forward else "after backward"
+    assert f"optimizer states: {percent}% of masters and moments in host memory, updated {where}" in output
+    assert results(tmp_path) == results(resident)
+    files = [each / "run" / "export" / "model.safetensors" for each in (tmp_path, resident)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    checkpoints = [each / "run" / "checkpoints" for each in (tmp_path, resident)]
+    assert_bit_equal(full_tensors(checkpoints[0]), full_tensors(checkpoints[1]), "checkpoint")
+
+
+def test_streamed_states_have_the_losses_of_the_ordinary_optimizer(tmp_path: Path) -> None:
+    """On a CPU the ordinary one is torch's fused AdamW: fp32 rounding."""
+    found = []
+    for name, options in (("plain", {}), ("streamed", offload(1.0, in_forward=True))):
+        trainer = {"precision": "32-true", "verify_export": True}
+        succeed(run_here(write(tmp_path / name, optimizer=options, trainer=trainer)))
+        found.append([row["loss"] for row in rows(tmp_path / name / "run")])
+        assert summary(tmp_path / name / "run")["transformers_difference"] < 1e-5  # fp32 sums in another order
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((1.0, True), (0.3, False)), ((0.0, False), (1.0, True)), ((0.5, False), (0.0, False))],
+)
+def test_a_run_resumes_at_another_fraction(
+    resident: Path, tmp_path: Path, before: tuple[float, bool], after: tuple[float, bool]
+) -> None:
+    config = write(tmp_path, optimizer=offload(before[0], in_forward=before[1]))
+    succeed(run_here(config, *HALF))
+    config = write(tmp_path, optimizer=offload(after[0], in_forward=after[1]))
+    output = succeed(run_here(config))
+    assert f"optimizer.optimizer_offload_fraction: {before[0]} -> {after[0]}" in output
+    assert results(tmp_path)[:6] == results(resident)[:6]
+    exported = [load_file(each / "run" / "export" / "model.safetensors") for each in (tmp_path, resident)]
+    assert_bit_equal(*exported, "export")
+
+
+def test_sharded_states_on_the_host(tmp_path: Path) -> None:
+    """T=2, D=2 with zero1: 40 % of each rank's shards on the host; then D=1 with all of them there."""
+    found = {}
+    layout = {"parallel": {"tensor_model_parallel_size": 2, "sequence_parallel_enabled": True}}
+    trainer = {"export": False, "val_check_interval": 0}
+    shared = layout | {"trainer": trainer, "data": {"micro_batch_size": 1, "global_batch_size": 4}}
+    for fraction in (0.0, 0.4):
+        config = write(
+            tmp_path / str(fraction), optimizer=offload(fraction), data_parallel={"sharding": "zero1"}, **shared
+        )
+        pool.run_on_ranks(_run_offloaded, 4, str(config), ())
+        found[fraction] = results(tmp_path / str(fraction))
+    assert found[0.4] == found[0.0]
+    first = write(tmp_path / "parts", optimizer=offload(0.4), data_parallel={"sharding": "zero1"}, **shared)
+    pool.run_on_ranks(_run_offloaded, 4, str(first), HALF)
+    second = write(tmp_path / "parts", optimizer=offload(1.0), **shared)
+    pool.run_on_ranks(_run_offloaded, 2, str(second), ())
+    parts = [row["loss"] for row in rows(tmp_path / "parts" / "run")]
+    assert parts == pytest.approx([row["loss"] for row in rows(tmp_path / "0.0" / "run")], rel=1e-5)  # other sums
+
+
+def _run_offloaded(config: str, options: tuple[str, ...]) -> str:
+    with mock.patch.object(type(backend), "host_transfers", lambda self: DeferredTransfers()), small_chunks():
+        return _run_rank(config, options)
+
+
+def test_too_little_memory_is_an_error_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nxd_memopt.training.host_memory.available_host_bytes", lambda: 2**26)
+    monkeypatch.setattr("nxd_memopt.training.host_memory.ranks_per_host", lambda: 2**10)
+    assert host_pool.BLOCK_BYTES > 2**16
+    refuse(run_here(write(tmp_path, optimizer=offload(1.0))), "optimizer states requires", "65536", "fewer than 1024")
+    monkeypatch.setattr(type(backend), "host_transfers", lambda self: DeferredTransfers(available_bytes=1000))
+    monkeypatch.undo()
+
+
+def test_what_states_on_the_host_exclude(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*parts: str, **sections: dict[str, Any]) -> None:
+        refuse(run_here(write(tmp_path, **sections)), *parts)
+
+    name = "optimizer.optimizer_cpu_offload"
+    refused("zero2", "set sharding to zero1", optimizer=offload(1.0), data_parallel={"sharding": "zero2"})
+    refused("16-mixed", "bf16-mixed", optimizer=offload(1.0), trainer={"precision": "16-mixed"})
+    refused("bf16-true", "bf16-mixed", optimizer=offload(1.0), trainer={"precision": "bf16-true"})
+    refused("between 0 and 1, got 1.5", optimizer=offload(1.5))
+    refused(f"needs {name}", "0.5", optimizer={"optimizer_offload_fraction": 0.5})
+    refused(f"needs {name}", "optimizer_update_in_forward", optimizer={"optimizer_update_in_forward": True})
+    refused(
+        "optimizer_update_in_forward is true, but",
+        optimizer=offload(1.0, in_forward=True),
+        trainer={"enable_cuda_graph": True},
+    )
+    monkeypatch.setattr(type(backend), "host_transfers", lambda self: None)
+    refused(name, f"the backend is {backend.name}", "set it to false", optimizer=offload(1.0))
