@@ -72,10 +72,37 @@ class Doctor:
             print(f"  {name}: {backend_class.unavailable_reason() or 'available'}")
         print(f"collectives: {backend.distributed_backend}; attention: {describe_attention()}")
         print(f"tensor parallelism: {backend.describe_overlap()}")
+        print(f"data-parallel sharding: {_describe_sharding()}")
+        print(f"host memory: {_describe_host_memory()}")
         for line in describe_fused():
             print(f"  {line}")
         for line in _describe_fused_paths():
             print(line)
+
+
+def _describe_sharding() -> str:
+    """Return the ZeRO stages that the backend supports."""
+    from nxd_memopt.backends import backend
+
+    refusal = backend.gradient_sharding_refusal()
+    if refusal is None:
+        return "zero1, zero2, zero3"
+    return f"zero1; of gradients and parameters (zero2, zero3) it {refusal}"
+
+
+def _describe_host_memory() -> str:
+    """Return whether activations and optimizer states can be in host memory, and how much there is."""
+    from nxd_memopt.backends import backend
+    from nxd_memopt.memory.host_pool import available_host_bytes
+    from nxd_memopt.planner.hardware import GIB
+
+    transfers = backend.host_transfers()
+    if transfers is None:
+        return f"nothing is offloaded: the backend {backend.name} has no copies that overlap with its work"
+    available = available_host_bytes()
+    size = "an unknown size" if available is None else f"{available / GIB:.1f} GiB"
+    kind = "page-locked, " if transfers.needs_pinned_memory else ""
+    return f"activations and optimizer states can be offloaded ({kind}{size} available)"
 
 
 def _describe_fused_paths() -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 import transformers
 
 from nxd_memopt import cli
+from nxd_memopt.backends import backend
+from tests.deferred_transfers import DeferredTransfers
 
 
 def run(monkeypatch, *arguments) -> int:
@@ -21,7 +24,18 @@ def test_doctor_names_backend_and_reason(monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert "backend cpu: NXD_MEMOPT_BACKEND=cpu (cpu on cpu)" in printed
     assert torch.__version__ in printed
+    assert "data-parallel sharding: zero1, zero2, zero3\n" in printed
+    assert "host memory: nothing is offloaded: the backend cpu has no copies" in printed
     assert "RMSNorm, residual + RMSNorm: plain PyTorch (the kernels are for NVIDIA GPUs, the device is cpu)" in printed
+
+
+def test_doctor_says_what_another_backend_can_do(monkeypatch, capsys):
+    monkeypatch.setattr(type(backend), "host_transfers", lambda self: DeferredTransfers())
+    monkeypatch.delattr(type(backend), "gradient_sharding_refusal")
+    assert run(monkeypatch, "doctor") == 0
+    printed = capsys.readouterr().out
+    assert "zero1; of gradients and parameters (zero2, zero3) it is not available on the backend cpu" in printed
+    assert re.search(r"host memory: activations and optimizer states can be offloaded \([0-9.]+ GiB", printed)
 
 
 def test_doctor_lists_the_fused_paths_of_each_architecture(monkeypatch, capsys):

@@ -192,6 +192,19 @@ def test_one_instance_per_host():
         assert_says(error_message(lambda each=sections: shard_ranks(build(data_parallel=each))), *words)
 
 
+def test_zero2_on_one_data_parallel_rank_is_zero1(tmp_path: Path) -> None:
+    """Two micro-batches of a bf16 model: their gradients are added in fp32."""
+    few = {"max_steps": 3, "export": False, "precision": "bf16-mixed"}
+    found = []
+    for stage in ("zero1", "zero2"):
+        directory = tmp_path / stage
+        directory.mkdir()
+        outcome = run_here(write_config(directory, trainer=few, data_parallel={"sharding": stage}))
+        assert outcome.returncode == 0, outcome.stderr
+        found.append(values(directory, "loss"))
+    assert found[0] == found[1]
+
+
 def test_zero3_on_one_data_parallel_rank_is_refused(tmp_path: Path) -> None:
     config = write_config(tmp_path, data_parallel={"sharding": "zero3"})
     outcome = run_here(config)

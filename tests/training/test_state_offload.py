@@ -1,4 +1,4 @@
-"""Optimizer states on the host in the training program: equal at every fraction, through evaluation, export and resume."""
+"""Optimizer states on the host in the training program: equal bits at every fraction, also after a resume."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import pytest
 from safetensors.torch import load_file
 
 from nxd_memopt.backends import backend
-from nxd_memopt.memory import host_pool
 from nxd_memopt.optimizer.offloaded_zero1 import OffloadedZero1Optimizer
 from tests.data_parallel.test_checkpoints import assert_bit_equal, full_tensors
 from tests.deferred_transfers import DeferredTransfers
 from tests.dist import pool
-from tests.training.runs import _run_rank, rows, run_here, summary, write_config
+from tests.training.runs import LLAMA, _run_rank, rows, run_here, summary, write_config
 from tests.training.test_resume import refuse, succeed
 
 SECTIONS: dict[str, dict[str, Any]] = {
@@ -115,8 +114,8 @@ def test_a_run_resumes_at_another_fraction(
     output = succeed(run_here(config))
     assert f"optimizer.optimizer_offload_fraction: {before[0]} -> {after[0]}" in output
     assert results(tmp_path)[:6] == results(resident)[:6]
-    exported = [load_file(each / "run" / "export" / "model.safetensors") for each in (tmp_path, resident)]
-    assert_bit_equal(*exported, "export")
+    found, expected = [load_file(each / "run" / "export" / "model.safetensors") for each in (tmp_path, resident)]
+    assert_bit_equal(found, expected, "export")
 
 
 def test_sharded_states_on_the_host(tmp_path: Path) -> None:
@@ -146,12 +145,17 @@ def _run_offloaded(config: str, options: tuple[str, ...]) -> str:
 
 
 def test_too_little_memory_is_an_error_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nxd_memopt.training.host_memory.available_host_bytes", lambda: 2**26)
+    """A rank may use its part of what the host has: 32 MiB of 32 GiB for each of 1,024 ranks."""
+    monkeypatch.setattr("nxd_memopt.training.host_memory.available_host_bytes", lambda: 2**35)
     monkeypatch.setattr("nxd_memopt.training.host_memory.ranks_per_host", lambda: 2**10)
-    assert host_pool.BLOCK_BYTES > 2**16
-    refuse(run_here(write(tmp_path, optimizer=offload(1.0))), "optimizer states requires", "65536", "fewer than 1024")
-    monkeypatch.setattr(type(backend), "host_transfers", lambda self: DeferredTransfers(available_bytes=1000))
-    monkeypatch.undo()
+    wide = {"config_overrides": LLAMA | {"hidden_size": 192, "vocab_size": 16384, "num_hidden_layers": 1}}
+    outcome = run_here(write(tmp_path, optimizer=offload(1.0), model=wide))
+    refuse(outcome, "optimizer states requires", "33554432", "fewer than 1024 ranks")
+    assert not rows_exist(tmp_path / "run")
+
+
+def rows_exist(run: Path) -> bool:
+    return (run / "metrics.jsonl").is_file() and bool(rows(run))
 
 
 def test_what_states_on_the_host_exclude(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
