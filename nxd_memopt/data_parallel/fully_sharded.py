@@ -13,6 +13,7 @@ from torch import nn
 from nxd_memopt.backends import backend
 from nxd_memopt.data_parallel.hybrid import hybrid_groups
 from nxd_memopt.memory.recompute import layer_units
+from nxd_memopt.memory.weight_offload import has_offloaded_weights
 from nxd_memopt.modules.causal_lm import ParallelCausalLM
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.data_shards import MODEL_DTYPE, SHARD_GROUP, is_data_sharded
@@ -127,6 +128,8 @@ def _require_shardable(model: nn.Module) -> None:
         raise ValueError(
             f"context_parallel_size {context}: gradients are not reduced over context-parallel ranks; use 1"
         )
+    if has_offloaded_weights(model.parameters()):
+        raise ValueError("zero3 gathers weights for one layer at a time: turn cpu_offloading_weights off, or use zero2")
     for name, param in model.named_parameters():
         if is_data_sharded(param):
             raise ValueError(f"{name} is sharded already: call shard_model once")

@@ -397,7 +397,11 @@ class TrainConfig:
         stage = resolve_sharding(self.data_parallel.sharding, self.optimizer.zero1)
         object.__setattr__(self, "data_parallel", replace(self.data_parallel, sharding=stage))
         object.__setattr__(self, "optimizer", replace(self.optimizer, master_weights=masters, zero1=None))
-        require_compatible(self.data_parallel, overlap_grad_reduce=self.optimizer.overlap_grad_reduce)
+        require_compatible(
+            self.data_parallel,
+            overlap_grad_reduce=self.optimizer.overlap_grad_reduce,
+            offloads_weights=self.memory.cpu_offloading_weights,
+        )
         if self.optimizer.optimizer_cpu_offload:
             require_offloadable(self.data_parallel.stage, precision)
         # Checks between sections; each section has checked its own fields. Sequence parallelism

@@ -105,12 +105,13 @@ def resolve_sharding(sharding: str | None, zero1: bool | None) -> str:
     return stage
 
 
-def require_compatible(config: DataParallelConfig, *, overlap_grad_reduce: bool) -> None:
+def require_compatible(config: DataParallelConfig, *, overlap_grad_reduce: bool, offloads_weights: bool) -> None:
     """Raise ``ValueError`` for options that the stage excludes or would ignore.
 
     Args:
         config: the section, with its stage resolved.
         overlap_grad_reduce: ``optimizer.overlap_grad_reduce``.
+        offloads_weights: ``memory.cpu_offloading_weights``.
     """
     stage = config.stage
     # Overlapped reduction leaves full averaged gradients on each rank: each stage would reduce
@@ -120,6 +121,11 @@ def require_compatible(config: DataParallelConfig, *, overlap_grad_reduce: bool)
         raise ValueError(
             f"optimizer.overlap_grad_reduce is true and data_parallel.sharding is {stage}, which scatters the "
             f"gradients itself, {when}: set overlap_grad_reduce to false, or sharding to none"
+        )
+    if offloads_weights and stage == "zero3":
+        raise ValueError(
+            "memory.cpu_offloading_weights is true and data_parallel.sharding is zero3, whose gathered weights live "
+            "for one layer only: set cpu_offloading_weights to false, or sharding to zero2"
         )
     instances = config.num_distributed_optimizer_instances
     if instances != 1 and stage not in SHARDS_GRADIENTS:

@@ -16,6 +16,7 @@ from nxd_memopt.optimizer.in_backward import OptimizerInBackward
 from nxd_memopt.parallel_layers import checkpointing, grads
 from nxd_memopt.parallel_layers.overlapped_grads import OverlappedGradientReduction
 from tests.data_parallel.stages import Run, batch_of, build, initialize
+from tests.deferred_transfers import DeferredTransfers
 from tests.dist.pool import distributed
 from tests.reference import assert_says, error_message
 
@@ -90,6 +91,12 @@ def test_models_that_cannot_be_sharded():
     mixed = build("llama", dtype=torch.bfloat16)
     mixed.model.norm.float()
     assert_says(error_message(lambda: shard_model(mixed)), "torch.bfloat16", "torch.float32", "model.norm.weight")
+    offloaded = build("llama")
+    memory = MemoryConfig(cpu_offloading_weights=True, cpu_offloading_num_layers=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(backend), "host_transfers", lambda self: DeferredTransfers())
+        apply_memory(offloaded, memory)
+    assert_says(error_message(lambda: shard_model(offloaded)), "cpu_offloading_weights", "zero2")
     with torch.device("meta"):
         empty = nn.Linear(2, 2)
     mixed = build("llama")

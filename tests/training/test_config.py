@@ -116,6 +116,13 @@ def test_yaml_numbers_without_a_point_are_floats() -> None:
         ),
         ({"data_parallel": {"num_distributed_optimizer_instances": 0}}, "instances must be at least 1, got 0"),
         (
+            {
+                "data_parallel": {"sharding": "zero3"},
+                "memory": {"cpu_offloading_weights": True, "cpu_offloading_num_layers": 1},
+            },
+            "cpu_offloading_weights is true and data_parallel.sharding is zero3.* sharding to zero2",
+        ),
+        (
             {"data_parallel": {"sharding": "zero2", "reshard_after_forward": False}},
             "reshard_after_forward is false and data_parallel.sharding is zero2",
         ),
