@@ -179,3 +179,8 @@ def main() -> int:
     except (ValueError, OSError, MissingDependencyError) as error:
         print(f"nxd-memopt: error: {error}", file=sys.stderr)
         return 2
+
+
+# "python -m nxd_memopt.cli" would otherwise end with status 0 and do nothing.
+if __name__ == "__main__":
+    sys.exit(main())

@@ -15,7 +15,7 @@ from nxd_memopt.checkpoint.files import (
 from nxd_memopt.checkpoint.gguf import weights_directory
 from nxd_memopt.checkpoint.names import match_names
 from nxd_memopt.modules.packed_weights import pack_weights
-from nxd_memopt.parallel_layers.checkpointing import local_slice, require_full_shape
+from nxd_memopt.parallel_layers.checkpointing import LazySlice, local_slice, require_full_shape
 from nxd_memopt.parallel_layers.coordination import raise_together
 from nxd_memopt.parallel_layers.data_shards import (
     is_data_sharded,
@@ -37,7 +37,7 @@ def load_pretrained(model: torch.nn.Module, directory: str | Path) -> None:
 
     Raises:
         ValueError: on every rank, before any parameter changes, if files are missing or damaged,
-            or if names or shapes differ from the model's.
+            if names or shapes differ from the model's, or if weights are integers.
         ImportError: a GGUF file needs transformers, which is missing or too old; all other
             formats work without it.
     """
@@ -58,7 +58,8 @@ def load_sources(model: torch.nn.Module, sources: Sources, directory: Path) -> N
         directory: named in error messages.
 
     Raises:
-        ValueError: before any parameter changes, if names or shapes differ from the model's.
+        ValueError: before any parameter changes, if names or shapes differ from the model's, or if
+            weights are integers.
     """
     # A ValueError below names tensors; the directory is added here.
     try:
@@ -66,6 +67,7 @@ def load_sources(model: torch.nn.Module, sources: Sources, directory: Path) -> N
         targets = match_names(model, sources.keys())
         for name, param in targets.items():
             require_full_shape(name, sources[name], param)
+            _require_unquantized(name, sources[name], param)
     except ValueError as error:
         raise ValueError(f"{directory}: {error}") from None
     # Meta tensors are replaced after the loop, all at once: until then ``targets`` refers to the
@@ -79,6 +81,18 @@ def load_sources(model: torch.nn.Module, sources: Sources, directory: Path) -> N
     # New tensors have memory of their own. On GPUs, layers with one input keep their weights
     # adjacent in memory for a single matmul: restore this.
     pack_weights(model)
+
+
+def _require_unquantized(name: str, source: Tensor | LazySlice, param: Tensor) -> None:
+    """Raise ``ValueError`` if ``source`` has integers for a parameter of floating-point numbers."""
+    # Quantized weights are integers that mean nothing without their scales. An empty slice tells
+    # the dtype without reading the tensor.
+    stored = source[:0].dtype if param.dim() else source[...].dtype
+    if param.is_floating_point() and not stored.is_floating_point:
+        raise ValueError(
+            f"{name} has dtype {stored} in the checkpoint, and the model's is {param.dtype}: the weights are "
+            "quantized; take the checkpoint that they were made from, or dequantize them and save them again"
+        )
 
 
 def _fill(param: Tensor, local: Tensor, created: dict[int, Tensor]) -> None:

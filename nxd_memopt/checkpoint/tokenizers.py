@@ -34,9 +34,10 @@ def load_tokenizer(name: str) -> Any:
         raise ValueError(f"tokenizer directory {name} does not exist")
     # transformers reads a GGUF file's tokenizer only if the file is named.
     gguf = find_gguf(path)
-    options = {}
+    # Without a value transformers would ask at the terminal whether to run code of the directory.
+    options: dict[str, Any] = {"trust_remote_code": False}
     if gguf is not None and not any(path.glob("tokenizer*.json")):
-        options = {"gguf_file": gguf.name}
+        options["gguf_file"] = gguf.name
     auto_tokenizer = require_transformers("loading a tokenizer").AutoTokenizer
     # Errors are of many types: ImportError for a package such as sentencepiece, whose message has
     # several lines of instructions, and bare Exceptions of the Rust library for a damaged file.
@@ -46,10 +47,10 @@ def load_tokenizer(name: str) -> Any:
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         if path.is_dir() and gguf is None and not any(path.glob("*token*")):
             reason = "the directory has no tokenizer.json or other tokenizer files"
-        elif isinstance(error, ImportError) and options:
+        elif isinstance(error, ImportError) and "gguf_file" in options:
             reason = f"{reason}: pip install 'nxd_memopt[gguf]'"
         raise ValueError(f"no tokenizer can be loaded from {name!r}: {reason}") from error
-    if gguf is not None and options:
+    if gguf is not None and "gguf_file" in options:
         _set_what_gguf_says(tokenizer, read_gguf_metadata(gguf))
     return tokenizer
 

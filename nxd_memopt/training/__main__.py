@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from nxd_memopt._optional import require_installed, require_transformers
-from nxd_memopt.training.distributed import is_rank_zero
+from nxd_memopt.training.distributed import is_rank_zero, require_rank_variables
 from nxd_memopt.training.errors import user_errors
 from nxd_memopt.training.interrupts import Interrupted, Interrupts, exit_status, final_status
 
@@ -31,6 +31,7 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "nxd_memopt.t
 
 def _run(arguments: Sequence[str] | None, program: str, interrupts: Interrupts) -> None:
     """Check the packages, read the configuration and run."""
+    require_rank_variables()
     require_installed(program, "tyro", "yaml", "rich", "tensorboard", extra="train")
     require_transformers(program, extra="train")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,16 @@ from nxd_memopt.parallel_layers.coordination import raise_together
 from nxd_memopt.planner.architectures import require_shardable, sizes
 from nxd_memopt.training.config import TrainConfig
 from nxd_memopt.training.distributed import is_rank_zero
+from nxd_memopt.training.report import EVALUATION, METRICS, require_readable_records
 from nxd_memopt.training.state import checkpoint_directory
+from nxd_memopt.training.stopping import LAST_SAVE
 
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 OVERRIDES = "model.config_overrides"
+# Entries of an output directory besides the lock and the export, which have checks of their own.
+DIRECTORIES = ("tokens", "checkpoints", "tensorboard")
+FILES = (METRICS, EVALUATION, "summary.json", LAST_SAVE)
+ELSEWHERE = "rename it or choose another trainer.output_dir"
 
 
 def export_directory(config: TrainConfig) -> Path:
@@ -51,6 +58,34 @@ def require_trainable(config: TrainConfig, hf_config: PretrainedConfig) -> None:
             _require_intact_checkpoints(config)
             _require_weights(config)
             _require_export_target(config)
+
+
+def require_usable_output(config: TrainConfig) -> None:
+    """Check the entries of the output directory that the run will write to. Every rank calls, under the lock.
+
+    Raises:
+        ValueError: on every rank, if a file is where the run keeps a directory, or the reverse, if
+            a directory is not writable, or if the records of earlier steps cannot be continued.
+    """
+    # Otherwise found late: the first checkpoint is written up to 10 minutes after the start.
+    directory = Path(config.trainer.output_dir)
+    with raise_together(f"checking {directory}"):
+        if is_rank_zero():
+            for path in [directory / name for name in DIRECTORIES]:
+                if path.is_symlink() or path.exists():
+                    _require_directory(path)
+            for path in [directory / name for name in FILES]:
+                if path.is_dir():
+                    raise ValueError(f"{path} is a directory, and a run writes a file of this name: {ELSEWHERE}")
+            require_readable_records(directory)
+
+
+def _require_directory(path: Path) -> None:
+    """Raise ``ValueError`` if ``path`` is not a directory that this process can write to."""
+    if not path.is_dir():
+        raise ValueError(f"{path} is not a directory, and a run keeps one of this name: {ELSEWHERE}")
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ValueError(f"{path} is not writable: change its permissions or choose another trainer.output_dir")
 
 
 def require_finite_weights(loss: float | None, config: TrainConfig) -> None:
@@ -83,7 +118,13 @@ def _require_sizes(hf_config: PretrainedConfig) -> None:
 
 
 def _require_supported_values(hf_config: PretrainedConfig) -> None:
-    """Raise ``ValueError`` for a value that the model would refuse when it is built."""
+    """Raise ``ValueError`` for a value that the model would refuse when it is built, or would not follow."""
+    quantization = getattr(hf_config, "quantization_config", None)
+    if quantization:
+        raise ValueError(
+            f"the model's config.json has a quantization_config, {quantization}: quantized weights are not trained; "
+            "take the checkpoint that they were made from, or remove the entry if the weights are not quantized"
+        )
     require_one_of("hidden_act", hf_config.hidden_act, tuple(ACTIVATIONS))
     rope_frequencies(2, hf_config.rope_parameters)
     for name in ("attention_dropout", "hidden_dropout"):
@@ -152,7 +193,8 @@ def _require_export_target(config: TrainConfig) -> None:
         raise ValueError(f"trainer.export: {error}, or set trainer.export to false") from error
     sources = {"model.pretrained": config.model.pretrained, "model.tokenizer": config.model.tokenizer}
     for name, source in sources.items():
-        if source is not None and Path(source).resolve() == target.resolve():
+        # realpath, because Path.resolve raises RuntimeError for links that lead to each other.
+        if source is not None and os.path.realpath(source) == os.path.realpath(target):
             raise ValueError(
                 f"{name} {source} is the directory that the export of this run would replace: choose another "
                 "trainer.output_dir"

@@ -34,9 +34,11 @@ def _require_at_least(name: str, value: float, minimum: float) -> None:
 
 
 def _require_named(name: str, value: str | None) -> None:
-    """Raise ``ValueError`` for an empty path, which would stand for the current directory."""
+    """Raise ``ValueError`` for an empty path, which would stand for the current directory, or a zero byte."""
     if value is not None and not value.strip():
         raise ValueError(f"{name} is empty: name a file or directory, or leave it out")
+    if value is not None and "\0" in value:
+        raise ValueError(f"{name} {value!r} has a zero byte, which no path can have: remove it")
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,51 @@ if TYPE_CHECKING:
     from nxd_memopt.training.config import TrainConfig
 
 
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+NEEDED_WITH_RANK = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class RankVariablesError(ValueError):
+    """The environment variables do not say which rank this process is, so each process reports it."""
+
+
+def require_rank_variables() -> None:
+    """Check the environment variables that say which rank this process is.
+
+    Raises:
+        RankVariablesError: one is not a number, only a part of them is set, or they contradict each other.
+    """
+    remedy = "unset it and start with nxd-memopt train --nproc N, or start with torchrun, which sets it"
+    values: dict[str, int] = {}
+    for name in RANK_VARIABLES:
+        text = os.environ.get(name)
+        if text is None:
+            continue
+        if not text.isdecimal():
+            raise RankVariablesError(f"the environment variable {name} is {text!r}, not a number from 0 on: {remedy}")
+        values[name] = int(text)
+    for index, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        if index in values and size in values and values[index] >= values[size]:
+            raise RankVariablesError(
+                f"the environment variable {index} is {values[index]}, not below {size} {values[size]}: {remedy}"
+            )
+    # Without RANK this process would train alone, as one replica of WORLD_SIZE.
+    if values.get("WORLD_SIZE", 1) > 1 and "RANK" not in values:
+        raise RankVariablesError(
+            f"the environment variable WORLD_SIZE is {values['WORLD_SIZE']} and RANK is not set: {remedy}"
+        )
+    missing = [name for name in NEEDED_WITH_RANK if "RANK" in values and name not in os.environ]
+    if missing:
+        raise RankVariablesError(
+            f"the environment variable RANK is {values['RANK']} and {missing} are not set: {remedy}"
+        )
+
+
 def rank() -> int:
     """Return the global rank of this process: torchrun's ``RANK``, or 0."""
-    return int(os.environ.get("RANK", "0"))
+    text = os.environ.get("RANK", "0")
+    # Also called to report that the variable is not a number (require_rank_variables).
+    return int(text) if text.isdecimal() else 0
 
 
 def is_rank_zero() -> bool:

@@ -92,6 +92,7 @@ def open_documents(config: DataConfig) -> Documents:
             row without text unless ``config.on_bad_rows`` is ``skip``.
     """
     if config.dataset == "stdlib":
+        _require_one_split(config)
         source = _open_stdlib()
     else:
         source = _open_dataset(config)
@@ -162,11 +163,30 @@ def _open_dataset(config: DataConfig) -> Source:
         files = _local_files(config.dataset)
     except ValueError as error:
         raise ValueError(f"dataset {config.dataset!r} cannot be read: {error}") from error
+    if files or _is_saved(config.dataset):
+        _require_one_split(config)
     if files and BUILDERS[files[0].suffix] == "text":
         return _open_texts(config, files)
     if files and BUILDERS[files[0].suffix] == "json" and all(has_json_lines(path) for path in files):
         return _open_lines(config, files)
     return _open_table(config, files)
+
+
+def _require_one_split(config: DataConfig) -> None:
+    """Raise ``ValueError`` for options that choose a part of a data set of the hub."""
+    default = DataConfig()
+    for name in ("split", "dataset_config"):
+        value = getattr(config, name)
+        if value != getattr(default, name):
+            raise ValueError(
+                f"data.{name} {value!r} chooses a part of a data set of the hub, and data.dataset {config.dataset!r} "
+                f"is not one: leave data.{name} out, and name the files to train on"
+            )
+
+
+def _is_saved(name: str) -> bool:
+    """Return whether ``save_to_disk`` wrote the directory."""
+    return (Path(name) / "state.json").is_file()
 
 
 def _open_texts(config: DataConfig, files: list[Path]) -> Source:
@@ -214,6 +234,8 @@ def _open_table(config: DataConfig, files: list[Path]) -> Source:
         config: name of the dataset and of the column with the text.
         files: local files, or an empty list for a saved dataset or one of the hub.
     """
+    if files and BUILDERS[files[0].suffix] == "parquet":
+        files = _with_rows(config.dataset, files)
     content = _content(files)
     with _readable(config.dataset):
         dataset = _load_dataset(config, files, content)
@@ -242,6 +264,23 @@ def _open_table(config: DataConfig, files: list[Path]) -> Source:
     return Source(read, [str(row) for row in rows], content)
 
 
+def _with_rows(name: str, files: list[Path]) -> list[Path]:
+    """Return the Parquet files with rows, of which ``datasets`` reads none without."""
+    import pyarrow.parquet
+
+    found: list[Path] = []
+    for path in files:
+        try:
+            count = pyarrow.parquet.read_metadata(path).num_rows
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path} is not a complete Parquet file: {error}: copy or write it again") from error
+        if count:
+            found.append(path)
+    if not found:
+        raise ValueError(f"dataset {name!r} is empty: it has no documents")
+    return found
+
+
 def _place(files: list[Path], row: int) -> str:
     """Return the file and the number, from 1, of the row of a dataset of several files."""
     import pyarrow.parquet
@@ -258,10 +297,9 @@ def _place(files: list[Path], row: int) -> str:
 
 def _content_of_saved(name: str) -> str | None:
     """Return the hash of the files of a dataset that ``save_to_disk`` wrote, or None for another."""
-    state = Path(name) / "state.json"
-    if not state.is_file():
+    if not _is_saved(name):
         return None
-    recorded = json.loads(state.read_text(encoding="utf-8"))
+    recorded = json.loads((Path(name) / "state.json").read_text(encoding="utf-8"))
     return _content([Path(name) / file["filename"] for file in recorded["_data_files"]])
 
 
@@ -274,10 +312,15 @@ def _readable(name: str) -> Iterator[None]:
         yield
     except StopIteration as error:  # raised by the JSON reader for a file without rows
         raise ValueError(f"dataset {name!r} is empty: it has no documents") from error
-    except (OSError, ValueError, DatasetsError) as error:
+    # KeyError and TypeError: what load_from_disk raises for a file of another program.
+    except (OSError, ValueError, KeyError, TypeError, DatasetsError) as error:
         cause = _cause(error)
         remedy = ""
-        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if isinstance(cause, KeyError | TypeError):
+            remedy = f" ({type(cause).__name__}): a file of it was altered, save it again"
+        elif isinstance(cause, ConnectionError):
+            remedy = ": check the name and the network, or name local files"
+        elif isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             remedy = ": free disk space, or set HF_DATASETS_CACHE to a directory with more"
         raise ValueError(f"dataset {name!r} cannot be read: {str(cause) or type(cause).__name__}{remedy}") from error
 
@@ -289,7 +332,7 @@ def _load_dataset(config: DataConfig, files: list[Path], content: str) -> Any:
     datasets.disable_progress_bars()
     # The library logs an error before it raises it: a second line about the same file.
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    if (Path(config.dataset) / "state.json").is_file():
+    if _is_saved(config.dataset):
         return datasets.load_from_disk(config.dataset)
     if not files:
         return datasets.load_dataset(config.dataset, config.dataset_config, split=config.split)
@@ -303,12 +346,15 @@ def _load_dataset(config: DataConfig, files: list[Path], content: str) -> Any:
 def _local_files(name: str) -> list[Path]:
     """Return the local files of ``name``, or an empty list if it can only be a hub dataset."""
     path = Path(name)
-    if (path / "state.json").is_file():
+    if _is_saved(name):
         return []
+    if (path / "dataset_dict.json").is_file():
+        splits = sorted(state.parent.name for state in path.glob("*/state.json"))
+        raise ValueError(f"it was saved with the splits {splits}: name the directory of one of them")
     if path.is_file():
         files = [path]
     elif path.is_dir():
-        files = sorted(file for file in path.iterdir() if file.suffix in BUILDERS)
+        files = sorted(file for file in path.iterdir() if file.suffix in BUILDERS and not file.is_dir())
     elif "*" in name:
         # glob takes relative patterns only, so an absolute pattern is searched from its root.
         files = sorted(Path(path.anchor or ".").glob(str(path.relative_to(path.anchor))))

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 
 from nxd_memopt._optional import MissingDependencyError
-from nxd_memopt.training.distributed import is_rank_zero, rank, shows_tracebacks
+from nxd_memopt.training.distributed import RankVariablesError, is_rank_zero, rank, shows_tracebacks
 
 USAGE_ERROR = 2
 # Time that a rank other than 0 waits before it reports an error, so that rank 0 reports an error
@@ -29,9 +29,10 @@ def user_errors() -> Iterator[None]:
     except (ValueError, OSError, MissingDependencyError) as error:
         if shows_tracebacks():
             raise
-        if is_rank_zero() or _is_of_this_rank_alone():
+        has_rank = not isinstance(error, RankVariablesError)
+        if is_rank_zero() or not has_rank or _is_of_this_rank_alone():
             prefix = "error"
-            if not is_rank_zero():
+            if has_rank and not is_rank_zero():
                 prefix = f"error on rank {rank()}"
             # One line: messages of other libraries may have several, and the ranks of a host
             # write to the same terminal.

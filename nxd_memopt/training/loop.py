@@ -18,7 +18,12 @@ from nxd_memopt.backends import BACKEND_REASON, backend
 from nxd_memopt.checkpoint import require_writable
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
-from nxd_memopt.training.checks import export_directory, require_finite_weights, require_trainable
+from nxd_memopt.training.checks import (
+    export_directory,
+    require_finite_weights,
+    require_trainable,
+    require_usable_output,
+)
 from nxd_memopt.training.config import TrainConfig
 from nxd_memopt.training.data_content import TokenContent, describe_tokens, wanted_sequences, with_same_tokens
 from nxd_memopt.training.distributed import is_extracting_graphs, is_first_of_host, is_rank_zero
@@ -78,6 +83,7 @@ def run(config: TrainConfig, interrupts: Interrupts | None = None) -> None:
     vocabulary = load_vocabulary(config.model, hf_config, end_of_text=config.data.end_of_text)
     with locked_output_directory(config.trainer.output_dir):
         require_writable(config.trainer.output_dir)
+        require_usable_output(config)
         # Before any file changes: a refused start leaves the files of the finished run.
         plan = plan_resume(config, hf_config)
         plan, tokens = prepare_data(plan, vocabulary)

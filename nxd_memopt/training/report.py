@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +19,10 @@ from nxd_memopt.training.config import TrainerConfig
 
 GIB = 2**30
 ROW_START = b'{"step": '
+METRICS = "metrics.jsonl"
+EVALUATION = "evaluation.jsonl"
+# Numbers besides the step that a resumed run reads from the rows of earlier processes.
+READ_AGAIN = {METRICS: (), EVALUATION: ("held_out_loss",)}
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,12 @@ class Rows:
             file.write(f"{json.dumps(row)}\n")
 
 
+def require_readable_records(directory: Path) -> None:
+    """Raise ``ValueError`` if the records of earlier steps in ``directory`` cannot be continued."""
+    for name in READ_AGAIN:
+        _complete_rows(directory / name)
+
+
 def _complete_rows(path: Path) -> list[dict[str, Any]]:
     """Return the complete rows of ``path``; an empty list if the file does not exist.
 
@@ -112,6 +123,7 @@ def _complete_rows(path: Path) -> list[dict[str, Any]]:
     """
     if not path.is_file():
         return []
+    numbers = READ_AGAIN.get(path.name, ())
     # A killed process leaves at most one incomplete line, the last one, without a newline.
     complete, newline, last = path.read_bytes().rpartition(b"\n")
     lines = (complete + newline).splitlines()
@@ -119,9 +131,10 @@ def _complete_rows(path: Path) -> list[dict[str, Any]]:
         lines.append(last)
     rows = []
     for number, line in enumerate(lines, start=1):
-        if not _is_row(line):
+        if not _is_row(line, numbers):
+            content = " and ".join(f"a {name}" for name in ("step", *numbers))
             raise ValueError(
-                f"{path} line {number} is not a row with a step: it was altered, or it is a file of another program: "
+                f"{path} line {number} is not a row with {content}: it was altered, or another program wrote the file: "
                 "correct the line or rename the file; the run then records into a new one"
             )
         rows.append(json.loads(line))
@@ -135,13 +148,15 @@ def _is_cut_off(line: bytes) -> bool:
     return not _is_row(line) and start[: len(ROW_START)] == ROW_START[: len(start)]
 
 
-def _is_row(line: bytes) -> bool:
-    """Return whether a line is a JSON object with a step number."""
+def _is_row(line: bytes, numbers: Sequence[str] = ()) -> bool:
+    """Return whether a line is a JSON object with the number of a step, and with all ``numbers``."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return False
-    return isinstance(row, dict) and type(row.get("step")) is int
+    if not isinstance(row, dict) or type(row.get("step")) is not int:
+        return False
+    return all(type(row.get(name)) in (int, float) for name in numbers)
 
 
 class Reporter:
@@ -164,8 +179,8 @@ class Reporter:
         # purge_step makes TensorBoard hide the points of steps that this process repeats.
         if enabled:
             directory = Path(config.output_dir)
-            self._metrics = Rows(directory / "metrics.jsonl", first_step)
-            self._evaluations = Rows(directory / "evaluation.jsonl", first_step)
+            self._metrics = Rows(directory / METRICS, first_step)
+            self._evaluations = Rows(directory / EVALUATION, first_step)
             self._board = SummaryWriter(str(directory / "tensorboard"), purge_step=first_step + 1)
             self._progress = _progress(self.console)
 

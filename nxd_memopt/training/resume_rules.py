@@ -138,7 +138,7 @@ RULES: dict[str, Rule] = {
     "trainer.precision": NOT_COMPARED,
     "trainer.allow_tf32": Rule(Change.WHEN_ASKED, before=False),
     "trainer.distributed_timeout_minutes": NOT_COMPARED,
-    "launch.neuron_cc_flags": NOT_COMPARED,
+    "launch.neuron_cc_flags": REPORTED,
     "launch.compile_cache_dir": NOT_COMPARED,
 }
 

@@ -162,7 +162,9 @@ class RunLock:
         """
         try:
             found = os.open(self._path, os.O_RDWR)
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            if self._path.is_symlink():
+                raise ValueError(self._foreign("a symbolic link to a file that does not exist")) from error
             return False  # released since
         except OSError as error:
             raise ValueError(self._foreign(str(error))) from error

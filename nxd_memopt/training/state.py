@@ -169,16 +169,21 @@ def resume(training: Training) -> list[str]:
     training.step = restored.step
     if training.optimizer.loss_scaler is not None:
         training.optimizer.loss_scaler.load_state_dict(restored.shared.get("loss_scaler", {}))
+    changed = "the tensor-parallel or data-parallel size has changed"
     if restored.per_rank is not None:
-        set_random_state(restored.per_rank["random"])
-        return restored.notes
+        random = restored.per_rank["random"]
+        # Generators of another kind of device have other states. Earlier versions recorded no backend.
+        before = random.get("backend", backend.name)
+        if before == backend.name:
+            set_random_state(random)
+            return restored.notes
+        changed = f"the backend has changed from {before} to {backend.name}"
     seed = plan.config.trainer.seed
     model_parallel_manual_seed(seed + restored.step)
     return [
         *restored.notes,
-        "the tensor-parallel or data-parallel size has changed: random streams are seeded with "
-        f"trainer.seed + {restored.step}, so dropout draws other numbers than an uninterrupted "
-        "run",
+        f"{changed}: random streams are seeded with trainer.seed + {restored.step}, so dropout draws other numbers "
+        "than an uninterrupted run",
     ]
 
 
@@ -187,6 +192,7 @@ def random_state() -> dict[str, Any]:
     # The tracker has the streams of tensor-parallel regions, which differ between the ranks of a
     # replica; the device's default generator has the stream that they share.
     return {
+        "backend": backend.name,
         "host": torch.get_rng_state(),
         "device": backend.get_rng_state(),
         "tracker": get_rng_tracker().get_states(),

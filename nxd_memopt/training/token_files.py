@@ -124,6 +124,8 @@ def require_intact(directory: Path, fingerprint: str, *, contents: bool = True) 
             length or other bytes than when it was written, or has another fingerprint.
     """
     path = directory / INDEX
+    if directory.exists() and not directory.is_dir():
+        raise ValueError(f"{directory} is a file, and the tokens are in a directory of this name: delete it")
     if not directory.is_dir():
         raise ValueError(f"{directory}, written by rank 0, is not visible here: use an output_dir that all hosts share")
     remedy = f"delete {directory} to tokenize again"
@@ -160,14 +162,22 @@ def open_tokens(config: TrainConfig, fingerprint: str, split: str) -> TokenFile:
 
 
 def describe_rows(config: TrainConfig, fingerprint: str) -> list[str]:
-    """Return one line about the rows of training, for the start report."""
+    """Return the start report's lines about the rows of training."""
     index = require_intact(tokens_directory(config, fingerprint), fingerprint, contents=False)
     recorded = index["files"].get("train.bin")
     if recorded is None:
         return []
     share = recorded["not_trained"] / max(recorded["rows"] * config.data.seq_length, 1)
     documents = f"at most {recorded['most_documents']} documents in a row"
-    return [f"packing {config.data.packing}: {documents}, {share:.2%} of the tokens are padding or not trained"]
+    lines = [f"packing {config.data.packing}: {documents}, {share:.2%} of the tokens are padding or not trained"]
+    read = config.trainer.max_steps * config.data.global_batch_size
+    if read > recorded["rows"]:
+        epochs = read / recorded["rows"]
+        lines.append(
+            f"data: the text has {recorded['rows']:,} sequences, of which {config.trainer.max_steps:,} steps read "
+            f"{read:,}: {epochs:.1f} epochs"
+        )
+    return lines
 
 
 def _fingerprint(config: DataConfig, documents: Documents, vocabulary: Vocabulary, seed: int) -> str:

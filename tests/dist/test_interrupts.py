@@ -14,7 +14,7 @@ import pytest
 
 from tests.training.runs import command, environment, rows, run_on_pool, write_config
 
-AGENT = (sys.executable, "-c", "from nxd_memopt.cli import main; import sys; sys.exit(main())", "train")
+AGENT = (sys.executable, "-m", "nxd_memopt.cli", "train")
 TENSOR = {"tensor_model_parallel_size": 2, "sequence_parallel_enabled": True}
 LONG = {"save_interval": "auto", "max_steps": 100_000, "export": False}
 

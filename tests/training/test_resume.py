@@ -11,6 +11,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from nxd_memopt.checkpoint.index import read_checked_json, write_json
 from nxd_memopt.training.config import OptimizerConfig
 from nxd_memopt.training.optimizer import MasterWeightOptimizer
 from nxd_memopt.training.packing import Tokens
@@ -195,6 +196,21 @@ def test_another_global_batch_continues_at_the_next_sequence(tmp_path: Path, mon
     output = succeed(run_here(config, *allow))
     assert "data.global_batch_size: 2 -> 4, from this step on" in output
     assert read == list(range(4 * 4 + 2 * 2 + 2 * 4))
+
+
+def test_another_backend_gets_new_random_streams(whole: list[float], tmp_path: Path) -> None:
+    # The state of a GPU's generator is no state of this one.
+    config = begin(tmp_path)
+    path = tmp_path / "run" / "checkpoints" / "step_00000004" / "index.json"
+    content = read_checked_json(path)
+    random = content["per_rank"][0]["random"]
+    assert random["backend"] == "cpu"
+    random["backend"] = "cuda"
+    random["device"] = "not a state of this device"
+    write_json(path, content)
+    report = succeed(run_here(config))
+    assert "the backend has changed from cuda to cpu: random streams are seeded with trainer.seed + 4" in report
+    assert losses(tmp_path / "run") == whole  # without dropout no step draws a number
 
 
 def test_a_run_continues_that_of_another_directory(whole: list[float], tmp_path: Path) -> None:

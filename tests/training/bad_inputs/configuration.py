@@ -6,8 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
+import pyarrow
+import pyarrow.parquet
+
 from tests.training.bad_inputs.case import BadInput
-from tests.training.runs import LLAMA, write_config, write_jsonl
+from tests.training.runs import LINES, LLAMA, write_config, write_jsonl
 
 OVERRIDE = "--model.config-overrides."
 
@@ -64,6 +68,38 @@ def _empty_directory_of_data(directory: Path) -> Path:
     return write_config(directory, data={"dataset": str(directory / "texts")})
 
 
+def _parquet(*rows: list[str]) -> Callable[[Path], Path]:
+    """Return a case's preparation: the dataset is a directory of Parquet files with ``rows``."""
+
+    def prepare(directory: Path) -> Path:
+        (directory / "rows").mkdir()
+        for number, texts in enumerate(rows):
+            table = pyarrow.table({"text": pyarrow.array(texts, pyarrow.string())})
+            pyarrow.parquet.write_table(table, directory / "rows" / f"{number}.parquet")
+        return write_config(directory, data={"dataset": str(directory / "rows")})
+
+    return prepare
+
+
+def _cut_off_parquet(directory: Path) -> Path:
+    config = _parquet(LINES, LINES)(directory)
+    file = directory / "rows" / "1.parquet"
+    file.write_bytes(file.read_bytes()[:-8])
+    return config
+
+
+def _saved_splits(directory: Path) -> Path:
+    rows = datasets.Dataset.from_dict({"text": LINES})
+    datasets.DatasetDict(train=rows, test=rows).save_to_disk(directory / "saved")
+    return write_config(directory, data={"dataset": str(directory / "saved")})
+
+
+def _saved_without_files(directory: Path) -> Path:
+    datasets.Dataset.from_dict({"text": LINES}).save_to_disk(directory / "saved")
+    (directory / "saved" / "state.json").write_text("{}", encoding="utf-8")
+    return write_config(directory, data={"dataset": str(directory / "saved")})
+
+
 def _single_process_summary(directory: Path) -> Path:
     summary = directory / "summary.json"
     summary.write_text('{"peak_memory_bytes": [1, 2]}', encoding="utf-8")
@@ -105,6 +141,7 @@ FILES = (
 VALUES = (
     BadInput("output_dir_is_a_file", _occupied_output, ("is not writable", "choose another")),
     BadInput("output_dir_empty", _option("trainer", "output_dir", ""), ("trainer.output_dir", "name a")),
+    BadInput("output_dir_with_a_zero_byte", _option("trainer", "output_dir", "a\0b"), ("trainer.output_dir", "zero")),
     BadInput("lr_infinite", _option("optimizer", "lr", float("inf")), ("optimizer.lr", "finite", "inf")),
     BadInput("lr_not_a_number", _option("optimizer", "lr", float("nan")), ("optimizer.lr", "nan")),
     BadInput("lr_negative", _option("optimizer", "lr", -1e-4), ("optimizer.lr", "at least 0")),
@@ -180,7 +217,17 @@ DATA = (
     BadInput("data_of_blanks", _data("blank.txt", b"  \n"), ("blank.txt", "empty")),
     BadInput("data_too_short", _data("short.txt", b"abc"), ("short.txt", "fewer than data.seq_length", "shorten")),
     BadInput("data_of_another_kind", _data("notes.docx", b"x"), ("notes.docx", ".jsonl")),
-    BadInput("data_not_parquet", _data("rows.parquet", b"PAR0"), ("rows.parquet", "cannot be read")),
+    BadInput("data_parquet_without_rows", _parquet([], []), ("rows' is empty",)),
+    BadInput("data_parquet_cut_off", _cut_off_parquet, ("1.parquet is not a complete Parquet file", "copy")),
+    BadInput("data_saved_with_splits", _saved_splits, ("saved'", "['test', 'train']", "name the directory of one")),
+    BadInput("data_saved_without_files", _saved_without_files, ("saved'", "_data_files", "save it again")),
+    BadInput("data_split_of_a_file", _option("data", "split", "test"), ("data.split 'test'", "lines.jsonl", "leave")),
+    BadInput(
+        "data_configuration_of_stdlib",
+        lambda d: write_config(d, data={"dataset": "stdlib", "dataset_config": "en"}),
+        ("data.dataset_config 'en'", "'stdlib'", "leave"),
+    ),
+    BadInput("data_not_parquet", _data("rows.parquet", b"PAR0"), ("rows.parquet", "not a complete Parquet file")),
     BadInput(
         "data_without_the_column",
         lambda d: write_config(d, data={"dataset": write_jsonl(d / "q.jsonl", ["a"], column="prompt")}),

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 
 from tests.training.bad_inputs.case import BadInput
 from tests.training.runs import LLAMA, byte_tokenizer, run_here, write_config
 
+NORM = "model.norm.weight"
 NEWEST = "checkpoints/step_00000004"
 Change = Callable[[Path], None]
 
@@ -36,6 +38,15 @@ def _pretrained(change: Change, **sections: dict[str, Any]) -> Callable[[Path], 
         return write_config(directory, model=options, **sections)
 
     return prepare
+
+
+def _integer_weight(source: Path) -> None:
+    """Round one weight to integers, as a quantized checkpoint stores it."""
+    for path in source.glob("*.safetensors"):
+        tensors = load_file(path)
+        if NORM in tensors:
+            tensors[NORM] = tensors[NORM].to(torch.int8)
+            save_file(tensors, path, metadata={"format": "pt"})
 
 
 def _edit_json(name: str, **changes: Any) -> Change:
@@ -147,6 +158,12 @@ CASES: tuple[BadInput, ...] = (
         ("source", "36", "48"),
     ),
     BadInput("model_weights_not_finite", _pretrained(_nan_weight), ("not finite",)),
+    BadInput("model_weights_integers", _pretrained(_integer_weight), (NORM, "torch.int8", "quantized", "dequantize")),
+    BadInput(
+        "model_quantized",
+        _pretrained(_edit_json("config.json", quantization_config={"quant_method": "fp8"})),
+        ("quantization_config", "'fp8'", "take the checkpoint that they were made from"),
+    ),
     BadInput("model_not_a_directory", lambda d: write_config(d, model={"pretrained": str(d / "absent")}), ("absent",)),
     BadInput("tokenizer_missing", lambda d: write_config(d, model={"tokenizer": str(d / "absent")}), ("absent",)),
     BadInput(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -50,6 +51,35 @@ def _altered(name: str, damage: Callable[[bytes], bytes]) -> Callable[[Path], Pa
     return prepare
 
 
+def _replaced(name: str, content: str | None) -> Callable[[Path], Path]:
+    """A run that has not started, with a file of ``content`` (None: a directory) as ``name`` in its directory."""
+
+    def prepare(directory: Path) -> Path:
+        path = directory / "run" / name
+        path.parent.mkdir(parents=True)
+        if content is None:
+            path.mkdir()
+        else:
+            path.write_text(content, encoding="utf-8")
+        return write_config(directory)
+
+    return prepare
+
+
+def _tokens_are_a_file(directory: Path) -> Path:
+    config = _finished(directory)
+    (tokens,) = (directory / "run" / "tokens").iterdir()
+    shutil.rmtree(tokens)
+    tokens.write_text("text", encoding="utf-8")
+    return config
+
+
+def _dangling_lock(directory: Path) -> Path:
+    (directory / "run").mkdir()
+    (directory / "run" / "run.lock").symlink_to(directory / "absent")
+    return write_config(directory)
+
+
 def _dataset(content: bytes) -> Callable[[Path], Path]:
     """A data set with ``content`` after two good lines."""
 
@@ -65,6 +95,11 @@ def _empty_dataset(directory: Path) -> Path:
     config = write_config(directory)
     (directory / "lines.jsonl").write_bytes(b"")
     return config
+
+
+def _linked_in_a_circle(directory: Path) -> Path:
+    (directory / "run").symlink_to(directory / "run")
+    return write_config(directory)
 
 
 SKIP = "set data.on_bad_rows to skip"
@@ -111,6 +146,28 @@ CASES: tuple[BadInput, ...] = (
         "evaluation_is_text",
         _altered("evaluation.jsonl", lambda _: b"held-out losses"),
         ("evaluation.jsonl line 1 is not a row with a step", "rename the file"),
+    ),
+    BadInput(
+        "evaluation_without_a_loss",
+        _altered("evaluation.jsonl", lambda _: b'{"step": 0}\n'),
+        ("evaluation.jsonl line 1 is not a row with a step and a held_out_loss", "rename the file"),
+    ),
+    BadInput(
+        "records_damaged_before_longer_tokens",
+        _altered("metrics.jsonl", lambda data: b"damaged\n" + data),
+        ("metrics.jsonl line 1 is not a row with a step", "rename the file"),
+        ("--trainer.max-steps", "2"),
+    ),
+    BadInput("lock_points_nowhere", _dangling_lock, ("run/run.lock", "symbolic link", "does not exist", "delete it")),
+    BadInput("output_dir_links_to_itself", _linked_in_a_circle, ("/run is not writable", "choose another")),
+    BadInput("tokens_are_a_file", _tokens_are_a_file, ("/run/tokens/", "is a file", "delete it")),
+    *(
+        BadInput(f"{name}_is_a_file", _replaced(name, "x"), (f"/run/{name} is not a directory", "rename it"))
+        for name in ("tokens", "checkpoints", "tensorboard")
+    ),
+    *(
+        BadInput(f"{name}_is_a_directory", _replaced(name, None), (f"/run/{name} is a directory", "rename it"))
+        for name in ("metrics.jsonl", "evaluation.jsonl", "summary.json", "last_save.json")
     ),
     BadInput("broken_json_line", _dataset(b'{"text": "abc\n'), ("lines.jsonl line 3 is not JSON", SKIP)),
     BadInput("null_row", _dataset(b"null\n"), ("lines.jsonl line 3 is null", SKIP)),
