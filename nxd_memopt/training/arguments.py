@@ -73,6 +73,8 @@ REMEDIES: dict[Any, str] = {
     float: "a number such as 1e-4",
     bool: "true or false without quotes",
     str: "a text, in quotes if it looks like a number",
+    tuple: "a list in brackets, such as [a, b]",
+    dict: "a mapping, such as {name: value}",
 }
 
 # Options that are paths, in which a leading ~ is the home directory.
@@ -338,7 +340,8 @@ def _fit(value: Any, hint: Any, name: str) -> Any:
     for alternative in alternatives:
         with contextlib.suppress(TypeError):
             return _fit_one(value, alternative, name)
-    remedies = [REMEDIES[alternative] for alternative in alternatives if alternative in REMEDIES]
+    kinds = [typing.get_origin(alternative) or alternative for alternative in alternatives]
+    remedies = [REMEDIES[kind] for kind in kinds if kind in REMEDIES]
     remedy = f": write {' or '.join(remedies)}" if remedies else ""
     raise ValueError(f"{name} must be {_type_name(hint)}, got {value!r} of type {type(value).__name__}{remedy}")
 

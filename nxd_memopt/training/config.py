@@ -74,6 +74,7 @@ class ModelConfig:
         require_one_of("model.dtype", self.dtype, DTYPES)
         _require_named("model.pretrained", self.pretrained)
         _require_named("model.tokenizer", self.tokenizer)
+        _require_named("model.warm_start", self.warm_start)
         # Without a directory nothing else says which architecture to build, or which tokenizer
         # belongs to it.
         if self.pretrained is None and "model_type" not in self.config_overrides:
@@ -221,6 +222,9 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         for name in ("lr", "warmup_steps", "weight_decay", "eps", "clip_grad", "min_lr_ratio"):
             _require_at_least(f"optimizer.{name}", getattr(self, name), 0)
+        # A row of the embedding without a gradient would be divided 0 by 0.
+        if self.eps == 0:
+            raise ValueError("optimizer.eps must be above 0, got 0: AdamW divides by it; the default is 1e-8")
         require_one_of("optimizer.lr_schedule", self.lr_schedule, LR_SCHEDULES)
         for name in ("loss_scale_window", "hysteresis"):
             _require_at_least(f"optimizer.{name}", getattr(self, name), 1)
@@ -328,7 +332,8 @@ class TrainerConfig:
     distributed_timeout_minutes: int = 30
 
     def __post_init__(self) -> None:
-        _require_named("trainer.output_dir", self.output_dir)
+        for name in ("output_dir", "resume_from", "single_process_summary"):
+            _require_named(f"trainer.{name}", getattr(self, name))
         if self.seed > MAX_SEED:
             raise ValueError(f"trainer.seed must be at most {MAX_SEED}, got {self.seed}")
         for name in ("max_steps", "seed", "val_check_interval"):

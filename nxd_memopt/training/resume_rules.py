@@ -146,8 +146,9 @@ RULES: dict[str, Rule] = {
 # forward that the weights were trained with.
 ARCHITECTURE_WHEN_ASKED = ("attention_dropout", "hidden_dropout")
 
-# Entries of a Hugging Face configuration that no training step depends on. Token ids are part of
-# the tokens, whose content is compared.
+# Entries of a Hugging Face configuration that no training step depends on. The ids of the end and
+# the begin of a text are part of the tokens, whose content is compared; the row of pad_token_id in
+# LLaMA's embedding gets no gradient, so that one counts.
 NOT_ARCHITECTURE = {
     "architectures",
     "bos_token_id",
@@ -160,7 +161,6 @@ NOT_ARCHITECTURE = {
     "label2id",
     "output_attentions",
     "output_hidden_states",
-    "pad_token_id",
     "pretraining_tp",
     "problem_type",
     "return_dict",

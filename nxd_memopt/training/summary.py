@@ -67,6 +67,9 @@ class Summary:
     def table(self) -> Table:
         """Return a table of the figures that are not None, for the console."""
         table = Table(title=f"{self.steps} steps on {self.backend}", show_header=False)
+        # Without a terminal a table has 80 columns: a longer path is broken, not cut off.
+        table.add_column(overflow="fold")
+        table.add_column(overflow="fold")
         for name, value in self._rows():
             table.add_row(name, value)
         return table

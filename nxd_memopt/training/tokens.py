@@ -137,7 +137,10 @@ def _encoded(documents: Documents, parts: list[Part], vocabulary: Vocabulary) ->
 def _too_short(config: DataConfig, tokens: int, count: int) -> str:
     """Return the message for a split that has no complete sequence."""
     if not tokens:
-        return f"dataset {config.dataset!r} is empty: none of its documents has any text"
+        return (
+            f"a split of dataset {config.dataset!r} is empty: none of its {count} documents has any text, or "
+            f"data.held_out_every {config.held_out_every} leaves nothing of it: lower held_out_every, or give it text"
+        )
     return (
         f"the {count} documents of a split of {config.dataset!r} have {tokens} tokens, fewer "
         f"than data.seq_length {config.seq_length}: shorten data.seq_length, give it more text, "

@@ -48,6 +48,12 @@ CASES: tuple[BadInput, ...] = (
         ("--model.config-overrides.hidden-size", "48"),
     ),
     BadInput(
+        "another_row_without_gradient",
+        _half_done,
+        ("model.config_overrides.pad_token_id was None and is 97", "restore it"),
+        ("--model.config-overrides.pad-token-id", "97"),
+    ),
+    BadInput(
         "fewer_steps_than_done",
         _half_done,
         ("has done 2 steps, more than trainer.max_steps 1", "raise max_steps"),
