@@ -282,15 +282,27 @@ def _checked(config: TrainConfig) -> TrainConfig:
         section = getattr(config, name)
         # A shell expands ~ on the command line; nothing has expanded it in a file.
         paths = {option: getattr(section, option) for option in PATHS.get(name, ())}
-        expanded = {option: _expanded(path) for option, path in paths.items() if path is not None}
+        expanded = {option: _expanded(f"{name}.{option}", path) for option, path in paths.items() if path is not None}
         sections[name] = dataclasses.replace(section, **expanded)
     return TrainConfig(**sections)
 
 
-def _expanded(path: str) -> str:
-    """Return ``path`` with the home directory for a leading ``~``."""
+def _expanded(option: str, path: str) -> str:
+    """Return ``path`` with the home directory for a leading ``~``.
+
+    Raises:
+        ValueError: the home directory is unknown, or the path has an environment variable.
+    """
+    # It would name a directory "$HOME" in the working directory.
+    if re.search(r"\$\{?[A-Za-z_]", path):
+        raise ValueError(f"{option} {path!r} has an environment variable, which is not replaced: write its value")
+    if not path.startswith("~"):
+        return path
     # Path() would also normalize other names, such as patterns and names on the hub.
-    return str(Path(path).expanduser()) if path.startswith("~") else path
+    try:
+        return str(Path(path).expanduser())
+    except RuntimeError as error:
+        raise ValueError(f"{option} {path!r} names the home directory of an unknown user: write the path") from error
 
 
 def _resolve_aliases(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -142,6 +142,12 @@ VALUES = (
     BadInput("output_dir_is_a_file", _occupied_output, ("is not writable", "choose another")),
     BadInput("output_dir_empty", _option("trainer", "output_dir", ""), ("trainer.output_dir", "name a")),
     BadInput("output_dir_with_a_zero_byte", _option("trainer", "output_dir", "a\0b"), ("trainer.output_dir", "zero")),
+    BadInput("home_of_nobody", _option("trainer", "output_dir", "~nobody_/x"), ("trainer.output_dir", "unknown user")),
+    BadInput(
+        "variable_in_a_path",
+        _option("data", "dataset", "${SCRATCH}/lines.jsonl"),
+        ("data.dataset '${SCRATCH}/lines.jsonl' has an environment variable", "write its value"),
+    ),
     BadInput("eps_zero", _option("optimizer", "eps", 0), ("optimizer.eps must be above 0", "1e-8")),
     BadInput(
         "held_out_text_empty",
