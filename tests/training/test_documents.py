@@ -195,7 +195,7 @@ def test_changed_parquet_files_are_not_read_from_a_cache(tmp_path: Path) -> None
 def test_text_shorter_than_a_sequence_names_both_numbers(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"have 5 tokens, fewer than data.seq_length 64"):
         prepare(tmp_path, DataConfig(seq_length=64, eval_sequences=0), ["", "hello"], 1)
-    with pytest.raises(ValueError, match="none of its .* documents has any text"):
+    with pytest.raises(ValueError, match=r"none of its .* documents has any text"):
         prepare(tmp_path, DataConfig(seq_length=64, eval_sequences=0), ["", " "], 1)
 
 
