@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from nxd_memopt._optional import (
     require_transformers,
 )
 from nxd_memopt.certify.command import Certify
-from nxd_memopt.training.interrupts import final_status
+from nxd_memopt.training.interrupts import exit_status, final_status
 
 _OPTIONAL = ("triton", "flash-attn-4")
 Command = Callable[[], int | None]
@@ -179,6 +180,9 @@ def main() -> int:
     except (ValueError, OSError, MissingDependencyError) as error:
         print(f"nxd-memopt: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # Ctrl-C before a command has its own handlers, or in one without
+        print("nxd-memopt: stopped by SIGINT", file=sys.stderr)
+        return exit_status(signal.SIGINT)
 
 
 # "python -m nxd_memopt.cli" would otherwise end with status 0 and do nothing.

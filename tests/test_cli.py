@@ -67,6 +67,15 @@ def test_user_errors_are_one_line_and_status_2(monkeypatch, capsys, tmp_path):
     assert error.startswith("nxd-memopt: error:") and "absent" in error and error.count("\n") == 1
 
 
+def test_ctrl_c_is_one_line_and_status_130(monkeypatch, capsys):
+    def interrupted(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_parse", interrupted)
+    assert run(monkeypatch, "convert") == 130
+    assert capsys.readouterr().err == "nxd-memopt: stopped by SIGINT\n"
+
+
 @pytest.mark.parametrize("arguments", [[], ["no-such-command"], ["convert"]])
 def test_usage_errors_exit_with_2(monkeypatch, arguments):
     with pytest.raises(SystemExit) as stopped:

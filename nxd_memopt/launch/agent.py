@@ -71,11 +71,12 @@ class Agent:
 
     def run(self) -> int:
         """Start the ranks, wait for all of them, and return the exit status of the first failure."""
-        # The agent's process hosts the store of the rendezvous, as torchrun's does: it outlives
-        # rank 0, whose error the other ranks can then still read, and its port cannot be taken.
-        from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
-
         with _recorded(self._received), tempfile.TemporaryDirectory(prefix="nxd-memopt-train-") as directory:
+            # Imported here: this takes seconds, in which a signal is recorded already.
+            from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+            # The agent's process hosts the store of the rendezvous, as torchrun's does: it outlives
+            # rank 0, whose error the other ranks can then still read, and its port cannot be taken.
             store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             self._stop_file = Path(directory) / "stop_s"
             try:
