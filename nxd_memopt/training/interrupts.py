@@ -33,6 +33,10 @@ def exit_status(number: int) -> int:
 def final_status(status: int) -> int:
     """Return ``status`` for ``sys.exit``; ignore repetitions of the signal that stopped the process."""
     if status > exit_status(0):
+        # Ignored, not only blocked: threads of libraries have masks of their own, and the end of
+        # the interpreter gives every other handler back its default, which ends the process.
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     return status
 

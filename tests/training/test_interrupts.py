@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -213,6 +215,26 @@ def test_a_child_process_does_not_pass_its_signals_on() -> None:
         assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
         time.sleep(0.1)
         assert interrupts.first is None
+
+
+LATE_SIGNAL = """
+import atexit, os, signal, sys, threading, time
+from nxd_memopt.training.interrupts import final_status
+
+threading.Thread(target=time.sleep, args=(60,), daemon=True).start()  # it may receive every signal
+
+@atexit.register
+def send():
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.2)
+
+sys.exit(final_status(130))
+"""
+
+
+def test_a_signal_at_the_end_of_a_stopped_process_is_ignored() -> None:
+    done = subprocess.run([sys.executable, "-c", LATE_SIGNAL], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "")
 
 
 # ---- several ranks ---------------------------------------------------------------------------------------------------
