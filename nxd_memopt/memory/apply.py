@@ -26,6 +26,7 @@ from nxd_memopt.memory.recompute import (
 )
 from nxd_memopt.memory.tiles import apply_tiles, remove_tiles
 from nxd_memopt.memory.weight_offload import apply_weight_offload, remove_weight_offload
+from nxd_memopt.memory.wrapping import is_wrapped
 from nxd_memopt.parallel_layers.data_shards import require_replicated
 
 COMPILE = (None, "layer")
@@ -66,12 +67,18 @@ def apply_memory(
     Raises:
         ValueError: an option names more layers than the model has, or a technique that the device
             does not support, or the parameters are sharded over data-parallel ranks already: the
-            units of the sharding follow the chunks of recompute.
+            units of the sharding follow the chunks of recompute, as do the updates of
+            ``update_in_forward``, which must not be set yet either.
     """
     require_one_of("compile", compile, COMPILE)
     layers = model.decoder_layers()
     parameters = [param for layer in layers for param in layer.parameters()]
     require_replicated(parameters, "apply_memory", "apply memory techniques before data_parallel.shard_model")
+    if any(is_wrapped(layer, "optimizer") for layer in layers):
+        raise ValueError(
+            "update_in_forward has made the layers wait for their updates, and the first layer of a recompute chunk "
+            "would run the others before theirs: call apply_memory before update_in_forward"
+        )
     offload = _offload(memory, len(layers), pool)
     mlps = model.recompute_modules()["mlp"]
     if compile == "layer" and memory.mlp_tile_tokens is not None:

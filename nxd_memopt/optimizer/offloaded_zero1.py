@@ -157,15 +157,26 @@ class OffloadedZero1Optimizer(NeuronZero1Optimizer):
         return forward(*args, **kwargs)
 
     @torch.no_grad()
-    def update_parameters(self) -> None:
-        # The updates that are left write to parameters: they must not look like outside writes.
+    def reduce_gradients(self) -> Tensor:
+        # Updates that are left, because no forward has run since the last step, need the gradients
+        # of that step, and their writes to the parameters must not look like outside writes.
         self.base_optimizer.finish()
+        return super().reduce_gradients()
+
+    @torch.no_grad()
+    def update_parameters(self) -> None:
         self._copy_outside_writes()
         self.copy_options()
         self.base_optimizer.step()
         if self.base_optimizer.is_deferred:
             self.base_optimizer.finish(self._updated_in_step)
         self._gather_parameters()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if not set_to_none:
+            # The updates that are left would read the zeros.
+            self.base_optimizer.finish()
+        super().zero_grad(set_to_none)
 
     def _end_update(self, index: int) -> None:
         """Release the gradient of a parameter after its update."""

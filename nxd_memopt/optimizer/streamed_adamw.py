@@ -207,8 +207,10 @@ class StreamedAdamW(torch.optim.AdamW):
         elements = states.device[0].numel()
         edges = [*range(0, elements, chunk_elements), elements]
         self._device_chunks = [(each, states.pieces(states.on_device, each)) for each in pairwise(edges)]
-        # Chunks on the host whose update of this step has not run yet.
+        # Chunks on the host whose update of this step has not run yet, and the version of each
+        # gradient at the step.
         self._pending: deque[list[Piece]] = deque()
+        self._gradient_versions: dict[int, int] = {}
         self.state = cast(Any, _StateViews(states, self._weights))
         self.grad_factor: Tensor | None = None
         """Factor of all gradients, such as clipping's, 0-dim fp32; None is 1."""
@@ -225,9 +227,12 @@ class StreamedAdamW(torch.optim.AdamW):
             with torch.enable_grad():
                 loss = closure()
         self.finish()
-        for weight in self._weights:
-            if gradient_of(weight) is not None:
+        self._gradient_versions.clear()
+        for index, weight in enumerate(self._weights):
+            gradient = gradient_of(weight)
+            if gradient is not None:
                 self.state[weight]["step"] += 1
+                self._gradient_versions[index] = gradient._version
         self._pending.extend(self._host_chunks)
         for (start, stop), pieces in self._device_chunks:
             self._update(pieces, [buffer[start:stop] for buffer in self._states.device])
@@ -240,6 +245,9 @@ class StreamedAdamW(torch.optim.AdamW):
         """Queue the updates that ``step`` left, up to the one of weight number ``last``; all without it.
 
         Gradients, learning rates and ``grad_factor`` must be those of ``step`` until then.
+
+        Raises:
+            RuntimeError: a gradient was written to since ``step``.
         """
         if self._stream is None:
             return
@@ -281,9 +289,18 @@ class StreamedAdamW(torch.optim.AdamW):
         for piece in pieces:
             gradient = gradient_of(self._weights[piece.index])
             if gradient is not None:
+                self._require_unchanged(piece.index, gradient)
                 self._update_piece(piece, gradient.view(-1), buffers)
             if piece.first + piece.length == self._states.sizes[piece.index]:
                 self.on_update(piece.index)
+
+    def _require_unchanged(self, index: int, gradient: Tensor) -> None:
+        if gradient._version != self._gradient_versions[index]:
+            raise RuntimeError(
+                f"a gradient of {gradient.numel()} elements was written to (version {gradient._version}, "
+                f"{self._gradient_versions[index]} at the step) before its update, which was left to the next "
+                "forward: call finish_update() before, or release gradients with zero_grad(set_to_none=True)"
+            )
 
     def _update_piece(self, piece: Piece, gradient: Tensor, buffers: Sequence[Tensor]) -> None:
         inside = slice(piece.first, piece.first + piece.length)

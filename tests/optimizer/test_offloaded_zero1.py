@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from nxd_memopt.config import MemoryConfig
+from nxd_memopt.memory import apply_memory
 from nxd_memopt.memory.host_pool import HostPool
 from nxd_memopt.optimizer import NeuronZero1Optimizer
 from nxd_memopt.optimizer.loss_scaler import LossScaler
@@ -172,6 +174,62 @@ def test_updates_in_the_next_forward_change_nothing(memory: dict[str, object], f
         if in_forward:
             assert not optimizer.base_optimizer._pending  # reading the states completes the step
     assert_equal(*results)
+
+
+def model_on_host(*, in_forward: bool, fraction: float = 1.0) -> tuple[nn.Module, OffloadedZero1Optimizer]:
+    torch.manual_seed(3)
+    model = parallel_model(llama_config())
+    sizes = {"chunk_elements": 256, "staging_bytes": 3 * 12 * 256, "resident_elements": 100}
+    optimizer = OffloadedZero1Optimizer(
+        model.parameters(), optimizer_offload_fraction=fraction, transfers=DeferredTransfers(), **sizes, **OPTIONS
+    )
+    if in_forward:
+        optimizer.update_in_forward(model.decoder_layers())
+    return model, optimizer
+
+
+def steps_between_forwards(in_forward: bool, *, set_to_none: bool, fraction: float, again: bool) -> list[Tensor]:
+    """Losses and weights of three steps; with ``again``, a step of other gradients without a forward follows each."""
+    model, optimizer = model_on_host(in_forward=in_forward, fraction=fraction)
+    losses = []
+    for step in range(3):
+        loss = model(**batch()).loss
+        losses.append(loss.detach())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=set_to_none)
+        if again:
+            train(optimizer, list(model.parameters()), range(step, step + 1))
+    return [*losses, *values(optimizer, list(model.parameters()))]
+
+
+@pytest.mark.parametrize(
+    ("set_to_none", "fraction", "again"),
+    # At 0.05 the embedding alone is on the host, at 0 nothing is.
+    [(False, 1.0, False), (True, 1.0, True), (True, 0.05, False), (True, 0.0, False)],
+)
+def test_updates_in_the_next_forward_have_the_gradients_of_their_step(
+    set_to_none: bool, fraction: float, again: bool
+) -> None:
+    options = {"set_to_none": set_to_none, "fraction": fraction, "again": again}
+    assert_equal(steps_between_forwards(True, **options), steps_between_forwards(False, **options))
+
+
+def test_a_gradient_that_is_written_to_before_its_update_is_an_error() -> None:
+    model, optimizer = model_on_host(in_forward=True)
+    model(**batch()).loss.backward()
+    optimizer.step()
+    model.zero_grad(set_to_none=False)
+    with pytest.raises(RuntimeError, match=r"written to .* left to the next forward: call finish_update\(\) before"):
+        model(**batch())
+
+
+def test_memory_techniques_after_the_optimizer_are_refused() -> None:
+    """A recompute chunk would run its later layers before their updates."""
+    model, optimizer = model_on_host(in_forward=True)
+    with pytest.raises(ValueError, match=r"update_in_forward .* apply_memory before update_in_forward"):
+        apply_memory(model, MemoryConfig(**CHUNKS_OF_LAYERS))
+    assert optimizer.base_optimizer.is_deferred
 
 
 def test_errors_name_bytes_and_remedy() -> None:

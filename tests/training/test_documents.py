@@ -136,6 +136,18 @@ def test_the_second_pass_has_random_numbers_of_its_own(tmp_path: Path) -> None:
     assert order != np.random.default_rng([5, 1]).permutation(40).tolist()
 
 
+def test_a_resumed_run_reads_the_same_rows_of_every_pass(tmp_path: Path) -> None:
+    np.arange(7 * 2, dtype=np.int32).tofile(tmp_path / "train.bin")
+    whole = TokenFile(tmp_path / "train.bin", 2, documents_per_row=1, seed=5)
+    expected = whole.rows(range(35)).tolist()
+    passes = [expected[first : first + 7] for first in range(0, 35, 7)]
+    assert len({str(each) for each in passes}) == 5
+    assert all(sorted(each) == passes[0] for each in passes)
+    for start in (3, 9, 16, 30):
+        file = TokenFile(tmp_path / "train.bin", 2, documents_per_row=1, seed=5)
+        assert file.rows(range(start, 35)).tolist() == expected[start:]
+
+
 def test_ranks_read_disjoint_sequences_of_one_order() -> None:
     config = DataConfig(micro_batch_size=2, global_batch_size=12)
     for replicas in (1, 2, 3):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +15,8 @@ from nxd_memopt.backends import backend
 from nxd_memopt.modules.causal_lm import IGNORE_INDEX
 from nxd_memopt.ops.packed import PackedDocuments
 from nxd_memopt.training import packing
-from nxd_memopt.training.config import ModelConfig, TrainConfig
+from nxd_memopt.training.config import DataConfig, ModelConfig, TrainConfig
+from nxd_memopt.training.evaluation import _batches
 from nxd_memopt.training.micro_batches import MicroBatch
 from nxd_memopt.training.packing import DOCUMENT_START, ID_MASK, NOT_TRAINED, Tokens, best_fit, concatenated
 from nxd_memopt.training.parallelize import parallelize
@@ -23,6 +25,7 @@ from tests.packed_rows import (
     LENGTH,
     STEP_LENGTHS,
     STEP_UNTRAINED,
+    isolated_batch,
     loss_of_separate_documents,
     packed_rows,
     run_steps,
@@ -115,6 +118,24 @@ def test_labels_bounds_and_positions_of_a_micro_batch() -> None:
     together = MicroBatch.of(packed_rows(), divisor=7)
     assert together.documents is None
     assert (together.labels == IGNORE_INDEX).nonzero().tolist() == [[0, 2], [0, 8], [1, 4]]
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_each_held_out_row_is_evaluated_once(replicas: int, size: int) -> None:
+    """7 rows, which no division but one fits: ranks run equally many batches, and copies add nothing."""
+    held_out = packed_rows(STEP_LENGTHS[:7], not_trained=((6, 3),))
+    data = DataConfig(micro_batch_size=size)
+    config = TrainConfig(ModelConfig(tokenizer="none", config_overrides={"model_type": "llama"}), data=data)
+    shares = [_batches(held_out, config, rank, replicas, torch.device("cpu")) for rank in range(replicas)]
+    assert {len(share) for share in shares} == {math.ceil(math.ceil(7 / replicas) / size)}
+    batches = [batch for share in shares for batch in share]
+    assert {batch.ids.shape for batch in batches} == {(size, LENGTH)}
+    # Labels of a copy are all ignored; a row's own ones are those of a batch with all rows.
+    expected = isolated_batch(held_out)
+    found = [labels.tolist() for batch in batches for labels in batch.labels if (labels != IGNORE_INDEX).any()]
+    assert sorted(found) == sorted(expected.labels.tolist())
+    assert {batch.divisor.item() for batch in batches} == {expected.divisor.item()}
 
 
 def test_more_documents_than_boundaries_are_refused() -> None:
