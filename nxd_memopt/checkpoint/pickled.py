@@ -106,8 +106,21 @@ def require_kv_order(checkpoint: Path) -> None:
             )
 
 
+def read_manifest(checkpoint: Path) -> dict[str, Any]:
+    """Return the manifest of a version-1 training checkpoint, with its ``step`` and its ``config``.
+
+    Raises:
+        ValueError: the manifest is damaged, or of another program.
+    """
+    with remedy_for_damage(checkpoint):
+        manifest = read_json(checkpoint / MANIFEST)
+        if not isinstance(manifest.get("step"), int) or not isinstance(manifest.get("config"), dict):
+            raise ValueError(f"{checkpoint / MANIFEST} has no step and config: copy it again")
+    return manifest
+
+
 def read_version_1(
-    checkpoint: Path, config: Mapping[str, Any] | None, not_compared: Collection[str]
+    checkpoint: Path, config: Mapping[str, Any], not_compared: Collection[str]
 ) -> tuple[int, dict[str, Any]]:
     """Return the step and this rank's nested state of a version-1 training checkpoint: one
     ``torch.save`` file per rank.
@@ -116,15 +129,10 @@ def read_version_1(
         ValueError: a file is damaged, or the configuration, the world size or T differ from those
             of the run that wrote it.
     """
-    with remedy_for_damage(checkpoint):
-        manifest = read_json(checkpoint / MANIFEST)
-        if not isinstance(manifest.get("step"), int) or not isinstance(manifest.get("config"), dict):
-            raise ValueError(f"{checkpoint / MANIFEST} has no step and config: copy it again")
-    # Version 1 stores one file per rank: world size and T must match, also where the caller has
-    # compared everything else.
+    manifest = read_manifest(checkpoint)
+    # Version 1 stores one file per rank: world size and T must match.
     sizes = parallel_sizes()
-    options = manifest["config"] if config is None else flat_config(config)
-    current = options | {name: sizes[name] for name in _SIZES}
+    current = flat_config(config) | {name: sizes[name] for name in _SIZES}
     ignored = set(not_compared) - set(_SIZES)
     require_same_config(checkpoint, manifest["config"], current, ignored)
     require_kv_order(checkpoint)

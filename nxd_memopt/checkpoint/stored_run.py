@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nxd_memopt.checkpoint.directories import remedy_for_damage
-from nxd_memopt.checkpoint.files import read_json
 from nxd_memopt.checkpoint.index import INDEX, Index
-from nxd_memopt.checkpoint.pickled import MANIFEST
+from nxd_memopt.checkpoint.pickled import MANIFEST, read_manifest
 from nxd_memopt.checkpoint.plain import decode
 
 
@@ -24,7 +22,7 @@ class StoredRun:
         config: the ``config`` that was saved, by dotted name, with JSON values.
         sizes: ``world_size``, ``tensor_model_parallel_size`` and ``data_parallel_size``; version
             1 lacks the last one.
-        shared: ``TrainingState.shared`` of the saved state; None for version 1, which stores it
+        shared: ``TrainingState.shared`` of the saved state; empty for version 1, which stores it
             together with the tensors.
     """
 
@@ -32,7 +30,7 @@ class StoredRun:
     step: int
     config: Mapping[str, Any]
     sizes: Mapping[str, int]
-    shared: Mapping[str, Any] | None
+    shared: Mapping[str, Any]
 
 
 def read_stored_run(checkpoint: str | Path) -> StoredRun:
@@ -50,10 +48,7 @@ def read_stored_run(checkpoint: str | Path) -> StoredRun:
         raise ValueError(
             f"{directory} holds no complete training checkpoint: it has no {INDEX}: name another directory"
         )
-    with remedy_for_damage(directory):
-        manifest = read_json(directory / MANIFEST)
-        if not isinstance(manifest.get("step"), int) or not isinstance(manifest.get("config"), dict):
-            raise ValueError(f"{directory / MANIFEST} has no step and config: copy it again")
+    manifest = read_manifest(directory)
     config = manifest["config"]
     sizes = {name: config[name] for name in ("world_size", "tensor_model_parallel_size") if name in config}
-    return StoredRun(directory, manifest["step"], config, sizes, None)
+    return StoredRun(directory, manifest["step"], config, sizes, {})

@@ -127,41 +127,35 @@ def load_training_state(
     with raise_together(f"resuming from {directory}"):
         if latest is None:
             raise ValueError(f"{directory} has no complete checkpoint: start without resuming, or check the directory")
-    return load_checkpoint(latest, state=state, config=config, not_compared=not_compared)
-
-
-def load_checkpoint(
-    checkpoint: Path,
-    *,
-    state: TrainingState,
-    config: Mapping[str, Any] | None,
-    not_compared: Collection[str] = (),
-) -> Restored:
-    """Load the complete checkpoint in the directory ``checkpoint``; see ``load_training_state``.
-
-    Every rank calls. With ``config`` None the configurations are not compared: the caller has done
-    so (``stored_run.read_stored_run``).
-    """
-    with raise_together(f"resuming from {checkpoint}"):
-        if (checkpoint / INDEX).is_file():
-            return _load(Index(checkpoint), state, config, not_compared)
-        step, rest = read_version_1(checkpoint, config, not_compared)
-        _load_version_1(checkpoint, rest, state)
+        if (latest / INDEX).is_file():
+            index = Index(latest)
+            require_same_config(latest, index.content["config"], flat_config(config), not_compared)
+            return _load(index, state)
+        step, rest = read_version_1(latest, config, not_compared)
+    # No rank changes its model before every rank has read its file.
+    with raise_together(f"resuming from {latest}"):
+        _load_version_1(latest, rest, state)
     if state.optimizer is not None:
         # Not inside raise_together: loading all-gathers the parameters.
         state.optimizer.load_state_dict(rest.pop("optimizer"))
     return Restored(step, rest, rest)
 
 
-def _load(
-    index: Index,
-    state: TrainingState,
-    config: Mapping[str, Any] | None,
-    not_compared: Collection[str],
-) -> Restored:
+def load_checkpoint(checkpoint: Path, state: TrainingState) -> Restored:
+    """Load the version-2 checkpoint in the directory ``checkpoint``. Every rank calls.
+
+    The configurations are not compared: the caller has done so (``stored_run.read_stored_run``).
+
+    Raises:
+        ValueError: on every rank, if a file is missing, truncated or altered, or the model or the
+            optimizer has other tensors.
+    """
+    with raise_together(f"resuming from {checkpoint}"):
+        return _load(Index(checkpoint), state)
+
+
+def _load(index: Index, state: TrainingState) -> Restored:
     """Load a checkpoint of version 2."""
-    if config is not None:
-        require_same_config(index.directory, index.content["config"], flat_config(config), not_compared)
     if state.optimizer is not None:
         # Updates that are left to the next forward would change what is loaded.
         StoredOptimizer(state.optimizer).finish_update()

@@ -1,4 +1,4 @@
-"""Checks at the start of a run everything that can be known before text is tokenized and weights are loaded."""
+"""Checks, at the start of a run, all that can be known before text is tokenized and weights are loaded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from nxd_memopt.planner.architectures import require_shardable, sizes
 from nxd_memopt.training.config import TrainConfig
 from nxd_memopt.training.distributed import is_rank_zero
 from nxd_memopt.training.report import EVALUATION, METRICS, require_readable_records
-from nxd_memopt.training.state import checkpoint_directory
 from nxd_memopt.training.stopping import LAST_SAVE
 
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -30,11 +29,6 @@ OVERRIDES = "model.config_overrides"
 DIRECTORIES = ("tokens", "checkpoints", "tensorboard")
 FILES = (METRICS, EVALUATION, "summary.json", LAST_SAVE)
 ELSEWHERE = "rename it or choose another trainer.output_dir"
-
-
-def export_directory(config: TrainConfig) -> Path:
-    """Return the directory of the run's export."""
-    return Path(config.trainer.output_dir) / "export"
 
 
 def require_trainable(config: TrainConfig, hf_config: PretrainedConfig) -> None:
@@ -155,7 +149,7 @@ def _require_positions(config: TrainConfig, hf_config: PretrainedConfig) -> None
 
 def _require_intact_checkpoints(config: TrainConfig) -> None:
     """Raise ``ValueError`` for a checkpoint without its index, which a resume would pass over."""
-    directory = checkpoint_directory(config)
+    directory = config.trainer.checkpoint_directory
     complete = complete_steps(directory)
     # A directory gets its final name after its index: without one, the index was removed.
     for path in sorted(directory.glob("step_*")):
@@ -186,7 +180,7 @@ def _require_export_target(config: TrainConfig) -> None:
     """Raise ``ValueError`` if the export's directory cannot be replaced, or has the weights to load."""
     if not config.trainer.export:
         return
-    target = export_directory(config)
+    target = config.trainer.export_directory
     try:
         require_replaceable(target)
     except ValueError as error:

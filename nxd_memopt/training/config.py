@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from nxd_memopt.config import MemoryConfig, ParallelConfig, require_divisible, require_one_of
@@ -350,6 +351,21 @@ class TrainerConfig:
         if self.verify_export and not self.export:
             raise ValueError("trainer.verify_export needs trainer.export: turn export on or verify_export off")
 
+    @property
+    def checkpoint_directory(self) -> Path:
+        """Directory of the run's training checkpoints."""
+        return Path(self.output_dir) / "checkpoints"
+
+    @property
+    def tokens_directory(self) -> Path:
+        """Directory of the packed tokens, which has one subdirectory per fingerprint."""
+        return Path(self.output_dir) / "tokens"
+
+    @property
+    def export_directory(self) -> Path:
+        """Directory of the run's Hugging Face export."""
+        return Path(self.output_dir) / "export"
+
 
 @dataclass(frozen=True)
 class LaunchConfig:
@@ -372,8 +388,7 @@ class LaunchConfig:
     compile_cache_dir: str | None = None
 
     def __post_init__(self) -> None:
-        if self.compile_cache_dir is not None and not self.compile_cache_dir.strip():
-            raise ValueError("launch.compile_cache_dir is empty: name a directory, or leave it out")
+        _require_named("launch.compile_cache_dir", self.compile_cache_dir)
 
 
 @dataclass(frozen=True)
@@ -501,8 +516,7 @@ class TrainConfig:
                 world size.
         """
         replicas = self.data_parallel_size(world_size)
-        # The name of the divisor shows how it was computed: "... B x data-parallel size D = B *
-        # D".
+        # The divisor's name shows how it was computed: "... B x data-parallel size D = B * D".
         sequences_per_pass = self.data.micro_batch_size * replicas
         by = f"data.micro_batch_size {self.data.micro_batch_size} x data-parallel size {replicas} ="
         return require_divisible(

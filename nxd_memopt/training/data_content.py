@@ -20,8 +20,8 @@ from nxd_memopt.training.config import DataConfig
 from nxd_memopt.training.distributed import is_rank_zero
 from nxd_memopt.training.resume import ResumePlan
 from nxd_memopt.training.resume_rules import WARM_START
+from nxd_memopt.training.tokens import SPLITS
 
-SPLITS = ("train", "held_out")
 CHUNK_BYTES = 2**22
 
 TokenContent = Mapping[str, Any]
@@ -48,7 +48,6 @@ def wanted_sequences(plan: ResumePlan) -> tuple[int, DataConfig]:
 
 def stored_tokens(stored: StoredRun) -> TokenContent:
     """Return the content of the tokens that a checkpoint records."""
-    assert stored.shared is not None  # plan_resume refuses checkpoints without it
     return stored.shared["tokens"]
 
 

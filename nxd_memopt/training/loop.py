@@ -18,12 +18,7 @@ from nxd_memopt.backends import BACKEND_REASON, backend
 from nxd_memopt.checkpoint import require_writable
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
-from nxd_memopt.training.checks import (
-    export_directory,
-    require_finite_weights,
-    require_trainable,
-    require_usable_output,
-)
+from nxd_memopt.training.checks import require_finite_weights, require_trainable, require_usable_output
 from nxd_memopt.training.config import TrainConfig
 from nxd_memopt.training.data_content import TokenContent, describe_tokens, wanted_sequences, with_same_tokens
 from nxd_memopt.training.distributed import is_extracting_graphs, is_first_of_host, is_rank_zero
@@ -43,20 +38,19 @@ from nxd_memopt.training.parallelize import describe_step, parallelize
 from nxd_memopt.training.report import Reporter
 from nxd_memopt.training.resume import ResumePlan, plan_resume
 from nxd_memopt.training.run_lock import locked_output_directory
-from nxd_memopt.training.state import Saver, Training, resume
+from nxd_memopt.training.state import Saver, Training, load_warm_start, resume
 from nxd_memopt.training.step import train_step
 from nxd_memopt.training.stopping import Stopping, message_after_training
 from nxd_memopt.training.summary import Summary, export, peak_bytes_of_all_ranks, start_summary
 from nxd_memopt.training.token_files import (
     describe_rows,
+    directory_of,
     open_tokens,
     require_intact,
     token_paths,
-    tokens_directory,
     write_tokens,
 )
 from nxd_memopt.training.vocabulary import Vocabulary
-from nxd_memopt.training.warm_start import load_warm_start
 
 COMPILED_LAYERS = "kernels are the compiler's, collectives run between them; a new batch shape compiles again"
 EXTRACTED_STEPS = 2
@@ -145,7 +139,7 @@ def prepare_data(plan: ResumePlan, vocabulary: Vocabulary) -> tuple[ResumePlan, 
     with raise_together("preparing the data"):
         if is_rank_zero():
             fingerprint = write_tokens(
-                Path(config.trainer.output_dir) / "tokens",
+                config.trainer.tokens_directory,
                 data,
                 documents=open_documents(config.data),
                 vocabulary=vocabulary,
@@ -156,7 +150,7 @@ def prepare_data(plan: ResumePlan, vocabulary: Vocabulary) -> tuple[ResumePlan, 
     # The ranks of a host see the same bytes: its first one reads all of them, the others compare
     # the lengths.
     with raise_together("reading the prepared data"):
-        directory = tokens_directory(config, fingerprint)
+        directory = directory_of(config.trainer.tokens_directory, fingerprint)
         index = require_intact(directory, fingerprint, contents=is_first_of_host())
         paths = token_paths(directory, index)
     tokens = describe_tokens(paths, config.data.seq_length, fingerprint, index["wanted"])
@@ -282,7 +276,7 @@ def finish(
     vocabulary: Vocabulary,
 ) -> None:
     """Export the model, verify the export, and write and show the summary. Every rank calls."""
-    directory = export_directory(config)
+    directory = config.trainer.export_directory
     training.optimizer.finish_update()
     if config.trainer.export:
         export(training.model, vocabulary, directory)

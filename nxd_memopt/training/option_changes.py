@@ -60,7 +60,7 @@ def recorded_options(config: TrainConfig, hf_config: PretrainedConfig) -> dict[s
 
 
 def require_known(allowed: Collection[str]) -> None:
-    """Raise ``ValueError`` for an entry of ``trainer.allow_changes`` that can not be allowed."""
+    """Raise ``ValueError`` for an entry of ``trainer.allow_changes`` that cannot be allowed."""
     for name in allowed:
         require_one_of("trainer.allow_changes entry", name, tuple(options_when_asked()))
 
@@ -85,16 +85,24 @@ def compare_options(stored: Mapping[str, Any], current: Mapping[str, Any], allow
         if old is UNKNOWN or rule.change in (Change.NOT_COMPARED, Change.SPECIAL):
             continue
         if old != after[name]:
-            _judge(changes, name, rule, (old, after[name]), allowed)
+            judge(changes, name, rule, (old, after[name]), allowed)
     for name, values in _architecture_differences(stored, after).items():
         when_asked = name.removeprefix(OVERRIDES) in ARCHITECTURE_WHEN_ASKED
         rule = Rule(Change.WHEN_ASKED if when_asked else Change.REFUSED, RULES["model.dtype"].remedy)
-        _judge(changes, name, rule, values, allowed)
+        judge(changes, name, rule, values, allowed)
     return changes
 
 
-def _judge(changes: Changes, name: str, rule: Rule, values: tuple[Any, Any], allowed: Collection[str]) -> None:
-    """Add the difference of one option to the notes or to the refusals."""
+def judge(changes: Changes, name: str, rule: Rule, values: tuple[Any, Any], allowed: Collection[str]) -> None:
+    """Add the difference of one option to the notes or to the refusals of ``changes``.
+
+    Args:
+        changes: differences found so far.
+        name: dotted name of the option.
+        rule: what happens if the option changes.
+        values: value of the checkpoint and value of this run, which differ.
+        allowed: ``trainer.allow_changes``.
+    """
     old, new = values
     if rule.change is Change.REPORTED:
         changes.notes.append(f"{name}: {old} -> {new}")

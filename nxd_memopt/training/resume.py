@@ -16,8 +16,8 @@ from nxd_memopt.checkpoint.stored_run import StoredRun, read_stored_run
 from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
 from nxd_memopt.training.config import TrainConfig
 from nxd_memopt.training.distributed import world_size
-from nxd_memopt.training.option_changes import Changes, compare_options, recorded_options, require_known
-from nxd_memopt.training.resume_rules import NEW_RUN, WARM_START
+from nxd_memopt.training.option_changes import Changes, compare_options, judge, recorded_options, require_known
+from nxd_memopt.training.resume_rules import NEW_RUN, WARM_START, WHEN_ASKED
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,7 @@ def plan_resume(config: TrainConfig, hf_config: PretrainedConfig) -> ResumePlan:
             must not change, with both values and the remedy.
     """
     require_known(config.trainer.allow_changes)
-    own = Path(config.trainer.output_dir) / "checkpoints"
-    checkpoint = find_latest(own)
+    checkpoint = find_latest(config.trainer.checkpoint_directory)
     notes: list[str] = []
     if checkpoint is None and config.trainer.resume_from is not None:
         checkpoint = find_checkpoint("trainer.resume_from", config.trainer.resume_from)
@@ -106,7 +105,7 @@ def find_checkpoint(option: str, name: str) -> Path:
 def _compared(config: TrainConfig, hf_config: PretrainedConfig, stored: StoredRun, notes: list[str]) -> ResumePlan:
     """Return the plan to continue from ``stored``, after comparing its options with this run's."""
     # Other text under the same options would be read at a position that counts other sequences.
-    if stored.shared is None or "tokens" not in stored.shared:
+    if "tokens" not in stored.shared:
         raise ValueError(
             f"{stored.directory} records no tokens to compare: it was written by version 0.2 or earlier, or by another "
             f"program: continue with the version or the program that wrote it, or {WARM_START}"
@@ -122,7 +121,7 @@ def _compared(config: TrainConfig, hf_config: PretrainedConfig, stored: StoredRu
             f"{config.trainer.max_steps}: raise max_steps, or {NEW_RUN}"
         )
     replicas = config.data_parallel_size(world_size())
-    before = stored.sizes.get("data_parallel_size", replicas)
+    before = stored.sizes["data_parallel_size"]
     if before != replicas:
         changes.notes.append(f"data-parallel size: {before} -> {replicas}")
     consumed = sequences_consumed(stored)
@@ -134,7 +133,6 @@ def _compared(config: TrainConfig, hf_config: PretrainedConfig, stored: StoredRu
 def sequences_consumed(stored: StoredRun) -> int:
     """Return the number of training sequences that the run of a checkpoint has consumed."""
     # Not step * batch: the batch size may have changed in an earlier resume.
-    assert stored.shared is not None  # plan_resume refuses checkpoints without it
     return stored.shared["sequences"]
 
 
@@ -147,13 +145,7 @@ def _with_schedule(config: TrainConfig, stored: StoredRun, changes: Changes) -> 
         return config
     if config.optimizer.decay_steps is not None:
         # Named explicitly, so the change is one of an option like any other.
-        if "optimizer.decay_steps" in config.trainer.allow_changes:
-            changes.notes.append(f"optimizer.decay_steps: {old} -> {new}, from this step on")
-        else:
-            changes.refusals.append(
-                f"optimizer.decay_steps was {old} and is {new}: restore it, or allow the change with "
-                "--trainer.allow-changes optimizer.decay_steps"
-            )
+        judge(changes, "optimizer.decay_steps", WHEN_ASKED, (old, new), config.trainer.allow_changes)
     elif policy == "stretch":
         changes.notes.append(f"schedule: the decay ends at step {new} instead of {old}, from this step on")
     elif policy == "keep":

@@ -15,7 +15,7 @@ class Change(Enum):
     SAME_CONTENT = "a name or a path that may change if it leads to equal content; one line says so"
     WHEN_ASKED = "changes the results: allowed if named in trainer.allow_changes"
     REFUSED = "changes what the stored state means"
-    SPECIAL = "compared by a rule of its own in option_changes.py"
+    SPECIAL = "compared by a function of its own, in option_changes.py or resume.py"
 
 
 UNKNOWN: Any = object()

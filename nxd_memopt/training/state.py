@@ -1,10 +1,9 @@
-"""State of a training run: what changes from step to step, saving it, and exact resumption."""
+"""State of a training run: what changes from step to step, saving it, exact resumption, and warm starts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -12,12 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from nxd_memopt.backends import backend
-from nxd_memopt.checkpoint import (
-    BackgroundSaver,
-    TrainingState,
-    save_training_state,
-)
+from nxd_memopt.checkpoint import BackgroundSaver, TrainingState, save_training_state
+from nxd_memopt.checkpoint.index import INDEX, Index
+from nxd_memopt.checkpoint.loading import load_weights
 from nxd_memopt.checkpoint.training import load_checkpoint
+from nxd_memopt.parallel_layers.coordination import raise_together
 from nxd_memopt.parallel_layers.random import get_rng_tracker, model_parallel_manual_seed
 from nxd_memopt.training.config import TrainConfig
 from nxd_memopt.training.data_content import TokenContent
@@ -72,11 +70,6 @@ class Training:
         )
 
 
-def checkpoint_directory(config: TrainConfig) -> Path:
-    """Return the directory of the run's checkpoints."""
-    return Path(config.trainer.output_dir) / "checkpoints"
-
-
 class Saver:
     """Writer of a run's checkpoints; a context manager.
 
@@ -93,8 +86,7 @@ class Saver:
     def __enter__(self) -> Saver:
         trainer = self._config.trainer
         if trainer.async_save and trainer.save_checkpoints:
-            directory = checkpoint_directory(self._config)
-            self._background = BackgroundSaver(directory, keep=trainer.keep_checkpoints)
+            self._background = BackgroundSaver(trainer.checkpoint_directory, keep=trainer.keep_checkpoints)
         return self
 
     def __exit__(
@@ -134,7 +126,7 @@ class Saver:
             self._background.save(self._training.step, self._training.state(), config)
             return
         save_training_state(
-            checkpoint_directory(self._config),
+            self._config.trainer.checkpoint_directory,
             self._training.step,
             state=self._training.state(),
             config=config,
@@ -160,7 +152,7 @@ def resume(training: Training) -> list[str]:
         return []
     # plan_resume has compared the configurations. The checkpoint is loaded into the tensors of
     # the model and the optimizer, so no second copy of them exists.
-    restored = load_checkpoint(plan.stored.directory, state=training.state(), config=None)
+    restored = load_checkpoint(plan.stored.directory, training.state())
     # The checkpoint's hyperparameters came with the optimizer states: they would undo a change
     # that plan_resume has allowed.
     training.optimizer.use_configured_options()
@@ -185,6 +177,31 @@ def resume(training: Training) -> list[str]:
         f"{changed}: random streams are seeded with trainer.seed + {restored.step}, so dropout draws other numbers "
         "than an uninterrupted run",
     ]
+
+
+def load_warm_start(model: nn.Module, plan: ResumePlan) -> list[str]:
+    """Fill ``model`` with the weights of ``plan.warm_start``, if it has one. Every rank calls.
+
+    The optimizer must not exist yet: its master weights are copies of the model's.
+
+    Returns:
+        One line that names the checkpoint; empty without a warm start.
+
+    Raises:
+        ValueError: on every rank, if the model has other names or shapes, or a file is damaged.
+    """
+    if plan.warm_start is None:
+        return []
+    with raise_together(f"loading the weights of {plan.warm_start}"):
+        if not (plan.warm_start / INDEX).is_file():
+            raise ValueError(
+                f"model.warm_start {plan.warm_start} is a checkpoint of version 1, whose weights depend on T: resume "
+                "its run once with nxd_memopt 0.2, which writes a checkpoint of version 2"
+            )
+        load_weights(Index(plan.warm_start), model)
+    # On XLA the graph of loading ends here, as in build_model.
+    backend.mark_step()
+    return [f"warm start: weights of {plan.warm_start}; optimizer, step and data start anew"]
 
 
 def random_state() -> dict[str, Any]:

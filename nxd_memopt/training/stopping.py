@@ -10,7 +10,7 @@ from nxd_memopt.training.config import TrainConfig
 from nxd_memopt.training.distributed import is_rank_zero, stop_time_file
 from nxd_memopt.training.interrupts import Interrupted, Interrupts
 from nxd_memopt.training.save_times import SaveTimes
-from nxd_memopt.training.state import Saver, Training, checkpoint_directory
+from nxd_memopt.training.state import Saver, Training
 from nxd_memopt.training.step_decisions import StepDecisions
 
 LAST_SAVE = "last_save.json"
@@ -49,7 +49,7 @@ class Stopping:
     ) -> None:
         self._training = training
         self._trainer = config.trainer
-        self._directory = checkpoint_directory(config)
+        self._directory = config.trainer.checkpoint_directory
         self._saver = saver
         self._interrupts = interrupts
         self._decisions = StepDecisions()

@@ -22,21 +22,20 @@ from nxd_memopt.checkpoint.index import read_checked_json, write_json
 from nxd_memopt.training.config import DataConfig, TrainConfig
 from nxd_memopt.training.documents import Documents
 from nxd_memopt.training.packing import NOT_TRAINED, Tokens, documents_per_row
-from nxd_memopt.training.tokens import TokenFile, packed_windows
+from nxd_memopt.training.tokens import SPLITS, TokenFile, packed_windows
 from nxd_memopt.training.vocabulary import Vocabulary
 
 FORMAT = "nxd_memopt packed tokens"
 FORMAT_VERSION = 3
 INDEX = "index.json"
 CHUNK_BYTES = 2**24  # 16 MiB: memory of a check or a comparison of files
-SPLITS = ("train", "held_out")
 # Code, digits and letters outside of ASCII: what tokenizers treat differently.
 SAMPLE = "def f(x):\n    return x + 1  # 0123456789 äöü\n"
 
 
-def tokens_directory(config: TrainConfig, fingerprint: str) -> Path:
-    """Return the directory of the packed tokens with ``fingerprint``."""
-    return Path(config.trainer.output_dir) / "tokens" / fingerprint[:16]
+def directory_of(parent: Path, fingerprint: str) -> Path:
+    """Return the directory below ``parent`` of the packed tokens with ``fingerprint``."""
+    return parent / fingerprint[:16]
 
 
 def write_tokens(
@@ -70,7 +69,7 @@ def write_tokens(
         OSError: the files cannot be written, for example because the disk is full.
     """
     fingerprint = _fingerprint(config, documents, vocabulary, seed)
-    target = parent / fingerprint[:16]
+    target = directory_of(parent, fingerprint)
     _restore_interrupted(parent)
     wanted = {"train": train_sequences, "held_out": config.eval_sequences}
     if target.exists():
@@ -151,7 +150,7 @@ def require_intact(directory: Path, fingerprint: str, *, contents: bool = True) 
 
 def open_tokens(config: TrainConfig, fingerprint: str, split: str) -> TokenFile:
     """Return the packed sequences of ``split``, ``"train"`` or ``"held_out"``."""
-    directory = tokens_directory(config, fingerprint)
+    directory = directory_of(config.trainer.tokens_directory, fingerprint)
     recorded = require_intact(directory, fingerprint, contents=False)["files"][f"{split}.bin"]
     return TokenFile(
         directory / f"{split}.bin",
@@ -163,7 +162,8 @@ def open_tokens(config: TrainConfig, fingerprint: str, split: str) -> TokenFile:
 
 def describe_rows(config: TrainConfig, fingerprint: str) -> list[str]:
     """Return the start report's lines about the rows of training."""
-    index = require_intact(tokens_directory(config, fingerprint), fingerprint, contents=False)
+    directory = directory_of(config.trainer.tokens_directory, fingerprint)
+    index = require_intact(directory, fingerprint, contents=False)
     recorded = index["files"].get("train.bin")
     if recorded is None:
         return []

@@ -14,6 +14,7 @@ from nxd_memopt.training.documents import Documents, Part
 from nxd_memopt.training.packing import Tokens, best_fit, concatenated
 from nxd_memopt.training.vocabulary import Vocabulary
 
+SPLITS = ("train", "held_out")
 # Sequences shuffled together. At S = 1024 a window has 1024 * 1024 * 4 bytes = 4 MiB and the text
 # of about 64 standard library files.
 WINDOW_SEQUENCES = 1024

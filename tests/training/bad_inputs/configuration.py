@@ -223,6 +223,7 @@ MODEL_VALUES = (
     BadInput("activation_unknown", _override("hidden_act", "swish2"), ("hidden_act", "swish2")),
     BadInput("dropout_above_one", _override("attention_dropout", 1.5), ("attention_dropout", "1.5", "below 1")),
     BadInput("rope_unknown", _override("rope_parameters", {"rope_type": "yarm"}), ("rope_type", "yarm")),
+    BadInput("override_model_type_unknown", _override("model_type", "lama"), ("'lama'", "gpt_neox", "llama")),
     BadInput("rope_incomplete", _override("rope_parameters", {"rope_type": "llama3"}), ("llama3", "low_freq_factor")),
     BadInput("rope_a_number", _override("rope_parameters", 5), ("rope_parameters", "5")),
     BadInput("pad_outside", _override("pad_token_id", 999), ("pad_token_id 999", "257")),
