@@ -1,4 +1,4 @@
-"""Finds the rows of a data set that have no text to train on: an error, or skipped and counted."""
+"""Finds the rows of a dataset that have no text to train on: an error, or skipped and counted."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class BadRow:
     """A row that cannot be trained on.
 
     Args:
-        index: number of the row in the data set, from 0.
+        index: number of the row in the dataset, from 0.
         kind: one of the kinds above, under which skipped rows are counted.
         description: what is wrong, with the file and its line or row.
     """
@@ -141,7 +141,7 @@ def _type(value: Any) -> str:
 
 
 def bad_lines(dataset: Any) -> Iterator[BadRow]:
-    """Yield the bad rows of a data set of ``read_lines``."""
+    """Yield the bad rows of a dataset of ``read_lines``."""
     start = 0
     for chunk in dataset.data.column("kind").chunks:
         if chunk.null_count < len(chunk):

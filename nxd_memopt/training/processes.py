@@ -73,7 +73,7 @@ def is_running(process: Process) -> bool:
     if PROC.is_dir():
         return start_ticks(process.pid) == process.started
     # Without /proc another process with the same id counts as running: a lock may then need to be
-    # removed by hand, but never is one taken from a run.
+    # removed by hand, but a run never loses its lock.
     try:
         os.kill(process.pid, 0)
     except ProcessLookupError:

@@ -8,14 +8,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.training.runs import command, environment, rows, run_on_pool, write_config
+from tests.training.runs import TENSOR_AND_SEQUENCE, command, environment, exact, rows, run_on_pool, write_config
 
 AGENT = (sys.executable, "-m", "nxd_memopt.cli", "train")
-TENSOR = {"tensor_model_parallel_size": 2, "sequence_parallel_enabled": True}
 LONG = {"save_interval": "auto", "max_steps": 100_000, "export": False}
 
 
@@ -39,14 +37,10 @@ def is_running(process: str) -> bool:
     return file.exists() and file.read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
 
 
-def exact(run: Path) -> list[list[Any]]:
-    return [[row[name] for name in ("step", "loss", "grad_norm", "lr")] for row in rows(run)]
-
-
 def test_ctrl_c_in_a_terminal_saves_once_and_the_run_goes_on_exactly(tmp_path: Path) -> None:
     run, output = tmp_path / "run", tmp_path / "output"
     schedule = {"optimizer": {"decay_steps": 100, "warmup_steps": 2}, "data": {"global_batch_size": 2}}
-    config = write_config(tmp_path, parallel=TENSOR, trainer=LONG | {"max_steps": 900}, **schedule)
+    config = write_config(tmp_path, parallel=TENSOR_AND_SEQUENCE, trainer=LONG | {"max_steps": 900}, **schedule)
     words = [*AGENT, "--nproc", "2", "--config", str(config)]
     process = start(words, output)
     wait_for_rows(process, run, 5)
@@ -74,7 +68,7 @@ def test_ctrl_c_in_a_terminal_saves_once_and_the_run_goes_on_exactly(tmp_path: P
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_to_the_agent_or_to_one_rank_stops_all(tmp_path: Path, number: signal.Signals) -> None:
     run, output = tmp_path / "run", tmp_path / "output"
-    config = write_config(tmp_path, parallel=TENSOR, trainer=LONG)
+    config = write_config(tmp_path, parallel=TENSOR_AND_SEQUENCE, trainer=LONG)
     process = start([*AGENT, "--nproc", "2", "--config", str(config)], output)
     wait_for_rows(process, run, 3)
     target = process.pid
@@ -91,7 +85,7 @@ def test_a_signal_to_the_agent_or_to_one_rank_stops_all(tmp_path: Path, number: 
 @pytest.mark.slow
 def test_under_torchrun_a_signal_saves(tmp_path: Path) -> None:
     run, output = tmp_path / "run", tmp_path / "output"
-    config = write_config(tmp_path, parallel=TENSOR, trainer=LONG)
+    config = write_config(tmp_path, parallel=TENSOR_AND_SEQUENCE, trainer=LONG)
     process = start(command(config, ranks=2), output)
     wait_for_rows(process, run, 3)
     os.killpg(process.pid, signal.SIGINT)
@@ -105,7 +99,7 @@ def test_under_torchrun_a_signal_saves(tmp_path: Path) -> None:
 def test_a_second_signal_stops_at_once_and_the_last_checkpoint_stays(tmp_path: Path) -> None:
     """The second save never ends."""
     run, output = tmp_path / "run", tmp_path / "output"
-    config = write_config(tmp_path, parallel=TENSOR, trainer=LONG | {"save_interval": 2})
+    config = write_config(tmp_path, parallel=TENSOR_AND_SEQUENCE, trainer=LONG | {"save_interval": 2})
     hang = (
         "import sys, time; from nxd_memopt.checkpoint.saving import RankSave; original = RankSave.write\n"
         "def write(save, chunks):\n"
@@ -137,7 +131,7 @@ def test_a_second_signal_stops_at_once_and_the_last_checkpoint_stays(tmp_path: P
 @pytest.mark.slow
 def test_a_killed_agent_takes_its_ranks_with_it_and_a_killed_rank_all(tmp_path: Path) -> None:
     run, output = tmp_path / "run", tmp_path / "output"
-    config = write_config(tmp_path, parallel=TENSOR, trainer=LONG)
+    config = write_config(tmp_path, parallel=TENSOR_AND_SEQUENCE, trainer=LONG)
     for victim in ("agent", "rank"):
         process = start([*AGENT, "--nproc", "2", "--config", str(config)], output)
         wait_for_rows(process, run, 3)

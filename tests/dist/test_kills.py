@@ -12,14 +12,23 @@ from pathlib import Path
 
 import pytest
 
-from tests.training.runs import LLAMA, command, environment, rows, summary, train, write_config
+from tests.training.runs import (
+    LLAMA,
+    TENSOR_AND_SEQUENCE,
+    command,
+    environment,
+    exact,
+    rows,
+    summary,
+    train,
+    write_config,
+)
 
 RANKS = 2
 SECTIONS = {
-    "parallel": {"tensor_model_parallel_size": 2, "sequence_parallel_enabled": True},
+    "parallel": TENSOR_AND_SEQUENCE,
     "model": {"config_overrides": LLAMA | {"attention_dropout": 0.1}},  # resumption needs every random state
 }
-EXACT = ("step", "loss", "grad_norm", "lr")
 
 
 def has_rows(run: Path, count: int) -> bool:
@@ -110,9 +119,7 @@ def test_twenty_kills_in_all_phases_change_nothing(whole: Path, tmp_path: Path, 
             assert tries < 4, f"the run always ended before it could be killed in {phase}"
     resumed = train(config, ranks=RANKS)
     assert resumed.returncode == 0, resumed.stderr[-3000:]
-    assert [[row[name] for name in EXACT] for row in rows(run)] == [
-        [row[name] for name in EXACT] for row in rows(whole)
-    ]
+    assert exact(run) == exact(whole)
     assert rows(run, "evaluation.jsonl") == rows(whole, "evaluation.jsonl")
     for name in ("held_out_loss_before", "held_out_loss_after"):
         assert summary(run)[name] == summary(whole)[name]

@@ -25,6 +25,7 @@ from tests.dist import pool
 
 PROGRAM = ("-m", "nxd_memopt.training")
 END = 256
+EXACT = ("step", "loss", "grad_norm", "lr", "loss_scale", "skipped")  # the last two in fp16 only
 LLAMA = {
     "model_type": "llama",
     "vocab_size": 257,
@@ -36,6 +37,7 @@ LLAMA = {
     "max_position_embeddings": 64,
     "eos_token_id": END,
 }
+TENSOR_AND_SEQUENCE = {"tensor_model_parallel_size": 2, "sequence_parallel_enabled": True}
 LINES = [f"document {i} " + "abc xyz " * (3 + i % 7) for i in range(200)]
 
 
@@ -176,6 +178,15 @@ def train_and_kill(config: Path, metrics: Path, *, after_rows: int, ranks: int) 
 
 def rows(run: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / name).read_text(encoding="utf-8").splitlines()]
+
+
+def losses(run: Path) -> list[float]:
+    return [row["loss"] for row in rows(run)]
+
+
+def exact(run: Path) -> list[list[Any]]:
+    """What an interruption of a run must not change, for each step."""
+    return [[row.get(name) for name in EXACT] for row in rows(run)]
 
 
 def summary(run: Path) -> dict[str, Any]:

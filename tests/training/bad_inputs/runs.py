@@ -81,7 +81,7 @@ def _dangling_lock(directory: Path) -> Path:
 
 
 def _dataset(content: bytes) -> Callable[[Path], Path]:
-    """A data set with ``content`` after two good lines."""
+    """A dataset with ``content`` after two good lines."""
 
     def prepare(directory: Path) -> Path:
         config = write_config(directory)
