@@ -45,7 +45,8 @@ def certify_command(
             configuration has no ``model.pretrained``.
 
     Raises:
-        ValueError: the memory of one rank is not known, or the command is not installed.
+        ValueError: the memory of one rank is not known, the command is not installed, or certify
+            cannot measure an option of the configuration.
     """
     backend, device = DEVICES.get(platform, ("cpu", None))
     if device is None and device_memory_gib is None:
@@ -60,7 +61,8 @@ def certify_command(
         command += ["--device", device]
     if device_memory_gib is not None:
         command += ["--device-memory-gib", str(device_memory_gib)]
-    return [*command, *_step(config), *_memory(config), *_optimizer(config, world_size)]
+    options = [*_step(config), *_memory(config), *_optimizer(config, world_size)]
+    return [*command, *options, *_isolation(config, platform, backend)]
 
 
 def _model(config: TrainConfig, directory: Path) -> list[str]:
@@ -129,6 +131,26 @@ def _memory(config: TrainConfig) -> list[str]:
     if memory.recompute_modules:
         options += ["--recompute-modules", *memory.recompute_modules]
     return options
+
+
+def _isolation(config: TrainConfig, platform: str, backend: str) -> list[str]:
+    """Return the options for isolated documents.
+
+    Raises:
+        ValueError: isolation selects another attention on the platform than in the measurement.
+    """
+    if not config.data.isolate_documents:
+        return []
+    if backend == "xla":
+        return ["--isolate-documents"]
+    # Kernels of GPUs take the bounds of documents: the step has the same activations without them.
+    # On trn2 and trn3 isolation selects tiled attention; the CPU backend's attention is another.
+    if platform in DEVICES:
+        raise ValueError(
+            f"certify cannot measure data.isolate_documents on platform {platform}: set it to false for the dry run, "
+            "or measure with nxd-memopt certify --backend xla --isolate-documents"
+        )
+    return []
 
 
 def _optimizer(config: TrainConfig, world_size: int) -> list[str]:

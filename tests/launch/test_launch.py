@@ -194,6 +194,17 @@ def test_what_a_dry_run_certifies(recipe: str, tmp_path: Path) -> None:
     assert " ".join(command[4:]) == CERTIFIED[recipe]
 
 
+def test_isolated_documents_are_certified_where_the_graph_is_traced(tmp_path: Path) -> None:
+    found = planned("llama3_8b", "--data.isolate-documents", environ=FOUR_HOSTS)
+    commands = {
+        platform: certify_command(
+            found.config, platform, world_size=found.world_size, device_memory_gib=80, directory=tmp_path
+        )
+        for platform in ("trn1", "cuda")
+    }
+    assert [platform for platform, words in commands.items() if "--isolate-documents" in words] == ["trn1"]
+
+
 def test_a_pretrained_models_changes_are_certified_too(tmp_path: Path) -> None:
     found = planned("llama2_7b", "--model.pretrained", "some/model", "--data-parallel.sharding", "none")
     command = certify_command(found.config, "trn2", world_size=32, device_memory_gib=23.5, directory=tmp_path)
@@ -210,7 +221,9 @@ def test_techniques_that_certify_cannot_measure_are_refused(tmp_path: Path) -> N
         return certify_command(config, "trn2", world_size=32, device_memory_gib=None, directory=tmp_path)
 
     assert "--recompute-keep-core-attn" in command("--memory.recompute-keep-core-attn")
+    assert "--isolate-documents" not in command()
     for option, message in (
+        (("--data.isolate-documents",), "data.isolate_documents on platform trn2: set it to false"),
         (("--memory.cpu-offloading-num-layers", "2"), "memory.cpu_offloading_num_layers 2: set 0"),
         (("--memory.no-fused-linear-cross-entropy",), "memory.fused_linear_cross_entropy False: set True"),
         (("--data-parallel.sharding", "zero2"), "data_parallel.sharding zero2.*set zero1"),
