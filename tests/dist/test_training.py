@@ -1,8 +1,9 @@
-"""Tests the training program as users start it: equal losses for every layout, resumption after a kill, errors."""
+"""Tests the training program: equal losses for every layout, resumption with other sizes, errors of its processes."""
 
 from __future__ import annotations
 
 import functools
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,15 +14,12 @@ from tests.training.runs import (
     LLAMA,
     TENSOR_AND_SEQUENCE,
     Outcome,
-    busy_port,
-    exact,
     losses,
     rows,
     run_here,
     run_on_pool,
     summary,
     train,
-    train_and_kill,
     write_config,
 )
 
@@ -89,22 +87,6 @@ def test_every_layout_has_the_losses_of_one_process(
     assert result["held_out_loss_after"] == pytest.approx(expected["held_out_loss_after"], rel=2e-5)
     assert result["transformers_difference"] < 1e-5
     assert len(result["peak_memory_bytes"]) == ranks
-
-
-def test_a_killed_run_resumes_exactly(tmp_path: Path) -> None:
-    """test_kills.py kills in every phase, with and without saves in the background."""
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    for directory in (whole, killed):
-        directory.mkdir()
-    dropout = {"config_overrides": LLAMA | {"attention_dropout": 0.1}}  # resumption needs every random state
-    options = {"parallel": TENSOR_AND_SEQUENCE, "model": dropout, "trainer": {"async_save": True}}
-    configs = [write_config(directory, **options) for directory in (whole, killed)]
-    run(configs[0], ranks=2)
-    train_and_kill(configs[1], killed / "run" / "metrics.jsonl", after_rows=5, ranks=2)
-    assert "resuming after step" in run(configs[1], ranks=2)
-    assert exact(killed / "run") == exact(whole / "run")
-    assert rows(killed / "run", "evaluation.jsonl") == rows(whole / "run", "evaluation.jsonl")
-    assert summary(killed / "run")["held_out_loss_before"] == summary(whole / "run")["held_out_loss_before"]
 
 
 @pytest.mark.parametrize(
@@ -184,21 +166,16 @@ def eager(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return eager_run
 
 
-@pytest.mark.parametrize(
-    ("name", "recompute"),
-    [
-        ("llama", "selective"),
-        pytest.param("gpt_neox", "full", marks=pytest.mark.slow),
-        pytest.param("llama", "none", marks=pytest.mark.slow),
-        pytest.param("llama", "full", marks=pytest.mark.slow),
-        pytest.param("gpt_neox", "none", marks=pytest.mark.slow),
-        pytest.param("gpt_neox", "selective", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("name", MODELS)
 def test_compiled_layers_have_the_losses_of_eager_ones(
     eager: Callable[[str], Path], tmp_path: Path, name: str, recompute: str
 ) -> None:
-    """With accumulation, clipping, evaluation; resumed, after the third step, by a run with eager layers."""
+    """With accumulation, clipping, evaluation; resumed, after the third step, by a run with eager layers.
+
+    test_compile.py has the tests of compiled layers that are not slow.
+    """
     expected = eager(name)
     sections = {
         "model": {"config_overrides": MODELS[name]},
@@ -232,6 +209,7 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_checkpoint(tmp_path:
     assert not (tmp_path / "run" / "export").exists()
 
 
+@pytest.mark.slow
 def test_errors_under_torchrun_are_one_line_of_rank_zero(tmp_path: Path) -> None:
     config = write_config(tmp_path, parallel={"tensor_model_parallel_size": 3})
     outcome = train(config, ranks=2)
@@ -241,10 +219,13 @@ def test_errors_under_torchrun_are_one_line_of_rank_zero(tmp_path: Path) -> None
     assert "nxd_memopt/training" not in outcome.stderr  # torchrun has a traceback of its own
 
 
-def test_port_in_use(tmp_path: Path) -> None:
-    with busy_port() as taken:
-        world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-        outcome = train(write_config(tmp_path), env=world | {"MASTER_PORT": str(taken.getsockname()[1])})
+def test_port_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for name, value in world.items():
+            monkeypatch.setenv(name, value)
+        outcome = run_here(write_config(tmp_path))
     require_user_error(outcome, "is in use by another program")
 
 

@@ -7,10 +7,8 @@ import json
 import os
 import resource
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -160,22 +158,6 @@ def _run_rank(config: str, options: tuple[str, ...]) -> str:
     return stdout.getvalue()
 
 
-def train_and_kill(config: Path, metrics: Path, *, after_rows: int, ranks: int) -> None:
-    """Start the script, and kill every process of it (SIGKILL) once ``metrics`` has ``after_rows`` rows."""
-    process = subprocess.Popen(
-        command(config, ranks=ranks), env=environment(), start_new_session=True, stdout=subprocess.DEVNULL
-    )
-    deadline = time.monotonic() + 120
-    try:
-        while not metrics.is_file() or len(metrics.read_text(encoding="utf-8").splitlines()) < after_rows:
-            assert process.poll() is None, "the run ended before it could be killed"
-            assert time.monotonic() < deadline, f"no {after_rows} steps in 120 s"
-            time.sleep(0.01)
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
 def rows(run: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / name).read_text(encoding="utf-8").splitlines()]
 
@@ -191,9 +173,3 @@ def exact(run: Path) -> list[list[Any]]:
 
 def summary(run: Path) -> dict[str, Any]:
     return json.loads((run / "summary.json").read_text(encoding="utf-8"))
-
-
-def busy_port() -> socket.socket:
-    """A listening socket: its port is taken while it is open."""
-    taken = socket.create_server(("127.0.0.1", 0))
-    return taken
