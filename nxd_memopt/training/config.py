@@ -505,7 +505,7 @@ class TrainConfig:
             ValueError: when the tensor-parallel size does not divide the world size.
         """
         size = self.parallel.tensor_model_parallel_size
-        remedy = f"start a multiple of {size} processes, such as torchrun --nproc_per_node {size}"
+        remedy = f"start a multiple of {size} ranks, such as nxd-memopt train --nproc {size}"
         return require_divisible("world size", world_size, "tensor_model_parallel_size", size, remedy)
 
     def accumulation_steps(self, world_size: int) -> int:
