@@ -154,7 +154,7 @@ def test_a_checkpoint_has_the_weights(tmp_path):
     with torch.no_grad():
         for param in other.parameters():
             param.zero_()
-    load_training_state(tmp_path, state=TrainingState(other, None), config=None)
+    load_training_state(tmp_path, state=TrainingState(other, None), config={})
     assert_equal(model.state_dict().values(), other.state_dict().values())
     with BackgroundSaver(tmp_path) as saver, pytest.raises(ValueError, match="turn cpu_offloading_weights off"):
         saver.save(2, TrainingState(model, None), {})
