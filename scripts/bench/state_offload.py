@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import gc
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,6 +25,7 @@ from nxd_memopt.optimizer import OffloadedZero1Optimizer
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
 from nxd_memopt.parallel_layers.utils import leave_process_groups
+from scripts.bench.memory_options import add_memory_options, limit_device_memory, with_options
 from scripts.bench.record import append, environment
 from scripts.bench.train_step import CONFIGS, WARM_UP_STEPS, build_ours, figures
 
@@ -110,10 +110,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[512])
     parser.add_argument("--fraction", type=float, default=1.0)
     parser.add_argument("--staging-gib", type=float, default=2.0)
-    parser.add_argument("--cap-gib", type=float, help="limit of the device memory that tensors may use")
-    parser.add_argument("--recompute", choices=("none", "full"), default="none")
-    parser.add_argument("--keep-core-attn", action="store_true", help="keep the attention kernel's result")
-    parser.add_argument("--recompute-layers", type=int, help="recompute the first N layers only")
+    add_memory_options(parser)
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches per step")
     parser.add_argument("--read-loss", action="store_true", help="read the loss after every step")
     parser.add_argument("--in-forward", action="store_true", help="updates overlap with the next forward")
@@ -123,14 +120,8 @@ def main() -> None:
     args = parser.parse_args()
     backend.init_process_group()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=parallel_state.get_world_size())
-    if args.cap_gib:
-        total = torch.cuda.get_device_properties(backend.device).total_memory
-        torch.cuda.set_per_process_memory_fraction(args.cap_gib * GIB / total)
-    memory = MemoryConfig()
-    if args.recompute == "full":
-        memory = MemoryConfig(recompute_granularity="full", recompute_keep_core_attn=args.keep_core_attn)
-        if args.recompute_layers:
-            memory = replace(memory, recompute_method="block", recompute_num_layers=args.recompute_layers)
+    limit_device_memory(args.cap_gib)
+    memory = with_options(MemoryConfig(), args.memory)
     for tokens in args.tokens:
         row: dict[str, Any] = {
             "model": args.model,
@@ -140,7 +131,7 @@ def main() -> None:
             "fraction": args.fraction,
             "staging_gib": args.staging_gib,
             "cap_gib": args.cap_gib or "",
-            "recompute": f"{args.recompute} {args.recompute_layers or ''} keep={args.keep_core_attn}",
+            "memory": " ".join(args.memory),
         }
         row |= measure(CONFIGS[args.model](), tokens, memory, args)
         gc.collect()

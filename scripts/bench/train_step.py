@@ -11,8 +11,9 @@ installed, and so do peers called ``flash4``; the other peers have PyTorch's cho
 
 ``--recompute full`` recomputes every layer. Ours may keep the attention kernel's result
 (``--keep-core-attn``), recompute the first layers only (``--recompute-layers``), keep the first
-layers' activations in host memory and recompute the layers after them (``--offload-layers``), and
-run the optimizer inside backward (``--in-backward``).
+layers' activations in host memory and recompute the layers after them (``--offload-layers``),
+run the optimizer inside backward (``--in-backward``), and use any other memory technique
+(``--memory OPTION=VALUE``).
 
 MFU counts 6 x parameters (without the input embedding) x tokens + 6 x layers x H x S^2 against
 ``--peak-tflops``; recompute does not count. ``exposed_ms`` is the time in one more, profiled step
@@ -46,6 +47,7 @@ from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
 from nxd_memopt.parallel_layers.utils import leave_process_groups
 from scripts.bench.exposure import profiled
 from scripts.bench.gpu_race import first_line
+from scripts.bench.memory_options import add_memory_options, limit_device_memory, with_options
 from scripts.bench.peers import (
     Builder,
     LossFunction,
@@ -286,6 +288,10 @@ def recompute(args: argparse.Namespace) -> tuple[MemoryConfig, str]:
         memory = replace(memory, **options)
     if offloaded:
         words.append(f"{offloaded} layers offloaded")
+    memory = with_options(memory, args.memory)
+    words += args.memory
+    if args.cap_gib:
+        words.append(f"{args.cap_gib:g} GiB")
     if args.in_backward:
         words.append("optimizer in backward")
     return memory, ", ".join(words)
@@ -385,6 +391,7 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--offload-layers", type=int, default=0, help="ours: the first N layers' activations go to the host"
     )
+    add_memory_options(parser)
     parser.add_argument("--in-backward", action="store_true", help="ours: run the optimizer inside backward")
     parser.add_argument("--steps", type=int, default=8)
     # 989 TFLOP/s: dense bf16 of an H100 SXM or H200. On other devices MFU is not computed.
@@ -411,6 +418,7 @@ def main() -> None:
     backend.init_process_group()
     size = parallel_state.get_world_size()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
+    limit_device_memory(args.cap_gib)
     failed = run(args)
     leave_process_groups()
     if failed:
