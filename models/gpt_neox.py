@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from nxd_memopt.modules.attention import (
 from nxd_memopt.modules.causal_lm import ParallelCausalLM
 from nxd_memopt.modules.dropout import ParallelDropout
 from nxd_memopt.modules.factory import LayerFactory, layer_factory, resolve_memory, resolve_parallel
+from nxd_memopt.modules.head_groups import AttentionLayers
 from nxd_memopt.modules.mlp import Activation
 from nxd_memopt.modules.parallel_residual import (
     normalised_column_parallel_linears,
@@ -78,6 +80,15 @@ class GPTNeoXAttention(FusibleModule):
         query, key, value = split_sizes(heads, [self.head_dim] * 3, dim=-1)  # [B, h/T, S, d] each
         query, key, value = apply_rope_qkv(query, key, value, *rope, in_place=self.in_place_rope.is_active)
         return merge_heads(self.core_attn(query, key, value, mask), sequence_first=self.sequence_first)
+
+    def layers(self) -> AttentionLayers:
+        """Return the submodules, for attention by groups of heads."""
+        num_heads = self.query_key_value.output_size_per_partition // (3 * self.head_dim)
+
+        def context(columns: Sequence[Tensor], rope: RopeTables, mask: AttentionMask) -> Tensor:
+            return self.context(columns[0], rope, mask)
+
+        return AttentionLayers((self.query_key_value,), (num_heads,), self.dense, self.core_attn, context)
 
 
 class GPTNeoXMLP(FusibleModule):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
@@ -18,6 +20,7 @@ from nxd_memopt.modules.attention import (
 )
 from nxd_memopt.modules.causal_lm import ParallelCausalLM
 from nxd_memopt.modules.factory import LayerFactory, layer_factory, resolve_memory, resolve_parallel
+from nxd_memopt.modules.head_groups import AttentionLayers
 from nxd_memopt.modules.mlp import GatedMLP
 from nxd_memopt.modules.packed_weights import PackedWeights
 from nxd_memopt.modules.qkv_linear import kv_size_multiplier
@@ -60,13 +63,27 @@ class LlamaAttention(PackedWeights):
         self.in_place_rope = in_place_rope_path(self, *self.shared_input_layers)
 
     def forward(self, hidden: Tensor, rope: RopeTables, mask: AttentionMask) -> Tensor:
-        # q, k, v: [B, S, h*d/T] or [S, B, h*d/T], from one all-gather of the input.
-        query, key, value = (
-            split_heads(x, self.head_dim, sequence_first=self.sequence_first) for x in self.project(hidden)
-        )
+        # One all-gather of the input.
+        return self.o_proj(self.context(self.project(hidden), rope, mask))
+
+    def context(self, columns: Sequence[Tensor], rope: RopeTables, mask: AttentionMask) -> Tensor:
+        """Compute the input of ``o_proj``, ``[B, S, h*d/T]`` or ``[S, B, h*d/T]``.
+
+        Args:
+            columns: queries ``[B, S, h*d/T]`` (or sequence first), keys and values.
+            rope: cosine and sine tables.
+            mask: mask in addition to causality.
+        """
+        query, key, value = (split_heads(x, self.head_dim, sequence_first=self.sequence_first) for x in columns)
         query, key, value = apply_rope_qkv(query, key, value, *rope, in_place=self.in_place_rope.is_active)
         context = self.core_attn(query, key, value, mask)  # [B, h/T, S, d]
-        return self.o_proj(merge_heads(context, sequence_first=self.sequence_first))
+        return merge_heads(context, sequence_first=self.sequence_first)
+
+    def layers(self) -> AttentionLayers:
+        """Return the submodules, for attention by groups of heads."""
+        columns = (self.q_proj, self.k_proj, self.v_proj)
+        num_heads = [layer.output_size_per_partition // self.head_dim for layer in columns]
+        return AttentionLayers(columns, num_heads, self.o_proj, self.core_attn, self.context)
 
 
 class LlamaDecoderLayer(FusibleModule):

@@ -166,6 +166,9 @@ class MemoryConfig:
         mlp_tile_tokens: compute the MLP for this many tokens at a time (all tensor-parallel ranks'
             shards together), forward and backward; only its input is saved. ``"auto"`` takes 32,768
             tokens, or fewer if the device's free memory in the first step demands it.
+        attention_head_groups: compute attention for this many groups of heads one after the other,
+            from the projection of the input to the output projection; only the input is saved, and
+            backward runs each group again.
         attention_backend: ``"auto"`` takes, for each call, the first of the device's
             implementations that can run it. A name takes that implementation or fails:
             ``"flash4"`` (FlashAttention-4, from the package flash-attn-4), ``"cudnn"``,
@@ -190,6 +193,7 @@ class MemoryConfig:
     cpu_offloading_activations: bool = False
     cpu_offloading_weights: bool = False
     mlp_tile_tokens: int | Literal["auto"] | None = None
+    attention_head_groups: int | None = None
     attention_backend: Literal["auto", "flash4", "cudnn", "flash", "efficient", "sdpa", "tiled", "nki", "math"] = "auto"
     fused_linear_cross_entropy: bool = True
     selective_activation_checkpointing_is_enabled: bool = False
@@ -204,6 +208,7 @@ class MemoryConfig:
         self._check_recompute()
         self._check_offload()
         self._check_tiles()
+        self._check_head_groups()
 
     def num_offloaded_layers(self, num_layers: int) -> int:
         """Return how many first layers offload activations or checkpoints, of ``num_layers``."""
@@ -294,6 +299,25 @@ class MemoryConfig:
             raise ValueError(
                 f"mlp_tile_tokens {tokens} recomputes the MLP already, and recompute_modules has "
                 f"{recomputed}: leave them out of recompute_modules"
+            )
+
+    def _check_head_groups(self) -> None:
+        groups = self.attention_head_groups
+        if groups is None:
+            return
+        if type(groups) is not int or groups < 1:
+            raise ValueError(f"attention_head_groups must be an integer of at least 1 or null, got {groups!r}")
+        # Backward runs each group again, from the projection on.
+        recomputed = sorted({"attn", "core_attn"} & set(self.recompute_modules or ()))
+        if recomputed:
+            raise ValueError(
+                f"attention_head_groups {groups} recomputes attention already, and recompute_modules has "
+                f"{recomputed}: leave them out of recompute_modules"
+            )
+        if self.recompute_keep_core_attn:
+            raise ValueError(
+                f"attention_head_groups {groups} recomputes attention, and recompute_keep_core_attn keeps its "
+                "results: leave one out"
             )
 
     def _check_offload(self) -> None:

@@ -108,6 +108,7 @@ def _memory(config: TrainConfig) -> list[str]:
         "cpu_offloading_activations",
         "cpu_offloading_weights",
         "mlp_tile_tokens",
+        "attention_head_groups",
         "fused_linear_cross_entropy",
     ):
         value = getattr(memory, name)

@@ -24,7 +24,7 @@ from nxd_memopt.memory.recompute import (
     recomputes_parts,
     remove_recompute,
 )
-from nxd_memopt.memory.tiles import apply_tiles, remove_tiles
+from nxd_memopt.memory.tiles import apply_head_groups, apply_tiles, remove_tiles
 from nxd_memopt.memory.weight_offload import apply_weight_offload, remove_weight_offload
 from nxd_memopt.memory.wrapping import is_wrapped
 from nxd_memopt.parallel_layers.data_shards import require_replicated
@@ -45,7 +45,7 @@ def apply_memory(
 
     The order, from the inside of a layer to the outside:
 
-    0. Tiles of tokens, which replace the computation of the MLPs.
+    0. Tiles of tokens and groups of heads, which replace the computation of MLPs and attention.
     1. Recompute of parts of a layer. It is part of the compiled graph and decides what the graph
        saves for backward.
     2. Compile.
@@ -81,11 +81,14 @@ def apply_memory(
         )
     offload = _offload(memory, len(layers), pool)
     mlps = model.recompute_modules()["mlp"]
-    if compile == "layer" and memory.mlp_tile_tokens is not None:
-        raise ValueError(
-            f"compile 'layer' and mlp_tile_tokens {memory.mlp_tile_tokens!r}: a graph would hold every tile "
-            "of the sequence: set compile to null, or leave mlp_tile_tokens out"
-        )
+    attentions = model.recompute_modules()["attn"]
+    for name in ("mlp_tile_tokens", "attention_head_groups"):
+        value = getattr(memory, name)
+        if compile == "layer" and value is not None:
+            raise ValueError(
+                f"compile 'layer' and {name} {value!r}: a graph would hold every tile of the sequence and every "
+                f"group of heads: set compile to null, or leave {name} out"
+            )
     # before anything is removed: a refused call leaves the model as it was
     if compile == "layer" and recomputes_parts(memory):
         require_recompute_in_graphs()
@@ -94,9 +97,11 @@ def apply_memory(
     remove_offload(layers)
     remove_compile(layers)
     remove_recompute(model)
-    remove_tiles(mlps)
+    remove_tiles([*mlps, *attentions])
     if memory.mlp_tile_tokens is not None:
         apply_tiles(mlps, memory.mlp_tile_tokens)
+    if memory.attention_head_groups is not None:
+        apply_head_groups(attentions, memory.attention_head_groups)
     # Recompute of parts runs inside the compiled graph: chunks must exist before ``apply_compile``
     # groups layers by chunk. Otherwise layers are compiled first, because the checkpoint of a chunk
     # captures the (compiled) forwards of all layers of the chunk.

@@ -1,4 +1,4 @@
-"""Computes the MLPs of a model by tiles of tokens, of a given size or of one that fits the free memory."""
+"""Computes the MLPs of a model by tiles of tokens, and its attention by groups of heads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from nxd_memopt.backends import backend
+from nxd_memopt.memory.recompute import checkpoint
 from nxd_memopt.memory.wrapping import Forward, unwrap_forward, wrap_forward
+from nxd_memopt.modules.head_groups import attention_by_head_groups
 from nxd_memopt.modules.tiled_mlp import MLPLayers, tiled_mlp
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear
 from nxd_memopt.planner.formulas import auto_tile_tokens, mlp_tile_bytes
@@ -80,6 +82,38 @@ def apply_tiles(modules: Sequence[nn.Module], tile_tokens: int | Literal["auto"]
     tiles = MLPTiles(tile_tokens)
     for module in modules:
         wrap_forward(module, "tiles", functools.partial(_tiled, tiles, module))
+
+
+def apply_head_groups(modules: Sequence[nn.Module], num_groups: int) -> None:
+    """Compute the attention ``modules`` by groups of heads; replaces an earlier choice.
+
+    Raises:
+        ValueError: the device recomputes from arguments only, a module is no attention module of
+            this library, or its heads are not divisible.
+    """
+    if not backend.views_share_memory:
+        raise ValueError(
+            f"attention_head_groups {num_groups} recomputes slices of weights, and the backend {backend.name} "
+            "recomputes from a function's arguments only: leave it out"
+        )
+    for module in modules:
+        if not hasattr(module, "layers"):
+            raise ValueError(
+                f"attention_head_groups {num_groups} has no groups of a {type(module).__name__}: leave it out"
+            )
+        cast(Any, module).layers().require_divisible(num_groups)
+    for module in modules:
+        wrap_forward(module, "tiles", functools.partial(_by_head_groups, num_groups, module))
+
+
+def _by_head_groups(num_groups: int, module: nn.Module, forward: Forward) -> Any:
+    del forward
+    return functools.partial(_attention_by_head_groups, num_groups, module)
+
+
+def _attention_by_head_groups(num_groups: int, module: nn.Module, hidden: Tensor, rope: Any, mask: Any) -> Tensor:
+    layers = cast(Any, module).layers()
+    return attention_by_head_groups(hidden, rope, mask, layers, num_groups, checkpoint)
 
 
 def remove_tiles(modules: Sequence[nn.Module]) -> None:

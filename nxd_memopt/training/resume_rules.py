@@ -72,6 +72,7 @@ RULES: dict[str, Rule] = {
     "memory.cpu_offloading_weights": REPORTED,
     "memory.cpu_offloading_activations": REPORTED,
     "memory.mlp_tile_tokens": REPORTED,
+    "memory.attention_head_groups": REPORTED,
     "memory.attention_backend": REPORTED,
     "memory.fused_linear_cross_entropy": REPORTED,
     "memory.selective_activation_checkpointing_is_enabled": REPORTED,

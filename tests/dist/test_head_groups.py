@@ -1,0 +1,114 @@
+"""Attention by groups of heads against the modules themselves: values, gradients, and what is saved."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from nxd_memopt.config import MemoryConfig
+from nxd_memopt.memory import apply_memory
+from nxd_memopt.parallel_layers import grads, parallel_state
+from tests.dist.pool import distributed
+from tests.reference import assert_says, error_message
+from tests.reference_models import (
+    BATCH,
+    LENGTH,
+    batch,
+    full_parameters,
+    gpt_neox_config,
+    hugging_face,
+    llama_config,
+    parallel_model,
+)
+
+# 8 query heads and 4, 2 or 8 KV heads; at T=4 a KV head of two is on two ranks.
+CONFIGS = {
+    "grouped": lambda: llama_config(num_attention_heads=8, num_key_value_heads=4, attention_bias=True),
+    "replicated": lambda: llama_config(num_attention_heads=8, num_key_value_heads=2),
+    "full": lambda: llama_config(num_attention_heads=8, num_key_value_heads=8),
+    "neox": lambda: gpt_neox_config(num_attention_heads=8),
+    "neox sequential": lambda: gpt_neox_config(num_attention_heads=8, use_parallel_residual=False),
+}
+OPTIONS = ({}, {"recompute_granularity": "full"}, {"mlp_tile_tokens": 12})
+
+
+def step(model) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss = model(**batch()).loss
+    loss.backward()
+    grads.allreduce_sequence_parallel_gradients(model)
+    return {"loss": loss.detach(), **{name: param.grad.clone() for name, param in model.named_parameters()}}
+
+
+@distributed(world_size=[1, 2, 4])
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_equals_the_modules(name, world_size):
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
+    for sequence_parallel in [False, True][: min(world_size, 2)]:
+        full = full_parameters(hugging_face(CONFIGS[name]()))
+        model = parallel_model(CONFIGS[name](), full, sequence_parallel=sequence_parallel)
+        want = step(model)
+        for groups in (1, 2, 4, 8)[: {1: 4, 2: 3, 4: 2}[world_size]]:
+            for options in OPTIONS[: 1 if groups != 2 else None]:
+                apply_memory(model, MemoryConfig(attention_head_groups=groups, **options))
+                for key, value in step(model).items():
+                    # fp32 sums in another order: the bound of docs/numerics.md
+                    error = (value - want[key]).norm() / want[key].norm()
+                    assert error < 2e-5, f"{key}, {groups} groups, {options}: {error}"
+        apply_memory(model, MemoryConfig())
+        assert all(torch.equal(value, want[key]) for key, value in step(model).items())
+
+
+def test_the_input_alone_is_saved():
+    model = parallel_model(llama_config(num_attention_heads=8), attention_head_groups=4)
+    attention = model.recompute_modules()["attn"][0]
+    x = torch.randn(BATCH, LENGTH, 32, requires_grad=True)
+    rope = tuple(torch.randn(1, LENGTH, 4) for _ in range(2))
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        attention(x, rope, None)
+    allowed = {x.data_ptr(), *(table.data_ptr() for table in rope), *(p.data_ptr() for p in attention.parameters())}
+    assert {tensor.data_ptr() for tensor in kept if tensor.numel()} <= allowed
+
+
+def test_packed_documents_and_frozen_weights():
+    documents = torch.tensor([0, 5, 9, LENGTH])
+    ids = batch()["input_ids"][:1]
+
+    def gradients(groups):
+        model = parallel_model(llama_config(num_attention_heads=8, num_key_value_heads=4))
+        apply_memory(model, MemoryConfig(attention_head_groups=groups))
+        model.model.layers[0].self_attn.k_proj.weight.requires_grad_(False)
+        model(ids, labels=ids, cu_seqlens=documents).loss.backward()
+        return [param.grad for param in model.parameters()]
+
+    for a, b in zip(gradients(None), gradients(4), strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b, rtol=2e-5, atol=1e-6)  # as above
+
+
+def test_refusals():
+    model = parallel_model(llama_config(num_attention_heads=8, num_key_value_heads=4))
+    message = error_message(lambda: apply_memory(model, MemoryConfig(attention_head_groups=3)))
+    assert_says(message, "attention_head_groups 3", "8 query heads", "4 KV heads", "divisor of 8")
+    for value in (0, True, 2.0):
+        assert_says(error_message(partial(MemoryConfig, attention_head_groups=value)), "at least 1", repr(value))
+    for options, word in (
+        ({"recompute_granularity": "selective"}, "['core_attn']"),
+        ({"recompute_granularity": "full", "recompute_keep_core_attn": True}, "recompute_keep_core_attn"),
+    ):
+        assert_says(error_message(partial(MemoryConfig, attention_head_groups=2, **options)), word, "leave")
+    two = MemoryConfig(attention_head_groups=2)
+    assert_says(error_message(lambda: apply_memory(model, two, compile="layer")), "compile 'layer'", "null")
+    apply_memory(model, two)
+    handle = model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda *args: None)
+    assert_says(error_message(lambda: model(**batch())), "attention_head_groups", "ColumnParallelLinear", "remove it")
+    handle.remove()
+    model.model.layers[0].self_attn.o_proj = torch.nn.Linear(32, 32)
+    assert_says(error_message(lambda: model(**batch())), "needs a RowParallelLinear", "Linear")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nxd_memopt.memory.tiles.backend.views_share_memory", False)
+        assert_says(error_message(lambda: apply_memory(model, two)), "backend cpu", "leave it out")
