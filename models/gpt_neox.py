@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -83,12 +82,11 @@ class GPTNeoXAttention(FusibleModule):
 
     def layers(self) -> AttentionLayers:
         """Return the submodules, for attention by groups of heads."""
-        num_heads = self.query_key_value.output_size_per_partition // (3 * self.head_dim)
 
-        def context(columns: Sequence[Tensor], rope: RopeTables, mask: AttentionMask) -> Tensor:
+        def context(columns: tuple[Tensor, ...], rope: RopeTables, mask: AttentionMask) -> Tensor:
             return self.context(columns[0], rope, mask)
 
-        return AttentionLayers((self.query_key_value,), (num_heads,), self.dense, self.core_attn, context)
+        return AttentionLayers((self.query_key_value,), 3 * self.head_dim, self.dense, context)
 
 
 class GPTNeoXMLP(FusibleModule):

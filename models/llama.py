@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
@@ -66,7 +64,7 @@ class LlamaAttention(PackedWeights):
         # One all-gather of the input.
         return self.o_proj(self.context(self.project(hidden), rope, mask))
 
-    def context(self, columns: Sequence[Tensor], rope: RopeTables, mask: AttentionMask) -> Tensor:
+    def context(self, columns: tuple[Tensor, ...], rope: RopeTables, mask: AttentionMask) -> Tensor:
         """Compute the input of ``o_proj``, ``[B, S, h*d/T]`` or ``[S, B, h*d/T]``.
 
         Args:
@@ -76,14 +74,12 @@ class LlamaAttention(PackedWeights):
         """
         query, key, value = (split_heads(x, self.head_dim, sequence_first=self.sequence_first) for x in columns)
         query, key, value = apply_rope_qkv(query, key, value, *rope, in_place=self.in_place_rope.is_active)
-        context = self.core_attn(query, key, value, mask)  # [B, h/T, S, d]
-        return merge_heads(context, sequence_first=self.sequence_first)
+        # [B, h/T, S, d] -> [B, S, h*d/T]
+        return merge_heads(self.core_attn(query, key, value, mask), sequence_first=self.sequence_first)
 
     def layers(self) -> AttentionLayers:
         """Return the submodules, for attention by groups of heads."""
-        columns = (self.q_proj, self.k_proj, self.v_proj)
-        num_heads = [layer.output_size_per_partition // self.head_dim for layer in columns]
-        return AttentionLayers(columns, num_heads, self.o_proj, self.core_attn, self.context)
+        return AttentionLayers((self.q_proj, self.k_proj, self.v_proj), self.head_dim, self.o_proj, self.context)
 
 
 class LlamaDecoderLayer(FusibleModule):

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from nxd_memopt.modules.attention import AttentionMask, CoreAttention, RopeTables
+from nxd_memopt.modules.attention import AttentionMask, RopeTables
 from nxd_memopt.parallel_layers.fusion import has_hooks
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear, RowParallelLinear, column_parallel, row_parallel
 
@@ -26,18 +26,21 @@ class AttentionLayers:
 
     Args:
         columns: projections of the input; the local output of each consists of heads.
-        num_heads: heads of each projection on this rank.
+        head_columns: output columns of one head of each projection.
         row: output projection.
-        core: attention core.
         context: maps the outputs of ``columns``, the RoPE tables and the mask to the input of
             ``row``, for any number of heads.
     """
 
     columns: Sequence[nn.Module]
-    num_heads: Sequence[int]
+    head_columns: int
     row: nn.Module
-    core: CoreAttention
-    context: Callable[[Sequence[Tensor], RopeTables, AttentionMask], Tensor]
+    context: Callable[[tuple[Tensor, ...], RopeTables, AttentionMask], Tensor]
+
+    def num_heads(self) -> list[int]:
+        """Return the heads of each projection on this rank."""
+        columns = cast("Sequence[ColumnParallelLinear]", self.columns)
+        return [layer.output_size_per_partition // self.head_columns for layer in columns]
 
     def require_plain(self) -> None:
         """Raise ``ValueError`` if a projection is replaced, or has a hook or another forward."""
@@ -56,13 +59,14 @@ class AttentionLayers:
 
     def require_divisible(self, num_groups: int) -> None:
         """Raise ``ValueError`` unless this rank's heads can be divided into ``num_groups``."""
-        queries = max(self.num_heads)
-        for heads in self.num_heads:
+        num_heads = self.num_heads()
+        queries = max(num_heads)
+        for heads in num_heads:
             if queries % num_groups or (heads % num_groups and num_groups % heads):
                 raise ValueError(
                     f"attention_head_groups {num_groups} does not divide a rank's {queries} query heads "
-                    f"and {min(self.num_heads)} KV heads evenly: use a divisor of {queries} that divides "
-                    f"{min(self.num_heads)} or is a multiple of it"
+                    f"and {min(num_heads)} KV heads evenly: use a divisor of {queries} that divides "
+                    f"{min(num_heads)} or is a multiple of it"
                 )
 
 
@@ -120,7 +124,7 @@ def _group_output(
     columns = cast("Sequence[ColumnParallelLinear]", layers.columns)
     row = cast(RowParallelLinear, layers.row)
     parameters: list[tuple[Tensor, Tensor | None]] = []
-    for layer, num_heads in zip(columns, layers.num_heads, strict=True):
+    for layer, num_heads in zip(columns, layers.num_heads(), strict=True):
         rows = _rows_of(group, num_groups, num_heads, layer.output_size_per_partition)
         parameters.append((layer.weight[rows], None if layer.bias is None else layer.bias[rows]))
     sharding = columns[0].activation_sharding(*(layer.replica_group for layer in columns))
