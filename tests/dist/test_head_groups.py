@@ -78,6 +78,7 @@ def test_packed_documents_and_frozen_weights():
     ids = batch()["input_ids"][:1]
 
     def gradients(groups):
+        torch.manual_seed(1)
         model = parallel_model(llama_config(num_attention_heads=8, num_key_value_heads=4))
         apply_memory(model, MemoryConfig(attention_head_groups=groups))
         model.model.layers[0].self_attn.k_proj.weight.requires_grad_(False)
