@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from tokenizers import pre_tokenizers
+
 from nxd_memopt.training.special_tokens import SpecialTokens
+
+# Bytes that no UTF-8 text contains (RFC 3629).
+_NOT_IN_TEXT = {0xC0, 0xC1, *range(0xF5, 0x100)}
 
 
 @dataclass(frozen=True)
@@ -39,8 +44,16 @@ class Vocabulary:
 
     @property
     def notes(self) -> list[str]:
-        """One line for each kind of special token on which the model's files disagree."""
-        return [] if self.special is None else self.special.notes
+        """Lines for special tokens on which the model's files disagree, and for text without tokens."""
+        notes = [] if self.special is None else list(self.special.notes)
+        missing = bytes_without_token(self.tokenizer)
+        if missing:
+            shown = ", ".join(f"0x{byte:02X}" for byte in missing[:4])
+            notes.append(
+                f"the tokenizer has no token for {len(missing)} of the 243 bytes of UTF-8 text ({shown}, ...) and "
+                "drops them: characters with these bytes are trained on in part or not at all"
+            )
+        return notes
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Return the token ids of each text, each ending with ``end_of_text``.
@@ -66,3 +79,28 @@ class Vocabulary:
         if outside is not None:
             raise ValueError(f"token id {outside} is outside [0, vocab_size {self.size}): take the model's tokenizer")
         return terminated
+
+
+def bytes_without_token(tokenizer: Any) -> list[int]:
+    """Return the bytes of UTF-8 text that a byte-level BPE tokenizer drops without a word.
+
+    Other tokenizers give unknown text an unknown token, or fall back to bytes.
+    """
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    if fast is None or type(fast.model).__name__ != "BPE" or "ByteLevel" not in str(fast.pre_tokenizer):
+        return []
+    if fast.model.unk_token is not None or fast.model.byte_fallback:
+        return []
+    known = set(tokenizer.get_vocab())
+    return [byte for byte, symbol in _byte_symbols().items() if symbol not in known and byte not in _NOT_IN_TEXT]
+
+
+def _byte_symbols() -> dict[int, str]:
+    """Return the character that stands for each byte in the vocabulary of byte-level tokenizers."""
+    # Printable characters of Latin-1 stand for themselves, the other bytes for the characters from
+    # U+0100 on, in order (GPT-2's table). ``alphabet`` has the same characters, without the order.
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    symbols = {byte: chr(byte) for byte in printable} | {byte: chr(0x100 + i) for i, byte in enumerate(others)}
+    assert set(symbols.values()) == set(pre_tokenizers.ByteLevel.alphabet())
+    return dict(sorted(symbols.items()))

@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from nxd_memopt.checkpoint import save_pretrained
 from nxd_memopt.models import model_class
 from nxd_memopt.training.config import ModelConfig
 from nxd_memopt.training.model import load_hf_config, load_vocabulary
 from nxd_memopt.training.special_tokens import SpecialTokens, special_tokens
+from nxd_memopt.training.vocabulary import Vocabulary, bytes_without_token
 from tests.training.runs import END, LLAMA, byte_tokenizer, run_here, write_config
 
 OTHER = 7
@@ -114,3 +116,17 @@ def test_a_run_exports_the_ids_it_trained_with(tmp_path: Path) -> None:
     assert (exported.eos_token_id, exported.chat_template) == (END, "{{ messages }}")
     vocabulary = load_vocabulary(ModelConfig(pretrained=str(export)), AutoConfig.from_pretrained(export))
     assert (vocabulary.end_of_text, vocabulary.notes) == (END, [])
+
+
+def test_bytes_that_the_tokenizer_drops_are_a_line() -> None:
+    whole = byte_tokenizer()
+    assert bytes_without_token(whole) == [] and Vocabulary(whole, 257, 256).notes == []
+    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
+    known = [symbol for symbol in symbols if symbol not in ("Ã", "©", "Ñ")]
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(known)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    partial = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    # é is C3 A9 in UTF-8: nothing of it is left, which the line announces.
+    assert partial("é")["input_ids"] == [] and bytes_without_token(partial) == [0xA9, 0xC3, 0xD1]
+    (note,) = Vocabulary(partial, 300, 299).notes
+    assert "no token for 3 of the 243 bytes" in note and "0xA9, 0xC3, 0xD1" in note
