@@ -1,4 +1,4 @@
-"""The command line: ``nxd-memopt train``, ``launch``, ``certify``, ``convert`` and ``doctor``."""
+"""The command line: ``nxd-memopt train``, ``launch``, ``plan``, ``certify``, ``convert`` and ``doctor``."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from nxd_memopt._optional import (
     require_installed,
     require_transformers,
 )
-from nxd_memopt.certify.command import Certify
-from nxd_memopt.training.interrupts import exit_status, final_status
 
+_SIGNALLED = 128  # greater statuses are those of processes that a signal has stopped
 _OPTIONAL = ("triton", "flash-attn-4")
 Command = Callable[[], int | None]
 
@@ -47,6 +46,18 @@ class Launch:
 
     def __call__(self) -> int:
         from nxd_memopt.launch.__main__ import main
+
+        return main(self.arguments)
+
+
+@dataclass(frozen=True)
+class PlanSettings:
+    """Show which settings fit a device, and how fast they are; ``nxd-memopt plan --help`` shows the options."""
+
+    arguments: tuple[str, ...] = ()
+
+    def __call__(self) -> int:
+        from nxd_memopt.plan_command import main
 
         return main(self.arguments)
 
@@ -146,18 +157,23 @@ def _parse(arguments: Sequence[str]) -> Command:
         return Train(tuple(arguments[1:]))
     if arguments[:1] == ["launch"]:
         return Launch(tuple(arguments[1:]))
+    # plan needs no package but PyYAML, and starts without torch.
+    if arguments[:1] == ["plan"]:
+        return PlanSettings(tuple(arguments[1:]))
     if list(arguments) == ["doctor"]:
         return Doctor()
-    # convert and certify: tyro builds their options from the fields of the dataclasses. train and
-    # launch are in the table for --help only.
+    # convert and certify: tyro builds their options from the fields of the dataclasses. train,
+    # launch and plan are in the table for --help only.
     require_installed("nxd-memopt (every command but doctor)", "tyro", "rich", extra="cli")
     import tyro
 
+    from nxd_memopt.certify.command import Certify
     from nxd_memopt.convert import Convert
 
-    commands: dict[str, Callable[..., Train | Launch | Doctor | Convert | Certify]] = {
+    commands: dict[str, Callable[..., Train | Launch | PlanSettings | Doctor | Convert | Certify]] = {
         "train": Train,
         "launch": Launch,
+        "plan": PlanSettings,
         "certify": Certify,
         "convert": Convert,
         "doctor": Doctor,
@@ -176,13 +192,19 @@ def main() -> int:
     # Exceptions other than the three below are defects and keep their traceback.
     warnings.formatwarning = lambda message, *_, **__: f"nxd-memopt: warning: {message}\n"
     try:
-        return final_status(_parse(sys.argv[1:])() or 0)
+        status = _parse(sys.argv[1:])() or 0
     except (ValueError, OSError, MissingDependencyError) as error:
         print(f"nxd-memopt: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # Ctrl-C before a command has its own handlers, or in one without
         print("nxd-memopt: stopped by SIGINT", file=sys.stderr)
-        return exit_status(signal.SIGINT)
+        return _SIGNALLED + signal.SIGINT
+    # Imports torch, which a plan does without.
+    if status > _SIGNALLED:
+        from nxd_memopt.training.interrupts import final_status
+
+        return final_status(status)
+    return status
 
 
 # "python -m nxd_memopt.cli" would otherwise end with status 0 and do nothing.

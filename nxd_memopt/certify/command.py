@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from nxd_memopt._optional import require_transformers
-from nxd_memopt.certify.configs import NAMED_CONFIGS, load_model_config
 from nxd_memopt.config import MemoryConfig, ParallelConfig, require_one_of
+from nxd_memopt.planner.model_configs import NAMED_CONFIGS, load_model_config
 
 if TYPE_CHECKING:
     from nxd_memopt.certify.report.verdict import Certificate
@@ -59,7 +59,7 @@ class Certify:
     without recomputation.
 
     Default: any saving passes."""
-    device: Literal["trn1", "trn2", "trn2-lnc1", "trn3"] = "trn1"
+    device: Literal["trn1", "trn1n", "trn2", "trn2-lnc1", "trn3", "trn3-lnc1"] = "trn1"
     device_memory_gib: float | None = None
     """Memory of one device, instead of that of ``device``."""
     reserve_gib: float = 1.25

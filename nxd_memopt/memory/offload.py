@@ -26,12 +26,14 @@ from nxd_memopt.memory.host_arena import HostArena
 from nxd_memopt.memory.host_pool import HostPool
 from nxd_memopt.memory.recompute import is_passed_over
 from nxd_memopt.memory.wrapping import unwrap_forward, wrap_forward
+from nxd_memopt.planner.activations import OFFLOADED_STORAGE_BYTES
 
 OFFLOAD_OWNER = "activation offload"
 """Owner of the offloaded activations in the ledger of a ``HostPool``."""
 LAYERS_IN_FLIGHT = 1
 """Layers whose checkpoints may still be on their way to the host when the next layer ends."""
-_MIN_BYTES = 1 << 20  # smaller storages stay on the device: many transfers for little memory
+
+_MIN_BYTES = OFFLOADED_STORAGE_BYTES
 
 
 class _Storage:

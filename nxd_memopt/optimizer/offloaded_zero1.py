@@ -15,13 +15,12 @@ from nxd_memopt.memory.host_pool import HostPool
 from nxd_memopt.memory.recompute import layer_units
 from nxd_memopt.memory.wrapping import is_wrapped, wrap_forward
 from nxd_memopt.optimizer.sharding import all_gather_into
-from nxd_memopt.optimizer.streamed_adamw import CHUNK_ELEMENTS, RESIDENT_ELEMENTS, PlacedStates, StreamedAdamW
+from nxd_memopt.optimizer.streamed_adamw import PlacedStates, StreamedAdamW
 from nxd_memopt.optimizer.zero1 import NeuronZero1Optimizer
 from nxd_memopt.parallel_layers import grads
 from nxd_memopt.parallel_layers.utils import padded_size
 from nxd_memopt.planner.formulas import stream_bytes
-
-STAGING_BYTES = 2 << 30
+from nxd_memopt.planner.states import CHUNK_ELEMENTS, RESIDENT_ELEMENTS, STAGING_BYTES
 
 
 class OffloadedZero1Optimizer(NeuronZero1Optimizer):

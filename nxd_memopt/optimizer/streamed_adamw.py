@@ -20,11 +20,10 @@ from nxd_memopt.ops.cuda import adamw as cuda
 from nxd_memopt.ops.cuda.support import can_use_triton
 from nxd_memopt.parallel_layers.grads import gradient_of
 from nxd_memopt.planner.formulas import optimizer_state_bytes, stream_slots
+from nxd_memopt.planner.states import CHUNK_ELEMENTS, RESIDENT_ELEMENTS, parameters_on_host
 
-# Elements of a chunk: 64 MiB of each of the three fp32 tensors. A copy of 64 MiB takes 1.2 ms at
-# 55 GB/s, next to which the 10 us of its launch and of the update's kernels do not count.
-CHUNK_ELEMENTS = 16 << 20
-RESIDENT_ELEMENTS = 1 << 16  # norms and biases: 0.003 % of LLaMA-3-8B's elements
+# CHUNK_ELEMENTS: 64 MiB of each of the three fp32 tensors. A copy of 64 MiB takes 1.2 ms at 55 GB/s,
+# next to which the 10 us of its launch and of the update's kernels do not count.
 OWNER = "optimizer states"
 STATES = ("exp_avg", "exp_avg_sq")  # torch.optim.AdamW's names of the moments
 
@@ -75,15 +74,14 @@ class PlacedStates:
         fraction: float,
         resident_elements: int = RESIDENT_ELEMENTS,
     ) -> None:
-        if not 0 <= fraction <= 1:
-            raise ValueError(f"optimizer_offload_fraction must be between 0 and 1, got {fraction}")
+        chosen = parameters_on_host(sizes, fraction, resident_elements=resident_elements)
         self.sizes = list(sizes)
         self.on_host: list[int] = []
         self.on_device: list[int] = []
         self._offsets: list[int] = []
         self.host_elements = self.device_elements = 0
         for index, size in enumerate(sizes):
-            if self.host_elements < fraction * sum(sizes) and size >= resident_elements:
+            if index in chosen:
                 self.on_host.append(index)
                 self._offsets.append(self.host_elements)
                 self.host_elements += size

@@ -132,14 +132,14 @@ def sizes(config: Any) -> dict[str, int]:
     Args:
         config: Hugging Face's config, as an object or as the content of a ``config.json``.
     """
-    heads = _option(config, "num_attention_heads")
+    heads = option(config, "num_attention_heads")
     return {
-        "H": _option(config, "hidden_size"),
-        "F": _option(config, "intermediate_size"),
-        "V": _option(config, "vocab_size"),
+        "H": option(config, "hidden_size"),
+        "F": option(config, "intermediate_size"),
+        "V": option(config, "vocab_size"),
         "h": heads,
         "g": num_kv_heads(config),
-        "d": _option(config, "head_dim") or _option(config, "hidden_size") // heads,
+        "d": option(config, "head_dim") or option(config, "hidden_size") // heads,
     }
 
 
@@ -149,9 +149,9 @@ def num_kv_heads(config: Any) -> int:
     Raises:
         ValueError: g does not divide the number of query heads.
     """
-    heads = _option(config, "num_attention_heads")
-    name = "num_query_groups" if _option(config, "num_query_groups") else "num_key_value_heads"
-    groups = _option(config, name) or heads
+    heads = option(config, "num_attention_heads")
+    name = "num_query_groups" if option(config, "num_query_groups") else "num_key_value_heads"
+    groups = option(config, name) or heads
     require_divisible("num_attention_heads", heads, name, groups)
     return groups
 
@@ -165,17 +165,17 @@ def parameters(config: Any) -> Iterator[Parameter]:
     Raises:
         ValueError: the model type is not supported.
     """
-    model_type = _option(config, "model_type")
+    model_type = option(config, "model_type")
     require_one_of("model_type", model_type, tuple(LAYERS))
     letters = sizes(config)
-    is_tied = bool(_option(config, "tie_word_embeddings"))
+    is_tied = bool(option(config, "tie_word_embeddings"))
     layers = [layer for layer in LAYERS[model_type] if not (is_tied and layer.name == "lm_head")]
     # Three groups in the order of the table: before, inside and after the decoder layers.
     inside = [layer for layer in layers if "{}" in layer.name]
     start = layers.index(inside[0])
     for layer in layers[:start]:
         yield from _layer_parameters(layer, layer.name, letters, config)
-    for i in range(_option(config, "num_hidden_layers")):
+    for i in range(option(config, "num_hidden_layers")):
         for layer in inside:
             yield from _layer_parameters(layer, layer.name.format(i), letters, config)
     for layer in layers[start + len(inside) :]:
@@ -220,7 +220,7 @@ def _layer_parameters(
 def _has_bias(layer: Layer, config: Any) -> bool:
     """Return whether the layer has a bias, as the table or the config option that it names says."""
     if isinstance(layer.bias, str):
-        return bool(_option(config, layer.bias))
+        return bool(option(config, layer.bias))
     return layer.bias
 
 
@@ -235,7 +235,7 @@ def _value(dimension: str, letters: Mapping[str, int]) -> int:
     return value
 
 
-def _option(config: Any, name: str) -> Any:
+def option(config: Any, name: str) -> Any:
     """Return an option of a config, or None if it has none of this name."""
     if isinstance(config, Mapping):
         return config.get(name)
@@ -249,7 +249,7 @@ def require_shardable(config: Any, tensor_model_parallel_size: int) -> None:
     # The vocabulary is not checked: it is padded to a multiple of T.
     require_divisible("num_attention_heads", letters["h"], size_name, tensor_model_parallel_size)
     require_divisible("intermediate_size", letters["F"], size_name, tensor_model_parallel_size)
-    if _option(config, "model_type") == "gpt_neox":
+    if option(config, "model_type") == "gpt_neox":
         require_divisible("hidden_size", letters["H"], "num_attention_heads", letters["h"])
         if letters["g"] != letters["h"]:
             raise ValueError(

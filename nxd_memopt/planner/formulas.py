@@ -5,9 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nxd_memopt.planner.hardware import GIB, RESERVE_GIB
-
-_FP32_BYTES = 4
-_ADAM_MOMENTS = 2
+from nxd_memopt.planner.states import (
+    ADAM_MOMENTS,
+    FP32_BYTES,
+    StateLayout,
+    gradient_bytes,
+    master_bytes,
+    moment_bytes,
+    weight_bytes,
+)
 
 
 @dataclass(frozen=True)
@@ -82,23 +88,19 @@ def memory_terms(
         capacity_gib: memory of the device in GiB.
         reserve_gib: memory in GiB that tensors cannot use.
     """
-    # Bytes per parameter with bf16 and master weights: 2 (weight) + 4 (fp32 gradient) + 8 (two fp32
-    # moments) + 4 (master weight) = 18. ZeRO-1 divides the last two by D, rounded up.
     # fp32 parameters are their own master weights.
-    masters = optimizer.master_weights and element_bytes < _FP32_BYTES
-    per_shard = num_parameters
-    if optimizer.zero1:
-        per_shard = -(-num_parameters // optimizer.data_parallel_size)
-    gradient_bytes = element_bytes
-    master_bytes = 0
-    if masters:
-        gradient_bytes = _FP32_BYTES
-        master_bytes = _FP32_BYTES
+    layout = StateLayout(
+        element_bytes,
+        master_weights=optimizer.master_weights and element_bytes < FP32_BYTES,
+        sharding="zero1" if optimizer.zero1 else "none",
+        data_parallel_size=optimizer.data_parallel_size,
+    )
+    shapes = [(num_parameters,)]
     terms = {
-        "parameters": num_parameters * element_bytes,
-        "gradients": num_parameters * gradient_bytes,
-        "optimizer moments (fp32)": per_shard * _ADAM_MOMENTS * _FP32_BYTES,
-        "fp32 master weights": per_shard * master_bytes,
+        "parameters": weight_bytes(shapes, layout),
+        "gradients": gradient_bytes(shapes, layout),
+        "optimizer moments": moment_bytes(shapes, layout),
+        "master weights": master_bytes(shapes, layout),
         "activations and temporaries": temporary_bytes,
         "inputs": input_bytes,
         "reserve": int(reserve_gib * GIB),
@@ -225,7 +227,7 @@ def auto_tile_tokens(free_bytes: int | None, bytes_per_token: int) -> int:
 
 def optimizer_state_bytes(num_elements: int) -> int:
     """Return the bytes of fp32 master weights and AdamW's two fp32 moments: 12 per element."""
-    return num_elements * (1 + _ADAM_MOMENTS) * _FP32_BYTES
+    return num_elements * (1 + ADAM_MOMENTS) * FP32_BYTES
 
 
 def stream_slots(chunk_elements: int, staging_bytes: int) -> int:
@@ -255,4 +257,4 @@ def stream_bytes(host_elements: int, *, chunk_elements: int, staging_bytes: int)
     chunk_elements = min(chunk_elements, host_elements)
     num_chunks = -(-host_elements // chunk_elements)
     slots = min(stream_slots(chunk_elements, staging_bytes), num_chunks)
-    return slots * optimizer_state_bytes(chunk_elements) + chunk_elements * _FP32_BYTES
+    return slots * optimizer_state_bytes(chunk_elements) + chunk_elements * FP32_BYTES

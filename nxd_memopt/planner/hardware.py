@@ -1,15 +1,300 @@
-"""Devices: memory of one rank, and the part of it that tensors cannot use."""
+"""Devices: memory, rates and links of one rank, and the part of its memory that tensors cannot use.
+
+Published rates are peaks; ``planner/rates.py`` has what this library reaches of them. Sources:
+
+- [trn1] awsdocs-neuron, "AWS Trn1/Trn1n Architecture" and "Trainium Architecture".
+- [trn2] awsdocs-neuron, "Trainium2 Architecture", "NeuronCore-v3 Architecture" and the EC2 page of Trn2.
+- [trn3] awsdocs-neuron, "Trainium3 Architecture".
+- [a100], [h100], [h200], [b200] NVIDIA's data sheets of A100, H100, H200 and HGX B200 (SXM, dense).
+- [torch] the total capacity in PyTorch's out-of-memory errors.
+- [rows] ``docs/benchmarks``; [measured] on this project's H200 with 128 GiB of host memory.
+- [estimate] no published figure.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Literal
+
+from nxd_memopt.config import require_one_of
+
 GIB = 2**30
-DEVICE_GIB = {"trn1": 16.0, "trn2": 24.0, "trn2-lnc1": 12.0, "trn3": 36.0}
-"""Memory in GiB of one rank's device.
-
-trn1: one NeuronCore. trn2: a logical core of two physical cores (LNC 2). trn2-lnc1: a logical core
-of one physical core; two of them share a memory bank.
-"""
 RESERVE_GIB = 1.25
-"""Memory that tensors cannot use: runtime microcode, collective buffers and compiled programs.
+"""Memory of a NeuronCore that tensors cannot use: runtime microcode (0.1 to 0.2 GiB, [trn1]),
+collective buffers and compiled programs. [estimate]"""
+CUDA_CONTEXT_GIB = 0.6
+"""CUDA context, cuBLAS and cuDNN of one process. [estimate]"""
+NCCL_GIB = 0.5
+"""NCCL's buffers of one process with several ranks. [estimate]"""
+ALLOCATOR_FRACTION = 0.02
+"""Part of the device that PyTorch's caching allocator cannot hand out at the peak: segments of 2 and
+20 MiB that are free in parts. [estimate], the limit of the project's own reserved bytes."""
 
-This is an estimate."""
+
+@dataclass(frozen=True)
+class Device:
+    """One rank's device and its share of the host.
+
+    Args:
+        name: key of ``DEVICES``.
+        kind: ``neuron`` or ``cuda``.
+        memory_gib: memory of one rank's device in GiB, as the runtime reports it.
+        reserve_gib: part of it that tensors cannot use.
+        matmul_flops: peak of dense matmuls in FLOP/s, by dtype of the factors.
+        memory_bytes_per_s: bandwidth of the device's memory.
+        link_bytes_per_s: what a rank sends to the other ranks of its host, one way.
+        ranks_per_host: ranks of the largest host.
+        host_link_bytes_per_s: what a rank sends to other hosts, one way: the host's network, shared.
+        host_copy_bytes_per_s: copies between device and host memory, one way.
+        host_memory_gib: memory of the host divided by its ranks.
+        source: where the figures are from.
+    """
+
+    name: str
+    kind: Literal["neuron", "cuda"]
+    memory_gib: float
+    reserve_gib: float
+    matmul_flops: dict[str, float]
+    memory_bytes_per_s: float
+    link_bytes_per_s: float
+    ranks_per_host: int
+    host_link_bytes_per_s: float
+    host_copy_bytes_per_s: float
+    host_memory_gib: float
+    source: str
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of the device in bytes."""
+        return int(self.memory_gib * GIB)
+
+    def usable_bytes(self, *, ranks: int = 1) -> int:
+        """Return the bytes that tensors can use.
+
+        Args:
+            ranks: ranks of the run; several need buffers for communication.
+        """
+        reserve_gib = self.reserve_gib
+        if self.kind == "cuda":
+            reserve_gib += ALLOCATOR_FRACTION * self.memory_gib
+            if ranks > 1:
+                reserve_gib += NCCL_GIB
+        return int((self.memory_gib - reserve_gib) * GIB)
+
+
+def _matmul(bf16: float, fp32: float) -> dict[str, float]:
+    """Return rates in FLOP/s from TFLOP/s; fp16 has the rate of bf16 on all devices here."""
+    return {"bfloat16": bf16 * 1e12, "float16": bf16 * 1e12, "float32": fp32 * 1e12}
+
+
+def _trainium(
+    name: str,
+    *,
+    memory_gib: float,
+    bf16: float,
+    fp32: float,
+    memory_gb_s: float,
+    link_gb_s: float,
+    ranks: int,
+    efa_gbps: float,
+    host_gib: float,
+    source: str,
+) -> Device:
+    """Return a NeuronCore. Copies to the host: half of a PCIe gen-4 x16 link per chip. [estimate]"""
+    return Device(
+        name=name,
+        kind="neuron",
+        memory_gib=memory_gib,
+        reserve_gib=RESERVE_GIB,
+        matmul_flops=_matmul(bf16, fp32),
+        memory_bytes_per_s=memory_gb_s * 1e9,
+        link_bytes_per_s=link_gb_s * 1e9,
+        ranks_per_host=ranks,
+        host_link_bytes_per_s=efa_gbps / 8 * 1e9 / ranks,
+        host_copy_bytes_per_s=16e9 * 16 / ranks,
+        host_memory_gib=host_gib / ranks,
+        source=source,
+    )
+
+
+def _gpu(
+    name: str,
+    *,
+    memory_gib: float,
+    bf16: float,
+    fp32: float,
+    memory_tb_s: float,
+    nvlink_gb_s: float,
+    copy_gb_s: float,
+    host_gib: float,
+    source: str,
+) -> Device:
+    """Return a GPU of a host with eight; its network has 400 Gbit/s per GPU (DGX; A100: 200)."""
+    network_gbps = 200 if name.startswith("a100") else 400
+    return Device(
+        name=name,
+        kind="cuda",
+        memory_gib=memory_gib,
+        reserve_gib=CUDA_CONTEXT_GIB,
+        matmul_flops=_matmul(bf16, fp32),
+        memory_bytes_per_s=memory_tb_s * 1e12,
+        link_bytes_per_s=nvlink_gb_s * 1e9,
+        ranks_per_host=8,
+        host_link_bytes_per_s=network_gbps / 8 * 1e9,
+        host_copy_bytes_per_s=copy_gb_s * 1e9,
+        host_memory_gib=host_gib / 8,
+        source=source,
+    )
+
+
+# Trainium. A chip of trn1 has 2 NeuronCores: 32 GiB, 190 TFLOP/s bf16, 47.5 fp32, 820 GB/s; NeuronLink
+# 384 GB/s (trn1n: 768), EFA 800 (1,600) Gbit/s a host. A chip of trn2 has 8 physical cores: 96 GiB,
+# 667 TFLOP/s bf16, 181 fp32, 2.9 TB/s, NeuronLink 1,024 GB/s over 4 links; LNC 2 joins two of them.
+# A chip of trn3: 144 GiB, 671 and 183 TFLOP/s, 4.9 TB/s, NeuronLink 2,560 GB/s. NeuronLink's figures
+# are both ways together, so that a core has a chip's figure divided by 2 and by its cores.
+_TABLE = (
+    _trainium(
+        "trn1",
+        memory_gib=16.0,
+        bf16=95.0,
+        fp32=23.75,
+        memory_gb_s=410,
+        link_gb_s=96,
+        ranks=32,
+        efa_gbps=800,
+        host_gib=512,
+        source="[trn1], a chip's figures halved",
+    ),
+    _trainium(
+        "trn1n",
+        memory_gib=16.0,
+        bf16=95.0,
+        fp32=23.75,
+        memory_gb_s=410,
+        link_gb_s=192,
+        ranks=32,
+        efa_gbps=1600,
+        host_gib=512,
+        source="[trn1], a chip's figures halved",
+    ),
+    _trainium(
+        "trn2",
+        memory_gib=24.0,
+        bf16=166.75,
+        fp32=45.25,
+        memory_gb_s=725,
+        link_gb_s=128,
+        ranks=64,
+        efa_gbps=3200,
+        host_gib=2048,
+        source="[trn2], a chip's figures over 4 logical cores (LNC 2)",
+    ),
+    _trainium(
+        "trn2-lnc1",
+        memory_gib=12.0,
+        bf16=83.4,
+        fp32=22.6,
+        memory_gb_s=362,
+        link_gb_s=64,
+        ranks=128,
+        efa_gbps=3200,
+        host_gib=2048,
+        source="[trn2], over 8 physical cores (LNC 1); two of them share a bank of 24 GiB",
+    ),
+    _trainium(
+        "trn3",
+        memory_gib=36.0,
+        bf16=167.75,
+        fp32=45.75,
+        memory_gb_s=1225,
+        link_gb_s=320,
+        ranks=64,
+        efa_gbps=3200,
+        host_gib=2048,
+        source="[trn3], over 4 logical cores (LNC 2); network and host memory as trn2's [estimate]",
+    ),
+    _trainium(
+        "trn3-lnc1",
+        memory_gib=18.0,
+        bf16=83.9,
+        fp32=22.9,
+        memory_gb_s=612,
+        link_gb_s=160,
+        ranks=128,
+        efa_gbps=3200,
+        host_gib=2048,
+        source="[trn3], over 8 physical cores (LNC 1); network and host memory as trn2's [estimate]",
+    ),
+    _gpu(
+        "a100-40gb",
+        memory_gib=39.5,
+        bf16=312,
+        fp32=19.5,
+        memory_tb_s=1.555,
+        nvlink_gb_s=300,
+        copy_gb_s=25,
+        host_gib=1024,
+        source="[a100], memory [torch], copies over PCIe gen 4 [estimate], host of DGX A100",
+    ),
+    _gpu(
+        "a100-80gb",
+        memory_gib=79.2,
+        bf16=312,
+        fp32=19.5,
+        memory_tb_s=2.039,
+        nvlink_gb_s=300,
+        copy_gb_s=25,
+        host_gib=2048,
+        source="[a100], memory [torch], copies over PCIe gen 4 [estimate], host of DGX A100",
+    ),
+    _gpu(
+        "h100",
+        memory_gib=79.1,
+        bf16=989,
+        fp32=67,
+        memory_tb_s=3.35,
+        nvlink_gb_s=450,
+        copy_gb_s=50,
+        host_gib=2048,
+        source="[h100] SXM, memory [torch], copies as H200's [estimate], host of DGX H100",
+    ),
+    _gpu(
+        "h200",
+        memory_gib=139.8,
+        bf16=989,
+        fp32=67,
+        memory_tb_s=4.8,
+        nvlink_gb_s=450,
+        copy_gb_s=50,
+        host_gib=2048,
+        source="[h200] SXM, memory [rows], copies [measured] (50 GB/s each way at once), host of DGX H200",
+    ),
+    _gpu(
+        "b200",
+        memory_gib=167.6,
+        bf16=2250,
+        fp32=75,
+        memory_tb_s=8.0,
+        nvlink_gb_s=900,
+        copy_gb_s=50,
+        host_gib=2048,
+        source="[b200], 180 GB in GiB; copies as H200's [estimate], host of DGX B200",
+    ),
+)
+
+DEVICES = {device.name: device for device in _TABLE}
+"""Devices by name."""
+DEVICE_GIB = {name: device.memory_gib for name, device in DEVICES.items() if device.kind == "neuron"}
+"""Memory in GiB of one rank's device on Trainium."""
+
+
+def device_named(name: str) -> Device:
+    """Return the device called ``name``.
+
+    Raises:
+        ValueError: the name is unknown; the message has the nearest one.
+    """
+    aliases = {"a100": "a100-80gb"}
+    name = aliases.get(name.lower(), name.lower())
+    require_one_of("device", name, tuple(DEVICES))
+    return DEVICES[name]

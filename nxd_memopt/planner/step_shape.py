@@ -8,6 +8,7 @@ from typing import Any
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.planner.architectures import num_kv_heads, parameters
 from nxd_memopt.planner.collectives import StepShape
+from nxd_memopt.planner.layer_tensors import merges_branches
 from nxd_memopt.planner.loss_chunks import DEFAULT_LOGITS_BYTES, chunk_ranges
 
 
@@ -42,7 +43,10 @@ def step_shape(
     if is_llama:
         replicas = max(1, size // num_kv_heads(config))
     blocks_per_layer = 2
-    if _merges_branches(config, memory):
+    # models/gpt_neox.py merges in training without dropout after the branches.
+    has_dropout = not is_llama and config.hidden_dropout > 0
+    parallel_residual = not is_llama and config.use_parallel_residual
+    if merges_branches(config.model_type, memory, parallel_residual=parallel_residual) and not has_dropout:
         blocks_per_layer = 1
     reduce_dtype_bytes = element_bytes
     if parallel.reduce_dtype == "float32":
@@ -66,18 +70,8 @@ def step_shape(
             if parameter.is_sequence_partial
         ),
         head_chunks=_head_chunks(config, parallel, tokens, element_bytes),
-        row_output_dropout=not is_llama and config.hidden_dropout > 0,
+        row_output_dropout=has_dropout,
     )
-
-
-def _merges_branches(config: Any, memory: MemoryConfig) -> bool:
-    """Return whether the layers run attention and MLP as one merged block, as GPT-NeoX's can."""
-    if config.model_type != "gpt_neox":
-        return False
-    # The conditions of models/gpt_neox.py in training: parallel residual, no dropout after the
-    # branches, and no separate recomputation of a branch.
-    is_recomputed = bool({"attn", "mlp"} & set(memory.recompute_modules or ()))
-    return config.use_parallel_residual and config.hidden_dropout == 0 and not is_recomputed
 
 
 def _kv_gradient_bytes(

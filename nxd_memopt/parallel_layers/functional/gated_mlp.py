@@ -13,8 +13,9 @@ from nxd_memopt.backends import ChunkedAllGather, backend
 from nxd_memopt.ops.activation import gated_activation, gated_activation_gradient
 from nxd_memopt.ops.autograd import SavedInputs, as_dtype, first_derivative_only, link_saved_inputs, saved_inputs
 from nxd_memopt.parallel_layers.functional.linear import ActivationSharding
+from nxd_memopt.planner.backward import ACTIVATION_TILE_BYTES
 
-_TILE_BYTES = 256 * 2**20  # of the activation's gradient; each further tile adds one pass over dW
+_TILE_BYTES = ACTIVATION_TILE_BYTES
 
 
 class GatedRowParallel(torch.autograd.Function):

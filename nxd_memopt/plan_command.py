@@ -1,0 +1,267 @@
+"""The command ``nxd-memopt plan``: which settings fit a device and how fast they are, without the device."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nxd_memopt.config import require_one_of
+from nxd_memopt.planner.explain import explanation
+from nxd_memopt.planner.hardware import DEVICES, GIB, device_named
+from nxd_memopt.planner.model_configs import NAMED_CONFIGS, load_model_config, with_defaults
+from nxd_memopt.planner.plan import PRECISIONS, Plan, Problem, Setting, plans, remedies, smallest
+from nxd_memopt.planner.step_time import RATES
+from nxd_memopt.training.config import OptimizerConfig, TrainConfig
+from nxd_memopt.training.yaml_file import read_yaml_file
+
+RECIPES = Path(__file__).parent / "training" / "recipes"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; return 0, or 1 if no setting fits.
+
+    Raises:
+        ValueError: the arguments, the model or the file to be written are not valid.
+    """
+    options = _parse(arguments)
+    source, section = _model(options.model)
+    problem = _problem(options, source)
+    found = plans(problem)
+    if options.json:
+        print(json.dumps(_document(problem, found[: options.show]), indent=1))
+    else:
+        _print(options, problem, found)
+    if not found:
+        return 1
+    if options.explain and not options.json:
+        print()
+        for line in explanation(found[0].memory, found[0].time):
+            print(line)
+    if options.write is not None:
+        write_yaml(Path(options.write), problem, found[0], section)
+        print(f"wrote {options.write}: nxd-memopt train --config {options.write}", file=sys.stderr)
+    return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are the command's: one line, exit status 2."""
+
+    def error(self, message: str) -> Any:
+        raise ValueError(f"{message}; nxd-memopt plan --help shows the options")
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Return the options."""
+    parser = _Parser(
+        prog="nxd-memopt plan",
+        description="Show which settings of a training run fit a device, and how fast they are. No hardware is needed.",
+    )
+    models = ", ".join(NAMED_CONFIGS)
+    parser.add_argument("--model", required=True, help=f"{models}; a config.json or its directory; a recipe or YAML")
+    parser.add_argument("--device", required=True, help=", ".join(DEVICES))
+    parser.add_argument("--devices", type=int, help="number of ranks; default: those of one host")
+    parser.add_argument("--seq-length", type=int, help="tokens per sequence; default: the YAML's or the model's")
+    parser.add_argument("--global-batch", type=int, help="sequences per optimizer step; default: one per rank")
+    parser.add_argument("--precision", choices=tuple(PRECISIONS), help="default: bf16-mixed, fp32 master weights")
+    parser.add_argument("--isolate-documents", action="store_true", help="documents do not attend to each other")
+    parser.add_argument("--device-memory-gib", type=float, help="instead of the device's")
+    parser.add_argument("--host-memory-gib", type=float, help="host memory of one rank, instead of the device's")
+    parser.add_argument("--show", type=int, default=10, help="number of settings to show")
+    parser.add_argument("--explain", action="store_true", help="show each term of the fastest setting with its formula")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument(
+        "--write", metavar="FILE", help="write the fastest setting as YAML for nxd-memopt train --config"
+    )
+    options = parser.parse_args(list(arguments))
+    if options.show < 1:
+        raise ValueError(f"--show must be at least 1, got {options.show}")
+    return options
+
+
+def _model(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a configuration file's content, or that of a model alone, and the model's section of a YAML.
+
+    Args:
+        name: a known model, a config.json, its directory, a recipe, or a YAML file.
+
+    Raises:
+        ValueError: there is no such model, or the file has no model.
+    """
+    path = Path(name)
+    recipe = RECIPES / f"{name}.yaml"
+    if name not in NAMED_CONFIGS and (path.suffix in (".yaml", ".yml") or (recipe.is_file() and not path.exists())):
+        content = read_yaml_file(path if path.suffix else recipe)
+        section = content.get("model") if isinstance(content, Mapping) else None
+        if not isinstance(section, Mapping):
+            raise ValueError(f"{name} has no section model: pass a configuration of nxd-memopt train")
+        return dict(content), dict(section)
+    if name not in NAMED_CONFIGS and not path.exists():
+        names = (*NAMED_CONFIGS, *sorted(file.stem for file in RECIPES.glob("*.yaml")))
+        require_one_of("model", name, names)
+    config = load_model_config(name, ())
+    section = {"config_overrides": config}
+    # A directory may have weights and tokenizer too, which the training program then uses.
+    if path.is_dir():
+        section = {"pretrained": str(path.resolve())}
+    return {"model": {"config_overrides": config}}, section
+
+
+def _problem(options: argparse.Namespace, source: Mapping[str, Any]) -> Problem:
+    """Return what is asked: the command's options before those of a configuration file."""
+    device = device_named(options.device)
+    section = source["model"]
+    config = dict(section.get("config_overrides") or {})
+    if section.get("pretrained"):
+        config = load_model_config(section["pretrained"], ()) | config
+    complete = with_defaults(config)
+    data = source.get("data") or {}
+    trainer = source.get("trainer") or {}
+    length = options.seq_length or data.get("seq_length") or complete.get("max_position_embeddings")
+    if length is None:
+        raise ValueError("--seq-length is missing, and the model has no max_position_embeddings: pass --seq-length")
+    fields = {field.name for field in dataclasses.fields(TrainConfig)}
+    stages = ("none", "zero1", "zero2", "zero3") if "data_parallel" in fields else ("none", "zero1")
+    optimizer_fields = {field.name for field in dataclasses.fields(OptimizerConfig)}
+    return Problem(
+        config=complete,
+        device=device,
+        devices=device.ranks_per_host if options.devices is None else options.devices,
+        sequence_length=length,
+        global_batch_size=data.get("global_batch_size") if options.global_batch is None else options.global_batch,
+        precision=options.precision or str(trainer.get("precision") or "bf16-mixed"),
+        isolate_documents=options.isolate_documents or bool(data.get("isolate_documents", False)),
+        stages=stages,
+        offloads_optimizer="optimizer_cpu_offload" in optimizer_fields,
+        device_gib=options.device_memory_gib,
+        host_gib=options.host_memory_gib,
+    )
+
+
+def _print(options: argparse.Namespace, problem: Problem, found: Sequence[Plan]) -> None:
+    """Print the settings as a table, or what to change if there is none."""
+    device = problem.device
+    batch = problem.global_batch_size or "one sequence per rank"
+    print(
+        f"{options.model} on {problem.devices} x {device.name}, {problem.sequence_length:,} tokens, "
+        f"global batch {batch}, {problem.precision}; {problem.usable_bytes / GIB:.1f} of "
+        f"{problem.placed_device.memory_gib:g} GiB for tensors"
+    )
+    if not RATES[device.kind].is_calibrated:
+        print(f"Times on {device.name} are not calibrated: they order the settings, no more. docs/planner.md")
+    if not found:
+        closest = smallest(problem)
+        print(
+            f"Nothing fits. The smallest setting, {closest.setting.describe()}, needs "
+            f"{closest.memory.device_bytes / GIB:.1f} GiB and {closest.memory.host_bytes / GIB:.1f} GiB of host memory."
+        )
+        changes = remedies(problem)
+        print("\n".join(["Change one:", *(f"  {text}" for text in changes)]) if changes else "Use a larger device.")
+        return
+    print(f"{'tokens/s':>10}  {'step s':>7}  {'GiB':>6}  {'host':>5}  {'limit':<28} setting")
+    for plan in found[: options.show]:
+        print(
+            f"{plan.tokens_per_s:>10,.0f}  {plan.time.step_s:>7.2f}  {plan.memory.device_bytes / GIB:>6.1f}  "
+            f"{plan.memory.host_bytes / GIB:>5.1f}  {plan.time.limit:<28} {plan.setting.describe()}"
+        )
+    if len(found) > options.show:
+        print(f"and {len(found) - options.show} slower ones: --show {len(found)}")
+    best = found[0].memory
+    terms = ", ".join(f"{name} {size / GIB:.2f}" for name, size in best.device.items() if size >= GIB // 100)
+    print(f"Memory of the first, in GiB, at its peak ({best.moment}): {terms}")
+
+
+def _document(problem: Problem, found: Sequence[Plan]) -> dict[str, Any]:
+    """Return all figures as values of JSON."""
+    return {
+        "device": problem.device.name,
+        "devices": problem.devices,
+        "sequence_length": problem.sequence_length,
+        "global_batch_size": problem.global_batch_size,
+        "precision": problem.precision,
+        "usable_bytes": problem.usable_bytes,
+        "usable_host_bytes": problem.usable_host_bytes,
+        "remedies": [] if found else remedies(problem),
+        "plans": [
+            {
+                "setting": dataclasses.asdict(plan.setting),
+                "tokens_per_s": plan.tokens_per_s,
+                "step_s": plan.time.step_s,
+                "limit": plan.time.limit,
+                "seconds": plan.time.terms,
+                "peak": plan.memory.moment,
+                "device_bytes": plan.memory.device,
+                "host_bytes": plan.memory.host,
+            }
+            for plan in found
+        ],
+    }
+
+
+def write_yaml(path: Path, problem: Problem, plan: Plan, model: Mapping[str, Any]) -> None:
+    """Write the setting as a configuration of the training program.
+
+    Args:
+        path: file that does not exist yet.
+        problem: what the setting was chosen for.
+        plan: the setting.
+        model: section ``model`` of the configuration.
+
+    Raises:
+        ValueError: the file exists.
+    """
+    import yaml
+
+    if path.exists():
+        raise ValueError(f"--write {path} exists already: name another file, or remove it")
+    content = configuration(problem, plan.setting, model)
+    lines = [
+        f"# Chosen by nxd-memopt plan for {problem.devices} x {problem.device.name}:",
+        f"# {plan.setting.describe()}; {plan.memory.device_bytes / GIB:.1f} GiB, {plan.tokens_per_s:,.0f} tokens/s.",
+    ]
+    if "pretrained" not in model and "tokenizer" not in model:
+        lines.append("# Add --model.tokenizer DIRECTORY, or set model.tokenizer here.")
+    path.write_text("\n".join([*lines, yaml.safe_dump(content, sort_keys=False)]), encoding="utf-8")
+
+
+def configuration(problem: Problem, setting: Setting, model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sections of a configuration of the training program."""
+    size = setting.tensor_model_parallel_size
+    replicas = problem.devices // size
+    defaults = {field.name: field.default for field in dataclasses.fields(setting.memory)}
+    memory = {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in dataclasses.asdict(setting.memory).items()
+        if value != defaults[name]
+    }
+    optimizer: dict[str, Any] = {}
+    content: dict[str, Any] = {
+        "model": {key: value for key, value in model.items() if key != "dtype"},
+        "parallel": {
+            "tensor_model_parallel_size": size,
+            "sequence_parallel_enabled": size > 1 and problem.sequence_length % size == 0,
+        },
+        "memory": memory,
+        "data": {
+            "seq_length": problem.sequence_length,
+            "micro_batch_size": setting.micro_batch_size,
+            "global_batch_size": problem.global_batch_size or setting.micro_batch_size * replicas,
+            "isolate_documents": problem.isolate_documents,
+        },
+        "optimizer": optimizer,
+        "trainer": {"precision": problem.precision},
+    }
+    if "data_parallel" in {field.name for field in dataclasses.fields(TrainConfig)}:
+        content["data_parallel"] = {"sharding": setting.sharding}
+    else:
+        optimizer["zero1"] = setting.sharding == "zero1"
+    if setting.optimizer_offload_fraction:
+        optimizer["optimizer_cpu_offload"] = True
+        optimizer["optimizer_offload_fraction"] = setting.optimizer_offload_fraction
+    if problem.device.kind == "cuda":
+        content["trainer"]["enable_cuda_graph"] = setting.cuda_graph
+    return content

@@ -1,0 +1,162 @@
+"""The bytes that a forward pass leaves on a rank for backward, by layer and technique."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nxd_memopt.config import MemoryConfig, require_divisible
+from nxd_memopt.planner.formulas import nested_chunk_layers
+from nxd_memopt.planner.layer_tensors import (
+    SINGLE_KERNELS,
+    Kernels,
+    Part,
+    Tensors,
+    layer_norm_tensors,
+    layer_tensors,
+    rms_norm_tensors,
+)
+from nxd_memopt.planner.rank_sizes import FP32_BYTES, RankSizes
+
+OFFLOADED_STORAGE_BYTES = 1 << 20
+"""Smallest storage that is moved to the host: smaller ones would be many transfers for little memory."""
+SHARED_TENSORS = ("rope cosine", "rope sine", "local ids", "foreign ids", "padding ids")
+"""Storages that all layers share, or that only the embedding's backward needs."""
+_INT64_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Storages between forward and backward of one micro-batch on one rank.
+
+    Args:
+        layers: for each decoder layer, the storages on the device.
+        offloaded: for each decoder layer, the storages in host memory.
+        around: storages of embedding, RoPE, final norm and loss on the device.
+    """
+
+    layers: tuple[Tensors, ...]
+    offloaded: tuple[Tensors, ...]
+    around: Tensors
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes on the device."""
+        return sum(sum(layer.values()) for layer in self.layers) + sum(self.around.values())
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes in host memory."""
+        return sum(sum(layer.values()) for layer in self.offloaded)
+
+
+def activations(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> Activations:
+    """Return the storages that forward leaves for backward.
+
+    Args:
+        sizes: sizes of the rank.
+        memory: recompute, offload and tiles.
+        kernels: fused or plain operations, and the implementation of attention.
+
+    Raises:
+        ValueError: recompute does not fit the number of layers, or attention is not one operator
+            whose result could be kept.
+    """
+    layer = layer_tensors(sizes, memory, kernels)
+    on_device: list[Tensors] = []
+    on_host: list[Tensors] = []
+    for kept, is_offloaded in _by_layer(layer, sizes.num_layers, memory, kernels):
+        # Small storages are not worth a transfer each.
+        moved: Tensors = {}
+        if is_offloaded:
+            moved = {name: size for name, size in kept.items() if size >= OFFLOADED_STORAGE_BYTES}
+        on_host.append(moved)
+        on_device.append({name: size for name, size in kept.items() if name not in moved})
+    return Activations(tuple(on_device), tuple(on_host), _around(sizes, memory, kernels))
+
+
+def _by_layer(layer: Part, depth: int, memory: MemoryConfig, kernels: Kernels) -> list[tuple[Tensors, bool]]:
+    """Return for each layer what it keeps, and whether that waits in host memory."""
+    if memory.recompute_granularity != "full":
+        kept = layer.kept(memory.recompute_modules or ())
+        return [(kept, i < memory.cpu_offloading_num_layers) for i in range(depth)]
+    if memory.recompute_keep_core_attn and kernels.attention not in SINGLE_KERNELS:
+        raise ValueError(
+            f"recompute_keep_core_attn needs attention by one operator, one of {list(SINGLE_KERNELS)}, and it is "
+            f"{kernels.attention!r}: leave it out, or choose another attention_backend"
+        )
+    # Offloaded layers are not recomputed as well, unless it is their checkpoints that are moved.
+    resident = 0 if memory.cpu_offloading_activations else memory.cpu_offloading_num_layers
+    recomputed, chunk = _recomputed_layers(memory, depth - resident)
+    moved = memory.num_offloaded_layers(depth - resident) if memory.cpu_offloading_activations else 0
+    layers = [(layer.kept(), True)] * resident
+    for i in range(depth - resident):
+        if i >= recomputed:
+            layers.append((layer.kept(), False))
+            continue
+        # A chunk of layers keeps the input of its first layer; all results of attention are kept.
+        kept = dict(layer.inputs) if i % chunk == 0 else {}
+        if memory.recompute_keep_core_attn:
+            kept |= layer.kept_results()
+        # A chunk belongs to its first layer.
+        layers.append((kept, i // chunk * chunk < moved))
+    return layers
+
+
+def _recomputed_layers(memory: MemoryConfig, depth: int) -> tuple[int, int]:
+    """Return how many layers are recomputed, and how many share a checkpoint."""
+    if depth < 1:
+        raise ValueError("recompute_granularity 'full' is left no layer by cpu_offloading_num_layers: leave one out")
+    number = memory.recompute_num_layers
+    if (number or 1) > depth:
+        raise ValueError(f"recompute_num_layers {number} exceeds the model's {depth} layers: lower it")
+    if memory.recompute_method == "block":
+        return number or depth, 1
+    if memory.recompute_method == "nested":
+        return depth, number or nested_chunk_layers(depth)
+    require_divisible(
+        "layers", depth, "recompute_num_layers", number or 1, "use a divisor, or recompute_method 'block'"
+    )
+    return depth, number or 1
+
+
+def _around(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> Tensors:
+    """Return the storages that do not belong to a decoder layer."""
+    # Cosine and sine of all positions, shared by all layers.
+    table = sizes.sequence_length * sizes.rotary_dim * sizes.element_bytes
+    tensors: Tensors = {"rope cosine": table, "rope sine": table}
+    # A vocabulary-parallel lookup saves local ids, and a mask for the rows of other ranks.
+    if sizes.tensor_model_parallel_size > 1:
+        tensors |= {"local ids": sizes.tokens * _INT64_BYTES, "foreign ids": sizes.tokens}
+    if sizes.pads:
+        tensors["padding ids"] = sizes.tokens
+    if sizes.model_type == "llama":
+        norm = rms_norm_tensors(sizes, kernels, "final norm input")
+    else:
+        norm = layer_norm_tensors(sizes, kernels, "final norm input")
+    return tensors | norm.saves | loss_tensors(sizes, fused=memory.fused_linear_cross_entropy)
+
+
+def loss_tensors(sizes: RankSizes, *, fused: bool) -> Tensors:
+    """Return what head and loss keep.
+
+    The fused loss computes its gradients in forward and keeps them instead of its inputs; in fp16,
+    where the loss scale must enter before rounding, it keeps the inputs and computes in backward.
+    Without it, the head keeps its input, and the loss the gradient of all logits and the number of
+    labels.
+
+    Args:
+        sizes: sizes of the rank.
+        fused: ``fused_linear_cross_entropy``.
+    """
+    stream = sizes.shard_tokens * sizes.hidden * sizes.element_bytes
+    if not fused:
+        logits = sizes.tokens * sizes.vocab * sizes.element_bytes
+        return {"loss": FP32_BYTES, "head input": stream, "labels": _INT64_BYTES, "gradient of the logits": logits}
+    if sizes.is_fp16:
+        numbers = {"labels": sizes.tokens * _INT64_BYTES, "scale of the losses": sizes.tokens * FP32_BYTES}
+        return {"loss": FP32_BYTES, "head input": stream} | numbers
+    return {
+        "loss": FP32_BYTES,
+        "gradient of the head's input": stream,
+        "gradient of the head": sizes.vocab * sizes.hidden * sizes.element_bytes,
+    }

@@ -1,0 +1,254 @@
+"""The temporary tensors of a layer's backward pass and of the loss, moment by moment.
+
+Each moment lists what exists besides the tensors that forward kept: gradients of activations, gathered
+inputs, and the gradient of the weights that is being computed. Sizes are those of the code in
+``parallel_layers/functional/``, ``modules/parallel_residual.py`` and ``ops/cuda/``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from nxd_memopt.config import MemoryConfig
+from nxd_memopt.planner.formulas import auto_tile_tokens, mlp_tile_bytes
+from nxd_memopt.planner.layer_tensors import Kernels, Tensors, merges_branches
+from nxd_memopt.planner.loss_chunks import DEFAULT_LOGITS_BYTES, chunk_ranges
+from nxd_memopt.planner.rank_sizes import FP32_BYTES, RankSizes
+
+ACTIVATION_TILE_BYTES = 256 << 20
+"""Largest gradient of a gated activation; each further tile adds one pass over dW."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A point of a layer's backward.
+
+    Args:
+        name: what runs.
+        temporary: temporary tensors.
+        freed: storages of the layer that forward kept and that are free by now.
+        finished_gradients: bytes of this layer's weight gradients that are complete, in the dtype
+            of the weights, without the one in ``temporary``.
+    """
+
+    name: str
+    temporary: Tensors
+    freed: frozenset[str] = field(default_factory=frozenset)
+    finished_gradients: int = 0
+
+
+def layer_moments(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> list[Moment]:
+    """Return the moments of a decoder layer's backward at which most memory is in use."""
+    if merges_branches(sizes.model_type, memory, parallel_residual=sizes.parallel_residual):
+        return _merged_moments(sizes, kernels)
+    return _sequential_moments(sizes, memory, kernels)
+
+
+class _Bytes:
+    """Bytes of the tensors that several moments have in common."""
+
+    def __init__(self, sizes: RankSizes) -> None:
+        element = sizes.element_bytes
+        self.stream = sizes.shard_tokens * sizes.hidden * element
+        self.full = sizes.tokens * sizes.hidden * element
+        # Sequence parallelism gathers a copy; without it every rank has all tokens.
+        self.gathered = self.full if sizes.shards > 1 else 0
+        # A reduction over ranks writes its result next to the partial sum.
+        self.reduced = self.stream if sizes.tensor_model_parallel_size > 1 else 0
+        self.query = sizes.tokens * sizes.query * element
+        self.qkv = sizes.tokens * (sizes.query + 2 * sizes.kv) * element
+        self.width = sizes.tokens * sizes.width * element
+        self.qkv_weight = (sizes.query + 2 * sizes.kv) * sizes.hidden * element
+        self.output_weight = sizes.query * sizes.hidden * element
+        self.width_weight = sizes.width * sizes.hidden * element
+
+
+def _attention_scratch(sizes: RankSizes, kernels: Kernels) -> int:
+    """Return the scratch of attention's backward.
+
+    Flash kernels accumulate dQ in fp32 and store the row sums of dO * O. Attention with S x S
+    scores has the gradients of softmax and scores.
+    """
+    if kernels.attention == "math":
+        return 2 * sizes.micro_batch_size * sizes.heads * sizes.sequence_length**2 * FP32_BYTES
+    return sizes.tokens * (sizes.query + sizes.heads) * FP32_BYTES
+
+
+def _sequential_moments(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> list[Moment]:
+    """Return the moments of a layer whose MLP follows its attention."""
+    b = _Bytes(sizes)
+    columns = 2 if sizes.model_type == "llama" else 1
+    mlp_saved = {"gate, up", "gate", "up", "activated gate", "mlp activation", "expanded", "normed mlp input"}
+    after_mlp = frozenset(mlp_saved | {"mlp input", "mlp input in fp32", "mlp input normalised"})
+    mlp_gradients = (columns + 1) * b.width_weight
+    moments = _mlp_moments(sizes, memory, kernels, b, columns)
+    moments.append(
+        Moment(
+            "attention output projection",
+            {"gradients of the stream": 2 * b.stream, "gathered": b.gathered, "dO": b.query, "dW": b.output_weight},
+            after_mlp,
+            mlp_gradients,
+        )
+    )
+    moments.append(
+        Moment(
+            "attention",
+            {
+                "gradients of the stream": b.stream,
+                "dO": b.query,
+                "dQ, dK, dV": b.qkv,
+                "scratch of the kernel": _attention_scratch(sizes, kernels),
+            },
+            after_mlp,
+            mlp_gradients + b.output_weight,
+        )
+    )
+    attention_saved = {"query, key, value", "query", "key", "value", "attention", "attention by heads", "log-sum-exps"}
+    moments.append(
+        Moment(
+            "query, key and value projections",
+            {
+                "gradients of the stream": b.stream + b.reduced,
+                "gathered": b.gathered,
+                "dQ, dK, dV": b.qkv,
+                "dX": b.full,
+                "dW": b.qkv_weight,
+            },
+            after_mlp | attention_saved,
+            mlp_gradients + b.output_weight,
+        )
+    )
+    return moments
+
+
+def _mlp_moments(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, b: _Bytes, columns: int) -> list[Moment]:
+    """Return the moments of the MLP's backward."""
+    if memory.mlp_tile_tokens is not None:
+        tile = memory.mlp_tile_tokens
+        per_token = mlp_tile_bytes(
+            1,
+            hidden_size=sizes.hidden,
+            columns_per_partition=columns * sizes.width,
+            width_per_partition=sizes.width,
+            element_bytes=sizes.element_bytes,
+        )
+        tokens = auto_tile_tokens(None, per_token) if isinstance(tile, str) else tile
+        # The tiles' weight gradients are summed in fp32 and rounded once.
+        sums = (columns + 1) * sizes.width * sizes.hidden * FP32_BYTES
+        rounded = 0
+        if sizes.element_bytes != FP32_BYTES:
+            rounded = (columns + 1) * b.width_weight
+        temporary = {
+            "gradients of the stream": 2 * b.stream,
+            "tile": min(tokens, sizes.tokens) * per_token,
+            "dW in fp32": sums,
+            "dW": rounded,
+        }
+        return [Moment("tiles of the MLP", temporary)]
+    # The gated kernel needs the activation's gradient for one tile of rows at a time, and writes the
+    # gradients of gate and up over them. Plain operations have all of these at once.
+    activation = min(b.width, max(sizes.width * sizes.element_bytes, ACTIVATION_TILE_BYTES))
+    written: Tensors = {}
+    if not (kernels.fused and columns == 2):
+        activation = b.width
+        written = {"gradients of the columns": columns * b.width}
+    down = {"gradients of the stream": b.stream, "gathered": b.gathered, "dA": activation, "dW": b.width_weight}
+    up = {
+        "gradients of the stream": b.stream + b.reduced,
+        "gathered": b.gathered,
+        "dX": b.full,
+        "dW": columns * b.width_weight,
+    }
+    return [
+        Moment("MLP, last projection", down | written),
+        Moment("MLP, first projections", up | written, frozenset({"mlp activation"}), b.width_weight),
+    ]
+
+
+def _merged_moments(sizes: RankSizes, kernels: Kernels) -> list[Moment]:
+    """Return the moments of GPT-NeoX's layer with merged branches."""
+    b = _Bytes(sizes)
+    row_weights = b.output_weight + b.width_weight
+    after_rows = frozenset({"mlp activation"})
+    attention_saved = {"query, key, value", "query", "key", "value", "attention", "attention by heads", "log-sum-exps"}
+    return [
+        Moment(
+            "output projections",
+            {
+                "gradients of the stream": b.stream,
+                "gathered": b.gathered,
+                "dO": b.query,
+                "dA": b.width,
+                "dW": row_weights,
+            },
+        ),
+        Moment(
+            "activation",
+            {"gradients of the stream": b.stream, "dO": b.query, "dA": b.width, "gradient of expanded": b.width},
+            after_rows,
+            row_weights,
+        ),
+        Moment(
+            "attention",
+            {
+                "gradients of the stream": b.stream,
+                "dO": b.query,
+                "gradient of expanded": b.width,
+                "dQ, dK, dV": b.qkv,
+                "scratch of the kernel": _attention_scratch(sizes, kernels),
+            },
+            after_rows | {"expanded"},
+            row_weights,
+        ),
+        Moment(
+            "input projections",
+            {
+                "gradients of the stream": b.stream + b.reduced,
+                "gradient of expanded": b.width,
+                "dQ, dK, dV": b.qkv,
+                # normalised, and both branches' inputs or their gradients
+                "normalised": b.stream + b.gathered,
+                "dX": b.full,
+                "inputs of the branches": 2 * b.full,
+                "dW": b.qkv_weight + b.width_weight,
+            },
+            after_rows | attention_saved | {"expanded"},
+            row_weights,
+        ),
+    ]
+
+
+def loss_temporaries(sizes: RankSizes, kernels: Kernels, *, fused: bool) -> Tensors:
+    """Return what exists while the loss is computed, besides what forward keeps for backward.
+
+    Args:
+        sizes: sizes of the rank.
+        kernels: plain operations have four fp32 tensors of a chunk: the logits, their
+            softmax, the one-hot labels and the difference (``ops/cross_entropy.py``).
+        fused: ``fused_linear_cross_entropy``.
+    """
+    b = _Bytes(sizes)
+    if not fused:
+        # The logits, and their fp32 copy, which becomes the gradient in place.
+        logits = sizes.tokens * sizes.vocab
+        return {"logits": logits * sizes.element_bytes, "logits in fp32": logits * FP32_BYTES, "gathered": b.gathered}
+    exchanged = 3 * sizes.hidden if sizes.tensor_model_parallel_size > 1 else 0
+    chunks = chunk_ranges(
+        sizes.shard_tokens,
+        gathered=sizes.shards,
+        vocab=sizes.vocab,
+        exchanged=exchanged,
+        logits_bytes=DEFAULT_LOGITS_BYTES,
+        element_bytes=sizes.element_bytes,
+    )
+    longest = max(stop - start for start, stop in chunks) * sizes.shards
+    hidden = longest * sizes.hidden * sizes.element_bytes
+    # The last chunk's logits and dX, next to the parts of dX that are joined at the end.
+    chunk = {"logits of a chunk": longest * sizes.vocab * sizes.element_bytes, "dX of a chunk": hidden}
+    if not kernels.fused:
+        chunk["logits in fp32"] = 4 * longest * sizes.vocab * FP32_BYTES
+    if sizes.tensor_model_parallel_size > 1:
+        chunk["gathered input of a chunk"] = 2 * hidden
+    joined = {"parts of dX": b.stream}
+    largest = chunk if sum(chunk.values()) > b.stream else joined
+    return {"input of the head": b.stream} | largest

@@ -1,0 +1,53 @@
+"""Each term of a plan with its formula and where the formula is from."""
+
+from __future__ import annotations
+
+from nxd_memopt.planner.hardware import GIB
+from nxd_memopt.planner.peak import StepMemory
+from nxd_memopt.planner.step_time import StepTime
+
+MEMORY_TERMS = {
+    "weights": ("parameters of the rank x bytes; none with zero3", "states.weight_bytes"),
+    "master weights": ("shard of the rank x bytes of the optimizer's dtype, ceil(n / D)", "states.master_bytes"),
+    "optimizer moments": ("2 x shard x bytes of the optimizer's dtype (arXiv:1910.02054)", "states.moment_bytes"),
+    "staging of optimizer states": ("a ring of chunks, and one of gradients in fp32", "formulas.stream_bytes"),
+    "gathered weights": ("zero3: two layers, embedding, norm and head", "peak.step_memory"),
+    "cuBLAS workspaces": ("2 threads x 32 MiB", "peak.CUBLAS_WORKSPACE_BYTES"),
+    "peer memory": ("4 slots of S x B x H", "backends/cuda/peer_memory.py"),
+    "gradients": ("of the layers whose backward is done; fp32 sums with master weights", "states.gradient_bytes"),
+    "activations": ("storages kept for backward, layer by layer", "layer_tensors.layer_tensors"),
+    "temporary tensors": ("gradients of activations and weights at the peak", "backward.layer_moments"),
+    "gradient buckets": ("full gradients on their way into shards", "peak.step_memory"),
+    "reduced gradients": ("zero1: ceil(n / D) in the optimizer's dtype", "states.shard_bytes"),
+    "CUDA graph's pool": ("fitted bound of what the pool cannot reuse", "peak.graph_pool_bytes"),
+}
+"""Term -> formula in words, and the function that computes it, in ``nxd_memopt/planner``."""
+TIME_TERMS = {
+    "matmuls": ("6 FLOPs a weight and token, 2 more where recomputed, at the reached rate", "step_time.matmul_flops"),
+    "attention": ("2 S^2 columns forward, 2.5 times that backward", "step_time.attention_flops"),
+    "elementwise": ("bytes of norms, RoPE and activations over the bandwidth", "step_time.elementwise_bytes"),
+    "tensor-parallel collectives": (
+        "bytes over the link, the part that nothing hides",
+        "step_time.tensor_parallel_bytes",
+    ),
+    "copies of activations": ("out and back over the host link, beyond the computation", "step_time.step_time"),
+    "waiting for the host": ("launches of kernels beyond the computation, without a graph", "step_time.step_time"),
+    "data-parallel collectives": ("gradients and parameters over the link", "step_time.step_time"),
+    "optimizer": ("7 reads and writes of the states, or their copies from the host", "step_time.step_time"),
+}
+"""Term -> formula in words, and the function that computes it, in ``nxd_memopt/planner``."""
+
+
+def explanation(memory: StepMemory, time: StepTime) -> list[str]:
+    """Return one line for each term of memory and time."""
+    lines = [f"Device memory at the peak, {memory.moment}: {memory.device_bytes / GIB:.3f} GiB"]
+    for name, size in memory.device.items():
+        formula, source = MEMORY_TERMS[name]
+        lines.append(f"  {size / GIB:9.3f} GiB  {name}: {formula} [{source}]")
+    lines.append(f"Host memory: {memory.host_bytes / GIB:.3f} GiB")
+    lines += [f"  {size / GIB:9.3f} GiB  {name}" for name, size in memory.host.items() if size]
+    lines.append(f"Step: {time.step_s * 1e3:.1f} ms")
+    for name, seconds in time.terms.items():
+        formula, source = TIME_TERMS[name]
+        lines.append(f"  {seconds * 1e3:9.1f} ms   {name}: {formula} [{source}]")
+    return lines

@@ -1,0 +1,279 @@
+"""The tensors that a decoder layer keeps for backward: which module saves which, and their bytes.
+
+A layer is a tree of parts. A part has the tensors that a checkpoint around it keeps (its inputs),
+those that it saves without recomputation, and the parts inside it. A tensor that several parts save
+has one name and counts once, as its storage exists once. Sources: the ``save_for_backward`` calls in
+``ops/``, ``modules/`` and ``parallel_layers/functional/``; ``tests/planner/test_activations.py``
+compares the sums with the storages that exist, as integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from nxd_memopt.config import MemoryConfig
+from nxd_memopt.planner.rank_sizes import FP32_BYTES, RankSizes
+
+Tensors = dict[str, int]
+"""Name of a storage -> bytes."""
+
+SINGLE_KERNELS = ("sdpa", "flash4", "cudnn", "flash", "efficient", "nki")
+"""Attention as one operator: saves query, key, value, its result and the log-sum-exps."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What computes the operations between matmuls.
+
+    Args:
+        fused: the Triton kernels of ``ops/cuda``, which save the inputs of norms and activations
+            only and rotate queries and keys in place; otherwise plain PyTorch operations.
+        attention: implementation of attention, one of ``config.ATTENTION_BACKENDS`` but ``auto``.
+    """
+
+    fused: bool
+    attention: str
+
+
+@dataclass(frozen=True)
+class Part:
+    """A module of a layer.
+
+    Args:
+        name: name in ``config.RECOMPUTE_MODULES``, or any other.
+        inputs: what a checkpoint around it keeps.
+        saves: what its own operations save.
+        parts: modules inside it.
+        results: what attention returns, which ``recompute_keep_core_attn`` keeps.
+    """
+
+    name: str
+    inputs: Tensors = field(default_factory=dict)
+    saves: Tensors = field(default_factory=dict)
+    parts: tuple[Part, ...] = ()
+    results: Tensors = field(default_factory=dict)
+
+    def kept(self, recomputed: Collection[str] = ()) -> Tensors:
+        """Return the storages that exist between forward and backward.
+
+        Args:
+            recomputed: names of the parts that run under a checkpoint.
+        """
+        if self.name in recomputed:
+            return dict(self.inputs)
+        tensors = dict(self.saves)
+        for part in self.parts:
+            tensors |= part.kept(recomputed)
+        return tensors
+
+    def kept_results(self) -> Tensors:
+        """Return the results of attention in this part and those inside it."""
+        tensors = dict(self.results)
+        for part in self.parts:
+            tensors |= part.kept_results()
+        return tensors
+
+
+def merges_branches(model_type: str, memory: MemoryConfig, *, parallel_residual: bool) -> bool:
+    """Return whether layers run attention and MLP as one block, as GPT-NeoX's parallel residual can.
+
+    A branch that is recomputed by itself or computed by tiles has a forward of its own, which the
+    merged block would not call (``models/gpt_neox.py``, ``merged_branches``).
+    """
+    if model_type != "gpt_neox" or not parallel_residual:
+        return False
+    is_separate = {"attn", "mlp"} & set(memory.recompute_modules or ())
+    return not is_separate and memory.mlp_tile_tokens is None
+
+
+def layer_tensors(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> Part:
+    """Return the parts of a decoder layer.
+
+    Raises:
+        ValueError: the activations of the architecture, or of a technique, are not planned.
+    """
+    for name in ("attention_head_groups", "cpu_offloading_weights"):
+        if getattr(memory, name):
+            raise ValueError(f"{name} {getattr(memory, name)!r} is not planned: leave it out")
+    if sizes.model_type == "llama":
+        return _llama_layer(sizes, memory, kernels)
+    if sizes.model_type != "gpt_neox":
+        raise ValueError(f"the activations of model_type {sizes.model_type!r} are not planned: use llama or gpt_neox")
+    if merges_branches(sizes.model_type, memory, parallel_residual=sizes.parallel_residual):
+        return _merged_gpt_neox_layer(sizes, memory, kernels)
+    return _gpt_neox_layer(sizes, memory, kernels)
+
+
+def _stream(sizes: RankSizes) -> int:
+    """Return the bytes of this rank's part of the residual stream, ``[s, B, H]``."""
+    return sizes.shard_tokens * sizes.hidden * sizes.element_bytes
+
+
+def _columns(sizes: RankSizes, columns: int) -> int:
+    """Return the bytes of ``[S, B, columns]``."""
+    return sizes.tokens * columns * sizes.element_bytes
+
+
+def rms_norm_tensors(sizes: RankSizes, kernels: Kernels, name: str) -> Part:
+    """Return what an RMSNorm of ``name`` saves.
+
+    Plain operations square the fp32 input and scale it by one number per token; the product,
+    rounded, is multiplied with the weight. In fp32 the input is not copied.
+    """
+    inputs = {name: _stream(sizes)}
+    statistics = {f"{name} rstd": sizes.shard_tokens * FP32_BYTES}
+    if kernels.fused:
+        return Part("norm", inputs, inputs | statistics)
+    wide = inputs
+    if sizes.element_bytes != FP32_BYTES:
+        wide = {f"{name} in fp32": sizes.shard_tokens * sizes.hidden * FP32_BYTES}
+    return Part("norm", inputs, wide | statistics | {f"{name} normalised": _stream(sizes)})
+
+
+def layer_norm_tensors(sizes: RankSizes, kernels: Kernels, name: str, norm: str = "") -> Part:
+    """Return what LayerNorm of ``name`` saves: its input, and mean and rstd of each token.
+
+    PyTorch's CPU kernel stores both in the dtype of the input, its CUDA kernel in fp32.
+    """
+    inputs = {name: _stream(sizes)}
+    number_bytes = FP32_BYTES if kernels.fused else sizes.element_bytes
+    statistics = sizes.shard_tokens * number_bytes
+    return Part("norm", inputs, inputs | {f"{name} mean{norm}": statistics, f"{name} rstd{norm}": statistics})
+
+
+def _core_attention(sizes: RankSizes, kernels: Kernels, query: Tensors, key: Tensors, value: Tensors) -> Part:
+    """Return what the attention kernel saves.
+
+    Args:
+        sizes: sizes of the rank.
+        kernels: implementation of attention.
+        query: storage of the rotated queries.
+        key: storage of the rotated keys.
+        value: storage of the values.
+    """
+    inputs = query | key | value
+    if kernels.attention == "math":
+        return Part("core_attn", inputs, _math_attention(sizes))
+    log_sum_exps = {"log-sum-exps": sizes.tokens * sizes.heads * FP32_BYTES}
+    # Kernels write [B, S, h, d], of which the input of the next projection is a view. Tiles are
+    # joined as [B, h, S, d], which the projection copies, and so is what PyTorch's CPU kernel
+    # returns for queries in this layout: those of which a part was rotated and the rest appended.
+    results = {"attention": _columns(sizes, sizes.query)}
+    # One head has one layout.
+    appends = sizes.rotary_dim < sizes.head_dim and not kernels.fused
+    if sizes.heads > 1 and (kernels.attention == "tiled" or appends):
+        results = {"attention by heads": _columns(sizes, sizes.query)}
+    results |= log_sum_exps
+    kept_results = results if kernels.attention in SINGLE_KERNELS else {}
+    return Part("core_attn", inputs, inputs | results, results=kept_results)
+
+
+def _math_attention(sizes: RankSizes) -> Tensors:
+    """Return what attention with S x S scores saves: the batched matmuls' operands and the softmax."""
+    scores = sizes.micro_batch_size * sizes.heads * sizes.sequence_length**2
+    heads = _columns(sizes, sizes.query)
+    tensors = {
+        "query by heads": heads,
+        "key by heads": heads,
+        "value by heads": heads,
+        "causal mask": sizes.sequence_length**2,
+        "softmax": scores * FP32_BYTES,
+    }
+    if sizes.element_bytes != FP32_BYTES:
+        tensors["attention weights"] = scores * sizes.element_bytes
+    return tensors
+
+
+def _rotated(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, *, shares: bool) -> tuple[Tensors, ...]:
+    """Return the storages of query, key and value after RoPE.
+
+    Args:
+        sizes: sizes of the rank.
+        memory: a recomputed ``core_attn`` may not see its inputs overwritten.
+        kernels: fused kernels rotate in place.
+        shares: one projection computes all three, so that the values are a view of its output.
+    """
+    projected = {"query, key, value": _columns(sizes, sizes.query + 2 * sizes.kv)}
+    in_place = "core_attn" not in (memory.recompute_modules or ())
+    if kernels.fused and in_place:
+        return projected, projected, projected
+    value = {"value": _columns(sizes, sizes.kv)}
+    if shares and not kernels.fused:
+        value = projected
+    return {"query": _columns(sizes, sizes.query)}, {"key": _columns(sizes, sizes.kv)}, value
+
+
+def _attention(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, inputs: Tensors) -> Part:
+    """Return what projections and core attention save, with ``inputs`` as their input."""
+    rotated = _rotated(sizes, memory, kernels, shares=sizes.model_type == "gpt_neox")
+    core = _core_attention(sizes, kernels, *rotated)
+    return Part("attn", inputs, inputs | {"attention": _columns(sizes, sizes.query)}, (core,))
+
+
+def _gated_mlp(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, inputs: Tensors) -> Part:
+    """Return what LLaMA's MLP saves: gate and up, and the activation unless a kernel recomputes it."""
+    if memory.mlp_tile_tokens is not None:
+        return Part("mlp", inputs, inputs)
+    width = _columns(sizes, sizes.width)
+    recomputes_act = "mlp_act" in (memory.recompute_modules or ())
+    if kernels.fused:
+        both = {"gate, up": 2 * width}
+        if not recomputes_act:
+            return Part("mlp", inputs, inputs | both)
+        return Part("mlp", inputs, inputs | {"mlp activation": width}, (Part("mlp_act", both, both),))
+    both = {"gate": width, "up": width}
+    saves = both | {"activated gate": width}
+    # ReLU's gradient needs its result, not its input.
+    if sizes.hidden_act == "relu":
+        del saves["gate"]
+    return Part("mlp", inputs, inputs | {"mlp activation": width}, (Part("mlp_act", both, saves),))
+
+
+def _plain_mlp(sizes: RankSizes, memory: MemoryConfig, inputs: Tensors) -> Part:
+    """Return what GPT-NeoX's MLP saves: the activation's input and its result."""
+    if memory.mlp_tile_tokens is not None:
+        return Part("mlp", inputs, inputs)
+    width = _columns(sizes, sizes.width)
+    expanded = {"expanded": width}
+    result = {"mlp activation": width}
+    saves = result if sizes.hidden_act == "relu" else expanded
+    return Part("mlp", inputs, inputs | result, (Part("mlp_act", expanded, saves),))
+
+
+def _llama_layer(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> Part:
+    """Return the parts of LLaMA's layer: two pre-norm blocks, each on the residual stream."""
+    normed = {"normed attention input": _stream(sizes)}
+    normed_mlp = {"normed mlp input": _stream(sizes)}
+    parts = (
+        rms_norm_tensors(sizes, kernels, "layer input"),
+        _attention(sizes, memory, kernels, normed),
+        rms_norm_tensors(sizes, kernels, "mlp input"),
+        _gated_mlp(sizes, memory, kernels, normed_mlp),
+    )
+    return Part("layer", {"layer input": _stream(sizes)}, {}, parts)
+
+
+def _merged_gpt_neox_layer(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> Part:
+    """Return the parts of GPT-NeoX's layer with merged branches.
+
+    The projections save the layer's input and its statistics; backward normalises and gathers
+    again (``modules/parallel_residual.py``). The norms are not called, so nothing changes if they
+    are recomputed.
+    """
+    norm = layer_norm_tensors(sizes, kernels, "layer input")
+    attention = _attention(sizes, memory, kernels, {})
+    mlp = _plain_mlp(sizes, memory, {})
+    return Part("layer", norm.inputs, norm.saves, (attention, mlp))
+
+
+def _gpt_neox_layer(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> Part:
+    """Return the parts of GPT-NeoX's layer with separate branches, parallel or one after the other."""
+    mlp_input = "layer input" if sizes.parallel_residual else "mlp input"
+    parts = (
+        layer_norm_tensors(sizes, kernels, "layer input"),
+        _attention(sizes, memory, kernels, {"normed attention input": _stream(sizes)}),
+        layer_norm_tensors(sizes, kernels, mlp_input, " (mlp)"),
+        _plain_mlp(sizes, memory, {"normed mlp input": _stream(sizes)}),
+    )
+    return Part("layer", {"layer input": _stream(sizes)}, {}, parts)

@@ -1,0 +1,164 @@
+"""Hugging Face configs without transformers: known models, files, and the defaults of missing options."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nxd_memopt.config import require_one_of
+
+NAMED_CONFIGS: dict[str, dict[str, Any]] = {
+    "gpt-neox-20b": {
+        "model_type": "gpt_neox",
+        "hidden_size": 6144,
+        "intermediate_size": 24576,
+        "num_hidden_layers": 44,
+        "num_attention_heads": 64,
+        "vocab_size": 50432,
+        "max_position_embeddings": 2048,
+        "rotary_pct": 0.25,
+    },
+    "llama-3-8b": {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+        "rope_theta": 500000.0,
+    },
+    "llama-2-7b": {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "vocab_size": 32000,
+        "max_position_embeddings": 4096,
+    },
+    "llama-3.2-1b": {
+        "model_type": "llama",
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+    },
+    "smollm2-135m": {
+        "model_type": "llama",
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "vocab_size": 49152,
+        "max_position_embeddings": 8192,
+        "rope_theta": 100000.0,
+        "tie_word_embeddings": True,
+    },
+}
+"""Published model configurations, with the keys of the models' ``config.json``."""
+
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "gpt_neox": {
+        "attention_bias": True,
+        "attention_dropout": 0.0,
+        "hidden_act": "gelu",
+        "hidden_dropout": 0.0,
+        "hidden_size": 6144,
+        "intermediate_size": 24576,
+        "num_attention_heads": 64,
+        "num_hidden_layers": 44,
+        "tie_word_embeddings": False,
+        "use_parallel_residual": True,
+        "vocab_size": 50432,
+    },
+    "llama": {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "mlp_bias": False,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "tie_word_embeddings": False,
+        "vocab_size": 32000,
+    },
+}
+"""transformers' values of options that a config leaves out, by model type."""
+_GPT_NEOX_ROTARY_FRACTION = 0.25
+
+
+def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``config`` with transformers' values of the options that it leaves out.
+
+    Raises:
+        ValueError: the model type is not supported, or is missing.
+    """
+    model_type = config.get("model_type")
+    require_one_of("model_type", model_type, tuple(DEFAULTS))
+    complete = DEFAULTS[str(model_type)] | dict(config)
+    rope = complete.get("rope_parameters") or {}
+    if model_type == "gpt_neox" and "partial_rotary_factor" not in rope and complete.get("rotary_pct") is None:
+        complete["rotary_pct"] = _GPT_NEOX_ROTARY_FRACTION
+    return complete
+
+
+def load_model_config(model: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """Return a Hugging Face model configuration as a dictionary.
+
+    Args:
+        model: name from ``NAMED_CONFIGS``, path of a ``config.json``, or a directory with one.
+        overrides: changes ``KEY=VALUE``; a value is parsed as JSON, or taken as text otherwise.
+
+    Raises:
+        ValueError: the name is unknown, or an override has no ``=``.
+    """
+    if model in NAMED_CONFIGS:
+        # A copy, because the overrides must not change the table.
+        config = dict(NAMED_CONFIGS[model])
+    else:
+        config = _read_config(model)
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals:
+            raise ValueError(f"--override {override!r} is not KEY=VALUE, such as num_hidden_layers=4")
+        # JSON first, so that numbers, true and null have their types; a bare word is text.
+        config[key] = _value(value)
+    return config
+
+
+def _read_config(model: str) -> dict[str, Any]:
+    """Return the JSON of a configuration file, or raise ``ValueError`` with the known names."""
+    file = Path(model)
+    if file.is_dir():
+        file = file / "config.json"
+    # Neither a name nor a file: most likely a misspelt name, so the message lists the known ones.
+    if not file.is_file():
+        require_one_of("model", model, tuple(NAMED_CONFIGS))
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not a config.json: {error}: pass the file of a Hugging Face model") from error
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise ValueError(f"{file} has no model_type: pass the config.json of a Hugging Face model")
+    return config
+
+
+def _value(text: str) -> Any:
+    """Return ``text`` parsed as JSON, or ``text`` itself."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text

@@ -1,0 +1,350 @@
+"""The peak of a rank's memory in a training step, by term, at the moment at which it is reached."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nxd_memopt.config import MemoryConfig, ParallelConfig
+from nxd_memopt.planner.activations import SHARED_TENSORS, Activations, activations
+from nxd_memopt.planner.architectures import parameters
+from nxd_memopt.planner.backward import Moment, layer_moments, loss_temporaries
+from nxd_memopt.planner.formulas import nested_chunk_layers, optimizer_state_bytes, stream_bytes
+from nxd_memopt.planner.layer_tensors import Kernels, Tensors, layer_tensors
+from nxd_memopt.planner.rank_sizes import RankSizes, rank_sizes
+from nxd_memopt.planner.states import (
+    CHUNK_ELEMENTS,
+    STAGING_BYTES,
+    StateLayout,
+    gradient_bytes,
+    kv_replicas,
+    master_bytes,
+    moment_bytes,
+    offloaded_state_bytes,
+    shard_bytes,
+    weight_bytes,
+)
+
+CUBLAS_WORKSPACE_BYTES = 64 << 20
+"""cuBLAS workspaces of the threads of forward and backward, 32 MiB each on Hopper (PyTorch's default)."""
+PEER_MEMORY_MIN_BYTES = 20 << 20
+"""Smallest chunk that ``backends/cuda/peer_memory.py`` sends instead of NCCL."""
+_PEER_SLOTS = 4
+"""Slots of peer memory: two for gathers and two for reductions, of a full activation each."""
+_BUCKET_BYTES = 25 << 20
+_STAGE1_BUCKET_BYTES = 128 << 20
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes of one rank at the peak of a step.
+
+    Args:
+        moment: where in the step the peak is.
+        device: purpose -> bytes on the device.
+        host: purpose -> bytes of host memory for offloading.
+    """
+
+    moment: str
+    device: dict[str, int]
+    host: dict[str, int]
+
+    @property
+    def device_bytes(self) -> int:
+        """Sum of the device's terms."""
+        return sum(self.device.values())
+
+    @property
+    def host_bytes(self) -> int:
+        """Sum of the host's terms."""
+        return sum(self.host.values())
+
+
+ByteFunction = Callable[[Sequence[Sequence[int]], StateLayout], int]
+"""Function of ``states.py`` that counts bytes of parameters of given shapes."""
+
+
+@dataclass(frozen=True)
+class RankModel:
+    """A model's share of one rank.
+
+    Args:
+        sizes: sizes of its activations.
+        layer_shapes: shapes of the parameters of one decoder layer.
+        other_shapes: shapes of embedding, final norm and head.
+    """
+
+    sizes: RankSizes
+    layer_shapes: tuple[tuple[int, ...], ...]
+    other_shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Shapes of all parameters, in the model's order."""
+        return [*self.other_shapes[:1], *(self.layer_shapes * self.sizes.num_layers), *self.other_shapes[1:]]
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the rank."""
+        layer = sum(math.prod(shape) for shape in self.layer_shapes)
+        return layer * self.sizes.num_layers + sum(math.prod(shape) for shape in self.other_shapes)
+
+    def total(self, function: ByteFunction, layout: StateLayout) -> int:
+        """Return the bytes that ``function`` counts for all parameters."""
+        layers = self.sizes.num_layers * function(self.layer_shapes, layout)
+        return layers + function(self.other_shapes, layout)
+
+
+def rank_model(
+    config: Any,
+    parallel: ParallelConfig,
+    *,
+    sequence_length: int,
+    micro_batch_size: int,
+    dtype: str,
+) -> RankModel:
+    """Return the share of one rank; arguments and errors as ``rank_sizes``."""
+    sizes = rank_sizes(
+        config, parallel, sequence_length=sequence_length, micro_batch_size=micro_batch_size, dtype=dtype
+    )
+    size = parallel.tensor_model_parallel_size
+    replicas = kv_replicas(config, size)
+    layer: list[tuple[int, ...]] = []
+    others: list[tuple[int, ...]] = []
+    # Layer 0 stands for every layer: their parameters have equal shapes.
+    shallow = config
+    if isinstance(config, Mapping):
+        shallow = {**config, "num_hidden_layers": 1}
+    for parameter in parameters(shallow):
+        shape = parameter.local_shape(size, replicas)
+        if ".layers.0." in parameter.name:
+            layer.append(shape)
+        elif ".layers." not in parameter.name:
+            others.append(shape)
+    return RankModel(sizes, tuple(layer), tuple(others))
+
+
+def step_memory(
+    model: RankModel,
+    memory: MemoryConfig,
+    kernels: Kernels,
+    layout: StateLayout,
+    *,
+    accumulation_steps: int = 1,
+    cuda_graph: bool = False,
+    compiles_steps: bool = False,
+) -> StepMemory:
+    """Return the peak memory of a training step.
+
+    Args:
+        model: the rank's share of the model.
+        memory: memory techniques.
+        kernels: operations and attention.
+        layout: weights, gradients and states.
+        accumulation_steps: micro-batches per step; from the second on, gradients stand in forward.
+        cuda_graph: forward and backward are one CUDA graph.
+        compiles_steps: a compiled program has the memory of its results, the gradients, from its
+            first operation on (XLA on trn1).
+    """
+    kept = activations(model.sizes, memory, kernels)
+    standing = _standing(model, layout)
+    gradients = model.total(gradient_bytes, layout)
+    start = gradients if accumulation_steps > 1 or compiles_steps else 0
+    candidates = [
+        _in_loss(model, memory, kernels, kept, start),
+        *_in_backward(model, memory, kernels, kept, layout, start),
+        _in_update(model, layout, gradients),
+    ]
+    moment, transient = max(candidates, key=lambda each: sum(each[1].values()))
+    if cuda_graph:
+        eager = max(sum(terms.values()) for _, terms in candidates[:-1])
+        pool = graph_pool_bytes(eager, gradients, kept.device_bytes)
+        transient = {**transient, "CUDA graph's pool": max(0, pool - sum(transient.values()))}
+    host = {"optimizer states": _offloaded_states(model, layout), "activations": kept.host_bytes}
+    return StepMemory(moment, {**standing, **_library_buffers(model.sizes, kernels), **transient}, host)
+
+
+def graph_pool_bytes(eager_bytes: int, gradients: int, activation_bytes: int) -> int:
+    """Return the memory pool of a CUDA graph of forward and backward, an upper bound.
+
+    A graph's pool keeps gradients next to the activations whose memory they cannot reuse. Fitted to
+    46 recorded steps on one to four H200 (docs/benchmarks/train_step.csv): with activations far
+    above the gradients at most 7 % of the eager peak, and else at most 36 % of the gradients.
+
+    Args:
+        eager_bytes: peak of activations, gradients and temporary tensors without a graph.
+        gradients: bytes of all gradients.
+        activation_bytes: bytes between forward and backward.
+    """
+    if activation_bytes > 1.3 * gradients:
+        return eager_bytes + int(min(0.25 * gradients, 0.07 * eager_bytes))
+    return max(eager_bytes, gradients) + int(min(1.1 * activation_bytes, 0.36 * gradients))
+
+
+def _library_buffers(sizes: RankSizes, kernels: Kernels) -> dict[str, int]:
+    """Return what libraries and peer memory allocate on GPUs, next to tensors."""
+    if not kernels.fused:
+        return {}
+    buffers = {"cuBLAS workspaces": CUBLAS_WORKSPACE_BYTES}
+    full = sizes.tokens * sizes.hidden * sizes.element_bytes
+    if sizes.tensor_model_parallel_size > 1 and full >= PEER_MEMORY_MIN_BYTES:
+        buffers["peer memory"] = _PEER_SLOTS * full
+    return buffers
+
+
+def _standing(model: RankModel, layout: StateLayout) -> dict[str, int]:
+    """Return what exists throughout the step."""
+    on_host = _offloaded_states(model, layout)
+    states = {
+        "weights": model.total(weight_bytes, layout),
+        "master weights": model.total(master_bytes, layout),
+        "optimizer moments": model.total(moment_bytes, layout),
+    }
+    # Of 12 bytes in host memory 4 are masters and 8 moments.
+    states["master weights"] -= on_host // 3
+    states["optimizer moments"] -= on_host - on_host // 3
+    if on_host:
+        states["staging of optimizer states"] = stream_bytes(
+            on_host // optimizer_state_bytes(1), chunk_elements=CHUNK_ELEMENTS, staging_bytes=STAGING_BYTES
+        )
+    if layout.sharding == "zero3" and layout.shards > 1:
+        # The root's unit is gathered throughout; of the layers, the running and the next one.
+        layers = 2 * sum(math.prod(shape) for shape in model.layer_shapes)
+        others = sum(math.prod(shape) for shape in model.other_shapes)
+        states["gathered weights"] = (layers + others) * layout.element_bytes
+    return states
+
+
+def _offloaded_states(model: RankModel, layout: StateLayout) -> int:
+    """Return the bytes of optimizer states in host memory."""
+    if not layout.optimizer_offload_fraction:
+        return 0
+    return offloaded_state_bytes(model.shapes, layout)
+
+
+def _in_loss(
+    model: RankModel, memory: MemoryConfig, kernels: Kernels, kept: Activations, gradients: int
+) -> tuple[str, dict[str, int]]:
+    """Return the terms while the loss is computed: all activations exist."""
+    temporaries = loss_temporaries(model.sizes, kernels, fused=memory.fused_linear_cross_entropy)
+    return "loss", {
+        "gradients": gradients,
+        "activations": kept.device_bytes,
+        "temporary tensors": sum(temporaries.values()),
+    }
+
+
+def _in_backward(
+    model: RankModel,
+    memory: MemoryConfig,
+    kernels: Kernels,
+    kept: Activations,
+    layout: StateLayout,
+    standing_gradients: int,
+) -> list[tuple[str, dict[str, int]]]:
+    """Return the terms at each moment of each layer's backward, from the last layer to the first."""
+    sizes = model.sizes
+    element = sizes.element_bytes
+    moments = layer_moments(sizes, memory, kernels)
+    layer = layer_tensors(sizes, memory, kernels)
+    everything = layer.kept()
+    if memory.recompute_keep_core_attn:
+        # While results are returned to it, a recomputed layer copies query, key and value out of
+        # their projection's output, which stays. Measured: 384 MiB of LLaMA-3-8B at 32,768 tokens.
+        everything |= {"output of the projections": sizes.tokens * (sizes.query + 2 * sizes.kv) * element}
+    per_layer = gradient_bytes(model.layer_shapes, layout)
+    # The head's gradient comes first. A tied one is the embedding's too.
+    finished = gradient_bytes(model.other_shapes[-1:], layout)
+    # Reduction of sharded gradients: a bucket that is filled, and one on its way.
+    buckets = 0
+    if layout.sharding in ("zero2", "zero3") and layout.shards > 1:
+        buckets = 2 * max(_BUCKET_BYTES, _largest(model.layer_shapes) * element) * 2
+    # The loss and the final norm are done.
+    remaining = kept.device_bytes - sum(kept.around[name] for name in kept.around if name not in SHARED_TENSORS)
+    has_slots = "peer memory" in _library_buffers(sizes, kernels)
+    found: list[tuple[str, dict[str, int]]] = []
+    for index in reversed(range(sizes.num_layers)):
+        own = kept.layers[index]
+        if not _is_decisive(kept.layers, index, memory):
+            remaining -= sum(own.values())
+            finished += per_layer
+            continue
+        restored = _restored(memory, sizes.num_layers, index, sum(everything.values()), sum(layer.inputs.values()))
+        for moment in moments:
+            freed = sum(size for name, size in everything.items() if name in moment.freed)
+            current = moment.finished_gradients
+            if layout.in_backward:
+                current = 0
+            elif layout.master_weights:
+                current = current * layout.optimizer_bytes // element
+            gradients = standing_gradients or finished + min(current, per_layer)
+            others = remaining - sum(own.values())
+            # A layer that is recomputed has all of its tensors again; its checkpoint is one of them.
+            live = max(sum(own.values()), sum(everything.values())) + restored - freed
+            found.append(
+                (
+                    f"backward of layer {index}: {moment.name}",
+                    {
+                        "gradients": gradients,
+                        "activations": others + live,
+                        "temporary tensors": _temporary_bytes(moment, has_slots=has_slots),
+                        "gradient buckets": buckets,
+                    },
+                )
+            )
+        remaining -= sum(own.values())
+        finished += per_layer
+    return found
+
+
+def _is_decisive(layers: Sequence[Tensors], index: int, memory: MemoryConfig) -> bool:
+    """Return whether the peak may be in this layer.
+
+    Between layers that keep the same, memory changes by the same bytes from one to the next: only
+    the ends of such runs can be highest, and with several layers per checkpoint the ends of chunks.
+    """
+    if index in (0, len(layers) - 1) or memory.recompute_method in ("uniform", "nested"):
+        return True
+    return layers[index] != layers[index - 1] or layers[index] != layers[index + 1]
+
+
+def _temporary_bytes(moment: Moment, *, has_slots: bool) -> int:
+    """Return the temporary tensors of a moment; what is gathered through peer memory lies in its slots."""
+    return sum(size for name, size in moment.temporary.items() if not (has_slots and name == "gathered"))
+
+
+def _largest(shapes: Sequence[Sequence[int]]) -> int:
+    return max(math.prod(shape) for shape in shapes)
+
+
+def _restored(memory: MemoryConfig, depth: int, index: int, layer_bytes: int, input_bytes: int) -> int:
+    """Return what recomputation of a chunk of layers restores besides this layer's own tensors.
+
+    ``uniform`` restores all layers of a chunk, of which those before this layer still exist;
+    ``nested`` the inputs of the chunk's layers.
+    """
+    if memory.recompute_granularity != "full" or memory.recompute_method in (None, "block"):
+        return 0
+    chunk = memory.recompute_num_layers or nested_chunk_layers(depth)
+    before = index % chunk
+    if memory.recompute_method == "nested":
+        return before * input_bytes
+    return before * layer_bytes
+
+
+def _in_update(model: RankModel, layout: StateLayout, gradients: int) -> tuple[str, dict[str, int]]:
+    """Return the terms while the optimizer runs: all gradients, and the buffers of its collectives."""
+    # The embedding's backward comes before the update, with the gradient of its output.
+    stream = model.sizes.shard_tokens * model.sizes.hidden * model.sizes.element_bytes
+    gathered = model.sizes.tokens * model.sizes.hidden * model.sizes.element_bytes if model.sizes.shards > 1 else 0
+    terms = {"gradients": gradients, "temporary tensors": stream + gathered}
+    if layout.sharding == "zero1" and layout.shards > 1:
+        shards = model.total(shard_bytes, layout)
+        # Padded copies of a bucket's gradients, and this rank's reduced shards.
+        shapes = (*model.layer_shapes, *model.other_shapes)
+        bucket = max(_STAGE1_BUCKET_BYTES, _largest(shapes) * layout.optimizer_bytes)
+        terms["reduced gradients"] = shards
+        terms["gradient buckets"] = bucket
+    return "update", terms

@@ -1,0 +1,429 @@
+"""Which settings of a training run fit a device, how fast they are, and what to change if none fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from nxd_memopt.config import MemoryConfig, ParallelConfig, require_divisible, require_one_of
+from nxd_memopt.planner.architectures import require_shardable, sizes
+from nxd_memopt.planner.hardware import GIB, Device
+from nxd_memopt.planner.layer_tensors import SINGLE_KERNELS, Kernels
+from nxd_memopt.planner.peak import RankModel, StepMemory, rank_model, step_memory
+from nxd_memopt.planner.rank_sizes import DTYPE_BYTES
+from nxd_memopt.planner.states import StateLayout
+from nxd_memopt.planner.step_time import StepTime, step_time
+
+PRECISIONS = {
+    "32-true": ("float32", False),
+    "bf16-true": ("bfloat16", False),
+    "bf16-mixed": ("bfloat16", True),
+    "16-mixed": ("float16", True),
+}
+"""``trainer.precision`` -> dtype of the parameters, and whether there are fp32 masters."""
+TENSOR_PARALLEL_SIZES = {"trn1": (1, 2, 8, 32), "trn1n": (1, 2, 8, 32)}
+"""Sizes of tensor-parallel groups that a device allows; powers of two elsewhere."""
+MICRO_BATCHES = (1, 2, 4, 8)
+_NKI_MULTIPLE = 2048
+_SDPA_MULTIPLE = 512
+_LARGEST_FLASH_HEAD = 128
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is to be trained, and where.
+
+    Args:
+        config: the model's config, complete (``model_configs.with_defaults``).
+        device: one rank's device.
+        devices: number of ranks.
+        sequence_length: S.
+        global_batch_size: sequences per optimizer step; None: one micro-batch per rank.
+        precision: ``trainer.precision``.
+        isolate_documents: attention restarts at each document of a sequence.
+        stages: ZeRO stages that the training program offers.
+        offloads_optimizer: the training program offers ``optimizer_cpu_offload``.
+        device_gib: memory of the device in GiB, instead of the table's.
+        host_gib: host memory of a rank in GiB, instead of the table's.
+
+    Raises:
+        ValueError: a number is below 1, or the precision is unknown.
+    """
+
+    config: dict[str, Any]
+    device: Device
+    devices: int
+    sequence_length: int
+    global_batch_size: int | None = None
+    precision: str = "bf16-mixed"
+    isolate_documents: bool = False
+    stages: tuple[str, ...] = ("none", "zero1")
+    offloads_optimizer: bool = False
+    device_gib: float | None = None
+    host_gib: float | None = None
+
+    def __post_init__(self) -> None:
+        require_one_of("precision", self.precision, tuple(PRECISIONS))
+        for name in ("devices", "sequence_length", "global_batch_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.sequence_length < 2:
+            raise ValueError(f"sequence_length must be at least 2, got {self.sequence_length}: labels are next tokens")
+        for name in ("device_gib", "host_gib"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be above 0, got {value}")
+        if self.precision == "16-mixed" and self.device.kind == "neuron":
+            raise ValueError("precision 16-mixed scales the loss, which Trainium does not need: use bf16-mixed")
+
+    @property
+    def placed_device(self) -> Device:
+        """The device, with the memory that was given."""
+        device = self.device
+        if self.device_gib is not None:
+            device = replace(device, memory_gib=self.device_gib)
+        if self.host_gib is not None:
+            device = replace(device, host_memory_gib=self.host_gib)
+        return device
+
+    @property
+    def usable_bytes(self) -> int:
+        """Bytes of the device that tensors can use."""
+        return self.placed_device.usable_bytes(ranks=self.devices)
+
+    @property
+    def usable_host_bytes(self) -> int:
+        """Bytes of host memory for offloading: nine tenths of a rank's share."""
+        return int(self.placed_device.host_memory_gib * GIB * 0.9)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Options of a run that the planner chooses.
+
+    Args:
+        tensor_model_parallel_size: T; sequence parallelism is on above 1 if T divides S.
+        sharding: ZeRO stage.
+        micro_batch_size: B.
+        memory: memory techniques.
+        cuda_graph: forward and backward as one CUDA graph.
+        optimizer_offload_fraction: part of the optimizer's states in host memory.
+    """
+
+    tensor_model_parallel_size: int = 1
+    sharding: str = "none"
+    micro_batch_size: int = 1
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    cuda_graph: bool = False
+    optimizer_offload_fraction: float = 0.0
+
+    def describe(self) -> str:
+        """Return the setting in words."""
+        parts = [f"T={self.tensor_model_parallel_size}", f"B={self.micro_batch_size}"]
+        if self.sharding != "none":
+            parts.append(self.sharding)
+        parts.append(_describe_recompute(self.memory))
+        if self.memory.mlp_tile_tokens is not None:
+            parts.append("MLP tiles")
+        if self.optimizer_offload_fraction:
+            parts.append(f"optimizer offload {self.optimizer_offload_fraction:.0%}")
+        if self.cuda_graph:
+            parts.append("CUDA graph")
+        return ", ".join(parts)
+
+
+def _describe_recompute(memory: MemoryConfig) -> str:
+    parts = ["no recompute"]
+    if memory.recompute_granularity == "selective":
+        parts = [f"recompute {'+'.join(memory.recompute_modules or ())}"]
+    elif memory.recompute_granularity == "full":
+        method = ""
+        if memory.recompute_method is not None:
+            method = f" {memory.recompute_method} {memory.recompute_num_layers or ''}".rstrip()
+        parts = [f"recompute full{method}"]
+    if memory.recompute_keep_core_attn:
+        parts.append("attention kept")
+    if memory.cpu_offloading_activations:
+        parts.append("checkpoints on the host")
+    elif memory.cpu_offloading_num_layers:
+        parts.append(f"{memory.cpu_offloading_num_layers} layers on the host")
+    return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A setting with its predicted memory and time.
+
+    Args:
+        setting: options.
+        memory: bytes by term, at the peak.
+        time: seconds by term.
+        tokens_per_s: over all devices.
+        usable_bytes: bytes of a device that tensors can use.
+        usable_host_bytes: bytes of host memory that a rank can use.
+    """
+
+    setting: Setting
+    memory: StepMemory
+    time: StepTime
+    tokens_per_s: float
+    usable_bytes: int
+    usable_host_bytes: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether device and host memory are large enough."""
+        return self.memory.device_bytes <= self.usable_bytes and self.memory.host_bytes <= self.usable_host_bytes
+
+
+Models = dict[tuple[int, int], RankModel]
+"""Shares of one rank by tensor-parallel and micro-batch size."""
+
+
+def plans(problem: Problem) -> list[Plan]:
+    """Return the settings that fit, the fastest one first; with equal speed the smallest one."""
+    models: Models = {}
+    found: list[Plan] = []
+    resident: set[Setting] = set()
+    for setting in settings(problem):
+        # States go to the host only where they do not fit otherwise: it never makes a step faster.
+        without = replace(setting, optimizer_offload_fraction=0.0)
+        if setting.optimizer_offload_fraction and without in resident:
+            continue
+        plan = evaluate(problem, setting, models)
+        if plan.fits:
+            found.append(plan)
+            resident.add(replace(setting, cuda_graph=False))
+    return sorted(found, key=lambda plan: (-plan.tokens_per_s, plan.memory.device_bytes))
+
+
+def evaluate(problem: Problem, setting: Setting, models: Models | None = None) -> Plan:
+    """Return the memory and time of a setting.
+
+    Args:
+        problem: model, device and batch.
+        setting: options of the run.
+        models: shares of the model that other settings of the same problem have computed.
+
+    Raises:
+        ValueError: the setting does not fit the model or the number of devices.
+    """
+    size = setting.tensor_model_parallel_size
+    replicas = require_divisible("devices", problem.devices, "tensor_model_parallel_size", size)
+    dtype, masters = PRECISIONS[problem.precision]
+    sequences = setting.micro_batch_size * replicas
+    accumulation = 1
+    if problem.global_batch_size is not None:
+        accumulation = require_divisible("global batch", problem.global_batch_size, "B x D", sequences)
+    layout = StateLayout(
+        DTYPE_BYTES[dtype],
+        master_weights=masters,
+        sharding=setting.sharding,
+        data_parallel_size=replicas,
+        optimizer_offload_fraction=setting.optimizer_offload_fraction,
+    )
+    key = (size, setting.micro_batch_size)
+    models = {} if models is None else models
+    if key not in models:
+        models[key] = _model(problem, setting, dtype)
+    model = models[key]
+    device = problem.placed_device
+    kernels = kernels_of(problem, setting.memory)
+    used = step_memory(
+        model,
+        setting.memory,
+        kernels,
+        layout,
+        accumulation_steps=accumulation,
+        cuda_graph=setting.cuda_graph,
+        # On TorchNeuron too: with compiled layers, and because no device was there to measure.
+        compiles_steps=device.kind == "neuron",
+    )
+    time = step_time(
+        model,
+        setting.memory,
+        layout,
+        used,
+        device,
+        dtype=dtype,
+        accumulation_steps=accumulation,
+        ranks=problem.devices,
+        cuda_graph=setting.cuda_graph,
+    )
+    tokens = problem.sequence_length * sequences * accumulation
+    return Plan(setting, used, time, tokens / time.step_s, problem.usable_bytes, problem.usable_host_bytes)
+
+
+def _model(problem: Problem, setting: Setting, dtype: str) -> RankModel:
+    size = setting.tensor_model_parallel_size
+    # Sequence parallelism has no drawback, but needs T to divide S.
+    sharded = size > 1 and problem.sequence_length % size == 0
+    return rank_model(
+        problem.config,
+        ParallelConfig(size, sequence_parallel_enabled=sharded),
+        sequence_length=problem.sequence_length,
+        micro_batch_size=setting.micro_batch_size,
+        dtype=dtype,
+    )
+
+
+def kernels_of(problem: Problem, memory: MemoryConfig) -> Kernels:
+    """Return the kernels that the training program will use on the device.
+
+    GPUs: the Triton kernels, and a flash kernel. trn1: NKI's flash kernel, trn2 and trn3: the one of
+    PyTorch's SDPA, which need certain lengths and take no bounds of documents; else tiles.
+    """
+    fused = problem.device.kind == "cuda"
+    if memory.attention_backend != "auto":
+        return Kernels(fused, memory.attention_backend)
+    if fused:
+        if PRECISIONS[problem.precision][0] == "float32":
+            return Kernels(fused, "efficient")
+        return Kernels(fused, "flash4")
+    head_dim = sizes(problem.config)["d"]
+    name, multiple = ("nki", _NKI_MULTIPLE) if problem.device.name.startswith("trn1") else ("sdpa", _SDPA_MULTIPLE)
+    suits = problem.sequence_length % multiple == 0 and head_dim <= _LARGEST_FLASH_HEAD
+    return Kernels(fused, name if suits and not problem.isolate_documents else "tiled")
+
+
+def settings(problem: Problem) -> Iterator[Setting]:
+    """Yield the settings that are tried."""
+    is_gpu = problem.device.kind == "cuda"
+    for size in tensor_parallel_sizes(problem):
+        replicas = problem.devices // size
+        stages = problem.stages if replicas > 1 else ("none",)
+        if not is_gpu:
+            stages = tuple(stage for stage in stages if stage in ("none", "zero1"))
+        for batch in micro_batches(problem, replicas):
+            for memory in _memories(problem):
+                for stage in stages:
+                    yield from _variants(problem, Setting(size, stage, batch, memory))
+
+
+def tensor_parallel_sizes(problem: Problem) -> list[int]:
+    """Return the tensor-parallel sizes of the model, the device and the number of devices.
+
+    Raises:
+        ValueError: no size fits; the message has the reason of the smallest one.
+    """
+    allowed = TENSOR_PARALLEL_SIZES.get(problem.device.name)
+    found: list[int] = []
+    reason = f"devices {problem.devices} has no divisor that the model can be split by"
+    for size in range(1, problem.devices + 1):
+        if problem.devices % size or size > problem.device.ranks_per_host:
+            continue
+        if allowed is not None and size not in allowed:
+            continue
+        try:
+            require_shardable(problem.config, size)
+            groups = sizes(problem.config)["g"]
+            if max(size, groups) % min(size, groups) == 0:
+                found.append(size)
+        except ValueError as error:
+            reason = str(error)
+    if not found:
+        raise ValueError(reason)
+    return found
+
+
+def micro_batches(problem: Problem, replicas: int) -> list[int]:
+    """Return the micro-batch sizes that divide the global batch over the replicas."""
+    if problem.global_batch_size is None:
+        return [1]
+    return [size for size in MICRO_BATCHES if problem.global_batch_size % (size * replicas) == 0]
+
+
+def _variants(problem: Problem, setting: Setting) -> Iterator[Setting]:
+    """Yield the setting, as a CUDA graph where that is possible, and with its states on the host."""
+    if problem.device.kind != "cuda":
+        yield setting
+        return
+    memory = setting.memory
+    offloads = memory.cpu_offloading_num_layers > 0 or memory.cpu_offloading_activations
+    if not offloads and setting.sharding in ("none", "zero1"):
+        yield replace(setting, cuda_graph=True)
+    yield setting
+    # Masters and moments are fp32 only with mixed precision.
+    if problem.offloads_optimizer and problem.precision == "bf16-mixed" and setting.sharding in ("none", "zero1"):
+        for fraction in (0.5, 1.0):
+            yield replace(setting, optimizer_offload_fraction=fraction)
+
+
+def _memories(problem: Problem) -> Iterator[MemoryConfig]:
+    """Yield the memory techniques that are tried, without those that cannot help on the device."""
+    depth = problem.config["num_hidden_layers"]
+    is_gpu = problem.device.kind == "cuda"
+    full: dict[str, Any] = {"recompute_granularity": "full"}
+    yield MemoryConfig()
+    yield MemoryConfig(recompute_granularity="selective", recompute_modules=("norm", "mlp"))
+    yield MemoryConfig(**full)
+    for layers in sorted({depth // 4, depth // 2, depth * 3 // 4} - {0}):
+        yield MemoryConfig(**full, recompute_method="block", recompute_num_layers=layers)
+    if kernels_of(problem, MemoryConfig()).attention in SINGLE_KERNELS and is_gpu:
+        yield MemoryConfig(**full, recompute_keep_core_attn=True)
+    if depth > 3:
+        yield MemoryConfig(**full, recompute_method="nested")
+    if not is_gpu:
+        return
+    for layers in sorted({depth // 4, depth // 2} - {0}):
+        yield MemoryConfig(cpu_offloading_num_layers=layers)
+    yield MemoryConfig(**full, cpu_offloading_activations=True)
+    # Matmuls of tiles of 32,768 tokens are as fast as those of the full sequence.
+    if problem.sequence_length > 32768:
+        yield MemoryConfig(**full, mlp_tile_tokens="auto")
+        yield MemoryConfig(**full, mlp_tile_tokens="auto", cpu_offloading_activations=True)
+
+
+def smallest(problem: Problem) -> Plan:
+    """Return the setting that exceeds the memory of device and host by the fewest bytes."""
+
+    def excess(plan: Plan) -> int:
+        return max(0, plan.memory.device_bytes - plan.usable_bytes) + max(
+            0, plan.memory.host_bytes - plan.usable_host_bytes
+        )
+
+    models: Models = {}
+    return min((evaluate(problem, setting, models) for setting in settings(problem)), key=excess)
+
+
+def _leanest(problem: Problem) -> Plan | None:
+    """Return the fastest plan that fits among those with one sequence and full recompute, or None."""
+    models: Models = {}
+    found: list[Plan] = []
+    for setting in settings(problem):
+        is_lean = setting.micro_batch_size == 1 and setting.memory.recompute_granularity == "full"
+        if is_lean and not setting.cuda_graph:
+            plan = evaluate(problem, setting, models)
+            if plan.fits:
+                found.append(plan)
+    return max(found, key=lambda plan: plan.tokens_per_s, default=None)
+
+
+def remedies(problem: Problem) -> list[str]:
+    """Return changes of the problem with which something fits, each with its fastest setting."""
+    changes: list[tuple[str, Problem]] = []
+    for factor in (2, 4, 8, 16):
+        changes.append((f"--devices {problem.devices * factor}", replace(problem, devices=problem.devices * factor)))
+    if problem.precision == "bf16-mixed":
+        changes.append(("--precision bf16-true (no fp32 masters)", replace(problem, precision="bf16-true")))
+    for divisor in (2, 4, 8):
+        length = problem.sequence_length // divisor
+        if length >= _SDPA_MULTIPLE:
+            changes.append((f"--seq-length {length}", replace(problem, sequence_length=length)))
+    found: list[str] = []
+    kinds: set[str] = set()
+    for text, changed in changes:
+        # The smallest change of each kind that helps.
+        kind = text.split()[0]
+        if kind in kinds:
+            continue
+        try:
+            leanest = _leanest(changed)
+        except ValueError:
+            continue
+        if leanest is not None:
+            kinds.add(kind)
+            found.append(f"{text}: {leanest.setting.describe()}")
+    return found

@@ -1,0 +1,145 @@
+"""Sizes of the tensors of one micro-batch on one rank, read from a Hugging Face config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from nxd_memopt.config import ParallelConfig, require_divisible
+from nxd_memopt.planner.architectures import option, require_shardable, sizes
+
+FP32_BYTES = 4
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DROPOUTS = ("attention_dropout", "hidden_dropout")
+
+
+@dataclass(frozen=True)
+class RankSizes:
+    """Sizes that determine the activations of one rank.
+
+    Args:
+        model_type: Hugging Face's ``model_type``.
+        num_layers: number of decoder layers.
+        sequence_length: S.
+        micro_batch_size: B.
+        shards: ranks over which the residual stream is split: T under sequence parallelism, else 1.
+        tensor_model_parallel_size: T.
+        hidden: H.
+        heads: query heads of this rank.
+        kv_heads: KV heads of this rank.
+        head_dim: d.
+        rotary_dim: dimensions of a head that RoPE rotates.
+        width: F/T.
+        vocab: rows of the head on this rank, V/T rounded up.
+        element_bytes: bytes of an activation.
+        is_fp16: activations are fp16, whose loss is computed again in backward.
+        hidden_act: activation of the MLP.
+        tied: the head shares the weight of the embedding.
+        pads: the embedding has a padding token, whose row gets no gradient.
+        parallel_residual: GPT-NeoX's attention and MLP have the same input.
+    """
+
+    model_type: str
+    num_layers: int
+    sequence_length: int
+    micro_batch_size: int
+    shards: int
+    tensor_model_parallel_size: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    width: int
+    vocab: int
+    element_bytes: int
+    is_fp16: bool
+    hidden_act: str
+    tied: bool
+    pads: bool
+    parallel_residual: bool
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch, S * B."""
+        return self.sequence_length * self.micro_batch_size
+
+    @property
+    def shard_tokens(self) -> int:
+        """Tokens of this rank's part of the residual stream."""
+        return self.tokens // self.shards
+
+    @property
+    def query(self) -> int:
+        """Columns of the queries of this rank."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv(self) -> int:
+        """Columns of the keys, or of the values, of this rank."""
+        return self.kv_heads * self.head_dim
+
+
+def rank_sizes(
+    config: Any,
+    parallel: ParallelConfig,
+    *,
+    sequence_length: int,
+    micro_batch_size: int,
+    dtype: str,
+) -> RankSizes:
+    """Return the sizes of one rank's tensors.
+
+    Args:
+        config: Hugging Face's config, as an object or as a complete mapping
+            (``model_configs.with_defaults``).
+        parallel: T and sequence parallelism.
+        sequence_length: S.
+        micro_batch_size: B.
+        dtype: dtype of parameters and activations, a key of ``DTYPE_BYTES``.
+
+    Raises:
+        ValueError: T does not divide heads, MLP width or sequence, or the model has dropout, whose
+            masks are not planned.
+    """
+    size = parallel.tensor_model_parallel_size
+    require_shardable(config, size)
+    if parallel.sequence_parallel_enabled:
+        require_divisible("seq_length", sequence_length, "tensor_model_parallel_size", size)
+    for name in DROPOUTS:
+        if option(config, name):
+            raise ValueError(f"{name} {option(config, name)}: the masks of dropout are not planned: set it to 0")
+    letters = sizes(config)
+    is_llama = option(config, "model_type") == "llama"
+    return RankSizes(
+        model_type=option(config, "model_type"),
+        num_layers=option(config, "num_hidden_layers"),
+        sequence_length=sequence_length,
+        micro_batch_size=micro_batch_size,
+        shards=size if parallel.sequence_parallel_enabled else 1,
+        tensor_model_parallel_size=size,
+        hidden=letters["H"],
+        heads=letters["h"] // size,
+        # With T above g each rank has one KV head, a replica.
+        kv_heads=max(1, letters["g"] // size),
+        head_dim=letters["d"],
+        rotary_dim=_rotary_dim(config, letters["d"], is_llama=is_llama),
+        width=letters["F"] // size,
+        vocab=-(-letters["V"] // size),
+        element_bytes=DTYPE_BYTES[dtype],
+        is_fp16=dtype == "float16",
+        hidden_act=option(config, "hidden_act"),
+        tied=bool(option(config, "tie_word_embeddings")),
+        pads=is_llama and option(config, "pad_token_id") is not None,
+        parallel_residual=not is_llama and bool(option(config, "use_parallel_residual")),
+    )
+
+
+def _rotary_dim(config: Any, head_dim: int, *, is_llama: bool) -> int:
+    """Return the rotated dimensions of a head: all of LLaMA's, a fraction of GPT-NeoX's."""
+    if is_llama:
+        return head_dim
+    # transformers 5 has the fraction in rope_parameters, a published config.json as rotary_pct.
+    rope = option(config, "rope_parameters") or {}
+    fraction = rope.get("partial_rotary_factor", option(config, "rotary_pct"))
+    return int(head_dim * (1.0 if fraction is None else fraction))

@@ -1,0 +1,166 @@
+"""Bytes of weights, gradients and optimizer states on one rank, by precision, ZeRO stage and offload."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nxd_memopt.config import require_one_of
+from nxd_memopt.planner.architectures import Parameter, num_kv_heads, option, parameters
+
+FP32_BYTES = 4
+ADAM_MOMENTS = 2
+STAGES = ("none", "zero1", "zero2", "zero3")
+RESIDENT_ELEMENTS = 1 << 16
+"""Parameters with fewer elements keep their states on the device: norms and biases, which are
+0.003 % of LLaMA-3-8B's elements."""
+STAGING_BYTES = 2 << 30
+"""Device memory for optimizer states on their way from and to the host."""
+CHUNK_ELEMENTS = 16 << 20
+"""Elements of each state that travel together: 64 MiB in fp32."""
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """How a training run stores weights, gradients and the states of AdamW.
+
+    Args:
+        element_bytes: bytes of a parameter.
+        master_weights: fp32 masters, moments and gradient sums for bf16 and fp16 parameters.
+        sharding: ZeRO stage over the data-parallel ranks (arXiv:1910.02054).
+        data_parallel_size: D, ranks over which the stage shards.
+        optimizer_offload_fraction: part of masters and moments in host memory.
+        in_backward: the optimizer runs inside backward, which frees each gradient.
+
+    Raises:
+        ValueError: D is less than 1, or the stage is unknown.
+    """
+
+    element_bytes: int
+    master_weights: bool = False
+    sharding: str = "none"
+    data_parallel_size: int = 1
+    optimizer_offload_fraction: float = 0.0
+    in_backward: bool = False
+
+    def __post_init__(self) -> None:
+        require_one_of("sharding", self.sharding, STAGES)
+        if self.data_parallel_size < 1:
+            raise ValueError(f"data_parallel_size must be at least 1, got {self.data_parallel_size}")
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share the states of a parameter; 1 without sharding."""
+        return 1 if self.sharding == "none" else self.data_parallel_size
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Bytes of a moment's element: fp32 with masters, else the dtype of the parameter."""
+        return FP32_BYTES if self.master_weights else self.element_bytes
+
+
+def local_shapes(config: Any, tensor_model_parallel_size: int) -> list[tuple[int, ...]]:
+    """Return the shape of each parameter on one tensor-parallel rank, in the model's order."""
+    replicas = kv_replicas(config, tensor_model_parallel_size)
+    found: list[Parameter] = list(parameters(config))
+    return [parameter.local_shape(tensor_model_parallel_size, replicas) for parameter in found]
+
+
+def kv_replicas(config: Any, tensor_model_parallel_size: int) -> int:
+    """Return r, the ranks that share a KV head: T/g with more ranks than KV heads, else 1."""
+    # GPT-NeoX has as many KV heads as query heads.
+    if option(config, "model_type") == "gpt_neox":
+        return 1
+    return max(1, tensor_model_parallel_size // num_kv_heads(config))
+
+
+def shard_elements(shape: Sequence[int], layout: StateLayout) -> int:
+    """Return the elements of a parameter of ``shape`` whose states this rank stores.
+
+    Stages 1 and 2 split the flat parameter into D parts of ceil(n / D) elements. Stage 3 splits its
+    rows (FSDP2): the first ranks store ceil(rows / D) of them.
+    """
+    if layout.shards == 1:
+        return math.prod(shape)
+    if layout.sharding == "zero3":
+        return -(-shape[0] // layout.shards) * math.prod(shape[1:])
+    return -(-math.prod(shape) // layout.shards)
+
+
+def shard_bytes(shapes: Sequence[Sequence[int]], layout: StateLayout) -> int:
+    """Return the bytes of this rank's shards, in the optimizer's dtype."""
+    return sum(shard_elements(shape, layout) for shape in shapes) * layout.optimizer_bytes
+
+
+def weight_bytes(shapes: Sequence[Sequence[int]], layout: StateLayout) -> int:
+    """Return the bytes of the weights between steps; with stage 3 the masters are the weights."""
+    if layout.sharding == "zero3" and layout.shards > 1:
+        return 0
+    return sum(math.prod(shape) for shape in shapes) * layout.element_bytes
+
+
+def gradient_bytes(shapes: Sequence[Sequence[int]], layout: StateLayout) -> int:
+    """Return the bytes of all gradients when backward is done.
+
+    With master weights they are accumulated in fp32 (``optimizer/main_grad.py``). Stages 2 and 3
+    keep this rank's shards only, and an optimizer in backward keeps none.
+    """
+    if layout.in_backward:
+        return 0
+    if layout.sharding in ("zero2", "zero3"):
+        return shard_bytes(shapes, layout)
+    return sum(math.prod(shape) for shape in shapes) * layout.optimizer_bytes
+
+
+def master_bytes(shapes: Sequence[Sequence[int]], layout: StateLayout) -> int:
+    """Return the bytes of the tensors that the optimizer updates instead of the parameters.
+
+    Without sharding, parameters in the optimizer's dtype are updated themselves. Every sharded
+    optimizer has shards of its own, also in the parameters' dtype.
+    """
+    if layout.shards == 1 and layout.optimizer_bytes == layout.element_bytes:
+        return 0
+    return shard_bytes(shapes, layout)
+
+
+def moment_bytes(shapes: Sequence[Sequence[int]], layout: StateLayout) -> int:
+    """Return the bytes of AdamW's two moments."""
+    return ADAM_MOMENTS * shard_bytes(shapes, layout)
+
+
+def parameters_on_host(
+    sizes: Sequence[int], fraction: float, *, resident_elements: int = RESIDENT_ELEMENTS
+) -> set[int]:
+    """Return which parameters have their optimizer states in host memory.
+
+    The first ones, until they are ``fraction`` of all elements, but no small ones.
+
+    Args:
+        sizes: elements of each parameter, in the order of the updates.
+        fraction: part of all elements, in [0, 1], rounded up to a whole parameter.
+        resident_elements: parameters of fewer elements stay on the device.
+
+    Raises:
+        ValueError: ``fraction`` is outside [0, 1].
+    """
+    if not 0 <= fraction <= 1:
+        raise ValueError(f"optimizer_offload_fraction must be between 0 and 1, got {fraction}")
+    total = sum(sizes)
+    chosen: set[int] = set()
+    elements = 0
+    for index, size in enumerate(sizes):
+        if elements < fraction * total and size >= resident_elements:
+            chosen.add(index)
+            elements += size
+    return chosen
+
+
+def offloaded_state_bytes(shapes: Sequence[Sequence[int]], layout: StateLayout) -> int:
+    """Return the bytes of masters and moments in host memory: 12 for each element."""
+    matrices = [shape for shape in shapes if len(shape) >= 2]
+    vectors = [shape for shape in shapes if len(shape) < 2]
+    sizes = [shard_elements(shape, layout) for shape in (*matrices, *vectors)]
+    chosen = parameters_on_host(sizes, layout.optimizer_offload_fraction)
+    return sum(sizes[index] for index in chosen) * (1 + ADAM_MOMENTS) * FP32_BYTES

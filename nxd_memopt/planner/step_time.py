@@ -1,0 +1,276 @@
+"""The time of a training step by term: matmuls, attention, memory-bound operations, links, the host.
+
+Every term is an estimate: work divided by a rate of ``hardware.py`` times the part of it that this
+library reaches. The parts for GPUs are fitted to the rows of docs/benchmarks on H200; those for Trainium
+are not calibrated, because no device was available.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nxd_memopt.config import MemoryConfig
+from nxd_memopt.planner.formulas import nested_chunk_layers
+from nxd_memopt.planner.hardware import Device
+from nxd_memopt.planner.layer_tensors import merges_branches
+from nxd_memopt.planner.peak import RankModel, StepMemory
+from nxd_memopt.planner.rank_sizes import RankSizes
+from nxd_memopt.planner.states import StateLayout
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Parts of a device's published rates that a training step reaches.
+
+    Args:
+        matmul: of the matmul rate, over a layer's matmuls.
+        attention: of the matmul rate, forward and backward of causal attention.
+        memory: of the memory bandwidth, in elementwise kernels and the optimizer.
+        link: of the link's bandwidth, in collectives.
+        exposed: part of the collectives' time that no computation hides.
+        latency_s: seconds of a layer's forward and backward besides its work: gaps between kernels.
+        host_s: seconds that the host needs to launch a layer's forward and backward without a graph.
+        is_calibrated: whether the parts come from measurements.
+    """
+
+    matmul: float
+    attention: float
+    memory: float
+    link: float
+    exposed: float
+    latency_s: float
+    host_s: float
+    is_calibrated: bool
+
+
+RATES = {
+    # Fitted: LLaMA-3-8B, 8,192 tokens, T=1, none: 735 ms; attention.csv: 628 of 989 TFLOP/s;
+    # all-gathers reach 305 of 450 GB/s; SmolLM2 eager: 3.7 ms a layer.
+    "cuda": Rates(0.645, 0.60, 0.80, 0.68, 0.40, 2.0e-4, 3.7e-3, is_calibrated=True),
+    "neuron": Rates(0.45, 0.25, 0.60, 0.60, 0.60, 0.0, 0.0, is_calibrated=False),
+}
+"""Rates by kind of device."""
+COPY_INTERFERENCE = 0.06
+"""Part of the copies' time by which they slow the computation that hides them (fitted: LLaMA-3-8B,
+32,768 tokens, 12 layers offloaded)."""
+# Attention's backward has 5 matmuls where forward has 2.
+_ATTENTION_BACKWARD = 2.5
+# Bytes that the optimizer moves for an element whose states are on the device: reads of weight,
+# gradient and moments, writes of weight and moments.
+_UPDATE_READS_AND_WRITES = 7
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step by term, which add up.
+
+    Args:
+        terms: term -> seconds.
+    """
+
+    terms: dict[str, float]
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the step."""
+        return sum(self.terms.values())
+
+    @property
+    def limit(self) -> str:
+        """The largest term."""
+        return max(self.terms, key=lambda name: self.terms[name])
+
+
+def step_time(
+    model: RankModel,
+    memory: MemoryConfig,
+    layout: StateLayout,
+    used: StepMemory,
+    device: Device,
+    *,
+    dtype: str,
+    accumulation_steps: int,
+    ranks: int,
+    cuda_graph: bool,
+) -> StepTime:
+    """Return the time of an optimizer step.
+
+    Args:
+        model: the rank's share of the model.
+        memory: recompute and offload.
+        layout: states of the optimizer.
+        used: the step's memory, for the bytes that pass between device and host.
+        device: rates of the device.
+        dtype: dtype of the matmuls.
+        accumulation_steps: micro-batches per step.
+        ranks: ranks of the run.
+        cuda_graph: one launch per micro-batch.
+    """
+    rates = RATES[device.kind]
+    sizes = model.sizes
+    peak = device.matmul_flops[dtype]
+    matmul_s = matmul_flops(sizes, memory) / (peak * rates.matmul)
+    attention_s = attention_flops(sizes, memory) / (peak * rates.attention)
+    elementwise_s = elementwise_bytes(sizes) / (device.memory_bytes_per_s * rates.memory)
+    latency_s = sizes.num_layers * rates.latency_s
+    compute_s = matmul_s + attention_s + elementwise_s + latency_s
+    link_s = device.link_bytes_per_s
+    if sizes.tensor_model_parallel_size > device.ranks_per_host:
+        link_s = device.host_link_bytes_per_s
+    tensor_s = tensor_parallel_bytes(sizes, memory) / (link_s * rates.link) * rates.exposed
+    # Offloaded activations go out and come back while the layers compute.
+    host_copy_s = 2 * used.host["activations"] / device.host_copy_bytes_per_s
+    terms = {
+        "matmuls": matmul_s,
+        "attention": attention_s,
+        "elementwise": elementwise_s + latency_s,
+        "tensor-parallel collectives": tensor_s,
+        "copies of activations": max(host_copy_s - compute_s, COPY_INTERFERENCE * host_copy_s),
+    }
+    if device.kind == "cuda" and not cuda_graph:
+        terms["waiting for the host"] = max(0.0, sizes.num_layers * rates.host_s - compute_s - tensor_s)
+    terms = {name: seconds * accumulation_steps for name, seconds in terms.items()}
+    terms["data-parallel collectives"] = _data_parallel_s(model, layout, device, ranks, accumulation_steps)
+    terms["optimizer"] = _optimizer_s(model, layout, used, device, backward_s=accumulation_steps * compute_s)
+    return StepTime(terms)
+
+
+def layer_matmul_elements(sizes: RankSizes) -> dict[str, int]:
+    """Return the elements of each weight of a layer on this rank, by projection."""
+    columns = 2 if sizes.model_type == "llama" else 1
+    return {
+        "qkv": (sizes.query + 2 * sizes.kv) * sizes.hidden,
+        "attention output": sizes.query * sizes.hidden,
+        "mlp in": columns * sizes.width * sizes.hidden,
+        "mlp out": sizes.width * sizes.hidden,
+    }
+
+
+def matmul_flops(sizes: RankSizes, memory: MemoryConfig) -> float:
+    """Return the FLOPs of a micro-batch's matmuls on one rank, recomputation included.
+
+    2 FLOPs for each weight and token in forward, 4 in backward; the same for the head. A recomputed
+    layer runs its forward again but its last projection, at which PyTorch's checkpoint stops.
+    """
+    weights = layer_matmul_elements(sizes)
+    layer = sum(weights.values())
+    head = sizes.vocab * sizes.hidden
+    factor = 6 if not sizes.is_fp16 else 8
+    flops = 6.0 * layer * sizes.num_layers + factor * head
+    return sizes.tokens * (flops + 2.0 * _recomputed_elements(sizes, memory, weights))
+
+
+def _recomputed_elements(sizes: RankSizes, memory: MemoryConfig, weights: dict[str, int]) -> float:
+    """Return the weight elements whose product is computed again, over all layers."""
+    layer = sum(weights.values())
+    last = weights["mlp out"]
+    if merges_branches(sizes.model_type, memory, parallel_residual=sizes.parallel_residual):
+        last += weights["attention output"]
+    if memory.recompute_granularity == "full":
+        resident = 0 if memory.cpu_offloading_activations else memory.cpu_offloading_num_layers
+        depth = sizes.num_layers - resident
+        if memory.recompute_method == "block":
+            return (memory.recompute_num_layers or depth) * (layer - last)
+        chunk = memory.recompute_num_layers or 1
+        if memory.recompute_method == "nested":
+            chunk = memory.recompute_num_layers or nested_chunk_layers(depth)
+            # Each layer once more, and all but the last of a chunk twice.
+            return depth * (layer - last) + (depth - -(-depth // chunk)) * layer
+        return depth * layer - depth // chunk * last
+    modules = set(memory.recompute_modules or ())
+    again = 0
+    if "attn" in modules:
+        again += weights["qkv"]
+    if "mlp" in modules or memory.mlp_tile_tokens is not None:
+        again += weights["mlp in"]
+    return again * sizes.num_layers
+
+
+def attention_flops(sizes: RankSizes, memory: MemoryConfig) -> float:
+    """Return the FLOPs of causal attention of a micro-batch: 2 S^2 columns forward, 2.5 times that backward."""
+    forward = 2.0 * sizes.micro_batch_size * sizes.sequence_length**2 * sizes.query
+    again = 0.0
+    modules = set(memory.recompute_modules or ())
+    if memory.recompute_granularity == "full" and not memory.recompute_keep_core_attn:
+        resident = 0 if memory.cpu_offloading_activations else memory.cpu_offloading_num_layers
+        again = sizes.num_layers - resident
+        if memory.recompute_method == "block":
+            again = memory.recompute_num_layers or again
+        if memory.recompute_method == "nested":
+            again *= 2
+    elif modules & {"core_attn", "attn"}:
+        again = sizes.num_layers
+    return forward * ((1 + _ATTENTION_BACKWARD) * sizes.num_layers + again)
+
+
+def elementwise_bytes(sizes: RankSizes) -> float:
+    """Return the bytes that norms, residuals, RoPE and activations read and write in a micro-batch.
+
+    Of a token and layer, forward and backward: 17 H of norms and residual stream (GPT-NeoX's merged
+    branches 20), 4 times the rotated columns, and 9 of the MLP's width (GPT-NeoX 5).
+    """
+    stream, width = (17, 9) if sizes.model_type == "llama" else (20, 5)
+    rotated = 4 * (sizes.query + sizes.kv)
+    elements = sizes.shard_tokens * stream * sizes.hidden + sizes.tokens * (rotated + width * sizes.width)
+    return float(elements * sizes.element_bytes * sizes.num_layers)
+
+
+def tensor_parallel_bytes(sizes: RankSizes, memory: MemoryConfig) -> float:
+    """Return what a rank sends to the others in a micro-batch's forward and backward.
+
+    A block has an all-gather and a reduce-scatter in forward and two and one in backward with
+    sequence parallelism, an all-reduce in each without it, which sends as much as two
+    (``planner/collectives.py``). Recomputation gathers again.
+    """
+    if sizes.tensor_model_parallel_size == 1:
+        return 0.0
+    merged = merges_branches(sizes.model_type, memory, parallel_residual=sizes.parallel_residual)
+    blocks = 1 if merged else 2
+    transfers = 5 if sizes.shards > 1 else 4
+    if memory.recompute_granularity == "full":
+        transfers += 2
+    full = sizes.tokens * sizes.hidden * sizes.element_bytes
+    share = (sizes.tensor_model_parallel_size - 1) / sizes.tensor_model_parallel_size
+    # The head gathers its input and scatters its gradient, the embedding scatters and gathers.
+    return share * full * (blocks * transfers * sizes.num_layers + 4)
+
+
+def _data_parallel_s(
+    model: RankModel, layout: StateLayout, device: Device, ranks: int, accumulation_steps: int
+) -> float:
+    """Return the time of gradient reduction and parameter gathering over the data-parallel ranks."""
+    size = layout.data_parallel_size
+    if size == 1:
+        return 0.0
+    rates = RATES[device.kind]
+    link = device.link_bytes_per_s
+    if ranks > device.ranks_per_host:
+        link = device.host_link_bytes_per_s
+    share = (size - 1) / size
+    gradients = model.num_parameters * layout.optimizer_bytes
+    weights = model.num_parameters * layout.element_bytes
+    # Reduce-scatter and all-gather of all gradients, or of gradients and then parameters.
+    sent = 2 * gradients
+    hidden = 0.0
+    if layout.sharding == "zero1":
+        sent = gradients + weights
+    elif layout.sharding == "zero2":
+        sent = gradients * accumulation_steps + weights
+        hidden = 1 - rates.exposed
+    elif layout.sharding == "zero3":
+        sent = (gradients + 2 * weights) * accumulation_steps
+        hidden = 1 - rates.exposed
+    return share * sent / (link * rates.link) * (1 - hidden)
+
+
+def _optimizer_s(
+    model: RankModel, layout: StateLayout, used: StepMemory, device: Device, *, backward_s: float
+) -> float:
+    """Return the time of the update: memory bandwidth on the device, or the link for states on the host."""
+    elements = model.num_parameters / layout.shards
+    moved = elements * _UPDATE_READS_AND_WRITES * layout.optimizer_bytes
+    on_device = moved / (device.memory_bytes_per_s * RATES[device.kind].memory)
+    # All states pass out and in at once; what fits the staging buffers arrives before the update.
+    copied = used.host["optimizer states"]
+    early = min(used.device.get("staging of optimizer states", 0), backward_s * device.host_copy_bytes_per_s)
+    return max(on_device, (copied - early) / device.host_copy_bytes_per_s) if copied else on_device

@@ -1,0 +1,120 @@
+"""The planned activations equal the storages that exist between forward and backward, as integers."""
+
+from __future__ import annotations
+
+import gc
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nxd_memopt.certify.measure.eager import _Recorder
+from nxd_memopt.config import MemoryConfig, ParallelConfig
+from nxd_memopt.models import model_class
+from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.planner.activations import activations
+from nxd_memopt.planner.layer_tensors import Kernels
+from nxd_memopt.planner.rank_sizes import rank_sizes
+from tests.dist.pool import distributed
+from tests.reference_models import CONFIGS, batch, gpt_neox_config, llama_config
+
+ROWS, LENGTH, LAYERS = 3, 24, 4
+ONE_RANK = ParallelConfig(1)
+FULL = {"recompute_granularity": "full"}
+TECHNIQUES = {
+    "none": {},
+    "tiles": {"mlp_tile_tokens": 16},
+    "full": FULL,
+    "uniform": {**FULL, "recompute_method": "uniform", "recompute_num_layers": 2},
+    "block": {**FULL, "recompute_method": "block", "recompute_num_layers": 3},
+    "nested": {**FULL, "recompute_method": "nested"},
+    "nested of 3": {**FULL, "recompute_method": "nested", "recompute_num_layers": 3},
+    "full and tiles": {**FULL, "mlp_tile_tokens": 16},
+    "all logits": {"fused_linear_cross_entropy": False},
+}
+for _modules in (
+    ["core_attn"],
+    ["attn"],
+    ["norm"],
+    ["mlp_act"],
+    ["mlp"],
+    ["norm", "mlp_act"],
+    ["attn", "mlp"],
+    ["core_attn", "norm", "mlp"],
+    ["norm", "attn", "mlp"],
+):
+    TECHNIQUES["+".join(_modules)] = {"recompute_granularity": "selective", "recompute_modules": tuple(_modules)}
+ON_RANKS = (
+    ("none", "sdpa"),
+    ("core_attn+norm+mlp", "math"),
+    ("nested", "sdpa"),
+    ("tiles", "tiled"),
+    ("all logits", "sdpa"),
+)
+
+
+def counted_bytes(net: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> tuple[int, dict]:
+    """Bytes of the storages that a forward allocates and that still exist after it, with their list."""
+    recorder = _Recorder()
+    with recorder:
+        loss = net(**inputs).loss
+        # gloo's threads hold the tensors of a collective until every rank has left it
+        if dist.is_initialized():
+            dist.barrier()
+            time.sleep(0.2)
+        gc.collect()
+    alive: dict[int, int] = {}
+    for serial, change in recorder._events:
+        alive[serial] = alive.get(serial, 0) + change
+    del loss
+    listed = [f"{t}" for i, t in enumerate(recorder.tensors, 1) if alive[i]]
+    return sum(alive.values()), listed
+
+
+def check(config, dtype, attention, options, parallel=ONE_RANK):
+    memory = MemoryConfig(attention_backend=attention, **options)
+    net = model_class(config.model_type)(config, parallel=parallel, memory=memory, dtype=dtype)
+    inputs = batch(rows=ROWS, length=LENGTH)
+    net(**inputs).loss.backward()  # caches that a first call makes are not activations
+    counted, listed = counted_bytes(net, inputs)
+    name = str(dtype).removeprefix("torch.")
+    sizes = rank_sizes(config, parallel, sequence_length=LENGTH, micro_batch_size=ROWS, dtype=name)
+    plan = activations(sizes, memory, Kernels(fused=False, attention=attention))
+    assert plan.device_bytes == counted, "\n".join([str(plan), *listed])
+    assert plan.host_bytes == 0
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "tiled", "math"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", TECHNIQUES)
+@pytest.mark.parametrize("config", [llama_config, gpt_neox_config])
+def test_storages_of_every_technique(config, name, dtype, attention):
+    check(config(num_hidden_layers=LAYERS), dtype, attention, TECHNIQUES[name])
+
+
+@pytest.mark.parametrize("name", ["full", "uniform"])
+@pytest.mark.parametrize("config", [llama_config, gpt_neox_config])
+def test_kept_attention(config, name):
+    options = {**TECHNIQUES[name], "recompute_keep_core_attn": True}
+    check(config(num_hidden_layers=LAYERS), torch.bfloat16, "sdpa", options)
+
+
+@pytest.mark.parametrize("config", [llama_config, gpt_neox_config])
+def test_fp16_keeps_the_inputs_of_the_loss(config):
+    check(config(), torch.float16, "sdpa", {})
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@distributed(world_size=[2, 4])
+def test_storages_of_a_rank(world_size, sequence_parallel):
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
+    parallel = ParallelConfig(world_size, sequence_parallel_enabled=sequence_parallel)
+    for config in (llama_config(num_hidden_layers=LAYERS), gpt_neox_config(num_hidden_layers=LAYERS)):
+        for name, attention in ON_RANKS:
+            check(config, torch.bfloat16, attention, TECHNIQUES[name], parallel)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_storages_of_every_architecture(name):
+    check(CONFIGS[name](), torch.bfloat16, "sdpa", {})

@@ -1,0 +1,112 @@
+"""The planned bytes of weights, gradients, masters and moments equal the tensors' bytes, as integers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nxd_memopt.memory.host_pool import HostPool
+from nxd_memopt.optimizer.streamed_adamw import PlacedStates
+from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.parallel_layers.data_shards import local_rows
+from nxd_memopt.planner.states import (
+    StateLayout,
+    gradient_bytes,
+    local_shapes,
+    master_bytes,
+    moment_bytes,
+    offloaded_state_bytes,
+    shard_elements,
+    weight_bytes,
+)
+from tests.data_parallel.stages import STAGES, Run, build, initialize
+from tests.deferred_transfers import DeferredTransfers
+from tests.dist.pool import distributed
+from tests.reference import assert_says, error_message
+from tests.reference_models import CONFIGS, gpt_neox_config, llama_config, parallel_model
+
+BATCH = torch.arange(24).view(2, 12)
+
+
+def stored_bytes(run: Run, stage: str) -> dict[str, int]:
+    """Bytes of the tensors between backward and update, and of the optimizer's states."""
+    optimizer = run.optimizer
+    sharded = optimizer._sharded
+    states = optimizer.base_optimizer.state
+    moments = [states[each.shard][name] for each in sharded for name in ("exp_avg", "exp_avg_sq")]
+    shards = [each.shard for each in sharded if each.shard is not each.param]
+    weights = [] if stage == "zero3" else [each.param for each in sharded]
+    return {
+        name: sum(tensor.nbytes for tensor in tensors)
+        for name, tensors in {"weights": weights, "masters": shards, "moments": moments}.items()
+    }
+
+
+def gradients(run: Run, stage: str) -> int:
+    tensors = []
+    for each in run.optimizer._sharded:
+        if stage == "zero3":
+            tensors.append(local_rows(each.param.grad))
+        elif stage == "zero2":
+            tensors.append(each.shard.grad)
+        else:
+            tensors.append(getattr(each.param, "main_grad", None) if each.param.grad is None else each.param.grad)
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+@distributed(world_size=2)
+def test_every_stage_in_every_dtype():
+    initialize(1)
+    for name in ("llama", "neox"):
+        for stage in STAGES:
+            for dtype in (torch.float32, torch.bfloat16):
+                model = build(name, dtype=dtype)
+                run = Run.of(model, stage)
+                run.backward([BATCH])
+                layout = StateLayout(dtype.itemsize, master_weights=True, sharding=stage, data_parallel_size=2)
+                shapes = local_shapes(model.config, 1)
+                found = {"gradients": gradients(run, stage)}
+                run.optimizer.step()
+                found |= stored_bytes(run, stage)
+                plan = {
+                    "gradients": gradient_bytes(shapes, layout),
+                    "weights": weight_bytes(shapes, layout),
+                    "masters": master_bytes(shapes, layout),
+                    "moments": moment_bytes(shapes, layout),
+                }
+                # Ranks other than the first may have fewer rows of a parameter with stage 3.
+                if stage != "zero3" or parallel_state.get_data_parallel_rank() == 0:
+                    assert plan == found, (name, stage, dtype)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_weights_of_every_architecture(name):
+    config = CONFIGS[name]()
+    model = parallel_model(config)
+    shapes = local_shapes(config, 1)
+    assert weight_bytes(shapes, StateLayout(4)) == sum(param.nbytes for param in model.parameters())
+
+
+@distributed(world_size=[2, 4])
+def test_weights_of_a_rank(world_size):
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
+    for config in (llama_config(), gpt_neox_config()):
+        model = parallel_model(config, sequence_parallel=True)
+        shapes = local_shapes(config, world_size)
+        assert weight_bytes(shapes, StateLayout(4)) == sum(param.nbytes for param in model.parameters())
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.3, 0.5, 1.0])
+def test_states_on_the_host(fraction):
+    shapes = [(1000, 300), (300,), (1024, 64), (50, 50)]
+    layout = StateLayout(2, master_weights=True, optimizer_offload_fraction=fraction)
+    matrices = [shape for shape in shapes if len(shape) == 2]
+    sizes = [shard_elements(shape, layout) for shape in (*matrices, (300,))]
+    placed = PlacedStates(sizes, fraction=fraction)
+    placed.allocate(DeferredTransfers(), HostPool())
+    assert offloaded_state_bytes(shapes, layout) == sum(buffer.nbytes for buffer in placed.host)
+
+
+def test_refusals():
+    assert_says(error_message(lambda: StateLayout(2, sharding="zero4")), "zero4", "zero1")
+    assert_says(error_message(lambda: StateLayout(2, data_parallel_size=0)), "data_parallel_size", "0")
