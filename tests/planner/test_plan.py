@@ -117,7 +117,7 @@ def test_nothing_fits_is_said_with_what_to_change(capsys):
     one = "--model gpt-neox-20b --device h100 --devices 1 --seq-length 8192"
     assert plan_command.main(one.split()) == 1
     text = capsys.readouterr().out
-    assert "Nothing fits" in text and "--devices 8: T=" in text
+    assert "Nothing fits" in text and "--devices 2: T=2" in text
     assert smallest(problem("gpt-neox-20b", "h100", 1)).fits is False
 
 
