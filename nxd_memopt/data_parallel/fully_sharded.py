@@ -12,6 +12,7 @@ from torch import nn
 
 from nxd_memopt.backends import backend
 from nxd_memopt.data_parallel.hybrid import hybrid_groups
+from nxd_memopt.data_parallel.packed_gathers import gather_packed, packed_groups
 from nxd_memopt.memory.recompute import layer_units
 from nxd_memopt.memory.weight_offload import has_offloaded_weights
 from nxd_memopt.modules.causal_lm import ParallelCausalLM
@@ -49,8 +50,8 @@ def shard_model(
 
     Call it after weights are loaded and after ``apply_memory``: recompute and compilation replace a
     layer's forward inside of the unit. Every data-parallel rank must reach the same parameters in
-    backward. Weights with a common input, which are packed for one matmul on GPUs, are gathered
-    separately and use several matmuls.
+    backward. Weights with a common input that are packed for one matmul, as on GPUs, are gathered
+    next to each other, if the ranks divide their rows equally.
 
     Args:
         model: this rank's tensor-parallel shard of the model.
@@ -81,11 +82,14 @@ def shard_model(
         # The layers' inputs have the dtype of the model already: nothing is cast.
         "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False),
     }
+    packed = packed_groups(model)
+    gathers: dict[str, Any] = {"dtype": dtype, "num_ranks": group.size()}
     # One layer at a time is copied to masters, and only this rank's rows of them stay.
     for layers in layer_units(model.decoder_layers()):
         for layer in layers:
             _cast_trained(layer, master_dtype)
         fully_shard(layers, reshard_after_forward=reshard_after_forward, **options)
+        gather_packed(layers[0], packed, **gathers)
     _cast_trained(model, master_dtype)
     # The root's parameters are needed from the first operation of forward to the last of backward.
     fully_shard(model, reshard_after_forward=False, **options)

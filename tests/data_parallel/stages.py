@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,12 +14,14 @@ from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.data_parallel import Zero2Optimizer, Zero3Optimizer, shard_model, without_reduction
 from nxd_memopt.memory import apply_memory
 from nxd_memopt.models import model_class
-from nxd_memopt.optimizer import AdamW, NeuronZero1Optimizer
+from nxd_memopt.optimizer import AdamW, NeuronZero1Optimizer, OffloadedZero1Optimizer
 from nxd_memopt.parallel_layers import grads, parallel_state
 from nxd_memopt.parallel_layers.data_shards import gather_rows, local_rows
 from tests.checkpoint_models import llama_config, neox_config
+from tests.deferred_transfers import DeferredTransfers
 
 STAGES = ("none", "zero1", "zero2", "zero3")
+OFFLOAD = "offload"  # zero1 with half of the states on the host
 MAX_NORM = 0.5  # below the norm of the first gradients: clipping is active
 
 
@@ -50,13 +53,13 @@ class Run:
     norms: list[float] = field(default_factory=list)
 
     @classmethod
-    def of(cls, model, stage: str, *, max_norm=MAX_NORM, reduce_dtype=torch.float32, **options) -> Run:
+    def of(cls, model, stage: str, *, max_norm=MAX_NORM, reduce_dtype=torch.float32, fraction=0.5, **options) -> Run:
         if stage == "zero3":
             shard_model(model, reduce_dtype=reduce_dtype, **options)
         matrices = [param for param in model.parameters() if param.dim() > 1]
         vectors = [param for param in model.parameters() if param.dim() == 1]
         groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-        shared = {"max_norm": max_norm, "lr": 1e-2, "eps": 1e-3, "betas": (0.8, 0.9)}
+        shared: dict[str, Any] = {"max_norm": max_norm, "lr": 1e-2, "eps": 1e-3, "betas": (0.8, 0.9)}
         if stage == "zero3":
             return cls(model, stage, Zero3Optimizer(groups, AdamW, **shared))
         if stage == "zero2":
@@ -68,6 +71,11 @@ class Run:
                     groups, AdamW, bucket_cap_mb_reduce_scatter=2 / 1024, reduce_dtype=reduce_dtype, **shared
                 ),
             )
+        if stage == OFFLOAD:
+            # half of each rank's shards on the host, in chunks of 64 elements
+            places = {"optimizer_offload_fraction": fraction, "transfers": DeferredTransfers(), "chunk_elements": 64}
+            shared |= places | {"staging_bytes": 3 * 12 * 64, "resident_elements": 16}
+            return cls(model, stage, OffloadedZero1Optimizer(groups, use_grad_acc_hook=True, **shared))
         sharding_groups = None
         if stage == "none":
             sharding_groups = [[rank] for rank in range(parallel_state.get_world_size())]

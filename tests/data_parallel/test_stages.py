@@ -9,8 +9,10 @@ import torch.distributed as dist
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.memory import apply_memory
 from nxd_memopt.modules.packed_weights import pack_weights
+from nxd_memopt.ops.parts import packed_view
 from nxd_memopt.optimizer.loss_scaler import LossScaler
 from nxd_memopt.parallel_layers import grads
+from nxd_memopt.parallel_layers.data_shards import is_data_sharded
 from tests.data_parallel.stages import MAX_NORM, STAGES, Run, batch_of, build, initialize
 from tests.dist.pool import distributed
 from tests.reference import assert_same_on_all_ranks
@@ -338,19 +340,61 @@ def test_a_failed_backward_leaves_nothing():
 
 
 @distributed(world_size=4)
-def test_weights_that_are_packed_before():
-    """Slices of one storage, as on GPUs, are sharded like any other weights."""
+@pytest.mark.parametrize("reshard", [True, False])
+def test_weights_that_are_packed_before(reshard):
+    """Slices of one storage, as on GPUs, are gathered as slices of one storage: one matmul for all."""
     initialize(2)
     model = build("llama")
     for layer in model.model.layers:
-        weights = [getattr(layer.self_attn, name).weight for name in layer.self_attn.shared_input_layers]
-        packed = torch.cat([weight.detach() for weight in weights])
-        for weight, values in zip(weights, packed.split([len(weight) for weight in weights]), strict=True):
-            weight.data = values
-    runs = [Run.of(model, "zero3"), Run.of(build("llama"), "zero3")]
+        for module in (layer.self_attn, layer.mlp):
+            weights = shared_weights(module)
+            packed = torch.cat([weight.detach() for weight in weights])
+            for weight, values in zip(weights, packed.split([len(weight) for weight in weights]), strict=True):
+                weight.data = values
+    runs = [Run.of(model, "zero3", reshard_after_forward=reshard), Run.of(build("llama"), "zero3")]
+    seen: list[bool] = []
+    gathered: list[torch.Tensor] = []
+    attention = model.model.layers[1].self_attn
+    attention.register_forward_pre_hook(lambda *_: seen.append(is_packed(attention)))
+    attention.register_forward_pre_hook(lambda *_: gathered.append(attention.k_proj.weight))
+    mlp = model.model.layers[1].mlp
+    mlp.register_full_backward_pre_hook(lambda *_: seen.append(is_packed(mlp)))
     for run in runs:
         run.step(0)
         run.step(1)
         pack_weights(run.model)  # leaves sharded rows alone
-    assert runs[0].norms == runs[1].norms
-    assert_equal(runs[0].weights(), runs[1].weights(), atol=0, what="packed")
+    assert seen == [True] * 4
+    # One matmul for several weights may add in another order: fp32 rounding.
+    assert runs[0].norms == pytest.approx(runs[1].norms, rel=1e-6)
+    assert_equal(runs[0].weights(), runs[1].weights(), atol=1e-6, what="packed")
+    assert is_data_sharded(attention.k_proj.weight)
+    assert [weight.untyped_storage().size() for weight in gathered] == [0, 0]  # freed between steps
+
+
+@distributed(world_size=4)
+def test_packed_rows_that_the_ranks_do_not_divide():
+    """Padding would be between the weights: they stay separate, with the same results."""
+    initialize(2)
+    results = []
+    for pack in (False, True):
+        model = build("llama", intermediate_size=26)  # 13 rows on each tensor-parallel rank
+        mlp = model.model.layers[0].mlp
+        if pack:
+            weights = shared_weights(mlp)
+            for weight, values in zip(weights, torch.cat([w.detach() for w in weights]).chunk(2), strict=True):
+                weight.data = values
+        seen: list[bool] = []
+        mlp.register_forward_pre_hook(lambda module, _, seen=seen: seen.append(is_packed(module)))
+        run = Run.of(model, "zero3")
+        run.step(0)
+        assert seen == [False]
+        results.append(run.weights())
+    assert_equal(results[1], results[0], atol=0, what="not divisible")
+
+
+def shared_weights(module) -> list[torch.Tensor]:
+    return [getattr(module, name).weight for name in module.shared_input_layers]
+
+
+def is_packed(module) -> bool:
+    return packed_view(shared_weights(module), 0) is not None
