@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from nxd_memopt.modules.packed_weights import PackedWeights
 from nxd_memopt.ops.parts import packed_view, split_sizes
@@ -115,7 +115,7 @@ def _share_storage(params: Sequence[Any], shapes: Sequence[tuple[int, ...]], dty
     """Make the gathered weights of ``params`` adjacent parts of one storage, which has no memory yet."""
     sizes = [torch.Size(shape).numel() for shape in shapes]
     shared = _SharedStorage(sum(sizes), dtype, params[0].sharded_param.device)
-    flat: list[Tensor] = split_sizes(shared.tensor, sizes)
+    flat = split_sizes(shared.tensor, sizes)
     for param, part, shape in zip(params, flat, shapes, strict=True):
         param.all_gather_outputs = [part]
         param._unsharded_param = nn.Parameter(part.view(shape))

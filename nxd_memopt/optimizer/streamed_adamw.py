@@ -196,8 +196,8 @@ class StreamedAdamW(torch.optim.AdamW):
         if states.host:
             self._stream = ChunkStream(
                 states.host,
-                chunk_elements=chunk_elements,
-                slots=stream_slots(chunk_elements, staging_bytes),
+                chunk_elements=min(chunk_elements, states.host_elements),
+                slots=stream_slots(min(chunk_elements, states.host_elements), staging_bytes),
                 transfers=PacedCopies(transfers),
             )
             bounds = [self._stream.bounds(chunk) for chunk in range(self._stream.num_chunks)]

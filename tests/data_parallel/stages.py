@@ -68,7 +68,7 @@ class Run:
                 model,
                 stage,
                 Zero2Optimizer(
-                    groups, AdamW, bucket_cap_mb_reduce_scatter=2 / 1024, reduce_dtype=reduce_dtype, **shared
+                    groups, AdamW, bucket_cap_mb_reduce_scatter=2 / 1024, reduce_dtype=reduce_dtype, **shared, **options
                 ),
             )
         if stage == OFFLOAD:

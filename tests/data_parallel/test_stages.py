@@ -188,15 +188,32 @@ def test_shards_of_unequal_size_and_kv_replicas(tensor_size):
 
 
 @distributed(world_size=4)
-def test_hybrid_sharding():
+@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+def test_hybrid_sharding(stage):
     """Shards over runs of two of four data-parallel ranks, replicated over the runs."""
     initialize(1)
+    check_hybrid_sharding(stage)
+
+
+@distributed(world_size=8)
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+def test_hybrid_sharding_of_tensor_parallel_shards(stage):
+    """With sequence parallelism: gradients are summed over sequence shards after the averages."""
+    initialize(2)
+    check_hybrid_sharding(stage)
+
+
+def check_hybrid_sharding(stage: str) -> None:
     expected = Run.of(build("llama"), "zero1")
-    hybrid = Run.of(build("llama"), "zero3", ranks_per_replica=2)
+    hybrid = Run.of(build("llama"), stage, ranks_per_replica=2)
     for step in range(2):
-        expected.step(step)
-        hybrid.step(step)
-    assert hybrid.stored_bytes() == 4 * sum(param.numel() for param in hybrid.model.parameters()) / 2
+        expected.step(step, micro_batches=2)
+        hybrid.step(step, micro_batches=2)
+    elements = sum(param.numel() for param in hybrid.model.parameters())
+    assert sum(each.shard.numel() for each in hybrid.optimizer._sharded) == elements / 2
+    if stage == "zero3":
+        assert hybrid.stored_bytes() == 4 * elements / 2
     # (a + b) + (c + d) instead of the order of a reduce-scatter over four: fp32 rounding
     assert hybrid.norms == pytest.approx(expected.norms, rel=1e-6)
     assert_equal(hybrid.weights(), expected.weights(), atol=1e-6, what="hybrid")
