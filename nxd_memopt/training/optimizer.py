@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from nxd_memopt.backends import backend
 from nxd_memopt.data_parallel import Zero2Optimizer, Zero3Optimizer
+from nxd_memopt.memory import weights_to_device
 from nxd_memopt.memory.host_pool import HostPool
 from nxd_memopt.optimizer import AdamW, LossScaler, NeuronZero1Optimizer, OffloadedZero1Optimizer
 from nxd_memopt.parallel_layers import grads, parallel_state
@@ -177,6 +178,8 @@ class MasterWeightOptimizer:
         reads the weights too, so the check makes a skipped step no slower than any other.
         """
         dtype = model_dtype(self.parameters[0])
+        # A skipped step has not touched weights that wait in host memory since backward.
+        weights_to_device(self.parameters)
         weights = [local_rows(parameter).detach() for parameter in self.parameters]
         # A rank may have no rows of a small zero3 parameter; an empty tensor has no maximum.
         weights = [weight for weight in weights if weight.numel()]

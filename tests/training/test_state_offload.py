@@ -118,6 +118,18 @@ def test_a_run_resumes_at_another_fraction(
     assert_bit_equal(found, expected, "export")
 
 
+def test_a_skipped_step_with_weights_on_the_host(tmp_path: Path) -> None:
+    """16-mixed: the first steps overflow; then the weights are checked where they are."""
+    found = []
+    for name, memory in (("device", {}), ("host", {"cpu_offloading_weights": True, "cpu_offloading_num_layers": 1})):
+        options = {"initial_loss_scale": 2.0**18, "hysteresis": 1}
+        trainer = {"precision": "16-mixed", "max_steps": 4, "export": False}
+        succeed(run_here(write(tmp_path / name, optimizer=options, trainer=trainer, memory=memory)))
+        found.append([(row["loss"], row["skipped"]) for row in rows(tmp_path / name / "run")])
+    assert found[0] == found[1]
+    assert {skipped for _, skipped in found[0]} == {True, False}
+
+
 def test_sharded_states_on_the_host(tmp_path: Path) -> None:
     """T=2, D=2 with zero1: 40 % of each rank's shards on the host; then D=1 with all of them there."""
     found = {}
