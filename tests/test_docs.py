@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 
@@ -35,3 +36,16 @@ def test_messages_of_troubleshooting() -> None:
     source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "nxd_memopt").rglob("*.py"))
     assert len(messages) > 10
     assert [message for message in messages if message not in source] == []
+
+
+def test_formulas_of_memory_exist() -> None:
+    """The tables of bytes name the planner's functions."""
+    page = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`planner\.(\w+)\.(\w+)`", page))
+    assert len(named) > 8
+    missing = [
+        f"{module}.{function}"
+        for module, function in sorted(named)
+        if not hasattr(importlib.import_module(f"nxd_memopt.planner.{module}"), function)
+    ]
+    assert missing == []
