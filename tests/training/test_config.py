@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -224,3 +225,28 @@ def test_world_size_must_be_a_multiple_of_the_tensor_parallel_size() -> None:
         config.data_parallel_size(4)
     with pytest.raises(ValueError, match=r"global_batch_size 4 is not divisible by .* data-parallel size 3 = 3"):
         config.accumulation_steps(9)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "stage"),
+    [("no_shard", "none"), ("optim", "zero1"), ("optim_grads", "zero2"), ("optim_grads_params", "zero3")],
+)
+def test_megatrons_names_of_sharding_and_offload(strategy: str, stage: str) -> None:
+    pasted = {"data_parallel_sharding_strategy": strategy, "use_distributed_optimizer": None}
+    if stage in ("zero2", "zero3"):
+        pasted["num_distributed_optimizer_instances"] = 2
+    config = build(model=MODEL | pasted)
+    assert config.data_parallel.stage == stage
+    assert config.data_parallel.num_distributed_optimizer_instances == (2 if stage in ("zero2", "zero3") else 1)
+    assert dataclasses.replace(config) == config  # resolved once, and again to the same
+    offload = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}
+    if stage in ("none", "zero1"):
+        optimizer = build(model=MODEL | pasted, trainer=offload).optimizer
+        assert (optimizer.optimizer_cpu_offload, optimizer.optimizer_offload_fraction) == (True, 0.5)
+
+
+def test_zero1_is_an_alias_that_may_agree() -> None:
+    assert build(optimizer={"zero1": True}).data_parallel.stage == "zero1"
+    assert build(optimizer={"zero1": True}, data_parallel={"sharding": "optim"}).data_parallel.stage == "zero1"
+    assert build(optimizer={"zero1": False}, data_parallel={"sharding": "none"}).data_parallel.stage == "none"
+    assert build(optimizer={"use_distributed_optimizer": True}).data_parallel.stage == "zero1"

@@ -183,3 +183,15 @@ def test_allowed_changes_are_options_that_can_be_allowed() -> None:
         require_known(["optimizer.lrr"])
     with pytest.raises(ValueError, match=r"'data.seq_length' is not one of"):
         require_known(["data.seq_length"])
+
+
+def test_the_stage_of_a_checkpoint_that_records_zero1() -> None:
+    """Before there was data_parallel.sharding."""
+    for zero1, stage in ((True, "zero1"), (False, "none")):
+        old = flat_config(recorded(build()))
+        old = {name: value for name, value in old.items() if not name.startswith("data_parallel.")}
+        old["optimizer.zero1"] = zero1
+        for now in ("none", "zero1", "zero3"):
+            changes = compare_options(old, recorded(build(data_parallel={"sharding": now})), ())
+            expected = [] if now == stage else [f"data_parallel.sharding: {stage} -> {now}"]
+            assert changes == Changes(notes=expected)
