@@ -58,6 +58,7 @@ ALIASES = {
     "precision": ("trainer", "precision"),
     "data_parallel_sharding_strategy": ("data_parallel", "sharding"),
     "num_distributed_optimizer_instances": ("data_parallel", "num_distributed_optimizer_instances"),
+    "grad_reduce_in_fp32": ("data_parallel", "grad_reduce_in_fp32"),
     "use_distributed_optimizer": ("optimizer", "zero1"),
     "optimizer_cpu_offload": ("optimizer", "optimizer_cpu_offload"),
     "optimizer_offload_fraction": ("optimizer", "optimizer_offload_fraction"),

@@ -13,6 +13,7 @@ from nxd_memopt.training.sharding import (
     SHARDS_GRADIENTS,
     DataParallelConfig,
     require_compatible,
+    require_gradient_sums,
     require_offloadable,
     resolve_sharding,
 )
@@ -424,6 +425,7 @@ class TrainConfig:
             overlap_grad_reduce=self.optimizer.overlap_grad_reduce,
             offloads_weights=self.memory.cpu_offloading_weights,
         )
+        require_gradient_sums(self.data_parallel.grad_reduce_in_fp32, precision)
         if self.optimizer.optimizer_cpu_offload:
             require_offloadable(self.data_parallel.stage, precision)
         # Checks between sections; each section has checked its own fields. Sequence parallelism

@@ -28,7 +28,7 @@ class MasterWeightOptimizer:
 
     The spacing of bf16 numbers near 0.02 is 1e-4, more than an update at a usual learning rate,
     so without master weights such a weight does not change at all. Gradients of bf16 and fp16
-    parameters are accumulated in fp32 too. For fp16 parameters the loss is scaled
+    parameters are accumulated in fp32 too, unless ``grad_reduce_in_fp32`` is False. For fp16 parameters the loss is scaled
     (``loss_scaler``), and ``step`` skips the update if a gradient has overflowed on any rank.
     ``data_parallel`` says what the data-parallel ranks share of masters, states and gradients.
 
@@ -61,7 +61,9 @@ class MasterWeightOptimizer:
                 growth_interval=config.loss_scale_window,
                 hysteresis=config.hysteresis,
             )
-        self._stage = "none" if data_parallel is None else data_parallel.stage
+        data_parallel = data_parallel or DataParallelConfig()
+        self._stage = data_parallel.stage
+        self._reduce_dtype = reduction_dtype(config, data_parallel)
         self._overlapped: OverlappedGradientReduction | None = None
         if config.overlap_grad_reduce:
             self._overlapped = OverlappedGradientReduction(parameters)
@@ -102,7 +104,7 @@ class MasterWeightOptimizer:
             return Zero2Optimizer(
                 groups,
                 AdamW,
-                reduce_dtype=reduction_dtype(config),
+                reduce_dtype=self._reduce_dtype,
                 ranks_per_replica=shard_ranks,
                 **options,
             )
@@ -112,6 +114,7 @@ class MasterWeightOptimizer:
         if self._stage == "none":
             sharding_groups = [[rank] for rank in range(world_size())]
         # Gradients of bf16 and fp16 parameters are accumulated in fp32 main_grad by a hook.
+        options["use_grad_acc_hook"] = self._reduce_dtype is not None
         if config.optimizer_cpu_offload:
             for name in ("fused", "optimizer_dtype", "loss_scaler"):
                 del options[name]
@@ -121,12 +124,9 @@ class MasterWeightOptimizer:
                 staging_bytes=int(config.optimizer_staging_gib * 2**30),
                 pool=pool,
                 sharding_groups=sharding_groups,
-                use_grad_acc_hook=has_masters,
                 **options,
             )
-        return NeuronZero1Optimizer(
-            groups, AdamW, sharding_groups=sharding_groups, use_grad_acc_hook=has_masters, **options
-        )
+        return NeuronZero1Optimizer(groups, AdamW, sharding_groups=sharding_groups, **options)
 
     def use_configured_options(self) -> None:
         """Set the hyperparameters of the configuration again, after a checkpoint has been loaded.
@@ -233,12 +233,11 @@ def offload_fraction(config: OptimizerConfig) -> float:
     return 1.0 if config.optimizer_offload_fraction is None else config.optimizer_offload_fraction
 
 
-def reduction_dtype(config: OptimizerConfig) -> torch.dtype | None:
-    """Return the dtype in which zero2 and zero3 reduce gradients; None is the gradients' own.
-
-    It is zero1's: with master weights gradients are summed in fp32.
-    """
-    return None if config.master_weights is False else torch.float32
+def reduction_dtype(config: OptimizerConfig, data_parallel: DataParallelConfig) -> torch.dtype | None:
+    """Return the dtype in which gradients of micro-batches and ranks are added; None is their own."""
+    if config.master_weights is False or data_parallel.grad_reduce_in_fp32 is False:
+        return None
+    return torch.float32
 
 
 def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:

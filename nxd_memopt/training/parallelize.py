@@ -83,7 +83,7 @@ def _shard_parameters(model: ParallelCausalLM, config: TrainConfig, ranks: int |
     shard_model(
         model,
         master_dtype=master_dtype,
-        reduce_dtype=reduction_dtype(config.optimizer),
+        reduce_dtype=reduction_dtype(config.optimizer, config.data_parallel),
         reshard_after_forward=config.data_parallel.reshard_after_forward,
         ranks_per_replica=ranks,
     )

@@ -80,6 +80,7 @@ RULES: dict[str, Rule] = {
     "data_parallel.sharding": REPORTED,
     "data_parallel.num_distributed_optimizer_instances": Rule(Change.REPORTED, before=1),
     "data_parallel.reshard_after_forward": Rule(Change.REPORTED, before=True),
+    "data_parallel.grad_reduce_in_fp32": Rule(Change.WHEN_ASKED, before=None),
     # The position in the data is a number of sequences: whatever determines the sequences and
     # their order must stay. Paths and columns may change where the tokens are the same.
     "data.dataset": SAME_CONTENT,

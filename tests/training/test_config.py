@@ -124,6 +124,14 @@ def test_yaml_numbers_without_a_point_are_floats() -> None:
             "cpu_offloading_weights is true and data_parallel.sharding is zero3.* sharding to zero2",
         ),
         (
+            {"data_parallel": {"grad_reduce_in_fp32": False}, "trainer": {"precision": "16-mixed"}},
+            "grad_reduce_in_fp32 is False and trainer.precision 16-mixed sums gradients in fp32, the range",
+        ),
+        (
+            {"data_parallel": {"grad_reduce_in_fp32": True}, "trainer": {"precision": "bf16-true"}},
+            "grad_reduce_in_fp32 is True and trainer.precision bf16-true sums gradients in bf16.* or use bf16-mixed",
+        ),
+        (
             {"data_parallel": {"sharding": "zero2", "reshard_after_forward": False}},
             "reshard_after_forward is false and data_parallel.sharding is zero2",
         ),
