@@ -28,9 +28,10 @@ class MasterWeightOptimizer:
 
     The spacing of bf16 numbers near 0.02 is 1e-4, more than an update at a usual learning rate,
     so without master weights such a weight does not change at all. Gradients of bf16 and fp16
-    parameters are accumulated in fp32 too, unless ``grad_reduce_in_fp32`` is False. For fp16 parameters the loss is scaled
-    (``loss_scaler``), and ``step`` skips the update if a gradient has overflowed on any rank.
-    ``data_parallel`` says what the data-parallel ranks share of masters, states and gradients.
+    parameters are accumulated in fp32 too, unless ``grad_reduce_in_fp32`` is False. For fp16
+    parameters the loss is scaled (``loss_scaler``), and ``step`` skips the update if a gradient has
+    overflowed on any rank. ``data_parallel`` says what the data-parallel ranks share of masters,
+    states and gradients.
 
     Args:
         parameters: parameters to train, for zero3 those of a model that ``shard_model`` has
