@@ -27,6 +27,7 @@ OFFLOAD = {"recompute_granularity": "full", "cpu_offloading_activations": True}
 @pytest.fixture(autouse=True)
 def simulated_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(backend), "host_transfers", lambda self: HostOnly())
+    monkeypatch.setattr("nxd_memopt.memory.offload._MIN_BYTES", CHECKPOINT_BYTES)  # not the RoPE tables
     parallel_state.initialize_model_parallel()
 
 
