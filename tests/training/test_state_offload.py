@@ -120,6 +120,19 @@ def test_a_run_resumes_at_another_fraction(
     assert_bit_equal(found, expected, "export")
 
 
+def test_an_export_without_a_forward_after_the_last_step_has_its_update(tmp_path: Path) -> None:
+    """Neither an evaluation nor a checkpoint completes the updates that wait for the next forward."""
+    exports = []
+    for in_forward in (False, True):
+        directory = tmp_path / str(in_forward)
+        data = {"eval_sequences": 0}
+        trainer = {"save_checkpoints": False, "max_steps": 2, "val_check_interval": 0}
+        optimizer = offload(1.0, in_forward=in_forward)
+        succeed(run_here(write(directory, optimizer=optimizer, data=data, trainer=trainer)))
+        exports.append((directory / "run" / "export" / "model.safetensors").read_bytes())
+    assert exports[0] == exports[1]
+
+
 def test_a_skipped_step_with_weights_on_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """16-mixed: the first steps overflow; then the weights are checked where they are."""
 
