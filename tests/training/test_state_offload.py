@@ -186,7 +186,8 @@ def test_too_little_memory_is_an_error_before_training(tmp_path: Path, monkeypat
     monkeypatch.setattr("nxd_memopt.training.host_memory.available_host_bytes", lambda: 2**35)
     monkeypatch.setattr("nxd_memopt.training.host_memory.ranks_per_host", lambda: 2**10)
     wide = {"config_overrides": LLAMA | {"hidden_size": 192, "vocab_size": 16384, "num_hidden_layers": 1}}
-    outcome = run_here(write(tmp_path, optimizer=offload(1.0), model=wide))
+    nothing = {"data": {"eval_sequences": 0}, "trainer": {"max_steps": 0, "export": False}}
+    outcome = run_here(write(tmp_path, optimizer=offload(1.0), model=wide, **nothing))
     refuse(outcome, "optimizer states requires", "33554432", "fewer than 1024 ranks")
     assert not rows_exist(tmp_path / "run")
 
