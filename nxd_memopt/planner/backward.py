@@ -82,6 +82,8 @@ def _sequential_moments(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels
     after_mlp = frozenset(mlp_saved | {"mlp input", "mlp input in fp32", "mlp input normalised"})
     mlp_gradients = (columns + 1) * b.width_weight
     moments = _mlp_moments(sizes, memory, kernels, b, columns)
+    if memory.attention_head_groups is not None:
+        return [*moments, _head_group_moment(sizes, kernels, b, memory.attention_head_groups, after_mlp)]
     moments.append(
         Moment(
             "attention output projection",
@@ -119,6 +121,24 @@ def _sequential_moments(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels
         )
     )
     return moments
+
+
+def _head_group_moment(sizes: RankSizes, kernels: Kernels, b: _Bytes, groups: int, freed: frozenset[str]) -> Moment:
+    """Return the backward of one group of heads: its tensors, and their gradients.
+
+    The gradient of a slice of a weight has the size of the weight, next to the sum of the groups.
+    """
+    kept = (b.qkv + b.query + sizes.tokens * sizes.heads * FP32_BYTES) // groups
+    temporary = {
+        "gradients of the stream": 3 * b.stream + b.reduced,
+        "gathered": b.gathered,
+        "tensors of the group": kept,
+        "dO, dQ, dK, dV": (b.query + b.qkv) // groups,
+        "scratch of the kernel": _attention_scratch(sizes, kernels) // groups,
+        "dX": b.full,
+        "dW": 2 * (b.qkv_weight + b.output_weight),
+    }
+    return Moment("group of heads", temporary, freed)
 
 
 def _mlp_moments(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, b: _Bytes, columns: int) -> list[Moment]:

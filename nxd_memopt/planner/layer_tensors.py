@@ -78,13 +78,13 @@ class Part:
 def merges_branches(model_type: str, memory: MemoryConfig, *, parallel_residual: bool) -> bool:
     """Return whether layers run attention and MLP as one block, as GPT-NeoX's parallel residual can.
 
-    A branch that is recomputed by itself or computed by tiles has a forward of its own, which the
+    A branch that is recomputed by itself or computed by tiles or groups of heads has a forward of its own, which the
     merged block would not call (``models/gpt_neox.py``, ``merged_branches``).
     """
     if model_type != "gpt_neox" or not parallel_residual:
         return False
     is_separate = {"attn", "mlp"} & set(memory.recompute_modules or ())
-    return not is_separate and memory.mlp_tile_tokens is None
+    return not is_separate and memory.mlp_tile_tokens is None and memory.attention_head_groups is None
 
 
 def layer_tensors(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> Part:
@@ -93,9 +93,8 @@ def layer_tensors(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> P
     Raises:
         ValueError: the activations of the architecture, or of a technique, are not planned.
     """
-    for name in ("attention_head_groups", "cpu_offloading_weights"):
-        if getattr(memory, name):
-            raise ValueError(f"{name} {getattr(memory, name)!r} is not planned: leave it out")
+    if memory.cpu_offloading_weights:
+        raise ValueError("cpu_offloading_weights True is not planned: leave it out")
     if sizes.model_type == "llama":
         return _llama_layer(sizes, memory, kernels)
     if sizes.model_type != "gpt_neox":
@@ -205,7 +204,12 @@ def _rotated(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, *, shares
 
 
 def _attention(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, inputs: Tensors) -> Part:
-    """Return what projections and core attention save, with ``inputs`` as their input."""
+    """Return what projections and core attention save, with ``inputs`` as their input.
+
+    By groups of heads (``modules/head_groups.py``) each group runs under a checkpoint.
+    """
+    if memory.attention_head_groups is not None:
+        return Part("attn", inputs, inputs)
     rotated = _rotated(sizes, memory, kernels, shares=sizes.model_type == "gpt_neox")
     core = _core_attention(sizes, kernels, *rotated)
     return Part("attn", inputs, inputs | {"attention": _columns(sizes, sizes.query)}, (core,))

@@ -149,7 +149,8 @@ def step_memory(
             first operation on (XLA on trn1).
     """
     kept = activations(model.sizes, memory, kernels)
-    standing = _standing(model, layout)
+    on_host = _offloaded_states(model, layout)
+    standing = _standing(model, layout, on_host)
     gradients = model.total(gradient_bytes, layout)
     start = gradients if accumulation_steps > 1 or compiles_steps else 0
     candidates = [
@@ -162,7 +163,7 @@ def step_memory(
         eager = max(sum(terms.values()) for _, terms in candidates[:-1])
         pool = graph_pool_bytes(eager, gradients, kept.device_bytes)
         transient = {**transient, "CUDA graph's pool": max(0, pool - sum(transient.values()))}
-    host = {"optimizer states": _offloaded_states(model, layout), "activations": kept.host_bytes}
+    host = {"optimizer states": on_host, "activations": kept.host_bytes}
     return StepMemory(moment, {**standing, **_library_buffers(model.sizes, kernels), **transient}, host)
 
 
@@ -194,9 +195,8 @@ def _library_buffers(sizes: RankSizes, kernels: Kernels) -> dict[str, int]:
     return buffers
 
 
-def _standing(model: RankModel, layout: StateLayout) -> dict[str, int]:
-    """Return what exists throughout the step."""
-    on_host = _offloaded_states(model, layout)
+def _standing(model: RankModel, layout: StateLayout, on_host: int) -> dict[str, int]:
+    """Return what exists throughout the step, with ``on_host`` bytes of the states in host memory."""
     states = {
         "weights": model.total(weight_bytes, layout),
         "master weights": model.total(master_bytes, layout),

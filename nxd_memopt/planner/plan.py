@@ -28,6 +28,7 @@ MICRO_BATCHES = (1, 2, 4, 8)
 _NKI_MULTIPLE = 2048
 _SDPA_MULTIPLE = 512
 _LARGEST_FLASH_HEAD = 128
+_HEAD_GROUPS = 4
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,8 @@ class Setting:
         parts.append(_describe_recompute(self.memory))
         if self.memory.mlp_tile_tokens is not None:
             parts.append("MLP tiles")
+        if self.memory.attention_head_groups is not None:
+            parts.append(f"{self.memory.attention_head_groups} groups of heads")
         if self.optimizer_offload_fraction:
             parts.append(f"optimizer offload {self.optimizer_offload_fraction:.0%}")
         if self.cuda_graph:
@@ -187,7 +190,11 @@ def plans(problem: Problem) -> list[Plan]:
     models: Models = {}
     found: list[Plan] = []
     resident: set[Setting] = set()
+    too_large: set[Setting] = set()
     for setting in settings(problem):
+        # Micro-batches come in ascending order: what is too large with one is so with all larger ones.
+        if replace(setting, micro_batch_size=1) in too_large:
+            continue
         # States go to the host only where they do not fit otherwise: it never makes a step faster.
         without = replace(setting, optimizer_offload_fraction=0.0)
         if setting.optimizer_offload_fraction and without in resident:
@@ -196,6 +203,8 @@ def plans(problem: Problem) -> list[Plan]:
         if plan.fits:
             found.append(plan)
             resident.add(replace(setting, cuda_graph=False))
+        else:
+            too_large.add(replace(setting, micro_batch_size=1))
     return sorted(found, key=lambda plan: (-plan.tokens_per_s, plan.memory.device_bytes))
 
 
@@ -374,6 +383,19 @@ def _memories(problem: Problem) -> Iterator[MemoryConfig]:
     if problem.sequence_length > 32768:
         yield MemoryConfig(**full, mlp_tile_tokens="auto")
         yield MemoryConfig(**full, mlp_tile_tokens="auto", cpu_offloading_activations=True)
+        if _has_head_groups(problem):
+            yield MemoryConfig(
+                **full, mlp_tile_tokens="auto", cpu_offloading_activations=True, attention_head_groups=_HEAD_GROUPS
+            )
+
+
+def _has_head_groups(problem: Problem) -> bool:
+    """Return whether the heads of every tensor-parallel size can be computed in groups."""
+    letters = sizes(problem.config)
+    ranks = tensor_parallel_sizes(problem)[-1]
+    queries = letters["h"] // ranks
+    groups = max(1, letters["g"] // ranks)
+    return queries % _HEAD_GROUPS == 0 and (groups % _HEAD_GROUPS == 0 or _HEAD_GROUPS % groups == 0)
 
 
 def smallest(problem: Problem) -> Plan:

@@ -162,6 +162,13 @@ def matmul_flops(sizes: RankSizes, memory: MemoryConfig) -> float:
 
 def _recomputed_elements(sizes: RankSizes, memory: MemoryConfig, weights: dict[str, int]) -> float:
     """Return the weight elements whose product is computed again, over all layers."""
+    # A group of heads runs its projection again, whatever else is recomputed.
+    again = weights["qkv"] if memory.attention_head_groups is not None else 0
+    return again * sizes.num_layers + _recomputed_by_technique(sizes, memory, weights)
+
+
+def _recomputed_by_technique(sizes: RankSizes, memory: MemoryConfig, weights: dict[str, int]) -> float:
+    """Return the weight elements whose product recompute and tiles compute again, over all layers."""
     layer = sum(weights.values())
     last = weights["mlp out"]
     if merges_branches(sizes.model_type, memory, parallel_residual=sizes.parallel_residual):
@@ -200,6 +207,8 @@ def attention_flops(sizes: RankSizes, memory: MemoryConfig) -> float:
             again *= 2
     elif modules & {"core_attn", "attn"}:
         again = sizes.num_layers
+    if memory.attention_head_groups is not None:
+        again += sizes.num_layers
     return forward * ((1 + _ATTENTION_BACKWARD) * sizes.num_layers + again)
 
 
@@ -229,10 +238,14 @@ def tensor_parallel_bytes(sizes: RankSizes, memory: MemoryConfig) -> float:
     transfers = 5 if sizes.shards > 1 else 4
     if memory.recompute_granularity == "full":
         transfers += 2
+    per_layer = blocks * transfers
+    if memory.attention_head_groups is not None:
+        # Each group gathers the input and reduces its output, and its backward gathers once more.
+        per_layer += (memory.attention_head_groups - 1) * transfers + 2 * memory.attention_head_groups
     full = sizes.tokens * sizes.hidden * sizes.element_bytes
     share = (sizes.tensor_model_parallel_size - 1) / sizes.tensor_model_parallel_size
     # The head gathers its input and scatters its gradient, the embedding scatters and gathers.
-    return share * full * (blocks * transfers * sizes.num_layers + 4)
+    return share * full * (per_layer * sizes.num_layers + 4)
 
 
 def _data_parallel_s(

@@ -25,6 +25,8 @@ FULL = {"recompute_granularity": "full"}
 TECHNIQUES = {
     "none": {},
     "tiles": {"mlp_tile_tokens": 16},
+    "groups of heads": {"attention_head_groups": 2},
+    "full, tiles and groups": {**FULL, "mlp_tile_tokens": 16, "attention_head_groups": 2},
     "full": FULL,
     "uniform": {**FULL, "recompute_method": "uniform", "recompute_num_layers": 2},
     "block": {**FULL, "recompute_method": "block", "recompute_num_layers": 3},

@@ -220,3 +220,11 @@ def test_recorded_peaks():
     magnitudes = sorted(abs(error) for error in errors)
     assert magnitudes[len(magnitudes) // 2] < 0.002
     assert min(errors) > -0.006 and max(errors) < 0.018
+
+
+def test_no_setting_that_fits_is_passed_over():
+    asked = problem("gpt-neox-20b", "h100", 8, 2048, global_batch_size=32)
+    shown = {plan.setting for plan in plans(asked)}
+    for setting in settings(asked):
+        if setting.optimizer_offload_fraction == 0:
+            assert evaluate(asked, setting).fits == (setting in shown), setting
