@@ -12,7 +12,12 @@ from nxd_memopt.config import require_one_of
 # covers `import nxd_memopt.models` and `from nxd_memopt.models.llama import ...`.
 require_transformers("nxd_memopt.models")
 
-MODELS = {"gpt_neox": ("gpt_neox", "GPTNeoXForCausalLM"), "llama": ("llama", "LlamaForCausalLM")}
+MODELS = {
+    "gpt_neox": ("gpt_neox", "GPTNeoXForCausalLM"),
+    "llama": ("llama", "LlamaForCausalLM"),
+    "mixtral": ("mixtral", "MixtralForCausalLM"),
+    "qwen3_moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
+}
 """Maps Hugging Face's ``model_type`` to module and class."""
 
 

@@ -133,11 +133,16 @@ def _describe_fused_paths() -> list[str]:
             num_hidden_layers=1,
             hidden_size=64,
             intermediate_size=128,
-            num_attention_heads=4,
+            num_attention_heads=8,
             vocab_size=256,
         )
         lines.append(f"fused paths of {model_type}:")
-        lines += [f"  {line}" for line in model_class(model_type)(config, device="meta").fusions.describe()]
+        try:
+            model = model_class(model_type)(config, device="meta")
+        except ValueError as error:  # experts need options of their own where shapes are fixed
+            lines.append(f"  not with the default options: {error}")
+            continue
+        lines += [f"  {line}" for line in model.fusions.describe()]
     return lines
 
 

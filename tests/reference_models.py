@@ -8,11 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, MixtralConfig, Qwen3MoeConfig
 
 from nxd_memopt.config import MemoryConfig, ParallelConfig
-from nxd_memopt.models.gpt_neox import GPTNeoXForCausalLM
-from nxd_memopt.models.llama import LlamaForCausalLM
+from nxd_memopt.models import model_class
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.checkpointing import gather_full_tensor
 from nxd_memopt.parallel_layers.utils import copy_tensor_model_parallel_attributes
@@ -63,6 +62,52 @@ def gpt_neox_config(**changes: Any) -> GPTNeoXConfig:
     )
 
 
+def mixtral_config(**changes: Any) -> MixtralConfig:
+    """4 experts, and transformers' balancing loss with a coefficient that no tolerance hides."""
+    return MixtralConfig(
+        **{
+            "hidden_size": 32,
+            "intermediate_size": 24,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "output_router_logits": True,
+            "router_aux_loss_coef": 0.3,
+            "vocab_size": VOCAB,
+            "max_position_embeddings": 64,
+            "initializer_range": 0.2,
+            "pad_token_id": None,
+            **changes,
+        }
+    )
+
+
+def qwen3_moe_config(**changes: Any) -> Qwen3MoeConfig:
+    """8 experts in layers 0 and 2, a dense MLP in layer 1; weights of the chosen experts do not sum to 1."""
+    return Qwen3MoeConfig(
+        **{
+            "hidden_size": 32,
+            "intermediate_size": 44,
+            "moe_intermediate_size": 12,
+            "num_hidden_layers": 3,
+            "mlp_only_layers": [1],
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "output_router_logits": True,
+            "router_aux_loss_coef": 0.3,
+            "vocab_size": VOCAB,
+            "max_position_embeddings": 64,
+            "initializer_range": 0.2,
+            **changes,
+        }
+    )
+
+
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -86,6 +131,10 @@ CONFIGS = {
     "neox sequential residual": lambda: gpt_neox_config(use_parallel_residual=False, layer_norm_eps=0.1),
     "neox tied, full rotary": lambda: gpt_neox_config(tie_word_embeddings=True, rotary_pct=1.0),
     "neox half rotary, no attention bias": lambda: gpt_neox_config(rotary_pct=0.5, attention_bias=False),
+    "mixtral": mixtral_config,
+    "mixtral without balancing": lambda: mixtral_config(output_router_logits=False, tie_word_embeddings=True),
+    "qwen3": qwen3_moe_config,
+    "qwen3 normalised, biases": lambda: qwen3_moe_config(norm_topk_prob=True, attention_bias=True),
     "neox tanh gelu": lambda: gpt_neox_config(hidden_act="gelu_new"),
 }
 
@@ -133,6 +182,8 @@ def full_parameters(model: nn.Module) -> dict[str, Tensor]:
 def local_part(name: str, full: Tensor, config: Any) -> Tensor:
     """This rank's part of a full Hugging Face parameter, by a table of its own."""
     module, kind = name.split(".")[-2:]
+    if module == "experts":
+        return _local_experts(kind, full)
     size, rank = parallel_state.get_tensor_model_parallel_size(), parallel_state.get_tensor_model_parallel_rank()
     if module in _TABLES:
         return shard(pad(full, 0, size), 0, size=size, rank=rank)
@@ -141,6 +192,16 @@ def local_part(name: str, full: Tensor, config: Any) -> Tensor:
     if module not in _ROWS:
         return full
     return _local_heads(module, full, 0, config)
+
+
+def _local_experts(name: str, full: Tensor) -> Tensor:
+    """This rank's experts, and of each its rows of gate and up or its columns of down."""
+    state = parallel_state
+    full = shard(full, 0, size=state.get_expert_model_parallel_size(), rank=state.get_expert_model_parallel_rank())
+    size, rank = state.get_tensor_model_parallel_size(), state.get_tensor_model_parallel_rank()
+    if name == "down_proj":
+        return shard(full, 2, size=size, rank=rank)
+    return shard(full, 1, size=size, rank=rank, stride=2)
 
 
 def _local_heads(module: str, full: Tensor, dim: int, config: Any) -> Tensor:
@@ -163,10 +224,15 @@ def parallel_model(
     config: Any, full: dict[str, Tensor] | None = None, *, sequence_parallel: bool = False, **options: Any
 ) -> nn.Module:
     """The library's model on the present process groups, with this rank's part of the full weights."""
-    cls = LlamaForCausalLM if isinstance(config, LlamaConfig) else GPTNeoXForCausalLM
+    cls = model_class(config.model_type)
     size = parallel_state.get_tensor_model_parallel_size()
-    parallel = ParallelConfig(size, sequence_parallel_enabled=sequence_parallel and size > 1)
-    model = cls(config, parallel=parallel, memory=MemoryConfig(**options))
+    moe = options.pop("moe", None)
+    expert_size = parallel_state.get_expert_model_parallel_size() if hasattr(config, "num_experts") else 1
+    parallel = ParallelConfig(
+        size, sequence_parallel_enabled=sequence_parallel and size > 1, expert_model_parallel_size=expert_size
+    )
+    given = {} if moe is None else {"moe": moe}
+    model = cls(config, parallel=parallel, memory=MemoryConfig(**options), **given)
     if full is not None:
         with torch.no_grad():
             for name, param in model.named_parameters():

@@ -49,12 +49,37 @@ class Backend(Collectives):
     """Implementations without grouped-query support, for which K and V are repeated to h heads."""
     views_share_memory: bool = True
     """Whether a view and its base share memory, so that writing to a slice needs no new tensor."""
+    shapes_are_static: bool = False
+    """Whether the device compiles graphs of fixed shapes, so that no shape may depend on values."""
     scalars_are_compiled: bool = False
     """Whether a Python number in an operation may become a constant of a compiled kernel.
 
     Each new value, such as the learning rate of the next step, is then another compilation. Pass
     numbers that change as 0-dim tensors.
     """
+
+    def all_to_all_rows(
+        self, tensor: Tensor, sent: Sequence[int], received: Sequence[int], group: ProcessGroup | None
+    ) -> Tensor:
+        """Send the next ``sent[i]`` rows of ``tensor`` to rank ``i``; receive ``received[i]`` from it.
+
+        Args:
+            tensor: ``[sum(sent), ...]``.
+            sent: rows for each rank of the group, in rank order.
+            received: rows from each rank, as that rank sends them.
+            group: process group.
+
+        Returns:
+            ``[sum(received), ...]``, in rank order.
+
+        Raises:
+            ValueError: the device's graphs have fixed shapes.
+        """
+        del tensor, sent, received, group
+        raise ValueError(
+            f"the backend {self.name} exchanges equal numbers of rows only: set "
+            "moe_pad_expert_input_to_capacity=True and moe_expert_capacity_factor"
+        )
 
     @classmethod
     @abstractmethod

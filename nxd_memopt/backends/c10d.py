@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
@@ -20,6 +21,13 @@ class C10dBackend(C10dCollectives, Backend):
 
     def describe_overlap(self) -> str:
         return f"{self.distributed_backend}'s collectives start before the matmuls that do not need them"
+
+    def all_to_all_rows(
+        self, tensor: Tensor, sent: Sequence[int], received: Sequence[int], group: ProcessGroup | None
+    ) -> Tensor:
+        result = tensor.new_empty((sum(received), *tensor.shape[1:]))
+        dist.all_to_all_single(result, tensor.contiguous(), list(received), list(sent), group=group)
+        return result
 
     def init_process_group(self, **kwargs: Any) -> None:
         if dist.is_initialized() or "RANK" not in os.environ:

@@ -21,11 +21,13 @@ from nxd_memopt.checkpoint.directories import (
     replace_directory,
     restore_interrupted,
 )
+from nxd_memopt.checkpoint.experts import split_experts, stored_names
 from nxd_memopt.checkpoint.files import WEIGHTS, WEIGHTS_INDEX, write_safetensors
 from nxd_memopt.checkpoint.names import named_tensors
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.checkpointing import (
     full_shape,
+    gather_experts,
     gather_full_tensor,
     is_model_replica_zero,
 )
@@ -94,7 +96,7 @@ def save_pretrained(
         # of ``raise_together``: the error of one rank inside of it would leave the other ranks
         # waiting in a collective.
         for file_name, params in shards.items():
-            tensors = _gather(params, dtype)
+            tensors = _gather(model, params, dtype)
             with raise_together(task):
                 if writes:
                     write_safetensors(incomplete_path(target) / file_name, tensors)
@@ -186,21 +188,21 @@ def _total_bytes(shards: Shards, dtype: torch.dtype | None) -> int:
     return sum(_full_bytes(tensor, dtype) for params in shards.values() for tensor in params.values())
 
 
-def _gather(params: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Return the full tensors on tensor-parallel rank 0 of the first replica, and nothing on all
+def _gather(model: torch.nn.Module, params: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Return the full tensors, as files have them, on tensor-parallel rank 0 of the first replica, and nothing on all
     other ranks.
     """
     # Every rank of the first replica takes part in the all-gathers over tensor-parallel ranks; only
-    # its first rank receives a tensor. Rows that are sharded over data-parallel ranks (zero3) need
-    # the ranks of all replicas.
+    # its first rank receives a tensor. Rows that are sharded over data-parallel ranks (zero3), and
+    # the experts of expert-parallel ranks, need the ranks of all replicas.
     full_tensors: dict[str, Tensor] = {}
     for name, param in params.items():
-        gathered = gather_rows(param)
+        gathered = gather_experts(gather_rows(param))
         if not is_model_replica_zero():
             continue
         tensor = gather_full_tensor(gathered, dtype=_stored_dtype(param, dtype))
         if tensor is not None:
-            full_tensors[name] = tensor
+            full_tensors |= split_experts(model, name, tensor)
     return full_tensors
 
 
@@ -254,7 +256,10 @@ def _write_remaining(
     incomplete = incomplete_path(target)
     if len(shards) > 1:
         # A single file needs no index.
-        weight_map = {name: file_name for file_name, params in shards.items() for name in params}
+        weight_map: dict[str, str] = {}
+        for file_name, params in shards.items():
+            for name, param in params.items():
+                weight_map |= dict.fromkeys(stored_names(model, name, param), file_name)
         index = {"metadata": {"total_size": _total_bytes(shards, dtype)}, "weight_map": weight_map}
         (incomplete / WEIGHTS_INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     _write_config(model, incomplete, dtype or model_dtype(next(iter(named_tensors(model))).tensor))

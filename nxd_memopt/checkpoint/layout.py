@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from torch import Tensor
@@ -17,7 +17,13 @@ from torch import Tensor
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.checkpointing import full_shape
 from nxd_memopt.parallel_layers.data_shards import element_range, is_data_sharded
-from nxd_memopt.parallel_layers.utils import is_sharded, padded_size, shard_ranges
+from nxd_memopt.parallel_layers.utils import (
+    first_expert,
+    is_expert_parallel,
+    is_sharded,
+    padded_size,
+    shard_ranges,
+)
 
 Shape = tuple[int, ...]
 FlatBox = tuple[Shape, Shape]
@@ -155,7 +161,22 @@ def parts_of(param: Tensor, *, rank: int = 0, size: int = 1) -> list[Part]:
                 parts.append(part)
         # Boxes follow one another in the stored tensor, in row-major order.
         position += math.prod(box)
-    return parts
+    if not is_expert_parallel(param):
+        return parts
+    _require_expert_groups(param)
+    first = first_expert(param)
+    return [replace(part, offset=(first + part.offset[0], *part.offset[1:])) for part in parts]
+
+
+def _require_expert_groups(param: Tensor) -> None:
+    """Raise ``ValueError`` if the parameter's experts were divided for other process groups."""
+    built_for = cast(Any, param).num_expert_partitions
+    size = parallel_state.get_expert_model_parallel_size()
+    if built_for != size:
+        raise ValueError(
+            f"a parameter of shape {list(param.shape)} was sharded for expert_model_parallel_size {built_for}, the "
+            f"process groups have {size}: initialize_model_parallel with the model's size"
+        )
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from nxd_memopt.memory.weight_offload import has_offloaded_weights
 from nxd_memopt.modules.causal_lm import ParallelCausalLM
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.data_shards import MODEL_DTYPE, SHARD_GROUP, is_data_sharded
+from nxd_memopt.parallel_layers.utils import is_expert_parallel
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -137,6 +138,11 @@ def _require_shardable(model: nn.Module) -> None:
     for name, param in model.named_parameters():
         if is_data_sharded(param):
             raise ValueError(f"{name} is sharded already: call shard_model once")
+        if is_expert_parallel(param):
+            raise ValueError(
+                f"{name} has other experts on other data-parallel ranks, over which zero3 would shard it: use zero1, "
+                "or expert_model_parallel_size 1"
+            )
         if param.is_meta:
             raise ValueError(f"{name} is on the meta device: load or initialize the model before shard_model")
 

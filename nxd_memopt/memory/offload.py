@@ -242,8 +242,10 @@ class ActivationOffload:
         The gradient of this layer's output arrives when backward of this layer starts. At that
         point the storages of the previous layer are fetched, one layer ahead of their use.
         """
-        if self._saved_before and isinstance(output, Tensor) and output.requires_grad:
-            output.register_hook(functools.partial(_fetch, self._saved_before))
+        # The hidden states are the first tensor of an output that has more (mixture of experts).
+        hidden = next(_tensors_in(output), None)
+        if self._saved_before and hidden is not None and hidden.requires_grad:
+            hidden.register_hook(functools.partial(_fetch, self._saved_before))
         self._saved_before = saved
         self._free_sent()
 

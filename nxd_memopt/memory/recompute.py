@@ -221,6 +221,7 @@ def apply_recompute(model: Recomputable, memory: MemoryConfig, *, keep: Keep | N
         _apply_full(layers, memory, keep)
     elif memory.recompute_granularity == "selective":
         named = model.recompute_modules()
+        _require_modules(named, memory)
         _warn_if_useless(named, memory)
         for name in memory.recompute_modules or ():
             for module in named[name]:
@@ -388,6 +389,14 @@ def _passing_on(forward: Forward) -> Forward:
 def _pass_on(hidden: Any, *context: Any) -> Any:
     del context
     return hidden
+
+
+def _require_modules(named: Mapping[str, Sequence[nn.Module]], memory: MemoryConfig) -> None:
+    """Raise ``ValueError`` if the model has no module of a name: nothing would be recomputed."""
+    present = [name for name in named if named[name]]
+    for name in memory.recompute_modules or ():
+        if name not in present:
+            raise ValueError(f"recompute_modules entry {name!r} names no module of this model: use any of {present}")
 
 
 def _warn_if_useless(named: Mapping[str, Sequence[nn.Module]], memory: MemoryConfig) -> None:

@@ -81,11 +81,10 @@ class ParallelCausalLM(FusibleModule, ABC):
     def add_head(self, factory: LayerFactory) -> None:
         """Build ``lm_head``, the last module. If tied, it shares the embedding's table, which is sharded equally."""
         # A tied head is built on meta: its weight is replaced, and no random numbers are drawn.
-        tied = self.config.tie_word_embeddings
-        if tied:
+        if self.config.tie_word_embeddings:
             factory = replace(factory, device="meta")
         self.lm_head = factory.column("lm_head", self.config.hidden_size, self.config.vocab_size, bias=False)
-        if tied:
+        if self.config.tie_word_embeddings:
             self.lm_head.weight = self.embedding_weight()
         unavailable = None
         if not self.memory.fused_linear_cross_entropy:
@@ -176,19 +175,22 @@ class ParallelCausalLM(FusibleModule, ABC):
         # Each document's first token would be predicted from the document before it.
         if documents is not None and labels is not None:
             labels = labels.masked_fill(documents.positions() == 0, IGNORE_INDEX)
-        hidden = self.backbone(input_ids, rope, mask)
+        hidden = self.run_backbone(input_ids, rope, mask, attention_mask)
         # The fused loss never stores all logits; it is not possible if the caller needs them.
         if labels is not None and not return_logits and self.fused_loss.is_active:
             return CausalLMOutput(self._fused_loss(hidden, labels, num_items_in_batch))
         logits = self.lm_head(hidden)  # [B, S, V/T] or [S, B, V/T]
-        loss = None
+        output = CausalLMOutput()
         if labels is not None:
-            loss = self._loss(logits, labels, num_items_in_batch)
+            output.loss = self._loss(logits, labels, num_items_in_batch)
         # An all-gather of [B, S, V/T] from each rank: only if the caller uses the logits.
-        full_logits = None
         if labels is None or return_logits:
-            full_logits = self._gather_logits(logits)
-        return CausalLMOutput(loss, full_logits)
+            output.logits = self._gather_logits(logits)
+        return output
+
+    def run_backbone(self, input_ids: Tensor, rope: Any, mask: Any, attention_mask: Tensor | None) -> Tensor:
+        """Return the backbone's hidden states; ``mask`` has ``attention_mask`` already."""
+        return self.backbone(input_ids, rope, mask)
 
     def _frequencies_on(self, device: torch.device) -> Tensor:
         """Return RoPE frequencies on ``device``; on CUDA keep them there after the first call.

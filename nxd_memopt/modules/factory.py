@@ -68,7 +68,8 @@ class LayerFactory:
         if layer.bias is not None and not layer.bias.is_meta:
             nn.init.zeros_(layer.bias)
 
-    def _init_weight(self, weight: torch.Tensor) -> object:
+    def init_weight(self, weight: torch.Tensor) -> object:
+        """Draw ``weight`` from the normal distribution of ``initializer_range``, in place."""
         return nn.init.normal_(weight, std=self.initializer_range)
 
     @property
@@ -93,7 +94,7 @@ class LayerFactory:
         # Shards differ between ranks: draw from this rank's own stream. The values depend on T,
         # unlike those of CPU initialization, but no rank draws more than its shard.
         with torch.no_grad(), fork_if(self.parallel.tensor_model_parallel_size > 1):
-            self._init_weight(layer.weight)
+            self.init_weight(layer.weight)
         replica_group = getattr(layer, "replica_group", None)
         # Ranks with the same KV heads must start with equal weights: the group's first rank
         # decides. An all-gather of m weights, once, when the layer is built.
@@ -122,7 +123,7 @@ class LayerFactory:
             gather_output=False,
             dtype=self.dtype,
             device=self._layer_device,
-            init_method=self._init_weight,
+            init_method=self.init_weight,
             sequence_parallel_enabled=self.parallel.sequence_parallel_enabled,
             pad=kind == "vocab",
             reduce_dtype=self._reduce_dtype,
@@ -144,7 +145,7 @@ class LayerFactory:
             input_is_parallel=True,
             dtype=self.dtype,
             device=self._layer_device,
-            init_method=self._init_weight,
+            init_method=self.init_weight,
             sequence_parallel_enabled=self.parallel.sequence_parallel_enabled,
             reduce_dtype=self._reduce_dtype,
             rank_stride=self._rank_stride(kind),
@@ -159,7 +160,7 @@ class LayerFactory:
             num_embeddings,
             embedding_dim,
             padding_idx,
-            init_method=self._init_weight,
+            init_method=self.init_weight,
             device=self._layer_device,
             dtype=self.dtype,
             pad=True,
@@ -176,6 +177,14 @@ class LayerFactory:
         """Build an RMSNorm with replicated weight, tagged under sequence parallelism."""
         sharded = self.parallel.sequence_parallel_enabled
         return RMSNorm(size, eps, sharded, device=self.device, dtype=self.dtype)
+
+    def head_norm(self, size: int, eps: float) -> RMSNorm:
+        """Build an RMSNorm over each head of a query or key projection.
+
+        Every rank has other heads, so the gradient of the weight is a partial sum over the
+        tensor-parallel ranks, with and without sequence parallelism.
+        """
+        return RMSNorm(size, eps, self.parallel.tensor_model_parallel_size > 1, device=self.device, dtype=self.dtype)
 
     def layer_norm(self, size: int, eps: float) -> LayerNorm:
         """Build a LayerNorm with replicated parameters, tagged under sequence parallelism."""
@@ -195,19 +204,37 @@ def _zero_rows(param: nn.Parameter, start: int, stop: int) -> None:
         param.detach()[low - first : high - first].zero_()
 
 
-def resolve_parallel(parallel: ParallelConfig | None, *, sequence_parallel_enabled: bool) -> ParallelConfig:
+def resolve_parallel(
+    parallel: ParallelConfig | None, *, sequence_parallel_enabled: bool, has_experts: bool = False
+) -> ParallelConfig:
     """Return ``parallel`` after a check against the process groups, or for None their config.
 
     Args:
         parallel: config of the caller.
         sequence_parallel_enabled: for None the setting of the model's config; off if T = 1.
+        has_experts: the model has mixture-of-experts layers.
 
     Raises:
-        ValueError: the process groups have another tensor-parallel size.
+        ValueError: the process groups have another tensor- or expert-parallel size, or a dense model
+            is to have expert-parallel ranks.
     """
     size = parallel_state.get_tensor_model_parallel_size()
+    expert_size = parallel_state.get_expert_model_parallel_size() if has_experts else 1
     if parallel is None:
-        return ParallelConfig(size, sequence_parallel_enabled=sequence_parallel_enabled and size > 1)
+        return ParallelConfig(
+            size,
+            sequence_parallel_enabled=sequence_parallel_enabled and size > 1,
+            expert_model_parallel_size=expert_size,
+        )
+    if parallel.expert_model_parallel_size != expert_size:
+        given = f"expert_model_parallel_size {parallel.expert_model_parallel_size} of the model"
+        if not has_experts:
+            raise ValueError(f"{given}: a dense model has no experts to share; leave it out")
+        raise ValueError(
+            f"{given} differs from {expert_size} of the process groups: call "
+            "parallel_state.initialize_model_parallel(expert_model_parallel_size="
+            f"{parallel.expert_model_parallel_size}) first"
+        )
     if parallel.tensor_model_parallel_size != size:
         raise ValueError(
             f"tensor_model_parallel_size {parallel.tensor_model_parallel_size} of the model differs from {size} of the "

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.parallel_layers.utils import is_expert_parallel
 
 
 def join_group(rank_groups: list[list[int]]) -> ProcessGroup | None:
@@ -27,6 +29,32 @@ def join_group(rank_groups: list[list[int]]) -> ProcessGroup | None:
     if len(rank_groups[0]) == 1:
         return None
     return parallel_state.group_of(rank_groups)
+
+
+def expert_sharding_groups(rank_groups: list[list[int]]) -> list[list[int]]:
+    """Return the groups over which the experts are sharded if all other parameters are over
+    ``rank_groups``.
+
+    Raises:
+        ValueError: ``rank_groups`` are neither the data-parallel groups nor groups of one rank, under
+            expert parallelism.
+    """
+    is_whole = rank_groups == [list(ranks) for ranks in parallel_state.get_data_parallel_replica_groups()]
+    if parallel_state.get_expert_model_parallel_size() == 1 or len(rank_groups[0]) == 1:
+        return rank_groups
+    if not is_whole:
+        raise ValueError(
+            f"sharding_groups {rank_groups} divide the data-parallel ranks, and expert_model_parallel_size is "
+            f"{parallel_state.get_expert_model_parallel_size()}: leave sharding_groups out, or use groups of one rank"
+        )
+    return [list(ranks) for ranks in parallel_state.get_expert_data_parallel_replica_groups()]
+
+
+def require_no_experts(params: Iterable[Tensor], what: str, remedy: str) -> None:
+    """Raise ``ValueError`` if expert-parallel ranks have different experts of a parameter."""
+    if any(is_expert_parallel(param) for param in params):
+        size = parallel_state.get_expert_model_parallel_size()
+        raise ValueError(f"{what} does not know the groups of expert_model_parallel_size {size}: {remedy}")
 
 
 def require_no_context_parallelism() -> None:

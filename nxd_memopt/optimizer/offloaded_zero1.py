@@ -14,6 +14,7 @@ from nxd_memopt.backends import HostTransfers, backend
 from nxd_memopt.memory.host_pool import HostPool
 from nxd_memopt.memory.recompute import layer_units
 from nxd_memopt.memory.wrapping import is_wrapped, wrap_forward
+from nxd_memopt.optimizer.groups import require_no_experts
 from nxd_memopt.optimizer.sharding import all_gather_into
 from nxd_memopt.optimizer.streamed_adamw import PlacedStates, StreamedAdamW
 from nxd_memopt.optimizer.zero1 import NeuronZero1Optimizer
@@ -81,6 +82,9 @@ class OffloadedZero1Optimizer(NeuronZero1Optimizer):
         for param in trained:
             if torch.promote_types(param.dtype, torch.float32) != torch.float32:
                 raise ValueError(f"optimizer_cpu_offload keeps fp32 states, got a parameter of dtype {param.dtype}")
+        require_no_experts(
+            trained, "optimizer_cpu_offload", "use zero1 without offload, or expert_model_parallel_size 1"
+        )
         size = backend.group_size(self.sharding_group)
         self._states = PlacedStates(
             [padded_size(param.numel(), size) // size for param in trained],

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nxd_memopt.backends import backend
+from nxd_memopt.optimizer.groups import require_no_experts
 from nxd_memopt.optimizer.nxd_reading import OptimizerFiles, Target, read_state
 from nxd_memopt.parallel_layers import checkpointing, coordination, parallel_state
 from nxd_memopt.parallel_layers.rank_files import find_rank_files
@@ -79,6 +80,8 @@ class StatesInRankFiles:
         Raises:
             ValueError: on every rank, if files are missing, damaged, or do not fit.
         """
+        trained = [param for group in self.param_groups for param in group["params"]]
+        require_no_experts(trained, "a file per rank", "use load_training_state")
         state: dict[str, Any] = {}
         options = []
         for group in self.base_optimizer.param_groups:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends import backend
 from nxd_memopt.memory.weight_offload import weights_to_device
 from nxd_memopt.optimizer.groups import (
+    expert_sharding_groups,
     join_group,
     require_no_context_parallelism,
+    require_no_experts,
     require_tensor_parallel_groups,
 )
 from nxd_memopt.optimizer.loss_scaler import LossScaler
@@ -25,8 +28,8 @@ from nxd_memopt.optimizer.one_pass_adamw import for_this_device
 from nxd_memopt.optimizer.rank_states import StatesInRankFiles
 from nxd_memopt.optimizer.sharding import all_gather_into, cut_blocks, cut_shard, reduce_scatter_mean
 from nxd_memopt.parallel_layers import coordination, grads, parallel_state
-from nxd_memopt.parallel_layers.data_shards import require_replicated
-from nxd_memopt.parallel_layers.utils import is_sharded
+from nxd_memopt.parallel_layers.data_shards import replica_ranks, require_replicated
+from nxd_memopt.parallel_layers.utils import is_expert_parallel, is_sharded
 
 # MiB. Large enough for full bandwidth, small compared with the gradients of a model.
 _DEFAULT_BUCKET_MB = 128
@@ -160,6 +163,9 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
             list(ranks) for ranks in sharding_groups or parallel_state.get_data_parallel_replica_groups()
         ]
         self.sharding_group = join_group(self.sharding_groups)
+        # Expert-parallel ranks have different experts: experts are sharded over fewer ranks.
+        self.expert_sharding_groups = expert_sharding_groups(self.sharding_groups)
+        self.expert_sharding_group = join_group(self.expert_sharding_groups)
         # The all-gather option counts one rank's input, ``_gather_bytes`` the gathered output.
         size = backend.group_size(self.sharding_group)
         self._gather_bytes = _to_bytes(bucket_cap_mb_all_gather * size or _DEFAULT_BUCKET_MB)
@@ -212,16 +218,28 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
                 f"{self.optimizer_dtype}, which would round it: "
                 f"pass it when the optimizer is made, or pass optimizer_dtype={wide}"
             )
-        shard: Any = nn.Parameter(self._new_master(param, cut_shard(param.detach(), self.sharding_group)))
+        group = self._group_of(param)
+        shard: Any = nn.Parameter(self._new_master(param, cut_shard(param.detach(), group)))
         # For ``clip_grad_norm``, which counts replicated elements once.
         shard.tensor_model_parallel = is_sharded(param)
         shard.replicas = getattr(param, "replicas", 1)
-        shard.blocks = cut_blocks(param, self.sharding_group)
+        shard.expert_model_parallel = is_expert_parallel(param)
+        shard.blocks = cut_blocks(param, group)
         return Sharded(param, shard, param._version)
+
+    def _group_of(self, param: Tensor) -> ProcessGroup | None:
+        """Return the group over which ``param`` is sharded."""
+        return self.expert_sharding_group if is_expert_parallel(param) else self.sharding_group
+
+    def _by_group(self, each_of: Iterable[Sharded]) -> Iterator[tuple[ProcessGroup | None, list[Sharded]]]:
+        """Yield the parameters of each sharding group: all but the experts, then these."""
+        everything = list(each_of)
+        for group, is_expert in ((self.sharding_group, False), (self.expert_sharding_group, True)):
+            yield group, [each for each in everything if is_expert_parallel(each.param) == is_expert]
 
     def _shares_parameter(self, param: nn.Parameter) -> bool:
         """Return whether the optimizer updates ``param`` itself."""
-        return param.dtype == self.optimizer_dtype and backend.group_size(self.sharding_group) == 1
+        return param.dtype == self.optimizer_dtype and backend.group_size(self._group_of(param)) == 1
 
     def _new_master(self, param: nn.Parameter, values: Tensor) -> Tensor:
         """Return a copy of ``values``, this rank's elements of ``param``, in the optimizer's dtype."""
@@ -270,10 +288,20 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         # each reduced gradient has ceil(n / D) elements, [A_1 .. A_D] -> A_i.
         params = [each.param for each in self._sharded]
         grads.allreduce_sequence_parallel_gradients(params)
-        full = [self._full_gradient(param) for param in params]
-        reduced = reduce_scatter_mean(full, self.sharding_group, bucket_bytes=self._reduce_bytes)
-        self._grad_norm = self._clip(reduced)
+        full = {id(param): self._full_gradient(param) for param in params}
+        reduced: dict[int, Tensor] = {}
+        for group, sharded in self._by_group(self._sharded):
+            keys = [id(each.param) for each in sharded]
+            shards = reduce_scatter_mean([full.pop(key) for key in keys], group, bucket_bytes=self._reduce_bytes)
+            reduced |= zip(keys, shards, strict=True)
+        self._grad_norm = self._clip([self._mean(param, reduced[id(param)]) for param in params])
         return self._grad_norm
+
+    def _mean(self, param: Tensor, reduced: Tensor) -> Tensor:
+        """Return the mean over all data-parallel ranks, of a mean over the sharding group."""
+        # The gradient of an expert has the tokens of all expert-parallel ranks: a sum over them.
+        ranks = backend.group_size(self.sharding_group) // backend.group_size(self._group_of(param))
+        return reduced if ranks == 1 else reduced / ranks
 
     def _clip(self, reduced: list[Tensor]) -> Tensor:
         """Clip this rank's elements of the gradients; return the norm before."""
@@ -333,7 +361,7 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
                 self._before_masters_are_used()
                 # A master element that rounds to the written value keeps its lower bits: a model
                 # that is loaded after the optimizer does not round the masters.
-                written = cut_shard(each.param.detach(), self.sharding_group).to(each.shard.device)
+                written = cut_shard(each.param.detach(), self._group_of(each.param)).to(each.shard.device)
                 is_equal = each.shard.to(written.dtype) == written
                 each.shard.copy_(torch.where(is_equal, each.shard, written))
                 each.mark_equal()
@@ -342,9 +370,10 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         """All-gather the masters into the parameters, cast to the parameters' dtypes."""
         # Parameters that the optimizer updates in place (no sharding, no masters) need no copy.
         separate = [each for each in self._sharded if each.shard is not each.param]
-        params = [each.param.detach() for each in separate]
-        shards = [each.shard.detach() for each in separate]
-        all_gather_into(params, shards, self.sharding_group, bucket_bytes=self._gather_bytes)
+        for group, sharded in self._by_group(separate):
+            params = [each.param.detach() for each in sharded]
+            shards = [each.shard.detach() for each in sharded]
+            all_gather_into(params, shards, group, bucket_bytes=self._gather_bytes)
         for each in separate:
             each.mark_equal()
 
@@ -400,12 +429,20 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         self._require_shards()
         self._before_masters_are_used()
         self._copy_outside_writes()
-        index, size = self._sharding()
-        index_of = {rank: i for ranks in self.sharding_groups for i, rank in enumerate(ranks)}
-        # Data-parallel ranks with the same index in their sharding groups store the same elements.
-        replicas = _group_with(parallel_state.get_global_rank(), parallel_state.get_data_parallel_replica_groups())
-        holders = tuple(i for i, rank in enumerate(replicas) if index_of[rank] == index)
-        return [StoredParameter(each.param, each.shard, index, size, holders) for each in self._sharded]
+        own_rank = parallel_state.get_global_rank()
+        ranks = _group_with(own_rank, parallel_state.get_data_parallel_replica_groups())
+        stored: list[StoredParameter] = []
+        for each in self._sharded:
+            groups = self.expert_sharding_groups if is_expert_parallel(each.param) else self.sharding_groups
+            own = _group_with(own_rank, groups)
+            index_of = {rank: i for group in groups for i, rank in enumerate(group)}
+            index = index_of[own_rank]
+            # Of the data-parallel ranks with this rank's experts, those with the same index in their
+            # sharding groups store the same elements.
+            replicas = replica_ranks(each.param, len(ranks))
+            holders = tuple(i for i in replicas if index_of[ranks[i]] == index)
+            stored.append(StoredParameter(each.param, each.shard, index, len(own), holders))
+        return stored
 
     def mark_masters_synced(self) -> None:
         """Treat parameters and masters as equal: both were read from one checkpoint."""
@@ -425,6 +462,7 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         masters: dict[int, Tensor] = {}
         if state["sharded_master_weights"]:
             masters = {i: each.shard.detach() for i, each in enumerate(self._sharded)}
+        require_no_experts(grads.parameters_of(self), "NxD's layout", "use save_training_state")
         return to_nxd_layout(state, self.param_groups, masters, self.sharding_group)
 
     def _sharding(self) -> list[int]:
@@ -454,7 +492,7 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
             # state without masters (``save_master_weights=False``) continues from the rounded
             # parameters.
             if each.shard is not each.param:
-                each.shard.copy_(cut_shard(each.param.detach(), self.sharding_group))
+                each.shard.copy_(cut_shard(each.param.detach(), self._group_of(each.param)))
         self.base_optimizer.load_state_dict({name: state_dict[name] for name in ("state", "param_groups")})
         self._copy_options(self.base_optimizer.param_groups, self.param_groups)
         for i, master in state_dict["sharded_master_weights"].items():

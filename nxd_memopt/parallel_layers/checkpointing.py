@@ -19,6 +19,9 @@ from nxd_memopt.parallel_layers.rank_files import find_rank_files
 from nxd_memopt.parallel_layers.rank_order import rank_at_position
 from nxd_memopt.parallel_layers.tensor_files import read_tensors, write_tensors, write_xser
 from nxd_memopt.parallel_layers.utils import (
+    copy_tensor_model_parallel_attributes,
+    first_expert,
+    is_expert_parallel,
     is_sharded,
     map_distinct_tensors,
     map_tensors,
@@ -94,10 +97,27 @@ def local_slice(source: Tensor | LazySlice, param: Tensor, *, dtype: torch.dtype
     for start, stop in shard_ranges(param):
         end = min(stop, length)
         if start < end:
-            index = (*[slice(None)] * dim, slice(start, end))
-            local.narrow(dim, offset, end - start).copy_(source[index])
+            index = [slice(None)] * dim + [slice(start, end)]
+            if is_expert_parallel(param):
+                index[0] = slice(first_expert(param), first_expert(param) + param.shape[0])
+            local.narrow(dim, offset, end - start).copy_(source[tuple(index)])
         offset += stop - start
     return local
+
+
+def gather_experts(param: Tensor) -> Tensor:
+    """Return ``param`` with the experts of all expert-parallel ranks. All ranks of their group call.
+
+    The result has all attributes of a parameter that is sharded over tensor-parallel ranks only.
+    Any other parameter is returned as it is.
+    """
+    if not is_expert_parallel(param):
+        return param
+    with backend.outside_step():
+        full = backend.all_gather(param.detach(), parallel_state.get_expert_model_parallel_group())
+    copy_tensor_model_parallel_attributes(full, param)
+    cast(Any, full).expert_model_parallel = False
+    return full
 
 
 def gather_full_tensor(param: Tensor, *, dtype: torch.dtype | None = None) -> Tensor | None:
@@ -113,6 +133,7 @@ def gather_full_tensor(param: Tensor, *, dtype: torch.dtype | None = None) -> Te
     Returns:
         The full tensor on the CPU of tensor-parallel rank 0, None on other ranks.
     """
+    assert not is_expert_parallel(param), "call gather_experts on all ranks first"
     if not is_sharded(param):
         # On torch_xla every rank must cut its graph here, also those that return nothing: the
         # ranks would otherwise compile and run different graphs of the next step.
@@ -320,6 +341,7 @@ def save(
     Raises:
         ValueError, OSError: on every rank, if one rank cannot write.
     """
+    _require_no_expert_ranks("saving")
     backend.mark_step()  # torch_xla may return wrong values if pending results are read one by one
     writes = is_model_replica_zero() or not master_dp_only
     path = Path(output_dir) / rank_name(with_data_rank=not master_dp_only)
@@ -345,6 +367,16 @@ def save(
                 _require_other_kind(path, path.is_file())
                 content = to_host(checkpoint, down_cast_bf16=down_cast_bf16)
                 write_tensors(path / "checkpoint.pt", content)
+
+
+def _require_no_expert_ranks(what: str) -> None:
+    """Raise ValueError under expert parallelism: data-parallel rank 0 has some of the experts only."""
+    size = parallel_state.get_expert_model_parallel_size()
+    if size > 1:
+        raise ValueError(
+            f"{what} one file per tensor-parallel rank would lose experts, expert_model_parallel_size is {size}: "
+            f"{_SAVE_BOXES}"
+        )
 
 
 _SAVE_BOXES = "use nxd_memopt.checkpoint.save_training_state or save_pretrained"
@@ -404,6 +436,8 @@ def load(
             than ``load_xser`` or was written for another tensor-parallel size.
     """
     del weights_only
+    if sharded:
+        _require_no_expert_ranks("loading")
     target = model_or_optimizer if model is None else model
     with raise_together(f"loading {chkpt_path}"):
         path = Path(chkpt_path)

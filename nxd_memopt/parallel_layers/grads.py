@@ -24,7 +24,7 @@ from nxd_memopt.parallel_layers.gradient_ledger import (
     keep_sums,
 )
 from nxd_memopt.parallel_layers.parallel_state import gradient_ledger
-from nxd_memopt.parallel_layers.utils import blocks_within, is_sharded
+from nxd_memopt.parallel_layers.utils import blocks_within, is_expert_parallel, is_sharded
 from nxd_memopt.planner.collectives import GRADIENT_BUCKET_BYTES
 
 ParameterSource = nn.Module | torch.optim.Optimizer | Tensor | Iterable[Tensor]
@@ -88,7 +88,11 @@ def _sequence_parallel(source: ParameterSource) -> list[Tensor]:
 
 
 def bucket_allreduce_gradients(source: ParameterSource, *, bucket_bytes: int = GRADIENT_BUCKET_BYTES) -> None:
-    """Average gradients in place over the data-parallel group.
+    """Average gradients in place over the data-parallel ranks.
+
+    Expert-parallel ranks have different experts, and the gradient of an expert is that of the tokens
+    of all of them already: it is summed over the expert-data-parallel group, and divided by the
+    number of data-parallel ranks like all others.
 
     Args:
         source: a module, an optimizer, parameters, or gradients.
@@ -96,43 +100,62 @@ def bucket_allreduce_gradients(source: ParameterSource, *, bucket_bytes: int = G
 
     Raises:
         ValueError: a parameter is sharded over data-parallel ranks: its gradient is an average
-            already, and other ranks have other rows of it.
+            already, and other ranks have other rows of it; or gradients are given under expert
+            parallelism, of which is not known whether they are of experts.
     """
     tensors = parameters_of(source)
     require_replicated(tensors, "averaging gradients", "leave it out, zero3 has averaged them in backward")
     # A parameter stands for its gradient; any other tensor is a gradient itself.
-    grads: list[Tensor] = []
+    dense: list[Tensor] = []
+    experts: list[Tensor] = []
     for tensor in tensors:
-        grad = gradient_of(tensor) if isinstance(tensor, nn.Parameter) else tensor
+        is_parameter = isinstance(tensor, nn.Parameter)
+        if not is_parameter and parallel_state.get_expert_model_parallel_size() > 1:
+            raise ValueError(
+                f"a gradient of shape {list(tensor.shape)} may be of experts, which have another group: pass parameters"
+            )
+        grad = gradient_of(tensor) if is_parameter else tensor
         if grad is not None:
-            grads.append(grad)
-    average_gradients(grads, parallel_state.get_data_parallel_group(), bucket_bytes=bucket_bytes)
+            (experts if is_expert_parallel(tensor) else dense).append(grad)
+    size = parallel_state.get_data_parallel_size()
+    group = parallel_state.get_data_parallel_group()
+    average_gradients(dense, group, divisor=size, bucket_bytes=bucket_bytes)
+    group = parallel_state.get_expert_data_parallel_group()
+    average_gradients(experts, group, divisor=size, bucket_bytes=bucket_bytes)
 
 
 def average_gradients(
-    gradients: list[Tensor], group: ProcessGroup | None, *, bucket_bytes: int = GRADIENT_BUCKET_BYTES
+    gradients: list[Tensor],
+    group: ProcessGroup | None,
+    *,
+    divisor: int | None = None,
+    bucket_bytes: int = GRADIENT_BUCKET_BYTES,
 ) -> None:
-    """Average tensors in place over ``group``; every rank of it passes the same shapes.
+    """Replace tensors by their sum over ``group``, divided; every rank of it passes the same shapes.
 
     Args:
         gradients: gradients, or shards of them.
-        group: a group of data-parallel ranks; a group of one rank changes nothing.
+        group: a group of data-parallel ranks.
+        divisor: default the ranks of ``group``.
         bucket_bytes: see ``bucket_allreduce_gradients``.
     """
+    if divisor is None:
+        divisor = backend.group_size(group)
     # An average over data ranks is linear: summed sequence-parallel gradients stay sums.
     with keep_sums(gradients):
-        _all_reduce_in_buckets(gradients, group, average=True, bucket_bytes=bucket_bytes)
+        _all_reduce_in_buckets(gradients, group, divisor=divisor, bucket_bytes=bucket_bytes)
 
 
 def _all_reduce_in_buckets(
     grads: list[Tensor],
     group: ProcessGroup | None,
     *,
-    average: bool = False,
+    divisor: int = 1,
     bucket_bytes: int = GRADIENT_BUCKET_BYTES,
 ) -> None:
-    size = backend.group_size(group)
-    if size == 1:
+    """Replace each gradient by its sum over ``group``, divided by ``divisor``."""
+    # A group of one rank may have a divisor too: experts that one data-parallel rank has.
+    if backend.group_size(group) == 1 and divisor == 1:
         return
     for indices in bucket_indices(grads, bucket_bytes):
         # Flat copy of the bucket, one collective, copy back: one collective for many small
@@ -140,8 +163,8 @@ def _all_reduce_in_buckets(
         bucket = [grads[i] for i in indices]
         flat = torch.cat([grad.detach().reshape(-1) for grad in bucket])
         # Divided before the sum, so that a sum over many ranks stays within the range of fp16.
-        if average:
-            flat.div_(size)
+        if divisor > 1:
+            flat.div_(divisor)
         flat = backend.all_reduce(flat, group)
         reduced_grads = split_sizes(flat, [grad.numel() for grad in bucket])
         for grad, reduced in zip(bucket, reduced_grads, strict=True):
@@ -201,17 +224,28 @@ def get_grad_norm(
     params = [param for param in parameters_of(source) if gradient_of(param) is not None]
     if sharding_group is None:
         sharding_group = common_shard_group(params)
+    experts = _local_norm([p for p in params if is_expert_parallel(p)], norm_type)
+    params = [p for p in params if not is_expert_parallel(p)]
     sharded = _local_norm([p for p in params if is_sharded(p)], norm_type)
     replicated = _local_norm([p for p in params if not is_sharded(p)], norm_type)
     group = parallel_state.get_tensor_model_parallel_group()
     op = "max" if norm_type == torch.inf else "sum"
-    # [sharded, replicated] in one collective over the ZeRO group; then only the sharded part is
-    # reduced over the tensor-parallel group. All values stay on the device: no host read here.
-    norms = backend.all_reduce(torch.stack([sharded, replicated]), sharding_group, op=op)
-    sharded, replicated = norms.unbind()
+    # Expert-parallel ranks have different experts. A ZeRO group has all data-parallel ranks, and so
+    # all experts.
+    if backend.group_size(sharding_group) == 1:
+        experts = backend.all_reduce(experts, _expert_group(), op=op)
+    # All norms in one collective over the ZeRO group; then only the sharded parts are reduced over
+    # the tensor-parallel group. All values stay on the device: no host read here.
+    norms = backend.all_reduce(torch.stack([sharded, replicated, experts]), sharding_group, op=op)
+    sharded, replicated, experts = norms.unbind()
+    sharded = torch.maximum(sharded, experts) if norm_type == torch.inf else sharded + experts
     if norm_type == torch.inf:
         return torch.maximum(backend.all_reduce(sharded, group, op="max"), replicated)
     return (backend.all_reduce(sharded, group) + replicated) ** (1 / norm_type)
+
+
+def _expert_group() -> ProcessGroup | None:
+    return parallel_state.get_expert_model_parallel_group()
 
 
 def _local_norm(params: list[Tensor], norm_type: float) -> Tensor:

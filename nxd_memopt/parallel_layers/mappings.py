@@ -9,7 +9,7 @@ neuronx-distributed. Shapes: T ranks, ``s = S/T``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -206,6 +206,22 @@ class _AllToAll(torch.autograd.Function):
         return backend.all_to_all(grad, ctx.group), None
 
 
+class _AllToAllRows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, group: ProcessGroup | None, sent: Sequence[int], received: Sequence[int]
+    ) -> Tensor:
+        ctx.group = group
+        ctx.sent = sent
+        ctx.received = received
+        return backend.all_to_all_rows(tensor, sent, received, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return backend.all_to_all_rows(grad, ctx.received, ctx.sent, ctx.group), None, None, None
+
+
 def _apply(
     function: type[torch.autograd.Function],
     tensor: Tensor,
@@ -378,6 +394,27 @@ def all_to_all_in_expert_parallel_region(tensor: Tensor, process_group: ProcessG
     """All-to-all / all-to-all of equal chunks of dim 0; default the expert-parallel group."""
     group = process_group or parallel_state.get_expert_model_parallel_group()
     return _apply(_AllToAll, tensor, group)
+
+
+def all_to_all_rows_in_expert_parallel_region(
+    tensor: Tensor,
+    sent: Sequence[int],
+    received: Sequence[int],
+    process_group: ProcessGroup | None = None,
+) -> Tensor:
+    """All-to-all / all-to-all of rows; default the expert-parallel group.
+
+    Args:
+        tensor: ``[sum(sent), ...]``, the rows for rank 0, then those for rank 1, and so on.
+        sent: rows for each rank.
+        received: rows from each rank.
+        process_group: process group; default the expert-parallel group.
+
+    Returns:
+        ``[sum(received), ...]``, in rank order.
+    """
+    group = process_group or parallel_state.get_expert_model_parallel_group()
+    return _apply(_AllToAllRows, tensor, group, tuple(sent), tuple(received))
 
 
 # Layout

@@ -24,6 +24,7 @@ from nxd_memopt.parallel_layers.grads import (
     parameters_of,
 )
 from nxd_memopt.parallel_layers.parallel_state import gradient_ledger
+from nxd_memopt.parallel_layers.utils import is_expert_parallel
 
 _BUCKET_BYTES = 25 << 20  # as in DistributedDataParallel: the last bucket overlaps with nothing
 _MAX_IN_PROGRESS = 4  # buckets; each needs two flat copies of its gradients, input and result
@@ -62,11 +63,15 @@ class OverlappedGradientReduction:
         gradient_ledger.track(params)
         shards = [param for param in params if is_sequence_parallel(param)]
         # Without data parallelism the remaining gradients are complete: they need no bucket.
+        # Experts are reduced over a group of their own.
         remaining: list[Tensor] = []
+        experts: list[Tensor] = []
         if parallel_state.get_data_parallel_size() > 1:
             remaining = [param for param in params if not is_sequence_parallel(param)]
+            experts = [param for param in remaining if is_expert_parallel(param)]
+            remaining = [param for param in remaining if not is_expert_parallel(param)]
         buckets: list[_Bucket] = []
-        for kind in (shards, remaining):
+        for kind in (shards, remaining, experts):
             for indices in bucket_indices(kind, bucket_bytes):
                 buckets.append(_Bucket([kind[i] for i in indices]))
         position = {id(param): i for i, param in enumerate(params)}
@@ -202,6 +207,8 @@ class _Bucket:
         self.is_started = True
         over_tensor = parallel_state.get_tensor_model_parallel_group()
         over_data = parallel_state.get_data_parallel_group()
+        if is_expert_parallel(self.params[0]):
+            over_data = parallel_state.get_expert_data_parallel_group()
         parts: list[Tensor] = []
         sums: list[Tensor] = []
         for param in self.params:

@@ -6,7 +6,7 @@ import copy
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,9 @@ SHARD_ATTRIBUTES = (
     "partition_index",
     "sequence_parallel_enabled",
     "blocks",
+    "expert_model_parallel",
+    "expert_partition_index",
+    "num_expert_partitions",
 )
 """Attributes that the layers set on parameters; other tools may rely on each of them."""
 
@@ -127,8 +130,8 @@ def set_tensor_model_parallel_attributes(
         rank_stride,
         partition,
     )
-    # The first attributes of the list, in its order. The remaining ones,
-    # ``sequence_parallel_enabled`` and ``blocks``, are set by the layers that have them.
+    # The first attributes of the list, in its order. The remaining ones are set by the layers that
+    # have them.
     for name, value in zip(SHARD_ATTRIBUTES, values, strict=False):
         setattr(tensor, name, value)
 
@@ -143,6 +146,33 @@ def copy_tensor_model_parallel_attributes(destination: Tensor, source: Tensor) -
 def is_sharded(param: Tensor) -> bool:
     """Return whether tensor-parallel ranks hold different parts of the parameter."""
     return getattr(param, "tensor_model_parallel", False)
+
+
+def set_expert_model_parallel_attributes(param: Tensor) -> None:
+    """Describe dim 0 of ``param`` as this rank's experts; no attributes without expert parallelism.
+
+    Expert-parallel ranks are data-parallel ranks with different experts: gradients of such a
+    parameter are summed over the expert-data-parallel group only.
+    """
+    size = parallel_state.get_expert_model_parallel_size()
+    if size == 1:
+        return
+    description: Any = param
+    description.expert_model_parallel = True
+    description.expert_partition_index = parallel_state.get_expert_model_parallel_rank()
+    description.num_expert_partitions = size
+
+
+def is_expert_parallel(param: Tensor) -> bool:
+    """Return whether expert-parallel ranks hold different experts of the parameter."""
+    return getattr(param, "expert_model_parallel", False)
+
+
+def first_expert(param: Tensor) -> int:
+    """Return the index of the parameter's first expert in the full tensor; 0 for other parameters."""
+    if not is_expert_parallel(param):
+        return 0
+    return cast(Any, param).expert_partition_index * param.shape[0]
 
 
 def shard_ranges(param: Tensor, *, rank: int | None = None) -> list[tuple[int, int]]:

@@ -1,7 +1,8 @@
 """The parameters of each architecture: name, shape, and how tensor parallelism shards them.
 
 Models, checkpoints, certificates and the planner read this table. Letters: H hidden size, F MLP
-width, V vocabulary, h query heads, g KV heads (query groups), d head size.
+width, V vocabulary, h query heads, g KV heads (query groups), d head size, E experts, M width of an
+expert.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ SHARDED_DIMENSIONS: dict[str, int | None] = {
     "kv_column": 0,
     "row": 1,
     "query_row": 1,
+    "expert_column": 1,
+    "expert_row": 2,
     "replicated": None,
 }
 """Sharded dimension of a weight, by kind of sharding.
@@ -27,6 +30,9 @@ SHARDED_DIMENSIONS: dict[str, int | None] = {
 - ``column``: output rows. ``query_column``: output rows of query heads. ``kv_column``: output rows
   of KV heads, replicated if T exceeds their number.
 - ``row``: input columns. ``query_row``: input columns that come from query heads.
+- ``expert_column``: output rows of each expert's gate and up, of a tensor ``[E, 2 M, H]``.
+  ``expert_row``: input columns of each expert, of ``[E, H, M]``. Expert-parallel ranks have
+  consecutive experts.
 - ``replicated``: no sharding.
 
 A rank's query heads are those of its KV heads, see ``parallel_layers.rank_order``.
@@ -42,12 +48,14 @@ class Layer:
         weight: dimensions of the weight in letters, such as ``("g*d", "H")``.
         sharding: key of ``SHARDED_DIMENSIONS``.
         bias: whether there is a bias, or the config option that says so.
+        only_in: decoder layers that have it, ``"dense"`` or ``"moe"`` ones; None for all.
     """
 
     name: str
     weight: tuple[str, ...]
     sharding: str
     bias: bool | str = False
+    only_in: str | None = None
 
 
 @dataclass(frozen=True)
@@ -69,12 +77,20 @@ class Parameter:
     sharded_dimension: int | None
     is_sequence_partial: bool
 
-    def local_shape(self, tensor_model_parallel_size: int, kv_replicas: int = 1) -> tuple[int, ...]:
+    @property
+    def is_expert(self) -> bool:
+        """Whether expert-parallel ranks have different experts of it, along dimension 0."""
+        return self.sharding in _EXPERT_SHARDINGS
+
+    def local_shape(
+        self, tensor_model_parallel_size: int, kv_replicas: int = 1, expert_model_parallel_size: int = 1
+    ) -> tuple[int, ...]:
         """Return the shape of this rank's shard.
 
         Args:
             tensor_model_parallel_size: T.
             kv_replicas: number of ranks that share a KV head.
+            expert_model_parallel_size: EP.
         """
         if self.sharded_dimension is None:
             return self.shape
@@ -87,8 +103,19 @@ class Parameter:
         # Rounded up: vocabularies are padded. All other dimensions are divisible, see
         # require_shardable.
         shape[self.sharded_dimension] = -(-shape[self.sharded_dimension] // shards)
+        if self.is_expert:
+            shape[0] //= expert_model_parallel_size
         return tuple(shape)
 
+
+_EXPERT_SHARDINGS = ("expert_column", "expert_row")
+
+
+_ROUTED_EXPERTS = (
+    Layer("model.layers.{}.mlp.gate", ("E", "H"), "replicated", only_in="moe"),
+    Layer("model.layers.{}.mlp.experts.gate_up_proj", ("E", "2*M", "H"), "expert_column", only_in="moe"),
+    Layer("model.layers.{}.mlp.experts.down_proj", ("E", "H", "M"), "expert_row", only_in="moe"),
+)
 
 LAYERS: dict[str, tuple[Layer, ...]] = {
     "llama": (
@@ -117,13 +144,48 @@ LAYERS: dict[str, tuple[Layer, ...]] = {
         Layer("gpt_neox.final_layer_norm", ("H",), "replicated", bias=True),
         Layer("lm_head", ("V", "H"), "vocab"),
     ),
+    "mixtral": (
+        Layer("model.embed_tokens", ("V", "H"), "vocab"),
+        Layer("model.layers.{}.self_attn.q_proj", ("h*d", "H"), "query_column"),
+        Layer("model.layers.{}.self_attn.k_proj", ("g*d", "H"), "kv_column"),
+        Layer("model.layers.{}.self_attn.v_proj", ("g*d", "H"), "kv_column"),
+        Layer("model.layers.{}.self_attn.o_proj", ("H", "h*d"), "query_row"),
+        *_ROUTED_EXPERTS,
+        Layer("model.layers.{}.input_layernorm", ("H",), "replicated"),
+        Layer("model.layers.{}.post_attention_layernorm", ("H",), "replicated"),
+        Layer("model.norm", ("H",), "replicated"),
+        Layer("lm_head", ("V", "H"), "vocab"),
+    ),
+    "qwen3_moe": (
+        Layer("model.embed_tokens", ("V", "H"), "vocab"),
+        Layer("model.layers.{}.self_attn.q_proj", ("h*d", "H"), "query_column", bias="attention_bias"),
+        Layer("model.layers.{}.self_attn.k_proj", ("g*d", "H"), "kv_column", bias="attention_bias"),
+        Layer("model.layers.{}.self_attn.v_proj", ("g*d", "H"), "kv_column", bias="attention_bias"),
+        Layer("model.layers.{}.self_attn.o_proj", ("H", "h*d"), "query_row", bias="attention_bias"),
+        # One weight for all heads: each rank's gradient is the sum over its own heads.
+        Layer("model.layers.{}.self_attn.q_norm", ("d",), "replicated"),
+        Layer("model.layers.{}.self_attn.k_norm", ("d",), "replicated"),
+        *_ROUTED_EXPERTS,
+        Layer("model.layers.{}.mlp.gate_proj", ("F", "H"), "column", only_in="dense"),
+        Layer("model.layers.{}.mlp.up_proj", ("F", "H"), "column", only_in="dense"),
+        Layer("model.layers.{}.mlp.down_proj", ("H", "F"), "row", only_in="dense"),
+        Layer("model.layers.{}.input_layernorm", ("H",), "replicated"),
+        Layer("model.layers.{}.post_attention_layernorm", ("H",), "replicated"),
+        Layer("model.norm", ("H",), "replicated"),
+        Layer("lm_head", ("V", "H"), "vocab"),
+    ),
 }
 """The layers of each architecture by Hugging Face's ``model_type``, in the order of the model."""
 
 
 def shardings(model_type: str) -> dict[str, str]:
-    """Return the sharding of each layer by the last part of its name."""
-    return {layer.name.rsplit(".", 1)[-1]: layer.sharding for layer in LAYERS[model_type]}
+    """Return the sharding of each layer by the last part of its name; without the routed experts.
+
+    ``modules.moe.Experts`` describes its parameters itself. Some of their names are those of dense
+    layers too.
+    """
+    layers = [layer for layer in LAYERS[model_type] if layer.sharding not in _EXPERT_SHARDINGS]
+    return {layer.name.rsplit(".", 1)[-1]: layer.sharding for layer in layers}
 
 
 def sizes(config: Any) -> dict[str, int]:
@@ -133,7 +195,7 @@ def sizes(config: Any) -> dict[str, int]:
         config: Hugging Face's config, as an object or as the content of a ``config.json``.
     """
     heads = option(config, "num_attention_heads")
-    return {
+    letters = {
         "H": option(config, "hidden_size"),
         "F": option(config, "intermediate_size"),
         "V": option(config, "vocab_size"),
@@ -141,6 +203,26 @@ def sizes(config: Any) -> dict[str, int]:
         "g": num_kv_heads(config),
         "d": option(config, "head_dim") or option(config, "hidden_size") // heads,
     }
+    if option(config, "model_type") in ("mixtral", "qwen3_moe"):
+        # Files of older versions of transformers call Qwen3's experts num_experts.
+        letters["E"] = option(config, "num_local_experts") or option(config, "num_experts")
+        letters["M"] = option(config, "moe_intermediate_size") or letters["F"]
+    return letters
+
+
+def moe_layers(config: Any) -> tuple[bool, ...]:
+    """Return for each decoder layer whether it is a mixture of experts, by Hugging Face's options.
+
+    Args:
+        config: Hugging Face's config, as an object or as the content of a ``config.json``.
+    """
+    count = option(config, "num_hidden_layers")
+    model_type = option(config, "model_type")
+    if model_type != "qwen3_moe":
+        return (model_type == "mixtral",) * count
+    dense = option(config, "mlp_only_layers") or ()
+    step = option(config, "decoder_sparse_step") or 1
+    return tuple(index not in dense and (index + 1) % step == 0 for index in range(count))
 
 
 def num_kv_heads(config: Any) -> int:
@@ -175,9 +257,11 @@ def parameters(config: Any) -> Iterator[Parameter]:
     start = layers.index(inside[0])
     for layer in layers[:start]:
         yield from _layer_parameters(layer, layer.name, letters, config)
-    for i in range(option(config, "num_hidden_layers")):
+    for i, is_moe in enumerate(moe_layers(config)):
+        absent = "dense" if is_moe else "moe"
         for layer in inside:
-            yield from _layer_parameters(layer, layer.name.format(i), letters, config)
+            if layer.only_in != absent:
+                yield from _layer_parameters(layer, layer.name.format(i), letters, config)
     for layer in layers[start + len(inside) :]:
         yield from _layer_parameters(layer, layer.name, letters, config)
 
@@ -193,8 +277,12 @@ def _layer_parameters(
     sharded_dimension = SHARDED_DIMENSIONS[layer.sharding]
     # The replicated layers are the norms. Under sequence parallelism each rank applies them to its
     # own tokens only, so that the gradient on a rank is a partial sum over these tokens.
+    # The experts are one tensor each, a parameter of the module that holds all of them.
+    weight_name = f"{name}.weight"
+    if layer.sharding in _EXPERT_SHARDINGS:
+        weight_name = name
     yield Parameter(
-        f"{name}.weight",
+        weight_name,
         shape,
         layer.sharding,
         sharded_dimension,
@@ -243,12 +331,17 @@ def option(config: Any, name: str) -> Any:
 
 
 def require_shardable(config: Any, tensor_model_parallel_size: int) -> None:
-    """Raise ``ValueError`` unless T divides heads and MLP width, and the heads fit the model type."""
+    """Raise ``ValueError`` unless T divides heads and MLP widths, and the heads fit the model type."""
     letters = sizes(config)
     size_name = "tensor_model_parallel_size"
     # The vocabulary is not checked: it is padded to a multiple of T.
     require_divisible("num_attention_heads", letters["h"], size_name, tensor_model_parallel_size)
-    require_divisible("intermediate_size", letters["F"], size_name, tensor_model_parallel_size)
+    is_moe = moe_layers(config)
+    if not all(is_moe):
+        require_divisible("intermediate_size", letters["F"], size_name, tensor_model_parallel_size)
+    if any(is_moe):
+        width = "moe_intermediate_size" if option(config, "moe_intermediate_size") else "intermediate_size"
+        require_divisible(width, letters["M"], size_name, tensor_model_parallel_size)
     if option(config, "model_type") == "gpt_neox":
         require_divisible("hidden_size", letters["H"], "num_attention_heads", letters["h"])
         if letters["g"] != letters["h"]:

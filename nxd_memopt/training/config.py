@@ -448,6 +448,12 @@ class TrainConfig:
                 f"{self.decay_steps} (optimizer.decay_steps, or trainer.max_steps): the learning rate would never "
                 "reach optimizer.lr; shorten warmup_steps or set decay_steps"
             )
+        experts = self.parallel.expert_model_parallel_size
+        if experts > 1:
+            raise ValueError(
+                f"parallel.expert_model_parallel_size {experts}: the training program has no expert-parallel groups "
+                "yet; leave it out, all ranks then have all experts"
+            )
         if self.trainer.verify_export and not self.data.eval_sequences:
             raise ValueError("trainer.verify_export compares held-out losses: set data.eval_sequences above 0")
         if self.trainer.resume_from is not None and self.model.warm_start is not None:

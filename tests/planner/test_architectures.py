@@ -30,7 +30,7 @@ def test_the_table_is_what_the_models_have(name, size):
     with fake_world(size):
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
         model = build(config, size)
-    replicas = kv_size_multiplier(num_kv_heads(config), size) if config.model_type == "llama" else 1
+    replicas = 1 if config.model_type == "gpt_neox" else kv_size_multiplier(num_kv_heads(config), size)
     found = {name: tuple(param.shape) for name, param in model.named_parameters()}
     assert found == {parameter.name: parameter.local_shape(size, replicas) for parameter in parameters(config)}
     # The tag of gradients that are partial sums over a rank's tokens, which the models set themselves.

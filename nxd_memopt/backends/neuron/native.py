@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends.attention_call import AttentionCall
+from nxd_memopt.backends.base import Backend
 from nxd_memopt.backends.c10d import C10dBackend
 from nxd_memopt.backends.collectives import Completed, Pending
 from nxd_memopt.backends.neuron import LOSS_SCALING_REFUSAL
@@ -67,6 +68,8 @@ class NeuronBackend(C10dBackend):
     attention_implementations = ("sdpa", "tiled", "math")
     views_share_memory = False  # not known to hold on the beta
     equal_heads_implementations = ("sdpa",)
+    all_to_all_rows = Backend.all_to_all_rows
+    shapes_are_static = True
     scalars_are_compiled = True  # by torch.compile, and by eager operations according to AWS
 
     def __init__(self) -> None:

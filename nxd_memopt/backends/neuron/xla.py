@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from nxd_memopt.backends.base import ContextPair
+from nxd_memopt.backends.base import Backend, ContextPair
 from nxd_memopt.backends.c10d import C10dBackend
 from nxd_memopt.backends.collectives import Collectives
 from nxd_memopt.backends.cpu import reset_resident_peak, resident_bytes
@@ -39,6 +39,7 @@ class XlaBackend(C10dBackend):
 
     name = "xla"
     attention_implementations = ("nki", "tiled", "math")
+    shapes_are_static = True
     views_share_memory = False  # in a functional graph a write to a view makes a new tensor
 
     def __init__(self) -> None:
@@ -271,6 +272,9 @@ class XlaBackend(C10dBackend):
         if self._through_host:
             return super().all_to_all(self._on_host(tensor), group).to(self.device)
         return self._xm.all_to_all(tensor, 0, 0, size, groups=self._groups(group), pin_layout=False)
+
+    # The shapes of a graph are fixed when it is traced.
+    all_to_all_rows = Backend.all_to_all_rows
 
     # A graph has no asynchronous handles to wait for: use the complete results of Collectives, not
     # the handles of C10dCollectives.

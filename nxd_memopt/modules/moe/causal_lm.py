@@ -1,0 +1,266 @@
+"""Base of causal language models with mixture-of-experts layers: adds the routers' losses to the loss."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nxd_memopt.backends import backend
+from nxd_memopt.config import MemoryConfig, MoEConfig, ParallelConfig
+from nxd_memopt.modules.causal_lm import IGNORE_INDEX, CausalLMOutput, ParallelCausalLM
+from nxd_memopt.modules.moe.load_balancing import RouterStatistics, empty_rows
+from nxd_memopt.modules.moe.moe_layer import MoELayer
+from nxd_memopt.ops.packed import PackedDocuments, packed_documents
+from nxd_memopt.parallel_layers import mappings, parallel_state
+from nxd_memopt.parallel_layers.random import get_rng_tracker
+
+LayerState = tuple[Tensor, Tensor]
+"""What decoder layers pass on: hidden states, and the rows of ``RouterStatistics`` so far."""
+
+
+@dataclass
+class MoECausalLMOutput(CausalLMOutput):
+    """Output of a model with experts.
+
+    Args:
+        loss: as in ``CausalLMOutput``; in training with the routers' losses.
+        logits: ``[B, S, V]`` or None.
+        router_loss: the routers' part of ``loss``, 0-dim; None without labels and in evaluation.
+        router: statistics of the routers of all MoE layers.
+    """
+
+    router_loss: Tensor | None = None
+    router: RouterStatistics | None = None
+
+
+class MoECausalLM(ParallelCausalLM):
+    """Causal language model some of whose MLPs are ``MoELayer``.
+
+    The backbone maps ids, RoPE tables, mask and token mask to hidden states and the rows of
+    ``RouterStatistics``. Its decoder layers map a ``LayerState`` to the next one.
+
+    Args:
+        config: Hugging Face config.
+        parallel: parallel config, already checked against the process groups.
+        memory: memory techniques to apply.
+        moe: options of the MoE layers.
+        rotary_dim: number of dimensions of a head that RoPE rotates.
+    """
+
+    def __init__(
+        self, config: Any, *, parallel: ParallelConfig, memory: MemoryConfig, moe: MoEConfig, rotary_dim: int
+    ) -> None:
+        super().__init__(config, parallel=parallel, memory=memory, rotary_dim=rotary_dim)
+        self.moe = moe
+        self._rows: Tensor | None = None
+        self._counts_only = False
+
+    @property
+    @abstractmethod
+    def backbone(self) -> Any: ...
+
+    def moe_layers(self) -> list[MoELayer]:
+        """Return the MoE layers, in the order of the rows of ``RouterStatistics``."""
+        return [layer.mlp for layer in self.decoder_layers() if isinstance(layer.mlp, MoELayer)]
+
+    def recompute_modules(self) -> dict[str, list[nn.Module]]:
+        """Return the modules of all layers by name; the MLPs are those of dense layers."""
+        layers = self.decoder_layers()
+        dense = [layer.mlp for layer in layers if not isinstance(layer.mlp, MoELayer)]
+        attention = [getattr(layer, self.attention_name) for layer in layers]
+        return {
+            "core_attn": [module.core_attn for module in attention],
+            "attn": attention,
+            "norm": [norm for layer in layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)],
+            "mlp_act": [mlp.act for mlp in dense],
+            "mlp": dense,
+            "moe": list(self.moe_layers()),
+        }
+
+    def run_backbone(self, input_ids: Tensor, rope: Any, mask: Any, attention_mask: Tensor | None) -> Tensor:
+        token_mask = attention_mask
+        if token_mask is not None and self.parallel.sequence_parallel_enabled:
+            token_mask = mappings.split_along_dim(token_mask.t(), 0, mappings.resolve_group(None))
+        # ``forward`` reads the rows as soon as the base class returns.
+        hidden, self._rows = self.backbone(input_ids, rope, mask, token_mask)
+        return hidden
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        return_logits: bool = False,
+        cu_seqlens: Tensor | PackedDocuments | None = None,
+        num_items_in_batch: Tensor | None = None,
+    ) -> MoECausalLMOutput:
+        """Compute the loss, the logits, or both, as ``ParallelCausalLM.forward``.
+
+        In training, the loss has the losses of the routers (``RouterStatistics.loss``). With
+        ``num_items_in_batch`` they are multiplied by this batch's share of it, the number of trained
+        labels divided by ``num_items_in_batch``: over the batches of a step the shares add up to 1.
+
+        All data-parallel ranks of an expert-parallel group must call this method, forward and
+        backward, equally often. With the ``allgather`` dispatcher their batches need equal shapes.
+        """
+        self._check_window(input_ids)
+        if cu_seqlens is not None:
+            cu_seqlens = packed_documents(cu_seqlens, input_ids, attention_mask)
+        output = super().forward(
+            input_ids, labels, position_ids, attention_mask, return_logits, cu_seqlens, num_items_in_batch
+        )
+        assert self._rows is not None
+        statistics = RouterStatistics(self._rows)
+        self._rows = None
+        router_loss = None
+        loss = output.loss
+        if loss is not None and self.training:
+            assert labels is not None
+            share = self._share(labels, cu_seqlens, num_items_in_batch)
+            router_loss = (statistics.loss(self.moe) * share).to(loss.dtype)
+            loss = loss + router_loss
+        return MoECausalLMOutput(loss, output.logits, router_loss, statistics)
+
+    def _check_window(self, input_ids: Tensor) -> None:
+        """Raise ``ValueError`` if the config limits attention to a window shorter than the sequence."""
+        window = getattr(self.config, "sliding_window", None)
+        if window is not None and input_ids.size(-1) > window:
+            raise ValueError(
+                f"sequence length {input_ids.size(-1)} exceeds sliding_window {window}, and attention here has no "
+                "window: use shorter sequences, or set sliding_window to null"
+            )
+
+    def _share(
+        self, labels: Tensor, documents: PackedDocuments | None, num_items_in_batch: Tensor | None
+    ) -> Tensor | float:
+        """Return the factor of the routers' losses."""
+        if num_items_in_batch is None:
+            return 1.0
+        # The labels that ``ParallelCausalLM`` trains: not the first ones of documents.
+        if documents is not None:
+            labels = labels.masked_fill(documents.positions() == 0, IGNORE_INDEX)
+        return (self._shifted(labels) != IGNORE_INDEX).sum() / num_items_in_batch.reshape(())
+
+    def router_metrics(self, statistics: RouterStatistics) -> dict[str, Tensor]:
+        """Return values for logs, 0-dim on the device, of this data-parallel rank's batch.
+
+        They are the sums of the losses over the layers, with coefficients, and the largest share of a
+        layer's choices that one expert has, times the number of experts: 1 is a perfect balance. With
+        ``moe_per_layer_logging`` also the values of each MoE layer.
+        """
+        counts = statistics.tokens_per_expert
+        load = counts.amax(1) / counts.mean(1).clamp(min=1e-6)
+        values = {"z_loss": statistics.z_losses.detach(), "max_load": load}
+        values["load_balancing_loss"] = statistics.balancing_losses.detach()
+        metrics = {f"moe/{name}": value.sum() for name, value in values.items()}
+        metrics["moe/max_load"] = load.amax()
+        if self.moe.moe_router_load_balancing_type == "hf_aux_loss":
+            metrics["moe/load_balancing_loss"] = self.moe.moe_aux_loss_coeff * statistics.hf_loss().detach()
+        if self.moe.moe_per_layer_logging:
+            for name, value in values.items():
+                for index, of_layer in enumerate(value.unbind()):
+                    metrics[f"moe/{name}_layer_{index}"] = of_layer
+        return metrics
+
+    @contextmanager
+    def balanced_over_step(self, batches: Sequence[Mapping[str, Any]]) -> Iterator[None]:
+        """Give ``global_aux_loss`` the choices of all batches of an optimizer step inside the block.
+
+        The fractions of a step must be known before its first backward: this runs the forward pass
+        of all batches without gradients, and restores the random streams. One batch needs none.
+
+        Args:
+            batches: keyword arguments of ``forward`` for each micro-batch of the step.
+
+        Raises:
+            ValueError: the balancing loss is of another type, or there is no batch.
+        """
+        kind = self.moe.moe_router_load_balancing_type
+        if kind != "global_aux_loss":
+            raise ValueError(
+                "balanced_over_step is for moe_router_load_balancing_type 'global_aux_loss', "
+                f"got {kind!r}: leave it out"
+            )
+        if not batches:
+            raise ValueError("balanced_over_step needs the batches of the step, got none")
+        fractions = self._step_fractions(batches)
+        layers = self.moe_layers()
+        for layer, of_layer in zip(layers, fractions, strict=True):
+            layer.step_fractions = of_layer
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.step_fractions = None
+
+    @torch.no_grad()
+    def _step_fractions(self, batches: Sequence[Mapping[str, Any]]) -> Tensor:
+        """Return f_e over all batches of all data-parallel ranks, ``[layers, E]``."""
+        with _same_random_streams():
+            self._counts_only = True
+            try:
+                results = [self(**batch).router for batch in batches]
+            finally:
+                self._counts_only = False
+        # [layers, E + 1]: choices of each expert, and tokens.
+        counts = torch.stack([torch.cat([each.tokens_per_expert, each.tokens.unsqueeze(1)], 1) for each in results])
+        total = backend.all_reduce(counts.sum(0), parallel_state.get_data_parallel_group())
+        return total[:, :-1] / total[:, -1:].clamp(min=1)
+
+    def _fused_loss(self, hidden: Tensor, labels: Tensor, num_items_in_batch: Tensor | None) -> Tensor:
+        if self._counts_only:  # the head is not needed, and costs as much as several layers
+            return hidden.new_zeros((), dtype=torch.float32)
+        return super()._fused_loss(hidden, labels, num_items_in_batch)
+
+
+def first_rows(moe: MoEConfig, hidden: Tensor) -> Tensor:
+    """Return the rows of ``RouterStatistics`` before the first layer."""
+    return empty_rows(moe.num_moe_experts, hidden.device)
+
+
+@contextmanager
+def _same_random_streams() -> Iterator[None]:
+    """Restore all random streams after the block, so that the next forward draws the same numbers."""
+    tracker = get_rng_tracker()
+    host = torch.get_rng_state()
+    device = backend.get_rng_state()
+    states = tracker.get_states()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(host)
+        backend.set_rng_state(device)
+        tracker.set_states(states)
+
+
+def moe_memory(memory: MemoryConfig, moe: MoEConfig) -> MemoryConfig:
+    """Return ``memory`` with what ``moe_layer_recompute`` adds to it.
+
+    Raises:
+        ValueError: ``memory`` names a technique that these layers do not have.
+    """
+    if memory.mlp_tile_tokens is not None:
+        raise ValueError(
+            f"mlp_tile_tokens {memory.mlp_tile_tokens!r} has no tiles of mixture-of-experts layers: leave it out"
+        )
+    if memory.cpu_offloading_weights:
+        raise ValueError(
+            "cpu_offloading_weights=True fetches weights by the gradient of a layer's output, and layers of models "
+            "with experts have two outputs: leave it out"
+        )
+    if not moe.moe_layer_recompute:
+        return memory
+    if memory.recompute_granularity == "full":
+        raise ValueError(
+            "moe_layer_recompute=True recomputes a part of layers that recompute_granularity 'full' recomputes "
+            "already: leave one out"
+        )
+    modules = dict.fromkeys([*(memory.recompute_modules or ()), "moe"])
+    return replace(memory, recompute_granularity="selective", recompute_modules=tuple(modules))

@@ -1,0 +1,124 @@
+"""The experts' gated MLPs: weights of all experts of a rank in one tensor, sharded two ways."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from nxd_memopt.config import require_divisible, require_one_of
+from nxd_memopt.ops.activation import ACTIVATIONS, gated_activation
+from nxd_memopt.ops.grouped_linear import grouped_linear
+from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.parallel_layers.initialization import InitMethod, initialize_sharded_
+from nxd_memopt.parallel_layers.random import fork_if
+from nxd_memopt.parallel_layers.utils import (
+    ShardedModule,
+    set_expert_model_parallel_attributes,
+    set_tensor_model_parallel_attributes,
+)
+
+
+class Experts(ShardedModule):
+    """E gated MLPs ``down_e(act(gate_e(x)) * up_e(x))`` with Hugging Face's names and layout.
+
+    ``gate_up_proj`` is ``[E, 2 F, H]``, the gate's rows before those of up, and ``down_proj`` is
+    ``[E, H, F]``. Expert-parallel ranks have consecutive experts, and tensor-parallel ranks the same
+    columns of each: ``gate_up_proj`` is ``[E/EP, 2 F/T, H]`` here, and the output a partial sum over
+    the tensor-parallel ranks. There is no communication in this module.
+
+    Args:
+        num_experts: E.
+        hidden_size: H.
+        intermediate_size: F.
+        hidden_act: one of ``ops.activation.ACTIVATIONS``.
+        init_method: initializes the weight of one expert in place.
+        use_cpu_initialization: draw full weights on the CPU, equal for every T and EP. False draws
+            shards on the device.
+        dtype: dtype of the weights.
+        device: device of the weights; ``"meta"`` skips the initialization.
+
+    Raises:
+        ValueError: EP does not divide E, or T does not divide F.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        hidden_act: str,
+        *,
+        init_method: InitMethod,
+        use_cpu_initialization: bool = True,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        require_one_of("hidden_act", hidden_act, tuple(ACTIVATIONS))
+        tensor_size = parallel_state.get_tensor_model_parallel_size()
+        expert_size = parallel_state.get_expert_model_parallel_size()
+        self.hidden_act = hidden_act
+        self.num_experts = num_experts
+        self.experts_per_rank = require_divisible(
+            "num_moe_experts", num_experts, "expert_model_parallel_size", expert_size
+        )
+        width = require_divisible("moe_ffn_hidden_size", intermediate_size, "tensor_model_parallel_size", tensor_size)
+        shapes = {"gate_up_proj": (2 * width, hidden_size), "down_proj": (hidden_size, width)}
+        full = {"gate_up_proj": (2 * intermediate_size, hidden_size), "down_proj": (hidden_size, intermediate_size)}
+        for name, shape in shapes.items():
+            empty = torch.empty(self.experts_per_rank, *shape, dtype=dtype, device=device)
+            self.register_parameter(name, nn.Parameter(empty))
+            _describe(self.get_parameter(name), name, (num_experts, *full[name]))
+        self._initialize(full, init_method, on_cpu=use_cpu_initialization)
+
+    @property
+    def first_expert(self) -> int:
+        """Index of this rank's first expert."""
+        return parallel_state.get_expert_model_parallel_rank() * self.experts_per_rank
+
+    @torch.no_grad()
+    def _initialize(self, full: dict[str, tuple[int, ...]], init_method: InitMethod, *, on_cpu: bool) -> None:
+        """Draw the experts one after another; every rank draws all of them and keeps its own.
+
+        The weights are then independent of EP, and no two experts are equal.
+        """
+        for name, shape in full.items():
+            weight = self.get_parameter(name)
+            if weight.is_meta:
+                continue
+            dim, stride = _SHARDED[name]
+            dropped = torch.empty_like(weight[0])
+            for expert in range(self.num_experts):
+                index = expert - self.first_expert
+                own = weight[index] if 0 <= index < self.experts_per_rank else dropped
+                if on_cpu:
+                    set_tensor_model_parallel_attributes(own, True, dim, stride, full_shape=shape)
+                    initialize_sharded_(cast(nn.Parameter, own), init_method)
+                else:
+                    with fork_if(parallel_state.get_tensor_model_parallel_size() > 1):
+                        init_method(own)
+
+    def forward(self, rows: Tensor, counts: Tensor | None) -> Tensor:
+        """Return this rank's partial sum of the outputs of its experts, ``[R, H]``.
+
+        Args:
+            rows: ``[R, H]``, the inputs of the first expert of this rank, then of the next.
+            counts: ``[E/EP]``, rows of each expert; None if all have R / (E/EP).
+        """
+        gate_up = grouped_linear(rows, self.get_parameter("gate_up_proj").to(rows.dtype), counts)
+        gate, up = gate_up.chunk(2, dim=-1)  # [R, F/T]
+        hidden = gated_activation(gate, up, self.hidden_act)
+        return grouped_linear(hidden, self.get_parameter("down_proj").to(rows.dtype), counts)
+
+
+_SHARDED = {"gate_up_proj": (0, 2), "down_proj": (1, 1)}
+"""Sharded dimension of one expert's weight and number of blocks along it, by name."""
+
+
+def _describe(param: nn.Parameter, name: str, full_shape: tuple[int, ...]) -> None:
+    """Set the attributes of both shardings: columns over T, experts over EP."""
+    dim, stride = _SHARDED[name]
+    set_tensor_model_parallel_attributes(param, True, dim + 1, stride, full_shape=full_shape)
+    set_expert_model_parallel_attributes(param)

@@ -1,0 +1,172 @@
+"""The mixture-of-experts layer: router, dispatch to the experts, and the router's statistics."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from nxd_memopt.backends import backend
+from nxd_memopt.config import MoEConfig
+from nxd_memopt.modules.factory import LayerFactory
+from nxd_memopt.modules.moe.capacity import expert_capacity, ranks_in_expert
+from nxd_memopt.modules.moe.dispatcher import Dispatcher
+from nxd_memopt.modules.moe.experts import Experts
+from nxd_memopt.modules.moe.load_balancing import token_sums, with_row
+from nxd_memopt.modules.moe.router import Router, Routing
+from nxd_memopt.parallel_layers import mappings
+
+
+class MoELayer(nn.Module):
+    """Mixture of experts in place of an MLP: ``sum_j weight_j expert_j(x)`` over k experts per token.
+
+    ``[B, S, H] -> [B, S, H]``; under sequence parallelism ``[s, B, H] -> [s, B, H]``. Names are those
+    of Hugging Face's Mixtral: ``gate`` is the router.
+
+    Args:
+        hidden_size: H.
+        intermediate_size: F, width of an expert; ``moe.moe_ffn_hidden_size`` has precedence.
+        hidden_act: one of ``ops.activation.ACTIVATIONS``.
+        moe: options.
+        factory: builds the parameters.
+        shared_experts: MLP that every token passes in addition, ``[B, S, H] -> [B, S, H]`` in the
+            layout of this layer.
+
+    Raises:
+        ValueError: the number of experts or their width cannot be divided over the ranks, shared
+            experts are missing or superfluous, or the device needs padding to a capacity.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        hidden_act: str,
+        moe: MoEConfig,
+        *,
+        factory: LayerFactory,
+        shared_experts: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        width = moe.moe_shared_expert_intermediate_size
+        if (width is None) != (shared_experts is None):
+            raise ValueError(
+                f"moe_shared_expert_intermediate_size {width} and shared_experts {type(shared_experts).__name__} go "
+                "together: pass both or neither"
+            )
+        if backend.shapes_are_static and not moe.moe_pad_expert_input_to_capacity:
+            raise ValueError(
+                f"the backend {backend.name} compiles fixed shapes, and the rows of an expert depend on the routing: "
+                "set moe_expert_capacity_factor and moe_pad_expert_input_to_capacity=True"
+            )
+        self.moe = moe
+        self.sequence_first = factory.parallel.sequence_parallel_enabled
+        width = moe.moe_ffn_hidden_size or intermediate_size
+        self.gate = _router(hidden_size, moe, factory)
+        self.experts = _experts(moe.num_moe_experts, hidden_size, width, hidden_act, factory)
+        self.shared_experts = shared_experts
+        self.step_fractions: Tensor | None = None
+
+    def forward(self, hidden: Tensor, rows: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the output, and ``rows`` with this layer's row of ``RouterStatistics``.
+
+        Args:
+            hidden: ``[B, S, H]`` or ``[s, B, H]``.
+            rows: ``[layers so far, 3 + 2 E]``, ``load_balancing.empty_rows`` for the first layer.
+            mask: ``[B, S]`` or ``[s, B]``, 0 for tokens that do not count in losses and statistics,
+                such as padding. They are routed like all others.
+        """
+        routing = self.gate(hidden)
+        sums = token_sums(routing, self.moe, mask, sequence_first=self.sequence_first)
+        rows = with_row(rows, sums, self.moe, self.step_fractions)
+        output = self._routed(hidden, routing)
+        if self.shared_experts is not None:
+            output = output + self.shared_experts(hidden)
+        return output, rows
+
+    def _routed(self, hidden: Tensor, routing: Routing) -> Tensor:
+        """Return the output of the routed experts, reduced over the tensor-parallel ranks."""
+        # Every tensor-parallel rank computes its columns of the experts for all tokens of the
+        # micro-batch; the gradients of tokens and weights are partial sums, which backward adds.
+        x = self._enter(hidden)
+        weights = self._enter(routing.weights)
+        experts = routing.experts
+        if self.sequence_first:
+            experts = mappings.gather_along_dim(experts, 0, mappings.resolve_group(None))
+        tokens = experts.shape[:-1].numel()
+        dispatcher, positions = self._dispatcher(weights, experts, tokens)
+        top_k = experts.size(-1)
+        partial = dispatcher.run(
+            x.reshape(tokens, -1),
+            weights.reshape(tokens, top_k),
+            experts.reshape(tokens, top_k),
+            positions,
+            self.experts,
+        )
+        return self._leave(partial.view(x.shape))
+
+    def _dispatcher(self, weights: Tensor, experts: Tensor, tokens: int) -> tuple[Dispatcher, Tensor | None]:
+        """Return the dispatcher, and each choice's position in its expert's queue if tokens drop."""
+        moe = self.moe
+        capacity = None
+        positions = None
+        if moe.moe_expert_capacity_factor is not None:
+            capacity = expert_capacity(tokens, moe.moe_router_topk, moe.num_moe_experts, moe.moe_expert_capacity_factor)
+            positions = self._positions(weights, experts)
+        dispatcher = Dispatcher(
+            moe.num_moe_experts, moe.moe_token_dispatcher_type, capacity, moe.moe_pad_expert_input_to_capacity
+        )
+        return dispatcher, positions
+
+    def _positions(self, weights: Tensor, experts: Tensor) -> Tensor:
+        """Return ``[N, k]``: queues begin with the first position of each sequence, in both layouts."""
+        top_k = experts.size(-1)
+        if not self.sequence_first:
+            weights, experts = weights.transpose(0, 1), experts.transpose(0, 1)
+        positions = ranks_in_expert(
+            weights.reshape(-1, top_k),
+            experts.reshape(-1, top_k),
+            self.moe.num_moe_experts,
+            self.moe.moe_token_drop_policy,
+        ).view(experts.shape)
+        if not self.sequence_first:
+            positions = positions.transpose(0, 1)
+        return positions.reshape(-1, top_k)
+
+    def _enter(self, tensor: Tensor) -> Tensor:
+        """Return the tensor of all tokens; the sum over ranks is taken in backward."""
+        if self.sequence_first:
+            return mappings.gather_from_sequence_parallel_region(tensor)
+        return mappings.copy_to_tensor_model_parallel_region(tensor)
+
+    def _leave(self, partial: Tensor) -> Tensor:
+        """Return the sum over ranks, of this rank's tokens under sequence parallelism."""
+        if self.sequence_first:
+            return mappings.reduce_scatter_to_sequence_parallel_region(partial)
+        return mappings.functional_reduce_from_tensor_model_parallel_region(partial)
+
+
+def _router(hidden_size: int, moe: MoEConfig, factory: LayerFactory) -> Router:
+    """Build the router; its weight is equal on all ranks."""
+    parallel = factory.parallel
+    router = Router(
+        hidden_size,
+        moe,
+        sequence_parallel_enabled=parallel.sequence_parallel_enabled,
+        dtype=factory.dtype,
+        device=factory.device,
+    )
+    router.initialize(factory.init_weight, on_cpu=parallel.use_cpu_initialization)
+    return router
+
+
+def _experts(num_experts: int, hidden_size: int, width: int, hidden_act: str, factory: LayerFactory) -> Experts:
+    """Build the experts of this rank, sharded over expert- and tensor-parallel ranks."""
+    return Experts(
+        num_experts,
+        hidden_size,
+        width,
+        hidden_act,
+        init_method=factory.init_weight,
+        use_cpu_initialization=factory.parallel.use_cpu_initialization,
+        dtype=factory.dtype,
+        device=factory.device,
+    )

@@ -1,0 +1,266 @@
+"""Makes the parity table of models with experts: against transformers, over every split of up to four ranks.
+
+    python -m scripts.bench.moe_parity [--output docs/numerics_moe.md]
+
+Starts its own gloo ranks. The exit status is 1 if a figure is above its bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import datetime
+import platform
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
+from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
+
+from nxd_memopt.backends import backend
+from nxd_memopt.config import MemoryConfig, MoEConfig, ParallelConfig
+from nxd_memopt.models import model_class
+from nxd_memopt.parallel_layers import grads, parallel_state
+from nxd_memopt.parallel_layers.checkpointing import gather_experts, gather_full_tensor, get_sharded_model_dict
+from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
+from nxd_memopt.parallel_layers.utils import copy_tensor_model_parallel_attributes
+from scripts.bench.parity import GRADIENT_BOUND, LOSS_BOUND, ON_OFF, WORLD_SIZES, YES_NO, free_port, relative_error
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 131,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "initializer_range": 0.1,
+    "output_router_logits": True,
+    "router_aux_loss_coef": 0.1,
+}
+CASES = {
+    "Mixtral, 8 experts, top 2": lambda: MixtralConfig(
+        **SIZES, intermediate_size=48, num_local_experts=8, num_experts_per_tok=2
+    ),
+    "Qwen3-MoE, 16 experts, top 4": lambda: Qwen3MoeConfig(
+        **SIZES, intermediate_size=112, moe_intermediate_size=24, num_experts=16, num_experts_per_tok=4
+    ),
+}
+RECOMPUTE = {
+    "none": MemoryConfig(),
+    "moe": MemoryConfig(recompute_granularity="selective", recompute_modules=("moe",)),
+    "full": MemoryConfig(recompute_granularity="full"),
+}
+DISPATCHERS: tuple[Literal["allgather", "alltoall"], ...] = ("allgather", "alltoall")
+
+
+@dataclass(frozen=True)
+class Row:
+    """The worst figures of one split over data-parallel ranks and recompute settings."""
+
+    case: str
+    tensor: int
+    expert: int
+    sequence_parallel: bool
+    dispatcher: str
+    loss_error: float
+    gradient_error: float
+    worst_parameter: str
+    bit_equal: bool
+
+    @property
+    def holds(self) -> bool:
+        """Whether the figures are within their bounds."""
+        return self.loss_error <= LOSS_BOUND and self.gradient_error <= GRADIENT_BOUND and self.bit_equal
+
+
+def batch(data_rank: int) -> Tensor:
+    """Return the token ids of a data-parallel rank."""
+    return torch.randint(SIZES["vocab_size"], (2, 32), generator=torch.Generator().manual_seed(data_rank))
+
+
+def reference_step(config: Any, data_ranks: int) -> tuple[dict[str, Tensor], list[Tensor], dict[str, Tensor]]:
+    """Return transformers' weights, the loss of each rank's batch and the gradients of their mean."""
+    torch.manual_seed(3)
+    reference = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float()
+    with torch.no_grad():
+        for param in reference.parameters():
+            if param.dim() == 1:
+                param.add_(0.3 * torch.randn(param.shape))
+    losses: list[Tensor] = []
+    for rank in range(data_ranks):
+        loss = reference(batch(rank), labels=batch(rank)).loss
+        (loss / data_ranks).backward()
+        losses.append(loss.detach())
+    gradients = {name: param.grad for name, param in reference.named_parameters() if param.grad is not None}
+    return copy.deepcopy(reference.state_dict()), losses, gradients
+
+
+def build(config: Any, state: dict[str, Tensor], sequence_parallel: bool, dispatcher: Any, memory: MemoryConfig) -> Any:
+    """Return our model with this rank's part of the full weights."""
+    parallel = ParallelConfig(
+        parallel_state.get_tensor_model_parallel_size(),
+        sequence_parallel_enabled=sequence_parallel,
+        expert_model_parallel_size=parallel_state.get_expert_model_parallel_size(),
+    )
+    moe = MoEConfig(
+        config.num_experts,
+        moe_router_topk=config.num_experts_per_tok,
+        moe_router_load_balancing_type="hf_aux_loss",
+        moe_aux_loss_coeff=config.router_aux_loss_coef,
+        moe_router_pre_softmax=not getattr(config, "norm_topk_prob", True),
+        moe_token_dispatcher_type=dispatcher,
+    )
+    model = model_class(config.model_type)(config, parallel=parallel, memory=memory, moe=moe)
+    model.load_state_dict(get_sharded_model_dict(model, state))
+    return model
+
+
+def step(model: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return this rank's loss, and the gradients after all reductions."""
+    model_parallel_manual_seed(11)
+    ids = batch(parallel_state.get_data_parallel_rank())
+    loss = model(ids, labels=ids).loss
+    loss.backward()
+    grads.allreduce_sequence_parallel_gradients(model)
+    grads.bucket_allreduce_gradients(model)
+    return loss.detach(), {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+
+
+def worst_gradient(model: nn.Module, ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> tuple[float, str]:
+    """Return the largest relative error over all parameters; valid on rank 0 only."""
+    assert set(ours) == set(theirs), set(ours) ^ set(theirs)
+    worst = (0.0, "")
+    for name, param in model.named_parameters():
+        copy_tensor_model_parallel_attributes(ours[name], param)
+        full = gather_full_tensor(gather_experts(ours[name]))
+        if full is not None:
+            worst = max(worst, (relative_error(full, theirs[name]), name))
+    return worst
+
+
+def splits(world_size: int) -> Iterator[tuple[int, int, bool]]:
+    """Yield T, EP and sequence parallelism."""
+    for tensor in (1, 2, 4):
+        for expert in (1, 2, 4):
+            if tensor * expert != world_size:
+                continue
+            yield tensor, expert, False
+            if tensor > 1:
+                yield tensor, expert, True
+
+
+def compare(case: str, sequence_parallel: bool, dispatcher: str) -> Row:
+    """Return the worst figures over the recompute settings, on the present process groups."""
+    config = CASES[case]()
+    data_ranks = parallel_state.get_data_parallel_size()
+    state, losses, theirs = reference_step(config, data_ranks)
+    loss_error = 0.0
+    worst = (0.0, "")
+    first: dict[str, Tensor] = {}
+    is_equal = True
+    for memory in RECOMPUTE.values():
+        model = build(config, state, sequence_parallel, dispatcher, memory)
+        loss, ours = step(model)
+        error = relative_error(loss, losses[parallel_state.get_data_parallel_rank()])
+        errors = backend.all_reduce(torch.tensor(error), parallel_state.get_data_parallel_group(), op="max")
+        loss_error = max(loss_error, errors.item())
+        first = first or {name: grad.clone() for name, grad in ours.items()}
+        is_equal = is_equal and all(torch.equal(grad, first[name]) for name, grad in ours.items())
+        worst = max(worst, worst_gradient(model, ours, theirs))
+    same = backend.all_reduce(torch.tensor(float(is_equal)), parallel_state.get_world_group(), op="min")
+    return Row(
+        case,
+        parallel_state.get_tensor_model_parallel_size(),
+        parallel_state.get_expert_model_parallel_size(),
+        sequence_parallel,
+        dispatcher,
+        loss_error,
+        *worst,
+        bool(same.item() == 1),
+    )
+
+
+def run_rank(rank: int, world_size: int, port: int, results: Any) -> None:
+    """Run all splits of one world size on one rank; rank 0 puts the rows into ``results``."""
+    torch.set_num_threads(1)
+    if world_size > 1:
+        address = f"tcp://127.0.0.1:{port}"
+        torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
+    rows: list[Row] = []
+    for tensor, expert, sequence_parallel in splits(world_size):
+        parallel_state.initialize_model_parallel(tensor, expert_model_parallel_size=expert)
+        for case in CASES:
+            for dispatcher in DISPATCHERS:
+                rows.append(compare(case, sequence_parallel, dispatcher))
+        parallel_state.destroy_model_parallel()
+    # A queue writes from a thread: join_thread waits until the rows are in the pipe.
+    if rank == 0:
+        results.put(rows)
+        results.close()
+        results.join_thread()
+
+
+def run_world(world_size: int) -> list[Row]:
+    """Start ``world_size`` ranks and return their rows."""
+    results = get_context("spawn").Queue()
+    context: Any = spawn(run_rank, args=(world_size, free_port(), results), nprocs=world_size, join=False)
+    while not context.join(timeout=1):
+        if not results.empty():
+            break
+    rows = results.get()
+    while not context.join():
+        pass
+    return rows
+
+
+def report(rows: list[Row]) -> str:
+    """Return the table as Markdown."""
+    lines = [
+        "# Numerics of models with experts",
+        "",
+        "Written by `python -m scripts.bench.moe_parity --output docs/numerics_moe.md` on "
+        f"{datetime.datetime.now(tz=datetime.UTC):%Y-%m-%d}: torch {torch.__version__}, transformers "
+        f"{transformers.__version__}, Python {platform.python_version()}, CPU ({platform.machine()}), gloo.",
+        "",
+        "fp32, random weights, 2 layers, hidden 64, 2 x 32 tokens on each data-parallel rank. The loss has "
+        "transformers' balancing loss with coefficient 0.1; its error is relative, of the worst rank. Gradients are "
+        "those of the mean loss over data-parallel ranks; their error is the largest `|ours - theirs| / |theirs|` "
+        "over every parameter, "
+        "gathered from all ranks. `bit-equal`: every gradient is the same bits with recompute none, of the MoE layers "
+        f"and of full layers. Bounds: {LOSS_BOUND:g} and {GRADIENT_BOUND:g}.",
+        "",
+        "| model | T | EP | SP | dispatcher | loss error | gradient error | worst parameter | bit-equal |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        lines.append(
+            f"| {row.case} | {row.tensor} | {row.expert} | {ON_OFF[row.sequence_parallel]} | {row.dispatcher} | "
+            f"{row.loss_error:.1e} | {row.gradient_error:.1e} | `{row.worst_parameter}` | {YES_NO[row.bit_equal]} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="write the table to this Markdown file")
+    output = parser.parse_args().output
+    rows = [row for world_size in WORLD_SIZES for row in run_world(world_size)]
+    rows.sort(key=lambda row: list(CASES).index(row.case))
+    text = report(rows)
+    print(text)
+    if output is not None:
+        output.write_text(text, encoding="utf-8")
+    failed = [row for row in rows if not row.holds]
+    for row in failed:
+        print(f"above its bound: {row}", file=sys.stderr)
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

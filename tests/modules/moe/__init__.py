@@ -1,0 +1,1 @@
+"""Tests of mixture-of-experts layers against references written from the definitions."""
