@@ -74,14 +74,19 @@ class StackedExperts:
         return [len(self._experts), sum(shape[0] for shape in self._shapes), self._shapes[0][1]]
 
     def __getitem__(self, index: Any) -> Tensor:
-        """Read a box; ``index`` is ``...`` or a tuple of up to three slices with step 1."""
+        """Read a box; ``index`` is ``...``, a slice, or a tuple of up to three slices with step 1."""
         if index is Ellipsis:
             index = ()
+        elif isinstance(index, slice):
+            index = (index,)
         bounds = [
             (index[dim] if dim < len(index) else slice(None)).indices(size)[:2]
             for dim, size in enumerate(self.get_shape())
         ]
         experts, rows, columns = bounds
+        if experts[0] >= experts[1]:
+            empty = self._experts[0][0][:0, :0]
+            return empty.new_empty(0, max(0, rows[1] - rows[0]), max(0, columns[1] - columns[0]))
         return torch.stack([self._read(parts, rows, columns) for parts in self._experts[experts[0] : experts[1]]])
 
     def _read(self, parts: Sequence[Tensor | LazySlice], rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:

@@ -59,6 +59,7 @@ RULES: dict[str, Rule] = {
     "model.dtype": REFUSED,
     "parallel.tensor_model_parallel_size": REPORTED,
     "parallel.sequence_parallel_enabled": REPORTED,
+    "parallel.expert_model_parallel_size": REPORTED,
     "parallel.reduce_dtype": WHEN_ASKED,
     "parallel.use_cpu_initialization": NOT_COMPARED,
     # Memory techniques compute the same values.
