@@ -321,8 +321,8 @@ def apply_weight_offload(
     # The rest of a chunk that begins among the first layers.
     while len(first) < len(layers) and is_passed_over(layers[len(first)]):
         first.append(layers[len(first)])
-    behind = [param for layer in layers[len(first) :] for param in layer.parameters()]
-    offload = WeightOffload(transfers, pool, first, [*others, *behind])
+    later = [param for layer in layers[len(first) :] for param in layer.parameters()]
+    offload = WeightOffload(transfers, pool, first, [*others, *later])
     runs = [layer for layer in first if not is_passed_over(layer)]
     for index, layer in enumerate(runs):
         wrap_forward(layer, "weights", functools.partial(functools.partial, offload.run, index))

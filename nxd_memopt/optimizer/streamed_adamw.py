@@ -335,7 +335,7 @@ class StreamedAdamW(torch.optim.AdamW):
 class _StateViews(dict[nn.Parameter, dict[str, Any]]):
     """An optimizer's ``state`` whose moments are always views of the buffers.
 
-    Assigning a state copies its moments into the buffers; ``clear`` starts anew, with zeros.
+    Assigning a state copies its moments into the buffers; ``clear`` starts again, with zeros.
     """
 
     def __init__(self, states: PlacedStates, weights: Sequence[nn.Parameter]) -> None:

@@ -59,7 +59,7 @@ class ModelConfig:
             ``pretrained``.
         warm_start: a training checkpoint of this program, or the output directory of a run: its
             newest weights are the initial weights, of any dtype and parallel sizes. Optimizer,
-            step and data start anew. A run that has a checkpoint of its own continues from that.
+            step and data start from the beginning. A run that has a checkpoint of its own continues from that.
         dtype: dtype of parameters and activations; ``auto`` follows ``trainer.precision``, and is
             ``float32`` without it. With ``bfloat16`` and ``float16`` the optimizer keeps fp32
             master weights, with ``float16`` the loss is scaled too.

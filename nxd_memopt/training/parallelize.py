@@ -96,7 +96,7 @@ def _forward_backward(model: ParallelCausalLM, config: TrainConfig, scaler: Loss
     from the device in each replay.
     """
 
-    # Each micro-batch's loss is a sum divided by the whole step's trained tokens, so the gradients
+    # Each micro-batch's loss is a sum divided by the full step's trained tokens, so the gradients
     # accumulated over micro-batches are the mean over the tokens, not over micro-batches.
     def loss_of(micro_batch: MicroBatch) -> Tensor:
         loss = micro_batch.loss(model)

@@ -201,7 +201,7 @@ def load_warm_start(model: nn.Module, plan: ResumePlan) -> list[str]:
         load_weights(Index(plan.warm_start), model)
     # On XLA the graph of loading ends here, as in build_model.
     backend.mark_step()
-    return [f"warm start: weights of {plan.warm_start}; optimizer, step and data start anew"]
+    return [f"warm start: weights of {plan.warm_start}; optimizer, step and data start from the beginning"]
 
 
 def random_state() -> dict[str, Any]:

@@ -79,7 +79,7 @@ class Stopping:
     @contextmanager
     def evaluation(self) -> Iterator[None]:
         """Let ``before_batch`` end the block if a signal stops the run."""
-        # Batches take another time than steps: the interval between decisions starts anew.
+        # Batches take another time than steps: the interval between decisions is measured again.
         self._decisions.restart()
         try:
             yield

@@ -49,7 +49,7 @@ def assign(experts: Tensor, positions: Tensor | None, num_experts: int, capacity
     key = experts.reshape(-1)
     if positions is not None:
         assert capacity is not None, "positions are compared with a capacity"
-        # Dropped choices are sorted behind all experts, and cut off.
+        # Dropped choices are sorted after all experts, and cut off.
         key = torch.where(positions.reshape(-1) < capacity, key, num_experts)
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=key.device)
     counts = counts.scatter_add_(0, key, torch.ones_like(key))[:num_experts]
