@@ -233,7 +233,7 @@ def test_warm_start_takes_the_weights_alone(tmp_path: Path) -> None:
     there = ("--trainer.output-dir", str(tmp_path / "next"), "--model.warm-start", str(tmp_path / "run"))
     new = (*there, "--trainer.seed", "7", "--optimizer.lr", "0.005")
     output = succeed(run_here(config, *new, *HALF))
-    assert "optimizer, step and data start anew" in output and "resuming" not in output
+    assert "optimizer, step and data start from the beginning" in output and "resuming" not in output
     first = rows(tmp_path / "next", "evaluation.jsonl")[0]
     assert first["step"] == 0 and rows(tmp_path / "next")[0]["step"] == 1
     assert abs(first["held_out_loss"] - reached) < 0.1 * reached
