@@ -113,7 +113,10 @@ def apply_memory(
     else:
         if compile == "layer":
             apply_compile(layers)
-        apply_recompute(model, memory, keep=None if offload is None else offload.keep)
+        # Without ``cpu_offloading_activations`` the layers that recompute are those that do not
+        # offload.
+        keep = offload.keep if offload is not None and memory.cpu_offloading_activations else None
+        apply_recompute(model, memory, keep=keep)
     if offload is not None:
         apply_offload(layers, memory.num_offloaded_layers(len(layers)), offload)
     if memory.cpu_offloading_weights:

@@ -269,7 +269,8 @@ class GraphedLoss:
         except RuntimeError as error:
             raise RuntimeError(
                 "the loss cannot be recorded (does it ask the device for a value, such as .item(), "
-                f"or copy from the host?): {error}"
+                "or copy from the host? does a loss outside GraphedLoss, not detached, keep the "
+                f"graph of an earlier step alive?): {error}"
             ) from error
         # A gradient that exists only after the capture must have existed in the warm-up calls too.
         # Otherwise ``_assign_static_grads`` would not assign it to the parameter.

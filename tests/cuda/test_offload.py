@@ -80,6 +80,15 @@ CHECKPOINTS = {
 }
 
 
+@pytest.fixture
+def deterministic():
+    """The flash kernel's backward adds in a fixed order, which atomic additions do not have."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("compile", [None, "layer"])
 @pytest.mark.parametrize("variant", CHECKPOINTS)
 @pytest.mark.parametrize("config", [llama_config, gpt_neox_config])
@@ -107,10 +116,7 @@ def test_checkpoints_on_the_host(config, variant, compile):
     resident = {name: value for name, value in CHECKPOINTS[variant].items() if name != "cpu_offloading_num_layers"}
     expected = trained(**resident)
     found = trained(cpu_offloading_activations=True, **CHECKPOINTS[variant])
-    if kept:  # two runs of the fused kernel's backward differ in the order of atomic additions
-        assert torch.allclose(found, expected, rtol=2e-3)
-    else:
-        assert torch.equal(found, expected)
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("variant", ["all", "kept attention", "nested"])
@@ -147,3 +153,4 @@ def test_a_step_with_offload_cannot_be_captured():
     with pytest.raises(RuntimeError, match="CUDA graph"):
         for _ in range(4):
             step(ids)
+    torch.rand(8, device=backend.device)  # the failed capture has released the random generator

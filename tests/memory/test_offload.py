@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -276,6 +277,18 @@ def test_checkpoints_leave_alone_and_come_back(config, variant, monkeypatch):
         count *= 3  # and the kernel's results, the context and the log-sum-exps
     assert transfers.events.count("out") == count
     assert set(pool.ledger()) <= {offload.OFFLOAD_OWNER}
+
+
+def test_attention_is_kept_in_layers_that_do_not_offload(monkeypatch):
+    """Without ``cpu_offloading_activations`` the first layers offload and the others recompute."""
+    monkeypatch.setattr("nxd_memopt.memory.apply.backend.host_transfers", HostOnly)
+    options = {"attention_backend": "sdpa"}
+    model = parallel_model(llama_config(num_hidden_layers=4), **options)
+    expected = gradients(model)
+    kept = MemoryConfig(recompute_granularity="full", recompute_keep_core_attn=True, **options)
+    apply_memory(model, replace(kept, cpu_offloading_num_layers=2))
+    for a, b in zip(gradients(model), expected, strict=True):
+        assert torch.equal(a, b)
 
 
 def test_host_memory_is_that_of_the_formula(monkeypatch):

@@ -203,20 +203,29 @@ class CudaBackend(C10dBackend):
 
     @contextmanager
     def _captured_into(self, graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
-        """Capture into ``graph``, and clean up after a failure.
+        """Capture into ``graph``; after a failure clean up and raise the first error.
 
-        ``torch.cuda.graph`` leaves the stream of a failed capture current, and its pool in use.
+        ``torch.cuda.graph`` leaves the stream of a failed capture current, its pool in use, and the
+        random generator unusable. It raises the error of ending the capture instead of its cause.
         """
         stream_before = torch.cuda.current_stream(self.device)
+        cause: BaseException | None = None
         try:  # thread_local: NCCL's own thread may go on calling CUDA
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                yield
-        except BaseException:
+                try:
+                    yield
+                except BaseException as error:
+                    cause = error
+                    raise
+        except BaseException as error:
             torch.cuda.set_stream(stream_before)
             # torch has already released the pool if the capture ended
             with suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(self.device.index, pool)
-            raise
+            # Only a clone of the state is outside the capture that did not end.
+            generator = torch.cuda.default_generators[self.device.index]
+            generator.graphsafe_set_state(generator.clone_state())
+            raise cause or error from None
 
     def _memories(self) -> list[PeerMemory]:
         return [memory for memory in self._peer_memories.values() if memory is not None]
