@@ -302,27 +302,25 @@ class StreamedAdamW(torch.optim.AdamW):
 
     def _update_piece(self, piece: Piece, gradient: Tensor, buffers: Sequence[Tensor]) -> None:
         inside = slice(piece.first, piece.first + piece.length)
+        weight, mean, square = [buffer[piece.offset : piece.offset + piece.length] for buffer in buffers]
+        output = self._outputs[piece.index][inside]
+        group = self._group_of(piece.index)
+        step = int(self.state[self._weights[piece.index]]["step"])
+        if can_use_triton(weight):
+            # One tensor a call needs no table on the device: its copy would wait for the chunks.
+            update = cuda.Update(weight, gradient[inside], mean, square, step, self.grad_factor, output)
+            beta1, beta2 = group["betas"]
+            options = {name: float(group[name]) for name in ("lr", "eps", "weight_decay")}
+            cuda.adamw_of_one(update, beta1=beta1, beta2=beta2, **options)
+            return
         # Cast and scaled in fp32, a chunk at a time: scaling bf16 gradients would round them.
         grad = self._gradient[: piece.length]
         grad.copy_(gradient[inside])
         if self.grad_factor is not None:
             grad.mul_(self.grad_factor)
-        weight, mean, square = [buffer[piece.offset : piece.offset + piece.length] for buffer in buffers]
-        self._adamw(piece.index, weight, grad, mean, square)
-        self._outputs[piece.index][inside].copy_(weight)
-
-    def _adamw(self, index: int, weight: Tensor, grad: Tensor, mean: Tensor, square: Tensor) -> None:
-        group = self._group_of(index)
-        beta1, beta2 = group["betas"]
-        step = int(self.state[self._weights[index]]["step"])
-        if can_use_triton(weight):
-            # One tensor a call needs no table on the device: its copy would wait for the chunks.
-            options = {"lr": float(group["lr"]), "weight_decay": float(group["weight_decay"])}
-            update = cuda.Update(weight, grad, mean, square, step=step)
-            cuda.adamw([update], beta1=beta1, beta2=beta2, eps=float(group["eps"]), **options)
-            return
         numbers = step_numbers(step, weight, lr=group["lr"], betas=group["betas"], weight_decay=group["weight_decay"])
         adamw_update(weight, grad, mean, square, numbers, betas=group["betas"], eps=group["eps"])
+        output.copy_(weight)
 
     def _group_of(self, index: int) -> dict[str, Any]:
         for group in self.param_groups:

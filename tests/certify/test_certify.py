@@ -146,7 +146,7 @@ def test_isolated_documents_need_a_backend_with_values():
     assert_says(error_message(command.request), "isolate_documents with backend cpu", "use backend xla or compiled")
 
 
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("config", [pytest.param("llama", marks=pytest.mark.slow), "gpt_neox"])
 def test_recompute_survives_torch_compile(config):
     """The last layer's output is no recomputed layer's input: the partitioner recomputes all that leads to it."""
     survivals = worker.measure(request("compiled", CONFIGS[config], FULL, layer_counts=(4,))).survivals
@@ -154,6 +154,7 @@ def test_recompute_survives_torch_compile(config):
     assert survivals[4].extra_matmuls == {"llama": 4 * 8 + 1, "gpt_neox": 4 * 4 + 2}[config]
 
 
+@pytest.mark.slow
 def test_selective_recompute_survives_torch_compile():
     survivals = worker.measure(request("compiled", LLAMA, CORE_ATTN, layer_counts=(4,))).survivals
     assert survivals[4].failure(MAX_RATIO["selective"]) is None and survivals[4].extra_matmuls == 4
@@ -169,9 +170,12 @@ def test_selective_recompute_survives_torch_compile():
         {},
         FULL,
         {**FULL, "recompute_method": "uniform", "recompute_num_layers": 2},
-        {**FULL, "recompute_method": "block", "recompute_num_layers": 1},
+        pytest.param({**FULL, "recompute_method": "block", "recompute_num_layers": 1}, marks=pytest.mark.slow),
         {"recompute_granularity": "selective", "recompute_modules": ["attn", "norm"]},
-        {"recompute_granularity": "selective", "recompute_modules": ["mlp", "core_attn"]},
+        pytest.param(
+            {"recompute_granularity": "selective", "recompute_modules": ["mlp", "core_attn"]},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=str,
 )

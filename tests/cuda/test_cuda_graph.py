@@ -152,6 +152,7 @@ def test_gradients_accumulate_in_fp32_through_hooks(micro_batches):
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 4])
 def test_memory_is_counted_between_replays(micro_batches):
+    others = backend.memory_allocated()  # of earlier tests
     model = built(llama_config)
     ids = torch.randint(VOCAB, (1, 1024)).to(backend.device)
     graphed = GraphedLoss(model.parameters(), lambda ids: model(ids, labels=ids).loss)
@@ -165,7 +166,7 @@ def test_memory_is_counted_between_replays(micro_batches):
     assert all(0.95 * peaks[0] < peak < 1.5 * peaks[0] for peak in peaks), peaks
     before = backend.memory_allocated()
     del graphed
-    assert backend.memory_allocated() < 0.5 * before
+    assert backend.memory_allocated() - others < 0.5 * (before - others)
 
 
 def test_a_loss_that_asks_for_a_value_is_refused_and_the_process_goes_on():

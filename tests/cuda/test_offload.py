@@ -81,9 +81,10 @@ CHECKPOINTS = {
 
 
 @pytest.fixture
-def deterministic():
+def deterministic(monkeypatch):
     """The flash kernel's backward adds in a fixed order, which atomic additions do not have."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch demands it of matmuls
+    torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
 
@@ -122,7 +123,7 @@ def test_checkpoints_on_the_host(config, variant, compile):
 @pytest.mark.parametrize("variant", ["all", "kept attention", "nested"])
 def test_checkpoints_leave_the_device(variant):
     """The device keeps a bounded number of checkpoints at any depth; the host keeps what the formula says."""
-    tokens, layers = 16384, 12
+    tokens, layers = 16384, 24
     settings = llama_config(hidden_size=1024, intermediate_size=1024, num_attention_heads=8, num_hidden_layers=layers)
     model = parallel_model(settings).to(backend.device, torch.bfloat16)
     ids = some_ids(tokens)
@@ -133,14 +134,14 @@ def test_checkpoints_leave_the_device(variant):
     for offloaded in (False, True):
         apply_memory(model, MemoryConfig(cpu_offloading_activations=offloaded, **options), pool=pool)
         for _ in range(3):
-            model.zero_grad()
+            model.zero_grad(set_to_none=False)  # all gradients exist from the start of the step
             backend.synchronize()
             backend.reset_peak_memory_stats()
             model(ids, labels=ids).loss.backward()
         peaks.append(backend.max_memory_allocated())
     kept = 2 * layers if "kept" in variant else layers // 3 if variant == "nested" else layers
-    # two checkpoints are on the device in forward, and two in backward
-    assert peaks[1] <= peaks[0] - 0.9 * (kept - 4 * (1 + ("kept" in variant))) * each
+    # the last ones stay for backward, those of two layers are on their way, and one is fetched ahead
+    assert peaks[1] <= peaks[0] - 0.9 * (kept - 6 * (1 + ("kept" in variant))) * each
     expected = kept * each
     assert expected <= pool.allocated_bytes <= 1.1 * expected + 2 * pool.block_bytes
     pool.reserve(0, OFFLOAD_OWNER)

@@ -56,7 +56,7 @@ def assert_bit_equal(found: dict[str, Tensor], expected: dict[str, Tensor], what
 
 
 @distributed(world_size=4)
-@pytest.mark.parametrize("name", ["llama", "gpt_neox"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt_neox", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stage", [*STAGES, OFFLOAD])
 def test_every_stage_loads_every_other(name, stage, tmp_path):
     """bf16 weights, fp32 masters and moments; from T=2, D=2 to T of 1, 2 and 4."""

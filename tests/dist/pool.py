@@ -35,6 +35,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
+import gc
 import importlib
 import inspect
 import multiprocessing
@@ -46,6 +47,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
+from types import ModuleType
 from typing import Any, NoReturn
 
 import pytest
@@ -90,8 +92,16 @@ class Task:
 # ---- in the pytest process -------------------------------------------------------------------------------------------
 
 
-def distributed(world_size: int | Sequence[int], *, timeout_s: float = TIMEOUT_S) -> Callable[[Callable], Callable]:
-    """Turn a function into a pytest test that runs it on every rank of each ``world_size``."""
+def distributed(
+    world_size: int | Sequence[int],
+    *,
+    slow: Sequence[int] = (),
+    timeout_s: float = TIMEOUT_S,
+) -> Callable[[Callable], Callable]:
+    """Turn a function into a pytest test that runs it on every rank of each ``world_size``.
+
+    Tests of the sizes ``slow`` are marked so.
+    """
     sizes = [world_size] if isinstance(world_size, int) else list(world_size)
 
     def decorate(body: Callable) -> Callable:
@@ -109,7 +119,9 @@ def distributed(world_size: int | Sequence[int], *, timeout_s: float = TIMEOUT_S
             [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in fixtures]
         )
         test.distributed_body = body
-        return pytest.mark.parametrize("world_size", sizes, ids=[f"ranks{size}" for size in sizes])(test)
+        params = [pytest.param(size, id=f"ranks{size}") for size in sizes]
+        params += [pytest.param(size, id=f"ranks{size}", marks=pytest.mark.slow) for size in slow]
+        return pytest.mark.parametrize("world_size", params)(test)
 
     return decorate
 
@@ -253,6 +265,16 @@ def _worker_main(rank: int, world_size: int, port: int, connection: Connection) 
             connection.send_bytes(_run_task(task))
 
 
+def _import(name: str) -> ModuleType:
+    module = sys.modules.get(name)
+    if module is None:
+        module = importlib.import_module(name)
+        # What imports made is left out of garbage collection, which took 0.5 s each time.
+        gc.collect()
+        gc.freeze()
+    return module
+
+
 def _run_task(task: Task) -> bytes:
     report = Report(dist.get_rank(), dist.get_world_size(), os.getpid())
     faulthandler.dump_traceback_later(task.timeout_s * 0.9)
@@ -261,7 +283,7 @@ def _run_task(task: Task) -> bytes:
         seen = torch.nn.functional.one_hot(torch.tensor(report.rank), report.world_size)
         dist.all_reduce(seen)
         report.seen = seen.tolist()
-        body = getattr(importlib.import_module(task.module), task.name)
+        body = getattr(_import(task.module), task.name)
         report.value = getattr(body, "distributed_body", body)(*task.args, **task.kwargs)
         return pickle.dumps(report)
     except BaseException:

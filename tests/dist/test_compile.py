@@ -65,7 +65,7 @@ def test_a_layer_is_one_graph(name, recompute):
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "gpt_neox"])
 def test_a_models_graph_breaks_do_not_grow_with_its_layers(name):
     """Outside the graphs are the CPU's checks of ids and labels, and the fused loss, which lays out memory by hand."""
     parallel_state.initialize_model_parallel(2)

@@ -37,6 +37,7 @@ def is_running(process: str) -> bool:
     return file.exists() and file.read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_terminal_saves_once_and_the_run_goes_on_exactly(tmp_path: Path) -> None:
     run, output = tmp_path / "run", tmp_path / "output"
     schedule = {"optimizer": {"decay_steps": 100, "warmup_steps": 2}, "data": {"global_batch_size": 2}}

@@ -46,7 +46,7 @@ def initialize(size: int) -> None:
 # Groups
 
 
-@distributed(world_size=[4, 8])
+@distributed(world_size=4, slow=[8])
 def test_groups_of_each_platform(world_size):
     apart = {4: [[0, 2], [1, 3]], 8: [[0, 2, 4, 6], [1, 3, 5, 7]]}[world_size]
     with laid_out_as("trn1"):

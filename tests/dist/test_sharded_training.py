@@ -112,6 +112,7 @@ PARTS = [
 ]
 
 
+@pytest.mark.slow
 def test_a_run_resumes_at_every_stage_and_size(tmp_path: Path) -> None:
     """Weights, masters, moments, the loss scale's absence and the position in the data go on at any stage."""
     steps = 2 * len(PARTS) + 2

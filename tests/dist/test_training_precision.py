@@ -112,7 +112,7 @@ def test_losses_and_norms_are_those_of_fp32(tmp_path: Path, wide: list[dict[str,
         # Two overflows, then growth after 3 steps: the run is stopped in the middle of the window.
         ({"initial_loss_scale": 2.0**20, "hysteresis": 1, "loss_scale_window": 3}, False),
         # Every step is skipped, so the optimizer has no states to save.
-        ({"initial_loss_scale": 2.0**60, "hysteresis": 1}, True),
+        pytest.param({"initial_loss_scale": 2.0**60, "hysteresis": 1}, True, marks=pytest.mark.slow),
     ],
     ids=["window", "all_skipped"],
 )

@@ -112,7 +112,7 @@ def test_equal_to_dense_adamw(max_norm):
     check_against_dense(tensor_size=1, sequence_parallel=False, max_norm=max_norm)
 
 
-@distributed(world_size=[2, 4])
+@distributed(world_size=2, slow=[4])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("max_norm", [0.05, 1e6])
 def test_equal_to_dense_adamw_on_tensor_parallel_shards(sequence_parallel, max_norm):

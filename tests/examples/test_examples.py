@@ -62,6 +62,7 @@ def test_a_script_of_neuronx_distributed() -> None:
     assert len(found) == 5 and found[-1] < found[0]
 
 
+@pytest.mark.slow
 def test_continued_pretraining(pretrained: Path, tmp_path: Path) -> None:
     corpus = write_jsonl(tmp_path / "corpus.jsonl", LINES)
     options = ["--model.pretrained", pretrained, "--data.dataset", corpus, "--trainer.output-dir", tmp_path / "run"]

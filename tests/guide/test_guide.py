@@ -40,7 +40,10 @@ def run_on_two_ranks(directory: Path, *, alias: bool) -> subprocess.CompletedPro
     return subprocess.run([*torchrun, *program], capture_output=True, text=True, env=environment, timeout=500)
 
 
-@pytest.mark.parametrize("alias", [False, True], ids=["own-names", "alias"])
+@pytest.mark.parametrize(
+    "alias",
+    [pytest.param(False, id="own-names"), pytest.param(True, id="alias", marks=pytest.mark.slow)],
+)
 def test_blocks_equal_one_rank(alias: bool, tmp_path: Path) -> None:
     finished = run_on_two_ranks(tmp_path, alias=alias)
     assert finished.returncode == 0, finished.stderr[-6000:]

@@ -198,8 +198,11 @@ def test_this_torch_recomputes_in_graphs():
 
 @pytest.mark.parametrize(
     ("name", "recompute"),
-    [("llama", {}), ("gpt_neox", {}), ("gpt_neox", {"recompute_granularity": "full"})],
-    ids=["llama", "gpt_neox", "gpt_neox full"],
+    [
+        pytest.param("llama", {}, id="llama", marks=pytest.mark.slow),
+        pytest.param("gpt_neox", {}, id="gpt_neox"),
+        pytest.param("gpt_neox", {"recompute_granularity": "full"}, id="gpt_neox full"),
+    ],
 )
 def test_no_two_gradients_share_memory(name, recompute):
     """Inductor returns one buffer for GPT-NeoX's two equal bias gradients; the second pass would add to it twice."""

@@ -108,7 +108,7 @@ def test_fp16_keeps_the_inputs_of_the_loss(config):
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@distributed(world_size=[2, 4])
+@distributed(world_size=2, slow=[4])
 def test_storages_of_a_rank(world_size, sequence_parallel):
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
     parallel = ParallelConfig(world_size, sequence_parallel_enabled=sequence_parallel)

@@ -20,6 +20,12 @@ def _in_parts(tensor: Tensor, pieces: Iterable[Tensor]) -> Iterator[tuple[Tensor
         start += piece.numel()
 
 
+def _require_no_capture() -> None:
+    # The host asks whether copies are done, and chooses their buffers by the answers.
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("activation offload cannot be part of a CUDA graph: turn off one of them")
+
+
 class _Recorded:
     """``Transfer`` that is done when ``stream`` reaches its present end."""
 
@@ -31,6 +37,7 @@ class _Recorded:
         torch.cuda.current_stream().wait_event(self._event)
 
     def is_done(self) -> bool:
+        _require_no_capture()
         return self._event.query()
 
     def synchronize(self) -> None:
@@ -50,8 +57,7 @@ class CudaTransfers:
         self._pace_events: deque[torch.cuda.Event] = deque()
 
     def to_host(self, source: Tensor, pieces: Sequence[Tensor]) -> Transfer:
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("activation offload cannot be part of a CUDA graph: turn off one of them")
+        _require_no_capture()
         # The copy waits for the work queued so far; the current stream does not wait for the
         # copy.
         self._to_host_stream.wait_stream(torch.cuda.current_stream(self.device))

@@ -18,9 +18,9 @@ _ALIGNMENT_BYTES = 16
 
 
 class Update(NamedTuple):
-    """One parameter's update. All four tensors have one shape and are contiguous.
+    """One parameter's update. The parameter, its gradient, moments and output have one shape and are contiguous.
 
-    Both moments have one dtype.
+    Both moments have one dtype. ``factor`` and ``output`` are for ``adamw_of_one``.
 
     Args:
         param: updated in place.
@@ -28,6 +28,8 @@ class Update(NamedTuple):
         mean: first moment, updated in place.
         square: second moment, updated in place.
         step: number of updates including this one.
+        factor: multiplies the gradient in fp32, 0-dim fp32; None is 1.
+        output: receives the updated parameter, rounded to its dtype.
     """
 
     param: Tensor
@@ -35,6 +37,8 @@ class Update(NamedTuple):
     mean: Tensor
     square: Tensor
     step: int
+    factor: Tensor | None = None
+    output: Tensor | None = None
 
 
 def adamw(
@@ -58,8 +62,7 @@ def adamw(
         eps: added to the root of the second moment, after the bias correction.
         weight_decay: decoupled weight decay.
     """
-    # 1 - beta in float64 on the host: from fp32's 0.999 it would be off by 1e-5
-    numbers = lr, 1 - beta1, beta2, 1 - beta2, eps, weight_decay
+    numbers = _numbers(lr, beta1, beta2, eps, weight_decay)
     # Pointer types are compile-time constants of the kernel: one launch per combination of dtypes.
     kinds: dict[tuple[Any, ...], list[Update]] = {}
     for update in updates:
@@ -72,6 +75,29 @@ def adamw(
                 _launch_one(same_kind[0], corrections[0], numbers)
             else:
                 _launch(same_kind, corrections, numbers, is_aligned=is_aligned)
+
+
+def adamw_of_one(
+    update: Update,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """Run ``adamw`` for one parameter, with the update's ``factor`` and ``output``, in one kernel.
+
+    The results equal those of a multiplication of the fp32 gradient, ``adamw``, and a copy bit by
+    bit.
+    """
+    with torch.cuda.device_of(update.param):
+        _launch_one(update, _corrections(update, beta1, beta2), _numbers(lr, beta1, beta2, eps, weight_decay))
+
+
+def _numbers(lr: float, beta1: float, beta2: float, eps: float, weight_decay: float) -> tuple[float, ...]:
+    # 1 - beta in float64 on the host: from fp32's 0.999 it would be off by 1e-5
+    return lr, 1 - beta1, beta2, 1 - beta2, eps, weight_decay
 
 
 def _kernels() -> Any:
@@ -102,7 +128,8 @@ def _launch_one(update: Update, corrections: Sequence[float], numbers: Sequence[
     size = update.param.numel()
     grid = (max(1, -(-size // _CHUNK)),)
     options = {"CHUNK": _CHUNK, "BLOCK": _BLOCK, "num_warps": 4}
-    _kernels().adamw_of_one[grid](*update[:4], size, *corrections, *numbers, **options)
+    tensors = (*update[:4], update.factor, update.output)
+    _kernels().adamw_of_one[grid](*tensors, size, *corrections, *numbers, **options)
 
 
 def _launch(

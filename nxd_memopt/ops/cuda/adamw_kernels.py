@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
+from triton.language.extra import libdevice  # pyright: ignore[reportMissingImports]
 
 
 @triton.jit
@@ -12,6 +13,8 @@ def _update_chunk(
     grad,
     mean,
     square,
+    factor,
+    output,
     size,
     first,
     correction,
@@ -25,12 +28,20 @@ def _update_chunk(
     CHUNK: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
-    """Update ``CHUNK`` elements from ``first``. The rates are ``1 - beta``, computed in float64."""
+    """Update ``CHUNK`` elements from ``first``. The rates are ``1 - beta``, computed in float64.
+
+    ``factor`` multiplies the gradient, and ``output`` receives a copy of the parameter; either may
+    be None.
+    """
     step_size = lr / correction
     for block in range(CHUNK // BLOCK):
         offset = first + block * BLOCK + tl.arange(0, BLOCK)
         mask = offset < size
         g = tl.load(grad + offset, mask=mask, other=0.0).to(tl.float32)
+        if factor is not None:
+            # Rounded by itself, as by a multiplication before this kernel: the compiler would fuse
+            # another product with the subtraction below.
+            g = libdevice.mul_rn(g, tl.load(factor))
         m = tl.load(mean + offset, mask=mask, other=0.0).to(tl.float32)
         # m + (g - m) * (1 - beta1), in the two forms that torch.lerp uses
         m = tl.where(mean_rate < 0.5, m + (g - m) * mean_rate, g - (g - m) * (1.0 - mean_rate))
@@ -40,6 +51,8 @@ def _update_chunk(
         p = tl.load(param + offset, mask=mask, other=0.0).to(tl.float32) * (1.0 - lr * weight_decay)
         p -= step_size * m / (tl.sqrt(v) / root_of_correction + eps)
         tl.store(param + offset, p.to(param.dtype.element_ty), mask=mask)
+        if output is not None:
+            tl.store(output + offset, p.to(output.dtype.element_ty), mask=mask)
         tl.store(mean + offset, m.to(mean.dtype.element_ty), mask=mask)
         tl.store(square + offset, v.to(square.dtype.element_ty), mask=mask)
 
@@ -97,6 +110,8 @@ def adamw(
         _address(row, 1, grad_like, ALIGNED),
         _address(row, 2, mean_like, ALIGNED),
         _address(row, 3, mean_like, ALIGNED),
+        None,  # factor
+        None,  # output
         size,
         (chunk - tl.load(row + 5)) * CHUNK,
         tl.load(corrections + tensor * 2),
@@ -118,6 +133,8 @@ def adamw_of_one(
     grad,
     mean,
     square,
+    factor,
+    output,
     size,
     correction,
     root_of_correction,
@@ -138,6 +155,8 @@ def adamw_of_one(
         grad,
         mean,
         square,
+        factor,
+        output,
         size,
         first,
         correction,
