@@ -46,7 +46,11 @@ class DeferredTransfers:
         self.out: deque[Callable[[], None]] = deque()
         self.into: deque[Callable[[], None]] = deque()
         self.bytes_out = self.bytes_in = 0
+        self.paces = 0
         self._available_bytes = available_bytes
+
+    def keep_pace(self) -> None:
+        self.paces += 1
 
     def host_buffer(self, size_bytes: int) -> Tensor:
         if size_bytes > self._available_bytes:
