@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import csv
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,27 @@ OPTIMIZER = (
 )
 BEGIN, END = "<!-- made by scripts.bench.report -->\n", "<!-- end -->\n"
 Row = dict[str, str]
+STATE_COLUMNS = {
+    "model": "model",
+    "tokens": "tokens",
+    "memory": "memory options",
+    "step_ms": "ms",
+    "floor_ms": "floor ms",
+    "tokens_per_s_per_device": "tokens/s",
+    "peak_gib": "GiB",
+    "host_gib": "GiB on the host",
+    "commit": "commit",
+}
+PRECISION_COLUMNS = {
+    "model": "model",
+    "precision": "precision",
+    "steps": "steps",
+    "held_out_before": "before",
+    "held_out_after": "after",
+    "percent": "%",
+    "tokens_per_s": "tokens/s",
+    "commit": "commit",
+}
 
 
 def rows_of(name: str, device: str = DEVICE) -> list[Row]:
@@ -195,6 +216,12 @@ def _head_cell(row: Row) -> str:
     return f"{float(row['ms']):.1f}, {float(row['over_floor']):.3f}, {float(row['peak_gib']):.2f}"
 
 
+def column_lines(rows: Sequence[Row], columns: Mapping[str, str]) -> list[str]:
+    """Return a table of ``rows``, with the header ``columns[name]`` for the column ``name``."""
+    lines = [f"| {' | '.join(columns.values())} |", "|---" * len(columns) + "|"]
+    return lines + [f"| {' | '.join(row[name] for name in columns)} |" for row in rows]
+
+
 def readme_section() -> str:
     """Return what is between README's markers."""
     return (
@@ -242,6 +269,23 @@ def page() -> str:
             "Forward and backward: milliseconds, multiple of the floor (its three matmuls), GiB above the inputs "
             "([rows](benchmarks/linear_cross_entropy.csv)). `liger n`: `chunk_mem_const`.",
             "\n".join(heads),
+        ]
+    states = rows_of("state_offload")
+    if states:
+        parts += [
+            "## Optimizer states in host memory",
+            f"{DEVICE}, host of 128 GiB, batch 1, bf16 weights and gradients, fp32 masters and moments (12 bytes per "
+            "parameter) on the host, clipping by the global norm. `floor ms`: the states once in each direction over "
+            "the link, at the speed measured before the row ([rows](benchmarks/state_offload.csv)).",
+            "\n".join(column_lines(states, STATE_COLUMNS)),
+        ]
+    precisions = rows_of("precision")
+    if precisions:
+        parts += [
+            "## Precisions",
+            f"{DEVICE}, `nxd-memopt train` from the same weights, on the same data with the same schedule, held-out "
+            "losses before and after; `%`: difference from the first row ([rows](benchmarks/precision.csv)).",
+            "\n".join(column_lines(precisions, PRECISION_COLUMNS)),
         ]
     return "\n\n".join(parts) + "\n"
 

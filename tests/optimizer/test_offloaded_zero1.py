@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.memory import apply_memory
 from nxd_memopt.memory.host_pool import HostPool
+from nxd_memopt.memory.recompute import layer_units
 from nxd_memopt.optimizer import NeuronZero1Optimizer
 from nxd_memopt.optimizer.loss_scaler import LossScaler
 from nxd_memopt.optimizer.offloaded_zero1 import OffloadedZero1Optimizer
@@ -170,6 +171,7 @@ def test_updates_in_the_next_forward_change_nothing(memory: dict[str, object], f
             losses.append(loss.detach())
             waiting.append(len(optimizer.base_optimizer._pending))
         assert all(waiting) == in_forward  # chunks are left for the next forward, or none
+        assert transfers.paces == 4 * in_forward * len(layer_units(model.decoder_layers()))
         results.append([*losses, *values(optimizer, list(model.parameters()))])
         if in_forward:
             assert not optimizer.base_optimizer._pending  # reading the states completes the step

@@ -152,7 +152,9 @@ print("built")
 """
 
 
-@pytest.mark.parametrize("flags", ["", "-O2", "-O1 --optlevel=2"])
+@pytest.mark.parametrize(
+    "flags", ["", *(pytest.param(each, marks=pytest.mark.slow) for each in ("-O2", "-O1 --optlevel=2"))]
+)
 def test_recompute_refuses_to_start_above_o1(flags):
     result = run_python(REFUSED, NEURON_CC_FLAGS=flags)
     assert result.returncode != 0 and "built" not in result.stdout

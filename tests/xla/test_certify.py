@@ -39,7 +39,10 @@ def checks(asked, answer, **options):
 
 
 @pytest.mark.parametrize("memory", [FULL, CORE_ATTN], ids=["full", "selective"])
-@pytest.mark.parametrize("config", [LLAMA, GPT_NEOX], ids=["llama", "gpt_neox"])
+@pytest.mark.parametrize(
+    "config",
+    [pytest.param(LLAMA, id="llama"), pytest.param(GPT_NEOX, id="gpt_neox", marks=pytest.mark.slow)],
+)
 def test_recompute_survives(config, memory):
     """In 16 bits, as training runs, and F = 4H, GPT-NeoX's own.
 
