@@ -5,20 +5,27 @@
 Random weights, bf16 weights and gradients, fp32 masters and moments (12 bytes per parameter), batch
 1, clipping by the global norm. ``floor_ms`` is the time in which the link moves the states that are
 on the host, once in each direction at the same time, at the speed that the row measured before.
+``host_peak_gib`` is the process's peak resident memory, pinned buffers included.
+
+With ``--document-tokens`` attention stays within documents of that length: every tensor of the step
+has its full size, but attention does not have its full time ("memory only").
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
+import resource
 import time
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from nxd_memopt.backends import backend
-from nxd_memopt.config import MemoryConfig
+from nxd_memopt.config import MemoryConfig, require_divisible
 from nxd_memopt.memory.host_pool import HostPool
 from nxd_memopt.modules.causal_lm import ParallelCausalLM
 from nxd_memopt.optimizer import OffloadedZero1Optimizer
@@ -51,12 +58,20 @@ def link_bytes_per_s() -> float:
     return copies * size / (time.perf_counter() - start)
 
 
+def packed_loss(model: torch.nn.Module, bounds: Tensor, ids: Tensor) -> Tensor:
+    """Return the loss of documents that begin and end at ``bounds``."""
+    return model(ids, labels=ids, cu_seqlens=bounds).loss
+
+
 def measure(config: Any, tokens: int, memory: MemoryConfig, args: argparse.Namespace) -> dict[str, Any]:
     """Return the columns of a row; the memory is free again afterwards."""
     model_parallel_manual_seed(7)
     link = link_bytes_per_s()
     model, loss_of = build_ours(config, memory)
     model.train()
+    if args.document_tokens:
+        bounds = torch.arange(0, tokens + 1, args.document_tokens, device=backend.device)
+        loss_of = functools.partial(packed_loss, model, bounds)
     pool = HostPool()
     start = time.perf_counter()
     optimizer = OffloadedZero1Optimizer(
@@ -72,12 +87,12 @@ def measure(config: Any, tokens: int, memory: MemoryConfig, args: argparse.Names
     setup_s = time.perf_counter() - start
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(0, config.vocab_size, (1, tokens), generator=generator).to(backend.device)
-    losses: list[torch.Tensor] = []
+    losses: list[Tensor] = []
     # Timed together, as steps between two reads of the loss in a training loop: the states that
     # return to the host after a step overlap with the next one.
     start = 0.0
-    for i in range(WARM_UP_STEPS + args.steps):
-        if i == WARM_UP_STEPS:
+    for i in range(args.warm_up_steps + args.steps):
+        if i == args.warm_up_steps:
             backend.reset_peak_memory_stats()
             backend.synchronize()
             start = time.perf_counter()
@@ -96,8 +111,9 @@ def measure(config: Any, tokens: int, memory: MemoryConfig, args: argparse.Names
     values = [round(loss.item(), 4) for loss in losses]
     result = figures([step_s], values, tokens * args.accumulation)
     return result | {
-        "grad_norm": round(cast(torch.Tensor, optimizer.grad_norm).item(), 4),
+        "grad_norm": round(cast(Tensor, optimizer.grad_norm).item(), 4),
         "host_gib": round(host_bytes / GIB, 2),
+        "host_peak_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB, 2),
         "link_gb_per_s": round(link / 1e9, 1),
         "floor_ms": round(floor_s * 1e3, 1),
         "setup_s": round(setup_s, 1),
@@ -114,6 +130,8 @@ def main() -> None:
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches per step")
     parser.add_argument("--read-loss", action="store_true", help="read the loss after every step")
     parser.add_argument("--in-forward", action="store_true", help="updates overlap with the next forward")
+    parser.add_argument("--document-tokens", type=int, help="attention within documents of this length; memory only")
+    parser.add_argument("--warm-up-steps", type=int, default=WARM_UP_STEPS)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--csv", type=Path, default=CSV)
     parser.add_argument("--append", action="store_true", help="append the rows to --csv")
@@ -123,6 +141,8 @@ def main() -> None:
     limit_device_memory(args.cap_gib)
     memory = with_options(MemoryConfig(), args.memory)
     for tokens in args.tokens:
+        if args.document_tokens:
+            require_divisible("--tokens", tokens, "--document-tokens", args.document_tokens)
         row: dict[str, Any] = {
             "model": args.model,
             "tensor_parallel": parallel_state.get_world_size(),
@@ -130,6 +150,7 @@ def main() -> None:
             "accumulation": args.accumulation,
             "fraction": args.fraction,
             "staging_gib": args.staging_gib,
+            "document_tokens": args.document_tokens or "",
             "cap_gib": args.cap_gib or "",
             "memory": " ".join(args.memory),
         }
