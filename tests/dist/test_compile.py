@@ -43,7 +43,7 @@ def passes(layer, forward, hidden, rope) -> list[torch.Tensor]:
     return [output.detach(), hidden.grad, *(param.grad.clone() for param in layer.parameters())]
 
 
-@distributed(world_size=[1, 2])
+@distributed(world_size=2, slow=[1])
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_layer_is_one_graph(name, recompute):
@@ -64,8 +64,9 @@ def test_a_layer_is_one_graph(name, recompute):
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @distributed(world_size=2)
-@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "gpt_neox"])
+@pytest.mark.parametrize("name", CONFIGS)
 def test_a_models_graph_breaks_do_not_grow_with_its_layers(name):
     """Outside the graphs are the CPU's checks of ids and labels, and the fused loss, which lays out memory by hand."""
     parallel_state.initialize_model_parallel(2)
@@ -174,7 +175,10 @@ def trained(config, kind: str, dtype: torch.dtype, *, compile: bool) -> list[tor
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(torch.float32, id="fp32", marks=pytest.mark.slow), pytest.param(torch.bfloat16, id="bf16")],
+)
 @pytest.mark.parametrize("kind", ["plain", "overlapped", "in backward"])
 def test_hooks_on_gradients_run_behind_compiled_layers(kind, dtype):
     parallel_state.initialize_model_parallel(2)

@@ -146,7 +146,7 @@ def dense_step(weights: dict[str, Tensor], x: Tensor, upstream: Tensor) -> tuple
 
 
 # 8 query heads: 2 or 1 on a rank; 2 KV heads on 4 and on 8 ranks
-@distributed(world_size=[4, 8])
+@distributed(world_size=4, slow=[8])
 @pytest.mark.parametrize("order", ["trn1", "trn2"])
 @pytest.mark.parametrize("names", ["ours", "alias"])
 def test_attention_equals_one_process(names, order, world_size):
@@ -186,7 +186,7 @@ def replicas_agree(param: nn.Parameter) -> None:
         offset += stop - start
 
 
-@distributed(world_size=[4, 8])
+@distributed(world_size=4, slow=[8])
 @pytest.mark.parametrize("fuse_qkv", [False, True])
 @pytest.mark.parametrize("names", ["ours", "alias"])
 def test_rank_files_in_neuronx_distributeds_layout_load(names, fuse_qkv, world_size, tmp_path):

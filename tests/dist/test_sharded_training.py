@@ -77,7 +77,10 @@ def test_every_stage_has_the_losses_of_zero1(zero1: Path, tmp_path: Path, stage:
     torch.testing.assert_close(exported, expected, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-mixed"])
+@pytest.mark.parametrize(
+    "precision",
+    ["bf16-mixed", *(pytest.param(each, marks=pytest.mark.slow) for each in ("bf16-true", "16-mixed"))],
+)
 def test_every_precision_has_the_bits_of_zero1(tmp_path: Path, precision: str) -> None:
     """One micro-batch of D=2 ranks without sequence parallelism: the same additions at every stage."""
     sections = {
@@ -196,6 +199,7 @@ def test_one_instance_per_host():
         assert_says(error_message(lambda each=sections: shard_ranks(build(data_parallel=each))), *words)
 
 
+@pytest.mark.slow
 def test_zero2_on_one_data_parallel_rank_is_zero1(tmp_path: Path) -> None:
     """Two micro-batches of a bf16 model: their gradients are added in fp32."""
     few = {"max_steps": 3, "export": False, "precision": "bf16-mixed"}
@@ -209,6 +213,7 @@ def test_zero2_on_one_data_parallel_rank_is_zero1(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_gradient_sums_in_bf16(tmp_path: Path) -> None:
     """They round sums of micro-batches; one micro-batch on one rank has nothing to add."""
     losses = {}

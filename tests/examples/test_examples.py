@@ -57,6 +57,7 @@ def test_a_training_loop(pretrained: Path, tmp_path: Path) -> None:
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export")
 
 
+@pytest.mark.slow
 def test_a_script_of_neuronx_distributed() -> None:
     found = losses(run("-m", "nxd_memopt.compat", EXAMPLES / "nxd_script.py"))
     assert len(found) == 5 and found[-1] < found[0]

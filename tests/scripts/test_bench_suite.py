@@ -74,6 +74,7 @@ def assert_gone(log: Path, *, processes: int) -> None:
             os.kill(pid, 0)
 
 
+@pytest.mark.slow
 def test_a_launcher_that_is_stopped_takes_its_ranks_along(folder, monkeypatch):
     logs = folder / "logs"
     assert run(monkeypatch, "--gpus", "2", "--only", "endless", "--logs", str(logs), "--timeout-s", "15") == 1

@@ -176,7 +176,14 @@ def test_a_replay_copies_every_tensor_of_a_micro_batch(monkeypatch: pytest.Monke
             assert found.item() == pytest.approx(batch.loss(model).item(), rel=1e-6), i
 
 
-@pytest.mark.parametrize("options", [(), ("--data.packing", "best_fit"), ("--data.no-isolate-documents",)], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param((), id="concatenate", marks=pytest.mark.slow),
+        pytest.param(("--data.packing", "best_fit"), id="best_fit"),
+        pytest.param(("--data.no-isolate-documents",), id="not isolated", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_and_its_export_have_one_held_out_loss(options: tuple[str, ...], tmp_path: Path) -> None:
     config = write_config(tmp_path, trainer={"verify_export": True, "max_steps": 3, "save_checkpoints": False})
     outcome = run_here(config, *options)

@@ -122,6 +122,7 @@ def test_another_learning_rate_when_asked(whole: list[float], tmp_path: Path) ->
     succeed(run_here(config, *options))
 
 
+@pytest.mark.slow
 def test_other_hyperparameters_of_adam_take_effect(whole: list[float], tmp_path: Path) -> None:
     """The states come from the checkpoint, and its hyperparameters with them."""
     found = []
@@ -189,6 +190,7 @@ def test_another_global_batch_continues_at_the_next_sequence(tmp_path: Path, mon
     assert read == list(range(4 * 4 + 2 * 2 + 2 * 4))
 
 
+@pytest.mark.slow
 def test_another_backend_gets_new_random_streams(whole: list[float], tmp_path: Path) -> None:
     # The state of a GPU's generator is no state of this one.
     config = begin(tmp_path)
@@ -204,6 +206,7 @@ def test_another_backend_gets_new_random_streams(whole: list[float], tmp_path: P
     assert losses(tmp_path / "run") == whole  # without dropout no step draws a number
 
 
+@pytest.mark.slow
 def test_a_run_continues_that_of_another_directory(whole: list[float], tmp_path: Path) -> None:
     config = begin(tmp_path)
     source = tmp_path / "run"
@@ -255,6 +258,7 @@ def test_warm_start_is_exact(tmp_path: Path) -> None:
         assert loss == pytest.approx(reached, rel=tolerance)  # bf16 keeps 8 bits
 
 
+@pytest.mark.slow
 def test_warm_start_is_exact_from_the_master_weights(tmp_path: Path) -> None:
     """An fp32 run that starts from a bf16 run has weights between bf16 numbers."""
     config = begin(tmp_path, model={"dtype": "bfloat16"})

@@ -105,7 +105,11 @@ def test_streamed_states_have_the_losses_of_the_ordinary_optimizer(tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [((1.0, True), (0.3, False)), ((0.0, False), (1.0, True)), ((0.5, False), (0.0, False))],
+    [
+        ((1.0, True), (0.3, False)),
+        pytest.param((0.0, False), (1.0, True), marks=pytest.mark.slow),
+        pytest.param((0.5, False), (0.0, False), marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_resumes_at_another_fraction(
     resident: Path, tmp_path: Path, before: tuple[float, bool], after: tuple[float, bool]
@@ -155,6 +159,7 @@ def test_a_skipped_step_with_weights_on_the_host(tmp_path: Path, monkeypatch: py
     assert {skipped for _, skipped in found[0]} == {True, False}
 
 
+@pytest.mark.slow
 def test_sharded_states_on_the_host(tmp_path: Path) -> None:
     """T=2, D=2 with zero1: 40 % of each rank's shards on the host; then D=1 with all of them there."""
     found = {}
