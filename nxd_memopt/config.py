@@ -154,7 +154,9 @@ class MemoryConfig:
             ``recompute_num_layers`` layers; ``"nested"`` keeps one input per chunk as ``uniform``
             does, and in backward recomputes the chunk's other inputs first and then layer by layer:
             the activations of one layer at a time, for one more forward of all layers of a chunk
-            but the last. ``None`` recomputes each layer separately.
+            but the last. ``None`` recomputes each layer separately. For ``"selective"``: ``"block"``
+            recomputes the named submodules of the model's first ``recompute_num_layers`` layers
+            only, ``None`` those of all layers.
         recompute_num_layers: layers per chunk (``uniform``, ``nested``) or recomputed layers
             (``block``). ``nested`` chooses about the square root of the number of layers if it is
             ``None`` (``planner.formulas.nested_chunk_layers``).
@@ -232,6 +234,22 @@ class MemoryConfig:
             return self.recompute_num_layers
         return num_layers
 
+    def num_selective_layers(self, num_layers: int) -> int:
+        """Return how many first layers recompute the named submodules, of ``num_layers``.
+
+        Raises:
+            ValueError: ``recompute_num_layers`` exceeds ``num_layers``.
+        """
+        if self.recompute_granularity != "selective":
+            return 0
+        # set if and only if recompute_method is "block"
+        number = self.recompute_num_layers
+        if number is None:
+            return num_layers
+        if number > num_layers:
+            raise ValueError(f"recompute_num_layers {number} exceeds the model's {num_layers} layers: lower it")
+        return number
+
     def _apply_nxd_switch(self) -> None:
         if not self.selective_activation_checkpointing_is_enabled:
             return
@@ -274,9 +292,13 @@ class MemoryConfig:
                 raise ValueError(f"{name} must be an integer, got {value!r}")
         # A value that the granularity does not use would be ignored, and the run would need more
         # memory than planned: each such combination is an error.
-        if method is not None and self.recompute_granularity != "full":
+        granularity = self.recompute_granularity
+        if method is not None and granularity != "full" and not (granularity == "selective" and method == "block"):
+            remedy = "set it, or leave recompute_method out"
+            if granularity == "selective":
+                remedy = "use 'block' for the first recompute_num_layers layers, or leave it out for all layers"
             raise ValueError(
-                f"recompute_method {method!r} needs recompute_granularity 'full', got {self.recompute_granularity!r}"
+                f"recompute_method {method!r} needs recompute_granularity 'full', got {granularity!r}: {remedy}"
             )
         chooses_layers = method == "nested" and num_layers is None
         if (method is None) != (num_layers is None) and not chooses_layers:
@@ -289,7 +311,10 @@ class MemoryConfig:
                 f"{self.recompute_granularity!r}: set it, or leave recompute_keep_core_attn out"
             )
         if num_layers is not None and num_layers < 1:
-            raise ValueError(f"recompute_num_layers must be at least 1, got {num_layers}")
+            raise ValueError(
+                f"recompute_num_layers must be at least 1, got {num_layers}: for all layers leave it and "
+                "recompute_method out, for none recompute_granularity"
+            )
         # The results of all layers would be kept, each as large as the inputs that nesting drops.
         if self.recompute_keep_core_attn and method == "nested":
             raise ValueError(

@@ -61,13 +61,36 @@ def test_require_one_of_names_the_nearest(value, facts):
         (MemoryConfig, {"recompute_method": "uniform"}, ["recompute_method", "uniform", "'full'"]),
         (
             MemoryConfig,
+            {"recompute_method": "block", "recompute_num_layers": 2},
+            ["recompute_method 'block'", "'full'", "None", "set it"],
+        ),
+        *(
+            (
+                MemoryConfig,
+                {"recompute_granularity": "selective", "recompute_method": method, "recompute_num_layers": 2},
+                [f"recompute_method {method!r}", "'full'", "'selective'", "use 'block'"],
+            )
+            for method in ("uniform", "nested")
+        ),
+        (
+            MemoryConfig,
+            {"recompute_granularity": "selective", "recompute_method": "block"},
+            ["recompute_num_layers", "None", "set both or neither"],
+        ),
+        (
+            MemoryConfig,
+            {"recompute_granularity": "selective", "recompute_num_layers": 2},
+            ["recompute_method None", "recompute_num_layers 2", "set both or neither"],
+        ),
+        (
+            MemoryConfig,
             {"recompute_granularity": "full", "recompute_method": "block"},
             ["recompute_num_layers", "None", "set both or neither"],
         ),
         (
             MemoryConfig,
             {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 0},
-            ["recompute_num_layers", "at least 1", "0"],
+            ["recompute_num_layers", "at least 1", "0", "leave"],
         ),
         (
             MemoryConfig,

@@ -111,6 +111,13 @@ class Certify:
         few, many = self.measure_layers
         if not 2 <= few < many:
             raise ValueError(f"measure_layers {few} {many} must be two depths, at least 2, the second one greater")
+        # Every measured model has the layers that are recomputed together or alone (block).
+        number = self.recompute_num_layers
+        if number is not None and number > few:
+            raise ValueError(
+                f"recompute_num_layers {number} exceeds the measured {few} layers: pass --measure-layers {number} "
+                f"{2 * number}, or {number} {number + 1} with recompute_method 'block'"
+            )
         config = load_model_config(self.model, self.override)
         model_types = {named["model_type"] for named in NAMED_CONFIGS.values()}
         require_one_of("model_type", config.get("model_type"), tuple(model_types))

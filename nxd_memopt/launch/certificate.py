@@ -127,6 +127,11 @@ def _memory(config: TrainConfig) -> list[str]:
     for option, value in values.items():
         if value is not None:
             options += [option, str(value)]
+    # By default certify measures 2 and 4 layers.
+    number = memory.recompute_num_layers or 1
+    if number > 2:
+        deeper = 2 * number if memory.recompute_method == "uniform" else number + 1
+        options += ["--measure-layers", str(number), str(deeper)]
     if memory.recompute_keep_core_attn:
         options += ["--recompute-keep-core-attn"]
     if memory.recompute_modules:

@@ -205,7 +205,7 @@ def apply_recompute(model: Recomputable, memory: MemoryConfig, *, keep: Keep | N
 
     Raises:
         ValueError: ``recompute_num_layers`` exceeds the number of layers, or, for ``uniform``, does
-            not divide it.
+            not divide it, or the recomputed layers have no module of a name.
     """
     remove_recompute(model)
     if memory.recompute_granularity is not None:
@@ -220,12 +220,28 @@ def apply_recompute(model: Recomputable, memory: MemoryConfig, *, keep: Keep | N
             layers = layers[memory.num_offloaded_layers(len(layers)) :]
         _apply_full(layers, memory, keep)
     elif memory.recompute_granularity == "selective":
-        named = model.recompute_modules()
+        named = _selected_modules(model, memory)
         _require_modules(named, memory)
         _warn_if_useless(named, memory)
         for name in memory.recompute_modules or ():
             for module in named[name]:
                 wrap_forward(module, "recompute", _checkpointed)
+
+
+def _selected_modules(model: Recomputable, memory: MemoryConfig) -> Mapping[str, Sequence[nn.Module]]:
+    """Return the model's modules by name; with ``block``, those of the first ``recompute_num_layers`` layers.
+
+    Raises:
+        ValueError: ``recompute_num_layers`` exceeds the number of layers.
+    """
+    named = model.recompute_modules()
+    if memory.recompute_method is None:
+        return named
+    # A list of modules does not tell their layers: a layer may have two of a name, or none.
+    layers = model.decoder_layers()
+    first_layers = layers[: memory.num_selective_layers(len(layers))]
+    inside = {id(module) for layer in first_layers for module in layer.modules()}
+    return {name: [module for module in named[name] if id(module) in inside] for name in named}
 
 
 def recomputes_parts(memory: MemoryConfig) -> bool:
@@ -392,11 +408,14 @@ def _pass_on(hidden: Any, *context: Any) -> Any:
 
 
 def _require_modules(named: Mapping[str, Sequence[nn.Module]], memory: MemoryConfig) -> None:
-    """Raise ``ValueError`` if the model has no module of a name: nothing would be recomputed."""
+    """Raise ``ValueError`` if there is no module of a name: nothing would be recomputed."""
     present = [name for name in named if named[name]]
+    where = "this model"
+    if memory.recompute_method is not None:
+        where = f"this model's first recompute_num_layers {memory.recompute_num_layers} layers"
     for name in memory.recompute_modules or ():
         if name not in present:
-            raise ValueError(f"recompute_modules entry {name!r} names no module of this model: use any of {present}")
+            raise ValueError(f"recompute_modules entry {name!r} names no module of {where}: use any of {present}")
 
 
 def _warn_if_useless(named: Mapping[str, Sequence[nn.Module]], memory: MemoryConfig) -> None:

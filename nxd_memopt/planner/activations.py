@@ -9,9 +9,9 @@ from nxd_memopt.planner.formulas import nested_chunk_layers
 from nxd_memopt.planner.layer_tensors import (
     SINGLE_KERNELS,
     Kernels,
-    Part,
     Tensors,
     layer_norm_tensors,
+    layer_runs,
     layer_tensors,
     rms_norm_tensors,
 )
@@ -61,10 +61,9 @@ def activations(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> Act
         ValueError: recompute does not fit the number of layers, or attention is not one operator
             whose result could be kept.
     """
-    layer = layer_tensors(sizes, memory, kernels)
     on_device: list[Tensors] = []
     on_host: list[Tensors] = []
-    for kept, is_offloaded in _by_layer(layer, sizes.num_layers, memory, kernels):
+    for kept, is_offloaded in _by_layer(sizes, memory, kernels):
         # Small storages are not worth a transfer each.
         moved: Tensors = {}
         if is_offloaded:
@@ -74,11 +73,16 @@ def activations(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> Act
     return Activations(tuple(on_device), tuple(on_host), _around(sizes, memory, kernels))
 
 
-def _by_layer(layer: Part, depth: int, memory: MemoryConfig, kernels: Kernels) -> list[tuple[Tensors, bool]]:
+def _by_layer(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> list[tuple[Tensors, bool]]:
     """Return for each layer what it keeps, and whether that waits in host memory."""
+    depth = sizes.num_layers
     if memory.recompute_granularity != "full":
-        kept = layer.kept(memory.recompute_modules or ())
-        return [(kept, i < memory.cpu_offloading_num_layers) for i in range(depth)]
+        by_layer: list[Tensors] = []
+        for count, techniques in layer_runs(memory, depth):
+            kept = layer_tensors(sizes, techniques, kernels).kept(techniques.recompute_modules or ())
+            by_layer += [kept] * count
+        return [(kept, i < memory.cpu_offloading_num_layers) for i, kept in enumerate(by_layer)]
+    layer = layer_tensors(sizes, memory, kernels)
     if memory.recompute_keep_core_attn and kernels.attention not in SINGLE_KERNELS:
         raise ValueError(
             f"recompute_keep_core_attn needs attention by one operator, one of {list(SINGLE_KERNELS)}, and it is "

@@ -65,9 +65,8 @@ class StepShape:
     """Sizes that determine the collectives of a step.
 
     Args:
-        num_layers: number of decoder layers.
-        blocks_per_layer: blocks with one column input and one row output: 2, or 1 if attention and
-            MLP of a layer are merged.
+        blocks: for each decoder layer, its blocks with one column input and one row output: 2, or 1
+            if attention and MLP of the layer are merged.
         hidden_size: H.
         sequence_length: S.
         micro_batch_size: B.
@@ -83,8 +82,7 @@ class StepShape:
             saved.
     """
 
-    num_layers: int
-    blocks_per_layer: int
+    blocks: tuple[int, ...]
     hidden_size: int
     sequence_length: int
     micro_batch_size: int
@@ -97,6 +95,11 @@ class StepShape:
     tagged_gradient_bytes: tuple[int, ...]
     head_chunks: tuple[int, ...]
     row_output_dropout: bool
+
+    @property
+    def num_layers(self) -> int:
+        """Number of decoder layers."""
+        return len(self.blocks)
 
     @property
     def layer_input_bytes(self) -> int:
@@ -183,20 +186,20 @@ def expected_collectives(
     if shape.tensor_model_parallel_size == 1:
         return Counter()
     total = _around_layers(shape) + _gradient_hook(shape)
-    for _ in range(shape.num_layers):
-        total += per_layer(shape)
+    for blocks in shape.blocks:
+        total += per_layer(shape, blocks)
     return total + _recomputed(shape, memory, stops_early=stops_early)
 
 
-def per_layer(shape: StepShape) -> Counter[Collective]:
-    """Return the collectives of one decoder layer's forward and backward without recomputation."""
+def per_layer(shape: StepShape, blocks: int) -> Counter[Collective]:
+    """Return the collectives of forward and backward, without recomputation, of a layer of ``blocks`` blocks."""
     total: Counter[Collective] = Counter()
-    for _ in range(shape.blocks_per_layer):
+    for _ in range(blocks):
         total += shape.column_forward() + shape.reduction()
         total += shape.column_backward() + shape.row_backward()
     # Merged branches without SP: the gradients of weight and bias ([H], fp32) of two norms are
     # partial sums on each rank, all-reduced as one tensor of 2 * 2 * H * 4 bytes.
-    if shape.blocks_per_layer == 1 and not shape.sequence_parallel_enabled:
+    if blocks == 1 and not shape.sequence_parallel_enabled:
         total += shape._one("all_reduce", 2 * 2 * shape.hidden_size * _FP32_BYTES)
     # The r replicas of a KV head serve different query heads, so that each has a part of the sum
     # that is the gradient of K and V: all-reduced over these r ranks only.
@@ -276,7 +279,7 @@ def _recomputed_parts(
         if memory.recompute_method == "block":
             recomputed_layers = layers_per_region
             layers_per_region = 1
-        blocks = shape.blocks_per_layer * recomputed_layers
+        blocks = sum(shape.blocks[:recomputed_layers])
         if stops_early and not shape.row_output_dropout:
             return blocks, blocks - recomputed_layers // layers_per_region
         return blocks, blocks
@@ -285,7 +288,7 @@ def _recomputed_parts(
     modules = set(memory.recompute_modules or ()) & {"attn", "mlp"}
     # Each region has one column input and ends in its row output, the part that a recomputation
     # which stops early omits.
-    regions = shape.num_layers * len(modules)
+    regions = memory.num_selective_layers(shape.num_layers) * len(modules)
     if stops_early:
         return regions, 0
     return regions, regions

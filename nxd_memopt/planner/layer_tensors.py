@@ -10,7 +10,7 @@ compares the sums with the storages that exist, as integers.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner.rank_sizes import FP32_BYTES, RankSizes
@@ -87,8 +87,34 @@ def merges_branches(model_type: str, memory: MemoryConfig, *, parallel_residual:
     return not is_separate and memory.mlp_tile_tokens is None and memory.attention_head_groups is None
 
 
+def layer_runs(memory: MemoryConfig, num_layers: int) -> list[tuple[int, MemoryConfig]]:
+    """Return consecutive layers that are computed alike: how many, and their techniques, in order.
+
+    Selective recompute of the first layers leaves the others without recompute: GPT-NeoX merges
+    the branches of those, and kernels rotate their queries and keys in place.
+
+    Args:
+        memory: techniques of the model.
+        num_layers: number of decoder layers.
+
+    Raises:
+        ValueError: ``recompute_num_layers`` exceeds ``num_layers``.
+    """
+    if memory.recompute_granularity != "selective":
+        return [(num_layers, memory)]
+    selective = replace(memory, recompute_method=None, recompute_num_layers=None)
+    plain = replace(
+        selective,
+        recompute_granularity=None,
+        recompute_modules=None,
+        selective_activation_checkpointing_is_enabled=False,
+    )
+    first = memory.num_selective_layers(num_layers)
+    return [run for run in ((first, selective), (num_layers - first, plain)) if run[0]]
+
+
 def layer_tensors(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> Part:
-    """Return the parts of a decoder layer.
+    """Return the parts of a decoder layer under the techniques of ``layer_runs``.
 
     Raises:
         ValueError: the activations of the architecture, or of a technique, are not planned.

@@ -12,7 +12,7 @@ from nxd_memopt.planner.activations import SHARED_TENSORS, Activations, activati
 from nxd_memopt.planner.architectures import parameters
 from nxd_memopt.planner.backward import Moment, layer_moments, loss_temporaries
 from nxd_memopt.planner.formulas import nested_chunk_layers, optimizer_state_bytes, stream_bytes
-from nxd_memopt.planner.layer_tensors import Kernels, Tensors, layer_tensors
+from nxd_memopt.planner.layer_tensors import Kernels, Tensors, layer_runs, layer_tensors
 from nxd_memopt.planner.rank_sizes import RankSizes, rank_sizes
 from nxd_memopt.planner.states import (
     CHUNK_ELEMENTS,
@@ -247,13 +247,9 @@ def _in_backward(
     """Return the terms at each moment of each layer's backward, from the last layer to the first."""
     sizes = model.sizes
     element = sizes.element_bytes
-    moments = layer_moments(sizes, memory, kernels)
-    layer = layer_tensors(sizes, memory, kernels)
-    everything = layer.kept()
-    if memory.recompute_keep_core_attn:
-        # While results are returned to it, a recomputed layer copies query, key and value out of
-        # their projection's output, which stays. Measured: 384 MiB of LLaMA-3-8B at 32,768 tokens.
-        everything |= {"output of the projections": sizes.tokens * (sizes.query + 2 * sizes.kv) * element}
+    layers: list[_LayerBackward] = []
+    for count, techniques in layer_runs(memory, sizes.num_layers):
+        layers += [_layer_backward(sizes, techniques, kernels)] * count
     per_layer = gradient_bytes(model.layer_shapes, layout)
     # The head's gradient comes first. A tied one is the embedding's too.
     finished = gradient_bytes(model.other_shapes[-1:], layout)
@@ -271,8 +267,9 @@ def _in_backward(
             remaining -= sum(own.values())
             finished += per_layer
             continue
-        restored = _restored(memory, sizes.num_layers, index, sum(everything.values()), sum(layer.inputs.values()))
-        for moment in moments:
+        everything = layers[index].everything
+        restored = _restored(memory, sizes.num_layers, index, sum(everything.values()), layers[index].input_bytes)
+        for moment in layers[index].moments:
             freed = sum(size for name, size in everything.items() if name in moment.freed)
             current = moment.finished_gradients
             if layout.in_backward:
@@ -297,6 +294,33 @@ def _in_backward(
         remaining -= sum(own.values())
         finished += per_layer
     return found
+
+
+@dataclass(frozen=True)
+class _LayerBackward:
+    """A layer's backward.
+
+    Args:
+        everything: storages of a forward without recompute, which a recomputed layer has again.
+        input_bytes: bytes of the layer's input.
+        moments: the moments at which most memory is in use.
+    """
+
+    everything: Tensors
+    input_bytes: int
+    moments: list[Moment]
+
+
+def _layer_backward(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> _LayerBackward:
+    """Return the backward of a layer under the techniques of ``layer_runs``."""
+    layer = layer_tensors(sizes, memory, kernels)
+    everything = layer.kept()
+    if memory.recompute_keep_core_attn:
+        # While results are returned to it, a recomputed layer copies query, key and value out of
+        # their projection's output, which stays. Measured: 384 MiB of LLaMA-3-8B at 32,768 tokens.
+        projected = sizes.tokens * (sizes.query + 2 * sizes.kv) * sizes.element_bytes
+        everything |= {"output of the projections": projected}
+    return _LayerBackward(everything, sum(layer.inputs.values()), layer_moments(sizes, memory, kernels))
 
 
 def _is_decisive(layers: Sequence[Tensors], index: int, memory: MemoryConfig) -> bool:

@@ -140,7 +140,10 @@ class Setting:
 def _describe_recompute(memory: MemoryConfig) -> str:
     parts = ["no recompute"]
     if memory.recompute_granularity == "selective":
-        parts = [f"recompute {'+'.join(memory.recompute_modules or ())}"]
+        where = ""
+        if memory.recompute_num_layers is not None:
+            where = f" of {memory.recompute_num_layers} layers"
+        parts = [f"recompute {'+'.join(memory.recompute_modules or ())}{where}"]
     elif memory.recompute_granularity == "full":
         method = ""
         if memory.recompute_method is not None:
@@ -366,10 +369,11 @@ def _memories(problem: Problem) -> Iterator[MemoryConfig]:
     is_gpu = problem.device.kind == "cuda"
     full: dict[str, Any] = {"recompute_granularity": "full"}
     yield MemoryConfig()
-    yield MemoryConfig(recompute_granularity="selective", recompute_modules=("norm", "mlp"))
-    yield MemoryConfig(**full)
-    for layers in sorted({depth // 4, depth // 2, depth * 3 // 4} - {0}):
-        yield MemoryConfig(**full, recompute_method="block", recompute_num_layers=layers)
+    selective: dict[str, Any] = {"recompute_granularity": "selective", "recompute_modules": ("norm", "mlp")}
+    for granularity in (selective, full):
+        yield MemoryConfig(**granularity)
+        for layers in sorted({depth // 4, depth // 2, depth * 3 // 4} - {0}):
+            yield MemoryConfig(**granularity, recompute_method="block", recompute_num_layers=layers)
     if kernels_of(problem, MemoryConfig()).attention in SINGLE_KERNELS and is_gpu:
         yield MemoryConfig(**full, recompute_keep_core_attn=True)
     if depth > 3:

@@ -8,7 +8,7 @@ from typing import Any
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.planner.architectures import num_kv_heads, parameters
 from nxd_memopt.planner.collectives import StepShape
-from nxd_memopt.planner.layer_tensors import merges_branches
+from nxd_memopt.planner.layer_tensors import layer_runs, merges_branches
 from nxd_memopt.planner.loss_chunks import DEFAULT_LOGITS_BYTES, chunk_ranges
 
 
@@ -42,19 +42,19 @@ def step_shape(
     replicas = 1
     if is_llama:
         replicas = max(1, size // num_kv_heads(config))
-    blocks_per_layer = 2
     # models/gpt_neox.py merges in training without dropout after the branches.
     has_dropout = not is_llama and config.hidden_dropout > 0
     parallel_residual = not is_llama and config.use_parallel_residual
-    if merges_branches(config.model_type, memory, parallel_residual=parallel_residual) and not has_dropout:
-        blocks_per_layer = 1
+    blocks: list[int] = []
+    for count, techniques in layer_runs(memory, config.num_hidden_layers):
+        merged = merges_branches(config.model_type, techniques, parallel_residual=parallel_residual)
+        blocks += [1 if merged and not has_dropout else 2] * count
     reduce_dtype_bytes = element_bytes
     if parallel.reduce_dtype == "float32":
         reduce_dtype_bytes = 4
     tokens = sequence_length * micro_batch_size
     return StepShape(
-        num_layers=config.num_hidden_layers,
-        blocks_per_layer=blocks_per_layer,
+        blocks=tuple(blocks),
         hidden_size=config.hidden_size,
         sequence_length=sequence_length,
         micro_batch_size=micro_batch_size,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner.formulas import nested_chunk_layers
 from nxd_memopt.planner.hardware import Device
-from nxd_memopt.planner.layer_tensors import merges_branches
+from nxd_memopt.planner.layer_tensors import layer_runs, merges_branches
 from nxd_memopt.planner.peak import RankModel, StepMemory
 from nxd_memopt.planner.rank_sizes import RankSizes
 from nxd_memopt.planner.states import StateLayout
@@ -185,12 +185,15 @@ def _recomputed_by_technique(sizes: RankSizes, memory: MemoryConfig, weights: di
             return depth * (layer - last) + (depth - -(-depth // chunk)) * layer
         return depth * layer - depth // chunk * last
     modules = set(memory.recompute_modules or ())
+    recomputed = memory.num_selective_layers(sizes.num_layers)
     again = 0
     if "attn" in modules:
-        again += weights["qkv"]
-    if "mlp" in modules or memory.mlp_tile_tokens is not None:
-        again += weights["mlp in"]
-    return again * sizes.num_layers
+        again += recomputed * weights["qkv"]
+    if "mlp" in modules:
+        again += recomputed * weights["mlp in"]
+    if memory.mlp_tile_tokens is not None:
+        again += sizes.num_layers * weights["mlp in"]
+    return again
 
 
 def attention_flops(sizes: RankSizes, memory: MemoryConfig) -> float:
@@ -206,7 +209,7 @@ def attention_flops(sizes: RankSizes, memory: MemoryConfig) -> float:
         if memory.recompute_method == "nested":
             again *= 2
     elif modules & {"core_attn", "attn"}:
-        again = sizes.num_layers
+        again = memory.num_selective_layers(sizes.num_layers)
     if memory.attention_head_groups is not None:
         again += sizes.num_layers
     return forward * ((1 + _ATTENTION_BACKWARD) * sizes.num_layers + again)
@@ -233,19 +236,30 @@ def tensor_parallel_bytes(sizes: RankSizes, memory: MemoryConfig) -> float:
     """
     if sizes.tensor_model_parallel_size == 1:
         return 0.0
+    # The head gathers its input and scatters its gradient, the embedding scatters and gathers.
+    transfers = 4
+    for count, techniques in layer_runs(memory, sizes.num_layers):
+        transfers += count * _layer_transfers(sizes, techniques)
+    full = sizes.tokens * sizes.hidden * sizes.element_bytes
+    share = (sizes.tensor_model_parallel_size - 1) / sizes.tensor_model_parallel_size
+    return share * full * transfers
+
+
+def _layer_transfers(sizes: RankSizes, memory: MemoryConfig) -> int:
+    """Return how many times a layer gathers or scatters a full activation, forward and backward."""
     merged = merges_branches(sizes.model_type, memory, parallel_residual=sizes.parallel_residual)
     blocks = 1 if merged else 2
     transfers = 5 if sizes.shards > 1 else 4
     if memory.recompute_granularity == "full":
         transfers += 2
     per_layer = blocks * transfers
+    if sizes.shards > 1:
+        # The recompute of a block gathers its input and stops before its reduction.
+        per_layer += len({"attn", "mlp"} & set(memory.recompute_modules or ()))
     if memory.attention_head_groups is not None:
         # Each group gathers the input and reduces its output, and its backward gathers once more.
         per_layer += (memory.attention_head_groups - 1) * transfers + 2 * memory.attention_head_groups
-    full = sizes.tokens * sizes.hidden * sizes.element_bytes
-    share = (sizes.tensor_model_parallel_size - 1) / sizes.tensor_model_parallel_size
-    # The head gathers its input and scatters its gradient, the embedding scatters and gathers.
-    return share * full * (per_layer * sizes.num_layers + 4)
+    return per_layer
 
 
 def _data_parallel_s(

@@ -172,6 +172,12 @@ def test_selective_recompute_survives_torch_compile():
         {**FULL, "recompute_method": "uniform", "recompute_num_layers": 2},
         pytest.param({**FULL, "recompute_method": "block", "recompute_num_layers": 1}, marks=pytest.mark.slow),
         {"recompute_granularity": "selective", "recompute_modules": ["attn", "norm"]},
+        {
+            "recompute_granularity": "selective",
+            "recompute_modules": ["attn"],
+            "recompute_method": "block",
+            "recompute_num_layers": 1,
+        },
         pytest.param(
             {"recompute_granularity": "selective", "recompute_modules": ["mlp", "core_attn"]},
             marks=pytest.mark.slow,
@@ -314,6 +320,13 @@ def test_command_fails_a_step_that_does_not_fit(monkeypatch, capsys):
         (["--measure-layers", 3, 3], ["measure_layers 3 3"]),
         (["--measure-layers", 4, 8], ["measure_layers 4 8", "6 layers"]),
         (["--backend", "compiled", "--tensor-model-parallel-size", 2], ["compiled", "tensor_model_parallel_size 2"]),
+        (
+            [
+                *("--recompute-granularity", "selective", "--recompute-method", "block"),
+                *("--recompute-num-layers", 3),
+            ],
+            ["recompute_num_layers 3", "measured 2 layers", "--measure-layers 3"],
+        ),
         (["--model", "llama-3-9b"], ["'llama-3-9b'", "did you mean 'llama-3-8b'"]),
         (["--override", "num_hidden_layers"], ["KEY=VALUE", "'num_hidden_layers'"]),
         (["--sequence-parallel-enabled"], ["tensor_model_parallel_size"]),

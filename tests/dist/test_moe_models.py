@@ -271,6 +271,17 @@ REFUSALS = {
         ),
         ["moe_layer_recompute", "full"],
     ),
+    "recompute of all MoE layers, and of the first ones": (
+        lambda: parallel_model(
+            mixtral_config(),
+            moe=options_of(mixtral_config(), "alltoall", moe_layer_recompute=True),
+            recompute_granularity="selective",
+            recompute_modules=("norm",),
+            recompute_method="block",
+            recompute_num_layers=1,
+        ),
+        ["moe_layer_recompute", "'block'", "1 layers", "'moe' in recompute_modules"],
+    ),
     "recompute of a dense MLP": (
         lambda: parallel_model(mixtral_config(), recompute_granularity="selective", recompute_modules=("mlp",)),
         ["'mlp'", "no module", "moe"],

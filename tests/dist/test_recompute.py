@@ -23,6 +23,12 @@ VARIANTS = {
     },
     "selective, several": {"recompute_granularity": "selective", "recompute_modules": ALL_MODULES},
     "selective, one in another": {"recompute_granularity": "selective", "recompute_modules": ("attn", "core_attn")},
+    "selective block 2": {
+        "recompute_granularity": "selective",
+        "recompute_modules": ("attn", "norm"),
+        "recompute_method": "block",
+        "recompute_num_layers": 2,
+    },
     "NxD's switch": {"selective_activation_checkpointing_is_enabled": True},
     "full": {"recompute_granularity": "full"},
     "full uniform 3": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 3},

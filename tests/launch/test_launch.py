@@ -224,6 +224,12 @@ def test_techniques_that_certify_cannot_measure_are_refused(tmp_path: Path) -> N
 
     assert "--recompute-keep-core-attn" in command("--memory.recompute-keep-core-attn")
     assert "--isolate-documents" not in command()
+    block = ("--memory.recompute-method", "block", "--memory.recompute-num-layers")
+    selective = ("--memory.recompute-granularity", "selective", "--memory.recompute-modules", "norm")
+    assert "--measure-layers" not in command(*block, "2")
+    words = " ".join(command(*selective, *block, "6"))
+    assert "--recompute-granularity selective --recompute-method block --recompute-num-layers 6" in words
+    assert words.count("--measure-layers 6 7 ") == 1 and "--recompute-modules norm" in words
     with pytest.raises(ValueError, match="pass --device-memory-gib"):
         certify_command(planned("llama3_8b").config, "cuda", world_size=8, device_memory_gib=None, directory=tmp_path)
     for option, message in (

@@ -27,6 +27,7 @@ pytestmark = pytest.mark.skipif(backend.name != "cpu", reason="the facts do not 
 CONFIGS = {"llama": llama_config, "gpt_neox": gpt_neox_config}
 LAYERS = 12  # above torch._dynamo.config.recompile_limit, 8
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "norm", "mlp")}
+SELECTIVE_BLOCK = {**SELECTIVE, "recompute_method": "block", "recompute_num_layers": 5}
 SETTINGS = {  # and how many layers run again in backward, outside their graph
     "none": ({}, 0),
     "full": ({"recompute_granularity": "full"}, LAYERS),
@@ -105,6 +106,15 @@ def test_twelve_layers_are_one_graph(name, setting, calls):
     assert calls == {"made": 3, "run": 5 * LAYERS + 2 * again}
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_layers_with_and_without_recompute_are_two_graphs(name, calls):
+    model = parallel_model(CONFIGS[name](num_hidden_layers=LAYERS), **SELECTIVE_BLOCK)
+    expected = gradients(model)
+    apply_memory(model, model.memory, compile="layer")
+    require_equal(gradients(model), expected)
+    assert calls == {"made": 2, "run": LAYERS}
+
+
 def test_projections_of_every_count_are_traced_without_gradients(calls):
     """Here single column- and row-parallel layers with a bias; dynamo once left out the Function's ``ctx``."""
     config = gpt_neox_config(use_parallel_residual=False)
@@ -169,8 +179,8 @@ def held_bytes(model: nn.Module) -> int:
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize(
     ("recompute", "spare"),
-    [({"recompute_granularity": "full"}, 0), (SELECTIVE, LAYERS * 6144)],
-    ids=["full", "selective"],
+    [({"recompute_granularity": "full"}, 0), (SELECTIVE, LAYERS * 6144), (SELECTIVE_BLOCK, 5 * 6144)],
+    ids=["full", "selective", "selective block"],
 )
 def test_compiled_layers_keep_what_eager_ones_do(name, recompute, spare, calls):
     """Full recompute keeps inputs of layers. In a graph the state of the random numbers is kept too, 5 KB a layer."""

@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from nxd_memopt.config import MemoryConfig
-from nxd_memopt.memory.recompute import apply_recompute, checkpoint, remove_recompute
+from nxd_memopt.memory.recompute import apply_recompute, checkpoint, is_recomputed, remove_recompute
 from tests.reference import assert_says, error_message
-from tests.reference_models import batch, gpt_neox_config, llama_config, parallel_model
+from tests.reference_models import batch, gpt_neox_config, llama_config, parallel_model, qwen3_moe_config
 
 LAYERS, HIDDEN, WIDTH, HEADS, ROWS, LENGTH = 4, 32, 44, 8, 3, 12
 FULL = {"recompute_granularity": "full"}
@@ -95,6 +95,38 @@ def test_backward_flops_show_the_recomputation():
     assert backward_flops(**norms) == none, "no matmul in norms and activations"
 
 
+@pytest.mark.parametrize(
+    ("modules", "of_a_layer"),
+    [(("norm", "mlp_act"), {"input_layernorm", "post_attention_layernorm", "mlp.act"}), (("mlp",), {"mlp"})],
+)
+@pytest.mark.parametrize("config", [llama_config, gpt_neox_config])
+def test_block_recomputes_the_modules_of_the_first_layers(config, modules, of_a_layer):
+    memory = {"recompute_granularity": "selective", "recompute_modules": modules}
+    for number in (1, 3, LAYERS):
+        block = {**memory, "recompute_method": "block", "recompute_num_layers": number}
+        layers = parallel_model(config(num_hidden_layers=LAYERS), **block).decoder_layers()
+        for index, layer in enumerate(layers):
+            found = {name for name, module in layer.named_modules() if is_recomputed(module)}
+            assert found == (of_a_layer if index < number else set()), f"layer {index} of {number}"
+
+
+def test_block_recomputes_the_matmuls_of_the_first_layers():
+    gate_and_up = 2 * (2 * ROWS * LENGTH * HIDDEN * WIDTH)
+    memory = {"recompute_granularity": "selective", "recompute_modules": ("mlp",), "recompute_method": "block"}
+    for number in (1, 3):
+        assert backward_flops(**memory, recompute_num_layers=number) - backward_flops() == number * gate_and_up
+
+
+def test_block_without_a_named_module_is_refused():
+    """Layer 0 of this model has experts and no dense MLP."""
+    memory = {"recompute_granularity": "selective", "recompute_modules": ("mlp",), "recompute_method": "block"}
+    config = qwen3_moe_config(num_hidden_layers=2)
+    message = error_message(lambda: parallel_model(config, **memory, recompute_num_layers=1))
+    assert_says(message, "'mlp'", "first recompute_num_layers 1 layers", "'moe'")
+    net = parallel_model(config, **memory, recompute_num_layers=2)
+    assert [is_recomputed(layer.mlp) for layer in net.decoder_layers()] == [False, True]
+
+
 def test_parameters_keep_their_names():
     assert [name for name, _ in model().named_parameters()] == [name for name, _ in model(**FULL).named_parameters()]
 
@@ -129,12 +161,21 @@ def test_fused_attention_is_said_to_save_nothing():
 @pytest.mark.parametrize(
     ("options", "facts"),
     [
+        (
+            {
+                "recompute_granularity": "selective",
+                "recompute_modules": ("norm",),
+                "recompute_method": "block",
+                "recompute_num_layers": 5,
+            },
+            ["recompute_num_layers 5", "4 layers", "lower"],
+        ),
         ({"recompute_method": "uniform", "recompute_num_layers": 3}, ["4 layers", "recompute_num_layers 3", "divisor"]),
         ({"recompute_method": "block", "recompute_num_layers": 5}, ["recompute_num_layers 5", "4 layers", "lower"]),
     ],
 )
 def test_refusals(options, facts):
-    assert_says(error_message(lambda: model(**FULL, **options)), *facts)
+    assert_says(error_message(lambda: model(**{**FULL, **options})), *facts)
 
 
 class CountAttention(TorchDispatchMode):

@@ -47,9 +47,17 @@ for _modules in (
     ["norm", "attn", "mlp"],
 ):
     TECHNIQUES["+".join(_modules)] = {"recompute_granularity": "selective", "recompute_modules": tuple(_modules)}
+# GPT-NeoX's branches are merged in the layers that recompute neither attention nor MLP.
+for _modules, _number in (("norm+mlp_act", 1), ("attn+mlp", 3), ("core_attn+norm+mlp", 2), ("mlp", LAYERS)):
+    TECHNIQUES[f"{_modules} of {_number}"] = {
+        **TECHNIQUES[_modules],
+        "recompute_method": "block",
+        "recompute_num_layers": _number,
+    }
 ON_RANKS = (
     ("none", "sdpa"),
     ("core_attn+norm+mlp", "math"),
+    ("attn+mlp of 3", "sdpa"),
     ("nested", "sdpa"),
     ("tiles", "tiled"),
     ("all logits", "sdpa"),

@@ -144,8 +144,35 @@ def test_more_techniques_need_less_memory():
     kept = gib(**full, recompute_keep_core_attn=True)
     block = gib(**full, recompute_method="block", recompute_num_layers=16)
     assert nested < gib(**full) < kept < block < gib()
+    selective = {"recompute_granularity": "selective", "recompute_modules": ("norm", "mlp")}
+    few, many = (gib(**selective, recompute_method="block", recompute_num_layers=n) for n in (8, 24))
+    assert gib(**selective) < many < few < gib()
     assert gib(**full, cpu_offloading_activations=True) < gib(**full)
     assert gib(**full, mlp_tile_tokens=8192) < gib(**full)
+
+
+@pytest.mark.parametrize("model", ["llama-3-8b", "gpt-neox-20b"])
+def test_time_of_recompute_grows_with_the_layers(model):
+    asked = problem(model, devices=2)
+
+    def seconds(**options) -> dict[str, float]:
+        memory = MemoryConfig(recompute_granularity="selective", recompute_modules=("attn", "mlp"), **options)
+        return evaluate(asked, Setting(2, "none", 1, memory)).time.terms
+
+    depth = asked.config["num_hidden_layers"]
+    everything, none = seconds(), evaluate(asked, Setting(2)).time.terms
+    for name in ("matmuls", "attention", "tensor-parallel collectives"):
+        assert everything[name] > none[name]
+        for layers in (1, depth // 2, depth):
+            some = seconds(recompute_method="block", recompute_num_layers=layers)[name]
+            part = (some - none[name]) / (everything[name] - none[name])
+            assert part == pytest.approx(layers / depth), name
+
+
+def test_settings_have_different_descriptions():
+    for each in (problem(), problem(devices=1, length=65536)):
+        words = [setting.describe() for setting in settings(each)]
+        assert len(set(words)) == len(words)
 
 
 @pytest.mark.parametrize("model_type", DEFAULTS)

@@ -72,6 +72,16 @@ def test_nemo_model_section_pastes_in() -> None:
     assert (config.data.seq_length, config.data.micro_batch_size, config.data.global_batch_size) == (4096, 2, 16)
 
 
+def test_nemo_names_of_selective_recompute() -> None:
+    names = {"granularity": "selective", "method": "block", "num_layers": 3}
+    nemo = {f"activations_checkpoint_{name}": value for name, value in names.items()}
+    memory = build(model=MODEL | nemo).memory
+    assert (memory.recompute_modules, memory.num_selective_layers(32)) == (("core_attn",), 3)
+    # NeMo's own configurations have the method with 0 layers, which NeMo ignores.
+    with pytest.raises(ValueError, match=r"recompute_num_layers must be at least 1, got 0: for all layers leave"):
+        build(model=MODEL | nemo | {"activations_checkpoint_num_layers": 0})
+
+
 def test_yaml_numbers_without_a_point_are_floats() -> None:
     assert build(optimizer={"lr": "1e-4", "betas": [0, "1e-1"]}).optimizer.betas == (0.0, 0.1)
     assert build(optimizer={"lr": "1e-4"}).optimizer.lr == 1e-4  # how PyYAML reads a bare 1e-4

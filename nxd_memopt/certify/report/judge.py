@@ -92,7 +92,7 @@ def judge(
         checks=tuple(checks),
         survivals=survivals,
         collectives=expected_collectives(shapes[depth], memory, stops_early=stops_early),
-        per_layer=per_layer(shapes[depth]),
+        per_layer=per_layer(shapes[depth], shapes[depth].blocks[-1]),
         memory=fit,
         baseline_bytes=_at_depth(request, {n: pair.baseline for n, pair in survivals.items()}),
         notes=_notes(request, stands_for),

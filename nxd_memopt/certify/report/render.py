@@ -71,7 +71,7 @@ def _collectives(certificate: Certificate) -> Table:
     for collective, count in sorted(certificate.collectives.items()):
         in_layer = certificate.per_layer[collective]
         table.add_row(*_row(collective, count, in_layer))
-    table.caption = "bytes of full tensors; * without recomputation"
+    table.caption = "bytes of full tensors; * the last layer's, without recomputation"
     return table
 
 

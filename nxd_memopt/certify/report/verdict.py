@@ -45,7 +45,7 @@ class Certificate:
         checks: checks in the order in which they are shown.
         survivals: number of layers -> measurements with and without recomputation.
         collectives: collectives of a step at the model's full depth, from the formulas.
-        per_layer: collectives of one decoder layer without recomputation, from the formulas.
+        per_layer: collectives of the last decoder layer without recomputation, from the formulas.
         memory: memory of one rank at full depth, by purpose.
         baseline_bytes: bytes of activations and temporaries at full depth without recomputation.
         notes: what the figures assume, and what they do not show.

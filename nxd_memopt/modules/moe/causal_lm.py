@@ -262,5 +262,11 @@ def moe_memory(memory: MemoryConfig, moe: MoEConfig) -> MemoryConfig:
             "moe_layer_recompute=True recomputes a part of layers that recompute_granularity 'full' recomputes "
             "already: leave one out"
         )
+    if memory.recompute_method is not None:
+        raise ValueError(
+            f"moe_layer_recompute=True recomputes all MoE layers, and recompute_method {memory.recompute_method!r} "
+            f"only those of the first {memory.recompute_num_layers} layers: leave moe_layer_recompute out and name "
+            "'moe' in recompute_modules, or leave recompute_method out"
+        )
     modules = dict.fromkeys([*(memory.recompute_modules or ()), "moe"])
     return replace(memory, recompute_granularity="selective", recompute_modules=tuple(modules))
