@@ -182,7 +182,8 @@ class MemoryConfig:
             tokens, or fewer if the device's free memory in the first step demands it.
         attention_head_groups: compute attention for this many groups of heads one after the other,
             from the projection of the input to the output projection; only the input is saved, and
-            backward runs each group again.
+            backward runs each group again. ``"auto"``, with each layer recomputed by itself, divides
+            the heads only if the device's free memory in the first step demands it.
         attention_backend: ``"auto"`` takes, for each call, the first of the device's
             implementations that can run it. A name takes that implementation or fails:
             ``"flash4"`` (FlashAttention-4, from the package flash-attn-4), ``"cudnn"``,
@@ -207,7 +208,7 @@ class MemoryConfig:
     cpu_offloading_activations: bool = False
     cpu_offloading_weights: bool = False
     mlp_tile_tokens: int | Literal["auto"] | None = None
-    attention_head_groups: int | None = None
+    attention_head_groups: int | Literal["auto"] | None = None
     attention_backend: Literal["auto", "flash4", "cudnn", "flash", "efficient", "sdpa", "tiled", "nki", "math"] = "auto"
     fused_linear_cross_entropy: bool = True
     selective_activation_checkpointing_is_enabled: bool = False
@@ -342,8 +343,17 @@ class MemoryConfig:
         groups = self.attention_head_groups
         if groups is None:
             return
-        if type(groups) is not int or groups < 1:
-            raise ValueError(f"attention_head_groups must be an integer of at least 1 or null, got {groups!r}")
+        if groups != "auto" and (type(groups) is not int or groups < 1):
+            raise ValueError(f"attention_head_groups must be an integer of at least 1, 'auto' or null, got {groups!r}")
+        # Without groups a layer that is not recomputed by itself would keep its queries, keys and
+        # values until backward, or those of a whole chunk would exist at a time.
+        is_single = self.recompute_granularity == "full" and self.recompute_method in (None, "nested")
+        if groups == "auto" and not is_single:
+            raise ValueError(
+                "attention_head_groups 'auto' needs recompute_granularity 'full' with recompute_method null or "
+                f"'nested', got {self.recompute_granularity!r} with {self.recompute_method!r}: set them, or give a "
+                "number of groups"
+            )
         # Backward runs each group again, from the projection on.
         recomputed = sorted({"attn", "core_attn"} & set(self.recompute_modules or ()))
         if recomputed:

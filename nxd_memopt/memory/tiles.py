@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from nxd_memopt.backends import backend
 from nxd_memopt.memory.recompute import checkpoint
 from nxd_memopt.memory.wrapping import Forward, unwrap_forward, wrap_forward
-from nxd_memopt.modules.head_groups import attention_by_head_groups
+from nxd_memopt.modules.attention import AttentionMask, RopeTables
+from nxd_memopt.modules.head_groups import AttentionLayers, attention_by_head_groups
 from nxd_memopt.modules.tiled_mlp import MLPLayers, tiled_mlp
 from nxd_memopt.parallel_layers.layers import ColumnParallelLinear
-from nxd_memopt.planner.formulas import auto_tile_tokens, mlp_tile_bytes
+from nxd_memopt.planner.formulas import auto_head_groups, auto_tile_tokens, head_group_bytes, mlp_tile_bytes
 
 
 class TileableMLP(Protocol):
@@ -49,12 +50,6 @@ def _fitting_tokens(layers: MLPLayers, hidden: Tensor) -> int:
     """Return the tokens of a tile that fits the free memory, equal on all ranks of a group."""
     layers.require_plain()
     column = cast(ColumnParallelLinear, layers.columns[0])
-    transfers = backend.host_transfers()
-    free_bytes = None
-    if transfers is not None:
-        # Ranks with different tiles would wait for each other's collectives forever.
-        free = torch.tensor(transfers.free_bytes(), device=hidden.device, dtype=torch.int64)
-        free_bytes = int(backend.all_reduce(free, column.tensor_parallel_group, "min").item())
     bytes_per_token = mlp_tile_bytes(
         1,
         hidden_size=hidden.size(-1),
@@ -62,7 +57,17 @@ def _fitting_tokens(layers: MLPLayers, hidden: Tensor) -> int:
         width_per_partition=column.output_size_per_partition,
         element_bytes=hidden.element_size(),
     )
-    return auto_tile_tokens(free_bytes, bytes_per_token)
+    return auto_tile_tokens(_free_bytes(column, hidden.device), bytes_per_token)
+
+
+def _free_bytes(layer: ColumnParallelLinear, device: torch.device) -> int | None:
+    """Return the free bytes of the fullest tensor-parallel rank, or None if the device does not report them."""
+    transfers = backend.host_transfers()
+    if transfers is None:
+        return None
+    # Ranks with different tiles or groups would wait for each other's collectives forever.
+    free = torch.tensor(transfers.free_bytes(), device=device, dtype=torch.int64)
+    return int(backend.all_reduce(free, layer.tensor_parallel_group, "min").item())
 
 
 def apply_tiles(modules: Sequence[nn.Module], tile_tokens: int | Literal["auto"]) -> None:
@@ -84,7 +89,59 @@ def apply_tiles(modules: Sequence[nn.Module], tile_tokens: int | Literal["auto"]
         wrap_forward(module, "tiles", functools.partial(_tiled, tiles, module))
 
 
-def apply_head_groups(modules: Sequence[nn.Module], num_groups: int) -> None:
+class GroupableAttention(Protocol):
+    """An attention module that names its submodules."""
+
+    def layers(self) -> AttentionLayers: ...
+
+
+class HeadGroups:
+    """The groups of heads of all attention modules of a model.
+
+    Args:
+        num_groups: groups, or ``"auto"``: chosen in the first call, from the memory that is free on
+            the fullest tensor-parallel rank, and then fixed. If all heads together fit, the modules
+            run without groups.
+    """
+
+    def __init__(self, num_groups: int | Literal["auto"]) -> None:
+        self._num_groups = num_groups
+        self._is_chosen = num_groups == "auto"
+
+    def run(self, module: nn.Module, forward: Forward, hidden: Tensor, rope: RopeTables, mask: AttentionMask) -> Tensor:
+        """Return the output of the attention ``module``, whose own forward is ``forward``."""
+        layers = cast(GroupableAttention, module).layers()
+        num_groups = self._num_groups
+        if isinstance(num_groups, str):
+            num_groups = _fitting_groups(layers, hidden)
+            self._num_groups = num_groups
+        # A single group would run attention once more in backward and save nothing.
+        if self._is_chosen and num_groups == 1:
+            return forward(hidden, rope, mask)
+        return attention_by_head_groups(hidden, rope, mask, layers, num_groups, checkpoint)
+
+
+def _fitting_groups(layers: AttentionLayers, hidden: Tensor) -> int:
+    """Return the groups of heads of which one fits the free memory, equal on all ranks of a group."""
+    layers.require_plain()
+    column = cast(ColumnParallelLinear, layers.columns[0])
+    sharding = column.activation_sharding()
+    tokens = hidden.numel() // hidden.size(-1)
+    if sharding.sequence_dimension is not None:
+        tokens *= backend.group_size(sharding.group)
+    query_size = cast(Tensor, layers.row.weight).size(1)
+    columns = sum(cast(ColumnParallelLinear, layer).output_size_per_partition for layer in layers.columns)
+    bytes_of_all = head_group_bytes(
+        tokens,
+        query_size=query_size,
+        kv_size=(columns - query_size) // 2,
+        num_heads=max(layers.num_heads()),
+        element_bytes=hidden.element_size(),
+    )
+    return auto_head_groups(_free_bytes(column, hidden.device), layers.group_counts(), bytes_of_all)
+
+
+def apply_head_groups(modules: Sequence[nn.Module], num_groups: int | Literal["auto"]) -> None:
     """Compute the attention ``modules`` by groups of heads; replaces an earlier choice.
 
     Raises:
@@ -93,27 +150,23 @@ def apply_head_groups(modules: Sequence[nn.Module], num_groups: int) -> None:
     """
     if not backend.views_share_memory:
         raise ValueError(
-            f"attention_head_groups {num_groups} recomputes slices of weights, and the backend {backend.name} "
+            f"attention_head_groups {num_groups!r} recomputes slices of weights, and the backend {backend.name} "
             "recomputes from a function's arguments only: leave it out"
         )
     for module in modules:
         if not hasattr(module, "layers"):
             raise ValueError(
-                f"attention_head_groups {num_groups} has no groups of a {type(module).__name__}: leave it out"
+                f"attention_head_groups {num_groups!r} has no groups of a {type(module).__name__}: leave it out"
             )
-        cast(Any, module).layers().require_divisible(num_groups)
+        if not isinstance(num_groups, str):
+            cast(Any, module).layers().require_divisible(num_groups)
+    groups = HeadGroups(num_groups)
     for module in modules:
-        wrap_forward(module, "tiles", functools.partial(_by_head_groups, num_groups, module))
+        wrap_forward(module, "tiles", functools.partial(_by_head_groups, groups, module))
 
 
-def _by_head_groups(num_groups: int, module: nn.Module, forward: Forward) -> Any:
-    del forward
-    return functools.partial(_attention_by_head_groups, num_groups, module)
-
-
-def _attention_by_head_groups(num_groups: int, module: nn.Module, hidden: Tensor, rope: Any, mask: Any) -> Tensor:
-    layers = cast(Any, module).layers()
-    return attention_by_head_groups(hidden, rope, mask, layers, num_groups, checkpoint)
+def _by_head_groups(groups: HeadGroups, module: nn.Module, forward: Forward) -> Any:
+    return functools.partial(groups.run, module, forward)
 
 
 def remove_tiles(modules: Sequence[nn.Module]) -> None:

@@ -57,17 +57,25 @@ class AttentionLayers:
                     "or another forward: remove it, or leave attention_head_groups out"
                 )
 
-    def require_divisible(self, num_groups: int) -> None:
-        """Raise ``ValueError`` unless this rank's heads can be divided into ``num_groups``."""
+    def group_counts(self) -> list[int]:
+        """Return the numbers of groups into which this rank's heads can be divided, ascending."""
         num_heads = self.num_heads()
         queries = max(num_heads)
-        for heads in num_heads:
-            if queries % num_groups or (heads % num_groups and num_groups % heads):
-                raise ValueError(
-                    f"attention_head_groups {num_groups} does not divide a rank's {queries} query heads "
-                    f"and {min(num_heads)} KV heads evenly: use a divisor of {queries} that divides "
-                    f"{min(num_heads)} or is a multiple of it"
-                )
+        return [
+            count
+            for count in range(1, queries + 1)
+            if queries % count == 0 and all(heads % count == 0 or count % heads == 0 for heads in num_heads)
+        ]
+
+    def require_divisible(self, num_groups: int) -> None:
+        """Raise ``ValueError`` unless this rank's heads can be divided into ``num_groups``."""
+        if num_groups not in self.group_counts():
+            queries, kv_heads = max(self.num_heads()), min(self.num_heads())
+            raise ValueError(
+                f"attention_head_groups {num_groups} does not divide a rank's {queries} query heads "
+                f"and {kv_heads} KV heads evenly: use a divisor of {queries} that divides "
+                f"{kv_heads} or is a multiple of it"
+            )
 
 
 def attention_by_head_groups(

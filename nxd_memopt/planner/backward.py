@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from nxd_memopt.config import MemoryConfig
-from nxd_memopt.planner.formulas import auto_tile_tokens, mlp_tile_bytes
+from nxd_memopt.planner.formulas import auto_tile_tokens, head_group_bytes, mlp_tile_bytes
 from nxd_memopt.planner.layer_tensors import Kernels, Tensors, merges_branches
 from nxd_memopt.planner.loss_chunks import DEFAULT_LOGITS_BYTES, chunk_ranges
 from nxd_memopt.planner.rank_sizes import FP32_BYTES, RankSizes
@@ -82,7 +82,7 @@ def _sequential_moments(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels
     after_mlp = frozenset(mlp_saved | {"mlp input", "mlp input in fp32", "mlp input normalised"})
     mlp_gradients = (columns + 1) * b.width_weight
     moments = _mlp_moments(sizes, memory, kernels, b, columns)
-    if memory.attention_head_groups is not None:
+    if isinstance(memory.attention_head_groups, int):
         return [*moments, _head_group_moment(sizes, kernels, b, memory.attention_head_groups, after_mlp)]
     moments.append(
         Moment(
@@ -128,16 +128,23 @@ def _head_group_moment(sizes: RankSizes, kernels: Kernels, b: _Bytes, groups: in
 
     The gradient of a slice of a weight has the size of the weight, next to the sum of the groups.
     """
-    kept = (b.qkv + b.query + sizes.tokens * sizes.heads * FP32_BYTES) // groups
+    group = head_group_bytes(
+        sizes.tokens,
+        query_size=sizes.query,
+        kv_size=sizes.kv,
+        num_heads=sizes.heads,
+        element_bytes=sizes.element_bytes,
+        num_groups=groups,
+    )
     temporary = {
         "gradients of the stream": 3 * b.stream + b.reduced,
         "gathered": b.gathered,
-        "tensors of the group": kept,
-        "dO, dQ, dK, dV": (b.query + b.qkv) // groups,
-        "scratch of the kernel": _attention_scratch(sizes, kernels) // groups,
+        "tensors and gradients of the group": group,
         "dX": b.full,
         "dW": 2 * (b.qkv_weight + b.output_weight),
     }
+    if kernels.attention == "math":
+        temporary["scores"] = _attention_scratch(sizes, kernels) // groups
     return Moment("group of heads", temporary, freed)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nxd_memopt.planner.hardware import GIB, RESERVE_GIB
@@ -223,6 +224,48 @@ def auto_tile_tokens(free_bytes: int | None, bytes_per_token: int) -> int:
     while tokens > 1024 and tokens * bytes_per_token > free_bytes // 8:
         tokens //= 2
     return tokens
+
+
+def head_group_bytes(
+    num_tokens: int,
+    *,
+    query_size: int,
+    kv_size: int,
+    num_heads: int,
+    element_bytes: int,
+    num_groups: int = 1,
+) -> int:
+    """Return the bytes of a group of attention heads while its backward runs.
+
+    Queries, keys, values, the attention result and their gradients, and what flash kernels need in
+    fp32: dQ, the log-sum-exps and the row sums of dO * O.
+
+    Args:
+        num_tokens: tokens of a micro-batch, S * B.
+        query_size: columns of all query heads of a rank, h * d / T.
+        kv_size: columns of all KV heads of a rank.
+        num_heads: query heads of a rank.
+        element_bytes: bytes of an activation.
+        num_groups: groups into which the heads are divided.
+    """
+    per_token = 2 * (2 * query_size + 2 * kv_size) * element_bytes + (query_size + 2 * num_heads) * FP32_BYTES
+    return num_tokens * per_token // num_groups
+
+
+def auto_head_groups(free_bytes: int | None, group_counts: Sequence[int], bytes_of_all: int) -> int:
+    """Return the fewest groups of heads of which one takes at most an eighth of free memory.
+
+    Fewer groups are faster: each gathers the layer's input and runs its projections again.
+
+    Args:
+        free_bytes: free bytes of the device; None, if they are not known, takes the fewest groups.
+        group_counts: possible numbers of groups, ascending; the last one if none is enough.
+        bytes_of_all: see ``head_group_bytes``, of one group.
+    """
+    for count in group_counts:
+        if free_bytes is None or bytes_of_all // count <= free_bytes // 8:
+            return count
+    return group_counts[-1]
 
 
 def optimizer_state_bytes(num_elements: int) -> int:

@@ -121,6 +121,10 @@ def layer_tensors(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> P
     """
     if memory.cpu_offloading_weights:
         raise ValueError("cpu_offloading_weights True is not planned: leave it out")
+    if memory.attention_head_groups == "auto":
+        raise ValueError(
+            "attention_head_groups 'auto' depends on the first step's free memory: plan a number of groups"
+        )
     if sizes.model_type == "llama":
         return _llama_layer(sizes, memory, kernels)
     if sizes.model_type != "gpt_neox":

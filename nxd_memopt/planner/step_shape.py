@@ -31,10 +31,10 @@ def step_shape(
         micro_batch_size: B, sequences per micro-batch.
         element_bytes: bytes per element of parameters and activations.
     """
-    if memory.mlp_tile_tokens is not None:
-        raise ValueError(
-            f"mlp_tile_tokens {memory.mlp_tile_tokens!r}: the collectives of the tiles are not planned: leave it out"
-        )
+    for name in ("mlp_tile_tokens", "attention_head_groups"):
+        value = getattr(memory, name)
+        if value is not None:
+            raise ValueError(f"{name} {value!r}: the collectives of tiles and groups are not planned: leave it out")
     size = parallel.tensor_model_parallel_size
     is_llama = config.model_type == "llama"
     # With T greater than the number of KV heads g, r = T / g ranks have a replica of each KV head

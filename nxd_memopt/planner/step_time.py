@@ -256,9 +256,10 @@ def _layer_transfers(sizes: RankSizes, memory: MemoryConfig) -> int:
     if sizes.shards > 1:
         # The recompute of a block gathers its input and stops before its reduction.
         per_layer += len({"attn", "mlp"} & set(memory.recompute_modules or ()))
-    if memory.attention_head_groups is not None:
+    groups = memory.attention_head_groups
+    if isinstance(groups, int):
         # Each group gathers the input and reduces its output, and its backward gathers once more.
-        per_layer += (memory.attention_head_groups - 1) * transfers + 2 * memory.attention_head_groups
+        per_layer += (groups - 1) * transfers + 2 * groups
     return per_layer
 
 

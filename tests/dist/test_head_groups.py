@@ -9,8 +9,11 @@ import torch
 
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.memory import apply_memory
+from nxd_memopt.modules.head_groups import attention_by_head_groups
 from nxd_memopt.parallel_layers import grads, parallel_state
+from nxd_memopt.planner.formulas import auto_head_groups, head_group_bytes
 from tests.dist.pool import distributed
+from tests.host_copies import HostOnly
 from tests.reference import assert_says, error_message
 from tests.reference_models import (
     BATCH,
@@ -61,6 +64,77 @@ def test_equals_the_modules(name, world_size):
         assert all(torch.equal(value, want[key]) for key, value in step(model).items())
 
 
+def attention_calls(patch: pytest.MonkeyPatch) -> list[int]:
+    """A list that receives the groups of each attention by groups of heads, forward and recompute."""
+    calls: list[int] = []
+
+    def recorded(hidden, rope, mask, layers, num_groups, checkpoint):
+        calls.append(num_groups)
+        return attention_by_head_groups(hidden, rope, mask, layers, num_groups, checkpoint)
+
+    patch.setattr("nxd_memopt.memory.tiles.attention_by_head_groups", recorded)
+    return calls
+
+
+@distributed(world_size=[1, 2])
+@pytest.mark.parametrize("name", ["grouped", "replicated", "neox"])
+def test_groups_chosen_from_free_memory(name, world_size):
+    """Heads that fit an eighth of the fullest rank's memory are not divided."""
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
+    full = full_parameters(hugging_face(CONFIGS[name]()))
+    config = CONFIGS[name]()
+    heads = 8 // world_size
+    head_dim = config.hidden_size // 8
+    kv_heads = max(1, getattr(config, "num_key_value_heads", 8) // world_size)
+    # fp32: queries, keys, values, result and their gradients; dQ and two numbers of each head
+    per_token = 2 * 2 * (heads + kv_heads) * head_dim * 4 + heads * (head_dim + 2) * 4
+    needed = BATCH * LENGTH * per_token
+    full_memory = {"recompute_granularity": "full"}
+    for sequence_parallel in [False, True][:world_size]:
+        for free_bytes, groups in ((8 * needed, 1), (8 * needed - 8, 2), (2 * needed, 4), (0, heads)):
+            with pytest.MonkeyPatch.context() as patch:
+                # Ranks above 0 have more free memory than the fullest one.
+                free = free_bytes + parallel_state.get_tensor_model_parallel_rank() * 2**30
+                patch.setattr("nxd_memopt.memory.tiles.backend.host_transfers", partial(HostOnly, free))
+                calls = attention_calls(patch)
+                model = parallel_model(config, full, sequence_parallel=sequence_parallel, **full_memory)
+                want = step(model)
+                apply_memory(model, MemoryConfig(**full_memory, attention_head_groups="auto"))
+                for _ in range(2):
+                    got = step(model)
+                layers = config.num_hidden_layers
+                # forward and recompute of two steps
+                assert calls == ([] if groups == 1 else [groups] * layers * 4), free_bytes
+                for key, value in got.items():
+                    if groups == 1:
+                        assert torch.equal(value, want[key]) or config.model_type == "gpt_neox", key
+                    assert (value - want[key]).norm() < 2e-5 * want[key].norm(), key
+
+
+def test_without_a_figure_of_free_memory_heads_are_not_divided():
+    with pytest.MonkeyPatch.context() as patch:
+        calls = attention_calls(patch)
+        model = parallel_model(
+            llama_config(num_attention_heads=8), recompute_granularity="full", attention_head_groups="auto"
+        )
+        step(model)
+    assert calls == []
+
+
+def test_numbers_of_groups():
+    # LLaMA-3-8B, bf16: 57,600 bytes of a token, 56 GiB at 1,048,576 tokens
+    sizes = {"query_size": 4096, "kv_size": 1024, "num_heads": 32, "element_bytes": 2}
+    assert head_group_bytes(1, **sizes) == 57600 and head_group_bytes(1, **sizes, num_groups=4) == 14400
+    everything = head_group_bytes(1 << 20, **sizes)
+    counts = [1, 2, 4, 8, 16, 32]
+    assert auto_head_groups(120 << 30, counts, everything) == 4
+    assert auto_head_groups(120 << 30, counts, everything // 8) == 1
+    assert auto_head_groups(None, counts, everything) == 1
+    assert auto_head_groups(0, counts, everything) == 32
+    layers = parallel_model(llama_config(num_attention_heads=8)).recompute_modules()["attn"][0].layers()
+    assert layers.group_counts() == [1, 2, 4, 8]
+
+
 def test_the_input_alone_is_saved():
     model = parallel_model(llama_config(num_attention_heads=8), attention_head_groups=4)
     attention = model.recompute_modules()["attn"][0]
@@ -95,13 +169,20 @@ def test_refusals():
     model = parallel_model(llama_config(num_attention_heads=8, num_key_value_heads=4))
     message = error_message(lambda: apply_memory(model, MemoryConfig(attention_head_groups=3)))
     assert_says(message, "attention_head_groups 3", "8 query heads", "4 KV heads", "divisor of 8")
-    for value in (0, True, 2.0):
+    for value in (0, True, 2.0, "all"):
         assert_says(error_message(partial(MemoryConfig, attention_head_groups=value)), "at least 1", repr(value))
     for options, word in (
         ({"recompute_granularity": "selective"}, "['core_attn']"),
         ({"recompute_granularity": "full", "recompute_keep_core_attn": True}, "recompute_keep_core_attn"),
     ):
         assert_says(error_message(partial(MemoryConfig, attention_head_groups=2, **options)), word, "leave")
+    for options in (
+        {},
+        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
+    ):
+        message = error_message(partial(MemoryConfig, attention_head_groups="auto", **options))
+        assert_says(message, "attention_head_groups 'auto'", "'full'", "'nested'", "give a number")
     two = MemoryConfig(attention_head_groups=2)
     assert_says(error_message(lambda: apply_memory(model, two, compile="layer")), "compile 'layer'", "null")
     apply_memory(model, two)

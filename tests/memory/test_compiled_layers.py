@@ -179,8 +179,8 @@ def held_bytes(model: nn.Module) -> int:
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize(
     ("recompute", "spare"),
-    [({"recompute_granularity": "full"}, 0), (SELECTIVE, LAYERS * 6144), (SELECTIVE_BLOCK, 5 * 6144)],
-    ids=["full", "selective", "selective block"],
+    [({"recompute_granularity": "full"}, 0), (SELECTIVE, LAYERS * 6144)],
+    ids=["full", "selective"],
 )
 def test_compiled_layers_keep_what_eager_ones_do(name, recompute, spare, calls):
     """Full recompute keeps inputs of layers. In a graph the state of the random numbers is kept too, 5 KB a layer."""
@@ -192,6 +192,18 @@ def test_compiled_layers_keep_what_eager_ones_do(name, recompute, spare, calls):
     recomputed = held_bytes(compiled_model(config, **recompute))
     assert recomputed <= eager + spare
     assert recomputed < kept
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_compiled_layers_with_and_without_recompute_keep_their_own(name, calls):
+    """5 of 12 layers recompute: 5 of 12 parts of what recompute of all layers saves."""
+    config = CONFIGS[name](num_hidden_layers=LAYERS, max_position_embeddings=64)
+    kept = []
+    for recompute in ({}, SELECTIVE, SELECTIVE_BLOCK):
+        torch._dynamo.reset()
+        kept.append(held_bytes(compiled_model(config, **recompute)))
+    none, everything, some = kept
+    assert everything < none and (none - some) * LAYERS == (none - everything) * 5
 
 
 def test_recompute_in_a_graph_is_refused_where_torch_drops_it(monkeypatch):

@@ -62,6 +62,12 @@ def test_refusals(arguments, words):
     assert_says(error_message(lambda: plan_command.main(arguments.split())), *words)
 
 
+def test_groups_that_the_first_step_chooses_are_not_planned():
+    memory = MemoryConfig(recompute_granularity="full", attention_head_groups="auto")
+    message = error_message(lambda: evaluate(problem(devices=1), Setting(memory=memory)))
+    assert_says(message, "attention_head_groups 'auto'", "plan a number")
+
+
 def test_files_that_are_no_model_are_refused(tmp_path):
     for content in ("no json", "[]", '{"hidden_size": 3}'):
         (tmp_path / "config.json").write_text(content)
