@@ -48,7 +48,7 @@ for _modules in (
 ):
     TECHNIQUES["+".join(_modules)] = {"recompute_granularity": "selective", "recompute_modules": tuple(_modules)}
 # GPT-NeoX's branches are merged in the layers that recompute neither attention nor MLP.
-for _modules, _number in (("norm+mlp_act", 1), ("attn+mlp", 3), ("core_attn+norm+mlp", 2), ("mlp", LAYERS)):
+for _modules, _number in (("norm+mlp_act", 1), ("attn+mlp", 3), ("mlp", LAYERS)):
     TECHNIQUES[f"{_modules} of {_number}"] = {
         **TECHNIQUES[_modules],
         "recompute_method": "block",
