@@ -151,17 +151,7 @@ class MixtralForCausalLM(MoECausalLM):
         wants_sequence = getattr(config, "sequence_parallel_enabled", False)
         parallel = resolve_parallel(parallel, sequence_parallel_enabled=wants_sequence, has_experts=True)
         memory = resolve_memory(memory, config)
-        moe = resolve_moe(
-            moe,
-            config,
-            {
-                "num_moe_experts": config.num_local_experts,
-                "moe_ffn_hidden_size": config.intermediate_size,
-                "moe_router_pre_softmax": False,
-                "moe_layer_freq": 1,
-            },
-            jitter_eps=config.router_jitter_noise,
-        )
+        moe = resolve_moe(moe, config)
         memory = moe_memory(memory, moe)
         size = parallel.tensor_model_parallel_size
         require_shardable(config, size)

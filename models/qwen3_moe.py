@@ -162,16 +162,7 @@ class Qwen3MoeForCausalLM(MoECausalLM):
         wants_sequence = getattr(config, "sequence_parallel_enabled", False)
         parallel = resolve_parallel(parallel, sequence_parallel_enabled=wants_sequence, has_experts=True)
         memory = resolve_memory(memory, config)
-        moe = resolve_moe(
-            moe,
-            config,
-            {
-                "num_moe_experts": config.num_experts,
-                "moe_ffn_hidden_size": config.moe_intermediate_size,
-                "moe_router_pre_softmax": not config.norm_topk_prob,
-                "moe_layer_freq": tuple(int(is_moe) for is_moe in moe_layers(config)),
-            },
-        )
+        moe = resolve_moe(moe, config)
         memory = moe_memory(memory, moe)
         size = parallel.tensor_model_parallel_size
         require_shardable(config, size)

@@ -25,6 +25,7 @@ from nxd_memopt.training.config import (
     TrainConfig,
     TrainerConfig,
 )
+from nxd_memopt.training.moe_options import MoEOptions
 from nxd_memopt.training.sharding import DataParallelConfig
 from nxd_memopt.training.yaml_file import parse_yaml, read_yaml_file
 
@@ -36,13 +37,14 @@ SECTIONS: dict[str, type] = {
     "memory": MemoryConfig,
     "data": DataConfig,
     "data_parallel": DataParallelConfig,
+    "moe": MoEOptions,
     "optimizer": OptimizerConfig,
     "trainer": TrainerConfig,
     "launch": LaunchConfig,
 }
 
-# NeMo's or Megatron's name, in any section -> (our section, our name). Options of ``parallel`` and ``memory``
-# are accepted in any section too, because NeMo has them in its model section.
+# NeMo's or Megatron's name, in any section -> (our section, our name). Options of ``parallel``, ``memory`` and
+# ``moe`` are accepted in any section too, because NeMo has them in its model section.
 ALIASES = {
     "sequence_parallel": ("parallel", "sequence_parallel_enabled"),
     "activations_checkpoint_granularity": ("memory", "recompute_granularity"),
@@ -64,7 +66,7 @@ ALIASES = {
     "optimizer_offload_fraction": ("optimizer", "optimizer_offload_fraction"),
 } | {
     field.name: (section, field.name)
-    for section in ("parallel", "memory")
+    for section in ("parallel", "memory", "moe")
     for field in dataclasses.fields(SECTIONS[section])
 }
 
@@ -90,7 +92,6 @@ NEUTRAL = {
     "pipeline_model_parallel_size": 1,
     "virtual_pipeline_model_parallel_size": None,
     "context_parallel_size": 1,
-    "expert_model_parallel_size": 1,
 }
 
 

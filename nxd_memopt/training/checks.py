@@ -14,12 +14,14 @@ from nxd_memopt.checkpoint.exporting import require_replaceable
 from nxd_memopt.checkpoint.files import find_gguf, open_weights
 from nxd_memopt.checkpoint.steps import complete_steps
 from nxd_memopt.config import require_divisible, require_one_of
+from nxd_memopt.models import model_class
 from nxd_memopt.ops.activation import ACTIVATIONS
 from nxd_memopt.ops.rope import rope_frequencies
 from nxd_memopt.parallel_layers.coordination import raise_together
 from nxd_memopt.planner.architectures import require_shardable, sizes
 from nxd_memopt.training.config import TrainConfig
 from nxd_memopt.training.distributed import is_rank_zero
+from nxd_memopt.training.model import expert_options
 from nxd_memopt.training.report import EVALUATION, METRICS, require_readable_records
 from nxd_memopt.training.stopping import LAST_SAVE
 
@@ -46,6 +48,7 @@ def require_trainable(config: TrainConfig, hf_config: PretrainedConfig) -> None:
     require_shardable(hf_config, config.parallel.tensor_model_parallel_size)
     _require_supported_values(hf_config)
     _require_positions(config, hf_config)
+    _require_experts(config, hf_config)
     # Rank 0 alone reads the files' headers: 1,000 ranks would read the same bytes.
     with raise_together("checking the files of the run"):
         if is_rank_zero():
@@ -145,6 +148,31 @@ def _require_positions(config: TrainConfig, hf_config: PretrainedConfig) -> None
             f"data.seq_length {length} is greater than the model's max_position_embeddings {limit}: shorten "
             f"data.seq_length, or set max_position_embeddings to {length} in {OVERRIDES} to train longer positions"
         )
+
+
+def _require_experts(config: TrainConfig, hf_config: PretrainedConfig) -> None:
+    """Raise ``ValueError`` if the options of experts fit neither the model, nor the ranks, nor the memory options."""
+    options = expert_options(config, hf_config)
+    size = config.parallel.expert_model_parallel_size
+    if not options:
+        if size > 1:
+            raise ValueError(
+                f"parallel.expert_model_parallel_size {size} needs a model with experts, and model_type is "
+                f"{hf_config.model_type}: set it to 1"
+            )
+        return
+    if options["moe"].moe_per_layer_logging:
+        require_installed("moe.moe_per_layer_logging", "matplotlib", extra="train")
+    window = getattr(hf_config, "sliding_window", None)
+    if window is not None and config.data.seq_length > window:
+        raise ValueError(
+            f"data.seq_length {config.data.seq_length} exceeds sliding_window {window}, and attention here has no "
+            f"window: shorten data.seq_length, or set sliding_window to null in {OVERRIDES}"
+        )
+    # On the meta device, without memory and weights: the model itself has all other checks.
+    model_class(hf_config.model_type)(
+        hf_config, parallel=config.parallel, memory=config.memory, device="meta", **options
+    )
 
 
 def _require_intact_checkpoints(config: TrainConfig) -> None:

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nxd_memopt.config import MemoryConfig, ParallelConfig, require_divisible, require_one_of
+from nxd_memopt.training.moe_options import MoEOptions
 from nxd_memopt.training.precision import MAX_LOSS_SCALE, resolve_precision
 from nxd_memopt.training.sharding import (
     SHARDS_GRADIENTS,
     DataParallelConfig,
     require_compatible,
+    require_expert_groups,
     require_gradient_sums,
     require_offloadable,
     resolve_sharding,
@@ -405,6 +407,7 @@ class TrainConfig:
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     data: DataConfig = field(default_factory=DataConfig)
     data_parallel: DataParallelConfig = field(default_factory=DataParallelConfig)
+    moe: MoEOptions = field(default_factory=MoEOptions)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
@@ -448,12 +451,11 @@ class TrainConfig:
                 f"{self.decay_steps} (optimizer.decay_steps, or trainer.max_steps): the learning rate would never "
                 "reach optimizer.lr; shorten warmup_steps or set decay_steps"
             )
-        experts = self.parallel.expert_model_parallel_size
-        if experts > 1:
-            raise ValueError(
-                f"parallel.expert_model_parallel_size {experts}: the training program has no expert-parallel groups "
-                "yet; leave it out, all ranks then have all experts"
-            )
+        require_expert_groups(
+            self.parallel.expert_model_parallel_size,
+            self.data_parallel.stage,
+            offloads_states=self.optimizer.optimizer_cpu_offload,
+        )
         if self.trainer.verify_export and not self.data.eval_sequences:
             raise ValueError("trainer.verify_export compares held-out losses: set data.eval_sequences above 0")
         if self.trainer.resume_from is not None and self.model.warm_start is not None:
@@ -515,6 +517,13 @@ class TrainConfig:
         size = self.parallel.tensor_model_parallel_size
         remedy = f"start a multiple of {size} ranks, such as nxd-memopt train --nproc {size}"
         return require_divisible("world size", world_size, "tensor_model_parallel_size", size, remedy)
+
+    def require_expert_ranks(self, world_size: int) -> None:
+        """Raise ``ValueError`` unless the data-parallel ranks are groups of EP ranks."""
+        size = self.parallel.expert_model_parallel_size
+        remedy = f"start a multiple of {size * self.parallel.tensor_model_parallel_size} ranks, or lower it"
+        replicas = self.data_parallel_size(world_size)
+        require_divisible("data-parallel size", replicas, "parallel.expert_model_parallel_size", size, remedy)
 
     def accumulation_steps(self, world_size: int) -> int:
         """Return the micro-batches per optimizer step on each rank: global batch / (B * D).

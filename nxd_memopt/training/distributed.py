@@ -111,10 +111,14 @@ def init_distributed(config: TrainConfig) -> None:
     from nxd_memopt.parallel_layers import parallel_state, random
 
     config.accumulation_steps(world_size())  # called for its checks
+    config.require_expert_ranks(world_size())
     # The order matters: the model-parallel groups are subgroups of the world, and seeds depend on
     # the rank in these groups.
     backend.init_process_group(timeout=timedelta(minutes=config.trainer.distributed_timeout_minutes))
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=config.parallel.tensor_model_parallel_size)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
+        expert_model_parallel_size=config.parallel.expert_model_parallel_size,
+    )
     random.model_parallel_manual_seed(config.trainer.seed)
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from nxd_memopt.backends import backend
@@ -18,6 +19,7 @@ from nxd_memopt.training.config import TrainConfig
 from nxd_memopt.training.distributed import is_extracting_graphs
 from nxd_memopt.training.metrics import sum_over_data_parallel_ranks
 from nxd_memopt.training.micro_batches import MicroBatch
+from nxd_memopt.training.moe_options import has_experts
 from nxd_memopt.training.packing import NOT_TRAINED, Tokens, documents_per_row, trained_tokens
 from nxd_memopt.training.state import Training
 from nxd_memopt.training.token_files import open_tokens
@@ -107,9 +109,10 @@ def _batches(
     return batches
 
 
-def _transformers_loss(model: nn.Module, batch: MicroBatch) -> Tensor:
+def _transformers_loss(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
     """Return the loss of ``batch`` by a transformers model, 0-dim."""
-    options: dict[str, Tensor] = {}
+    # In evaluation too, a model that outputs its routers' logits adds its balancing loss.
+    options: dict[str, Any] = {"output_router_logits": False} if has_experts(model.config) else {}
     if batch.documents is not None:
         # transformers has no argument for document bounds. A mask that is added to the scores,
         # [B, 1, S, S], is what all its attention implementations accept.

@@ -17,6 +17,9 @@ OWN_OPTIONS = ("num_query_groups",)
 # Older names that transformers still converts when a configuration is constructed.
 OLDER_NAMES = {
     "llama": ("rope_theta", "rope_scaling", "torch_dtype"),
+    "mixtral": ("rope_theta", "rope_scaling", "torch_dtype"),
+    # head_dim is no field of Qwen3MoeConfig, and stored in every file of it.
+    "qwen3_moe": ("rope_theta", "rope_scaling", "torch_dtype", "head_dim"),
     "gpt_neox": ("rotary_emb_base", "rotary_pct", "rope_scaling", "torch_dtype"),
 }
 # Older names for entries of rope_parameters, which transformers ignores next to rope_parameters.
@@ -47,7 +50,8 @@ def override_config(config: PretrainedConfig, overrides: Mapping[str, Any]) -> P
     if not overrides:
         return config
     require_known_names(config.model_type, overrides)
-    changed = dict(overrides)
+    # Under the name that to_dict() uses: two names of one value would both be in the mapping.
+    changed = {config.attribute_map.get(name, name): value for name, value in overrides.items()}
     values = config.to_dict() | changed
     values["rope_parameters"] = _rope_parameters(config, changed)
     for name in ("rope_scaling", *ROPE_ENTRIES):
@@ -82,7 +86,10 @@ def _rope_parameters(config: PretrainedConfig, overrides: Mapping[str, Any]) -> 
 def _derived(config: PretrainedConfig) -> dict[str, int]:
     """Return the values that a configuration without them gets from other values."""
     heads = config.num_attention_heads
-    return {"num_key_value_heads": heads, "head_dim": config.hidden_size // heads}
+    values = {"num_key_value_heads": heads, "head_dim": config.hidden_size // heads}
+    # Mixtral and Qwen3-MoE have a number of KV heads of their own as the default.
+    defaults = {field.name: field.default for field in dataclasses.fields(type(config))}
+    return {name: value for name, value in values.items() if defaults.get(name) is None}
 
 
 def require_known_names(model_type: str, overrides: Mapping[str, Any]) -> None:

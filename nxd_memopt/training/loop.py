@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from transformers import PretrainedConfig
@@ -25,8 +26,8 @@ from nxd_memopt.training.distributed import is_extracting_graphs, is_first_of_ho
 from nxd_memopt.training.documents import open_documents
 from nxd_memopt.training.evaluation import held_out_loss, held_out_loss_by_transformers
 from nxd_memopt.training.interrupts import Interrupts
-from nxd_memopt.training.metrics import DeferredMetrics
-from nxd_memopt.training.micro_batches import micro_batches
+from nxd_memopt.training.metrics import DeferredMetrics, StepResult
+from nxd_memopt.training.micro_batches import MicroBatch, micro_batches
 from nxd_memopt.training.model import (
     build_model,
     load_hf_config,
@@ -37,6 +38,7 @@ from nxd_memopt.training.model import (
 from nxd_memopt.training.parallelize import describe_step, parallelize
 from nxd_memopt.training.report import Reporter
 from nxd_memopt.training.resume import ResumePlan, plan_resume
+from nxd_memopt.training.routers import ExpertForwardBackward
 from nxd_memopt.training.run_lock import locked_output_directory
 from nxd_memopt.training.state import Saver, Training, load_warm_start, resume
 from nxd_memopt.training.step import train_step
@@ -71,7 +73,7 @@ def run(config: TrainConfig, interrupts: Interrupts | None = None) -> None:
     # Checks that need no model and no file of the run come first: a user error is reported before
     # the output directory is touched and weights are loaded.
     summary = start_summary(config)
-    hf_config = load_hf_config(config.model)
+    hf_config = load_hf_config(config.model, config.moe)
     require_trainable(config, hf_config)
     require_executable(config, hf_config)
     vocabulary = load_vocabulary(config.model, hf_config, end_of_text=config.data.end_of_text)
@@ -192,7 +194,7 @@ def train(training: Training, config: TrainConfig, reporter: Reporter, interrupt
         while training.step < trainer.max_steps:
             metrics.start()
             batches = micro_batches(config, tokens, training.plan.position(training.step))
-            metrics.add(train_step(training, config, batches))
+            metrics.add(run_step(training, config, batches))
             saver.after_step()
             # ``run`` evaluates after the last step, so the loop does not. All conditions depend on
             # the step and on rank 0's decision: every rank takes the same branches, which contain
@@ -211,6 +213,16 @@ def train(training: Training, config: TrainConfig, reporter: Reporter, interrupt
             if saves or stopping.stops:
                 stopping.save()
             stopping.raise_if_stopped()
+
+
+def run_step(training: Training, config: TrainConfig, batches: Sequence[MicroBatch]) -> StepResult:
+    """Run one optimizer step, with what routers of experts need before and report after. Every rank calls."""
+    forward_backward = training.forward_backward
+    if not isinstance(forward_backward, ExpertForwardBackward):
+        return train_step(training, config, batches)
+    with forward_backward.balanced_over(batches):
+        result = train_step(training, config, batches)
+    return replace(result, routers=forward_backward.take())
 
 
 @contextmanager
@@ -290,6 +302,7 @@ def finish(
             summary.steps = training.step
             summary.tokens_per_s = reporter.mean_tokens_per_s()
             summary.write(Path(config.trainer.output_dir))
+            reporter.expert_load()
             reporter.show(summary.table())
 
 
@@ -306,7 +319,7 @@ def extract_graphs(training: Training, config: TrainConfig) -> None:
     tokens = open_tokens(config, training.tokens["fingerprint"], "train")
     for step in range(steps):
         batches = micro_batches(config, tokens, training.plan.position(step))
-        train_step(training, config, batches[:EXTRACTED_MICRO_BATCHES])
+        run_step(training, config, batches[:EXTRACTED_MICRO_BATCHES])
     # Again after training: the parameters are now outputs of the update's graph, so the
     # evaluation may have a different graph than before.
     held_out_loss(training, config)

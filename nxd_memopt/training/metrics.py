@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from nxd_memopt.backends import backend
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.training.report import Reporter, StepMetrics
+from nxd_memopt.training.routers import RouterSums
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,12 @@ class StepResult:
 
     Args:
         number: number of the step, counted from 1.
-        loss: mean over the step's tokens on all ranks, 0-dim, fp32, on the device.
+        loss: mean cross entropy of the step's tokens on all ranks, 0-dim, fp32, on the device.
         grad_norm: global gradient norm before clipping, 0-dim, fp32, on the device.
         lr: learning rate of the update.
         scaling: loss scale of the step, or None without loss scaling. The gradient norm of a
             skipped step is not finite, and its loss need not be.
+        routers: of a model with experts.
     """
 
     number: int
@@ -46,6 +48,7 @@ class StepResult:
     grad_norm: Tensor
     lr: float
     scaling: LossScaling | None = None
+    routers: RouterSums | None = None
 
 
 class DeferredMetrics:
@@ -101,6 +104,8 @@ class DeferredMetrics:
             row = StepMetrics(step.number, loss, grad_norm, step.lr, self._tokens_per_step / seconds, peak)
             if step.scaling is not None:
                 row = replace(row, loss_scale=step.scaling.scale, skipped=step.scaling.skipped)
+            if step.routers is not None:
+                row = replace(row, routers=step.routers.values())
             if not row.skipped:
                 _require_finite(step.number, loss=loss, grad_norm=grad_norm)
             self._reporter.step(row)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,43 +30,53 @@ class MicroBatch:
         divisor: the sum of the token losses is divided by it, ``[1]``, fp32. A tensor of one
             dimension: torch_xla makes a number, and a 0-dim tensor, a constant of the graph.
         documents: isolated documents, or None if tokens attend to all of their row.
+        token_mask: ``[B, S]`` bool, False for padding, which routers of experts do not count; None
+            if there is none.
     """
 
     ids: Tensor
     labels: Tensor
     divisor: Tensor
     documents: PackedDocuments | None = None
+    token_mask: Tensor | None = None
 
     @classmethod
-    def of(cls, rows: Tokens, *, divisor: float, num_boundaries: int | None = None) -> MicroBatch:
+    def of(
+        cls, rows: Tokens, *, divisor: float, num_boundaries: int | None = None, has_padding: bool = False
+    ) -> MicroBatch:
         """Create on the host from packed rows.
 
         Args:
             rows: ``[B, S]``, with the flags of ``packing``.
             divisor: of the sum of token losses.
             num_boundaries: documents per batch + 1 at most; None if documents are not isolated.
+            has_padding: whether rows may have padding, so that the batch has a token mask.
         """
         records = torch.from_numpy(rows.astype(np.int64))
         ids = records & ID_MASK
         starts = (records & DOCUMENT_START) != 0
         ignored = (records & NOT_TRAINED) != 0
+        token_mask = ~ignored if has_padding else None
         documents = None
         if num_boundaries is not None:
             documents = PackedDocuments.from_starts(starts, num_boundaries)
             # The last token of a document does not predict the first one of the next.
-            ignored |= starts
+            ignored = ignored | starts
         labels = ids.masked_fill(ignored, IGNORE_INDEX)
-        return cls(ids, labels, torch.tensor([divisor], dtype=torch.float32), documents)
+        return cls(ids, labels, torch.tensor([divisor], dtype=torch.float32), documents, token_mask)
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return a copy on ``device``."""
         documents = None
         if self.documents is not None:
             documents = self.documents.to(device)
-        return MicroBatch(self.ids.to(device), self.labels.to(device), self.divisor.to(device), documents)
+        token_mask = None
+        if self.token_mask is not None:
+            token_mask = self.token_mask.to(device)
+        return MicroBatch(self.ids.to(device), self.labels.to(device), self.divisor.to(device), documents, token_mask)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return all tensors, for a CUDA graph; ``from_tensors`` is the inverse."""
+        """Return all tensors of a dense model, for a CUDA graph; ``from_tensors`` is the inverse."""
         if self.documents is None:
             return self.ids, self.labels, self.divisor
         documents = self.documents
@@ -78,15 +89,18 @@ class MicroBatch:
             return cls(ids, labels, divisor)
         return cls(ids, labels, divisor, PackedDocuments(*documents))
 
+    def inputs(self) -> dict[str, Any]:
+        """Return the arguments of a forward of any of the models; the loss is a sum divided by ``divisor``."""
+        return {
+            "input_ids": self.ids,
+            "labels": self.labels,
+            "cu_seqlens": self.documents,
+            "num_items_in_batch": self.divisor,
+        }
+
     def loss(self, model: Callable[..., object]) -> Tensor:
         """Return the sum of the token losses divided by ``divisor``, 0-dim, fp32; 0 without trained tokens."""
-        output = model(
-            self.ids,
-            labels=self.labels,
-            cu_seqlens=self.documents,
-            num_items_in_batch=self.divisor,
-        )
-        return output.loss  # pyright: ignore[reportAttributeAccessIssue]
+        return model(**self.inputs()).loss  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def micro_batches(config: TrainConfig, tokens: TokenFile, first: int) -> list[MicroBatch]:
@@ -114,7 +128,10 @@ def micro_batches(config: TrainConfig, tokens: TokenFile, first: int) -> list[Mi
     batches = []
     for micro_step in range(config.accumulation_steps(world_size())):
         rows = step_rows[micro_batch_rows(data, micro_step=micro_step, rank=rank, replicas=replicas)]
-        batches.append(MicroBatch.of(rows, divisor=divisor, num_boundaries=num_boundaries).to(backend.device))
+        batch = MicroBatch.of(
+            rows, divisor=divisor, num_boundaries=num_boundaries, has_padding=data.packing == "best_fit"
+        )
+        batches.append(batch.to(backend.device))
     return batches
 
 

@@ -8,7 +8,8 @@ from transformers import PretrainedConfig
 from nxd_memopt.backends import backend
 from nxd_memopt.checkpoint import load_config, load_pretrained
 from nxd_memopt.checkpoint.tokenizers import load_tokenizer
-from nxd_memopt.config import require_divisible
+from nxd_memopt.checkpoint.upcycling import load_upcycled, upcycled_config
+from nxd_memopt.config import MoEConfig, require_divisible
 from nxd_memopt.models import model_class, require_supported
 from nxd_memopt.modules.causal_lm import ParallelCausalLM
 from nxd_memopt.parallel_layers.coordination import raise_together
@@ -16,19 +17,33 @@ from nxd_memopt.parallel_layers.utils import move_model_to_device
 from nxd_memopt.training.config import ModelConfig, TrainConfig
 from nxd_memopt.training.distributed import ranks_per_host, world_size
 from nxd_memopt.training.hf_overrides import config_from_overrides, override_config
+from nxd_memopt.training.moe_options import MoEOptions, has_experts, resolve_options
 from nxd_memopt.training.sharding import SHARDS_GRADIENTS
 from nxd_memopt.training.special_tokens import special_tokens
 from nxd_memopt.training.vocabulary import Vocabulary
 
+TOP_K = 2  # experts of a token in a model that gets experts, MoEConfig's default
 DROPOUTS = ("attention_dropout", "hidden_dropout")  # the dropout options that our models read
 
 
-def load_hf_config(config: ModelConfig) -> PretrainedConfig:
+def load_hf_config(config: ModelConfig, moe: MoEOptions | None = None) -> PretrainedConfig:
     """Return the Hugging Face configuration, updated with ``config_overrides``.
 
+    With ``moe.num_moe_experts`` a dense model's is replaced by that of a model with experts.
+
     Raises:
-        ValueError: the directory does not exist, or the model type is not supported.
+        ValueError: the directory does not exist, the model type is not supported, or cannot have
+            experts.
     """
+    hf_config = _own_hf_config(config)
+    if moe is None or moe.num_moe_experts is None or has_experts(hf_config):
+        return hf_config
+    top_k = TOP_K if moe.moe_router_topk is None else moe.moe_router_topk
+    return upcycled_config(hf_config, moe.num_moe_experts, top_k)
+
+
+def _own_hf_config(config: ModelConfig) -> PretrainedConfig:
+    """Return the configuration of the directory and the overrides, without added experts."""
     # The type is checked before transformers builds a configuration of it: transformers knows
     # hundreds of types, and the error must name the few that this library has.
     overrides = dict(config.config_overrides)
@@ -67,6 +82,11 @@ def require_executable(config: TrainConfig, hf_config: PretrainedConfig) -> None
     refusal = backend.loss_scaling_refusal()
     if config.trainer.precision == "16-mixed" and refusal is not None:
         raise ValueError(f"trainer.precision 16-mixed {refusal}: use bf16-mixed")
+    if config.trainer.compile and has_experts(hf_config):
+        raise ValueError(
+            f"trainer.compile {config.trainer.compile!r} compiles layers of static shapes, and an expert's rows depend "
+            "on the routing: set it to null"
+        )
     refusal = backend.compile_refusal()
     if config.trainer.compile and refusal is not None:
         raise ValueError(f"trainer.compile {config.trainer.compile!r} {refusal}; or set it to null")
@@ -127,6 +147,11 @@ def cuda_graph_conflict(config: TrainConfig, hf_config: PretrainedConfig) -> str
     refusal = backend.capture_refusal()
     if refusal is not None:
         return f"a CUDA graph {refusal}: set enable_cuda_graph to false"
+    # A graph returns one loss, and reads the numbers of rows of experts once, when it is captured.
+    if has_experts(hf_config):
+        return (
+            f"a CUDA graph has a fixed routing, and {hf_config.model_type} has experts: set enable_cuda_graph to false"
+        )
     # Checked here for a remedy that names options of the configuration; GraphedLoss itself
     # refuses to capture a forward that draws random numbers.
     values = {name: getattr(hf_config, name, None) for name in DROPOUTS}
@@ -173,15 +198,34 @@ def build_model(config: TrainConfig, hf_config: PretrainedConfig) -> ParallelCau
         memory=config.memory,
         dtype=getattr(torch, config.model.dtype),
         device=device,
+        **expert_options(config, hf_config),
     )
     if config.model.pretrained is not None and not config.model.random_init:
-        load_pretrained(model, config.model.pretrained)
+        if is_upcycled(config, hf_config):
+            load_upcycled(model, config.model.pretrained, seed=config.trainer.seed)
+        else:
+            load_pretrained(model, config.model.pretrained)
     if on_host:
         move_model_to_device(model, backend.device)
     # On XLA the graph of initialization and loading ends here, or it would become part of the
     # first micro-batch's graph.
     backend.mark_step()
     return model
+
+
+def expert_options(config: TrainConfig, hf_config: PretrainedConfig) -> dict[str, MoEConfig]:
+    """Return the argument ``moe`` of a model with experts; none for a dense model.
+
+    Raises:
+        ValueError: options of the ``moe`` section contradict each other or the model.
+    """
+    moe = resolve_options(config.moe, hf_config)
+    return {} if moe is None else {"moe": moe}
+
+
+def is_upcycled(config: TrainConfig, hf_config: PretrainedConfig) -> bool:
+    """Return whether the model with experts starts from a dense one."""
+    return has_experts(hf_config) and not has_experts(_own_hf_config(config.model))
 
 
 def require_fp16_range(model: ParallelCausalLM) -> None:

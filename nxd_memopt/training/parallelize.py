@@ -11,10 +11,12 @@ from transformers import PretrainedConfig
 from nxd_memopt.data_parallel import shard_model
 from nxd_memopt.memory import GraphedLoss, apply_memory
 from nxd_memopt.modules.causal_lm import ParallelCausalLM
+from nxd_memopt.modules.moe.causal_lm import MoECausalLM
 from nxd_memopt.optimizer import LossScaler
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.coordination import raise_together
 from nxd_memopt.training.config import TrainConfig
+from nxd_memopt.training.distributed import world_size
 from nxd_memopt.training.host_memory import new_host_pool, reserve_activations
 from nxd_memopt.training.isolation import describe_isolation
 from nxd_memopt.training.micro_batches import MicroBatch
@@ -26,6 +28,7 @@ from nxd_memopt.training.optimizer import (
     trainable_parameters,
 )
 from nxd_memopt.training.precision import PRECISIONS
+from nxd_memopt.training.routers import ExpertForwardBackward
 from nxd_memopt.training.sharding import SHARDS_GRADIENTS
 
 SHARDED = {
@@ -59,7 +62,8 @@ def parallelize(model: ParallelCausalLM, config: TrainConfig) -> tuple[MasterWei
         backward.
     """
     pool = new_host_pool(config)
-    apply_memory(model, config.memory, compile=config.trainer.compile, pool=pool)
+    # The model's options, not the run's: a model adds what its own options ask for.
+    apply_memory(model, model.memory, compile=config.trainer.compile, pool=pool)
     reserve_activations(pool, model, config)
     stage = config.data_parallel.stage
     ranks = shard_ranks(config) if stage in SHARDS_GRADIENTS else None
@@ -95,6 +99,9 @@ def _forward_backward(model: ParallelCausalLM, config: TrainConfig, scaler: Loss
     Gradients are multiplied by the scale of ``scaler``, the loss is not. A graph reads the scale
     from the device in each replay.
     """
+
+    if isinstance(model, MoECausalLM):
+        return ExpertForwardBackward(model, config.accumulation_steps(world_size()), scaler)
 
     # Each micro-batch's loss is a sum divided by the full step's trained tokens, so the gradients
     # accumulated over micro-batches are the mean over the tokens, not over micro-batches.
@@ -149,6 +156,7 @@ def describe_step(model: ParallelCausalLM, config: TrainConfig) -> list[str]:
         lines.append("TF32: on, the inputs of fp32 matmuls are rounded to 11 significant bits")
     return [
         *describe_sharding(config),
+        *describe_experts(model),
         *describe_offload(config),
         f"CUDA graph: {graph}",
         describe_isolation(model, config),
@@ -167,6 +175,30 @@ def describe_sharding(config: TrainConfig) -> list[str]:
     if stage in SHARDS_GRADIENTS and shard_ranks(config) < size:
         instances = f", in {size // shard_ranks(config)} instances of {shard_ranks(config)}"
     return [f"data-parallel sharding: {SHARDED[stage]} ({stage}) over {size} data-parallel ranks{instances}"]
+
+
+def describe_experts(model: ParallelCausalLM) -> list[str]:
+    """Return two lines about a model with experts; none about a dense model."""
+    if not isinstance(model, MoECausalLM):
+        return []
+    moe = model.moe
+    size = parallel_state.get_expert_model_parallel_size()
+    where = "all of them on every rank"
+    if size > 1:
+        per_rank = moe.num_moe_experts // size
+        where = f"{per_rank} on each of {size} expert-parallel ranks, dispatched by {moe.moe_token_dispatcher_type}"
+    capacity = "no token is dropped"
+    if moe.moe_expert_capacity_factor is not None:
+        capacity = f"capacity factor {moe.moe_expert_capacity_factor}, dropping by {moe.moe_token_drop_policy}"
+    balancing = "no balancing loss (moe_aux_loss_coeff is 0)"
+    if moe.has_aux_loss:
+        balancing = f"{moe.moe_router_load_balancing_type}, coefficient {moe.moe_aux_loss_coeff:g}"
+    z_loss = f"; z-loss, coefficient {moe.moe_z_loss_coeff:g}" if moe.moe_z_loss_coeff else ""
+    layers = f"{len(model.moe_layers())} of {len(model.decoder_layers())} layers"
+    return [
+        f"experts: {moe.num_moe_experts} in {layers}, {moe.moe_router_topk} for each token; {where}; {capacity}",
+        f"balance of experts: {balancing}{z_loss}",
+    ]
 
 
 def describe_offload(config: TrainConfig) -> list[str]:

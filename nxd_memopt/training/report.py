@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,6 +16,7 @@ from rich.table import Table
 from torch.utils.tensorboard import SummaryWriter
 
 from nxd_memopt.training.config import TrainerConfig
+from nxd_memopt.training.expert_load import LOAD_PLOT, draw_load, write_layers
 
 GIB = 2**30
 ROW_START = b'{"step": '
@@ -31,7 +32,7 @@ class StepMetrics:
 
     Args:
         step: number of the step, counted from 1.
-        loss: mean over the step's tokens on all ranks, fp32.
+        loss: mean cross entropy of the step's tokens on all ranks, fp32, without the routers' losses.
         grad_norm: global gradient norm before clipping, fp32.
         lr: learning rate of the update.
         tokens_per_s: tokens per second over all ranks, mean over the steps that were read
@@ -41,6 +42,7 @@ class StepMetrics:
         loss_scale: factor of the loss in the step's gradients; None without loss scaling.
         skipped: whether a gradient overflowed, so that nothing was updated; None without loss
             scaling.
+        routers: values of ``RouterSums`` of a model with experts.
     """
 
     step: int
@@ -51,9 +53,10 @@ class StepMetrics:
     peak_memory_bytes: int | None
     loss_scale: float | None = None
     skipped: bool | None = None
+    routers: Mapping[str, Any] = field(default_factory=dict)
 
     def row(self) -> dict[str, Any]:
-        """Return the values by name, without those of loss scaling if there is none.
+        """Return the values by name, without those of loss scaling and of routers if there are none.
 
         The loss and the gradient norm of a skipped step may be infinite or NaN, for which JSON has
         no numbers: they are None.
@@ -61,8 +64,9 @@ class StepMetrics:
         values = asdict(self)
         if self.loss_scale is None:
             del values["loss_scale"], values["skipped"]
-        for name in ("loss", "grad_norm"):
-            if not math.isfinite(values[name]):
+        values |= values.pop("routers")
+        for name, value in values.items():
+            if isinstance(value, float) and not math.isfinite(value):
                 values[name] = None
         return values
 
@@ -74,6 +78,9 @@ class StepMetrics:
         )
         if self.loss_scale is not None:
             line += f"  loss scale {self.loss_scale:.4g}"
+        for name in ("load_balancing_loss", "z_loss", "max_load"):
+            if name in self.routers:
+                line += f"  {name.replace('_', ' ')} {self.routers[name]:.3g}"
         if self.skipped:
             line += ", overflow: skipped"
         return line
@@ -217,7 +224,9 @@ class Reporter:
         values = row.row()
         self._metrics.append(values)
         for name, value in values.items():
-            if value is not None:
+            if isinstance(value, list):
+                write_layers(self._board, name, value, row.step)
+            elif value is not None:
                 self._board.add_scalar(f"train/{name}", value, row.step)
         self._show(row)
 
@@ -247,6 +256,16 @@ class Reporter:
             self._evaluations.append(row)
         self._board.add_scalar("held_out/loss", held_out_loss, step)
         self.say(f"step {step}/{self._config.max_steps}  held-out loss {held_out_loss:.4f}")
+
+    def expert_load(self) -> None:
+        """Draw the load of the experts, if the rows of metrics.jsonl have it. Call it at the end."""
+        if not self._enabled:
+            return
+        counts = [row["tokens_per_expert"] for row in self._metrics.rows if "tokens_per_expert" in row]
+        if counts:
+            path = Path(self._config.output_dir) / LOAD_PLOT
+            draw_load(counts, path)
+            self.say(f"load of the experts: {path}")
 
     def mean_tokens_per_s(self) -> float | None:
         """Return the mean tokens per second of this process's steps, or None without steps.

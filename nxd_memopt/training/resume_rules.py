@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any
+
+from nxd_memopt.training.moe_options import MoEOptions
 
 
 class Change(Enum):
@@ -48,6 +50,10 @@ WHEN_ASKED = Rule(Change.WHEN_ASKED)
 SPECIAL = Rule(Change.SPECIAL)
 REFUSED = Rule(Change.REFUSED, WARM_START)
 
+# Options of MoE layers that only decide how and where the same values are computed, or what is written.
+MOE_REPORTED = ("moe_token_dispatcher_type", "moe_per_layer_logging", "moe_layer_recompute")
+MOE_RESULTS = tuple(field.name for field in fields(MoEOptions) if field.name not in MOE_REPORTED)
+
 RULES: dict[str, Rule] = {
     # The weights come from the checkpoint, so a pretrained directory stands for its configuration
     # and its tokenizer only. Sizes and everything else in config.json are compared one by one.
@@ -82,6 +88,9 @@ RULES: dict[str, Rule] = {
     "data_parallel.num_distributed_optimizer_instances": Rule(Change.REPORTED, before=1),
     "data_parallel.reshard_after_forward": Rule(Change.REPORTED, before=True),
     "data_parallel.grad_reduce_in_fp32": Rule(Change.WHEN_ASKED, before=None),
+    # The model's part of these is compared as its architecture too.
+    **{f"moe.{name}": Rule(Change.WHEN_ASKED, before=None) for name in MOE_RESULTS},
+    **{f"moe.{name}": Rule(Change.REPORTED, before=None) for name in MOE_REPORTED},
     # The position in the data is a number of sequences: whatever determines the sequences and
     # their order must stay. Paths and columns may change where the tokens are the same.
     "data.dataset": SAME_CONTENT,

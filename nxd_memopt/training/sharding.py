@@ -174,3 +174,20 @@ def require_offloadable(stage: str, precision: str) -> None:
             f"{name} is true and trainer.precision is bf16-true, without fp32 masters and states to offload: "
             "use bf16-mixed, or leave optimizer_cpu_offload out"
         )
+
+
+def require_expert_groups(expert_model_parallel_size: int, stage: str, *, offloads_states: bool) -> None:
+    """Raise ``ValueError`` if optimizer and stage do not know that ranks have different experts."""
+    name = f"parallel.expert_model_parallel_size {expert_model_parallel_size}"
+    if expert_model_parallel_size == 1:
+        return
+    if stage in SHARDS_GRADIENTS:
+        raise ValueError(
+            f"{name} and data_parallel.sharding {stage}, whose shards are of parameters that all data-parallel ranks "
+            "have: set sharding to zero1, or expert_model_parallel_size to 1"
+        )
+    if offloads_states:
+        raise ValueError(
+            f"{name} and optimizer.optimizer_cpu_offload true, which does not know the groups of experts: set "
+            "optimizer_cpu_offload to false, or expert_model_parallel_size to 1"
+        )

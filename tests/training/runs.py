@@ -60,6 +60,7 @@ def write_config(directory: Path, **sections: Mapping[str, Any]) -> Path:
         "memory": {},
         "parallel": {},
         "data_parallel": {},
+        "moe": {},
         "data": {
             "dataset": write_jsonl(directory / "lines.jsonl", LINES),
             "seq_length": 24,
@@ -150,8 +151,10 @@ def _run_rank(config: str, options: tuple[str, ...]) -> str:
     from nxd_memopt.training.loop import run
 
     parsed = parse_config(["--config", config, *options])
-    size = parsed.parallel.tensor_model_parallel_size
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
+    parallel = parsed.parallel
+    parallel_state.initialize_model_parallel(
+        parallel.tensor_model_parallel_size, expert_model_parallel_size=parallel.expert_model_parallel_size
+    )
     random.model_parallel_manual_seed(parsed.trainer.seed)
     with redirect_stdout(io.StringIO()) as stdout:
         run(parsed)

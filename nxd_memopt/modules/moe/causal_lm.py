@@ -31,10 +31,12 @@ class MoECausalLMOutput(CausalLMOutput):
     Args:
         loss: as in ``CausalLMOutput``; in training with the routers' losses.
         logits: ``[B, S, V]`` or None.
+        cross_entropy: ``loss`` without the routers' losses, 0-dim; None without labels.
         router_loss: the routers' part of ``loss``, 0-dim; None without labels and in evaluation.
         router: statistics of the routers of all MoE layers.
     """
 
+    cross_entropy: Tensor | None = None
     router_loss: Tensor | None = None
     router: RouterStatistics | None = None
 
@@ -59,6 +61,7 @@ class MoECausalLM(ParallelCausalLM):
         super().__init__(config, parallel=parallel, memory=memory, rotary_dim=rotary_dim)
         self.moe = moe
         self._rows: Tensor | None = None
+        self._token_mask: Tensor | None = None
         self._counts_only = False
 
     @property
@@ -84,7 +87,7 @@ class MoECausalLM(ParallelCausalLM):
         }
 
     def run_backbone(self, input_ids: Tensor, rope: Any, mask: Any, attention_mask: Tensor | None) -> Tensor:
-        token_mask = attention_mask
+        token_mask = self._token_mask
         if token_mask is not None and self.parallel.sequence_parallel_enabled:
             token_mask = mappings.split_along_dim(token_mask.t(), 0, mappings.resolve_group(None))
         # ``forward`` reads the rows as soon as the base class returns.
@@ -100,12 +103,18 @@ class MoECausalLM(ParallelCausalLM):
         return_logits: bool = False,
         cu_seqlens: Tensor | PackedDocuments | None = None,
         num_items_in_batch: Tensor | None = None,
+        token_mask: Tensor | None = None,
+        router_loss_weight: float | None = None,
     ) -> MoECausalLMOutput:
         """Compute the loss, the logits, or both, as ``ParallelCausalLM.forward``.
 
-        In training, the loss has the losses of the routers (``RouterStatistics.loss``). With
-        ``num_items_in_batch`` they are multiplied by this batch's share of it, the number of trained
-        labels divided by ``num_items_in_batch``: over the batches of a step the shares add up to 1.
+        In training, the loss has the losses of the routers (``RouterStatistics.loss``) times
+        ``router_loss_weight``, by default 1. With ``num_items_in_batch`` the default is this batch's
+        share of it, the number of trained labels divided by ``num_items_in_batch``: over the batches
+        of a step the shares add up to 1.
+
+        ``token_mask``, ``[B, S]``, is 0 for tokens that do not count in the routers' losses, such as
+        padding that is a document of its own; default ``attention_mask``.
 
         All data-parallel ranks of an expert-parallel group must call this method, forward and
         backward, equally often. With the ``allgather`` dispatcher their batches need equal shapes.
@@ -113,20 +122,23 @@ class MoECausalLM(ParallelCausalLM):
         self._check_window(input_ids)
         if cu_seqlens is not None:
             cu_seqlens = packed_documents(cu_seqlens, input_ids, attention_mask)
+        self._token_mask = attention_mask if token_mask is None else token_mask
         output = super().forward(
             input_ids, labels, position_ids, attention_mask, return_logits, cu_seqlens, num_items_in_batch
         )
         assert self._rows is not None
         statistics = RouterStatistics(self._rows)
-        self._rows = None
+        self._rows = self._token_mask = None
         router_loss = None
         loss = output.loss
         if loss is not None and self.training:
             assert labels is not None
-            share = self._share(labels, cu_seqlens, num_items_in_batch)
-            router_loss = (statistics.loss(self.moe) * share).to(loss.dtype)
+            weight = router_loss_weight
+            if weight is None:
+                weight = self._share(labels, cu_seqlens, num_items_in_batch)
+            router_loss = (statistics.loss(self.moe) * weight).to(loss.dtype)
             loss = loss + router_loss
-        return MoECausalLMOutput(loss, output.logits, router_loss, statistics)
+        return MoECausalLMOutput(loss, output.logits, output.loss, router_loss, statistics)
 
     def _check_window(self, input_ids: Tensor) -> None:
         """Raise ``ValueError`` if the config limits attention to a window shorter than the sequence."""
@@ -140,7 +152,7 @@ class MoECausalLM(ParallelCausalLM):
     def _share(
         self, labels: Tensor, documents: PackedDocuments | None, num_items_in_batch: Tensor | None
     ) -> Tensor | float:
-        """Return the factor of the routers' losses."""
+        """Return the default factor of the routers' losses."""
         if num_items_in_batch is None:
             return 1.0
         # The labels that ``ParallelCausalLM`` trains: not the first ones of documents.

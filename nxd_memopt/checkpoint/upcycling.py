@@ -1,0 +1,119 @@
+"""Turns a dense LLaMA into a Mixtral: every expert starts as a copy of the MLP (sparse upcycling, arXiv:2212.05055).
+
+The weights of the chosen experts of a token add up to 1, so the first forward computes what the dense model does,
+whatever the router chooses.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from nxd_memopt.checkpoint.experts import StackedExperts
+from nxd_memopt.checkpoint.files import Sources, open_weights
+from nxd_memopt.checkpoint.gguf import weights_directory
+from nxd_memopt.checkpoint.importing import load_sources
+from nxd_memopt.parallel_layers.coordination import raise_together
+from nxd_memopt.planner.architectures import num_kv_heads
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig, MixtralConfig, PretrainedConfig
+
+# Options of LLaMA that Mixtral has under the same name, with the same meaning.
+_SHARED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "head_dim",
+    "hidden_act",
+    "max_position_embeddings",
+    "initializer_range",
+    "rms_norm_eps",
+    "attention_dropout",
+    "tie_word_embeddings",
+    "rope_parameters",
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+    "dtype",
+)
+
+
+def upcycled_config(config: PretrainedConfig, num_experts: int, top_k: int) -> MixtralConfig:
+    """Return the config of a Mixtral whose experts are MLPs of the LLaMA with ``config``.
+
+    Args:
+        config: config of the dense model.
+        num_experts: E, experts of each layer.
+        top_k: k, experts of a token.
+
+    Raises:
+        ValueError: the model is no LLaMA, or has biases, which Mixtral does not have.
+    """
+    from transformers import MixtralConfig
+
+    if config.model_type != "llama":
+        raise ValueError(
+            f"num_moe_experts {num_experts} replaces the MLPs of a llama model by experts, and model_type is "
+            f"{config.model_type!r}: leave it out, or take a LLaMA"
+        )
+    llama: LlamaConfig = config  # pyright: ignore[reportAssignmentType]
+    biases = [name for name in ("attention_bias", "mlp_bias") if getattr(llama, name)]
+    if biases:
+        raise ValueError(
+            f"num_moe_experts {num_experts} makes a Mixtral, which has no biases, and the model has {biases}: leave "
+            "it out, or take a model without biases"
+        )
+    shared = {name: getattr(llama, name) for name in _SHARED}
+    return MixtralConfig(
+        **shared,
+        num_key_value_heads=num_kv_heads(llama),
+        num_local_experts=num_experts,
+        num_experts_per_tok=top_k,
+    )
+
+
+def load_upcycled(model: nn.Module, directory: str | Path, *, seed: int) -> None:
+    """Load a Mixtral from the Hugging Face directory of a dense LLaMA. Every rank calls.
+
+    Each rank reads its slices of the MLPs for each of its experts. The routers are drawn from the
+    normal distribution with the config's ``initializer_range``, equal for every T and EP.
+
+    Args:
+        model: a Mixtral with ``upcycled_config`` of the dense model's config.
+        directory: the dense model.
+        seed: seed of the routers' weights.
+
+    Raises:
+        ValueError: on every rank, as ``load_pretrained``.
+    """
+    with (
+        weights_directory(Path(directory)) as location,
+        raise_together(f"loading {directory}"),
+        open_weights(location) as sources,
+    ):
+        load_sources(model, _upcycled(model, sources, seed), Path(directory))
+
+
+def _upcycled(model: nn.Module, sources: Sources, seed: int) -> Sources:
+    """Return ``sources`` of a dense model with the names and shapes of ``model``."""
+    config: MixtralConfig = model.config  # pyright: ignore[reportAssignmentType]
+    experts = config.num_local_experts
+    generator = torch.Generator().manual_seed(seed)
+    upcycled = {name: source for name, source in sources.items() if ".mlp." not in name}
+    for layer in range(config.num_hidden_layers):
+        prefix = f"model.layers.{layer}.mlp"
+        # A missing one is found as a missing name of the model.
+        parts = {part: sources.get(f"{prefix}.{part}_proj.weight") for part in ("gate", "up", "down")}
+        router = torch.empty(experts, config.hidden_size)
+        upcycled[f"{prefix}.gate.weight"] = router.normal_(0, config.initializer_range, generator=generator)
+        for name, own in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))):
+            found = [part for part in (parts[each] for each in own) if part is not None]
+            if len(found) == len(own):
+                upcycled[f"{prefix}.experts.{name}"] = StackedExperts(f"{prefix}.{name}", [found] * experts)
+    return upcycled

@@ -1,0 +1,132 @@
+"""Forward and backward of models with experts, and what their routers did in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from nxd_memopt.backends import backend
+from nxd_memopt.config import MoEConfig
+from nxd_memopt.modules.moe.causal_lm import MoECausalLM
+from nxd_memopt.modules.moe.load_balancing import RouterStatistics
+from nxd_memopt.optimizer import LossScaler
+from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.training.micro_batches import MicroBatch
+
+
+class RouterSums:
+    """What the routers did in one step, on the device.
+
+    Args:
+        sums: ``[1 + layers * (3 + 2 E)]``: the balancing loss of all layers, and the rows of
+            ``RouterStatistics``, added up over the step's micro-batches on all ranks.
+        forwards: number of micro-batches in the sums.
+        moe: options of the model.
+    """
+
+    def __init__(self, sums: Tensor, forwards: int, moe: MoEConfig) -> None:
+        self._sums = sums
+        self._forwards = forwards
+        self._moe = moe
+
+    def values(self) -> dict[str, Any]:
+        """Return the values of a row of metrics.jsonl; waits for the device.
+
+        Losses have their coefficients and are means over the micro-batches of all ranks: added to
+        the cross entropy they are the loss that is trained. ``max_load`` is the largest share of a
+        layer's choices that one expert has, times the number of experts.
+        """
+        moe = self._moe
+        sums = self._sums.cpu()
+        rows = sums[1:].view(-1, 3 + 2 * moe.num_moe_experts)
+        counts = rows[:, 3 + moe.num_moe_experts :]
+        load = counts.amax(1) / counts.mean(1).clamp(min=1e-6)
+        values: dict[str, Any] = {}
+        if moe.has_aux_loss:
+            values["load_balancing_loss"] = sums[0].item() / self._forwards
+        if moe.moe_z_loss_coeff:
+            values["z_loss"] = rows[:, 1].sum().item() / self._forwards
+        values["max_load"] = load.max().item()
+        if not moe.moe_per_layer_logging:
+            return values
+        # transformers' loss is over all layers together: no layer has one of its own.
+        if moe.has_aux_loss and moe.moe_router_load_balancing_type != "hf_aux_loss":
+            values["load_balancing_loss_per_layer"] = (rows[:, 0] / self._forwards).tolist()
+        if moe.moe_z_loss_coeff:
+            values["z_loss_per_layer"] = (rows[:, 1] / self._forwards).tolist()
+        values["tokens_per_expert"] = counts.round().int().tolist()
+        return values
+
+
+class ExpertForwardBackward:
+    """Forward and backward of the micro-batches of a model with experts.
+
+    The loss that is trained has the routers' losses of every micro-batch, divided by the number of
+    the step's micro-batches: averaged over the data-parallel ranks, as gradients are, they add up to
+    the mean over all micro-batches of the step. All have equally many tokens. A share of the trained
+    labels would weigh rows with more documents less.
+
+    Args:
+        model: the model.
+        micro_batches: micro-batches of this rank in one step.
+        scaler: scales the gradients; None scales nothing.
+    """
+
+    def __init__(self, model: MoECausalLM, micro_batches: int, scaler: LossScaler | None) -> None:
+        self._model = model
+        self._micro_batches = micro_batches
+        self._scaler = scaler
+        self._sums: Tensor | None = None
+        self._forwards = 0
+
+    def __call__(self, micro_batch: MicroBatch) -> Tensor:
+        """Accumulate gradients; return the share of the step's cross entropy, without the routers' losses."""
+        output = self._model(**self._inputs(micro_batch))
+        loss = output.loss if self._scaler is None else self._scaler.scale_gradients_of(output.loss)
+        loss.backward()
+        self._add(output.router)
+        return output.cross_entropy.detach()
+
+    def _inputs(self, micro_batch: MicroBatch) -> dict[str, Any]:
+        return {
+            **micro_batch.inputs(),
+            "token_mask": micro_batch.token_mask,
+            "router_loss_weight": 1 / self._micro_batches,
+        }
+
+    def _add(self, statistics: RouterStatistics) -> None:
+        moe = self._model.moe
+        loss = statistics.balancing_losses.sum()
+        if moe.has_aux_loss and moe.moe_router_load_balancing_type == "hf_aux_loss":
+            loss = moe.moe_aux_loss_coeff * statistics.hf_loss()
+        values = torch.cat([loss.reshape(1), statistics.rows.reshape(-1)]).detach()
+        self._sums = values if self._sums is None else self._sums + values
+        self._forwards += 1
+
+    @contextmanager
+    def balanced_over(self, micro_batches: Sequence[MicroBatch]) -> Iterator[None]:
+        """Balance the choices of all micro-batches of a step together inside the block, with ``global_aux_loss``."""
+        kind = self._model.moe.moe_router_load_balancing_type
+        if kind != "global_aux_loss" or not self._model.moe.has_aux_loss or len(micro_batches) == 1:
+            yield
+            return
+        # Counted with the same jitter as in the step.
+        self._model.train()
+        with self._model.balanced_over_step([self._inputs(each) for each in micro_batches]):
+            yield
+
+    def take(self) -> RouterSums:
+        """Return the sums of a step over all data-parallel ranks, and start again. Every rank calls."""
+        assert self._sums is not None, "a step has at least one micro-batch"
+        # Tensor-parallel ranks of one replica have equal statistics.
+        group = cast("ProcessGroup | None", parallel_state.get_data_parallel_group())
+        sums = backend.all_reduce(self._sums, group)
+        forwards = self._forwards * parallel_state.get_data_parallel_size()
+        self._sums = None
+        self._forwards = 0
+        return RouterSums(sums, forwards, self._model.moe)
