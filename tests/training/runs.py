@@ -35,6 +35,7 @@ LLAMA = {
     "max_position_embeddings": 64,
     "eos_token_id": END,
 }
+MIXTRAL = LLAMA | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 TENSOR_AND_SEQUENCE = {"tensor_model_parallel_size": 2, "sequence_parallel_enabled": True}
 LINES = [f"document {i} " + "abc xyz " * (3 + i % 7) for i in range(200)]
 

@@ -62,10 +62,13 @@ def resolve_moe(moe: MoEConfig | None, config: Any) -> MoEConfig:
             f"moe_router_load_balancing_type 'sinkhorn' weighs experts otherwise than {type(config).__name__}'s "
             "models: use 'aux_loss'"
         )
-    # Width and layers may be left out: they are those of the config.
+    # Width and layers may be left out: they are those of the config. A list of all layers is the
+    # same choice as a frequency.
     for name in ("moe_ffn_hidden_size", "moe_layer_freq"):
         if getattr(moe, name) == _DEFAULTS[name]:
             moe = dataclasses.replace(moe, **{name: fixed[name]})
+    if moe.is_moe_layer(config.num_hidden_layers) == moe_layers(config):
+        moe = dataclasses.replace(moe, moe_layer_freq=fixed["moe_layer_freq"])
     for name, value in fixed.items():
         given = getattr(moe, name)
         if given != value:

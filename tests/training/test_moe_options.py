@@ -1,0 +1,197 @@
+"""The ``moe`` section: names, defaults from the model's config, and one error line for what cannot be honoured."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from nxd_memopt.config import MoEConfig
+from nxd_memopt.training.arguments import config_from_mapping, parse_config
+from nxd_memopt.training.config import TrainConfig
+from nxd_memopt.training.expert_load import load_of_experts
+from nxd_memopt.training.hf_overrides import config_from_overrides, override_config
+from nxd_memopt.training.model import load_hf_config
+from nxd_memopt.training.moe_options import MoEOptions, resolve_options
+from nxd_memopt.training.resume_rules import RULES, Change
+from tests.reference_models import mixtral_config, qwen3_moe_config
+from tests.training.runs import LLAMA, MIXTRAL, run_here, write_config
+
+QWEN3 = {name: value for name, value in LLAMA.items() if name != "model_type"} | {
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "head_dim": 4,
+}
+
+
+def build(overrides: dict[str, Any] = MIXTRAL, **sections: Any) -> TrainConfig:
+    return config_from_mapping({"model": {"tokenizer": "t", "config_overrides": overrides}, **sections})
+
+
+def resolved(options: dict[str, Any], hf_config: Any) -> MoEConfig | None:
+    return resolve_options(MoEOptions(**options), hf_config)
+
+
+def test_the_section_has_every_option_of_the_models() -> None:
+    ours = {field.name: field.default for field in dataclasses.fields(MoEOptions)}
+    assert set(ours) == {field.name for field in dataclasses.fields(MoEConfig)}
+    assert set(ours.values()) == {None}
+    # An option that changes the results of a resumed run is not merely reported.
+    reported = {name for name, rule in RULES.items() if name.startswith("moe.") and rule.change is Change.REPORTED}
+    assert reported == {
+        f"moe.{n}" for n in ("moe_token_dispatcher_type", "moe_per_layer_logging", "moe_layer_recompute")
+    }
+
+
+def test_options_of_nemo_files_reach_the_section(tmp_path: Path) -> None:
+    """NeMo has all of them in its model section, and expert_model_parallel_size too."""
+    flat = {
+        "num_moe_experts": 4,
+        "moe_router_topk": 2,
+        "moe_router_load_balancing_type": "seq_aux_loss",
+        "moe_aux_loss_coeff": "1e-2",
+        "moe_z_loss_coeff": 1e-3,
+        "moe_input_jitter_eps": 0.01,
+        "moe_token_dropping": True,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_per_layer_logging": True,
+        "moe_expert_capacity_factor": 1,
+        "moe_pad_expert_input_to_capacity": True,
+        "moe_token_drop_policy": "position",
+        "moe_layer_recompute": True,
+        "moe_layer_freq": [1, 1],
+    }
+    model = {"tokenizer": "t", "config_overrides": LLAMA}
+    file = tmp_path / "nemo.yaml"
+    file.write_text(yaml.safe_dump({"model": {**model, **flat, "expert_model_parallel_size": 2}}), encoding="utf-8")
+    config = parse_config(["--config", str(file), "--moe.moe-z-loss-coeff", "0.5"])
+    assert config.parallel.expert_model_parallel_size == 2
+    assert config.moe.given() == flat | {"moe_aux_loss_coeff": 0.01, "moe_layer_freq": (1, 1), "moe_z_loss_coeff": 0.5}
+    moe = resolve_options(config.moe, load_hf_config(config.model, config.moe))
+    assert moe is not None
+    assert (moe.num_moe_experts, moe.moe_token_drop_policy, moe.moe_layer_recompute) == (4, "position", True)
+
+
+def test_defaults_are_those_of_the_model() -> None:
+    """transformers' loss stays unless a type or a coefficient is given; then the other one is Megatron's."""
+    config = mixtral_config()
+    moe = resolved({"moe_token_dispatcher_type": "alltoall"}, config)
+    assert moe is not None
+    assert (moe.moe_router_load_balancing_type, moe.moe_aux_loss_coeff) == ("hf_aux_loss", 0.3)
+    for given, expected in (
+        ({"moe_router_load_balancing_type": "aux_loss"}, ("aux_loss", 0.0)),
+        ({"moe_aux_loss_coeff": 0.1}, ("aux_loss", 0.1)),
+        ({"moe_router_load_balancing_type": "none"}, ("none", 0.0)),
+    ):
+        moe = resolved(given, config)
+        assert moe is not None
+        assert (moe.moe_router_load_balancing_type, moe.moe_aux_loss_coeff) == expected
+    moe = resolved({}, qwen3_moe_config(output_router_logits=False))
+    assert moe is not None
+    assert (moe.moe_router_pre_softmax, moe.moe_layer_freq, moe.has_aux_loss) == (True, (1, 0, 1), False)
+    assert resolve_options(MoEOptions(), config_from_overrides("llama", {})) is None
+
+
+def test_overrides_of_models_with_experts() -> None:
+    """KV heads that equal the heads are a choice of Mixtral, not derived; either name of the experts counts."""
+    config = mixtral_config(num_key_value_heads=8)
+    changed = override_config(config, {"num_experts": 6, "initializer_range": 0.1})
+    assert (changed.num_key_value_heads, changed.num_local_experts, changed.initializer_range) == (8, 6, 0.1)
+    changed = override_config(mixtral_config(num_attention_heads=4, num_key_value_heads=4), {"num_local_experts": 2})
+    assert (changed.num_key_value_heads, changed.num_experts) == (4, 2)
+    qwen = override_config(qwen3_moe_config(head_dim=6), {"num_experts": 16, "moe_intermediate_size": 6})
+    assert (qwen.num_experts, qwen.head_dim, qwen.mlp_only_layers) == (16, 6, [1])
+    with pytest.raises(ValueError, match=r"unknown key 'num_local_expert'.*did you mean 'num_local_experts'"):
+        override_config(config, {"num_local_expert": 4})
+
+
+CONFLICTS: dict[str, tuple[dict[str, Any], str]] = {
+    "zero2": (
+        {"parallel": {"expert_model_parallel_size": 2}, "data_parallel": {"sharding": "zero2"}},
+        "expert_model_parallel_size 2 and data_parallel.sharding zero2.*zero1",
+    ),
+    "zero3": (
+        {"parallel": {"expert_model_parallel_size": 2}, "data_parallel": {"sharding": "zero3"}},
+        "expert_model_parallel_size 2 and data_parallel.sharding zero3.*zero1",
+    ),
+    "states on the host": (
+        {"parallel": {"expert_model_parallel_size": 2}, "optimizer": {"optimizer_cpu_offload": True}},
+        "expert_model_parallel_size 2 and optimizer.optimizer_cpu_offload.*false",
+    ),
+    "no ranks": ({"parallel": {"expert_model_parallel_size": 0}}, "expert_model_parallel_size must be at least 1"),
+}
+
+
+@pytest.mark.parametrize("name", CONFLICTS)
+def test_conflicts_between_sections(name: str) -> None:
+    sections, message = CONFLICTS[name]
+    with pytest.raises(ValueError, match=message):
+        build(**sections)
+
+
+REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "ranks": (MIXTRAL, {"parallel": {"expert_model_parallel_size": 2}}, "data-parallel size 1.*start a multiple of 2"),
+    "experts": (MIXTRAL, {"moe": {"num_moe_experts": 8}}, "num_moe_experts 8 contradicts MixtralConfig.*4"),
+    "top-k": (MIXTRAL, {"moe": {"moe_router_topk": 3}}, "moe_router_topk 3 contradicts MixtralConfig"),
+    "coefficient": (
+        MIXTRAL,
+        {"moe": {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.1}},
+        "moe_aux_loss_coeff 0.1 needs a balancing loss",
+    ),
+    "type": (
+        MIXTRAL,
+        {"moe": {"moe_router_load_balancing_type": "aux"}},
+        "moe_router_load_balancing_type 'aux' is not one of.*'aux_loss'",
+    ),
+    "padding": (MIXTRAL, {"moe": {"moe_pad_expert_input_to_capacity": True}}, "needs moe_expert_capacity_factor"),
+    "capacity": (MIXTRAL, {"moe": {"moe_expert_capacity_factor": 0}}, "moe_expert_capacity_factor must be .* above 0"),
+    "sinkhorn": (MIXTRAL, {"moe": {"moe_router_load_balancing_type": "sinkhorn"}}, "use 'aux_loss'"),
+    "bias": (
+        MIXTRAL,
+        {"moe": {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}},
+        "contradicts MixtralConfig",
+    ),
+    "recompute": (
+        MIXTRAL,
+        {"moe": {"moe_layer_recompute": True}, "memory": {"recompute_granularity": "full"}},
+        "moe_layer_recompute=True.*leave one out",
+    ),
+    "tiles": (MIXTRAL, {"memory": {"mlp_tile_tokens": 8}}, "mlp_tile_tokens 8"),
+    "compile": (MIXTRAL, {"trainer": {"compile": "layer"}}, "trainer.compile 'layer'.*set it to null"),
+    "window": (MIXTRAL | {"sliding_window": 8}, {}, "data.seq_length 24 exceeds sliding_window 8"),
+    "dense": (LLAMA, {"moe": {"moe_aux_loss_coeff": 0.1}}, "moe.moe_aux_loss_coeff 0.1 needs a model with experts"),
+    "dense layers": (QWEN3, {"moe": {"moe_layer_freq": [1, 0]}}, r"moe_layer_freq \(1, 0\) contradicts"),
+    "biases": (
+        LLAMA | {"mlp_bias": True},
+        {"moe": {"num_moe_experts": 4}},
+        "num_moe_experts 4 makes a Mixtral.*'mlp_bias'",
+    ),
+    "gpt_neox": (
+        {name: value for name, value in LLAMA.items() if name != "num_key_value_heads"} | {"model_type": "gpt_neox"},
+        {"moe": {"num_moe_experts": 4}},
+        "num_moe_experts 4 replaces the MLPs of a llama model.*'gpt_neox'",
+    ),
+    "width": (LLAMA, {"moe": {"num_moe_experts": 4, "moe_ffn_hidden_size": 12}}, "moe_ffn_hidden_size 12 contradicts"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_options_that_cannot_be_honoured(tmp_path: Path, name: str) -> None:
+    """One line, before any text is tokenized."""
+    overrides, sections, message = REFUSALS[name]
+    outcome = run_here(write_config(tmp_path, model={"config_overrides": overrides}, **sections))
+    lines = [line for line in outcome.stderr.splitlines() if line.startswith("error: ")]
+    assert outcome.returncode == 2 and len(lines) == 1, outcome.stderr[-2000:]
+    assert re.search(message, lines[0]), lines[0]
+    assert not (tmp_path / "run" / "tokens").exists()
+
+
+def test_the_load_is_relative_to_the_mean_of_a_layer() -> None:
+    counts = [[[9, 9], [1, 1]]] + [[[1, 3], [0, 8]]] * 100  # the first row is too old
+    assert load_of_experts(counts).tolist() == [[0.5, 1.5], [0.0, 2.0]]
