@@ -57,6 +57,12 @@ class Convert:
     accept_drift: bool = False
     """From nxd: take norms and row-parallel biases from rank 0 if ranks differ, as after GPT-NeoX's
     sample, which does not sum their gradients; without it a difference is an error."""
+    num_moe_experts: int | None = None
+    """From hf to hf, LLaMA: write a Mixtral with this many experts in each layer, copies of its MLP."""
+    moe_router_topk: int = 2
+    """With --num-moe-experts: experts of a token."""
+    seed: int = 1234
+    """With --num-moe-experts: seed of the routers' weights, which are drawn at random."""
     xser: bool = False
     """To nxd: one file per tensor, which neuronx-distributed loads faster. From nxd the format is
     detected."""
@@ -79,6 +85,8 @@ class Convert:
             "--tensor-model-parallel-size": self.tensor_model_parallel_size,
             "--pipeline-model-parallel-size": self.pipeline_model_parallel_size,
             "--kv-size-multiplier": self.kv_size_multiplier,
+            "--num-moe-experts": self.num_moe_experts,
+            "--moe-router-topk": self.moe_router_topk,
         }
         for option, size in sizes.items():
             if size is not None and size < 1:
@@ -105,6 +113,8 @@ class Convert:
             }
         if self.source_format != "nxd":
             unused |= {"config": None, "accept_drift": False}
+        if self.num_moe_experts is None or "nxd" in (self.source_format, self.target_format):
+            unused |= {"num_moe_experts": None, "moe_router_topk": 2, "seed": 1234}
         if "nxd" not in (self.source_format, self.target_format):
             unused |= {
                 "tensor_model_parallel_size": None,
@@ -115,19 +125,28 @@ class Convert:
         if names:
             options = ", ".join(f"--{name.replace('_', '-')}" for name in names)
             formats = f"--from {self.source_format} --to {self.target_format}"
-            raise ValueError(f"{formats} takes no {options}: leave it out, or set --from or --to nxd")
+            remedy = "leave it out, or set --from or --to nxd"
+            if {"num_moe_experts", "moe_router_topk", "seed"} & set(names):
+                remedy = "leave it out, or set --num-moe-experts, for --from hf --to hf"
+            raise ValueError(f"{formats} takes no {options}: {remedy}")
 
     def _to_hugging_face(self) -> None:
         """Convert a Hugging Face directory or GGUF file to a Hugging Face directory."""
         from nxd_memopt.checkpoint import load_config, load_pretrained, save_pretrained
         from nxd_memopt.checkpoint.companions import companions_of
+        from nxd_memopt.checkpoint.upcycling import load_upcycled, upcycled_config
         from nxd_memopt.models import model_class
 
         config = load_config(self.source)
+        if self.num_moe_experts is not None:
+            config = upcycled_config(config, self.num_moe_experts, self.moe_router_topk)
         # The model is built on the meta device, without memory; loading creates its weights. Names
         # and shapes are checked on the way, which copying the files would not do.
         model = model_class(config.model_type)(config, dtype=config.dtype, device="meta")
-        load_pretrained(model, self.source)
+        if self.num_moe_experts is None:
+            load_pretrained(model, self.source)
+        else:
+            load_upcycled(model, self.source, seed=self.seed)
         with companions_of(self.source) as companions:
             save_pretrained(
                 model,

@@ -114,6 +114,13 @@ def _model(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
 def _problem(options: argparse.Namespace, source: Mapping[str, Any]) -> Problem:
     """Return what is asked: the command's options before those of a configuration file."""
     device = device_named(options.device)
+    # In any section, as in a configuration for NeMo. A plan of the dense model would be too small.
+    for name, values in source.items():
+        if isinstance(values, Mapping) and values.get("num_moe_experts"):
+            raise ValueError(
+                f"{name}.num_moe_experts {values['num_moe_experts']} adds experts to a model, and plan knows those of "
+                "its config only: leave it out to plan the dense model, or name a config with experts"
+            )
     section = source["model"]
     config = dict(section.get("config_overrides") or {})
     if section.get("pretrained"):

@@ -81,8 +81,17 @@ def _model(config: TrainConfig, directory: Path) -> list[str]:
 
 
 def _step(config: TrainConfig) -> list[str]:
-    """Return the options for parallelism, S, B and dtype."""
+    """Return the options for parallelism, S, B and dtype.
+
+    Raises:
+        ValueError: certify has no option for experts that the model's config does not have.
+    """
     parallel = config.parallel
+    unknown = {f"moe.{name}": value for name, value in config.moe.given().items()}
+    if parallel.expert_model_parallel_size > 1:
+        unknown["parallel.expert_model_parallel_size"] = parallel.expert_model_parallel_size
+    for name, value in unknown.items():
+        raise ValueError(f"certify has no option for {name} {value}: leave it out for the dry run")
     options = ["--tensor-model-parallel-size", str(parallel.tensor_model_parallel_size)]
     if parallel.sequence_parallel_enabled:
         options += ["--sequence-parallel-enabled"]
