@@ -19,6 +19,7 @@ from nxd_memopt.memory import is_recomputed
 from nxd_memopt.models import model_class
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.training.arguments import config_from_mapping
+from nxd_memopt.training.config import TrainConfig
 from nxd_memopt.training.loop import run_step
 from nxd_memopt.training.micro_batches import micro_batches
 from nxd_memopt.training.model import load_hf_config
@@ -166,12 +167,10 @@ def reference_step(
     return full, gradients, parts
 
 
-def check(kind: str, *, tensor: int, expert: int, ranks: int, micro: int, stage: str, dispatcher: str) -> None:
-    """Gradients on every rank before clipping, the values of metrics.jsonl, and the norm."""
-    rows = Rows()
-    full, gradients, parts = reference_step(kind, rows, micro=micro, ranks=ranks)
+def run_config(kind: str, *, tensor: int, expert: int, micro: int, stage: str, dispatcher: str) -> TrainConfig:
+    """Options of a run whose micro-batches and padding are those of ``Rows``."""
     values = mixtral_config().to_dict()
-    config = config_from_mapping(
+    return config_from_mapping(
         {
             "model": {
                 "tokenizer": "t",
@@ -200,6 +199,13 @@ def check(kind: str, *, tensor: int, expert: int, ranks: int, micro: int, stage:
             "optimizer": {"clip_grad": 0, "lr": 0},
         }
     )
+
+
+def check(kind: str, *, tensor: int, expert: int, ranks: int, micro: int, stage: str, dispatcher: str) -> None:
+    """Gradients on every rank before clipping, the values of metrics.jsonl, and the norm."""
+    rows = Rows()
+    full, gradients, parts = reference_step(kind, rows, micro=micro, ranks=ranks)
+    config = run_config(kind, tensor=tensor, expert=expert, micro=micro, stage=stage, dispatcher=dispatcher)
     parallel_state.initialize_model_parallel(tensor, expert_model_parallel_size=expert)
     hf_config = load_hf_config(config.model, config.moe)
     model = model_class("mixtral")(

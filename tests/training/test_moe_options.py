@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 import yaml
 
+from nxd_memopt import plan_command
+from nxd_memopt.backends import backend
 from nxd_memopt.config import MoEConfig
+from nxd_memopt.launch.certificate import certify_command
 from nxd_memopt.training.arguments import config_from_mapping, parse_config
 from nxd_memopt.training.config import TrainConfig
 from nxd_memopt.training.expert_load import load_of_experts
 from nxd_memopt.training.hf_overrides import config_from_overrides, override_config
-from nxd_memopt.training.model import load_hf_config
+from nxd_memopt.training.model import cuda_graph_conflict, load_hf_config
 from nxd_memopt.training.moe_options import MoEOptions, resolve_options
 from nxd_memopt.training.resume_rules import RULES, Change
 from tests.reference_models import mixtral_config, qwen3_moe_config
@@ -190,6 +193,30 @@ def test_options_that_cannot_be_honoured(tmp_path: Path, name: str) -> None:
     assert outcome.returncode == 2 and len(lines) == 1, outcome.stderr[-2000:]
     assert re.search(message, lines[0]), lines[0]
     assert not (tmp_path / "run" / "tokens").exists()
+
+
+def test_cuda_graphs_are_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph would replay the routing of the micro-batch that it captured."""
+    monkeypatch.setattr(backend, "capture_refusal", lambda: None)
+    config = build()
+    conflict = cuda_graph_conflict(config, load_hf_config(config.model, config.moe))
+    assert conflict is not None and "mixtral has experts: set enable_cuda_graph to false" in conflict
+    dense = build(LLAMA)
+    assert cuda_graph_conflict(dense, load_hf_config(dense.model, dense.moe)) is None
+
+
+def test_certify_and_plan_refuse_experts_that_they_do_not_know(tmp_path: Path) -> None:
+    """Both would describe the dense model."""
+    for sections in ({"moe": {"num_moe_experts": 4}}, {"parallel": {"expert_model_parallel_size": 2}}):
+        with pytest.raises(ValueError, match=r"certify has no option for .*: leave it out"):
+            certify_command(build(LLAMA, **sections), "gpu", world_size=2, device_memory_gib=80, directory=tmp_path)
+    file = tmp_path / "config.yaml"
+    for section, options in (("moe", {"num_moe_experts": 4}), ("model", {"num_moe_experts": 4})):
+        content = {"model": {"config_overrides": LLAMA}, section: options}
+        content["model"] = {"config_overrides": LLAMA} | content["model"]
+        file.write_text(yaml.safe_dump(content), encoding="utf-8")
+        with pytest.raises(ValueError, match=rf"{section}.num_moe_experts 4 adds experts"):
+            plan_command.main(["--model", str(file), "--device", "h200"])
 
 
 def test_the_load_is_relative_to_the_mean_of_a_layer() -> None:
