@@ -246,7 +246,7 @@ def check(kind: str, *, tensor: int, expert: int, ranks: int, micro: int, stage:
 KINDS = ("aux_loss", "seq_aux_loss", "global_aux_loss", "hf_aux_loss")
 # T, EP, D, micro-batch size, ZeRO stage
 SPLITS = {
-    1: [(1, 1, 1, 2, "none")],
+    1: [(1, 1, 1, 2, "none"), (1, 1, 1, 1, "none")],  # the halves of the step have equally many trained labels
     2: [(2, 1, 1, 1, "none"), (1, 2, 2, 1, "none")],
     4: [(2, 2, 2, 1, "none"), (1, 2, 4, 1, "zero1"), (1, 4, 4, 1, "none")],
 }
