@@ -346,7 +346,7 @@ class MemoryConfig:
         if groups != "auto" and (type(groups) is not int or groups < 1):
             raise ValueError(f"attention_head_groups must be an integer of at least 1, 'auto' or null, got {groups!r}")
         # Without groups a layer that is not recomputed by itself would keep its queries, keys and
-        # values until backward, or those of a whole chunk would exist at a time.
+        # values until backward, or those of a whole chunk would exist at once.
         is_single = self.recompute_granularity == "full" and self.recompute_method in (None, "nested")
         if groups == "auto" and not is_single:
             raise ValueError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,10 +14,6 @@ from nxd_memopt.backends import HostTransfers, Transfer
 
 # 20 ms of copies at 50 GB/s, of which half is queued at a time.
 IN_FLIGHT_BYTES = 1 << 30
-# While another thread launches kernels, a thread that waits for Python's lock gets it after this
-# time, 5 ms by default, and queueing a chunk's copies takes the lock about five times: 25 ms, while
-# the copies that are queued last 10 to 20 ms.
-SWITCH_INTERVAL_S = 2e-4
 
 Pairs = Iterable[tuple[Tensor, Tensor]]
 
@@ -67,8 +62,6 @@ class PacedCopies:
     of a model queued at once, the next copy of a batch to the device, or of a loss to the host,
     waits for all of them: 0.6 s in each step of LLaMA-3-8B with its optimizer states on the host
     (H200). ``wait`` and ``synchronize`` of a copy first wait until its thread has queued it.
-
-    The interpreter's switch interval becomes ``SWITCH_INTERVAL_S`` or stays lower.
     """
 
     def __init__(self, transfers: HostTransfers, in_flight_bytes: int = IN_FLIGHT_BYTES) -> None:
@@ -76,7 +69,6 @@ class PacedCopies:
         self._in_flight_bytes = in_flight_bytes
         self._out = _Direction()
         self._into = _Direction()
-        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
 
     @property
     def device(self) -> torch.device:

@@ -189,7 +189,6 @@ class StreamedAdamW(torch.optim.AdamW):
         # A model that is smaller than a chunk needs no buffers of a chunk's size.
         longest = max(states.host_elements, states.device_elements, 1)
         chunk_elements = min(chunk_elements, longest)
-        self._gradient = torch.empty(chunk_elements, dtype=torch.float32, device=transfers.device)
         # The pieces in each chunk, of the host's buffers and of the device's.
         self._stream: ChunkStream | None = None
         self._host_chunks: list[list[Piece]] = []
@@ -314,8 +313,7 @@ class StreamedAdamW(torch.optim.AdamW):
             cuda.adamw_of_one(update, beta1=beta1, beta2=beta2, **options)
             return
         # Cast and scaled in fp32, a chunk at a time: scaling bf16 gradients would round them.
-        grad = self._gradient[: piece.length]
-        grad.copy_(gradient[inside])
+        grad = gradient[inside].to(torch.float32, copy=True)
         if self.grad_factor is not None:
             grad.mul_(self.grad_factor)
         numbers = step_numbers(step, weight, lr=group["lr"], betas=group["betas"], weight_decay=group["weight_decay"])

@@ -288,8 +288,6 @@ def stream_slots(chunk_elements: int, staging_bytes: int) -> int:
 def stream_bytes(host_elements: int, *, chunk_elements: int, staging_bytes: int) -> int:
     """Return the device memory in bytes that optimizer states on the host need on their way.
 
-    The ring of chunks, and one chunk of gradients in fp32.
-
     Args:
         host_elements: elements whose states are on the host.
         chunk_elements: see ``stream_slots``.
@@ -300,4 +298,4 @@ def stream_bytes(host_elements: int, *, chunk_elements: int, staging_bytes: int)
     chunk_elements = min(chunk_elements, host_elements)
     num_chunks = -(-host_elements // chunk_elements)
     slots = min(stream_slots(chunk_elements, staging_bytes), num_chunks)
-    return slots * optimizer_state_bytes(chunk_elements) + chunk_elements * FP32_BYTES
+    return slots * optimizer_state_bytes(chunk_elements)

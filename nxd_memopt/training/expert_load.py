@@ -56,7 +56,7 @@ def load_of_experts(counts: Sequence[Sequence[Sequence[int]]]) -> np.ndarray:
 
 def draw_load(counts: Sequence[Sequence[Sequence[int]]], path: Path) -> None:
     """Draw ``load_of_experts(counts)`` as a heat map into the PNG file ``path``."""
-    # A figure without pyplot needs no display, and leaves no state behind.
+    # A figure without pyplot needs no display and keeps no global state.
     from matplotlib.figure import Figure
 
     load = load_of_experts(counts)

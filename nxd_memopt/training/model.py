@@ -22,7 +22,6 @@ from nxd_memopt.training.sharding import SHARDS_GRADIENTS
 from nxd_memopt.training.special_tokens import special_tokens
 from nxd_memopt.training.vocabulary import Vocabulary
 
-TOP_K = 2  # experts of a token in a model that gets experts, MoEConfig's default
 DROPOUTS = ("attention_dropout", "hidden_dropout")  # the dropout options that our models read
 
 
@@ -38,7 +37,7 @@ def load_hf_config(config: ModelConfig, moe: MoEOptions | None = None) -> Pretra
     hf_config = _own_hf_config(config)
     if moe is None or moe.num_moe_experts is None or has_experts(hf_config):
         return hf_config
-    top_k = TOP_K if moe.moe_router_topk is None else moe.moe_router_topk
+    top_k = MoEConfig.moe_router_topk if moe.moe_router_topk is None else moe.moe_router_topk
     return upcycled_config(hf_config, moe.num_moe_experts, top_k)
 
 

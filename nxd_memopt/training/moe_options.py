@@ -100,14 +100,10 @@ def resolve_options(options: MoEOptions, hf_config: PretrainedConfig) -> MoEConf
         return None
     # A given type or coefficient is Megatron's, whose other default is then Megatron's too: the
     # coefficient of transformers' loss means another strength in Megatron's.
-    losses = {name: _default(name) for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff")}
+    losses = {name: getattr(MoEConfig, name) for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff")}
     if losses.keys() & given.keys():
         given = {**losses, **given}
     return resolve_moe(dataclasses.replace(options_of(hf_config), **given), hf_config)
-
-
-def _default(name: str) -> Any:
-    return next(field.default for field in dataclasses.fields(MoEConfig) if field.name == name)
 
 
 def has_experts(hf_config: PretrainedConfig) -> bool:

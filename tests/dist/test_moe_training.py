@@ -120,13 +120,13 @@ def test_an_interrupted_run_continues_bit_by_bit(tmp_path: Path) -> None:
     """With jitter, whose random stream is part of the checkpoint, and the fractions of full steps."""
     moe = {"moe_input_jitter_eps": 0.1, "moe_router_load_balancing_type": "global_aux_loss"}
     sections: dict[str, Any] = {"moe": moe, "data": {"micro_batch_size": 1}}
-    (tmp_path / "whole").mkdir()
-    succeed(run_here(write_moe(tmp_path / "whole", **sections, trainer={"max_steps": 4, "export": False})))
+    (tmp_path / "uninterrupted").mkdir()
+    succeed(run_here(write_moe(tmp_path / "uninterrupted", **sections, trainer={"max_steps": 4, "export": False})))
     config = write_moe(tmp_path, **sections, optimizer={"decay_steps": 4}, trainer={"max_steps": 2, "export": False})
     succeed(run_here(config))
     succeed(run_here(config, "--trainer.max-steps", "4"))
-    assert exact(tmp_path / "run") == exact(tmp_path / "whole" / "run")
-    found, expected = (rows(each) for each in (tmp_path / "run", tmp_path / "whole" / "run"))
+    assert exact(tmp_path / "run") == exact(tmp_path / "uninterrupted" / "run")
+    found, expected = (rows(each) for each in (tmp_path / "run", tmp_path / "uninterrupted" / "run"))
     for name in ("load_balancing_loss", "z_loss", "tokens_per_expert"):
         assert [row[name] for row in found] == [row[name] for row in expected]
     refused = run_here(config, "--trainer.max-steps", "4", "--moe.moe-z-loss-coeff", "0.5")

@@ -31,8 +31,8 @@ def test_twenty_kills_in_all_phases_of_a_step_change_nothing(tmp_path: Path, in_
     optimizer = offload(1.0, in_forward=in_forward) | {"decay_steps": STEPS}
     options = {"optimizer": optimizer, "trainer": {"max_steps": STEPS, "save_interval": 1}}
     counts = tmp_path / "counts.json"
-    whole = tmp_path / "whole"
-    assert run(write(whole, **options), counts) == 0
+    uninterrupted = tmp_path / "uninterrupted"
+    assert run(write(uninterrupted, **options), counts) == 0
     seen = json.loads(counts.read_text(encoding="utf-8"))
     random_numbers = random.Random(5 + in_forward)
     config = write(tmp_path / "killed", **options)
@@ -42,8 +42,8 @@ def test_twenty_kills_in_all_phases_of_a_step_change_nothing(tmp_path: Path, in_
         last = max(1, seen[event] // STEPS)
         assert run(config, counts, event, random_numbers.randint(1, last)) == -signal.SIGKILL
     assert run(config, counts) == 0
-    assert exact(tmp_path / "killed" / "run") == exact(whole / "run")
-    found, expected = [rows(each / "run", "evaluation.jsonl") for each in (tmp_path / "killed", whole)]
+    assert exact(tmp_path / "killed" / "run") == exact(uninterrupted / "run")
+    found, expected = [rows(each / "run", "evaluation.jsonl") for each in (tmp_path / "killed", uninterrupted)]
     assert found == expected
-    files = [each / "run" / "export" / "model.safetensors" for each in (tmp_path / "killed", whole)]
+    files = [each / "run" / "export" / "model.safetensors" for each in (tmp_path / "killed", uninterrupted)]
     assert files[0].read_bytes() == files[1].read_bytes()
