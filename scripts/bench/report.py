@@ -34,13 +34,16 @@ BEGIN, END = "<!-- made by scripts.bench.report -->\n", "<!-- end -->\n"
 Row = dict[str, str]
 STATE_COLUMNS = {
     "model": "model",
+    "variant": "variant",
     "tokens": "tokens",
     "memory": "memory options",
+    "states": "states",
     "step_ms": "ms",
     "floor_ms": "floor ms",
     "tokens_per_s_per_device": "tokens/s",
     "peak_gib": "GiB",
     "host_gib": "GiB on the host",
+    "failure": "failure",
     "commit": "commit",
 }
 PRECISION_COLUMNS = {
@@ -274,8 +277,9 @@ def page() -> str:
     if states:
         parts += [
             "## Optimizer states in host memory",
-            f"{DEVICE}, host of 128 GiB, batch 1, bf16 weights and gradients, fp32 masters and moments (12 bytes per "
-            "parameter) on the host, clipping by the global norm. `floor ms`: the states once in each direction over "
+            f"{DEVICE}, host of 128 GiB, batch 1, bf16 weights and gradients, clipping by the global norm; ours with "
+            "fp32 masters and moments (12 bytes per parameter) on the host, or the part of them that `fraction` in the "
+            "rows says. `floor ms`: the states once in each direction over "
             "the link, at the speed measured before the row ([rows](benchmarks/state_offload.csv)).",
             "\n".join(column_lines(states, STATE_COLUMNS)),
         ]

@@ -1,11 +1,14 @@
-"""Benchmark of optimizer states in host memory: steps with clipping, and the link's floor in the same run.
+"""Benchmark of optimizer states in host memory: steps with clipping, the link's floor and peers in the same run.
 
     python -m scripts.bench.state_offload --model llama3-8b --tokens 8192 16384 32768 --staging-gib 48 --append
+    python -m scripts.bench.state_offload --model llama3-8b --tokens 65536 --variants ours "liger, flash4"
 
 Random weights, bf16 weights and gradients, fp32 masters and moments (12 bytes per parameter), batch
-1, clipping by the global norm. ``floor_ms`` is the time in which the link moves the states that are
-on the host, once in each direction at the same time, at the speed that the row measured before.
-``host_peak_gib`` is the process's peak resident memory, pinned buffers included.
+1, clipping by the global norm. A peer recomputes every layer and has the states that fit without
+offload, bf16 moments and no masters (``states`` in its row). ``floor_ms`` is the time in which the
+link moves the states that are on the host, once in each direction at the same time, at the speed
+that the row measured before. ``host_peak_gib`` is the process's peak resident memory, pinned
+buffers included.
 
 With ``--document-tokens`` attention stays within documents of that length: every tensor of the step
 has its full size, but attention does not have its full time ("memory only").
@@ -22,7 +25,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nxd_memopt.backends import backend
 from nxd_memopt.config import MemoryConfig, require_divisible
@@ -32,12 +35,19 @@ from nxd_memopt.optimizer import OffloadedZero1Optimizer
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
 from nxd_memopt.parallel_layers.utils import leave_process_groups
+from scripts.bench.gpu_race import first_line
 from scripts.bench.memory_options import add_memory_options, limit_device_memory, with_options
+from scripts.bench.peers import Builder, LossFunction, build_hf, build_liger, with_flash4
 from scripts.bench.record import append, environment
 from scripts.bench.train_step import CONFIGS, WARM_UP_STEPS, build_ours, figures
 
 CSV = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "state_offload.csv"
 GIB = 2**30
+PEERS: dict[str, Builder] = {
+    "hf": build_hf,
+    "liger": build_liger,
+    "liger, flash4": with_flash4(build_liger),
+}
 
 
 def link_bytes_per_s() -> float:
@@ -58,14 +68,13 @@ def link_bytes_per_s() -> float:
     return copies * size / (time.perf_counter() - start)
 
 
-def packed_loss(model: torch.nn.Module, bounds: Tensor, ids: Tensor) -> Tensor:
+def packed_loss(model: nn.Module, bounds: Tensor, ids: Tensor) -> Tensor:
     """Return the loss of documents that begin and end at ``bounds``."""
     return model(ids, labels=ids, cu_seqlens=bounds).loss
 
 
 def measure(config: Any, tokens: int, memory: MemoryConfig, args: argparse.Namespace) -> dict[str, Any]:
     """Return the columns of a row; the memory is free again afterwards."""
-    model_parallel_manual_seed(7)
     link = link_bytes_per_s()
     model, loss_of = build_ours(config, memory)
     model.train()
@@ -85,8 +94,52 @@ def measure(config: Any, tokens: int, memory: MemoryConfig, args: argparse.Names
         optimizer.update_in_forward(cast(ParallelCausalLM, model).decoder_layers())
     backend.synchronize()
     setup_s = time.perf_counter() - start
+    result = timed_steps(loss_of, optimizer, token_ids(config, tokens), args)
+    host_bytes = sum(pool.ledger().values())
+    return result | {
+        "states": "fp32 masters and moments",
+        "grad_norm": round(cast(Tensor, optimizer.grad_norm).item(), 4),
+        "host_gib": round(host_bytes / GIB, 2),
+        "host_peak_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB, 2),
+        "link_gb_per_s": round(link / 1e9, 1),
+        "floor_ms": round(host_bytes / link * 1e3, 1),
+        "setup_s": round(setup_s, 1),
+    }
+
+
+class ClippedAdamW:
+    """torch's fused AdamW of a peer, whose ``step`` clips the gradients by their global norm first."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._params = list(model.parameters())
+        self._optimizer = torch.optim.AdamW(self._params, lr=1e-5, fused=True)
+        self.grad_norm = torch.zeros(())
+
+    def step(self) -> None:
+        self.grad_norm = nn.utils.clip_grad_norm_(self._params, 1.0, foreach=True)
+        self._optimizer.step()
+
+    def zero_grad(self) -> None:
+        self._optimizer.zero_grad()
+
+
+def measure_peer(variant: str, config: Any, tokens: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the columns of a peer's row, with full recompute and bf16 states on the device."""
+    model, loss_of = PEERS[variant](config, MemoryConfig(recompute_granularity="full"))
+    model.train()
+    optimizer = ClippedAdamW(model)
+    result = timed_steps(loss_of, optimizer, token_ids(config, tokens), args)
+    return result | {"states": "bf16 moments", "grad_norm": round(optimizer.grad_norm.item(), 4)}
+
+
+def token_ids(config: Any, tokens: int) -> Tensor:
+    """Return random token ids ``[1, tokens]``, the same for all variants."""
     generator = torch.Generator().manual_seed(3)
-    ids = torch.randint(0, config.vocab_size, (1, tokens), generator=generator).to(backend.device)
+    return torch.randint(0, config.vocab_size, (1, tokens), generator=generator).to(backend.device)
+
+
+def timed_steps(loss_of: LossFunction, optimizer: Any, ids: Tensor, args: argparse.Namespace) -> dict[str, Any]:
+    """Return time, peak memory and losses of ``args.steps`` steps after the warm-up."""
     losses: list[Tensor] = []
     # Timed together, as steps between two reads of the loss in a training loop: the states that
     # return to the host after a step overlap with the next one.
@@ -106,24 +159,45 @@ def measure(config: Any, tokens: int, memory: MemoryConfig, args: argparse.Names
             losses[-1].item()
     backend.synchronize()
     step_s = (time.perf_counter() - start) / args.steps
-    host_bytes = sum(pool.ledger().values())
-    floor_s = host_bytes / link
     values = [round(loss.item(), 4) for loss in losses]
-    result = figures([step_s], values, tokens * args.accumulation)
-    return result | {
-        "grad_norm": round(cast(Tensor, optimizer.grad_norm).item(), 4),
-        "host_gib": round(host_bytes / GIB, 2),
-        "host_peak_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB, 2),
-        "link_gb_per_s": round(link / 1e9, 1),
-        "floor_ms": round(floor_s * 1e3, 1),
-        "setup_s": round(setup_s, 1),
+    return figures([step_s], values, ids.numel() * args.accumulation)
+
+
+def measured_row(variant: str, tokens: int, memory: MemoryConfig, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the row of one variant; a peer that does not run is a row with its failure."""
+    row: dict[str, Any] = {
+        "model": args.model,
+        "variant": variant,
+        "tensor_parallel": parallel_state.get_world_size(),
+        "tokens": tokens,
+        "accumulation": args.accumulation,
+        "document_tokens": args.document_tokens or "",
+        "cap_gib": args.cap_gib or "",
+        "failure": "",
     }
+    # The same weights for ours whatever ran before; the memory is free again afterwards.
+    model_parallel_manual_seed(7)
+    config = CONFIGS[args.model]()
+    if variant == "ours":
+        row |= {"fraction": args.fraction, "staging_gib": args.staging_gib, "memory": " ".join(args.memory)}
+        row |= measure(config, tokens, memory, args)
+    else:
+        row["memory"] = "recompute_granularity=full"
+        try:
+            row |= measure_peer(variant, config, tokens, args)
+        except (RuntimeError, AttributeError, ValueError, ImportError) as error:
+            row["failure"] = first_line(error)
+    gc.collect()
+    if backend.name == "cuda":
+        torch.cuda.empty_cache()
+    return row
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=CONFIGS, default="llama-tiny")
     parser.add_argument("--tokens", type=int, nargs="+", default=[512])
+    parser.add_argument("--variants", choices=("ours", *PEERS), nargs="+", default=["ours"])
     parser.add_argument("--fraction", type=float, default=1.0)
     parser.add_argument("--staging-gib", type=float, default=2.0)
     add_memory_options(parser)
@@ -143,24 +217,12 @@ def main() -> None:
     for tokens in args.tokens:
         if args.document_tokens:
             require_divisible("--tokens", tokens, "--document-tokens", args.document_tokens)
-        row: dict[str, Any] = {
-            "model": args.model,
-            "tensor_parallel": parallel_state.get_world_size(),
-            "tokens": tokens,
-            "accumulation": args.accumulation,
-            "fraction": args.fraction,
-            "staging_gib": args.staging_gib,
-            "document_tokens": args.document_tokens or "",
-            "cap_gib": args.cap_gib or "",
-            "memory": " ".join(args.memory),
-        }
-        row |= measure(CONFIGS[args.model](), tokens, memory, args)
-        gc.collect()
-        torch.cuda.empty_cache()
-        if parallel_state.is_global_rank_zero():
-            print(row, flush=True)
-            if args.append:
-                append([row | environment("scripts.bench.state_offload")], args.csv)
+        for variant in args.variants:
+            row = measured_row(variant, tokens, memory, args)
+            if parallel_state.is_global_rank_zero():
+                print(row, flush=True)
+                if args.append:
+                    append([row | environment("scripts.bench.state_offload")], args.csv)
     leave_process_groups()
 
 

@@ -147,6 +147,37 @@ def test_checkpoints_leave_the_device(variant):
     pool.reserve(0, OFFLOAD_OWNER)
 
 
+@pytest.mark.parametrize("recompute", [None, "full"])
+@pytest.mark.parametrize("config", [llama_config, gpt_neox_config])
+def test_weights_on_the_host(config, recompute):
+    """Gradients of several steps are those of resident weights, bit by bit, and the weights leave the device."""
+    memory = {"recompute_granularity": recompute, "attention_backend": "math"}
+    model, ids = built(config, memory), some_ids(1024)
+    start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    layer_bytes = sum(param.nbytes for param in model.decoder_layers()[0].parameters())
+
+    def trained(**options) -> tuple[list[torch.Tensor], int]:
+        model.load_state_dict(start)
+        apply_memory(model, MemoryConfig(**memory, **options))
+        optimizer = OptimizerInBackward(AdamW(model.parameters(), lr=1e-3))
+        losses = []
+        for _ in range(6):
+            losses.append(model(ids, labels=ids).loss)
+            losses[-1].backward()
+            optimizer.step()
+        optimizer.remove()
+        backend.synchronize()
+        left = backend.memory_allocated()
+        apply_memory(model, MemoryConfig(**memory))
+        weights = [tensor.clone() for tensor in model.state_dict().values()]
+        return [torch.stack(losses).detach(), *weights], left
+
+    expected, resident = trained()
+    found, left = trained(cpu_offloading_weights=True, cpu_offloading_num_layers=4)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert left <= resident - 3 * layer_bytes
+
+
 def test_a_step_with_offload_cannot_be_captured():
     model, ids = built(llama_config, {}), some_ids(1024)
     apply_memory(model, MemoryConfig(recompute_granularity="full", cpu_offloading_activations=True))
