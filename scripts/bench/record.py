@@ -28,6 +28,7 @@ _VARIABLES = (  # environment variables that change what is measured
     "NVTE_FUSED_ATTN",
     "NXD_MEMOPT_BACKEND",
     "NXD_MEMOPT_PEER_MEMORY",
+    "PYTORCH_CUDA_ALLOC_CONF",
 )
 _PACKAGES = ("liger-kernel", "cut-cross-entropy", "flash-attn-4")
 

@@ -153,7 +153,7 @@ def test_weights_on_the_host(config, recompute):
     """Gradients of several steps are those of resident weights, bit by bit, and the weights leave the device."""
     memory = {"recompute_granularity": recompute, "attention_backend": "math"}
     model, ids = built(config, memory), some_ids(1024)
-    start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    start = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
     layer_bytes = sum(param.nbytes for param in model.decoder_layers()[0].parameters())
 
     def trained(**options) -> tuple[list[torch.Tensor], int]:
@@ -166,11 +166,12 @@ def test_weights_on_the_host(config, recompute):
             losses[-1].backward()
             optimizer.step()
         optimizer.remove()
+        del optimizer
         backend.synchronize()
         left = backend.memory_allocated()
         apply_memory(model, MemoryConfig(**memory))
-        weights = [tensor.clone() for tensor in model.state_dict().values()]
-        return [torch.stack(losses).detach(), *weights], left
+        weights = [tensor.cpu() for tensor in model.state_dict().values()]
+        return [torch.stack(losses).detach().cpu(), *weights], left
 
     expected, resident = trained()
     found, left = trained(cpu_offloading_weights=True, cpu_offloading_num_layers=4)
