@@ -165,6 +165,8 @@ class MemoryConfig:
         recompute_keep_core_attn: with ``"full"``: keep the results of the attention kernel
             (``[B, h/T, S, d]`` per layer, and its log-sum-exps) instead of recomputing them; at
             long sequences the kernel takes most of a layer's time.
+        recompute_keep_core_attn_num_layers: keep those results for this many last recomputed layers
+            only, with one layer per checkpoint; ``None``: for all.
         cpu_offloading: NeMo's switch in addition to the number of layers; ``None`` follows the
             other two options.
         cpu_offloading_num_layers: this many first layers keep their activations in host memory
@@ -203,6 +205,7 @@ class MemoryConfig:
     recompute_num_layers: int | None = None
     recompute_modules: tuple[str, ...] | None = None
     recompute_keep_core_attn: bool = False
+    recompute_keep_core_attn_num_layers: int | None = None
     cpu_offloading: bool | None = None
     cpu_offloading_num_layers: int = 0
     cpu_offloading_activations: bool = False
@@ -234,6 +237,27 @@ class MemoryConfig:
         if self.recompute_method == "block" and self.recompute_num_layers is not None:
             return self.recompute_num_layers
         return num_layers
+
+    def layers_keeping_attention(self, num_layers: int) -> range:
+        """Return the numbers of the layers whose attention results full recompute keeps, of ``num_layers``.
+
+        Raises:
+            ValueError: ``recompute_keep_core_attn_num_layers`` exceeds the recomputed layers.
+        """
+        if not self.recompute_keep_core_attn:
+            return range(0)
+        first = 0 if self.cpu_offloading_activations else self.num_offloaded_layers(num_layers)
+        stop = num_layers
+        if self.recompute_method == "block" and self.recompute_num_layers is not None:
+            stop = min(stop, first + self.recompute_num_layers)
+        number = self.recompute_keep_core_attn_num_layers
+        if number is None:
+            return range(first, stop)
+        if number > stop - first:
+            raise ValueError(
+                f"recompute_keep_core_attn_num_layers {number} exceeds the {stop - first} recomputed layers: lower it"
+            )
+        return range(stop - number, stop)
 
     def num_selective_layers(self, num_layers: int) -> int:
         """Return how many first layers recompute the named submodules, of ``num_layers``.
@@ -311,6 +335,7 @@ class MemoryConfig:
                 "recompute_keep_core_attn=True needs recompute_granularity 'full', got "
                 f"{self.recompute_granularity!r}: set it, or leave recompute_keep_core_attn out"
             )
+        self._check_kept_layers()
         if num_layers is not None and num_layers < 1:
             raise ValueError(
                 f"recompute_num_layers must be at least 1, got {num_layers}: for all layers leave it and "
@@ -321,6 +346,27 @@ class MemoryConfig:
             raise ValueError(
                 "recompute_keep_core_attn=True keeps a tensor of every layer, and recompute_method 'nested' "
                 "only the input of every n-th: use recompute_method 'uniform', or leave one out"
+            )
+
+    def _check_kept_layers(self) -> None:
+        number = self.recompute_keep_core_attn_num_layers
+        if number is None:
+            return
+        if not self.recompute_keep_core_attn:
+            raise ValueError(
+                f"recompute_keep_core_attn_num_layers {number} needs recompute_keep_core_attn=True: set it, or leave "
+                "the number out"
+            )
+        if type(number) is not int or number < 1:
+            raise ValueError(
+                f"recompute_keep_core_attn_num_layers must be an integer of at least 1, got {number!r}: to keep "
+                "nothing leave recompute_keep_core_attn out"
+            )
+        # A checkpoint of several layers keeps the results of all of them or of none.
+        if self.recompute_method == "uniform" and self.recompute_num_layers != 1:
+            raise ValueError(
+                f"recompute_keep_core_attn_num_layers {number} needs one layer per checkpoint, got recompute_method "
+                f"'uniform' with {self.recompute_num_layers}: leave the method out, or use 'block'"
             )
 
     def _check_tiles(self) -> None:

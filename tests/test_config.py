@@ -113,6 +113,31 @@ def test_require_one_of_names_the_nearest(value, facts):
         ),
         (
             MemoryConfig,
+            {"recompute_granularity": "full", "recompute_keep_core_attn_num_layers": 2},
+            ["recompute_keep_core_attn_num_layers 2", "recompute_keep_core_attn=True"],
+        ),
+        (
+            MemoryConfig,
+            {
+                "recompute_granularity": "full",
+                "recompute_keep_core_attn": True,
+                "recompute_keep_core_attn_num_layers": 0,
+            },
+            ["recompute_keep_core_attn_num_layers", "at least 1", "0"],
+        ),
+        (
+            MemoryConfig,
+            {
+                "recompute_granularity": "full",
+                "recompute_method": "uniform",
+                "recompute_num_layers": 2,
+                "recompute_keep_core_attn": True,
+                "recompute_keep_core_attn_num_layers": 1,
+            },
+            ["recompute_keep_core_attn_num_layers 1", "one layer per checkpoint", "'uniform'"],
+        ),
+        (
+            MemoryConfig,
             {"cpu_offloading_activations": True},
             ["cpu_offloading_activations", "'full'", "None", "cpu_offloading_num_layers alone"],
         ),

@@ -119,6 +119,7 @@ def _memory(config: TrainConfig) -> list[str]:
         "mlp_tile_tokens",
         "attention_head_groups",
         "fused_linear_cross_entropy",
+        "recompute_keep_core_attn_num_layers",
     ):
         value = getattr(memory, name)
         default = getattr(MemoryConfig(), name)

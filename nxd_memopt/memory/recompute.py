@@ -214,11 +214,12 @@ def apply_recompute(model: Recomputable, memory: MemoryConfig, *, keep: Keep | N
         if memory.recompute_keep_core_attn:
             _require_keepable(model.recompute_modules()["core_attn"])
         layers = list(model.decoder_layers())
+        keeping = {id(layers[i]) for i in memory.layers_keeping_attention(len(layers))}
         # Layers whose activations are offloaded are not recomputed as well, unless it is their
         # checkpoints that are offloaded.
         if not memory.cpu_offloading_activations:
             layers = layers[memory.num_offloaded_layers(len(layers)) :]
-        _apply_full(layers, memory, keep)
+        _apply_full(layers, memory, keeping, keep)
     elif memory.recompute_granularity == "selective":
         named = _selected_modules(model, memory)
         _require_modules(named, memory)
@@ -299,8 +300,8 @@ def remove_recompute(model: Recomputable) -> None:
         unwrap_forward(module, "traced_recompute")
 
 
-def _apply_full(layers: list[nn.Module], memory: MemoryConfig, keep: Keep | None) -> None:
-    """Checkpoint ``layers`` in chunks of ``recompute_num_layers``.
+def _apply_full(layers: list[nn.Module], memory: MemoryConfig, keeping: set[int], keep: Keep | None) -> None:
+    """Checkpoint ``layers`` in chunks of ``recompute_num_layers``; those of ``keeping`` keep attention results.
 
     ``block`` recomputes the first ``recompute_num_layers`` layers one by one. ``uniform``
     recomputes all layers in chunks of ``recompute_num_layers`` layers, which saves one input per
@@ -324,7 +325,7 @@ def _apply_full(layers: list[nn.Module], memory: MemoryConfig, keep: Keep | None
         )
     for first in range(0, len(layers), num_layers):
         chunk = layers[first : first + num_layers]
-        keep_core_attn: bool | Keep = memory.recompute_keep_core_attn
+        keep_core_attn: bool | Keep = id(chunk[0]) in keeping
         if keep_core_attn and keep is not None and first < memory.num_offloaded_layers(len(layers)):
             keep_core_attn = keep
         _checkpoint_chunk(chunk, keep_core_attn=keep_core_attn, is_nested=is_nested)

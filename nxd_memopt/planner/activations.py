@@ -93,13 +93,14 @@ def _by_layer(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> list[
     recomputed, chunk = _recomputed_layers(memory, depth - resident)
     moved = memory.num_offloaded_layers(depth - resident) if memory.cpu_offloading_activations else 0
     layers = [(layer.kept(), True)] * resident
+    keeping = memory.layers_keeping_attention(depth)
     for i in range(depth - resident):
         if i >= recomputed:
             layers.append((layer.kept(), False))
             continue
-        # A chunk of layers keeps the input of its first layer; all results of attention are kept.
+        # A chunk of layers keeps the input of its first layer, and the results of attention of all.
         kept = dict(layer.inputs) if i % chunk == 0 else {}
-        if memory.recompute_keep_core_attn:
+        if resident + i in keeping:
             kept |= layer.kept_results()
         # A chunk belongs to its first layer.
         layers.append((kept, i // chunk * chunk < moved))

@@ -91,15 +91,23 @@ def layer_runs(memory: MemoryConfig, num_layers: int) -> list[tuple[int, MemoryC
     """Return consecutive layers that are computed alike: how many, and their techniques, in order.
 
     Selective recompute of the first layers leaves the others without recompute: GPT-NeoX merges
-    the branches of those, and kernels rotate their queries and keys in place.
+    the branches of those, and kernels rotate their queries and keys in place. Full recompute may
+    keep the attention results of its last layers only.
 
     Args:
         memory: techniques of the model.
         num_layers: number of decoder layers.
 
     Raises:
-        ValueError: ``recompute_num_layers`` exceeds ``num_layers``.
+        ValueError: ``recompute_num_layers`` or ``recompute_keep_core_attn_num_layers`` exceeds the
+            number of layers.
     """
+    if memory.recompute_keep_core_attn_num_layers is not None:
+        keeping = memory.layers_keeping_attention(num_layers)
+        all_keep = replace(memory, recompute_keep_core_attn_num_layers=None)
+        none_keeps = replace(all_keep, recompute_keep_core_attn=False)
+        runs = ((keeping.start, none_keeps), (len(keeping), all_keep), (num_layers - keeping.stop, none_keeps))
+        return [run for run in runs if run[0]]
     if memory.recompute_granularity != "selective":
         return [(num_layers, memory)]
     selective = replace(memory, recompute_method=None, recompute_num_layers=None)

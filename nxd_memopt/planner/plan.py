@@ -150,7 +150,8 @@ def _describe_recompute(memory: MemoryConfig) -> str:
             method = f" {memory.recompute_method} {memory.recompute_num_layers or ''}".rstrip()
         parts = [f"recompute full{method}"]
     if memory.recompute_keep_core_attn:
-        parts.append("attention kept")
+        number = memory.recompute_keep_core_attn_num_layers
+        parts.append("attention kept" if number is None else f"attention of {number} layers kept")
     if memory.cpu_offloading_activations:
         parts.append("checkpoints on the host")
     elif memory.cpu_offloading_num_layers:

@@ -201,13 +201,14 @@ def attention_flops(sizes: RankSizes, memory: MemoryConfig) -> float:
     forward = 2.0 * sizes.micro_batch_size * sizes.sequence_length**2 * sizes.query
     again = 0.0
     modules = set(memory.recompute_modules or ())
-    if memory.recompute_granularity == "full" and not memory.recompute_keep_core_attn:
+    if memory.recompute_granularity == "full":
         resident = 0 if memory.cpu_offloading_activations else memory.cpu_offloading_num_layers
         again = sizes.num_layers - resident
         if memory.recompute_method == "block":
             again = memory.recompute_num_layers or again
         if memory.recompute_method == "nested":
             again *= 2
+        again -= len(memory.layers_keeping_attention(sizes.num_layers))
     elif modules & {"core_attn", "attn"}:
         again = memory.num_selective_layers(sizes.num_layers)
     if memory.attention_head_groups is not None:

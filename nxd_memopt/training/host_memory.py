@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from nxd_memopt.backends import backend
 from nxd_memopt.memory.host_pool import HostPool, available_host_bytes
 from nxd_memopt.memory.offload import OFFLOAD_OWNER
@@ -48,16 +50,20 @@ def reserve_activations(pool: HostPool | None, model: ParallelCausalLM, config: 
         return
     letters = sizes(model.config)
     num_layers = len(model.decoder_layers())
-    each = checkpoint_bytes(
+    one_layer = functools.partial(
+        checkpoint_bytes,
         sequence_length=config.data.seq_length,
         micro_batch_size=config.data.micro_batch_size,
-        hidden_size=letters["H"],
         element_bytes=model.embedding_weight().element_size(),
         tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
         sequence_parallel_enabled=config.parallel.sequence_parallel_enabled,
-        kept_attention_size=letters["h"] * letters["d"] if memory.recompute_keep_core_attn else 0,
     )
     layers = memory.num_offloaded_layers(num_layers)
-    required = offloaded_checkpoint_bytes(each, layers, layers_per_checkpoint(memory, num_layers))
+    inputs = one_layer(hidden_size=letters["H"])
+    required = offloaded_checkpoint_bytes(inputs, layers, layers_per_checkpoint(memory, num_layers))
+    # The results of attention of every offloaded layer that keeps them.
+    keeping = memory.layers_keeping_attention(num_layers)
+    kept = range(keeping.start, min(keeping.stop, layers))
+    required += len(kept) * one_layer(hidden_size=0, kept_attention_size=letters["h"] * letters["d"])
     with raise_together("reserving host memory"):
         pool.reserve(required, OFFLOAD_OWNER)

@@ -74,6 +74,7 @@ RULES: dict[str, Rule] = {
     "memory.recompute_num_layers": REPORTED,
     "memory.recompute_modules": REPORTED,
     "memory.recompute_keep_core_attn": REPORTED,
+    "memory.recompute_keep_core_attn_num_layers": REPORTED,
     "memory.cpu_offloading": REPORTED,
     "memory.cpu_offloading_num_layers": REPORTED,
     "memory.cpu_offloading_weights": REPORTED,

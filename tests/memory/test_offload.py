@@ -244,6 +244,11 @@ VARIANTS = {
     "nested, chosen": {"recompute_method": "nested"},
     "first two": {"cpu_offloading_num_layers": 2},
     "first two, kept attention": {"cpu_offloading_num_layers": 2, "recompute_keep_core_attn": True},
+    "first three, two kept": {
+        "cpu_offloading_num_layers": 3,
+        "recompute_keep_core_attn": True,
+        "recompute_keep_core_attn_num_layers": 2,
+    },
 }
 NUM_CHECKPOINTS = {
     "uniform": 2,
@@ -252,6 +257,7 @@ NUM_CHECKPOINTS = {
     "nested, chosen": 2,
     "first two": 2,
     "first two, kept attention": 2,
+    "first three, two kept": 3,
 }
 
 
@@ -273,7 +279,9 @@ def test_checkpoints_leave_alone_and_come_back(config, variant, monkeypatch):
         for a, b in zip(gradients(model), expected, strict=True):
             assert torch.equal(a, b)
     count = NUM_CHECKPOINTS.get(variant, 4)
-    if keeps:
+    if variant == "first three, two kept":
+        count += 2  # the results of the third layer
+    elif keeps:
         count *= 3  # and the kernel's results, the context and the log-sum-exps
     assert transfers.events.count("out") == count
     assert set(pool.ledger()) <= {offload.OFFLOAD_OWNER}

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.memory.recompute import apply_recompute, checkpoint, is_recomputed, remove_recompute
+from nxd_memopt.memory.wrapping import wrapper_of
 from tests.reference import assert_says, error_message
 from tests.reference_models import batch, gpt_neox_config, llama_config, parallel_model, qwen3_moe_config
 
@@ -205,6 +206,28 @@ def test_kept_attention_runs_once(config, chunk):
     assert counts == {"none": LAYERS, "full": 2 * LAYERS, "kept": LAYERS}
     for name, value in results["none"].items():
         assert torch.equal(results["kept"][name], value), name
+
+
+@pytest.mark.parametrize("block", [None, 3])
+def test_attention_is_kept_in_the_last_recomputed_layers(block):
+    """The kernel runs again in the layers before them, and in no layer that is not recomputed."""
+    chunk = {} if block is None else {"recompute_method": "block", "recompute_num_layers": block}
+    kept = {"recompute_keep_core_attn": True, "recompute_keep_core_attn_num_layers": 2}
+    net = model(**FULL, **chunk, **kept, attention_backend="sdpa")
+    with CountAttention() as attention:
+        loss = net(**batch()).loss
+        forward = attention.count
+        loss.backward()
+    assert forward == LAYERS
+    assert attention.count == LAYERS + (block or LAYERS) - 2
+    saved = [is_recomputed(layer) for layer in net.decoder_layers()]
+    assert saved == [i < (block or LAYERS) for i in range(LAYERS)]
+    wrappers = [wrapper_of(layer, "traced_recompute") is not None for layer in net.decoder_layers()]
+    last = block or LAYERS
+    assert wrappers == [last - 2 <= i < last for i in range(LAYERS)]
+    memory = MemoryConfig(**FULL, **chunk, **kept | {"recompute_keep_core_attn_num_layers": last + 1})
+    message = error_message(lambda: apply_recompute(net, memory))
+    assert_says(message, "recompute_keep_core_attn_num_layers", str(last + 1), str(last), "lower it")
 
 
 def test_attention_that_is_no_single_kernel_cannot_be_kept():

@@ -103,10 +103,13 @@ def test_storages_of_every_technique(config, name, dtype, attention):
     check(config(num_hidden_layers=LAYERS), dtype, attention, TECHNIQUES[name])
 
 
-@pytest.mark.parametrize("name", ["full", "uniform"])
+@pytest.mark.parametrize(
+    ("name", "number"), [("full", None), ("uniform", None), ("full", 1), ("full", LAYERS), ("block", 2)]
+)
 @pytest.mark.parametrize("config", [llama_config, gpt_neox_config])
-def test_kept_attention(config, name):
-    options = {**TECHNIQUES[name], "recompute_keep_core_attn": True}
+def test_kept_attention(config, name, number):
+    kept = {"recompute_keep_core_attn": True, "recompute_keep_core_attn_num_layers": number}
+    options = TECHNIQUES[name] | kept
     check(config(num_hidden_layers=LAYERS), torch.bfloat16, "sdpa", options)
 
 
