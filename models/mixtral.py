@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers import MixtralConfig
 
-from nxd_memopt.config import MemoryConfig, MoEConfig, ParallelConfig
+from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.memory import apply_memory
 from nxd_memopt.modules.attention import (
     AttentionMask,
@@ -23,6 +23,7 @@ from nxd_memopt.modules.moe.hf_options import resolve_moe
 from nxd_memopt.modules.packed_weights import PackedWeights
 from nxd_memopt.modules.qkv_linear import kv_size_multiplier
 from nxd_memopt.modules.rms_norm import add_and_norm, residual_norm_path
+from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.ops.rope import apply_rope_qkv
 from nxd_memopt.parallel_layers.fusion import FusibleModule
 from nxd_memopt.planner.architectures import num_kv_heads, require_shardable

@@ -9,9 +9,10 @@ from nxd_memopt.backends import backend
 from nxd_memopt.checkpoint import load_config, load_pretrained
 from nxd_memopt.checkpoint.tokenizers import load_tokenizer
 from nxd_memopt.checkpoint.upcycling import load_upcycled, upcycled_config
-from nxd_memopt.config import MoEConfig, require_divisible
+from nxd_memopt.config import require_divisible
 from nxd_memopt.models import model_class, require_supported
 from nxd_memopt.modules.causal_lm import ParallelCausalLM
+from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.parallel_layers.coordination import raise_together
 from nxd_memopt.parallel_layers.utils import move_model_to_device
 from nxd_memopt.training.config import ModelConfig, TrainConfig

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from nxd_memopt.config import LoadBalancing, MoEConfig
+from nxd_memopt.moe_config import LoadBalancing, MoEConfig
 from nxd_memopt.planner.architectures import moe_layers
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends import backend
-from nxd_memopt.config import MoEConfig
 from nxd_memopt.modules.moe.causal_lm import MoECausalLM
 from nxd_memopt.modules.moe.load_balancing import RouterStatistics
+from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.optimizer import LossScaler
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.training.micro_batches import MicroBatch

@@ -25,8 +25,9 @@ from torch.multiprocessing.spawn import spawn
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
 
 from nxd_memopt.backends import backend
-from nxd_memopt.config import MemoryConfig, MoEConfig, ParallelConfig
+from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.models import model_class
+from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.parallel_layers import grads, parallel_state
 from nxd_memopt.parallel_layers.checkpointing import gather_experts, gather_full_tensor, get_sharded_model_dict
 from nxd_memopt.parallel_layers.random import model_parallel_manual_seed

@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nxd_memopt.config import MoEConfig, ParallelConfig
+from nxd_memopt.config import ParallelConfig
 from nxd_memopt.models import model_class
 from nxd_memopt.models.mixtral import MixtralForCausalLM
+from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.parallel_layers import grads, parallel_state
 from tests.dist.pool import distributed
 from tests.reference import assert_says, error_message, relative_error

@@ -12,8 +12,8 @@ import yaml
 
 from nxd_memopt import plan_command
 from nxd_memopt.backends import backend
-from nxd_memopt.config import MoEConfig
 from nxd_memopt.launch.certificate import certify_command
+from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.training.arguments import config_from_mapping, parse_config
 from nxd_memopt.training.config import TrainConfig
 from nxd_memopt.training.expert_load import load_of_experts

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from nxd_memopt.backends import backend
-from nxd_memopt.config import MemoryConfig, MoEConfig, ParallelConfig
+from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.modules.causal_lm import IGNORE_INDEX, CausalLMOutput, ParallelCausalLM
 from nxd_memopt.modules.moe.load_balancing import RouterStatistics, empty_rows
 from nxd_memopt.modules.moe.moe_layer import MoELayer
+from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.ops.packed import PackedDocuments, packed_documents
 from nxd_memopt.parallel_layers import mappings, parallel_state
 from nxd_memopt.parallel_layers.random import get_rng_tracker

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from nxd_memopt.config import MoEConfig
+from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.planner.architectures import moe_layers, sizes
 
 # What transformers' Mixtral and Qwen3-MoE cannot express: an exported model would be another function.

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends import backend
-from nxd_memopt.config import MoEConfig
 from nxd_memopt.modules.moe.router import Router, Routing, wide
+from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.ops.parts import split_sizes
 from nxd_memopt.parallel_layers import mappings, parallel_state
 

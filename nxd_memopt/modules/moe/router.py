@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends import backend
-from nxd_memopt.config import MoEConfig
+from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.parallel_layers import mappings
 from nxd_memopt.parallel_layers.initialization import InitMethod, initialize_sharded_
 from nxd_memopt.parallel_layers.random import fork_if

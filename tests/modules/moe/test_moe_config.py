@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 
-from nxd_memopt.config import MoEConfig, ParallelConfig, from_mapping
+from nxd_memopt.config import ParallelConfig, from_mapping
+from nxd_memopt.moe_config import MoEConfig
 from tests.reference import assert_says, error_message
 
 REFUSALS = {

@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nxd_memopt.config import MoEConfig, ParallelConfig
+from nxd_memopt.config import ParallelConfig
 from nxd_memopt.memory.recompute import checkpoint
 from nxd_memopt.modules.factory import LayerFactory
 from nxd_memopt.modules.moe import MoELayer, RouterStatistics, empty_rows
+from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
 from tests.dist.pool import distributed

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from nxd_memopt.config import MoEConfig, ParallelConfig
+from nxd_memopt.config import ParallelConfig
 from nxd_memopt.memory.recompute import checkpoint
 from nxd_memopt.modules.factory import LayerFactory
 from nxd_memopt.modules.mlp import GatedMLP
@@ -17,6 +17,7 @@ from nxd_memopt.modules.moe import MoELayer, Router, RouterStatistics, empty_row
 from nxd_memopt.modules.moe.capacity import expert_capacity, ranks_in_expert
 from nxd_memopt.modules.moe.load_balancing import token_sums, update_expert_bias, with_row
 from nxd_memopt.modules.moe.router import Routing, choose_experts, sinkhorn
+from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.ops.grouped_linear import grouped_linear, grouped_mm_linear, loop_linear
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
