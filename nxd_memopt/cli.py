@@ -1,4 +1,4 @@
-"""The command line: ``nxd-memopt train``, ``launch``, ``plan``, ``certify``, ``convert`` and ``doctor``."""
+"""The command line: ``nxd-memopt train``, ``launch``, ``plan``, ``profile``, ``certify``, ``convert``, ``doctor``."""
 
 from __future__ import annotations
 
@@ -58,6 +58,18 @@ class PlanSettings:
 
     def __call__(self) -> int:
         from nxd_memopt.plan_command import main
+
+        return main(self.arguments)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Show where memory and time of training steps go; ``nxd-memopt profile --help`` shows the options."""
+
+    arguments: tuple[str, ...] = ()
+
+    def __call__(self) -> int:
+        from nxd_memopt.profile_command import main
 
         return main(self.arguments)
 
@@ -165,20 +177,23 @@ def _parse(arguments: Sequence[str]) -> Command:
     # plan needs no package but PyYAML, and starts without torch.
     if arguments[:1] == ["plan"]:
         return PlanSettings(tuple(arguments[1:]))
+    if arguments[:1] == ["profile"]:
+        return Profile(tuple(arguments[1:]))
     if list(arguments) == ["doctor"]:
         return Doctor()
     # convert and certify: tyro builds their options from the fields of the dataclasses. train,
-    # launch and plan are in the table for --help only.
+    # launch, plan and profile are in the table for --help only.
     require_installed("nxd-memopt (every command but doctor)", "tyro", "rich", extra="cli")
     import tyro
 
     from nxd_memopt.certify.command import Certify
     from nxd_memopt.convert import Convert
 
-    commands: dict[str, Callable[..., Train | Launch | PlanSettings | Doctor | Convert | Certify]] = {
+    commands: dict[str, Callable[..., Train | Launch | PlanSettings | Profile | Doctor | Convert | Certify]] = {
         "train": Train,
         "launch": Launch,
         "plan": PlanSettings,
+        "profile": Profile,
         "certify": Certify,
         "convert": Convert,
         "doctor": Doctor,

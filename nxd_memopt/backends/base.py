@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -242,6 +243,19 @@ class Backend(Collectives):
 
     @abstractmethod
     def reset_peak_memory_stats(self) -> None: ...
+
+    def allocations_refusal(self) -> str | None:
+        """Return why torch's profiler does not see the device's allocations, or ``None`` if it does."""
+        return f"the backend {self.name} does not report its allocations"
+
+    def memory_history(self, file: Path) -> AbstractContextManager[None]:
+        """Write the allocator's own history of the block to ``file``, if the device has one."""
+        del file
+        return nullcontext()
+
+    def step_counters(self) -> dict[str, float]:
+        """Return counters of this process that explain a step's time; empty without them."""
+        return {}
 
     def optimization_barrier(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return ``tensors`` after a compiler barrier.

@@ -56,6 +56,9 @@ class CpuBackend(C10dBackend):
     def gradient_sharding_refusal(self) -> None:
         return None
 
+    def allocations_refusal(self) -> None:
+        return None
+
     def manual_seed(self, seed: int) -> None:
         torch.default_generator.manual_seed(seed)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from nxd_memopt._optional import require_installed, require_transformers
 from nxd_memopt.training.distributed import is_rank_zero, require_rank_variables
@@ -40,12 +41,14 @@ def _run(arguments: Sequence[str] | None, program: str, interrupts: Interrupts) 
     from nxd_memopt.training.arguments import parse_config
     from nxd_memopt.training.distributed import destroy_distributed, init_distributed
     from nxd_memopt.training.loop import run
+    from nxd_memopt.training.profiled import ProfileFinishedError
 
     if arguments is None:
         arguments = sys.argv[1:]
     config = parse_config(arguments, program=program)
     init_distributed(config)
-    run(config, interrupts)
+    with suppress(ProfileFinishedError):
+        run(config, interrupts)
     destroy_distributed()
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+PROFILE_VARIABLE = "NXD_MEMOPT_PROFILE"
 NEEDED_WITH_RANK = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -93,6 +94,11 @@ def stop_time_file() -> Path | None:
     if name is None:
         return None
     return Path(name)
+
+
+def profile_request() -> str | None:
+    """Return what ``nxd-memopt profile`` asks of the runs that it starts; None in any other run."""
+    return os.environ.get(PROFILE_VARIABLE)
 
 
 def is_extracting_graphs() -> bool:

@@ -36,6 +36,7 @@ from nxd_memopt.training.model import (
     require_fp16_range,
 )
 from nxd_memopt.training.parallelize import describe_step, parallelize
+from nxd_memopt.training.profiled import ProfiledSteps
 from nxd_memopt.training.report import Reporter
 from nxd_memopt.training.resume import ResumePlan, plan_resume
 from nxd_memopt.training.routers import ExpertForwardBackward
@@ -191,10 +192,14 @@ def train(training: Training, config: TrainConfig, reporter: Reporter, interrupt
     metrics = DeferredMetrics(reporter, every=trainer.log_every_n_steps, tokens_per_step=tokens_per_step)
     with interrupts.deferred(), Saver(training, config) as saver:
         stopping = Stopping(training, config, saver, interrupts)
+        profiled = ProfiledSteps(training, config)
         while training.step < trainer.max_steps:
             metrics.start()
             batches = micro_batches(config, tokens, training.plan.position(training.step))
-            metrics.add(run_step(training, config, batches))
+            with profiled.step():
+                result = run_step(training, config, batches)
+            metrics.add(result)
+            profiled.raise_if_finished()
             saver.after_step()
             # ``run`` evaluates after the last step, so the loop does not. All conditions depend on
             # the step and on rank 0's decision: every rank takes the same branches, which contain

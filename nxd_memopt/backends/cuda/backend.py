@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import Any, Generic
 from weakref import WeakSet
 
@@ -300,6 +301,21 @@ class CudaBackend(C10dBackend):
 
     def memory_allocated(self) -> int:
         return torch.cuda.memory_allocated(self.device) + self._uncounted_bytes()
+
+    def allocations_refusal(self) -> None:
+        return None
+
+    @contextmanager
+    def memory_history(self, file: Path) -> Iterator[None]:
+        """Write the allocator's snapshot, which https://pytorch.org/memory_viz shows, after the block."""
+        torch.cuda.memory._record_memory_history(stacks="python")
+        try:
+            yield
+            temporary = file.with_name(f"incomplete.{file.name}")
+            torch.cuda.memory._dump_snapshot(str(temporary))
+            temporary.replace(file)
+        finally:
+            torch.cuda.memory._record_memory_history(enabled=None)
 
     def max_memory_allocated(self) -> int:
         peak_now = torch.cuda.max_memory_allocated(self.device) + self._uncounted_bytes()

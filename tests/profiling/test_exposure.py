@@ -2,7 +2,7 @@
 
 import pytest
 
-from scripts.bench.exposure import exposure
+from nxd_memopt.profiling.exposure import exposure
 
 
 def test_only_time_without_computation_is_exposed():

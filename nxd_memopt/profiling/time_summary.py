@@ -1,0 +1,127 @@
+"""Time of profiled steps by class of kernels and by module, and the communication that nothing hides."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from nxd_memopt.profiling.exposure import COMMUNICATION, exposure
+from nxd_memopt.profiling.operations import (
+    GRADIENT,
+    MODULE,
+    STEP,
+    Attribution,
+    Operation,
+    device_events,
+    operations,
+)
+
+_CLASSES = (
+    ("communication", (*COMMUNICATION, "c10d::", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")),
+    ("attention", ("scaled_dot_product", "flash", "fmha", "attention")),
+    ("softmax and cross entropy", ("softmax", "cross_entropy", "nll_loss", "logsumexp")),
+    ("matmul", ("aten::mm", "addmm", "bmm", "aten::_grouped_mm", "gemm", "cutlass", "nvjet", "xmma", "mkldnn_linear")),
+    ("optimizer", ("adam", "foreach")),
+    ("norm", ("norm", "aten::rsqrt")),
+    ("copy", ("copy", "memcpy", "memset", "aten::cat", "aten::clone", "fill_", "zero_")),
+)
+_OTHER = "elementwise and other"
+_HOST = "Python, dispatch and waiting"
+PASSES = ("forward", "backward", "recompute", "other")
+
+
+def kernel_class(name: str) -> str:
+    """Return the class of an operator of the host or a kernel of a device, by its name."""
+    lowered = name.lower()
+    for title, words in _CLASSES:
+        if any(word in lowered for word in words):
+            return title
+    return _OTHER
+
+
+def time_summary(profiler: Any, num_steps: int, device: str) -> dict[str, Any]:
+    """Return the mean times of a step in seconds.
+
+    Args:
+        profiler: finished profile of steps in ranges of the name ``operations.STEP``.
+        num_steps: number of steps.
+        device: ``cuda`` reads the device's kernels; otherwise the host's operators are what there is.
+
+    Returns:
+        ``clock``: what was timed. ``classes``: class -> seconds. ``modules``: module -> pass ->
+        seconds. ``communication``: see ``exposure``.
+    """
+    found = operations(profiler)
+    inside = [operation for operation in found if _is_in_step(operation)]
+    attribution = Attribution(found)
+    classes: dict[str, float] = defaultdict(float)
+    modules: dict[str, dict[str, float]] = {}
+    if device == "cuda":
+        kernels = device_events(profiler)
+        launched = {operation.correlation: operation for operation in found if operation.correlation}
+        timed = [(name, (end - start), launched.get(correlation)) for name, start, end, correlation in kernels]
+        streams = [(name, start, end) for name, start, end, _ in kernels]
+        clock = "kernels and copies of the device"
+    else:
+        timed = [(_host_name(each), each.self_ns / 1e9, each) for each in inside]
+        streams = [*_host_computation(inside), *_host_communication(found)]
+        clock = "operators of the host"
+    for name, seconds, operation in timed:
+        title = name if name == _HOST else kernel_class(name)
+        classes[title] += seconds / num_steps
+        module, stage = attribution.of(operation) if operation is not None else ("outside of modules", "other")
+        times = modules.setdefault(module, dict.fromkeys(PASSES, 0.0))
+        times[stage] += seconds / num_steps
+    return {
+        "clock": clock,
+        "classes": dict(sorted(classes.items(), key=lambda item: -item[1])),
+        "modules": modules,
+        "communication": {name: seconds / num_steps for name, seconds in exposure(streams).items()},
+    }
+
+
+def _is_in_step(operation: Operation) -> bool:
+    """Return whether the operation is, or is inside, a step's range, or a backward node of one."""
+    return operation.name == STEP or any(each.name == STEP for each in operation.ancestors())
+
+
+def _host_name(operation: Operation) -> str:
+    """Return the name by which the time outside of inner operators is classed."""
+    # Ranges and autograd functions have no kernel of their own: what is left is Python.
+    is_operator = re.match(r"\w+::\w", operation.name) is not None and not operation.name.startswith("autograd::")
+    return operation.name if is_operator else _HOST
+
+
+def _host_computation(inside: Sequence[Operation]) -> list[tuple[str, float, float]]:
+    """Return the operators without operators inside them."""
+    return [
+        (each.name, each.start_ns / 1e9, each.end_ns / 1e9)
+        for each in inside
+        if each.child_ns == 0 and _host_name(each) != _HOST and kernel_class(each.name) != "communication"
+    ]
+
+
+def _host_communication(found: Sequence[Operation]) -> list[tuple[str, float, float]]:
+    """Return the collectives of gloo, which its threads run."""
+    return [
+        (each.name, each.start_ns / 1e9, each.end_ns / 1e9)
+        for each in found
+        if each.name.startswith("gloo:") and not each.name.startswith((MODULE, GRADIENT))
+    ]
+
+
+def without_layer_number(module: str) -> str:
+    """Return a module's name with ``*`` instead of the number of its decoder layer."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", module)
+
+
+def by_kind_of_module(modules: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """Return the times with the decoder layers added up, the slowest first."""
+    sums: dict[str, dict[str, float]] = {}
+    for module, times in modules.items():
+        total = sums.setdefault(without_layer_number(module), dict.fromkeys(PASSES, 0.0))
+        for stage, seconds in times.items():
+            total[stage] += seconds
+    return dict(sorted(sums.items(), key=lambda item: -sum(item[1].values())))
