@@ -16,7 +16,8 @@ from nxd_memopt.training.distributed import PROFILE_VARIABLE
 USAGE = """nxd-memopt profile [options] -- COMMAND ...
        nxd-memopt profile [options] --config FILE [--nproc N] [options of nxd-memopt train]
        nxd-memopt profile --report DIRECTORY
-       nxd-memopt profile --compare A B [--html FILE]"""
+       nxd-memopt profile --compare A B [--html FILE]
+       nxd-memopt profile --loss-race [--batch B] [--seq-length S] [--vocabulary V] [--hidden H] [--malek DIRECTORY]"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -45,12 +46,15 @@ def main(arguments: Sequence[str]) -> int:
         _refuse(rest, command)
         return _show(options)
     output = Path(options.output)
+    if options.loss_race:
+        _refuse(rest, command)
+        return _race(options, output)
     if options.config is not None or options.recipe is not None:
         if command:
             raise ValueError("--config and -- COMMAND both name a run: pass one")
         command = _training_command(options, rest, output)
     elif not command:
-        raise ValueError(f"nothing to profile: pass -- COMMAND, --config, --report or --compare\nusage: {USAGE}")
+        raise ValueError("nothing to profile: pass -- COMMAND, --config, --report, --compare or --loss-race")
     else:
         _refuse(rest, [])
     return _profile(options, command, output)
@@ -73,6 +77,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--report", metavar="DIRECTORY", help="write the report of a profile again")
     parser.add_argument("--compare", nargs=2, metavar=("A", "B"), help="differences by module and category")
     parser.add_argument("--html", metavar="FILE", help="file for the comparison")
+    race = parser.add_argument_group("race of losses")
+    race.add_argument("--loss-race", action="store_true", help="linear layer + cross entropy: ours and others")
+    race.add_argument("--batch", type=int, default=1, help="B")
+    race.add_argument("--seq-length", type=int, help="S; default: 8192, on the CPU 512")
+    race.add_argument("--vocabulary", type=int, help="V; default: 128256, on the CPU 8000")
+    race.add_argument("--hidden", type=int, help="H; default: 4096, on the CPU 256")
+    race.add_argument("--dtype", help="default: bfloat16, on the CPU float32")
+    race.add_argument("--turns", type=int, default=5, help="measurements of each loss")
+    race.add_argument("--malek", metavar="DIRECTORY", help="checkout of mgmalek/efficient_cross_entropy")
     return parser
 
 
@@ -97,6 +110,28 @@ def _show(options: argparse.Namespace) -> int:
     return 0
 
 
+def _race(options: argparse.Namespace, output: Path) -> int:
+    """Race the losses and show the result."""
+    from nxd_memopt.backends import backend
+    from nxd_memopt.profiling.loss_race import Sizes, race_losses, write_race
+
+    _require_absent(output)
+    # LLaMA-3-8B's head at its context length; on a CPU what takes seconds.
+    defaults = (512, 8000, 256, "float32") if backend.name == "cpu" else (8192, 128256, 4096, "bfloat16")
+    asked = (options.seq_length, options.vocabulary, options.hidden, options.dtype)
+    chosen: list[Any] = [default if value is None else value for value, default in zip(asked, defaults, strict=True)]
+    directory = None if options.malek is None else Path(options.malek)
+    result = race_losses(Sizes(options.batch, *chosen), directory, options.turns)
+    print("\n".join(write_race(output, result)))
+    print(f"\nwrote {output / 'race.html'}, race.json and a plot of memory")
+    return 0
+
+
+def _require_absent(output: Path) -> None:
+    if output.exists():
+        raise ValueError(f"--output {output} exists already: name another directory, or remove it")
+
+
 def _training_command(options: argparse.Namespace, rest: Sequence[str], output: Path) -> list[str]:
     """Return the command of a training run whose files are in ``output``."""
     command = [sys.executable, "-m", "nxd_memopt.cli", "train"]
@@ -114,8 +149,7 @@ def _profile(options: argparse.Namespace, command: Sequence[str], output: Path) 
     from nxd_memopt.profiling import ProfileRequest
     from nxd_memopt.profiling.report import write_report
 
-    if output.exists():
-        raise ValueError(f"--output {output} exists already: name another directory, or remove it")
+    _require_absent(output)
     is_own = options.config is not None or options.recipe is not None
     request = ProfileRequest(str(output.resolve()), options.skip, options.steps, stop=is_own)
     environment = os.environ | {PROFILE_VARIABLE: request.to_json()}

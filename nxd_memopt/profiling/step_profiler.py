@@ -128,7 +128,7 @@ class StepProfiler:
             # The host's allocator reports that a block is freed only if it has reported the block:
             # these steps allocate the gradients that the step for memory may free.
             on_host = backend.device.type == "cpu"
-            self._profile = self._stack.enter_context(profile(activities=_activities(), profile_memory=on_host))
+            self._profile = self._stack.enter_context(profile(activities=profiled_activities(), profile_memory=on_host))
             self._stack.enter_context(module_ranges(self._model))
         try:
             start = perf_counter()
@@ -185,7 +185,9 @@ class StepProfiler:
         backend.reset_peak_memory_stats()
         with ExitStack() as stack:
             stack.enter_context(backend.memory_history(self._path("allocator.pickle")))
-            recorded = stack.enter_context(profile(activities=_activities(), profile_memory=True, with_stack=True))
+            recorded = stack.enter_context(
+                profile(activities=profiled_activities(), profile_memory=True, with_stack=True)
+            )
             stack.enter_context(gradient_ranges(self._model))
             yield
             backend.synchronize()
@@ -212,7 +214,7 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _activities() -> list[ProfilerActivity]:
+def profiled_activities() -> list[ProfilerActivity]:
     """Return what the profiler records: the host, and the device's kernels if it has some."""
     kinds = [ProfilerActivity.CPU]
     if backend.device.type == "cuda":

@@ -192,7 +192,7 @@ def train(training: Training, config: TrainConfig, reporter: Reporter, interrupt
     metrics = DeferredMetrics(reporter, every=trainer.log_every_n_steps, tokens_per_step=tokens_per_step)
     with interrupts.deferred(), Saver(training, config) as saver:
         stopping = Stopping(training, config, saver, interrupts)
-        profiled = ProfiledSteps(training, config)
+        profiled = ProfiledSteps(training, config, reporter.say)
         while training.step < trainer.max_steps:
             metrics.start()
             batches = micro_batches(config, tokens, training.plan.position(training.step))

@@ -262,4 +262,8 @@ def test_a_profiled_run_has_the_losses_of_any_other_and_says_when_it_is_too_shor
     assert profiled == losses and Path(tmp_path / "profile" / "rank0.json").is_file()
     other = ("--trainer.output-dir", str(tmp_path / "third"))
     short = train(config, *other, "--trainer.max-steps", "5", env={PROFILE_VARIABLE: request})
-    assert short.returncode == 2 and "the profile needs 6" in short.stderr
+    assert short.returncode == 0 and "not profiled: trainer.max_steps 5 leaves 5" in short.stdout
+    own = json.dumps({"directory": str(tmp_path / "own"), "stop": True})
+    other = ("--trainer.output-dir", str(tmp_path / "fourth"))
+    refused = train(config, *other, "--trainer.max-steps", "5", env={PROFILE_VARIABLE: own})
+    assert refused.returncode == 2 and "the profile needs 6" in refused.stderr
