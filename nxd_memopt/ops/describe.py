@@ -30,6 +30,10 @@ _TRITON = {
         "partial sums over ranges of rows, then the sum of the partial sums"
     ),
     "cross entropy": "two passes over the logits; the second one overwrites them with their gradient",
+    "experts in bf16 and fp16, since Hopper": (
+        "matmuls that gather the rows of tokens themselves; backward recomputes the activation "
+        "and overwrites gate and up with their gradients"
+    ),
     "AdamW": "one pass over parameters, gradients and moments",
 }
 """Operations with Triton kernels, and what their kernels do."""

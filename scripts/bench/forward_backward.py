@@ -21,9 +21,10 @@ from torch.profiler import profile
 
 from nxd_memopt.backends import backend
 from nxd_memopt.config import MemoryConfig
+from scripts.bench.configs import CONFIGS
 from scripts.bench.peers import LossFunction
 from scripts.bench.record import append, environment
-from scripts.bench.train_step import BUILDERS, CONFIGS
+from scripts.bench.train_step import BUILDERS
 
 CSV = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "forward_backward.csv"
 VARIANTS = ("ours", "hf")

@@ -56,6 +56,19 @@ def with_flash4(build: Builder) -> Builder:
     return build_flash4
 
 
+def with_compiled_layers(build: Builder) -> Builder:
+    """Return ``build`` with each layer compiled."""
+
+    def build_compiled(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction]:
+        model, loss_of = build(config, memory)
+        base: Any = model.get_submodule(str(model.base_model_prefix))
+        for layer in base.layers:
+            layer.compile()
+        return model, loss_of
+
+    return build_compiled
+
+
 def build_dtensor(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction]:
     """Return transformers' model with torchtitan's DTensor plan, and its forward and backward.
 

@@ -46,6 +46,26 @@ STATE_COLUMNS = {
     "failure": "failure",
     "commit": "commit",
 }
+EXPERT_COLUMNS = {
+    "shape": "shape",
+    "routing": "routing",
+    "variant": "variant",
+    "ms": "ms",
+    "over_floor": "x floor",
+    "floor_ms": "floor ms",
+    "batched_floor_ms": "batched floor ms",
+    "peak_gib": "GiB",
+    "commit": "commit",
+}
+MATMUL_COLUMNS = {
+    "shape": "shape",
+    "matmul": "matmul",
+    "ours_ms": "ours ms",
+    "torch_ms": "torch ms",
+    "over_torch": "ours / torch",
+    "tflops": "ours TFLOP/s",
+    "commit": "commit",
+}
 PRECISION_COLUMNS = {
     "model": "model",
     "precision": "precision",
@@ -245,6 +265,29 @@ def measured_on() -> str:
     return first if first == last else f"{first} to {last}"
 
 
+def expert_parts() -> list[str]:
+    """Return the sections of mixtures of experts."""
+    parts: list[str] = []
+    experts = rows_of("moe_layer")
+    if experts:
+        parts += [
+            "## Experts of one layer",
+            f"{DEVICE}, bf16, 16,384 tokens, forward and backward: milliseconds, multiple of the floor (six dense "
+            "matmuls of the same work), GiB above weights and inputs ([rows](benchmarks/moe_layer.csv)). `hf`: "
+            "transformers' experts with `grouped_mm`. Batched floor: as many batched matmuls as experts.",
+            "\n".join(column_lines(experts, EXPERT_COLUMNS)),
+        ]
+    matmuls = rows_of("moe_matmuls")
+    if matmuls:
+        parts += [
+            "## Matmuls of experts",
+            f"{DEVICE}, bf16, 16,384 tokens. Ours gather the rows of tokens; torch's `grouped_mm` after `index_select` "
+            "([rows](benchmarks/moe_matmuls.csv)).",
+            "\n".join(column_lines(matmuls, MATMUL_COLUMNS)),
+        ]
+    return parts
+
+
 def page() -> str:
     """Return docs/benchmarks.md."""
     parts = [
@@ -273,6 +316,7 @@ def page() -> str:
             "([rows](benchmarks/linear_cross_entropy.csv)). `liger n`: `chunk_mem_const`.",
             "\n".join(heads),
         ]
+    parts += expert_parts()
     states = rows_of("state_offload")
     if states:
         parts += [

@@ -35,11 +35,12 @@ from nxd_memopt.optimizer import OffloadedZero1Optimizer
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
 from nxd_memopt.parallel_layers.utils import leave_process_groups
+from scripts.bench.configs import CONFIGS
 from scripts.bench.gpu_race import first_line
 from scripts.bench.memory_options import add_memory_options, limit_device_memory, with_options
 from scripts.bench.peers import Builder, LossFunction, build_hf, build_liger, with_flash4
 from scripts.bench.record import append, environment
-from scripts.bench.train_step import CONFIGS, WARM_UP_STEPS, build_ours, figures
+from scripts.bench.train_step import WARM_UP_STEPS, build_ours, figures
 
 CSV = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "state_offload.csv"
 GIB = 2**30

@@ -15,7 +15,8 @@ layers' activations in host memory and recompute the layers after them (``--offl
 run the optimizer inside backward (``--in-backward``), and use any other memory technique
 (``--memory OPTION=VALUE``).
 
-MFU counts 6 x parameters (without the input embedding) x tokens + 6 x layers x H x S^2 against
+MFU counts 6 x parameters (without the input embedding; k of E experts) x tokens + 6 x layers x heads
+x head size x S^2 against
 ``--peak-tflops``; recompute does not count. ``exposed_ms`` is the time in one more, profiled step
 in which the first GPU only communicated.
 """
@@ -26,7 +27,6 @@ import argparse
 import gc
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -34,7 +34,6 @@ from typing import Any, cast
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import GPTNeoXConfig, LlamaConfig
 
 from nxd_memopt.backends import backend
 from nxd_memopt.config import MemoryConfig, ParallelConfig
@@ -45,6 +44,7 @@ from nxd_memopt.optimizer import AdamW, OptimizerInBackward
 from nxd_memopt.parallel_layers import grads, parallel_state
 from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
 from nxd_memopt.parallel_layers.utils import leave_process_groups
+from scripts.bench.configs import CONFIGS
 from scripts.bench.exposure import profiled
 from scripts.bench.gpu_race import first_line
 from scripts.bench.memory_options import add_memory_options, limit_device_memory, with_options
@@ -57,61 +57,13 @@ from scripts.bench.peers import (
     build_hf,
     build_liger,
     dtype,
+    with_compiled_layers,
     with_flash4,
 )
 from scripts.bench.record import append, environment
 
 WARM_UP_STEPS = 3
 CSV = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "train_step.csv"
-# Published sizes of the models. The tiny ones are for trying the program out on a CPU.
-LLAMA3: dict[str, Any] = {
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-}
-CONFIGS: dict[str, Callable[[], Any]] = {
-    "llama-tiny": lambda: LlamaConfig(
-        num_hidden_layers=2,
-        hidden_size=64,
-        intermediate_size=128,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        vocab_size=256,
-    ),
-    "neox-tiny": lambda: GPTNeoXConfig(
-        num_hidden_layers=2, hidden_size=64, intermediate_size=128, num_attention_heads=8, vocab_size=256
-    ),
-    "llama-110m": lambda: LlamaConfig(
-        num_hidden_layers=12, hidden_size=768, intermediate_size=2048, num_attention_heads=12
-    ),
-    "smollm2-135m": lambda: LlamaConfig(
-        num_hidden_layers=30,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        vocab_size=49152,
-        tie_word_embeddings=True,
-    ),
-    "llama3.2-1b": lambda: LlamaConfig(
-        num_hidden_layers=16,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        vocab_size=128256,
-        tie_word_embeddings=True,
-        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
-    ),
-    "llama3-8b": lambda: LlamaConfig(
-        **LLAMA3,
-        num_hidden_layers=32,
-        num_key_value_heads=8,
-        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
-    ),
-    "gpt-neox-20b": GPTNeoXConfig,
-}
 
 
 def build_ours(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction]:
@@ -145,6 +97,7 @@ BUILDERS: dict[str, Builder] = {
     "hf, flash4": with_flash4(build_hf),
     "liger": build_liger,
     "liger, flash4": with_flash4(build_liger),
+    "liger compiled": with_compiled_layers(build_liger),
     "dtensor": build_dtensor,
     "dtensor compiled": build_dtensor_compiled,
     "dtensor compiled, flash4": with_flash4(build_dtensor_compiled),
@@ -252,18 +205,25 @@ def figures(times: list[float], losses: list[float], tokens: int) -> dict[str, A
 
 
 def model_flops(config: Any, tokens: int) -> float:
-    """Return the FLOPs of one step without recompute: 6 P S + 6 L H S^2.
+    """Return the FLOPs of one step without recompute: 6 P S + 6 L A S^2.
 
-    P is the number of parameters without the input embedding. Forward costs 2 FLOPs per parameter
-    and token, and backward twice that. Causal attention has 2 matmuls of S^2 H / 2 multiply-adds
-    per layer in forward, and backward costs twice that.
+    P is the number of parameters that a token passes, without the input embedding: k of E experts.
+    Forward costs 2 FLOPs per parameter and token, and backward twice that. A is the width of
+    attention, heads times their size. Causal attention has 2 matmuls of S^2 A / 2 multiply-adds per
+    layer in forward, and backward costs twice that.
     """
     # On the meta device: only the shapes are needed, and nothing is allocated.
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
-    embedding = config.vocab_size * config.hidden_size
-    parameters = sum(p.numel() for p in model.parameters()) - embedding
-    return 6 * parameters * tokens + 6 * config.num_hidden_layers * config.hidden_size * tokens**2
+    parameters = -config.vocab_size * config.hidden_size
+    for name, param in model.named_parameters():
+        active = param.numel()
+        if ".experts." in name:
+            active = active * config.num_experts_per_tok // param.size(0)
+        parameters += active
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    width = config.num_attention_heads * head_size
+    return 6 * parameters * tokens + 6 * config.num_hidden_layers * width * tokens**2
 
 
 def recompute(args: argparse.Namespace) -> tuple[MemoryConfig, str]:

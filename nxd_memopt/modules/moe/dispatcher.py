@@ -8,93 +8,15 @@ is returned here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from nxd_memopt.backends import backend
+from nxd_memopt.modules.moe.assignment import Assignment, add_rows, assign, assign_padded, take_rows
+from nxd_memopt.modules.moe.experts import Experts
 from nxd_memopt.parallel_layers import mappings, parallel_state
-
-Compute = Callable[[Tensor, Tensor | None], Tensor]
-"""``(rows [R, H], rows of each local expert or None if equal) -> [R, H]``, rows sorted by expert."""
-
-
-@dataclass(frozen=True)
-class Assignment:
-    """The rows that experts process, sorted by expert.
-
-    Attributes:
-        choices: ``[R]``, which of the ``N * k`` choices each row is: token ``choice // k``.
-        is_token: ``[R]``, False for rows of padding, whose choice is 0; None without padding.
-        counts: ``[E]``, rows of each expert; None if all experts have the same number.
-    """
-
-    choices: Tensor
-    is_token: Tensor | None
-    counts: Tensor | None
-
-
-def assign(experts: Tensor, positions: Tensor | None, num_experts: int, capacity: int | None) -> Assignment:
-    """Return the rows of the choices that are not dropped, without padding.
-
-    Args:
-        experts: ``[N, k]``, the chosen experts.
-        positions: ``[N, k]``, position of each choice in the queue of its expert; None if no choice
-            is dropped.
-        num_experts: E.
-        capacity: choices that an expert takes; the positions from it on are dropped.
-    """
-    key = experts.reshape(-1)
-    if positions is not None:
-        assert capacity is not None, "positions are compared with a capacity"
-        # Dropped choices are sorted after all experts, and cut off.
-        key = torch.where(positions.reshape(-1) < capacity, key, num_experts)
-    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=key.device)
-    counts = counts.scatter_add_(0, key, torch.ones_like(key))[:num_experts]
-    choices = key.argsort(stable=True)
-    if positions is not None:
-        choices = choices[: int(counts.sum())]
-    return Assignment(choices, None, counts)
-
-
-def assign_padded(experts: Tensor, positions: Tensor, num_experts: int, capacity: int) -> Assignment:
-    """Return ``capacity`` rows for each expert: its choices by position, then padding.
-
-    Shapes do not depend on the routing. The arguments are those of ``assign``.
-    """
-    positions = positions.reshape(-1)
-    # One more slot than the experts have: dropped choices overwrite each other there.
-    slots = torch.where(positions < capacity, experts.reshape(-1) * capacity + positions, num_experts * capacity)
-    empty = torch.full((num_experts * capacity + 1,), -1, dtype=torch.int64, device=slots.device)
-    choices = empty.scatter_(0, slots, torch.arange(slots.numel(), device=slots.device))[:-1]
-    return Assignment(choices.clamp(min=0), choices >= 0, None)
-
-
-def take_rows(x: Tensor, assignment: Assignment, top_k: int) -> Tensor:
-    """Return the input ``[R, H]`` of each row; zeros for padding."""
-    rows = x.index_select(0, assignment.choices // top_k)
-    if assignment.is_token is None:
-        return rows
-    return rows * assignment.is_token.unsqueeze(1).to(rows.dtype)
-
-
-def add_rows(outputs: Tensor, weights: Tensor, assignment: Assignment, tokens: int) -> Tensor:
-    """Return the sum ``[N, H]`` of each token's outputs times their weights.
-
-    Args:
-        outputs: ``[R, H]``, outputs of the rows.
-        weights: ``[N, k]``, weights of the choices.
-        assignment: the rows.
-        tokens: N.
-    """
-    # Rows of padding are zeros, and so are the outputs of experts, which have no biases, for them:
-    # the weight of choice 0 adds nothing and gets no gradient.
-    row_weights = weights.reshape(-1).index_select(0, assignment.choices)
-    weighted = (outputs * row_weights.unsqueeze(1)).to(outputs.dtype)
-    total = outputs.new_zeros(tokens, outputs.size(1))
-    return total.index_add(0, assignment.choices // weights.size(1), weighted)
 
 
 @dataclass(frozen=True)
@@ -115,7 +37,7 @@ class Dispatcher:
     capacity: int | None
     is_padded: bool
 
-    def run(self, x: Tensor, weights: Tensor, experts: Tensor, positions: Tensor | None, compute: Compute) -> Tensor:
+    def run(self, x: Tensor, weights: Tensor, experts: Tensor, positions: Tensor | None, local: Experts) -> Tensor:
         """Return the experts' weighted outputs for ``x``, ``[N, H]``.
 
         Args:
@@ -123,20 +45,20 @@ class Dispatcher:
             weights: ``[N, k]``.
             experts: ``[N, k]``.
             positions: ``[N, k]``, position of each choice in the queue of its expert, or None.
-            compute: the experts of this rank.
+            local: the experts of this rank.
         """
         group = parallel_state.get_expert_model_parallel_group()
         if backend.group_size(group) > 1 and self.kind == "allgather":
-            return self._all_gather(x, weights, experts, positions, compute)
+            return self._all_gather(x, weights, experts, positions, local)
         assignment = self._assign(experts, positions)
-        rows = take_rows(x, assignment, experts.size(1))
         if backend.group_size(group) == 1:
-            outputs = compute(rows, assignment.counts)
-        elif self.is_padded:
-            outputs = self._exchange_padded(rows, compute)
+            return local.routed(x, weights, assignment)
+        rows = take_rows(x, assignment, experts.size(1))
+        if self.is_padded:
+            outputs = self._exchange_padded(rows, local)
         else:
             assert assignment.counts is not None
-            outputs = self._exchange(rows, assignment.counts, compute)
+            outputs = self._exchange(rows, assignment.counts, local)
         return add_rows(outputs, weights, assignment, x.size(0))
 
     def _assign(self, experts: Tensor, positions: Tensor | None) -> Assignment:
@@ -146,7 +68,7 @@ class Dispatcher:
         return assign_padded(experts, positions, self.num_experts, self.capacity)
 
     def _all_gather(
-        self, x: Tensor, weights: Tensor, experts: Tensor, positions: Tensor | None, compute: Compute
+        self, x: Tensor, weights: Tensor, experts: Tensor, positions: Tensor | None, local: Experts
     ) -> Tensor:
         """Process the choices of all ranks' tokens that go to this rank's experts."""
         group = parallel_state.get_expert_model_parallel_group()
@@ -163,8 +85,7 @@ class Dispatcher:
             mine = self._own_padded(all_experts, all_positions, ranks, first, per_rank)
         else:
             mine = self._own(all_experts, all_positions, first, per_rank)
-        outputs = compute(take_rows(all_x, mine, experts.size(1)), mine.counts)
-        partial = add_rows(outputs, all_weights, mine, all_x.size(0))
+        partial = local.routed(all_x, all_weights, mine)
         return mappings.reduce_scatter_to_sequence_parallel_region(partial, process_group=group)
 
     def _own(self, experts: Tensor, positions: Tensor | None, first: int, per_rank: int) -> Assignment:
@@ -197,7 +118,7 @@ class Dispatcher:
             None,
         )
 
-    def _exchange(self, rows: Tensor, counts: Tensor, compute: Compute) -> Tensor:
+    def _exchange(self, rows: Tensor, counts: Tensor, local: Experts) -> Tensor:
         """Send rows to the ranks of their experts, compute, and send the outputs back."""
         group = parallel_state.get_expert_model_parallel_group()
         ranks = backend.group_size(group)
@@ -211,16 +132,19 @@ class Dispatcher:
         expert_of_row = torch.arange(received.numel(), device=rows.device) % received.size(1)
         expert_of_row = expert_of_row.repeat_interleave(received.reshape(-1), output_size=arrived.size(0))
         order = expert_of_row.argsort(stable=True)
-        outputs = compute(arrived.index_select(0, order), received.sum(0))
-        return exchange(outputs.index_select(0, order.argsort()), received_rows, sent_rows)
+        # Each row is a token with one choice of weight 1; the router's weights are applied at the
+        # source.
+        ones = torch.ones(arrived.size(0), 1, dtype=arrived.dtype, device=arrived.device)
+        outputs = local.routed(arrived, ones, Assignment(order, None, received.sum(0)))
+        return exchange(outputs, received_rows, sent_rows)
 
-    def _exchange_padded(self, rows: Tensor, compute: Compute) -> Tensor:
+    def _exchange_padded(self, rows: Tensor, local: Experts) -> Tensor:
         """Exchange ``capacity`` rows per expert and source: all shapes are static."""
         ranks = backend.group_size(parallel_state.get_expert_model_parallel_group())
         exchange = mappings.all_to_all_in_expert_parallel_region
         shape = (ranks, self.num_experts // ranks, -1, rows.size(1))
         # [source, expert, capacity, H] -> [expert, source, capacity, H]
         arrived = exchange(rows).view(shape).transpose(0, 1).reshape(rows.shape)
-        outputs = compute(arrived, None)
+        outputs = local(arrived, None)
         by_expert = (shape[1], ranks, -1, rows.size(1))
         return exchange(outputs.view(by_expert).transpose(0, 1).reshape(rows.shape))

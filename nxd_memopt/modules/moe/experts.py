@@ -8,7 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from nxd_memopt.config import require_divisible, require_one_of
+from nxd_memopt.modules.moe.assignment import Assignment, add_rows, take_rows
 from nxd_memopt.ops.activation import ACTIVATIONS, gated_activation
+from nxd_memopt.ops.autograd import cast_if_autocast_enabled
+from nxd_memopt.ops.cuda import experts as cuda
 from nxd_memopt.ops.grouped_linear import grouped_linear
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.initialization import InitMethod, initialize_sharded_
@@ -100,6 +103,26 @@ class Experts(ShardedModule):
                     with fork_if(parallel_state.get_tensor_model_parallel_size() > 1):
                         init_method(own)
 
+    def routed(self, x: Tensor, weights: Tensor, assignment: Assignment) -> Tensor:
+        """Return this rank's partial sum of each token's weighted outputs, ``[N, H]``.
+
+        Args:
+            x: ``[N, H]``.
+            weights: ``[N, k]``, weights of the choices.
+            assignment: rows of this rank's experts.
+
+        On GPUs the rows are gathered and added up by the kernels, which read nothing on the host.
+        """
+        # Under autocast all matmuls have its dtype, and so have the sums.
+        (x,) = cast("tuple[Tensor]", cast_if_autocast_enabled(x))
+        gate_up, down = self._weights(x.dtype)
+        if assignment.counts is not None and cuda.can_use_kernels(x, gate_up, down, self.hidden_act):
+            return cuda.routed_experts(
+                x, weights, assignment.choices, assignment.counts.cumsum(0), gate_up, down, self.hidden_act
+            )
+        outputs = self(take_rows(x, assignment, weights.size(1)), assignment.counts)
+        return add_rows(outputs, weights, assignment, x.size(0))
+
     def forward(self, rows: Tensor, counts: Tensor | None) -> Tensor:
         """Return this rank's partial sum of the outputs of its experts, ``[R, H]``.
 
@@ -107,10 +130,12 @@ class Experts(ShardedModule):
             rows: ``[R, H]``, the inputs of the first expert of this rank, then of the next.
             counts: ``[E/EP]``, rows of each expert; None if all have R / (E/EP).
         """
-        gate_up = grouped_linear(rows, self.get_parameter("gate_up_proj").to(rows.dtype), counts)
-        gate, up = gate_up.chunk(2, dim=-1)  # [R, F/T]
-        hidden = gated_activation(gate, up, self.hidden_act)
-        return grouped_linear(hidden, self.get_parameter("down_proj").to(rows.dtype), counts)
+        gate_up, down = self._weights(rows.dtype)
+        gate, up = grouped_linear(rows, gate_up, counts).chunk(2, dim=-1)  # [R, F/T]
+        return grouped_linear(gated_activation(gate, up, self.hidden_act), down, counts)
+
+    def _weights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return self.get_parameter("gate_up_proj").to(dtype), self.get_parameter("down_proj").to(dtype)
 
 
 _SHARDED = {"gate_up_proj": (0, 2), "down_proj": (1, 1)}

@@ -1,0 +1,91 @@
+"""Which rows experts process: the choices of a micro-batch sorted by expert, and the way there and back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_MOST_16_BIT = 2**15
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """The rows that experts process, sorted by expert.
+
+    Attributes:
+        choices: ``[R]``, which of the ``N * k`` choices each row is: token ``choice // k``.
+        is_token: ``[R]``, False for rows of padding, whose choice is 0; None without padding.
+        counts: ``[E]``, rows of each expert; None if all experts have the same number.
+    """
+
+    choices: Tensor
+    is_token: Tensor | None
+    counts: Tensor | None
+
+
+def assign(experts: Tensor, positions: Tensor | None, num_experts: int, capacity: int | None) -> Assignment:
+    """Return the rows of the choices that are not dropped, without padding.
+
+    Args:
+        experts: ``[N, k]``, the chosen experts.
+        positions: ``[N, k]``, position of each choice in the queue of its expert; None if no choice
+            is dropped.
+        num_experts: E.
+        capacity: choices that an expert takes; the positions from it on are dropped.
+    """
+    # Radix sort takes a pass for every 8 bits of the key: 16 bits are enough for E.
+    key = experts.reshape(-1)
+    if num_experts < _MOST_16_BIT:
+        key = key.to(torch.int16)
+    if positions is not None:
+        assert capacity is not None, "positions are compared with a capacity"
+        # Dropped choices are sorted after all experts, and cut off.
+        key = torch.where(positions.reshape(-1) < capacity, key, num_experts)
+    sorted_key, choices = key.sort(stable=True)
+    # The end of each expert's rows, by bisection: additions to E counters would wait for each other.
+    numbers = torch.arange(num_experts, dtype=key.dtype, device=key.device)
+    ends = torch.searchsorted(sorted_key, numbers, right=True)
+    counts = ends.diff(prepend=ends.new_zeros(1))
+    if positions is not None:
+        choices = choices[: int(counts.sum())]
+    return Assignment(choices, None, counts)
+
+
+def assign_padded(experts: Tensor, positions: Tensor, num_experts: int, capacity: int) -> Assignment:
+    """Return ``capacity`` rows for each expert: its choices by position, then padding.
+
+    Shapes do not depend on the routing. The arguments are those of ``assign``.
+    """
+    positions = positions.reshape(-1)
+    # One more slot than the experts have: dropped choices overwrite each other there.
+    slots = torch.where(positions < capacity, experts.reshape(-1) * capacity + positions, num_experts * capacity)
+    empty = torch.full((num_experts * capacity + 1,), -1, dtype=torch.int64, device=slots.device)
+    choices = empty.scatter_(0, slots, torch.arange(slots.numel(), device=slots.device))[:-1]
+    return Assignment(choices.clamp(min=0), choices >= 0, None)
+
+
+def take_rows(x: Tensor, assignment: Assignment, top_k: int) -> Tensor:
+    """Return the input ``[R, H]`` of each row; zeros for padding."""
+    rows = x.index_select(0, assignment.choices // top_k)
+    if assignment.is_token is None:
+        return rows
+    return rows * assignment.is_token.unsqueeze(1).to(rows.dtype)
+
+
+def add_rows(outputs: Tensor, weights: Tensor, assignment: Assignment, tokens: int) -> Tensor:
+    """Return the sum ``[N, H]`` of each token's outputs times their weights.
+
+    Args:
+        outputs: ``[R, H]``, outputs of the rows.
+        weights: ``[N, k]``, weights of the choices.
+        assignment: the rows.
+        tokens: N.
+    """
+    # Rows of padding are zeros, and so are the outputs of experts, which have no biases, for them:
+    # the weight of choice 0 adds nothing and gets no gradient.
+    row_weights = weights.reshape(-1).index_select(0, assignment.choices)
+    weighted = (outputs * row_weights.unsqueeze(1)).to(outputs.dtype)
+    total = outputs.new_zeros(tokens, outputs.size(1))
+    return total.index_add(0, assignment.choices // weights.size(1), weighted)

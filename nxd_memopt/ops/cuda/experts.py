@@ -1,0 +1,201 @@
+"""Experts on NVIDIA GPUs: two autograd functions of matmuls whose operands are gathered while they are read.
+
+Saved for backward are the tokens, the weights of the choices, and the output of the first matmul,
+whose gradient overwrites it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from nxd_memopt.ops.autograd import (
+    SavedInputs,
+    first_derivative_only,
+    link_saved_inputs,
+    save_inputs_first,
+    saved_inputs,
+)
+from nxd_memopt.ops.cuda.elementwise import KINDS
+from nxd_memopt.ops.cuda.grouped_matmul import (
+    ExpertRows,
+    has_copy_engine,
+    is_aligned,
+    matmul_of_rows,
+    matmul_over_rows,
+)
+from nxd_memopt.ops.cuda.support import can_use_triton
+
+_DTYPES = (torch.bfloat16, torch.float16)
+_MOST_EXPERTS = 1024  # of one program that plans tiles
+_GATED = {"ROWS": 8, "BLOCK": 256, "num_warps": 4}
+_GATED_BACKWARD = {"ROWS": 4, "BLOCK": 256, "num_warps": 4}
+_SUM = {"BLOCK": 1024, "num_warps": 4}
+
+
+def _kernels() -> Any:
+    from nxd_memopt.ops.cuda import experts_kernels
+
+    return experts_kernels
+
+
+def can_use_kernels(x: Tensor, gate_up: Tensor, down: Tensor, hidden_act: str) -> bool:
+    """Return whether ``routed_experts`` supports these tensors and this activation."""
+    if hidden_act not in KINDS or x.dtype not in _DTYPES or not can_use_triton(x, gate_up, down):
+        return False
+    aligned = is_aligned(down.size(1), down.size(2), element_size=x.element_size())
+    return aligned and gate_up.size(0) <= _MOST_EXPERTS and has_copy_engine(x.device)
+
+
+class _GateUp(torch.autograd.Function):
+    """``G_r = x_(token of r) W_e^t``; saves the tokens, not their rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: ExpertRows, positions: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.rows = rows
+        ctx.save_for_backward(positions, x, weight)
+        return matmul_of_rows(x, weight, rows, gathers=True)
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        positions, x, weight = ctx.saved_tensors
+        _, _, needs_x, needs_weight = ctx.needs_input_grad
+        dx = None
+        if needs_x:
+            # The gradient of the rows is freed before that of the weight is allocated.
+            dx = sum_of_rows(
+                matmul_of_rows(grad, weight, ctx.rows, gathers=False, transposes=True), positions, ctx.rows
+            )
+        dweight = None
+        if needs_weight:
+            dweight = matmul_over_rows(grad, x, ctx.rows, gathers_b=True)
+        return None, None, dx, dweight
+
+
+class _WeightedDown(torch.autograd.Function):
+    """``y_n = sum_j w_nj (act(G) U)_r W_e^t`` over the rows r of token n.
+
+    Saves G and U, which their gradients overwrite: a graph supports a single backward. The gradient
+    of a weight is ``dY . Y_r = (dY W_e) . (act(G) U)_r``, so Y_r is not needed.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: ExpertRows,
+        positions: Tensor,
+        kind: str,
+        handle: SavedInputs | None,
+        gate_up: Tensor,
+        weights: Tensor,
+        down: Tensor,
+    ) -> Tensor:
+        ctx.rows, ctx.kind, ctx.is_overwritten = rows, kind, False
+        link_saved_inputs(ctx, handle, gate_up, weights, down)
+        activated = gated_of_rows(gate_up, kind)
+        outputs = matmul_of_rows(activated, down, rows, gathers=False)
+        return sum_of_rows(outputs, positions, rows, weights)
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.is_overwritten:
+            raise RuntimeError("the experts' graph allows one backward: compute the loss again, or drop retain_graph")
+        ctx.is_overwritten = True
+        (gate_up, weights, down), (_, _, needs_down) = saved_inputs(ctx)
+        # [R, F/T], the gradient of the weighted activation; the next kernel overwrites it with that.
+        inner = matmul_of_rows(grad, down, ctx.rows, gathers=True, transposes=True)
+        dweights = gated_of_rows_gradient(gate_up, inner, weights, ctx.rows, ctx.kind)
+        torch.autograd.graph.increment_version(gate_up)
+        ddown = None
+        if needs_down:
+            ddown = matmul_over_rows(grad, inner, ctx.rows, gathers_a=True)
+        return None, None, None, None, gate_up, dweights, ddown
+
+
+def gated_of_rows(gate_up: Tensor, kind: str) -> Tensor:
+    """Return ``act(gate) * up``, ``[R, F]``, of ``gate_up``, ``[R, 2 F]``."""
+    rows, width = gate_up.size(0), gate_up.size(1) // 2
+    out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
+    grid = (-(-rows // _GATED["ROWS"]), -(-width // _GATED["BLOCK"]))
+    _kernels().gated_of_rows[grid](gate_up, out, rows, WIDTH=width, KIND=kind, **_GATED)
+    return out
+
+
+def gated_of_rows_gradient(gate_up: Tensor, grad: Tensor, weights: Tensor, rows: ExpertRows, kind: str) -> Tensor:
+    """Overwrite ``gate_up`` with its gradient and ``grad`` with the weighted activation.
+
+    Args:
+        gate_up: ``[R, 2 F]``.
+        grad: ``[R, F]``, gradient of the activation times the weight of its row.
+        weights: ``[N, k]``, weights of the choices.
+        rows: the experts' rows.
+        kind: a value of ``KINDS``.
+
+    Returns:
+        Gradient of ``weights``, in their dtype; 0 for choices without a row.
+    """
+    count, width = grad.shape
+    weights = weights.contiguous()
+    dweights = torch.zeros_like(weights)
+    grid = (-(-count // _GATED_BACKWARD["ROWS"]),)
+    arguments = (gate_up, grad, weights, rows.choices, dweights, rows.offsets[-1:])
+    _kernels().gated_of_rows_backward[grid](*arguments, count, WIDTH=width, KIND=kind, **_GATED_BACKWARD)
+    return dweights
+
+
+def sum_of_rows(values: Tensor, positions: Tensor, rows: ExpertRows, weights: Tensor | None = None) -> Tensor:
+    """Return the sum of each token's rows, ``[N, H]``, in fp32, times their weights if given.
+
+    Args:
+        values: ``[R, H]``.
+        positions: ``[N * k]`` int32, row of each choice; those from the last expert's end on add nothing.
+        rows: the experts' rows.
+        weights: ``[N, k]``.
+    """
+    width = values.size(1)
+    tokens = positions.numel() // rows.top_k
+    out = torch.empty(tokens, width, dtype=values.dtype, device=values.device)
+    # without HAS_WEIGHTS the kernel does not read weights: pass any tensor
+    given = values if weights is None else weights.contiguous()
+    grid = (tokens, -(-width // _SUM["BLOCK"]))
+    options = {"WIDTH": width, "TOP_K": rows.top_k, "HAS_WEIGHTS": weights is not None}
+    _kernels().add_rows[grid](values, positions, given, out, rows.offsets[-1:], width, **options, **_SUM)
+    return out
+
+
+def routed_experts(
+    x: Tensor,
+    weights: Tensor,
+    choices: Tensor,
+    offsets: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    hidden_act: str,
+) -> Tensor:
+    """Return ``sum_j weights_nj down_e (act(gate_e x_n) * up_e x_n)`` over the choices of each token, ``[N, H]``.
+
+    Sums are in fp32 and rounded once. The graph supports one backward. The kernels support what
+    ``can_use_kernels`` says.
+
+    Args:
+        x: ``[N, H]``.
+        weights: ``[N, k]``, weights of the choices, in any floating-point dtype.
+        choices: ``[R]``, the choice of each row, sorted by expert: token ``choice // k``.
+        offsets: ``[E]``, end of each expert's rows; rows after the last one are ignored.
+        gate_up: ``[E, 2 F, H]``, the gate's rows before those of up.
+        down: ``[E, H, F]``.
+        hidden_act: a key of ``KINDS``.
+    """
+    # A choice without a row has a position that no row has.
+    positions = torch.full((weights.numel(),), choices.numel(), dtype=torch.int32, device=x.device)
+    numbers = torch.arange(choices.numel(), dtype=torch.int32, device=x.device)
+    positions.scatter_(0, choices, numbers)
+    rows = ExpertRows.of(choices.to(torch.int32), offsets.to(torch.int32), weights.size(1))
+    with torch.autocast(x.device.type, enabled=False):
+        projected = cast(Tensor, _GateUp.apply(rows, positions, x, gate_up))
+        handle, saved = save_inputs_first(projected, weights, down)
+        return cast(Tensor, _WeightedDown.apply(rows, positions, KINDS[hidden_act], handle, *saved))

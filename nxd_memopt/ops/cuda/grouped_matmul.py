@@ -1,0 +1,162 @@
+"""Launches the Triton matmuls of several experts on rows sorted by expert; the host reads nothing from the device."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nxd_memopt.ops.cuda.support import power_of_2
+
+_ALIGNMENT_BYTES = 16  # of the strides of operands that the copy engine reads
+_MOST_32_BIT = 2**31
+_TILE_ROWS = 128  # BLOCK_M of matmul_of_rows, for which tiles are planned
+_OF_ROWS = {"BLOCK_M": _TILE_ROWS, "BLOCK_N": 256, "BLOCK_K": 64, "GROUP_M": 8, "num_warps": 8, "num_stages": 3}
+# one stage more than of_rows: the loads of the indices of gathered rows take one
+_OVER_ROWS = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "GROUP_M": 8, "num_warps": 8, "num_stages": 5}
+
+
+def _kernels() -> Any:
+    from nxd_memopt.ops.cuda import grouped_matmul_kernels
+
+    return grouped_matmul_kernels
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@functools.cache
+def has_copy_engine(device: torch.device) -> bool:
+    """Return whether the GPU copies tiles by descriptors (TMA), as all do since Hopper."""
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def is_aligned(*sizes: int, element_size: int) -> bool:
+    """Return whether rows of these numbers of elements can be read by descriptors."""
+    return all(size * element_size % _ALIGNMENT_BYTES == 0 for size in sizes)
+
+
+@dataclass(frozen=True)
+class ExpertRows:
+    """Rows sorted by expert, and the tokens that they are of, on the device.
+
+    Args:
+        choices: ``[R]`` int32, the choice that each row is of.
+        tokens: ``[R]`` int32, ``choices // top_k``: a division in every step of a matmul would take
+            as many instructions as all others.
+        offsets: ``[E]`` int32, end of each expert's rows. Rows from the last one on are of no expert:
+            results have arbitrary values there.
+        top_k: choices of a token.
+        tiles: what ``plan_tiles`` writes.
+    """
+
+    choices: Tensor
+    tokens: Tensor
+    offsets: Tensor
+    top_k: int
+    tiles: Tensor
+
+    @staticmethod
+    def of(choices: Tensor, offsets: Tensor, top_k: int) -> ExpertRows:
+        """Return the rows of ``choices`` and ``offsets`` with their tokens and tiles."""
+        experts = offsets.numel()
+        # Every expert has at most one tile that is not full.
+        most = -(-choices.numel() // _TILE_ROWS) + experts
+        tiles = torch.empty(3 * most + 1, dtype=torch.int32, device=offsets.device)
+        options = {"EXPERTS": power_of_2(experts), "BLOCK": _TILE_ROWS}
+        _kernels().plan_tiles[(experts,)](offsets, tiles, most, experts, **options)
+        return ExpertRows(choices, choices // top_k, offsets, top_k, tiles)
+
+
+def matmul_of_rows(a: Tensor, weight: Tensor, rows: ExpertRows, *, gathers: bool, transposes: bool = False) -> Tensor:
+    """Return ``a_r weight[e]^t`` for each row r of expert e, ``[R, out]``.
+
+    Args:
+        a: ``[R, in]``, or with ``gathers`` ``[N, in]``, whose rows are those of the tokens.
+        weight: ``[E, out, in]``, or with ``transposes`` ``[E, in, out]``.
+        rows: the experts' rows.
+        gathers: read the row of the token for each row.
+        transposes: multiply with ``weight[e]`` itself.
+    """
+    from triton.tools.tensor_descriptor import TensorDescriptor  # pyright: ignore[reportMissingImports]
+
+    a = a.contiguous()
+    weight = weight.contiguous()
+    count = rows.choices.numel()
+    inner = a.size(1)
+    outer = weight.numel() // weight.size(0) // inner
+    options: dict[str, Any] = dict(_OF_ROWS)
+    block_m, block_n, block_k = options["BLOCK_M"], options["BLOCK_N"], options["BLOCK_K"]
+    block = [1, block_k, block_n] if transposes else [1, block_n, block_k]
+    weight_tiles = TensorDescriptor(weight, list(weight.shape), list(weight.stride()), block)
+    # without GATHERS the kernel reads tiles only, with it pointers only
+    a_tiles = TensorDescriptor(a, list(a.shape), list(a.stride()), [block_m, block_k])
+    out = torch.empty(count, outer, dtype=a.dtype, device=a.device)
+    most = rows.tiles.numel() // 3
+    # A program per multiprocessor, which stores a tile while it reads the next one.
+    grid = (min(most * -(-outer // block_n), _multiprocessors(a.device)),)
+    _kernels().matmul_of_rows[grid](
+        a,
+        a_tiles,
+        weight_tiles,
+        rows.tokens,
+        out,
+        rows.tiles,
+        most,
+        a.stride(0),
+        OUT=outer,
+        IN=inner,
+        GATHERS=gathers,
+        TRANSPOSES=transposes,
+        **options,
+    )
+    return out
+
+
+def matmul_over_rows(
+    a: Tensor, b: Tensor, rows: ExpertRows, *, gathers_a: bool = False, gathers_b: bool = False
+) -> Tensor:
+    """Return ``a_e^t b_e`` over the rows of each expert e, ``[E, left, right]``; zeros without rows.
+
+    Args:
+        a: ``[R, left]``, or with ``gathers_a`` ``[N, left]``.
+        b: ``[R, right]``, or with ``gathers_b`` ``[N, right]``.
+        rows: the experts' rows.
+        gathers_a: the rows of ``a`` are those of the tokens.
+        gathers_b: the rows of ``b`` are those of the tokens.
+    """
+    import triton.language as tl  # pyright: ignore[reportMissingImports]
+    from triton.tools.tensor_descriptor import TensorDescriptor  # pyright: ignore[reportMissingImports]
+
+    a = a.contiguous()
+    b = b.contiguous()
+    experts = rows.offsets.numel()
+    options: dict[str, Any] = dict(_OVER_ROWS)
+    # The kernel reads an operand by tiles or, if it is gathered, by pointers.
+    a_tiles = TensorDescriptor(a, list(a.shape), list(a.stride()), [options["BLOCK_K"], options["BLOCK_M"]])
+    b_tiles = TensorDescriptor(b, list(b.shape), list(b.stride()), [options["BLOCK_K"], options["BLOCK_N"]])
+    out = torch.empty(experts, a.size(1), b.size(1), dtype=a.dtype, device=a.device)
+    grid = (-(-a.size(1) // options["BLOCK_M"]) * -(-b.size(1) // options["BLOCK_N"]), experts)
+    _kernels().matmul_over_rows[grid](
+        a,
+        b,
+        a_tiles,
+        b_tiles,
+        rows.tokens,
+        rows.offsets,
+        out,
+        a.stride(0),
+        b.stride(0),
+        LEFT=a.size(1),
+        RIGHT=b.size(1),
+        OFFSETS=tl.int32 if max(a.numel(), b.numel()) < _MOST_32_BIT else tl.int64,
+        GATHERS_A=gathers_a,
+        GATHERS_B=gathers_b,
+        **options,
+    )
+    return out
