@@ -193,14 +193,14 @@ def is_backward(operation: Operation) -> bool:
     return operation.name.startswith(_BACKWARD)
 
 
-def device_events(profiler: Any) -> list[tuple[str, float, float, int]]:
-    """Return (name, start, end, launching operator) of the device's kernels and copies, in seconds."""
+def device_events(profiler: Any) -> list[tuple[str, int, int, int]]:
+    """Return (name, start, end, launching operator) of the device's kernels and copies, in nanoseconds."""
     from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsage]
 
-    found: list[tuple[str, float, float, int]] = []
+    found: list[tuple[str, int, int, int]] = []
     for event in profiler.profiler.kineto_results.events():
         if event.device_type() == DeviceType.CPU or event.name().startswith(RANGE):
             continue
-        start = event.start_ns() / 1e9
-        found.append((event.name(), start, start + event.duration_ns() / 1e9, event.linked_correlation_id()))
+        start = event.start_ns()
+        found.append((event.name(), start, start + event.duration_ns(), event.linked_correlation_id()))
     return found

@@ -61,7 +61,7 @@ def time_summary(profiler: Any, num_steps: int, device: str) -> dict[str, Any]:
     if device == "cuda":
         kernels = device_events(profiler)
         launched = {operation.correlation: operation for operation in found if operation.correlation}
-        timed = [(name, (end - start), launched.get(correlation)) for name, start, end, correlation in kernels]
+        timed = [(name, (end - start) / 1e9, launched.get(correlation)) for name, start, end, correlation in kernels]
         streams = [(name, start, end) for name, start, end, _ in kernels]
         clock = "kernels and copies of the device"
     else:
@@ -78,7 +78,8 @@ def time_summary(profiler: Any, num_steps: int, device: str) -> dict[str, Any]:
         "clock": clock,
         "classes": dict(sorted(classes.items(), key=lambda item: -item[1])),
         "modules": modules,
-        "communication": {name: seconds / num_steps for name, seconds in exposure(streams).items()},
+        # In nanoseconds as integers: seconds since 1970 would be rounded to 0.2 microseconds.
+        "communication": {name: ns / 1e9 / num_steps for name, ns in exposure(streams).items()},
     }
 
 
@@ -94,19 +95,20 @@ def _host_name(operation: Operation) -> str:
     return operation.name if is_operator else _HOST
 
 
-def _host_computation(inside: Sequence[Operation]) -> list[tuple[str, float, float]]:
-    """Return the operators without operators inside them."""
-    return [
-        (each.name, each.start_ns / 1e9, each.end_ns / 1e9)
-        for each in inside
-        if each.child_ns == 0 and _host_name(each) != _HOST and kernel_class(each.name) != "communication"
-    ]
+def _host_computation(inside: Sequence[Operation]) -> list[tuple[str, int, int]]:
+    """Return the operators that no other operator contains, with the dispatch inside them."""
+    outermost = [each for each in inside if _computes(each) and not (each.parent and _computes(each.parent))]
+    return [(each.name, each.start_ns, each.end_ns) for each in outermost]
 
 
-def _host_communication(found: Sequence[Operation]) -> list[tuple[str, float, float]]:
+def _computes(operation: Operation) -> bool:
+    return _host_name(operation) != _HOST and kernel_class(operation.name) != "communication"
+
+
+def _host_communication(found: Sequence[Operation]) -> list[tuple[str, int, int]]:
     """Return the collectives of gloo, which its threads run."""
     return [
-        (each.name, each.start_ns / 1e9, each.end_ns / 1e9)
+        (each.name, each.start_ns, each.end_ns)
         for each in found
         if each.name.startswith("gloo:") and not each.name.startswith((MODULE, GRADIENT))
     ]

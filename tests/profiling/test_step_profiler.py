@@ -153,6 +153,11 @@ def test_times_by_class_and_by_module_are_the_same_time(tmp_path):
         assert times["forward"] > 0 and times["backward"] > 0
         assert time["modules"][f"model.layers.{layer}.self_attn.core_attn"]["recompute"] > 0
     assert "matmul" in time["classes"] and "attention" in time["classes"]
+    # What operators take is computation; the other class is the time between them.
+    waiting = time["classes"]["Python, dispatch and waiting"]
+    # Some operators record a part of themselves without a namespace, which counts as dispatch.
+    assert time["communication"]["compute"] == pytest.approx(by_class - waiting, rel=0.05)
+    assert time["communication"]["exposed_communication"] == 0
 
 
 def test_nothing_is_left_outside_of_profiled_steps(tmp_path):
