@@ -244,6 +244,14 @@ class Backend(Collectives):
     @abstractmethod
     def reset_peak_memory_stats(self) -> None: ...
 
+    def free_memory_bytes(self) -> int | None:
+        """Return the bytes of the device that this process can still allocate or has; None if unknown."""
+        return None
+
+    def hardware_name(self) -> str:
+        """Return the name of the device's model, or ``""``."""
+        return ""
+
     def allocations_refusal(self) -> str | None:
         """Return why torch's profiler does not see the device's allocations, or ``None`` if it does."""
         return f"the backend {self.name} does not report its allocations"

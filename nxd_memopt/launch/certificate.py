@@ -110,6 +110,11 @@ def _memory(config: TrainConfig) -> list[str]:
             another step.
     """
     memory = config.memory
+    if config.trainer.auto_memory:
+        raise ValueError(
+            "memory: auto is chosen on the device when the run starts: nxd-memopt plan --write FILE chooses it now, "
+            "for a certificate"
+        )
     # certify measures these techniques at their defaults only. Another value would change the
     # peak memory without changing the certificate, so the dry run is refused.
     for name in (

@@ -37,7 +37,7 @@ class Device:
 
     Args:
         name: key of ``DEVICES``.
-        kind: ``neuron`` or ``cuda``.
+        kind: ``neuron``, ``cuda`` or ``cpu``.
         memory_gib: memory of one rank's device in GiB, as the runtime reports it.
         reserve_gib: part of it that tensors cannot use.
         matmul_flops: peak of dense matmuls in FLOP/s, by dtype of the factors.
@@ -51,7 +51,7 @@ class Device:
     """
 
     name: str
-    kind: Literal["neuron", "cuda"]
+    kind: Literal["neuron", "cuda", "cpu"]
     memory_gib: float
     reserve_gib: float
     matmul_flops: dict[str, float]
@@ -298,3 +298,38 @@ def device_named(name: str) -> Device:
     name = aliases.get(name.lower(), name.lower())
     require_one_of("device", name, tuple(DEVICES))
     return DEVICES[name]
+
+
+def host_device(memory_gib: float, ranks: int) -> Device:
+    """Return one rank's part of a host that computes on its CPU.
+
+    Its rates are of two cores [estimate]: they order the settings of a run on this host, no more.
+
+    Args:
+        memory_gib: memory that the rank can still allocate.
+        ranks: ranks of the host.
+    """
+    return Device(
+        name="cpu",
+        kind="cpu",
+        memory_gib=memory_gib,
+        reserve_gib=0.0,
+        matmul_flops=_matmul(0.05, 0.1),
+        memory_bytes_per_s=10e9,
+        link_bytes_per_s=1e9,
+        ranks_per_host=ranks,
+        host_link_bytes_per_s=1e9,
+        host_copy_bytes_per_s=10e9,
+        host_memory_gib=0.0,
+        source="[estimate]",
+    )
+
+
+def gpu_named(name: str) -> Device | None:
+    """Return the GPU of a name of the driver, such as ``NVIDIA H100 80GB HBM3``, or None."""
+    words = name.lower().replace("-", " ").split()
+    for device in DEVICES.values():
+        family, _, size = device.name.partition("-")
+        if device.kind == "cuda" and family in words and (not size or size in words):
+            return device
+    return None

@@ -111,6 +111,8 @@ class Setting:
         memory: memory techniques.
         cuda_graph: forward and backward as one CUDA graph.
         optimizer_offload_fraction: part of the optimizer's states in host memory.
+        sequence_parallel_enabled: None: where it is possible.
+        shard_ranks: data-parallel ranks over which ``sharding`` splits; None: all of them.
     """
 
     tensor_model_parallel_size: int = 1
@@ -119,6 +121,8 @@ class Setting:
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     cuda_graph: bool = False
     optimizer_offload_fraction: float = 0.0
+    sequence_parallel_enabled: bool | None = None
+    shard_ranks: int | None = None
 
     def describe(self) -> str:
         """Return the setting in words."""
@@ -185,8 +189,8 @@ class Plan:
         return self.memory.device_bytes <= self.usable_bytes and self.memory.host_bytes <= self.usable_host_bytes
 
 
-Models = dict[tuple[int, int], RankModel]
-"""Shares of one rank by tensor-parallel and micro-batch size."""
+Models = dict[tuple[int, int, bool | None], RankModel]
+"""Shares of one rank by tensor-parallel size, micro-batch size and sequence parallelism."""
 
 
 def plans(problem: Problem) -> list[Plan]:
@@ -234,10 +238,10 @@ def evaluate(problem: Problem, setting: Setting, models: Models | None = None) -
         DTYPE_BYTES[dtype],
         master_weights=masters,
         sharding=setting.sharding,
-        data_parallel_size=replicas,
+        data_parallel_size=setting.shard_ranks or replicas,
         optimizer_offload_fraction=setting.optimizer_offload_fraction,
     )
-    key = (size, setting.micro_batch_size)
+    key = (size, setting.micro_batch_size, setting.sequence_parallel_enabled)
     models = {} if models is None else models
     if key not in models:
         models[key] = _model(problem, setting, dtype)
@@ -272,7 +276,9 @@ def evaluate(problem: Problem, setting: Setting, models: Models | None = None) -
 def _model(problem: Problem, setting: Setting, dtype: str) -> RankModel:
     size = setting.tensor_model_parallel_size
     # Sequence parallelism has no drawback, but needs T to divide S.
-    sharded = size > 1 and problem.sequence_length % size == 0
+    sharded = setting.sequence_parallel_enabled
+    if sharded is None:
+        sharded = size > 1 and problem.sequence_length % size == 0
     return rank_model(
         problem.config,
         ParallelConfig(size, sequence_parallel_enabled=sharded),
@@ -285,8 +291,9 @@ def _model(problem: Problem, setting: Setting, dtype: str) -> RankModel:
 def kernels_of(problem: Problem, memory: MemoryConfig) -> Kernels:
     """Return the kernels that the training program will use on the device.
 
-    GPUs: the Triton kernels, and a flash kernel. trn1: NKI's flash kernel, trn2 and trn3: the one of
-    PyTorch's SDPA, which need certain lengths and take no bounds of documents; else tiles.
+    CPUs: plain operations and PyTorch's SDPA. GPUs: the Triton kernels, and a flash kernel. trn1:
+    NKI's flash kernel, trn2 and trn3: the one of PyTorch's SDPA, which need certain lengths and take
+    no bounds of documents; else tiles.
     """
     fused = problem.device.kind == "cuda"
     if memory.attention_backend != "auto":
@@ -295,6 +302,8 @@ def kernels_of(problem: Problem, memory: MemoryConfig) -> Kernels:
         if PRECISIONS[problem.precision][0] == "float32":
             return Kernels(fused, "efficient")
         return Kernels(fused, "flash4")
+    if problem.device.kind == "cpu":
+        return Kernels(fused, "sdpa")
     head_dim = sizes(problem.config)["d"]
     name, multiple = ("nki", _NKI_MULTIPLE) if problem.device.name.startswith("trn1") else ("sdpa", _SDPA_MULTIPLE)
     suits = problem.sequence_length % multiple == 0 and head_dim <= _LARGEST_FLASH_HEAD
@@ -310,7 +319,7 @@ def settings(problem: Problem) -> Iterator[Setting]:
         if not is_gpu:
             stages = tuple(stage for stage in stages if stage in ("none", "zero1"))
         for batch in micro_batches(problem, replicas):
-            for memory in _memories(problem):
+            for memory in memories(problem):
                 for stage in stages:
                     yield from _variants(problem, Setting(size, stage, batch, memory))
 
@@ -364,7 +373,7 @@ def _variants(problem: Problem, setting: Setting) -> Iterator[Setting]:
             yield replace(setting, optimizer_offload_fraction=fraction)
 
 
-def _memories(problem: Problem) -> Iterator[MemoryConfig]:
+def memories(problem: Problem) -> Iterator[MemoryConfig]:
     """Yield the memory techniques that are tried, without those that cannot help on the device."""
     depth = problem.config["num_hidden_layers"]
     is_gpu = problem.device.kind == "cuda"

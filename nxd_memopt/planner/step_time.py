@@ -48,6 +48,7 @@ RATES = {
     # all-gathers reach 305 of 450 GB/s; SmolLM2 eager: 3.7 ms a layer.
     "cuda": Rates(0.645, 0.60, 0.80, 0.68, 0.40, 2.0e-4, 3.7e-3, is_calibrated=True),
     "neuron": Rates(0.45, 0.25, 0.60, 0.60, 0.60, 0.0, 0.0, is_calibrated=False),
+    "cpu": Rates(0.50, 0.50, 0.50, 0.50, 1.00, 0.0, 0.0, is_calibrated=False),
 }
 """Rates by kind of device."""
 COPY_INTERFERENCE = 0.06

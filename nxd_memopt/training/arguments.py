@@ -244,6 +244,11 @@ def _unchecked_config(values: Mapping[str, Any]) -> TrainConfig:
     # A section without options is None in YAML. Every section exists in the result, with
     # defaults.
     options = {name: {} if section is None else section for name, section in values.items()}
+    # The one section that may be a word. Another place for the choice lets options of the section
+    # that it does not choose stay, such as the attention's implementation.
+    if options.get("memory") == "auto":
+        options["memory"] = {}
+        options["trainer"] = {**options.get("trainer", {}), "auto_memory": True}
     sections = _resolve_aliases(options)
     built = {name: _build(name, sections.get(name, {})) for name in SECTIONS}
     return _unchecked(TrainConfig, built)

@@ -312,6 +312,8 @@ class TrainerConfig:
         allow_tf32: round the inputs of fp32 matmuls to TF32, which has 11 significant bits, on
             NVIDIA GPUs.
         distributed_timeout_minutes: how long a rank waits for the other ranks in a collective.
+        auto_memory: the planner chooses the memory section when the run starts: the fastest
+            techniques that fit the device. ``memory: auto`` in a YAML file sets it.
     """
 
     output_dir: str = "runs/train"
@@ -334,6 +336,7 @@ class TrainerConfig:
     precision: int | str | None = None
     allow_tf32: bool = False
     distributed_timeout_minutes: int = 30
+    auto_memory: bool = False
 
     def __post_init__(self) -> None:
         for name in ("output_dir", "resume_from", "single_process_summary"):
@@ -394,6 +397,19 @@ class LaunchConfig:
         _require_named("launch.compile_cache_dir", self.compile_cache_dir)
 
 
+def _require_free_memory_section(memory: MemoryConfig) -> None:
+    """Raise ``ValueError`` if the memory section has a technique, which ``memory: auto`` would replace."""
+    allowed = MemoryConfig(
+        attention_backend=memory.attention_backend, fused_linear_cross_entropy=memory.fused_linear_cross_entropy
+    )
+    given = {name: value for name, value in vars(memory).items() if value != getattr(allowed, name)}
+    if given:
+        raise ValueError(
+            f"memory: auto (trainer.auto_memory) chooses the techniques, and the memory section has {given}: remove "
+            "one of the two"
+        )
+
+
 @dataclass(frozen=True)
 class TrainConfig:
     """Train a causal language model with tensor and sequence parallelism.
@@ -423,6 +439,8 @@ class TrainConfig:
         stage = resolve_sharding(self.data_parallel.sharding, self.optimizer.zero1)
         object.__setattr__(self, "data_parallel", replace(self.data_parallel, sharding=stage))
         object.__setattr__(self, "optimizer", replace(self.optimizer, master_weights=masters, zero1=None))
+        if self.trainer.auto_memory:
+            _require_free_memory_section(self.memory)
         require_compatible(
             self.data_parallel,
             overlap_grad_reduce=self.optimizer.overlap_grad_reduce,

@@ -26,6 +26,7 @@ from nxd_memopt.training.distributed import is_extracting_graphs, is_first_of_ho
 from nxd_memopt.training.documents import open_documents
 from nxd_memopt.training.evaluation import held_out_loss, held_out_loss_by_transformers
 from nxd_memopt.training.interrupts import Interrupts
+from nxd_memopt.training.memory_plan import MemoryPlan, plan_memory
 from nxd_memopt.training.metrics import DeferredMetrics, StepResult
 from nxd_memopt.training.micro_batches import MicroBatch, micro_batches
 from nxd_memopt.training.model import (
@@ -77,6 +78,9 @@ def run(config: TrainConfig, interrupts: Interrupts | None = None) -> None:
     hf_config = load_hf_config(config.model, config.moe)
     require_trainable(config, hf_config)
     require_executable(config, hf_config)
+    config, memory_plan = plan_memory(config, hf_config)
+    summary.planned_memory_bytes = memory_plan.planned_bytes
+    summary.available_memory_bytes = memory_plan.available_bytes
     vocabulary = load_vocabulary(config.model, hf_config, end_of_text=config.data.end_of_text)
     with locked_output_directory(config.trainer.output_dir):
         require_writable(config.trainer.output_dir)
@@ -84,7 +88,7 @@ def run(config: TrainConfig, interrupts: Interrupts | None = None) -> None:
         # Before any file changes: a refused start leaves the files of the finished run.
         plan = plan_resume(config, hf_config)
         plan, tokens = prepare_data(plan, vocabulary)
-        run_prepared(plan, tokens, hf_config, vocabulary, summary, interrupts)
+        run_prepared(plan, tokens, hf_config, vocabulary, summary, interrupts, memory_plan)
 
 
 def run_prepared(
@@ -94,6 +98,7 @@ def run_prepared(
     vocabulary: Vocabulary,
     summary: Summary,
     interrupts: Interrupts,
+    memory_plan: MemoryPlan,
 ) -> None:
     """Build the model, resume, train, evaluate and export. Every rank calls.
 
@@ -104,6 +109,7 @@ def run_prepared(
         vocabulary: tokenizer of the run.
         summary: summary to fill and write.
         interrupts: signals that this process has received.
+        memory_plan: planned memory of this rank.
     """
     config = plan.config
     backend.set_tf32(config.trainer.allow_tf32)
@@ -120,7 +126,7 @@ def run_prepared(
 
     rows = describe_rows(config, tokens["fingerprint"])
     notes = [*rows, *describe_step(model, config), *vocabulary.notes, *warm_notes, *plan.notes, *resume(training)]
-    with open_reporter(config, training.step, notes) as reporter:
+    with open_reporter(config, training.step, notes, memory_plan.planned_bytes) as reporter:
         summary.held_out_loss_before = evaluate_before(training, config, reporter)
         evaluate_missed(training, config, reporter)
         # The reported peak is of training alone, without loading and the first evaluation.
@@ -128,6 +134,7 @@ def run_prepared(
         with gc_frozen():
             train(training, config, reporter, interrupts)
         summary.peak_memory_bytes = peak_bytes_of_all_ranks()
+        summary.measured_memory_bytes = memory_plan.measured_bytes(summary.peak_memory_bytes[0])
         summary.held_out_loss_after = evaluate(training, config, reporter)
         finish(training, config, reporter, summary, vocabulary)
 
@@ -160,11 +167,13 @@ def prepare_data(plan: ResumePlan, vocabulary: Vocabulary) -> tuple[ResumePlan, 
     return with_same_tokens(plan, tokens, paths), tokens
 
 
-def open_reporter(config: TrainConfig, first_step: int, notes: list[str]) -> Reporter:
+def open_reporter(config: TrainConfig, first_step: int, notes: list[str], planned_bytes: int | None) -> Reporter:
     """Return the reporter of a run that has done ``first_step`` steps, and print its setup."""
     # Every rank gets a reporter, so the calls need no condition; all but rank 0's do nothing.
     with raise_together("reading the records of earlier steps"):
-        reporter = Reporter(config.trainer, enabled=is_rank_zero(), first_step=first_step)
+        reporter = Reporter(
+            config.trainer, enabled=is_rank_zero(), first_step=first_step, planned_memory_bytes=planned_bytes
+        )
     tensor_size = parallel_state.get_tensor_model_parallel_size()
     data_size = parallel_state.get_data_parallel_size()
     reporter.say(

@@ -173,9 +173,14 @@ class Reporter:
         config: output directory, number of steps and interval of progress lines.
         enabled: False on all ranks but one: the reporter then does nothing.
         first_step: optimizer steps done before this process; records of later steps are removed.
+        planned_memory_bytes: planned peak of this rank, which every row of metrics.jsonl has next
+            to the measured one; None if it is not planned.
     """
 
-    def __init__(self, config: TrainerConfig, *, enabled: bool, first_step: int) -> None:
+    def __init__(
+        self, config: TrainerConfig, *, enabled: bool, first_step: int, planned_memory_bytes: int | None = None
+    ) -> None:
+        self._planned_memory_bytes = planned_memory_bytes
         self._config = config
         self._enabled = enabled
         self._first_step = first_step
@@ -221,7 +226,7 @@ class Reporter:
         """Record a step in metrics.jsonl and TensorBoard, and show its progress."""
         if not self._enabled:
             return
-        values = row.row()
+        values = row.row() | {"planned_memory_bytes": self._planned_memory_bytes}
         self._metrics.append(values)
         for name, value in values.items():
             if isinstance(value, list):

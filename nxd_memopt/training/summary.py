@@ -37,6 +37,9 @@ class Summary:
     held_out_loss_after: float | None = None
     tokens_per_s: float | None = None
     peak_memory_bytes: list[int | None] = field(default_factory=list)
+    planned_memory_bytes: int | None = None
+    available_memory_bytes: int | None = None
+    measured_memory_bytes: int | None = None
     export: str | None = None
     transformers_held_out_loss: float | None = None
 
@@ -74,6 +77,16 @@ class Summary:
             table.add_row(name, value)
         return table
 
+    def _planned(self) -> str | None:
+        """Return the planned memory of rank 0 next to what its run has used."""
+        if self.planned_memory_bytes is None:
+            return None
+        text = gib(self.planned_memory_bytes)
+        if self.measured_memory_bytes is not None:
+            difference = 100 * (self.planned_memory_bytes / self.measured_memory_bytes - 1)
+            text += f"; measured: {gib(self.measured_memory_bytes)} ({difference:+.1f} %)"
+        return text
+
     def _rows(self) -> list[tuple[str, str]]:
         # Rows without a value are left out: not every run exports, evaluates or reports memory. An
         # empty text counts as no value, so a run without peaks has no row for them.
@@ -90,6 +103,7 @@ class Summary:
             ("mean tokens/s", _number(self.tokens_per_s, ",.1f")),
             ("peak memory", "\n".join(ranks)),
             ("peak memory, one process", single and gib(single)),
+            ("planned memory", self._planned()),
             ("export", self.export),
             ("held-out loss by transformers", _number(self.transformers_held_out_loss, ".4f")),
             ("|difference|", _number(self.transformers_difference(), ".2e")),

@@ -302,6 +302,13 @@ class CudaBackend(C10dBackend):
     def memory_allocated(self) -> int:
         return torch.cuda.memory_allocated(self.device) + self._uncounted_bytes()
 
+    def free_memory_bytes(self) -> int:
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return free + torch.cuda.memory_reserved(self.device)
+
+    def hardware_name(self) -> str:
+        return torch.cuda.get_device_name(self.device)
+
     def allocations_refusal(self) -> None:
         return None
 

@@ -28,6 +28,7 @@ from nxd_memopt.backends.collectives import Completed, Pending
 from nxd_memopt.backends.neuron import LOSS_SCALING_REFUSAL
 from nxd_memopt.backends.neuron.topology import (
     PHYSICAL_CORES_PER_CHIP,
+    hardware_name,
     logical_nc_config,
     neuron_kv_rank_stride,
     neuron_order,
@@ -143,6 +144,9 @@ class NeuronBackend(C10dBackend):
 
     def loss_scaling_refusal(self) -> str | None:
         return LOSS_SCALING_REFUSAL
+
+    def hardware_name(self) -> str:
+        return hardware_name(os.environ)
 
     def kv_rank_stride(self, tensor_model_parallel_size: int, replicas: int) -> int:
         return neuron_kv_rank_stride(os.environ, tensor_model_parallel_size, replicas)

@@ -78,6 +78,15 @@ def platform_target(environment: Mapping[str, str]) -> str:
     return found[0]
 
 
+def hardware_name(environment: Mapping[str, str]) -> str:
+    """Return the name of one worker's device in ``planner/hardware.py``; trn1 on machines without Neuron."""
+    platform = platform_target(environment)
+    # Other machines simulate trn1, and inf2 has its cores.
+    if platform not in ("trn2", "trn3"):
+        return "trn1"
+    return f"{platform}-lnc1" if logical_nc_config(environment) == 1 else platform
+
+
 def logical_nc_config(environment: Mapping[str, str]) -> int:
     """Return LNC, the number of physical cores of one worker; 2 is the default of trn2 and trn3.
 

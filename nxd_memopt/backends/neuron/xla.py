@@ -22,7 +22,7 @@ from nxd_memopt.backends.cpu import reset_resident_peak, resident_bytes
 from nxd_memopt.backends.neuron import LOSS_SCALING_REFUSAL
 from nxd_memopt.backends.neuron.barrier_checkpoint import barrier_checkpoint
 from nxd_memopt.backends.neuron.compiler_flags import recompute_error
-from nxd_memopt.backends.neuron.topology import neuron_kv_rank_stride, neuron_order
+from nxd_memopt.backends.neuron.topology import hardware_name, neuron_kv_rank_stride, neuron_order
 
 _SEED_BITS = 64
 _FUNCTIONALIZATION = "XLA_DISABLE_FUNCTIONALIZATION"
@@ -128,6 +128,9 @@ class XlaBackend(C10dBackend):
 
     def device_order(self, world_size: int, tensor_model_parallel_size: int) -> list[int]:
         return neuron_order(os.environ, world_size, tensor_model_parallel_size)
+
+    def hardware_name(self) -> str:
+        return hardware_name(os.environ)
 
     def kv_rank_stride(self, tensor_model_parallel_size: int, replicas: int) -> int:
         return neuron_kv_rank_stride(os.environ, tensor_model_parallel_size, replicas)

@@ -1,0 +1,190 @@
+"""Plans the memory of a run before its weights are loaded: what fits, and ``memory: auto``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from nxd_memopt.backends import backend
+from nxd_memopt.config import MemoryConfig
+from nxd_memopt.memory.host_pool import available_host_bytes
+from nxd_memopt.parallel_layers.coordination import share_texts
+from nxd_memopt.planner.choice import choose_memory
+from nxd_memopt.planner.hardware import CUDA_CONTEXT_GIB, GIB, Device, device_named, gpu_named, host_device
+from nxd_memopt.planner.model_configs import with_defaults
+from nxd_memopt.planner.plan import Plan, Problem, Setting, evaluate
+from nxd_memopt.training.config import TrainConfig
+from nxd_memopt.training.distributed import is_rank_zero, ranks_per_host, world_size
+from nxd_memopt.training.model import cuda_graph_conflict, shard_ranks
+from nxd_memopt.training.optimizer import offload_fraction
+from nxd_memopt.training.sharding import SHARDS_GRADIENTS
+
+CERTAIN = 1.1
+"""A plan above the available memory by this factor is an error. The recorded plans of steps with a CUDA
+graph are up to 6 % above the measured peak (docs/planner.md), so that a smaller excess is a warning."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Planned memory of one rank.
+
+    Args:
+        planned_bytes: peak of a training step; None if the run has an option that is not planned.
+        available_bytes: bytes of the device that tensors can use; None if they are not known.
+        before_bytes: bytes that the process uses before the model, which a host counts too.
+        lines: what is shown.
+    """
+
+    planned_bytes: int | None
+    available_bytes: int | None
+    before_bytes: int
+    lines: tuple[str, ...]
+
+    def measured_bytes(self, peak_bytes: int | None) -> int | None:
+        """Return what a peak of the backend has of the run itself; None if it was not measured."""
+        return None if peak_bytes is None else peak_bytes - self.before_bytes
+
+
+def plan_memory(config: TrainConfig, hf_config: PretrainedConfig) -> tuple[TrainConfig, MemoryPlan]:
+    """Return the configuration, with the memory techniques of ``memory: auto``, and its planned memory.
+
+    Every rank calls; rank 0 shows the plan.
+
+    Raises:
+        ValueError: on every rank, if the run will not fit, or ``memory: auto`` finds nothing.
+    """
+    before = _counted_before()
+    is_auto = config.trainer.auto_memory
+    try:
+        problem = _problem(config, hf_config)
+        setting = _setting(config, hf_config)
+        plan = choose_memory(problem, setting) if is_auto else evaluate(problem, setting)
+    except ValueError as error:
+        if is_auto:
+            raise
+        planned = MemoryPlan(None, None, before, (f"memory: not planned ({error})",))
+    else:
+        lines = [*(_chosen(plan) if is_auto else ()), *_lines(problem, plan)]
+        planned = MemoryPlan(plan.memory.device_bytes, _known(problem), before, tuple(lines))
+        _require_fit(problem, plan)
+        # The choice is made: from here on the run is one whose section names the techniques.
+        trainer = replace(config.trainer, auto_memory=False)
+        config = replace(config, memory=plan.setting.memory, trainer=trainer) if is_auto else config
+    if is_rank_zero():
+        print("\n".join(planned.lines), flush=True)
+    return config, planned
+
+
+def _counted_before() -> int:
+    """Return the bytes that the backend's figures have before a tensor of the run exists."""
+    # Elsewhere the figures are those of an allocator, which the run alone uses.
+    return (backend.memory_allocated() or 0) if backend.device.type != "cuda" else 0
+
+
+def _problem(config: TrainConfig, hf_config: PretrainedConfig) -> Problem:
+    """Return what is trained, on this rank's device with the memory that is free now."""
+    content = {**hf_config.to_dict(), "num_query_groups": getattr(hf_config, "num_query_groups", None)}
+    device = _device()
+    return Problem(
+        config=with_defaults(content),
+        device=device,
+        devices=world_size(),
+        sequence_length=config.data.seq_length,
+        global_batch_size=config.data.global_batch_size,
+        precision=str(config.trainer.precision),
+        isolate_documents=config.data.isolate_documents,
+        device_gib=device.memory_gib,
+        host_gib=_host_gib() or None,
+    )
+
+
+def _device() -> Device:
+    """Return this rank's device with the least memory that any rank has free, so that all plan the same."""
+    if backend.device.type == "cpu":
+        return host_device(_least(_host_gib()) or GIB, ranks_per_host())
+    name = backend.hardware_name()
+    if backend.device.type == "cuda":
+        # An unknown GPU has the rates of a known one, which order the settings, and its own memory.
+        known = gpu_named(name) or device_named("h200")
+        free_gib = (backend.free_memory_bytes() or 0) / GIB + CUDA_CONTEXT_GIB
+        return replace(known, memory_gib=_least(free_gib))
+    return device_named(name)
+
+
+def _host_gib() -> float:
+    """Return this rank's part of the host memory that can still be allocated; 0.0 if it is not known."""
+    return (available_host_bytes() or 0) / GIB / ranks_per_host()
+
+
+def _least(value: float) -> float:
+    """Return the smallest value of all ranks. Every rank calls."""
+    return min(float(text) for text in share_texts(repr(value)))
+
+
+def _known(problem: Problem) -> int | None:
+    """Return the usable bytes; None where the device's memory is not the table's, because it is simulated."""
+    is_simulated = problem.device.kind == "neuron" and getattr(backend, "is_simulated", False)
+    return None if is_simulated else problem.usable_bytes
+
+
+def _setting(config: TrainConfig, hf_config: PretrainedConfig) -> Setting:
+    """Return the options of the run that memory depends on."""
+    stage = config.data_parallel.stage
+    options: dict[str, Any] = {}
+    if stage in SHARDS_GRADIENTS:
+        options["shard_ranks"] = shard_ranks(config)
+    return Setting(
+        tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
+        sharding=stage,
+        micro_batch_size=config.data.micro_batch_size,
+        memory=config.memory,
+        cuda_graph=bool(config.trainer.enable_cuda_graph) and cuda_graph_conflict(config, hf_config) is None,
+        optimizer_offload_fraction=offload_fraction(config.optimizer),
+        sequence_parallel_enabled=config.parallel.sequence_parallel_enabled,
+        **options,
+    )
+
+
+def _chosen(plan: Plan) -> list[str]:
+    """Return a line with the options of the memory section that were chosen."""
+    defaults = MemoryConfig()
+    options = {field.name: getattr(plan.setting.memory, field.name) for field in fields(MemoryConfig)}
+    changed = [f"{name}: {value}" for name, value in options.items() if value != getattr(defaults, name)]
+    return [f"memory: auto chose {', '.join(changed) or 'no technique'}"]
+
+
+def _lines(problem: Problem, plan: Plan) -> list[str]:
+    """Return the plan in words."""
+    lines: list[str] = []
+    terms = sorted(plan.memory.device.items(), key=lambda item: -item[1])
+    largest = ", ".join(f"{name} {size / GIB:.2f}" for name, size in terms[:4] if size)
+    available = _known(problem)
+    of = "" if available is None else f" of {available / GIB:.2f} available"
+    lines.append(
+        f"memory: planned {plan.memory.device_bytes / GIB:.2f} GiB{of} on each device ({largest}; peak in "
+        f"{plan.memory.moment})"
+    )
+    if plan.memory.host_bytes:
+        lines.append(
+            f"host memory: planned {plan.memory.host_bytes / GIB:.2f} GiB of {problem.usable_host_bytes / GIB:.2f} "
+            "available for each rank"
+        )
+    return lines
+
+
+def _require_fit(problem: Problem, plan: Plan) -> None:
+    """Raise ``ValueError`` if the plan is above the available memory by more than it may be wrong, else warn."""
+    available = _known(problem)
+    if available is None or plan.memory.device_bytes <= available:
+        return
+    text = (
+        f"the planned memory of a step, {plan.memory.device_bytes / GIB:.2f} GiB, exceeds the "
+        f"{available / GIB:.2f} GiB that tensors can use on each device ({plan.setting.describe()})"
+    )
+    remedy = "set memory: auto, use more ranks, or let nxd-memopt plan show settings that fit"
+    if plan.memory.device_bytes > CERTAIN * available:
+        raise ValueError(f"{text}: {remedy}")
+    if is_rank_zero():
+        print(f"warning: {text}: it may end out of memory; {remedy}", flush=True)

@@ -1,0 +1,137 @@
+"""The planned memory of a run: said before weights are loaded, refused if it cannot fit, chosen by ``memory: auto``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import yaml
+
+from nxd_memopt.config import MemoryConfig
+from nxd_memopt.launch.certificate import _memory
+from nxd_memopt.launch.trainium import neuron_cc_flags
+from nxd_memopt.planner.layer_tensors import Kernels
+from nxd_memopt.planner.peak import rank_model, step_memory
+from nxd_memopt.planner.states import StateLayout
+from nxd_memopt.training import loop, memory_plan
+from nxd_memopt.training.arguments import parse_config
+from nxd_memopt.training.memory_plan import plan_memory
+from nxd_memopt.training.model import load_hf_config
+from tests.reference import assert_says, error_message
+from tests.training.runs import LLAMA, MIXTRAL, run_here, write_config
+
+DEEP = {**LLAMA, "num_hidden_layers": 8}
+
+
+def config_of(tmp_path, *options, **sections):
+    return parse_config(["--config", str(write_config(tmp_path, **sections)), *options])
+
+
+def plan_of(config, monkeypatch, available=1 << 40):
+    monkeypatch.setattr(memory_plan, "available_host_bytes", lambda: available)
+    return plan_memory(config, load_hf_config(config.model, config.moe))
+
+
+def test_the_plan_is_that_of_the_step(tmp_path, monkeypatch, capsys):
+    config = config_of(tmp_path, model={"config_overrides": DEEP}, data={"global_batch_size": 8})
+    unchanged, plan = plan_of(config, monkeypatch)
+    assert unchanged is config and plan.available_bytes == 1 << 40
+    hf_config = load_hf_config(config.model)
+    share = rank_model(hf_config, config.parallel, sequence_length=24, micro_batch_size=2, dtype="float32")
+    used = step_memory(
+        share, MemoryConfig(), Kernels(False, "sdpa"), StateLayout(4, master_weights=False), accumulation_steps=4
+    )
+    assert plan.planned_bytes == used.device_bytes
+    shown = capsys.readouterr().out
+    assert "memory: planned" in shown and "of 1024.00 available" in shown and used.moment in shown
+
+
+def test_what_cannot_fit_is_refused_and_what_may_is_said(tmp_path, monkeypatch, capsys):
+    config = config_of(tmp_path, model={"config_overrides": DEEP})
+    _, plan = plan_of(config, monkeypatch)
+    needed = plan.planned_bytes
+    capsys.readouterr()
+    plan_of(config, monkeypatch, needed)
+    assert "warning" not in capsys.readouterr().out
+    plan_of(config, monkeypatch, needed - 100)
+    assert_says(capsys.readouterr().out, "warning: the planned memory", "memory: auto")
+    message = error_message(lambda: plan_of(config, monkeypatch, int(needed / 1.2)))
+    assert_says(message, "planned memory of a step", "exceeds", "memory: auto", "nxd-memopt plan")
+
+
+def test_a_run_that_cannot_fit_stops_before_its_model_is_built(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory_plan, "available_host_bytes", lambda: 1000)
+    monkeypatch.setattr(loop, "build_model", lambda *_: pytest.fail("the model was built"))
+    monkeypatch.setattr(loop, "load_vocabulary", lambda *_, **__: pytest.fail("the tokenizer was loaded"))
+    outcome = run_here(write_config(tmp_path))
+    assert outcome.returncode == 2 and "the planned memory of a step" in outcome.stderr
+    assert not (tmp_path / "run" / "tokens").exists()
+
+
+def test_options_that_are_not_planned_are_named(tmp_path, monkeypatch, capsys):
+    config = config_of(tmp_path, memory={"recompute_granularity": "full", "attention_head_groups": "auto"})
+    _, plan = plan_of(config, monkeypatch, 1)
+    assert plan.planned_bytes is None
+    assert_says(capsys.readouterr().out, "memory: not planned", "attention_head_groups 'auto'")
+
+
+def write_auto(tmp_path, memory="auto", **sections):
+    file = write_config(tmp_path, model={"config_overrides": DEEP}, **sections)
+    content = yaml.safe_load(file.read_text())
+    content["memory"] = memory
+    file.write_text(yaml.safe_dump(content))
+    return file
+
+
+def test_auto_takes_the_fastest_that_fits(tmp_path, monkeypatch, capsys):
+    config = parse_config(["--config", str(write_auto(tmp_path)), "--memory.attention-backend", "tiled"])
+    assert config.trainer.auto_memory and config.memory.attention_backend == "tiled"
+    plain, most = plan_of(config, monkeypatch)
+    assert plain.memory == MemoryConfig(attention_backend="tiled")
+    assert "memory: auto chose attention_backend: tiled" in capsys.readouterr().out
+    # What nested recompute needs is the least.
+    assert not plain.trainer.auto_memory
+    memory = MemoryConfig(recompute_granularity="full", recompute_method="nested", attention_backend="tiled")
+    full = dataclasses.replace(plain, memory=memory)
+    _, least = plan_of(full, monkeypatch)
+    assert least.planned_bytes < most.planned_bytes
+    chosen, plan = plan_of(config, monkeypatch, (least.planned_bytes + most.planned_bytes) // 2)
+    assert chosen.memory.recompute_granularity is not None and plan.planned_bytes <= plan.available_bytes
+    assert "recompute_granularity" in capsys.readouterr().out
+    message = error_message(lambda: plan_of(config, monkeypatch, least.planned_bytes // 2))
+    assert_says(message, "memory: auto finds nothing", "more ranks")
+
+
+def test_auto_contradicts_techniques_of_the_section(tmp_path):
+    file = write_config(tmp_path, memory={"recompute_granularity": "full"})
+    message = error_message(lambda: parse_config(["--config", str(file), "--trainer.auto-memory"]))
+    assert_says(message, "memory: auto", "recompute_granularity", "remove one")
+    assert_says(error_message(lambda: parse_config(["--config", str(write_auto(tmp_path, "automatic"))])), "memory")
+
+
+def test_launchers_do_not_guess_what_auto_will_choose(tmp_path):
+    config = parse_config(["--config", str(write_auto(tmp_path))])
+    assert_says(error_message(lambda: _memory(config)), "memory: auto", "nxd-memopt plan --write")
+    # It may choose recompute, which trn1's compiler keeps at -O1 only.
+    assert "-O1" in neuron_cc_flags(config, "")
+
+
+def test_metrics_and_summary_have_planned_and_measured(tmp_path):
+    file = write_auto(tmp_path, trainer={"max_steps": 2, "export": False})
+    outcome = run_here(file)
+    assert outcome.returncode == 0, outcome.stderr
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert {row["planned_memory_bytes"] for row in rows} == {summary["planned_memory_bytes"]}
+    assert summary["planned_memory_bytes"] > 0 and summary["available_memory_bytes"] > 1 << 20
+    # A host counts the program too; what it used before the model is not the run's.
+    assert summary["measured_memory_bytes"] < summary["peak_memory_bytes"][0]
+    assert "planned memory" in outcome.stdout and "measured:" in outcome.stdout
+    assert outcome.stdout.index("memory: auto chose") < outcome.stdout.index("held-out loss")
+
+
+def test_models_with_experts_say_what_is_planned(tmp_path, monkeypatch, capsys):
+    config = config_of(tmp_path, model={"config_overrides": MIXTRAL})
+    plan_of(config, monkeypatch)
+    assert "memory: " in capsys.readouterr().out
