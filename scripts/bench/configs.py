@@ -26,6 +26,16 @@ QWEN3_MOE: dict[str, Any] = {
     "head_dim": 128,
     "vocab_size": 151936,
 }
+QWEN3_MOE_TINY: dict[str, Any] = QWEN3_MOE | {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "moe_intermediate_size": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_attention_heads": 8,
+    "head_dim": 8,
+    "vocab_size": 256,
+}
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama-tiny": lambda: LlamaConfig(
         num_hidden_layers=2,
@@ -38,6 +48,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "neox-tiny": lambda: GPTNeoXConfig(
         num_hidden_layers=2, hidden_size=64, intermediate_size=128, num_attention_heads=8, vocab_size=256
     ),
+    "qwen3-moe-tiny": lambda: Qwen3MoeConfig(**QWEN3_MOE_TINY),
     "llama-110m": lambda: LlamaConfig(
         num_hidden_layers=12, hidden_size=768, intermediate_size=2048, num_attention_heads=12
     ),

@@ -55,6 +55,7 @@ EXPERT_COLUMNS = {
     "floor_ms": "floor ms",
     "batched_floor_ms": "batched floor ms",
     "peak_gib": "GiB",
+    "note": "note",
     "commit": "commit",
 }
 MATMUL_COLUMNS = {
