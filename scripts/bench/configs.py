@@ -71,6 +71,17 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": 5e5},
     ),
+    "llama3.2-3b": lambda: LlamaConfig(
+        num_hidden_layers=28,
+        hidden_size=3072,
+        intermediate_size=8192,
+        num_attention_heads=24,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=128256,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+    ),
     "llama3-8b": lambda: LlamaConfig(
         **LLAMA3,
         num_hidden_layers=32,

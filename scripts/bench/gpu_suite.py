@@ -82,6 +82,104 @@ HEADS = (
         ("--heads", "llama3-8b", "--tokens", "32768"),
     ),
 )
+
+
+def states(name: str, model: str, tokens: int, *variants: str, options: str = "") -> Race:
+    """Return a race of steps with the optimizer's states on the host."""
+    shape = ("--model", model, "--tokens", str(tokens), "--in-forward", "--read-loss")
+    return Race(name, "scripts.bench.state_offload", (*shape, *options.split(), "--variants", *variants))
+
+
+def memory(*options: str) -> str:
+    """Return ``--memory`` for each of ``options``."""
+    return " ".join(f"--memory {option}" for option in options)
+
+
+LIGER4 = "liger, flash4"
+FULL = "recompute_granularity=full"
+NORM_MLP = ("recompute_granularity=selective", "recompute_modules=[norm,mlp]")
+KEPT = (FULL, "recompute_keep_core_attn=true")
+TILES = "mlp_tile_tokens=32768"
+ONE_STEP = "--steps 1 --warm-up-steps 1"
+# Device memory between steps is what the memory options leave: the longer the sequence, the less of
+# it holds states on their way, and from 64K tokens on the link is faster than forward anyway.
+STATES = (
+    states("llama3-8b-states-8k", "llama3-8b", 8192, "ours", options="--staging-gib 48"),
+    states("llama3-8b-states-16k", "llama3-8b", 16384, "ours", options="--staging-gib 60"),
+    states(
+        "llama3-8b-states-32k",
+        "llama3-8b",
+        32768,
+        "ours",
+        LIGER4,
+        options="--staging-gib 51 " + memory(*NORM_MLP, "recompute_method=block", "recompute_num_layers=22"),
+    ),
+    states("llama3-8b-states-64k", "llama3-8b", 65536, "ours", LIGER4, options=f"--staging-gib 4 {memory(*NORM_MLP)}"),
+    states(
+        "llama3-8b-states-128k",
+        "llama3-8b",
+        131072,
+        "ours",
+        LIGER4,
+        options=f"--staging-gib 12 --steps 2 --warm-up-steps 1 {memory(*KEPT)}",
+    ),
+    states(
+        "llama3-8b-states-256k",
+        "llama3-8b",
+        262144,
+        "ours",
+        LIGER4,
+        options=f"--staging-gib 2 --warm-up-tokens 32768 {ONE_STEP} "
+        + memory(
+            *KEPT,
+            "recompute_keep_core_attn_num_layers=20",
+            "cpu_offloading_activations=true",
+            "cpu_offloading_num_layers=8",
+            TILES,
+        ),
+    ),
+    states(
+        "llama3-8b-states-384k",
+        "llama3-8b",
+        393216,
+        "ours",
+        options=f"--staging-gib 2 --warm-up-tokens 32768 {ONE_STEP} "
+        + memory(FULL, "cpu_offloading_activations=true", "cpu_offloading_num_layers=9", TILES),
+    ),
+    # Every tensor of 1,048,576 tokens, with attention within documents.
+    states(
+        "llama3-8b-states-1m",
+        "llama3-8b",
+        1048576,
+        "ours",
+        options="--staging-gib 2 --document-tokens 32768 --steps 1 --warm-up-steps 0 "
+        + memory(
+            FULL,
+            "recompute_method=nested",
+            "recompute_num_layers=5",
+            "cpu_offloading_activations=true",
+            "cpu_offloading_num_layers=15",
+            "attention_head_groups=8",
+            TILES,
+        ),
+    ),
+    states(
+        "llama3-8b-states-8k-80gib",
+        "llama3-8b",
+        8192,
+        "ours",
+        options=f"--cap-gib 80 --fraction 0.55 --staging-gib 5 {memory(*NORM_MLP)}",
+    ),
+    states("llama3.2-3b-states-8k", "llama3.2-3b", 8192, "ours", "fsdp2, flash4", options="--staging-gib 24"),
+)
+WEIGHTS = step(
+    "llama3-8b-32k-weights",
+    "llama3-8b",
+    32768,
+    "ours",
+    options="--recompute full --in-backward --cap-gib 64 "
+    + memory("cpu_offloading_weights=true", "cpu_offloading_num_layers=16"),
+)
 ONE_GPU = (
     step("llama3-8b-8k", "llama3-8b", 8192, *OURS, *LIGER, *HF),
     step("llama3-8b-32k-64gib", "llama3-8b", 32768, "ours", *LIGER, options=f"{KEEP} --offload-layers 6"),
@@ -107,6 +205,8 @@ ONE_GPU = (
         *HF,
         options="--recompute full --in-backward --offload-layers 10",
     ),
+    *STATES,
+    WEIGHTS,
 )
 SEVERAL_GPUS = (
     step("gpt-neox-20b-8k", "gpt-neox-20b", 8192, *OURS, *DTENSOR),

@@ -5,10 +5,11 @@
 
 Random weights, bf16 weights and gradients, fp32 masters and moments (12 bytes per parameter), batch
 1, clipping by the global norm. A peer recomputes every layer and has the states that fit without
-offload, bf16 moments and no masters (``states`` in its row). ``floor_ms`` is the time in which the
-link moves the states that are on the host, once in each direction at the same time, at the speed
-that the row measured before. ``host_peak_gib`` is the process's peak resident memory, pinned
-buffers included.
+offload, bf16 moments and no masters (``states`` in its row); ``fsdp2`` has fp32 weights, gradients
+and moments on the host. ``floor_ms`` is the time in which the link moves the states that are on the
+host, once in each direction at the same time, at the speed that the row measured before.
+``host_gib`` are states and offloaded activations, ``host_peak_gib`` is the process's peak resident
+memory, pinned buffers included.
 
 With ``--document-tokens`` attention stays within documents of that length: every tensor of the step
 has its full size, but attention does not have its full time ("memory only").
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
+import os
 import resource
 import time
 from pathlib import Path
@@ -26,28 +28,39 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from nxd_memopt.backends import backend
 from nxd_memopt.config import MemoryConfig, require_divisible
+from nxd_memopt.memory import apply_memory
 from nxd_memopt.memory.host_pool import HostPool
+from nxd_memopt.memory.offload import OFFLOAD_OWNER
+from nxd_memopt.memory.recompute import layers_per_checkpoint
 from nxd_memopt.modules.causal_lm import ParallelCausalLM
 from nxd_memopt.optimizer import OffloadedZero1Optimizer
+from nxd_memopt.optimizer.streamed_adamw import OWNER
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
 from nxd_memopt.parallel_layers.utils import leave_process_groups
+from nxd_memopt.planner.formulas import checkpoint_bytes, offloaded_checkpoint_bytes
 from scripts.bench.configs import CONFIGS
 from scripts.bench.gpu_race import first_line
 from scripts.bench.memory_options import add_memory_options, limit_device_memory, with_options
-from scripts.bench.peers import Builder, LossFunction, build_hf, build_liger, with_flash4
+from scripts.bench.peers import Builder, LossFunction, build_fsdp2_offload, build_hf, build_liger, dtype, with_flash4
 from scripts.bench.record import append, environment
 from scripts.bench.train_step import WARM_UP_STEPS, build_ours, figures
 
 CSV = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "state_offload.csv"
 GIB = 2**30
+# Activations of the longest sequences and states on their way fill the device: no memory may be
+# lost to fragments. Read when CUDA starts.
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 PEERS: dict[str, Builder] = {
     "hf": build_hf,
     "liger": build_liger,
     "liger, flash4": with_flash4(build_liger),
+    "fsdp2": build_fsdp2_offload,
+    "fsdp2, flash4": with_flash4(build_fsdp2_offload),
 }
 
 
@@ -82,8 +95,9 @@ def measure(config: Any, tokens: int, memory: MemoryConfig, args: argparse.Names
     if args.document_tokens:
         bounds = torch.arange(0, tokens + 1, args.document_tokens, device=backend.device)
         loss_of = functools.partial(packed_loss, model, bounds)
-    pool = HostPool()
+    pool = HostPool(pinned=backend.name == "cuda")
     start = time.perf_counter()
+    activation_bytes = reserve_checkpoints(model, memory, tokens, pool)
     optimizer = OffloadedZero1Optimizer(
         model.parameters(),
         optimizer_offload_fraction=args.fraction,
@@ -95,17 +109,37 @@ def measure(config: Any, tokens: int, memory: MemoryConfig, args: argparse.Names
         optimizer.update_in_forward(cast(ParallelCausalLM, model).decoder_layers())
     backend.synchronize()
     setup_s = time.perf_counter() - start
+    state_bytes = pool.ledger().get(OWNER, 0)
     result = timed_steps(loss_of, optimizer, token_ids(config, tokens), args)
-    host_bytes = sum(pool.ledger().values())
     return result | {
         "states": "fp32 masters and moments",
         "grad_norm": round(cast(Tensor, optimizer.grad_norm).item(), 4),
-        "host_gib": round(host_bytes / GIB, 2),
+        "host_gib": round((state_bytes + activation_bytes) / GIB, 2),
         "host_peak_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB, 2),
         "link_gb_per_s": round(link / 1e9, 1),
-        "floor_ms": round(host_bytes / link * 1e3, 1),
+        "floor_ms": round(state_bytes / link * 1e3, 1),
         "setup_s": round(setup_s, 1),
     }
+
+
+def reserve_checkpoints(model: nn.Module, memory: MemoryConfig, tokens: int, pool: HostPool) -> int:
+    """Apply ``memory`` with ``pool``, and allocate what its offloaded checkpoints take; return the bytes."""
+    causal_lm = cast(ParallelCausalLM, model)
+    if not memory.cpu_offloading_activations:
+        return 0
+    apply_memory(causal_lm, memory, pool=pool)
+    depth = len(causal_lm.decoder_layers())
+    one_layer = functools.partial(
+        checkpoint_bytes, sequence_length=tokens, micro_batch_size=1, element_bytes=dtype().itemsize
+    )
+    moved = memory.num_offloaded_layers(depth)
+    inputs = one_layer(hidden_size=causal_lm.config.hidden_size)
+    size = offloaded_checkpoint_bytes(inputs, moved, layers_per_checkpoint(memory, depth))
+    keeping = memory.layers_keeping_attention(depth)
+    kept = range(keeping.start, min(keeping.stop, moved))
+    size += len(kept) * one_layer(hidden_size=0, kept_attention_size=causal_lm.config.hidden_size)
+    pool.reserve(size, OFFLOAD_OWNER)
+    return pool.allocated_bytes
 
 
 class ClippedAdamW:
@@ -125,12 +159,18 @@ class ClippedAdamW:
 
 
 def measure_peer(variant: str, config: Any, tokens: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the columns of a peer's row, with full recompute and bf16 states on the device."""
+    """Return the columns of a peer's row, with full recompute."""
     model, loss_of = PEERS[variant](config, MemoryConfig(recompute_granularity="full"))
     model.train()
     optimizer = ClippedAdamW(model)
     result = timed_steps(loss_of, optimizer, token_ids(config, tokens), args)
-    return result | {"states": "bf16 moments", "grad_norm": round(optimizer.grad_norm.item(), 4)}
+    states = "fp32 weights and moments" if "fsdp2" in variant else "bf16 moments"
+    return result | {"states": states, "grad_norm": round(full(optimizer.grad_norm).item(), 4)}
+
+
+def full(norm: Tensor) -> Tensor:
+    """Return the value of a norm that may be sharded."""
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def token_ids(config: Any, tokens: int) -> Tensor:
@@ -150,8 +190,12 @@ def timed_steps(loss_of: LossFunction, optimizer: Any, ids: Tensor, args: argpar
             backend.reset_peak_memory_stats()
             backend.synchronize()
             start = time.perf_counter()
+        # A warm-up may be shorter: a step of 400,000 tokens takes minutes.
+        tokens = ids.size(1)
+        if i < args.warm_up_steps:
+            tokens = args.warm_up_tokens or tokens
         for _ in range(args.accumulation):
-            loss = loss_of(ids)
+            loss = loss_of(ids[:, :tokens])
             (loss / args.accumulation).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -194,7 +238,7 @@ def measured_row(variant: str, tokens: int, memory: MemoryConfig, args: argparse
     return row
 
 
-def main() -> None:
+def argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=CONFIGS, default="llama-tiny")
     parser.add_argument("--tokens", type=int, nargs="+", default=[512])
@@ -207,10 +251,18 @@ def main() -> None:
     parser.add_argument("--in-forward", action="store_true", help="updates overlap with the next forward")
     parser.add_argument("--document-tokens", type=int, help="attention within documents of this length; memory only")
     parser.add_argument("--warm-up-steps", type=int, default=WARM_UP_STEPS)
+    parser.add_argument("--warm-up-tokens", type=int, help="tokens of a warm-up step, default --tokens")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--csv", type=Path, default=CSV)
     parser.add_argument("--append", action="store_true", help="append the rows to --csv")
+    return parser
+
+
+def main() -> None:
+    parser = argument_parser()
     args = parser.parse_args()
+    if args.warm_up_tokens and args.document_tokens:
+        parser.error("--warm-up-tokens has no documents of --document-tokens: leave one out")
     backend.init_process_group()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=parallel_state.get_world_size())
     limit_device_memory(args.cap_gib)

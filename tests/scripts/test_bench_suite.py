@@ -12,11 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from scripts.bench import gpu_suite, linear_cross_entropy, train_step
+from nxd_memopt.config import MemoryConfig
+from scripts.bench import gpu_suite, linear_cross_entropy, state_offload, train_step
+from scripts.bench.memory_options import with_options
 
 PARSERS = {
     "scripts.bench.train_step": train_step.argument_parser,
     "scripts.bench.linear_cross_entropy": linear_cross_entropy.argument_parser,
+    "scripts.bench.state_offload": state_offload.argument_parser,
 }
 
 
@@ -28,7 +31,8 @@ def test_the_scripts_take_their_arguments(gpus):
         command = race.command(gpus, append=True, traces=gpu_suite.ROOT / "traces")
         assert find_spec(race.module) is not None
         if race.module in PARSERS:
-            PARSERS[race.module]().parse_args(command[command.index(race.module) + 1 :])
+            args = PARSERS[race.module]().parse_args(command[command.index(race.module) + 1 :])
+            with_options(MemoryConfig(), getattr(args, "memory", []))
         else:
             assert not race.arguments
 
