@@ -21,6 +21,7 @@ from nxd_memopt.training.model import cuda_graph_conflict, shard_ranks
 from nxd_memopt.training.optimizer import offload_fraction
 from nxd_memopt.training.sharding import SHARDS_GRADIENTS
 
+PAGE_LOCKING_S_PER_GIB = 0.4  # 32 to 50 s for 89.7 GiB on a host of an H200
 CERTAIN = 1.1
 """A plan above the available memory by this factor is an error. The recorded plans of steps with a CUDA
 graph are up to 6 % above the measured peak (docs/planner.md), so that a smaller excess is a warning."""
@@ -167,9 +168,10 @@ def _lines(problem: Problem, plan: Plan) -> list[str]:
         f"{plan.memory.moment})"
     )
     if plan.memory.host_bytes:
+        host_gib = plan.memory.host_bytes / GIB
         lines.append(
-            f"host memory: planned {plan.memory.host_bytes / GIB:.2f} GiB of {problem.usable_host_bytes / GIB:.2f} "
-            "available for each rank"
+            f"host memory: planned {host_gib:.2f} GiB of {problem.usable_host_bytes / GIB:.2f} available for each rank; "
+            f"page-locking it takes about {host_gib * PAGE_LOCKING_S_PER_GIB:.0f} s before the first step"
         )
     return lines
 
