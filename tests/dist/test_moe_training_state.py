@@ -131,7 +131,7 @@ def step_of(name: str, how: str) -> None:
         assert far.float().mean() < 0.02, f"{key}: {far.float().mean():.3f} of the updates differ"
 
 
-@distributed(world_size=[2, 4])
+@distributed(world_size=[2, 4], slow=[2])
 @pytest.mark.parametrize("how", ["zero1", "replicated"])
 def test_optimizer_step(how, world_size):
     for tensor, expert in SPLITS[world_size]:
@@ -167,7 +167,7 @@ def test_optimizer_in_backward():
         assert error < 1e-4, f"{name}: {error:.1e}"  # the difference of two weights rounds by 1e-7 of 1, of 1e-3
 
 
-@distributed(world_size=[1, 2, 4])
+@distributed(world_size=[1, 2, 4], slow=[1, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_hugging_face_directories_both_ways(name, world_size, tmp_path):
     """transformers' files, one tensor per expert, into every split; our export into transformers."""
