@@ -74,6 +74,26 @@ def test_one_process_learns_records_and_exports(reference: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("precision", "bound"),  # 0.02 of 1.4 that the loss falls; bf16 has 8 bits, fp16 11
+    [
+        pytest.param("bf16-mixed", 0.02, marks=pytest.mark.slow),
+        pytest.param("bf16-true", 0.02, marks=pytest.mark.slow),
+        ("16-mixed", 0.005),
+    ],
+)
+def test_precisions_learn_what_fp32_learns(reference: Path, tmp_path: Path, precision: str, bound: float) -> None:
+    scaling = {"initial_loss_scale": 1024.0} if precision == "16-mixed" else {}
+    succeed(run_here(write_moe(tmp_path, trainer={"precision": precision}, optimizer=scaling)))
+    found = rows(tmp_path / "run")
+    for row, expected in zip(found, rows(reference), strict=True):
+        assert row["loss"] == pytest.approx(expected["loss"], abs=bound)
+        # The scale of the loss is not in the reported losses, nor in the routers' gradients.
+        assert row["load_balancing_loss"] == pytest.approx(expected["load_balancing_loss"], rel=0.02)
+        assert row["z_loss"] == pytest.approx(expected["z_loss"], rel=0.05)
+    assert all(not row.get("skipped") for row in found)
+
+
+@pytest.mark.parametrize(
     ("ranks", "parallel", "dispatcher", "stage"),
     [
         (2, EXPERTS2, "alltoall", "zero1"),
