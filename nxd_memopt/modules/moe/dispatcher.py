@@ -9,14 +9,22 @@ is returned here.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from nxd_memopt.backends import backend
 from nxd_memopt.modules.moe.assignment import Assignment, add_rows, assign, assign_padded, take_rows
-from nxd_memopt.modules.moe.experts import Experts
 from nxd_memopt.parallel_layers import mappings, parallel_state
+
+
+class LocalExperts(Protocol):
+    """The experts of this rank, as ``modules.moe.Experts``."""
+
+    def __call__(self, rows: Tensor, counts: Tensor | None, /) -> Any: ...
+
+    def routed(self, x: Tensor, weights: Tensor, assignment: Assignment) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -37,7 +45,7 @@ class Dispatcher:
     capacity: int | None
     is_padded: bool
 
-    def run(self, x: Tensor, weights: Tensor, experts: Tensor, positions: Tensor | None, local: Experts) -> Tensor:
+    def run(self, x: Tensor, weights: Tensor, experts: Tensor, positions: Tensor | None, local: LocalExperts) -> Tensor:
         """Return the experts' weighted outputs for ``x``, ``[N, H]``.
 
         Args:
@@ -68,7 +76,7 @@ class Dispatcher:
         return assign_padded(experts, positions, self.num_experts, self.capacity)
 
     def _all_gather(
-        self, x: Tensor, weights: Tensor, experts: Tensor, positions: Tensor | None, local: Experts
+        self, x: Tensor, weights: Tensor, experts: Tensor, positions: Tensor | None, local: LocalExperts
     ) -> Tensor:
         """Process the choices of all ranks' tokens that go to this rank's experts."""
         group = parallel_state.get_expert_model_parallel_group()
@@ -118,7 +126,7 @@ class Dispatcher:
             None,
         )
 
-    def _exchange(self, rows: Tensor, counts: Tensor, local: Experts) -> Tensor:
+    def _exchange(self, rows: Tensor, counts: Tensor, local: LocalExperts) -> Tensor:
         """Send rows to the ranks of their experts, compute, and send the outputs back."""
         group = parallel_state.get_expert_model_parallel_group()
         ranks = backend.group_size(group)
@@ -138,7 +146,7 @@ class Dispatcher:
         outputs = local.routed(arrived, ones, Assignment(order, None, received.sum(0)))
         return exchange(outputs, received_rows, sent_rows)
 
-    def _exchange_padded(self, rows: Tensor, local: Experts) -> Tensor:
+    def _exchange_padded(self, rows: Tensor, local: LocalExperts) -> Tensor:
         """Exchange ``capacity`` rows per expert and source: all shapes are static."""
         ranks = backend.group_size(parallel_state.get_expert_model_parallel_group())
         exchange = mappings.all_to_all_in_expert_parallel_region

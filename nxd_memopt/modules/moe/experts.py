@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nxd_memopt.config import require_divisible, require_one_of
 from nxd_memopt.modules.moe.assignment import Assignment, add_rows, take_rows
+from nxd_memopt.modules.moe.expert_weights import expert_weight
 from nxd_memopt.ops.activation import ACTIVATIONS, gated_activation
 from nxd_memopt.ops.autograd import cast_if_autocast_enabled
 from nxd_memopt.ops.cuda import experts as cuda
 from nxd_memopt.ops.grouped_linear import grouped_linear
 from nxd_memopt.parallel_layers import parallel_state
-from nxd_memopt.parallel_layers.initialization import InitMethod, initialize_sharded_
-from nxd_memopt.parallel_layers.random import fork_if
-from nxd_memopt.parallel_layers.utils import (
-    ShardedModule,
-    set_expert_model_parallel_attributes,
-    set_tensor_model_parallel_attributes,
-)
+from nxd_memopt.parallel_layers.initialization import InitMethod
+from nxd_memopt.parallel_layers.utils import ShardedModule
 
 
 class Experts(ShardedModule):
@@ -64,44 +61,13 @@ class Experts(ShardedModule):
         expert_size = parallel_state.get_expert_model_parallel_size()
         self.hidden_act = hidden_act
         self.num_experts = num_experts
-        self.experts_per_rank = require_divisible(
-            "num_moe_experts", num_experts, "expert_model_parallel_size", expert_size
+        require_divisible("num_moe_experts", num_experts, "expert_model_parallel_size", expert_size)
+        require_divisible("moe_ffn_hidden_size", intermediate_size, "tensor_model_parallel_size", tensor_size)
+        weight = partial(
+            expert_weight, init_method=init_method, on_cpu=use_cpu_initialization, dtype=dtype, device=device
         )
-        width = require_divisible("moe_ffn_hidden_size", intermediate_size, "tensor_model_parallel_size", tensor_size)
-        shapes = {"gate_up_proj": (2 * width, hidden_size), "down_proj": (hidden_size, width)}
-        full = {"gate_up_proj": (2 * intermediate_size, hidden_size), "down_proj": (hidden_size, intermediate_size)}
-        for name, shape in shapes.items():
-            empty = torch.empty(self.experts_per_rank, *shape, dtype=dtype, device=device)
-            self.register_parameter(name, nn.Parameter(empty))
-            _describe(self.get_parameter(name), name, (num_experts, *full[name]))
-        self._initialize(full, init_method, on_cpu=use_cpu_initialization)
-
-    @property
-    def first_expert(self) -> int:
-        """Index of this rank's first expert."""
-        return parallel_state.get_expert_model_parallel_rank() * self.experts_per_rank
-
-    @torch.no_grad()
-    def _initialize(self, full: dict[str, tuple[int, ...]], init_method: InitMethod, *, on_cpu: bool) -> None:
-        """Draw the experts one after another; every rank draws all of them and keeps its own.
-
-        The weights are then independent of EP, and no two experts are equal.
-        """
-        for name, shape in full.items():
-            weight = self.get_parameter(name)
-            if weight.is_meta:
-                continue
-            dim, stride = _SHARDED[name]
-            dropped = torch.empty_like(weight[0])
-            for expert in range(self.num_experts):
-                index = expert - self.first_expert
-                own = weight[index] if 0 <= index < self.experts_per_rank else dropped
-                if on_cpu:
-                    set_tensor_model_parallel_attributes(own, True, dim, stride, full_shape=shape)
-                    initialize_sharded_(cast(nn.Parameter, own), init_method)
-                else:
-                    with fork_if(parallel_state.get_tensor_model_parallel_size() > 1):
-                        init_method(own)
+        self.gate_up_proj = weight((num_experts, 2 * intermediate_size, hidden_size), 0, 2)
+        self.down_proj = weight((num_experts, hidden_size, intermediate_size), 1, 1)
 
     def routed(self, x: Tensor, weights: Tensor, assignment: Assignment) -> Tensor:
         """Return this rank's partial sum of each token's weighted outputs, ``[N, H]``.
@@ -135,15 +101,4 @@ class Experts(ShardedModule):
         return grouped_linear(gated_activation(gate, up, self.hidden_act), down, counts)
 
     def _weights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return self.get_parameter("gate_up_proj").to(dtype), self.get_parameter("down_proj").to(dtype)
-
-
-_SHARDED = {"gate_up_proj": (0, 2), "down_proj": (1, 1)}
-"""Sharded dimension of one expert's weight and number of blocks along it, by name."""
-
-
-def _describe(param: nn.Parameter, name: str, full_shape: tuple[int, ...]) -> None:
-    """Set the attributes of both shardings: columns over T, experts over EP."""
-    dim, stride = _SHARDED[name]
-    set_tensor_model_parallel_attributes(param, True, dim + 1, stride, full_shape=full_shape)
-    set_expert_model_parallel_attributes(param)
+        return self.gate_up_proj.to(dtype), self.down_proj.to(dtype)

@@ -1,0 +1,17 @@
+"""Mixture of experts with neuronx-distributed's names, signatures, layout of weights and definitions."""
+
+from nxd_memopt.modules.moe.nxd.expert_mlps import ACT2FN, ExpertMLPs, ExpertMLPsV2, RoutedExpertsMLPOpsConfig
+from nxd_memopt.modules.moe.nxd.layer import MoE
+from nxd_memopt.modules.moe.nxd.loss import load_balancing_loss_func
+from nxd_memopt.modules.moe.nxd.routers import RouterSinkhorn, RouterTopK
+
+__all__ = [
+    "ACT2FN",
+    "ExpertMLPs",
+    "ExpertMLPsV2",
+    "MoE",
+    "RoutedExpertsMLPOpsConfig",
+    "RouterSinkhorn",
+    "RouterTopK",
+    "load_balancing_loss_func",
+]
