@@ -6,6 +6,7 @@ from nxd_memopt.compat.table import Sources, build_table
 
 _OURS = "nxd_memopt.parallel_layers"
 _COMPAT = "nxd_memopt.compat"
+_MOE = "nxd_memopt.modules.moe.nxd"
 
 # Functions with neuronx-distributed's signature resolve to this library's modules. A function whose
 # arguments, defaults or values differ has an adapter of the same name in nxd_memopt.compat, and the
@@ -72,6 +73,14 @@ _TABLE: dict[str, Sources] = {
     "kernels.flash_attn": [(f"{_COMPAT}.modules", "nki_flash_attn_func")],
     "kernels.ring_attention_kernel": [(f"{_COMPAT}.modules", "nki_ring_attn_func")],
     "modules": [],
+    "modules.moe": [(_MOE, "ACT2FN ExpertMLPs MoE RouterSinkhorn RouterTopK load_balancing_loss_func")],
+    "modules.moe.expert_mlps": [(_MOE, "ExpertMLPs")],
+    "modules.moe.expert_mlps_v2": [(_MOE, "ExpertMLPsV2")],
+    "modules.moe.loss_function": [(_MOE, "load_balancing_loss_func")],
+    "modules.moe.model": [(_MOE, "MoE")],
+    "modules.moe.model_utils": [(_MOE, "ACT2FN GLUType")],
+    "modules.moe.moe_configs": [(_MOE, "RoutedExpertsMLPOpsConfig")],
+    "modules.moe.routing": [(_MOE, "RouterBase RouterSinkhorn RouterTopK")],
     "modules.qkv_linear": [(f"{_COMPAT}.modules", "GQAQKVColumnParallelLinear")],
     "modules.rms_norm": [("nxd_memopt.modules.rms_norm", "RMSNorm")],
     "optimizer": [("nxd_memopt.optimizer", "NeuronZero1Optimizer")],

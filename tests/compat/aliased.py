@@ -19,11 +19,16 @@ from nxd_memopt.compat.names import NAMES
 from nxd_memopt.parallel_layers import layers as our_layers
 from nxd_memopt.parallel_layers import parallel_state as our_state
 
-EXAMPLES = {  # what neuronx-distributed's LLaMA and GPT-NeoX training examples import
+EXAMPLES = {  # what neuronx-distributed's LLaMA, GPT-NeoX and Mixtral training examples import
     "neuronx_distributed": "neuronx_distributed_config initialize_parallel_model initialize_parallel_optimizer "
     "save_checkpoint load_checkpoint has_checkpoint finalize_checkpoint",
     "neuronx_distributed.kernels.flash_attn": "nki_flash_attn_func",
     "neuronx_distributed.kernels.ring_attention_kernel": "nki_ring_attn_func",
+    "neuronx_distributed.modules.moe": "ACT2FN ExpertMLPs MoE RouterSinkhorn RouterTopK load_balancing_loss_func",
+    "neuronx_distributed.modules.moe.expert_mlps": "ExpertMLPs",
+    "neuronx_distributed.modules.moe.loss_function": "load_balancing_loss_func",
+    "neuronx_distributed.modules.moe.model": "MoE",
+    "neuronx_distributed.modules.moe.routing": "RouterTopK",
     "neuronx_distributed.modules.qkv_linear": "GQAQKVColumnParallelLinear",
     "neuronx_distributed.optimizer": "NeuronZero1Optimizer",
     "neuronx_distributed.overrides.transformer_overrides": "apply_rotary_pos_emb",

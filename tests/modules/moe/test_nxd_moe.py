@@ -60,7 +60,7 @@ CASES = {
     "full capacity": Case(),
     "dropless": Case(capacity_factor=0.0, normalize=True),
     "capacity": Case(capacity_factor=0.8),
-    "capacity, normalized": Case(capacity_factor=0.8, normalize=True),
+    "capacity, normalized": Case(capacity_factor=0.6, normalize=True),
     "sigmoid of the chosen": Case(act_fn="sigmoid", over_topk=True),
     "without gate, dropless": Case(capacity_factor=-1.0, glu=False, hidden_act="gelu"),
     "one expert": Case(k=1, capacity_factor=1.0),

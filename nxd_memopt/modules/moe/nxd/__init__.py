@@ -1,16 +1,24 @@
 """Mixture of experts with neuronx-distributed's names, signatures, layout of weights and definitions."""
 
-from nxd_memopt.modules.moe.nxd.expert_mlps import ACT2FN, ExpertMLPs, ExpertMLPsV2, RoutedExpertsMLPOpsConfig
+from nxd_memopt.modules.moe.nxd.expert_mlps import (
+    ACT2FN,
+    ExpertMLPs,
+    ExpertMLPsV2,
+    GLUType,
+    RoutedExpertsMLPOpsConfig,
+)
 from nxd_memopt.modules.moe.nxd.layer import MoE
 from nxd_memopt.modules.moe.nxd.loss import load_balancing_loss_func
-from nxd_memopt.modules.moe.nxd.routers import RouterSinkhorn, RouterTopK
+from nxd_memopt.modules.moe.nxd.routers import RouterBase, RouterSinkhorn, RouterTopK
 
 __all__ = [
     "ACT2FN",
     "ExpertMLPs",
     "ExpertMLPsV2",
+    "GLUType",
     "MoE",
     "RoutedExpertsMLPOpsConfig",
+    "RouterBase",
     "RouterSinkhorn",
     "RouterTopK",
     "load_balancing_loss_func",
