@@ -170,8 +170,8 @@ def _lines(problem: Problem, plan: Plan) -> list[str]:
     if plan.memory.host_bytes:
         host_gib = plan.memory.host_bytes / GIB
         lines.append(
-            f"host memory: planned {host_gib:.2f} GiB of {problem.usable_host_bytes / GIB:.2f} available for each rank; "
-            f"page-locking it takes about {host_gib * PAGE_LOCKING_S_PER_GIB:.0f} s before the first step"
+            f"host memory: planned {host_gib:.2f} GiB of {problem.usable_host_bytes / GIB:.2f} available for each "
+            f"rank; page-locking it takes about {host_gib * PAGE_LOCKING_S_PER_GIB:.0f} s before the first step"
         )
     return lines
 
