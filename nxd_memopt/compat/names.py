@@ -28,7 +28,8 @@ _PARALLEL_STATE = """
     get_expert_data_parallel_group get_expert_data_parallel_replica_groups
     get_expert_data_parallel_size get_expert_data_parallel_rank
     initialize_token_shuffle_group get_token_shuffle_group get_token_shuffle_replica_groups
-    get_token_shuffle_group_size get_zero1_sharding_groups destroy_kv_group"""
+    get_token_shuffle_group_size destroy_token_shuffle_group
+    get_zero1_sharding_groups destroy_kv_group"""
 # Module variables are here too. Scripts assign them, and the alias passes an assignment on to the
 # module that the table names.
 _PARALLEL_STATE_ADAPTED = """
@@ -80,6 +81,7 @@ _TABLE: dict[str, Sources] = {
     "modules.moe.model": [(_MOE, "MoE")],
     "modules.moe.model_utils": [(_MOE, "ACT2FN GLUType")],
     "modules.moe.moe_configs": [(_MOE, "RoutedExpertsMLPOpsConfig")],
+    "modules.moe.token_shuffling": [(f"{_MOE}.token_shuffling", "token_shuffle token_unshuffle")],
     "modules.moe.routing": [(_MOE, "RouterBase RouterSinkhorn RouterTopK")],
     "modules.qkv_linear": [(f"{_COMPAT}.modules", "GQAQKVColumnParallelLinear")],
     "modules.rms_norm": [("nxd_memopt.modules.rms_norm", "RMSNorm")],

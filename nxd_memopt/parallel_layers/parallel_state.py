@@ -276,7 +276,18 @@ def initialize_token_shuffle_group(token_shuffle_group_size: int = 1) -> None:
     for ranks in get_data_parallel_replica_groups():
         for start in range(0, len(ranks), size):
             runs.append(ranks[start : start + size])
-    _STATE.axes["token_shuffle"] = _create_axis(runs)
+    # Every layer that shuffles calls this: layers of one size share a process group.
+    axis = _STATE.axes.get("token_shuffle")
+    if axis is None or axis.rank_groups != runs:
+        destroy_token_shuffle_group()
+        _STATE.axes["token_shuffle"] = _create_axis(runs)
+
+
+def destroy_token_shuffle_group() -> None:
+    """Destroy the groups of ``initialize_token_shuffle_group``."""
+    axis = _STATE.axes.pop("token_shuffle", None)
+    if axis is not None and axis.group is not None and dist.is_initialized():
+        dist.destroy_process_group(axis.group)
 
 
 def get_token_shuffle_group(as_list: bool = False) -> Group:

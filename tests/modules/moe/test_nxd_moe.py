@@ -20,6 +20,7 @@ from nxd_memopt.modules.moe.nxd import (
     RouterTopK,
     load_balancing_loss_func,
 )
+from nxd_memopt.modules.moe.nxd.token_shuffling import token_shuffle, token_unshuffle
 from nxd_memopt.parallel_layers import parallel_state
 from tests.dist.pool import distributed
 from tests.reference import relative_error, shard, tensors
@@ -288,7 +289,7 @@ REFUSED = {
         Case().experts(),
         sequence_parallel_enabled=True,
     ),
-    "token_shuffle_group_size": lambda: MoE(router_of(), Case().experts(), token_shuffle_group_size=2),
+    "token_shuffle_group_size 2": lambda: MoE(router_of(), Case().experts(), token_shuffle_group_size=2),
     "init_tkg_module": lambda: MoE(router_of(), Case().experts(), init_tkg_module=True),
     "normalize_top_k_affinities": lambda: Case(k=1, normalize=True).experts(),
     "bias=True": lambda: Case().experts(bias=True),
@@ -347,3 +348,41 @@ def test_shared_experts_norm_and_index() -> None:
     (found,) = MoE(router, experts, shared_experts=Shared(), rmsnorm=norm)(x)
     assert torch.allclose(found, output + LENGTH * norm(x))
     assert index.shape == (LENGTH * ROWS, 2) and index.dtype == torch.int64
+
+
+@distributed(world_size=[2, 4], slow=[4])
+@pytest.mark.parametrize("seed", [None, 3])
+def test_shuffled_tokens_have_their_own_outputs_and_gradients(seed: int | None, world_size: int) -> None:
+    parallel_state.initialize_model_parallel(world_size // 2)
+    router, experts = router_of(dtype=torch.float64), Case().experts()
+    torch.manual_seed(10 + parallel_state.get_data_parallel_rank())  # equal on tensor-parallel ranks
+    rank = parallel_state.get_data_parallel_rank()
+    results = []
+    for group_size in (1, 2):
+        options: dict[str, Any] = {"token_shuffle_group_size": group_size, "token_shuffle_seed": seed}
+        layer = MoE(router, experts, return_router_logits=True, **options)
+        x = tensors(LENGTH, ROWS, HIDDEN, seed=rank).requires_grad_()
+        state = torch.get_rng_state()
+        output, logits = layer(x)
+        drawn = not torch.equal(state, torch.get_rng_state())
+        (grad,) = torch.autograd.grad(output, x, tensors(LENGTH, ROWS, HIDDEN, seed=rank + 5))
+        results.append((output, grad))
+        # A seed draws from a generator of its own: dropout does not repeat.
+        assert drawn == (group_size == 2 and seed is None)
+        assert (layer.shuffle_permutation is not None) == (group_size == 2 and seed is not None)
+    for plain, shuffled in zip(*results, strict=True):
+        assert relative_error(shuffled, plain) < TOLERANCE
+    # Half of the tokens that this rank routed are the other rank's.
+    own = (logits.unsqueeze(1) - router(x)[0]).abs().amax(-1) < 1e-9
+    assert own.any(1).sum() == LENGTH * ROWS // 2
+    with pytest.raises(ValueError, match="token_shuffle_group_size"):
+        token_shuffle(torch.zeros(1, 3, HIDDEN))
+    parallel_state.destroy_token_shuffle_group()
+
+
+def test_one_rank_shuffles_its_tokens() -> None:
+    parallel_state.initialize_token_shuffle_group(1)
+    tokens = torch.arange(60.0).view(3, 10, 2)
+    permuted, permutation = token_shuffle(tokens)
+    assert torch.equal(permuted.view(30, 2), tokens.view(30, 2)[permutation])
+    assert not torch.equal(permuted, tokens) and torch.equal(token_unshuffle(permuted, permutation), tokens)

@@ -9,7 +9,8 @@ from torch.distributed import ProcessGroup
 
 from nxd_memopt.modules.moe.nxd.expert_mlps import ExpertMLPsV2
 from nxd_memopt.modules.moe.nxd.routers import RouterBase
-from nxd_memopt.parallel_layers import mappings
+from nxd_memopt.modules.moe.nxd.token_shuffling import token_shuffle, token_unshuffle
+from nxd_memopt.parallel_layers import mappings, parallel_state
 
 
 class MoE(nn.Module):
@@ -25,8 +26,10 @@ class MoE(nn.Module):
         sequence_dimension: dimension of the sequence, default 0.
         return_router_logits: return the router's logits too.
         return_expert_index: return the chosen experts too.
-        token_shuffle_group_size: 1; shuffling tokens between data-parallel ranks is not supported.
-        token_shuffle_seed: None.
+        token_shuffle_group_size: data-parallel ranks that exchange random tokens before the router, see
+            ``token_shuffling``. Logits and experts that are returned are those of the exchanged tokens.
+        token_shuffle_seed: of the permutation, the same in every step; it is kept in
+            ``shuffle_permutation``. Default another one in every step.
         tensor_model_parallel_group: ranks that share the layer; default the tensor-parallel group.
         init_tkg_module: False; it is for inference.
         tkg_config: None.
@@ -70,9 +73,6 @@ class MoE(nn.Module):
                     f"Inconsistent sequence_dimension across MoE and router modules, {dimension} and "
                     f"{router.sequence_dimension}: pass one"
                 )
-        _refuse(
-            token_shuffle_group_size=token_shuffle_group_size != 1, token_shuffle_seed=token_shuffle_seed is not None
-        )
         _refuse(init_tkg_module=init_tkg_module, tkg_config=tkg_config is not None)
         self.router = router
         self.expert_mlps = expert_mlps
@@ -82,6 +82,11 @@ class MoE(nn.Module):
         self.sequence_dimension = dimension
         self.return_router_logits = return_router_logits
         self.return_expert_index = return_expert_index
+        self.token_shuffle_group_size = token_shuffle_group_size
+        self.token_shuffle_seed = token_shuffle_seed
+        self.shuffle_permutation: Tensor | None = None
+        if token_shuffle_group_size > 1:
+            parallel_state.initialize_token_shuffle_group(token_shuffle_group_size)
         self.tensor_parallel_group = tensor_model_parallel_group
 
     def forward(
@@ -96,6 +101,11 @@ class MoE(nn.Module):
         _refuse(is_speculative_decoding=is_speculative_decoding)
         if self.rmsnorm is not None:
             hidden_states = self.rmsnorm(hidden_states)
+        permutation = None
+        if self.token_shuffle_group_size > 1:
+            hidden_states, permutation = token_shuffle(hidden_states, self.token_shuffle_seed)
+            if self.token_shuffle_seed is not None:
+                self.shuffle_permutation = permutation
         logits, affinities, experts = self._route(hidden_states)
         # The experts of every rank are a part of all experts' columns: the gradients of tokens and
         # affinities are partial sums, which backward adds.
@@ -105,7 +115,10 @@ class MoE(nn.Module):
         output = self.expert_mlps(full.reshape(-1, full.size(-1)), affinities, experts, length).view(full.shape)
         if self.shared_experts is not None:
             output = output + self.shared_experts(full, length)
-        results = [self._leave(output)]
+        output = self._leave(output)
+        if permutation is not None:
+            output = token_unshuffle(output, permutation)
+        results = [output]
         if self.return_router_logits:
             results.append(logits)
         if self.return_expert_index:
