@@ -73,6 +73,12 @@ class C10dBackend(C10dCollectives, Backend):
             kwargs["determinism_check"] = determinism_check
         if not early_stop:
             kwargs["early_stop"] = early_stop
+        if args and isinstance(args[0], tuple):
+            # torch saves the tensors among the arguments, and holds all else as it is. The tensors of a
+            # layer's state would escape a checkpoint around this one, and hooks that offload.
+            state = args[0]
+            run = _on_state(function, len(state))
+            return checkpoint(run, *state, *args[1:], use_reentrant=False, **kwargs)
         return checkpoint(function, *args, use_reentrant=False, **kwargs)
 
     def compile_refusal(self) -> str | None:
@@ -88,3 +94,12 @@ class C10dBackend(C10dCollectives, Backend):
         # fullgraph: code that does not fit into one graph raises an error; it never runs eagerly.
         # dynamic=False: each new shape is a new graph with static shapes.
         return torch.compile(function, fullgraph=True, dynamic=False)
+
+
+def _on_state(function: Callable[..., Any], length: int) -> Callable[..., Any]:
+    """Return ``function`` with its first argument, a tuple of ``length``, given as so many arguments."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return function(args[:length], *args[length:], **kwargs)
+
+    return run

@@ -61,7 +61,7 @@ def apply_memory(
         compile: ``"layer"`` compiles each decoder layer as one graph with static shapes; None
             compiles nothing.
         pool: host memory for offloaded activations, of which ``OFFLOAD_OWNER`` takes blocks;
-            default a new pool. ``planner.formulas.checkpoint_bytes`` gives the bytes to reserve
+            default a new pool. ``planner.activations.offloaded_checkpoint_bytes`` gives the bytes to reserve
             before the first step. Without a reservation the first layer of the first step makes it.
 
     Raises:

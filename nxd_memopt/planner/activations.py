@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from nxd_memopt.config import MemoryConfig, require_divisible
+from nxd_memopt.config import MemoryConfig, ParallelConfig, require_divisible
 from nxd_memopt.planner.formulas import nested_chunk_layers
 from nxd_memopt.planner.layer_tensors import (
     SINGLE_KERNELS,
     Kernels,
     Tensors,
+    dropout_bytes,
     layer_norm_tensors,
     layer_runs,
     layer_tensors,
     rms_norm_tensors,
 )
-from nxd_memopt.planner.rank_sizes import FP32_BYTES, RankSizes
+from nxd_memopt.planner.rank_sizes import FP32_BYTES, RankSizes, rank_sizes
 
 OFFLOADED_STORAGE_BYTES = 1 << 20
 """Smallest storage that is moved to the host: smaller ones would be many transfers for little memory."""
-SHARED_TENSORS = ("rope cosine", "rope sine", "local ids", "foreign ids", "padding ids")
+SHARED_TENSORS = (
+    "rope cosine",
+    "rope sine",
+    "local ids",
+    "foreign ids",
+    "padding ids",
+    "dropout of the embedding",
+)
 """Storages that all layers share, or that only the embedding's backward needs."""
 _INT64_BYTES = 8
 
@@ -49,25 +58,63 @@ class Activations:
         return sum(sum(layer.values()) for layer in self.offloaded)
 
 
-def activations(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> Activations:
+def offloaded_checkpoint_bytes(
+    config: Any,
+    parallel: ParallelConfig,
+    memory: MemoryConfig,
+    *,
+    sequence_length: int,
+    micro_batch_size: int,
+    dtype: str,
+    smallest_bytes: int | None = None,
+) -> int:
+    """Return the host memory in bytes of the checkpoints that ``cpu_offloading_activations`` moves.
+
+    The same on every device: inputs of layers, and results of attention that are kept.
+
+    Args:
+        config: Hugging Face's config; the other arguments as ``rank_sizes``.
+        parallel: T and sequence parallelism.
+        memory: full recompute.
+        sequence_length: S.
+        micro_batch_size: B.
+        dtype: dtype of activations.
+        smallest_bytes: see ``activations``.
+
+    Raises:
+        ValueError: see ``rank_sizes`` and ``activations``.
+    """
+    sizes = rank_sizes(
+        config, parallel, sequence_length=sequence_length, micro_batch_size=micro_batch_size, dtype=dtype
+    )
+    # Every kernel that is one operator returns the same results, with dropout too.
+    kernels = Kernels(fused=True, attention=SINGLE_KERNELS[0])
+    return activations(sizes, memory, kernels, smallest_bytes=smallest_bytes).host_bytes
+
+
+def activations(
+    sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, *, smallest_bytes: int | None = None
+) -> Activations:
     """Return the storages that forward leaves for backward.
 
     Args:
         sizes: sizes of the rank.
         memory: recompute, offload and tiles.
         kernels: fused or plain operations, and the implementation of attention.
+        smallest_bytes: smaller storages stay on the device; default ``OFFLOADED_STORAGE_BYTES``.
 
     Raises:
         ValueError: recompute does not fit the number of layers, or attention is not one operator
             whose result could be kept.
     """
+    smallest = OFFLOADED_STORAGE_BYTES if smallest_bytes is None else smallest_bytes
     on_device: list[Tensors] = []
     on_host: list[Tensors] = []
     for kept, is_offloaded in _by_layer(sizes, memory, kernels):
         # Small storages are not worth a transfer each.
         moved: Tensors = {}
         if is_offloaded:
-            moved = {name: size for name, size in kept.items() if size >= OFFLOADED_STORAGE_BYTES}
+            moved = {name: size for name, size in kept.items() if size >= smallest}
         on_host.append(moved)
         on_device.append({name: size for name, size in kept.items() if name not in moved})
     return Activations(tuple(on_device), tuple(on_host), _around(sizes, memory, kernels))
@@ -79,8 +126,12 @@ def _by_layer(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> list[
     if memory.recompute_granularity != "full":
         by_layer: list[Tensors] = []
         for count, techniques in layer_runs(memory, depth):
-            kept = layer_tensors(sizes, techniques, kernels).kept(techniques.recompute_modules or ())
-            by_layer += [kept] * count
+            modules = techniques.recompute_modules or ()
+            if sizes.moe is None:
+                by_layer += [layer_tensors(sizes, techniques, kernels).kept(modules)] * count
+                continue
+            for index in range(len(by_layer), len(by_layer) + count):
+                by_layer.append(layer_tensors(sizes, techniques, kernels, index).kept(modules))
         return [(kept, i < memory.cpu_offloading_num_layers) for i, kept in enumerate(by_layer)]
     layer = layer_tensors(sizes, memory, kernels)
     if memory.recompute_keep_core_attn and kernels.attention not in SINGLE_KERNELS:
@@ -99,7 +150,9 @@ def _by_layer(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> list[
             layers.append((layer.kept(), False))
             continue
         # A chunk of layers keeps the input of its first layer, and the results of attention of all.
-        kept = dict(layer.inputs) if i % chunk == 0 else {}
+        kept: Tensors = {}
+        if i % chunk == 0:
+            kept = dict(layer_tensors(sizes, memory, kernels, resident + i).inputs if sizes.moe else layer.inputs)
         if resident + i in keeping:
             kept |= layer.kept_results()
         # A chunk belongs to its first layer.
@@ -132,13 +185,20 @@ def _around(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> Tensors
     # A vocabulary-parallel lookup saves local ids, and a mask for the rows of other ranks.
     if sizes.tensor_model_parallel_size > 1:
         tensors |= {"local ids": sizes.tokens * _INT64_BYTES, "foreign ids": sizes.tokens}
+    if sizes.hidden_dropout:
+        tensors["dropout of the embedding"] = dropout_bytes(sizes, kernels)
     if sizes.pads:
         tensors["padding ids"] = sizes.tokens
-    if sizes.model_type == "llama":
+    if sizes.is_gated:
         norm = rms_norm_tensors(sizes, kernels, "final norm input")
     else:
         norm = layer_norm_tensors(sizes, kernels, "final norm input")
-    return tensors | norm.saves | loss_tensors(sizes, fused=memory.fused_linear_cross_entropy)
+    tensors |= norm.saves | loss_tensors(sizes, fused=memory.fused_linear_cross_entropy)
+    if sizes.moe is not None and sizes.moe.has_hf_loss:
+        # The divisor, and the experts' shares.
+        shares = sizes.moe.num_experts * FP32_BYTES
+        tensors |= {"tokens of the router": FP32_BYTES, "shares of the experts": shares}
+    return tensors
 
 
 def loss_tensors(sizes: RankSizes, *, fused: bool) -> Tensors:

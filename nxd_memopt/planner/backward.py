@@ -39,7 +39,7 @@ class Moment:
 
 def layer_moments(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> list[Moment]:
     """Return the moments of a decoder layer's backward at which most memory is in use."""
-    if merges_branches(sizes.model_type, memory, parallel_residual=sizes.parallel_residual):
+    if merges_branches(sizes.model_type, memory, parallel_residual=sizes.mergeable):
         return _merged_moments(sizes, kernels)
     return _sequential_moments(sizes, memory, kernels)
 
@@ -57,10 +57,16 @@ class _Bytes:
         self.reduced = self.stream if sizes.tensor_model_parallel_size > 1 else 0
         self.query = sizes.tokens * sizes.query * element
         self.qkv = sizes.tokens * (sizes.query + 2 * sizes.kv) * element
-        self.width = sizes.tokens * sizes.width * element
+        # Of experts: rows instead of tokens, and the weights of all experts.
+        rows, width, num_weights = sizes.tokens, sizes.width, 1
+        self.rows = 0
+        if sizes.moe is not None:
+            rows, width, num_weights = sizes.tokens * sizes.moe.top_k, sizes.moe.width, sizes.moe.num_experts
+            self.rows = rows * sizes.hidden * element
+        self.width = rows * width * element
         self.qkv_weight = (sizes.query + 2 * sizes.kv) * sizes.hidden * element
         self.output_weight = sizes.query * sizes.hidden * element
-        self.width_weight = sizes.width * sizes.hidden * element
+        self.width_weight = num_weights * width * sizes.hidden * element
 
 
 def _attention_scratch(sizes: RankSizes, kernels: Kernels) -> int:
@@ -77,7 +83,7 @@ def _attention_scratch(sizes: RankSizes, kernels: Kernels) -> int:
 def _sequential_moments(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> list[Moment]:
     """Return the moments of a layer whose MLP follows its attention."""
     b = _Bytes(sizes)
-    columns = 2 if sizes.model_type == "llama" else 1
+    columns = 2 if sizes.is_gated else 1
     mlp_saved = {"gate, up", "gate", "up", "activated gate", "mlp activation", "expanded", "normed mlp input"}
     after_mlp = frozenset(mlp_saved | {"mlp input", "mlp input in fp32", "mlp input normalised"})
     mlp_gradients = (columns + 1) * b.width_weight
@@ -176,14 +182,17 @@ def _mlp_moments(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, b: _B
     # gradients of gate and up over them. Plain operations have all of these at once.
     activation = min(b.width, max(sizes.width * sizes.element_bytes, ACTIVATION_TILE_BYTES))
     written: Tensors = {}
-    if not (kernels.fused and columns == 2):
+    if not (kernels.fused and columns == 2 and sizes.moe is None):
         activation = b.width
         written = {"gradients of the columns": columns * b.width}
     down = {"gradients of the stream": b.stream, "gathered": b.gathered, "dA": activation, "dW": b.width_weight}
+    if sizes.moe is not None:
+        # The gradients of the weighted rows and of the experts' outputs.
+        down |= {"gradients of the rows": 2 * b.rows}
     up = {
         "gradients of the stream": b.stream + b.reduced,
         "gathered": b.gathered,
-        "dX": b.full,
+        "dX": b.full + b.rows,
         "dW": columns * b.width_weight,
     }
     return [

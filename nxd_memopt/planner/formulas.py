@@ -128,52 +128,6 @@ def extrapolate(measured: dict[int, int], num_layers: int, *, least_per_layer: i
     return round(at_many + (num_layers - many) * per_layer)
 
 
-def checkpoint_bytes(
-    *,
-    sequence_length: int,
-    micro_batch_size: int,
-    hidden_size: int,
-    element_bytes: int,
-    tensor_model_parallel_size: int = 1,
-    sequence_parallel_enabled: bool = False,
-    kept_attention_size: int = 0,
-) -> int:
-    """Return the bytes that a fully recomputed layer keeps on a rank between forward and backward.
-
-    The layer's input is ``S * B * H`` elements, divided by T under sequence parallelism.
-
-    Args:
-        sequence_length: S.
-        micro_batch_size: B.
-        hidden_size: H.
-        element_bytes: bytes of an activation.
-        tensor_model_parallel_size: T.
-        sequence_parallel_enabled: the residual stream is sharded along the sequence.
-        kept_attention_size: size of the attention result of all heads, h * d, with
-            ``recompute_keep_core_attn``; its fp32 log-sum-exps, one for each head and token, are a
-            few percent more and are not counted.
-    """
-    tokens = sequence_length * micro_batch_size
-    shards = 1
-    if sequence_parallel_enabled:
-        shards = tensor_model_parallel_size
-    elements = tokens // shards * hidden_size
-    elements += tokens * kept_attention_size // tensor_model_parallel_size
-    return elements * element_bytes
-
-
-def offloaded_checkpoint_bytes(bytes_per_checkpoint: int, num_layers: int, layers_per_checkpoint: int = 1) -> int:
-    """Return the host memory in bytes of the checkpoints of ``num_layers`` layers.
-
-    Args:
-        bytes_per_checkpoint: see ``checkpoint_bytes``; with several layers per checkpoint only the
-            first layer's input is kept.
-        num_layers: number of layers whose checkpoints are offloaded.
-        layers_per_checkpoint: layers of a chunk of ``uniform`` or ``nested`` recompute.
-    """
-    return -(-num_layers // layers_per_checkpoint) * bytes_per_checkpoint
-
-
 def nested_chunk_layers(num_layers: int) -> int:
     """Return the layers per chunk n for which nested recompute keeps the fewest layer inputs.
 

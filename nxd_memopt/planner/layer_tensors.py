@@ -13,8 +13,9 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 from nxd_memopt.config import MemoryConfig
-from nxd_memopt.planner.rank_sizes import FP32_BYTES, RankSizes
+from nxd_memopt.planner.rank_sizes import FP32_BYTES, MoESizes, RankSizes
 
+_INT64_BYTES = 8
 Tensors = dict[str, int]
 """Name of a storage -> bytes."""
 
@@ -121,23 +122,25 @@ def layer_runs(memory: MemoryConfig, num_layers: int) -> list[tuple[int, MemoryC
     return [run for run in ((first, selective), (num_layers - first, plain)) if run[0]]
 
 
-def layer_tensors(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> Part:
+def layer_tensors(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, index: int = 0) -> Part:
     """Return the parts of a decoder layer under the techniques of ``layer_runs``.
+
+    With experts, layer ``index`` has one row of statistics more as its input than the layer before it.
 
     Raises:
         ValueError: the activations of the architecture, or of a technique, are not planned.
     """
     if memory.cpu_offloading_weights:
         raise ValueError("cpu_offloading_weights True is not planned: leave it out")
+    if sizes.moe is not None and memory.mlp_tile_tokens is not None:
+        raise ValueError(f"mlp_tile_tokens {memory.mlp_tile_tokens!r} has no tiles of experts: leave it out")
     if memory.attention_head_groups == "auto":
         raise ValueError(
             "attention_head_groups 'auto' depends on the first step's free memory: plan a number of groups"
         )
-    if sizes.model_type == "llama":
-        return _llama_layer(sizes, memory, kernels)
-    if sizes.model_type != "gpt_neox":
-        raise ValueError(f"the activations of model_type {sizes.model_type!r} are not planned: use llama or gpt_neox")
-    if merges_branches(sizes.model_type, memory, parallel_residual=sizes.parallel_residual):
+    if sizes.is_gated:
+        return _llama_layer(sizes, memory, kernels, index)
+    if merges_branches(sizes.model_type, memory, parallel_residual=sizes.mergeable):
         return _merged_gpt_neox_layer(sizes, memory, kernels)
     return _gpt_neox_layer(sizes, memory, kernels)
 
@@ -192,6 +195,12 @@ def _core_attention(sizes: RankSizes, kernels: Kernels, query: Tensors, key: Ten
     inputs = query | key | value
     if kernels.attention == "math":
         return Part("core_attn", inputs, _math_attention(sizes))
+    # Kernels of GPUs draw the same numbers again in backward.
+    if sizes.attention_dropout and not kernels.fused:
+        raise ValueError(
+            f"attention_dropout with {kernels.attention!r} attention in plain operations is not planned: set "
+            "attention_backend to 'math', or attention_dropout to 0"
+        )
     log_sum_exps = {"log-sum-exps": sizes.tokens * sizes.heads * FP32_BYTES}
     # Kernels write [B, S, h, d], of which the input of the next projection is a view. Tiles are
     # joined as [B, h, S, d], which the projection copies, and so is what PyTorch's CPU kernel
@@ -217,8 +226,10 @@ def _math_attention(sizes: RankSizes) -> Tensors:
         "causal mask": sizes.sequence_length**2,
         "softmax": scores * FP32_BYTES,
     }
-    if sizes.element_bytes != FP32_BYTES:
+    if sizes.element_bytes != FP32_BYTES or sizes.attention_dropout:
         tensors["attention weights"] = scores * sizes.element_bytes
+    if sizes.attention_dropout:
+        tensors["dropout of the weights"] = scores * sizes.element_bytes
     return tensors
 
 
@@ -232,7 +243,8 @@ def _rotated(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, *, shares
         shares: one projection computes all three, so that the values are a view of its output.
     """
     projected = {"query, key, value": _columns(sizes, sizes.query + 2 * sizes.kv)}
-    in_place = "core_attn" not in (memory.recompute_modules or ())
+    # Qwen3's norms come between the projections and RoPE.
+    in_place = "core_attn" not in (memory.recompute_modules or ()) and sizes.model_type != "qwen3_moe"
     if kernels.fused and in_place:
         return projected, projected, projected
     value = {"value": _columns(sizes, sizes.kv)}
@@ -248,9 +260,26 @@ def _attention(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, inputs:
     """
     if memory.attention_head_groups is not None:
         return Part("attn", inputs, inputs)
-    rotated = _rotated(sizes, memory, kernels, shares=sizes.model_type == "gpt_neox")
+    rotated = _rotated(sizes, memory, kernels, shares=not sizes.is_gated)
     core = _core_attention(sizes, kernels, *rotated)
-    return Part("attn", inputs, inputs | {"attention": _columns(sizes, sizes.query)}, (core,))
+    saves = inputs | {"attention": _columns(sizes, sizes.query)}
+    if sizes.model_type == "qwen3_moe":
+        saves |= _head_norm_tensors(sizes, kernels, "query", sizes.heads)
+        saves |= _head_norm_tensors(sizes, kernels, "key", sizes.kv_heads)
+    return Part("attn", inputs, saves, (core,))
+
+
+def _head_norm_tensors(sizes: RankSizes, kernels: Kernels, name: str, heads: int) -> Tensors:
+    """Return what an RMSNorm over each head of query or key saves, as ``rms_norm_tensors``."""
+    values = sizes.tokens * heads * sizes.head_dim
+    statistics = {f"{name} norm rstd": sizes.tokens * heads * FP32_BYTES}
+    projected = {f"projected {name}": values * sizes.element_bytes}
+    if kernels.fused:
+        return projected | statistics
+    wide = projected
+    if sizes.element_bytes != FP32_BYTES:
+        wide = {f"projected {name} in fp32": values * FP32_BYTES}
+    return wide | statistics | {f"{name} normalised": values * sizes.element_bytes}
 
 
 def _gated_mlp(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, inputs: Tensors) -> Part:
@@ -283,8 +312,43 @@ def _plain_mlp(sizes: RankSizes, memory: MemoryConfig, inputs: Tensors) -> Part:
     return Part("mlp", inputs, inputs | result, (Part("mlp_act", expanded, saves),))
 
 
-def _llama_layer(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> Part:
+def _experts(sizes: RankSizes, moe: MoESizes, inputs: Tensors) -> Part:
+    """Return what a mixture of experts saves (``modules/moe``), in plain operations.
+
+    The router's figures are of this rank's tokens. A row is the choice of an expert by a token, of all
+    tokens that the tensor-parallel ranks have together.
+    """
+    element = sizes.element_bytes
+    scores = sizes.shard_tokens * moe.num_experts * FP32_BYTES
+    rows = sizes.tokens * moe.top_k
+    chosen = sizes.shard_tokens * moe.top_k
+    router = {
+        "chosen experts": chosen * _INT64_BYTES,
+        "weights of the choices": scores if moe.pre_softmax else chosen * FP32_BYTES,
+        "router logits in fp32": scores,
+        "scores": scores,
+        "log-sum-exps of the router": sizes.shard_tokens * FP32_BYTES,
+        "counted tokens": sizes.shard_tokens * FP32_BYTES,
+    }
+    # The order of the rows by expert, and twice the tokens that they belong to.
+    order = dict.fromkeys(("choices", "tokens to gather", "tokens to add to"), rows * _INT64_BYTES)
+    experts = {
+        "rows": rows * sizes.hidden * element,
+        "gate, up of the rows": rows * 2 * moe.width * element,
+        "activated gate of the rows": rows * moe.width * element,
+        "activation of the rows": rows * moe.width * element,
+        "outputs of the rows": rows * sizes.hidden * element,
+        "weights of the rows": rows * FP32_BYTES,
+        "weighted rows": rows * sizes.hidden * element,
+    }
+    return Part("moe", inputs, {**inputs, **router, **order, **experts})
+
+
+def _llama_layer(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, index: int) -> Part:
     """Return the parts of LLaMA's layer: two pre-norm blocks, each on the residual stream."""
+    statistics: Tensors = {}
+    if sizes.moe is not None and index:
+        statistics = {"router statistics": index * sizes.moe.row_bytes}
     normed = {"normed attention input": _stream(sizes)}
     normed_mlp = {"normed mlp input": _stream(sizes)}
     parts = (
@@ -293,7 +357,12 @@ def _llama_layer(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> Pa
         rms_norm_tensors(sizes, kernels, "mlp input"),
         _gated_mlp(sizes, memory, kernels, normed_mlp),
     )
-    return Part("layer", {"layer input": _stream(sizes)}, {}, parts)
+    if sizes.moe is not None:
+        experts = _experts(sizes, sizes.moe, normed_mlp)
+        # Nothing but a checkpoint saves the statistics of the layers before.
+        experts = replace(experts, inputs=experts.inputs | statistics)
+        parts = (*parts[:-1], experts)
+    return Part("layer", {"layer input": _stream(sizes)} | statistics, {}, parts)
 
 
 def _merged_gpt_neox_layer(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> Part:
@@ -318,4 +387,15 @@ def _gpt_neox_layer(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) ->
         layer_norm_tensors(sizes, kernels, mlp_input, " (mlp)"),
         _plain_mlp(sizes, memory, {"normed mlp input": _stream(sizes)}),
     )
-    return Part("layer", {"layer input": _stream(sizes)}, {}, parts)
+    masks: Tensors = {}
+    if sizes.hidden_dropout:
+        masks = {name: dropout_bytes(sizes, kernels) for name in ("dropout of attention", "dropout of the mlp")}
+    return Part("layer", {"layer input": _stream(sizes)}, masks, parts)
+
+
+def dropout_bytes(sizes: RankSizes, kernels: Kernels) -> int:
+    """Return the bytes that dropout of the residual stream saves.
+
+    PyTorch's CPU operators save factors in the dtype of their input, its CUDA kernel a boolean each.
+    """
+    return _stream(sizes) if not kernels.fused else sizes.shard_tokens * sizes.hidden

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nxd_memopt.config import MemoryConfig, ParallelConfig, require_divisible, require_one_of
-from nxd_memopt.planner.architectures import require_shardable, sizes
+from nxd_memopt.planner.architectures import moe_layers, require_shardable, sizes
 from nxd_memopt.planner.hardware import GIB, Device
 from nxd_memopt.planner.layer_tensors import SINGLE_KERNELS, Kernels
 from nxd_memopt.planner.peak import RankModel, StepMemory, rank_model, step_memory
@@ -364,7 +364,9 @@ def _variants(problem: Problem, setting: Setting) -> Iterator[Setting]:
         return
     memory = setting.memory
     offloads = memory.cpu_offloading_num_layers > 0 or memory.cpu_offloading_activations
-    if not offloads and setting.sharding in ("none", "zero1"):
+    # A graph has a fixed routing and no host code.
+    has_experts = any(moe_layers(problem.config))
+    if not offloads and not has_experts and setting.sharding in ("none", "zero1"):
         yield replace(setting, cuda_graph=True)
     yield setting
     # Masters and moments are fp32 only with mixed precision.
@@ -379,7 +381,9 @@ def memories(problem: Problem) -> Iterator[MemoryConfig]:
     is_gpu = problem.device.kind == "cuda"
     full: dict[str, Any] = {"recompute_granularity": "full"}
     yield MemoryConfig()
-    selective: dict[str, Any] = {"recompute_granularity": "selective", "recompute_modules": ("norm", "mlp")}
+    has_experts = any(moe_layers(problem.config))
+    modules = ("norm", "moe") if has_experts else ("norm", "mlp")
+    selective: dict[str, Any] = {"recompute_granularity": "selective", "recompute_modules": modules}
     for granularity in (selective, full):
         yield MemoryConfig(**granularity)
         for layers in sorted({depth // 4, depth // 2, depth * 3 // 4} - {0}):
@@ -394,7 +398,7 @@ def memories(problem: Problem) -> Iterator[MemoryConfig]:
         yield MemoryConfig(cpu_offloading_num_layers=layers)
     yield MemoryConfig(**full, cpu_offloading_activations=True)
     # Matmuls of tiles of 32,768 tokens are as fast as those of the full sequence.
-    if problem.sequence_length > 32768:
+    if problem.sequence_length > 32768 and not has_experts:
         yield MemoryConfig(**full, mlp_tile_tokens="auto")
         yield MemoryConfig(**full, mlp_tile_tokens="auto", cpu_offloading_activations=True)
         if _has_head_groups(problem):

@@ -6,11 +6,34 @@ from dataclasses import dataclass
 from typing import Any
 
 from nxd_memopt.config import ParallelConfig, require_divisible
-from nxd_memopt.planner.architectures import option, require_shardable, sizes
+from nxd_memopt.planner.architectures import moe_layers, option, require_shardable, sizes
 
 FP32_BYTES = 4
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-DROPOUTS = ("attention_dropout", "hidden_dropout")
+
+
+@dataclass(frozen=True)
+class MoESizes:
+    """Sizes of a mixture of experts on one rank, with the options that models take from their config.
+
+    Args:
+        num_experts: E, of which this rank has all.
+        top_k: k, experts of a token.
+        width: M/T, width of an expert.
+        pre_softmax: the router's softmax is over all experts, not over the chosen ones.
+        has_hf_loss: transformers' balancing loss, over all layers together.
+    """
+
+    num_experts: int
+    top_k: int
+    width: int
+    pre_softmax: bool
+    has_hf_loss: bool
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a layer's row of ``RouterStatistics``."""
+        return (3 + 2 * self.num_experts) * FP32_BYTES
 
 
 @dataclass(frozen=True)
@@ -37,6 +60,9 @@ class RankSizes:
         tied: the head shares the weight of the embedding.
         pads: the embedding has a padding token, whose row gets no gradient.
         parallel_residual: GPT-NeoX's attention and MLP have the same input.
+        moe: the experts that all layers have instead of an MLP; None for dense models.
+        attention_dropout: weights of attention are dropped.
+        hidden_dropout: the embedding's and, in GPT-NeoX, the branches' outputs are dropped.
     """
 
     model_type: str
@@ -58,11 +84,24 @@ class RankSizes:
     tied: bool
     pads: bool
     parallel_residual: bool
+    moe: MoESizes | None = None
+    attention_dropout: bool = False
+    hidden_dropout: bool = False
 
     @property
     def tokens(self) -> int:
         """Tokens of a micro-batch, S * B."""
         return self.sequence_length * self.micro_batch_size
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether RMSNorms and gated MLPs follow each other, as in all architectures but GPT-NeoX."""
+        return self.model_type != "gpt_neox"
+
+    @property
+    def mergeable(self) -> bool:
+        """Whether GPT-NeoX's layers may run both branches as one block; dropout needs the output of each."""
+        return self.parallel_residual and not self.hidden_dropout
 
     @property
     def shard_tokens(self) -> int:
@@ -99,18 +138,15 @@ def rank_sizes(
         dtype: dtype of parameters and activations, a key of ``DTYPE_BYTES``.
 
     Raises:
-        ValueError: T does not divide heads, MLP width or sequence, or the model has dropout, whose
-            masks are not planned.
+        ValueError: T does not divide heads, MLP width or sequence, or the model has dense layers and
+            layers with experts.
     """
     size = parallel.tensor_model_parallel_size
     require_shardable(config, size)
     if parallel.sequence_parallel_enabled:
         require_divisible("seq_length", sequence_length, "tensor_model_parallel_size", size)
-    for name in DROPOUTS:
-        if option(config, name):
-            raise ValueError(f"{name} {option(config, name)}: the masks of dropout are not planned: set it to 0")
     letters = sizes(config)
-    is_llama = option(config, "model_type") == "llama"
+    is_llama = option(config, "model_type") != "gpt_neox"
     return RankSizes(
         model_type=option(config, "model_type"),
         num_layers=option(config, "num_hidden_layers"),
@@ -132,6 +168,38 @@ def rank_sizes(
         tied=bool(option(config, "tie_word_embeddings")),
         pads=is_llama and option(config, "pad_token_id") is not None,
         parallel_residual=not is_llama and bool(option(config, "use_parallel_residual")),
+        moe=_moe_sizes(config, parallel),
+        attention_dropout=bool(option(config, "attention_dropout")),
+        # LLaMA and the models with experts have no other dropout.
+        hidden_dropout=not is_llama and bool(option(config, "hidden_dropout")),
+    )
+
+
+def _moe_sizes(config: Any, parallel: ParallelConfig) -> MoESizes | None:
+    """Return the sizes of the experts, or None for a dense model.
+
+    Raises:
+        ValueError: some layers are dense, or experts are divided over ranks.
+    """
+    is_moe = moe_layers(config)
+    if not any(is_moe):
+        return None
+    if not all(is_moe):
+        raise ValueError("a model with dense layers and layers with experts is not planned: plan one of either kind")
+    if parallel.expert_model_parallel_size > 1:
+        raise ValueError(
+            f"expert_model_parallel_size {parallel.expert_model_parallel_size} makes a rank's rows depend on the "
+            "routing, and is not planned: set it to 1"
+        )
+    letters = sizes(config)
+    # transformers' defaults: Mixtral has no option for the router's normalization.
+    coefficient = option(config, "router_aux_loss_coef") or 0.0
+    return MoESizes(
+        num_experts=letters["E"],
+        top_k=option(config, "num_experts_per_tok"),
+        width=letters["M"] // parallel.tensor_model_parallel_size,
+        pre_softmax=option(config, "model_type") == "qwen3_moe" and not option(config, "norm_topk_prob"),
+        has_hf_loss=bool(option(config, "output_router_logits")) and coefficient > 0,
     )
 
 

@@ -137,14 +137,19 @@ def step_time(
 
 
 def layer_matmul_elements(sizes: RankSizes) -> dict[str, int]:
-    """Return the elements of each weight of a layer on this rank, by projection."""
-    columns = 2 if sizes.model_type == "llama" else 1
+    """Return the elements of each weight of a layer on this rank that a token uses, by projection."""
+    columns = 2 if sizes.is_gated else 1
     return {
         "qkv": (sizes.query + 2 * sizes.kv) * sizes.hidden,
         "attention output": sizes.query * sizes.hidden,
-        "mlp in": columns * sizes.width * sizes.hidden,
-        "mlp out": sizes.width * sizes.hidden,
+        "mlp in": columns * _active_width(sizes) * sizes.hidden,
+        "mlp out": _active_width(sizes) * sizes.hidden,
     }
+
+
+def _active_width(sizes: RankSizes) -> int:
+    """Return the MLP's columns that a token passes on this rank: those of its k experts, if there are experts."""
+    return sizes.width if sizes.moe is None else sizes.moe.top_k * sizes.moe.width
 
 
 def matmul_flops(sizes: RankSizes, memory: MemoryConfig) -> float:
@@ -172,7 +177,7 @@ def _recomputed_by_technique(sizes: RankSizes, memory: MemoryConfig, weights: di
     """Return the weight elements whose product recompute and tiles compute again, over all layers."""
     layer = sum(weights.values())
     last = weights["mlp out"]
-    if merges_branches(sizes.model_type, memory, parallel_residual=sizes.parallel_residual):
+    if merges_branches(sizes.model_type, memory, parallel_residual=sizes.mergeable):
         last += weights["attention output"]
     if memory.recompute_granularity == "full":
         resident = 0 if memory.cpu_offloading_activations else memory.cpu_offloading_num_layers
@@ -223,9 +228,9 @@ def elementwise_bytes(sizes: RankSizes) -> float:
     Of a token and layer, forward and backward: 17 H of norms and residual stream (GPT-NeoX's merged
     branches 20), 4 times the rotated columns, and 9 of the MLP's width (GPT-NeoX 5).
     """
-    stream, width = (17, 9) if sizes.model_type == "llama" else (20, 5)
+    stream, width = (17, 9) if sizes.is_gated else (20, 5)
     rotated = 4 * (sizes.query + sizes.kv)
-    elements = sizes.shard_tokens * stream * sizes.hidden + sizes.tokens * (rotated + width * sizes.width)
+    elements = sizes.shard_tokens * stream * sizes.hidden + sizes.tokens * (rotated + width * _active_width(sizes))
     return float(elements * sizes.element_bytes * sizes.num_layers)
 
 
@@ -249,7 +254,7 @@ def tensor_parallel_bytes(sizes: RankSizes, memory: MemoryConfig) -> float:
 
 def _layer_transfers(sizes: RankSizes, memory: MemoryConfig) -> int:
     """Return how many times a layer gathers or scatters a full activation, forward and backward."""
-    merged = merges_branches(sizes.model_type, memory, parallel_residual=sizes.parallel_residual)
+    merged = merges_branches(sizes.model_type, memory, parallel_residual=sizes.mergeable)
     blocks = 1 if merged else 2
     transfers = 5 if sizes.shards > 1 else 4
     if memory.recompute_granularity == "full":

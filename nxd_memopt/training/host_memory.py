@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-
 from nxd_memopt.backends import backend
 from nxd_memopt.memory.host_pool import HostPool, available_host_bytes
 from nxd_memopt.memory.offload import OFFLOAD_OWNER
-from nxd_memopt.memory.recompute import layers_per_checkpoint
 from nxd_memopt.modules.causal_lm import ParallelCausalLM
 from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
-from nxd_memopt.planner.architectures import sizes
-from nxd_memopt.planner.formulas import checkpoint_bytes, offloaded_checkpoint_bytes
+from nxd_memopt.planner.activations import offloaded_checkpoint_bytes
 from nxd_memopt.training.config import TrainConfig
 from nxd_memopt.training.distributed import ranks_per_host
 
@@ -39,8 +35,8 @@ def new_host_pool(config: TrainConfig) -> HostPool | None:
 def reserve_activations(pool: HostPool | None, model: ParallelCausalLM, config: TrainConfig) -> None:
     """Allocate the host memory of the activation checkpoints, so that no step does. Every rank calls.
 
-    Activations that layers offload without recompute have no formula: the first layer of the first
-    step reserves their memory.
+    Activations that layers offload without recompute, and those of models that are not planned, are not
+    known here: the first layer of the first step reserves their memory.
 
     Raises:
         ValueError: on every rank, if a host has too little memory.
@@ -48,22 +44,16 @@ def reserve_activations(pool: HostPool | None, model: ParallelCausalLM, config: 
     memory = config.memory
     if pool is None or not memory.cpu_offloading_activations:
         return
-    letters = sizes(model.config)
-    num_layers = len(model.decoder_layers())
-    one_layer = functools.partial(
-        checkpoint_bytes,
-        sequence_length=config.data.seq_length,
-        micro_batch_size=config.data.micro_batch_size,
-        element_bytes=model.embedding_weight().element_size(),
-        tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
-        sequence_parallel_enabled=config.parallel.sequence_parallel_enabled,
-    )
-    layers = memory.num_offloaded_layers(num_layers)
-    inputs = one_layer(hidden_size=letters["H"])
-    required = offloaded_checkpoint_bytes(inputs, layers, layers_per_checkpoint(memory, num_layers))
-    # The results of attention of every offloaded layer that keeps them.
-    keeping = memory.layers_keeping_attention(num_layers)
-    kept = range(keeping.start, min(keeping.stop, layers))
-    required += len(kept) * one_layer(hidden_size=0, kept_attention_size=letters["h"] * letters["d"])
+    try:
+        required = offloaded_checkpoint_bytes(
+            model.config,
+            config.parallel,
+            memory,
+            sequence_length=config.data.seq_length,
+            micro_batch_size=config.data.micro_batch_size,
+            dtype=config.model.dtype,
+        )
+    except ValueError:  # the same on every rank: it depends on the options alone
+        return
     with raise_together("reserving host memory"):
         pool.reserve(required, OFFLOAD_OWNER)

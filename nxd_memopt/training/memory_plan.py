@@ -10,6 +10,8 @@ from transformers import PretrainedConfig
 from nxd_memopt.backends import backend
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.memory.host_pool import available_host_bytes
+from nxd_memopt.modules.moe.causal_lm import moe_memory
+from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.parallel_layers.coordination import share_texts
 from nxd_memopt.planner.choice import choose_memory
 from nxd_memopt.planner.hardware import CUDA_CONTEXT_GIB, GIB, Device, device_named, gpu_named, host_device
@@ -18,6 +20,7 @@ from nxd_memopt.planner.plan import Plan, Problem, Setting, evaluate
 from nxd_memopt.training.config import TrainConfig
 from nxd_memopt.training.distributed import is_rank_zero, ranks_per_host, world_size
 from nxd_memopt.training.model import cuda_graph_conflict, shard_ranks
+from nxd_memopt.training.moe_options import resolve_options
 from nxd_memopt.training.optimizer import offload_fraction
 from nxd_memopt.training.sharding import SHARDS_GRADIENTS
 
@@ -25,6 +28,17 @@ PAGE_LOCKING_S_PER_GIB = 0.4  # 32 to 50 s for 89.7 GiB on a host of an H200
 CERTAIN = 1.1
 """A plan above the available memory by this factor is an error. The recorded plans of steps with a CUDA
 graph are up to 6 % above the measured peak (docs/planner.md), so that a smaller excess is a warning."""
+
+
+UNPLANNED = (
+    "moe_expert_capacity_factor",
+    "moe_input_jitter_eps",
+    "moe_router_dtype",
+    "moe_router_score_function",
+    "moe_shared_expert_intermediate_size",
+)
+"""Options of experts that change the storages between forward and backward. The other ones change
+losses of a few numbers for each expert."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +147,11 @@ def _known(problem: Problem) -> int | None:
 def _setting(config: TrainConfig, hf_config: PretrainedConfig) -> Setting:
     """Return the options of the run that memory depends on."""
     stage = config.data_parallel.stage
+    memory = config.memory
+    moe = resolve_options(config.moe, hf_config)
+    if moe is not None:
+        _require_planned(config, moe)
+        memory = moe_memory(memory, moe)
     options: dict[str, Any] = {}
     if stage in SHARDS_GRADIENTS:
         options["shard_ranks"] = shard_ranks(config)
@@ -140,7 +159,7 @@ def _setting(config: TrainConfig, hf_config: PretrainedConfig) -> Setting:
         tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
         sharding=stage,
         micro_batch_size=config.data.micro_batch_size,
-        memory=config.memory,
+        memory=memory,
         cuda_graph=bool(config.trainer.enable_cuda_graph) and cuda_graph_conflict(config, hf_config) is None,
         optimizer_offload_fraction=offload_fraction(config.optimizer),
         sequence_parallel_enabled=config.parallel.sequence_parallel_enabled,
@@ -154,6 +173,16 @@ def _chosen(plan: Plan) -> list[str]:
     options = {field.name: getattr(plan.setting.memory, field.name) for field in fields(MemoryConfig)}
     changed = [f"{name}: {value}" for name, value in options.items() if value != getattr(defaults, name)]
     return [f"memory: auto chose {', '.join(changed) or 'no technique'}"]
+
+
+def _require_planned(config: TrainConfig, moe: MoEConfig) -> None:
+    """Raise ``ValueError`` for an option of experts whose memory is not planned."""
+    size = config.parallel.expert_model_parallel_size
+    options = {name: getattr(moe, name) for name in UNPLANNED} | {"expert_model_parallel_size": size}
+    for name, value in options.items():
+        default = 1 if name == "expert_model_parallel_size" else getattr(MoEConfig(2, 2), name)
+        if value != default:
+            raise ValueError(f"{name} {value!r} is not planned")
 
 
 def _lines(problem: Problem, plan: Plan) -> list[str]:

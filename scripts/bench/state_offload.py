@@ -35,14 +35,13 @@ from nxd_memopt.config import MemoryConfig, require_divisible
 from nxd_memopt.memory import apply_memory
 from nxd_memopt.memory.host_pool import HostPool
 from nxd_memopt.memory.offload import OFFLOAD_OWNER
-from nxd_memopt.memory.recompute import layers_per_checkpoint
 from nxd_memopt.modules.causal_lm import ParallelCausalLM
 from nxd_memopt.optimizer import OffloadedZero1Optimizer
 from nxd_memopt.optimizer.streamed_adamw import OWNER
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
 from nxd_memopt.parallel_layers.utils import leave_process_groups
-from nxd_memopt.planner.formulas import checkpoint_bytes, offloaded_checkpoint_bytes
+from nxd_memopt.planner.activations import offloaded_checkpoint_bytes
 from scripts.bench.configs import CONFIGS
 from scripts.bench.gpu_race import first_line
 from scripts.bench.memory_options import add_memory_options, limit_device_memory, with_options
@@ -128,16 +127,14 @@ def reserve_checkpoints(model: nn.Module, memory: MemoryConfig, tokens: int, poo
     if not memory.cpu_offloading_activations:
         return 0
     apply_memory(causal_lm, memory, pool=pool)
-    depth = len(causal_lm.decoder_layers())
-    one_layer = functools.partial(
-        checkpoint_bytes, sequence_length=tokens, micro_batch_size=1, element_bytes=dtype().itemsize
+    size = offloaded_checkpoint_bytes(
+        causal_lm.config,
+        causal_lm.parallel,
+        memory,
+        sequence_length=tokens,
+        micro_batch_size=1,
+        dtype=str(dtype()).removeprefix("torch."),
     )
-    moved = memory.num_offloaded_layers(depth)
-    inputs = one_layer(hidden_size=causal_lm.config.hidden_size)
-    size = offloaded_checkpoint_bytes(inputs, moved, layers_per_checkpoint(memory, depth))
-    keeping = memory.layers_keeping_attention(depth)
-    kept = range(keeping.start, min(keeping.stop, moved))
-    size += len(kept) * one_layer(hidden_size=0, kept_attention_size=causal_lm.config.hidden_size)
     pool.reserve(size, OFFLOAD_OWNER)
     return pool.allocated_bytes
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nxd_memopt.config import MemoryConfig
+from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.memory import apply, apply_memory, offload
 from nxd_memopt.memory.host_pool import HostPool
 from nxd_memopt.parallel_layers import grads, parallel_state, random
-from nxd_memopt.planner.formulas import checkpoint_bytes, offloaded_checkpoint_bytes
+from nxd_memopt.planner.activations import offloaded_checkpoint_bytes
 from tests.dist.pool import distributed
 from tests.host_copies import HostOnly, SlowCopy
 from tests.reference_models import BATCH, LENGTH, batch, gpt_neox_config, llama_config, parallel_model
@@ -47,19 +47,13 @@ def test_bit_equal(name, world_size):
     sequence_parallel = world_size > 1
     model = parallel_model(MODELS[name](), sequence_parallel=sequence_parallel, attention_backend="math")
     want = step(model)
-    each = checkpoint_bytes(
-        sequence_length=LENGTH,
-        micro_batch_size=BATCH,
-        hidden_size=model.config.hidden_size,
-        element_bytes=4,
-        tensor_model_parallel_size=world_size,
-        sequence_parallel_enabled=sequence_parallel,
-    )
+    sizes = {"sequence_length": LENGTH, "micro_batch_size": BATCH, "dtype": "float32"}
+    parallel = ParallelConfig(world_size, sequence_parallel_enabled=sequence_parallel)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(offload, "_MIN_BYTES", 1)
         patch.setattr(apply.backend, "host_transfers", lambda: HostOnly(0, SlowCopy))
         for offloaded in (False, True):
-            for options, layers in (({}, 1), (NESTED, 3)):
+            for options in ({}, NESTED):
                 pool = HostPool(block_bytes=512)
                 memory = MemoryConfig(
                     recompute_granularity="full",
@@ -71,5 +65,6 @@ def test_bit_equal(name, world_size):
                 got = step(model)
                 for key, value in want.items():
                     assert torch.equal(got[key], value), f"{key}, offloaded {offloaded}, {options}"
-                expected = offloaded * offloaded_checkpoint_bytes(each, NUM_LAYERS, layers)
+                planned = offloaded_checkpoint_bytes(model.config, parallel, memory, **sizes, smallest_bytes=1)
+                expected = offloaded * planned
                 assert expected <= pool.allocated_bytes < expected + 512

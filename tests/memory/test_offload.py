@@ -10,12 +10,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nxd_memopt.config import MemoryConfig
+from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.memory import apply_memory, apply_recompute, is_compiled, is_recomputed, offload
 from nxd_memopt.memory.host_arena import HostArena
 from nxd_memopt.memory.host_pool import HostPool
 from nxd_memopt.memory.offload import ActivationOffload, apply_offload, remove_offload
-from nxd_memopt.planner.formulas import checkpoint_bytes, offloaded_checkpoint_bytes
+from nxd_memopt.planner.activations import offloaded_checkpoint_bytes
 from tests.host_copies import HostOnly, SlowCopy
 from tests.reference import assert_says, error_message
 from tests.reference_models import BATCH, LENGTH, batch, gpt_neox_config, llama_config, parallel_model
@@ -304,14 +304,12 @@ def test_host_memory_is_that_of_the_formula(monkeypatch):
     monkeypatch.setattr("nxd_memopt.memory.apply.backend.host_transfers", HostOnly)
     config = llama_config(num_hidden_layers=5)
     model = parallel_model(config)
-    each = checkpoint_bytes(
-        sequence_length=LENGTH, micro_batch_size=BATCH, hidden_size=config.hidden_size, element_bytes=4
-    )
-    for options, layers in (({}, 1), ({"recompute_method": "nested", "recompute_num_layers": 2}, 2)):
+    sizes = {"sequence_length": LENGTH, "micro_batch_size": BATCH, "dtype": "float32"}
+    for options in ({}, {"recompute_method": "nested", "recompute_num_layers": 2}):
         pool = HostPool(block_bytes=BLOCK)
         memory = MemoryConfig(recompute_granularity="full", cpu_offloading_activations=True, **options)
         apply_memory(model, memory, pool=pool)
-        expected = offloaded_checkpoint_bytes(each, 5, layers)
+        expected = offloaded_checkpoint_bytes(config, ParallelConfig(1), memory, **sizes, smallest_bytes=1)
         for _ in range(3):
             gradients(model)
             assert expected <= pool.allocated_bytes < expected + BLOCK

@@ -17,6 +17,7 @@ from nxd_memopt.planner.activations import activations
 from nxd_memopt.planner.layer_tensors import Kernels
 from nxd_memopt.planner.rank_sizes import rank_sizes
 from tests.dist.pool import distributed
+from tests.reference import assert_says, error_message
 from tests.reference_models import CONFIGS, batch, gpt_neox_config, llama_config
 
 ROWS, LENGTH, LAYERS = 3, 24, 4
@@ -128,10 +129,71 @@ def test_storages_of_a_rank(world_size, sequence_parallel):
             check(config, torch.bfloat16, attention, TECHNIQUES[name], parallel)
 
 
-# Activations of models with experts are not planned yet, which is an error of the planner.
-DENSE = [name for name, config in CONFIGS.items() if config().model_type in ("llama", "gpt_neox")]
+def without_dense_layers(config):
+    """Planned are layers of one kind."""
+    if config.model_type == "qwen3_moe":
+        config.mlp_only_layers = []
+    return config
 
 
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_storages_of_every_architecture(name):
-    check(CONFIGS[name](), torch.bfloat16, "sdpa", {})
+    check(without_dense_layers(CONFIGS[name]()), torch.bfloat16, "sdpa", {})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("technique", ["none", "full", "attn", "mlp", "norm", "core_attn", "block"])
+@pytest.mark.parametrize("residual", [False, True])
+def test_dropout_of_the_stream(residual, technique, dtype):
+    config = gpt_neox_config(num_hidden_layers=LAYERS, hidden_dropout=0.1, use_parallel_residual=residual)
+    check(config, dtype, "sdpa", TECHNIQUES[technique])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("technique", ["none", "full", "attn", "core_attn"])
+@pytest.mark.parametrize("config", [llama_config, gpt_neox_config])
+def test_dropout_of_attention(config, technique, dtype):
+    check(config(num_hidden_layers=LAYERS, attention_dropout=0.2), dtype, "math", TECHNIQUES[technique])
+
+
+def test_dropout_in_plain_kernels_of_attention_is_not_planned():
+    sizes = rank_sizes(
+        llama_config(attention_dropout=0.2), ONE_RANK, sequence_length=8, micro_batch_size=1, dtype="float32"
+    )
+    message = error_message(lambda: activations(sizes, MemoryConfig(), Kernels(fused=False, attention="sdpa")))
+    assert_says(message, "attention_dropout", "'sdpa'", "'math'")
+    assert activations(sizes, MemoryConfig(), Kernels(fused=True, attention="cudnn")).device_bytes
+
+
+EXPERTS = [name for name, config in CONFIGS.items() if config().model_type in ("mixtral", "qwen3_moe")]
+MOE_TECHNIQUES = {
+    **{name: TECHNIQUES[name] for name in ("none", "full", "uniform", "nested", "block", "all logits", "norm")},
+    **{name: TECHNIQUES[name] for name in ("core_attn", "attn")},
+    "moe": {"recompute_granularity": "selective", "recompute_modules": ("moe",)},
+    "attn+moe of 3": {
+        "recompute_granularity": "selective",
+        "recompute_modules": ("attn", "moe"),
+        "recompute_method": "block",
+        "recompute_num_layers": 3,
+    },
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("technique", MOE_TECHNIQUES)
+@pytest.mark.parametrize("name", EXPERTS)
+def test_storages_of_experts(name, technique, dtype):
+    config = without_dense_layers(CONFIGS[name]())
+    config.num_hidden_layers = LAYERS
+    check(config, dtype, "sdpa", MOE_TECHNIQUES[technique])
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@distributed(world_size=2)
+def test_storages_of_experts_on_a_rank(world_size, sequence_parallel):
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
+    parallel = ParallelConfig(world_size, sequence_parallel_enabled=sequence_parallel)
+    for name in ("mixtral", "qwen3"):
+        config = without_dense_layers(CONFIGS[name]())
+        for technique in ("none", "moe", "nested"):
+            check(config, torch.bfloat16, "sdpa", MOE_TECHNIQUES[technique], parallel)

@@ -76,10 +76,32 @@ def test_files_that_are_no_model_are_refused(tmp_path):
     (tmp_path / "a.yaml").write_text("data: {seq_length: 8}")
     message = error_message(lambda: plan_command.main(["--model", str(tmp_path / "a.yaml"), "--device", "h200"]))
     assert_says(message, "section model")
-    config = {"model_type": "llama", "attention_dropout": 0.1, "max_position_embeddings": 64}
+    config = {"model_type": "qwen3_moe", "mlp_only_layers": [1], "max_position_embeddings": 64}
     (tmp_path / "config.json").write_text(json.dumps(config))
     message = error_message(lambda: plan_command.main(["--model", str(tmp_path), "--device", "h200"]))
-    assert_says(message, "attention_dropout 0.1", "set it to 0")
+    assert_says(message, "dense layers", "is not planned")
+
+
+@pytest.mark.parametrize("model", ["llama-3-8b", "mixtral-8x7b"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--device h200 --devices 8 --seq-length 131072 --global-batch 64",
+        "--device trn2 --devices 512 --global-batch 4096 --seq-length 8192",
+        "--device a100-40gb --devices 1 --seq-length 131072",
+        "--device b200 --devices 1024 --seq-length 65536 --global-batch 8192 --explain",
+    ],
+)
+def test_a_plan_takes_less_than_five_seconds_of_a_core_and_no_torch(arguments, model):
+    """The time of the processor, which does not depend on what else runs."""
+    code = (
+        "import resource, sys; sys.modules['torch'] = sys.modules['transformers'] = None; "
+        f"from nxd_memopt.plan_command import main; main('--model {model} {arguments}'.split()); "
+        "used = resource.getrusage(resource.RUSAGE_SELF); print('seconds', used.ru_utime + used.ru_stime)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.split()[-1]) < 5
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 
 import pytest
 import yaml
@@ -133,5 +134,17 @@ def test_metrics_and_summary_have_planned_and_measured(tmp_path):
 
 def test_models_with_experts_say_what_is_planned(tmp_path, monkeypatch, capsys):
     config = config_of(tmp_path, model={"config_overrides": MIXTRAL})
-    plan_of(config, monkeypatch)
-    assert "memory: " in capsys.readouterr().out
+    _, plan = plan_of(config, monkeypatch)
+    hf_config = load_hf_config(config.model)
+    share = rank_model(hf_config, config.parallel, sequence_length=24, micro_batch_size=2, dtype="float32")
+    used = step_memory(share, MemoryConfig(), Kernels(False, "sdpa"), StateLayout(4), accumulation_steps=2)
+    assert plan.planned_bytes == used.device_bytes
+    weights = sum(math.prod(shape) for shape in share.shapes) * 4
+    assert used.device["weights"] == weights and share.sizes.moe is not None
+    # What is recomputed by an option of the experts is planned as such.
+    recomputed = config_of(tmp_path, model={"config_overrides": MIXTRAL}, moe={"moe_layer_recompute": True})
+    assert plan_of(recomputed, monkeypatch)[1].planned_bytes < plan.planned_bytes
+    capsys.readouterr()
+    dropping = config_of(tmp_path, model={"config_overrides": MIXTRAL}, moe={"moe_expert_capacity_factor": 1.5})
+    assert plan_of(dropping, monkeypatch)[1].planned_bytes is None
+    assert "not planned (moe_expert_capacity_factor 1.5" in capsys.readouterr().out
