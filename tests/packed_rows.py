@@ -23,7 +23,7 @@ from nxd_memopt.training.parallelize import parallelize
 from nxd_memopt.training.resume import ResumePlan
 from nxd_memopt.training.state import Training
 from nxd_memopt.training.step import train_step
-from nxd_memopt.training.tokens import TokenFile
+from nxd_memopt.training.token_files import TokenFile
 from tests.reference_models import (
     CONFIGS,
     VOCAB,

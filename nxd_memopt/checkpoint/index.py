@@ -45,7 +45,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     incomplete = path.with_name(f"{path.name}.incomplete")
     # Flush before the rename, and the directory after it: otherwise a crash could leave an empty
     # file under the final name.
-    text = json.dumps({**content, "checksum": _checksum(content)}, allow_nan=False)
+    text = json.dumps({**content, "checksum": checksum_of(content)}, allow_nan=False)
     incomplete.write_text(text + "\n", encoding="utf-8")
     flush_to_disk(incomplete)
     incomplete.replace(path)
@@ -61,13 +61,13 @@ def read_checked_json(path: Path) -> dict[str, Any]:
     content = read_json(path)
     # JSON is normalized by sorting the keys: the checksum covers the content, not its formatting.
     recorded = content.pop("checksum", None)
-    found = _checksum(content)
+    found = checksum_of(content)
     if recorded != found:
         raise ValueError(f"{path} has the checksum {recorded} and its content {found}: it was altered: copy it again")
     return content
 
 
-def _checksum(content: Mapping[str, Any]) -> str:
+def checksum_of(content: Mapping[str, Any]) -> str:
     """Return the CRC-32 of ``content`` as JSON with sorted keys."""
     return f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"
 

@@ -22,6 +22,7 @@ NOT_UTF8 = "not UTF-8"
 NO_COLUMN = "without the text column"
 NULL = "null"
 NOT_TEXT = "not text"
+REMEDY = "correct it, or set data.on_bad_rows to skip to leave such rows out"
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def good_rows(count: int, bad: Iterator[BadRow], *, policy: str, dataset: str) -
     first = ""
     for row in bad:
         if policy == "error":
-            raise ValueError(f"{row.description}: correct it, or set data.on_bad_rows to skip to leave such rows out")
+            raise ValueError(f"{row.description}: {REMEDY}")
         first = first or row.description
         keep[row.index] = False
         kinds[row.kind] += 1
@@ -68,6 +69,35 @@ def good_rows(count: int, bad: Iterator[BadRow], *, policy: str, dataset: str) -
         raise ValueError(f"data.on_bad_rows skip leaves no row: {skipped}")
     print(f"data.on_bad_rows skip: left out {skipped}", flush=True)
     return np.flatnonzero(keep)
+
+
+class SkippedRows:
+    """Bad rows of a corpus that is read while the run trains: an error, or left out and counted.
+
+    Args:
+        policy: ``data.on_bad_rows``.
+        dataset: ``data.dataset``, for messages.
+    """
+
+    def __init__(self, policy: str, dataset: str) -> None:
+        self._policy = policy
+        self._dataset = dataset
+        self._kinds: Counter[str] = Counter()
+
+    def add(self, row: BadRow) -> None:
+        """Count a bad row; print one line for the first, the 10th, the 100th and so on.
+
+        Raises:
+            ValueError: the policy is ``error``.
+        """
+        if self._policy == "error":
+            raise ValueError(f"{row.description}: {REMEDY}")
+        self._kinds[row.kind] += 1
+        count = self._kinds.total()
+        if str(count).strip("0") == "1":
+            numbers = ", ".join(f"{number} {kind}" for kind, number in sorted(self._kinds.items()))
+            skipped = f"left out {count} rows of {self._dataset!r} so far ({numbers}), the last: {row.description}"
+            print(f"data.on_bad_rows skip: {skipped}", flush=True)
 
 
 # ---- lines of JSON ---------------------------------------------------------------------------------------------------
@@ -103,11 +133,14 @@ def read_lines(paths: list[str], column: str) -> Iterator[dict[str, str | None]]
                     data = line.removeprefix(codecs.BOM_UTF8)
                 data = data.strip()
                 if data:
-                    yield _row(data, column, f"{path} line {number}")
+                    yield parse_line(data, column, f"{path} line {number}")
 
 
-def _row(line: bytes, column: str, place: str) -> dict[str, str | None]:
-    """Return the row of one line."""
+def parse_line(line: bytes, column: str, place: str) -> dict[str, str | None]:
+    """Return the row of one line: its ``text``, or the ``kind`` and ``description`` of a bad row.
+
+    The description begins with ``place``.
+    """
     # The json module accepts what no text of a model may have: half of a surrogate pair.
     try:
         content = json.loads(line.decode())

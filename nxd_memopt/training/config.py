@@ -124,6 +124,10 @@ class DataConfig:
         on_bad_rows: what a row without text does: a line that is not JSON, a row that is null,
             not text, not UTF-8 or without the text column. ``error`` stops the run before it
             trains; ``skip`` leaves such rows out and prints their number and the first place.
+        streaming: ``true`` reads the data once, in shards, while the run trains: the start and the
+            memory do not depend on its size. Files are shuffled, and documents within windows of
+            10,000. ``false`` reads and checks all data before training and shuffles it as a whole.
+            ``auto`` reads local files above 64 MiB in shards.
     """
 
     dataset: str = "stdlib"
@@ -139,6 +143,7 @@ class DataConfig:
     held_out_every: int = 20
     eval_sequences: int = 16
     on_bad_rows: Literal["error", "skip"] = "error"
+    streaming: bool | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
         _require_named("data.dataset", self.dataset)
@@ -150,6 +155,7 @@ class DataConfig:
         _require_at_least("data.held_out_every", self.held_out_every, 2)
         _require_at_least("data.eval_sequences", self.eval_sequences, 0)
         require_one_of("data.on_bad_rows", self.on_bad_rows, ("error", "skip"))
+        require_one_of("data.streaming", self.streaming, (True, False, "auto"))
         _require_at_least("data.global_batch_size", self.global_batch_size, 1)
         # Needed for every D. That B * D divides the global batch too is checked when D is known.
         require_divisible(

@@ -7,92 +7,83 @@ that, for the text and the tokenizer together.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
-import hashlib
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from nxd_memopt.checkpoint.stored_run import StoredRun
 from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
-from nxd_memopt.training.config import DataConfig
 from nxd_memopt.training.distributed import is_rank_zero
 from nxd_memopt.training.resume import ResumePlan
 from nxd_memopt.training.resume_rules import WARM_START
-from nxd_memopt.training.tokens import SPLITS
+from nxd_memopt.training.token_log import Entry, TokenLog
 
-CHUNK_BYTES = 2**22
+CONTENT_VERSION = 4
 
 TokenContent = Mapping[str, Any]
-"""What a checkpoint records of the tokens: ``fingerprint`` of text, tokenizer and settings, and
-``splits``: for each split the number of its ``sequences``, their ``sha256``, and ``ended``: whether
-the text has no more."""
+"""What a checkpoint records of the tokens: ``version``, ``fingerprint`` of text, tokenizer and
+settings, and ``splits``: for each split the number of ``sequences`` up to the end of the window that
+training has reached, their ``sha256``, and ``ended``: whether the text has no more."""
 
 
-def wanted_sequences(plan: ResumePlan) -> tuple[int, DataConfig]:
-    """Return the training sequences to pack, and the data options to pack them with.
+def wanted_sequences(plan: ResumePlan) -> dict[str, int]:
+    """Return the sequences of each split that the run reads.
 
-    At least as many as the checkpoint's run packed, so that all of those can be compared.
+    At least as many as its checkpoint has read, so that those can be compared.
     """
     data = plan.config.data
-    train = plan.position(plan.config.trainer.max_steps)
+    wanted = {"train": plan.position(plan.config.trainer.max_steps), "held_out": data.eval_sequences}
+    if plan.stored is not None:
+        stored = stored_tokens(plan.stored)["splits"]
+        wanted["train"] = max(wanted["train"], stored["train"]["sequences"])
+        if data.eval_sequences and "held_out" in stored:
+            wanted["held_out"] = max(data.eval_sequences, stored["held_out"]["sequences"])
+    return wanted
+
+
+def compared_sequences(plan: ResumePlan) -> dict[str, int]:
+    """Return the sequences of each split that ``with_same_tokens`` compares; empty for a new run."""
     if plan.stored is None:
-        return train, data
-    counts = {name: split["sequences"] for name, split in stored_tokens(plan.stored)["splits"].items()}
-    if data.eval_sequences:
-        held_out = max(data.eval_sequences, counts.get("held_out", 0))
-        data = dataclasses.replace(data, eval_sequences=held_out)
-    return max(train, counts.get("train", 0)), data
+        return {}
+    return {name: split["sequences"] for name, split in stored_tokens(plan.stored)["splits"].items()}
 
 
 def stored_tokens(stored: StoredRun) -> TokenContent:
-    """Return the content of the tokens that a checkpoint records."""
-    return stored.shared["tokens"]
+    """Return the content of the tokens that a checkpoint records.
 
-
-def describe_tokens(
-    paths: Mapping[str, Path], seq_length: int, fingerprint: str, wanted: Mapping[str, int]
-) -> TokenContent:
-    """Return the content of token files, which rank 0 reads. Every rank calls.
-
-    Args:
-        paths: the file of each split; a split without a file is left out.
-        seq_length: S, tokens of 4 bytes per sequence.
-        fingerprint: hash of text, tokenizer and settings.
-        wanted: sequences that were to be packed for each split.
+    Raises:
+        ValueError: an earlier version wrote it, which packed other sequences.
     """
-    # SHA-256 reads 1 GB/s or more: 10 s for 2.5 billion tokens, once per start.
-    splits: dict[str, dict[str, Any]] = {}
-    with raise_together("reading the prepared data"):
-        if is_rank_zero():
-            for name, path in paths.items():
-                count = path.stat().st_size // (4 * seq_length)
-                digest = file_digest(path, count * seq_length * 4)
-                splits[name] = {"sequences": count, "sha256": digest, "ended": count < wanted[name]}
-    return json.loads(share_texts(json.dumps({"fingerprint": fingerprint, "splits": splits}))[0])
+    tokens = stored.shared["tokens"]
+    if tokens.get("version") != CONTENT_VERSION:
+        raise ValueError(
+            f"{stored.directory} was written by an earlier version, which chose held-out documents in another "
+            f"way: continue with that version, or {WARM_START}"
+        )
+    return tokens
 
 
-def file_digest(path: Path, size: int) -> str:
-    """Return the SHA-256 of the first ``size`` bytes of a file."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while size > 0:
-            chunk = file.read(min(size, CHUNK_BYTES))
-            if not chunk:
-                break
-            digest.update(chunk)
-            size -= len(chunk)
-    return digest.hexdigest()
+def content_at(fingerprint: str, logs: Mapping[str, TokenLog], needed: Mapping[str, int]) -> TokenContent:
+    """Return the content up to the end of the windows with the first ``needed`` sequences of each split."""
+    splits = {}
+    for name, rows in needed.items():
+        entries = logs[name].entries
+        index = bisect.bisect_left(entries, rows, key=lambda entry: entry.rows)
+        entry = entries[min(index, len(entries) - 1)]
+        # Also the last entry may be one without sequences, which says that the text has ended.
+        ended = any(other.ended for other in _entries_at(entries, entry.rows))
+        splits[name] = {"sequences": entry.rows, "sha256": entry.sha256, "ended": ended and rows > entry.rows}
+    return {"version": CONTENT_VERSION, "fingerprint": fingerprint, "splits": splits}
 
 
-def with_same_tokens(plan: ResumePlan, content: TokenContent, paths: Mapping[str, Path]) -> ResumePlan:
+def with_same_tokens(plan: ResumePlan, fingerprint: str, logs: Mapping[str, TokenLog]) -> ResumePlan:
     """Return ``plan`` after comparing the tokens with the checkpoint's. Every rank calls.
 
     Args:
         plan: how the run starts.
-        content: ``describe_tokens`` of this run.
-        paths: the token file of each split.
+        fingerprint: fingerprint of this run's text, tokenizer and settings.
+        logs: log of each split, with at least ``compared_sequences``, or with all of the text.
 
     Raises:
         ValueError: on every rank, if the tokens differ, unless ``trainer.allow_changes`` names
@@ -101,11 +92,9 @@ def with_same_tokens(plan: ResumePlan, content: TokenContent, paths: Mapping[str
     if plan.stored is None:
         return plan
     with raise_together("comparing the tokens with the checkpoint's"):
-        differs = False
-        if is_rank_zero():
-            differs = not _is_same(plan.stored, content, paths, plan.config.data.seq_length)
+        differs = is_rank_zero() and not _is_same(plan.stored, logs)
     if share_texts(str(differs))[0] != str(True):
-        return dataclasses.replace(plan, notes=[*plan.notes, *_moved_notes(plan.stored, content)])
+        return dataclasses.replace(plan, notes=[*plan.notes, *_moved_notes(plan.stored, fingerprint)])
     if "data.dataset" not in plan.config.trainer.allow_changes:
         raise ValueError(
             f"the dataset or the tokenizer has changed since {plan.stored.directory} was written: the packed "
@@ -117,31 +106,31 @@ def with_same_tokens(plan: ResumePlan, content: TokenContent, paths: Mapping[str
     return dataclasses.replace(plan, sequence_offset=offset, notes=[*plan.notes, note])
 
 
-def _moved_notes(stored: StoredRun, content: TokenContent) -> list[str]:
+def _moved_notes(stored: StoredRun, fingerprint: str) -> list[str]:
     """Return a line if text or tokenizer are not those of the checkpoint, and lead to its tokens."""
     tokens = stored_tokens(stored)
-    if tokens["fingerprint"] == content["fingerprint"]:
+    if tokens["fingerprint"] == fingerprint:
         return []
     # Text after the packed sequences may differ: no run has read it yet.
     counts = ", ".join(f"{split['sequences']} {name}" for name, split in tokens["splits"].items())
     return [f"text or tokenizer have moved or changed: the sequences packed so far are equal ({counts})"]
 
 
-def _is_same(stored: StoredRun, content: TokenContent, paths: Mapping[str, Path], seq_length: int) -> bool:
-    """Return whether the files have the sequences that the checkpoint counts, in the same order."""
-    for name in SPLITS:
-        old, new = stored_tokens(stored)["splits"].get(name), content["splits"].get(name)
+def _is_same(stored: StoredRun, logs: Mapping[str, TokenLog]) -> bool:
+    """Return whether the tokens have the sequences that the checkpoint counts, in the same order."""
+    for name, split in stored_tokens(stored)["splits"].items():
         # Without evaluation a run has no held-out tokens.
-        if old is None or new is None:
+        if not logs[name].entries:
             continue
-        # A file that ended with its text is repeated from its end on: it must end there again.
-        count = old["sequences"]
-        has_other_end = old["ended"] and new["sequences"] != count
-        if new["sequences"] < count or has_other_end:
+        found = _entries_at(logs[name].entries, split["sequences"])
+        if not any(entry.sha256 == split["sha256"] for entry in found):
             return False
-        digest = new["sha256"]
-        if new["sequences"] > count:
-            digest = file_digest(paths[name], count * seq_length * 4)
-        if digest != old["sha256"]:
+        # A text that ended is repeated from its end on: it must end there again.
+        if split["ended"] and not any(entry.ended for entry in found):
             return False
     return True
+
+
+def _entries_at(entries: list[Entry], rows: int) -> list[Entry]:
+    """Return the entries after ``rows`` sequences: one, and one more without sequences at the end of the text."""
+    return [entry for entry in entries[-2:] if entry.rows == rows] or [entry for entry in entries if entry.rows == rows]

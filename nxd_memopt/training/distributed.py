@@ -106,6 +106,11 @@ def is_extracting_graphs() -> bool:
     return os.environ.get("NEURON_EXTRACT_GRAPHS_ONLY", "0") != "0"
 
 
+def use_host_only() -> None:
+    """Let this process import the library without opening a device. Call it before the first import."""
+    os.environ["NXD_MEMOPT_BACKEND"] = "cpu"
+
+
 def init_distributed(config: TrainConfig) -> None:
     """Initialize the process groups and seed the random number generators. Every rank calls.
 

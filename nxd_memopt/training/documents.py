@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -73,19 +72,17 @@ class Source:
 
     Args:
         read: maps a document's index to its text.
-        keys: name of each document, which decides its split.
-        content: hash of the bytes of all files, wherever they are.
+        count: number of documents.
     """
 
     read: Callable[[int], str]
-    keys: list[str]
-    content: str
+    count: int
 
 
 def open_documents(config: DataConfig) -> Documents:
-    """Find and split the documents of ``config.dataset``. Their text is read later, on demand.
+    """Find and split the documents of ``config.dataset``; their text is read again on demand.
 
-    The files are read once to hash their content: about 1 s per GB.
+    Every document is read once, to find its split: about 2 s per GB.
 
     Raises:
         ValueError: for a missing file, column, dataset or split, for an empty dataset, and for a
@@ -96,41 +93,55 @@ def open_documents(config: DataConfig) -> Documents:
         source = _open_stdlib()
     else:
         source = _open_dataset(config)
-    if not source.keys:
+    if not source.count:
         raise ValueError(f"dataset {config.dataset!r} is empty: it has no documents")
-    train, held_out = split_documents(source.keys, config.held_out_every)
-    # The keys are those of the rows that are left: skipped rows change them.
-    facts = [str(config.held_out_every), source.content, *source.keys]
-    digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()
-    return Documents(source.read, train, held_out, digest)
+    digests = [text_digest(source.read(index)) for index in range(source.count)]
+    train, held_out = split_documents(digests, config.held_out_every)
+    # The text of each document, and nothing else: moved or copied data is the same data.
+    facts = [str(config.held_out_every), *digests]
+    fingerprint = hashlib.sha256("\n".join(facts).encode()).hexdigest()
+    return Documents(source.read, train, held_out, fingerprint)
 
 
-def split_documents(keys: list[str], held_out_every: int) -> tuple[list[Part], list[Part]]:
+def split_documents(digests: list[str], held_out_every: int) -> tuple[list[Part], list[Part]]:
     """Return the training parts and the held-out parts.
 
-    With at least ``held_out_every`` documents, each document is in one split, chosen by a hash of
-    its key alone: a document with an unchanged name stays in its split when others are added. With
-    fewer, or if that leaves a split empty, each document is cut.
+    With at least ``held_out_every`` documents, each document is in one split, chosen by its text
+    alone: copies of a document are in the same split, and a document stays in its split when others
+    are added. With fewer, or if that leaves a split empty, each document is cut.
+
+    Args:
+        digests: ``text_digest`` of each document.
+        held_out_every: about one document in this many is held out.
     """
     train: list[Part] = []
     held_out: list[Part] = []
-    for index, key in enumerate(keys):
-        if _hash(key) % held_out_every == 0:
+    for index, digest in enumerate(digests):
+        if _is_held_out(digest, held_out_every):
             held_out.append(Part(index))
         else:
             train.append(Part(index))
     # With few documents, by hash all may be in one split. Each document is cut instead: the last
     # 1/held_out_every of its characters are held out.
-    if len(keys) < held_out_every or not train or not held_out:
+    if len(digests) < held_out_every or not train or not held_out:
         cut = 1 - 1 / held_out_every
-        train = [Part(index, stop=cut) for index in range(len(keys))]
-        held_out = [Part(index, start=cut) for index in range(len(keys))]
+        train = [Part(index, stop=cut) for index in range(len(digests))]
+        held_out = [Part(index, start=cut) for index in range(len(digests))]
     return train, held_out
 
 
-def _hash(key: str) -> int:
-    """Return a hash of a document's name; Python's ``hash`` differs from process to process."""
-    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")
+def text_digest(text: str) -> str:
+    """Return the SHA-256 of a text."""
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
+
+
+def is_held_out(text: str, held_out_every: int) -> bool:
+    """Return whether a document of a corpus that is read in shards is held out."""
+    return _is_held_out(text_digest(text), held_out_every)
+
+
+def _is_held_out(digest: str, held_out_every: int) -> bool:
+    return int(digest[:16], 16) % held_out_every == 0
 
 
 def _content(files: list[Path]) -> str:
@@ -153,16 +164,12 @@ def _open_stdlib() -> Source:
     def read(index: int) -> str:
         return files[index].read_text(encoding="utf-8", errors="replace")
 
-    keys = [path.relative_to(root).as_posix() for path in files]
-    return Source(read, keys, _content(files))
+    return Source(read, len(files))
 
 
 def _open_dataset(config: DataConfig) -> Source:
     """Return a dataset, one document per row, or text files, one document per file."""
-    try:
-        files = _local_files(config.dataset)
-    except ValueError as error:
-        raise ValueError(f"dataset {config.dataset!r} cannot be read: {error}") from error
+    files = local_files(config.dataset)
     if files or _is_saved(config.dataset):
         _require_one_split(config)
     if files and BUILDERS[files[0].suffix] == "text":
@@ -196,7 +203,7 @@ def _open_texts(config: DataConfig, files: list[Path]) -> Source:
     def read(index: int) -> str:
         return files[rows[index]].read_text(encoding="utf-8")
 
-    return Source(read, [str(row) for row in rows], _content(files))
+    return Source(read, len(rows))
 
 
 def _open_lines(config: DataConfig, files: list[Path]) -> Source:
@@ -224,7 +231,7 @@ def _open_lines(config: DataConfig, files: list[Path]) -> Source:
     def read(index: int) -> str:
         return dataset[int(rows[index])]["text"]
 
-    return Source(read, [str(row) for row in rows], content)
+    return Source(read, len(rows))
 
 
 def _open_table(config: DataConfig, files: list[Path]) -> Source:
@@ -250,8 +257,6 @@ def _open_table(config: DataConfig, files: list[Path]) -> Source:
             f"column {column!r} of {config.dataset!r} holds {dtype}, not text: name a column of strings in "
             "data.text_column"
         )
-    if not files:
-        content = _content_of_saved(config.dataset) or dataset._fingerprint
     strings = dataset.flatten_indices().data.column(column) if dataset._indices else dataset.data.column(column)
     bad = bad_strings(
         strings, lambda row: f"column {column!r} of {_place(files, row) or f'{config.dataset!r} row {row + 1}'}"
@@ -261,7 +266,7 @@ def _open_table(config: DataConfig, files: list[Path]) -> Source:
     def read(index: int) -> str:
         return dataset[int(rows[index])][column]
 
-    return Source(read, [str(row) for row in rows], content)
+    return Source(read, len(rows))
 
 
 def _with_rows(name: str, files: list[Path]) -> list[Path]:
@@ -293,14 +298,6 @@ def _place(files: list[Path], row: int) -> str:
             return f"{path} row {row + 1}"
         row -= count
     return ""
-
-
-def _content_of_saved(name: str) -> str | None:
-    """Return the hash of the files of a dataset that ``save_to_disk`` wrote, or None for another."""
-    if not _is_saved(name):
-        return None
-    recorded = json.loads((Path(name) / "state.json").read_text(encoding="utf-8"))
-    return _content([Path(name) / file["filename"] for file in recorded["_data_files"]])
 
 
 @contextmanager
@@ -343,8 +340,19 @@ def _load_dataset(config: DataConfig, files: list[Path], content: str) -> Any:
     return datasets.load_dataset(builder, f"content-{content[:32]}", data_files=data_files, split="train")
 
 
-def _local_files(name: str) -> list[Path]:
-    """Return the local files of ``name``, or an empty list if it can only be a hub dataset."""
+def local_files(name: str) -> list[Path]:
+    """Return the local files of ``name``, or an empty list if it is a saved dataset or one of the hub.
+
+    Raises:
+        ValueError: there is no such file, or the files are not of one known kind.
+    """
+    try:
+        return _find_files(name)
+    except ValueError as error:
+        raise ValueError(f"dataset {name!r} cannot be read: {error}") from error
+
+
+def _find_files(name: str) -> list[Path]:
     path = Path(name)
     if _is_saved(name):
         return []

@@ -22,7 +22,6 @@ from nxd_memopt.training.micro_batches import MicroBatch
 from nxd_memopt.training.moe_options import has_experts
 from nxd_memopt.training.packing import NOT_TRAINED, Tokens, documents_per_row, trained_tokens
 from nxd_memopt.training.state import Training
-from nxd_memopt.training.token_files import open_tokens
 
 
 @torch.no_grad()
@@ -77,7 +76,7 @@ def _held_out_rows(training: Training, config: TrainConfig) -> Tokens | None:
     """Return the rows of one evaluation, ``[<= eval_sequences, S]``, or None if there are none."""
     if not config.data.eval_sequences:
         return None
-    tokens = open_tokens(config, training.tokens["fingerprint"], "held_out")
+    tokens = training.tokens.open("held_out")
     return tokens.rows(range(min(len(tokens), config.data.eval_sequences)))
 
 

@@ -21,9 +21,9 @@ from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
 from nxd_memopt.training.checks import require_finite_weights, require_trainable, require_usable_output
 from nxd_memopt.training.config import TrainConfig
-from nxd_memopt.training.data_content import TokenContent, describe_tokens, wanted_sequences, with_same_tokens
-from nxd_memopt.training.distributed import is_extracting_graphs, is_first_of_host, is_rank_zero
-from nxd_memopt.training.documents import open_documents
+from nxd_memopt.training.corpora import Corpus, open_corpus
+from nxd_memopt.training.data_content import compared_sequences, wanted_sequences, with_same_tokens
+from nxd_memopt.training.distributed import is_extracting_graphs, is_rank_zero
 from nxd_memopt.training.evaluation import held_out_loss, held_out_loss_by_transformers
 from nxd_memopt.training.interrupts import Interrupts
 from nxd_memopt.training.memory_plan import MemoryPlan, plan_memory
@@ -46,14 +46,17 @@ from nxd_memopt.training.state import Saver, Training, load_warm_start, resume
 from nxd_memopt.training.step import train_step
 from nxd_memopt.training.stopping import Stopping, message_after_training
 from nxd_memopt.training.summary import Summary, export, peak_bytes_of_all_ranks, start_summary
+from nxd_memopt.training.token_feed import TokenFeed, WaitStoppedError
 from nxd_memopt.training.token_files import (
+    GrowingTokenFile,
+    create_directory,
     describe_rows,
     directory_of,
-    open_tokens,
-    require_intact,
-    token_paths,
-    write_tokens,
+    require_directory,
+    tokens_fingerprint,
 )
+from nxd_memopt.training.token_process import TokenJob
+from nxd_memopt.training.tokens import SPLITS
 from nxd_memopt.training.vocabulary import Vocabulary
 
 COMPILED_LAYERS = "kernels are the compiler's, collectives run between them; a new batch shape compiles again"
@@ -87,13 +90,17 @@ def run(config: TrainConfig, interrupts: Interrupts | None = None) -> None:
         require_usable_output(config)
         # Before any file changes: a refused start leaves the files of the finished run.
         plan = plan_resume(config, hf_config)
-        plan, tokens = prepare_data(plan, vocabulary)
-        run_prepared(plan, tokens, hf_config, vocabulary, summary, interrupts, memory_plan)
+        tokens = open_tokens(plan, vocabulary)
+        try:
+            plan = prepare_data(plan, tokens)
+            run_prepared(plan, tokens, hf_config, vocabulary, summary, interrupts, memory_plan)
+        finally:
+            tokens.close()
 
 
 def run_prepared(
     plan: ResumePlan,
-    tokens: TokenContent,
+    tokens: TokenFeed,
     hf_config: PretrainedConfig,
     vocabulary: Vocabulary,
     summary: Summary,
@@ -104,7 +111,7 @@ def run_prepared(
 
     Args:
         plan: how the run starts, with its options.
-        tokens: content of the packed tokens.
+        tokens: packed tokens of the run.
         hf_config: configuration of the model.
         vocabulary: tokenizer of the run.
         summary: summary to fill and write.
@@ -124,7 +131,7 @@ def run_prepared(
         extract_graphs(training, config)
         return
 
-    rows = describe_rows(config, tokens["fingerprint"])
+    rows = [*tokens.notes, *describe_rows(config, tokens.log("train"))]
     notes = [*rows, *describe_step(model, config), *vocabulary.notes, *warm_notes, *plan.notes, *resume(training)]
     with open_reporter(config, training.step, notes, memory_plan.planned_bytes) as reporter:
         summary.held_out_loss_before = evaluate_before(training, config, reporter)
@@ -139,32 +146,40 @@ def run_prepared(
         finish(training, config, reporter, summary, vocabulary)
 
 
-def prepare_data(plan: ResumePlan, vocabulary: Vocabulary) -> tuple[ResumePlan, TokenContent]:
-    """Tokenize on rank 0 and return the plan, compared with the tokens, and their content. Every rank calls."""
-    # raise_together is a barrier and raises on every rank if one rank failed, so no rank reads a
-    # partial file, or waits in a collective for a rank that has stopped.
+def open_tokens(plan: ResumePlan, vocabulary: Vocabulary) -> TokenFeed:
+    """Find the documents on rank 0, and return the packed tokens of the run. Every rank calls."""
+    # raise_together is a barrier and raises on every rank if one rank failed, so no rank waits in
+    # a collective for a rank that has stopped.
     config = plan.config
-    train_sequences, data = wanted_sequences(plan)
-    fingerprint = ""
+    corpus: Corpus | None = None
+    texts = ("", "")
     with raise_together("preparing the data"):
         if is_rank_zero():
-            fingerprint = write_tokens(
-                config.trainer.tokens_directory,
-                data,
-                documents=open_documents(config.data),
-                vocabulary=vocabulary,
-                train_sequences=train_sequences,
-                seed=config.trainer.seed,
-            )
-    fingerprint = share_texts(fingerprint)[0]
-    # The ranks of a host see the same bytes: its first one reads all of them, the others compare
-    # the lengths.
+            corpus = open_corpus(config.data, config.trainer.seed)
+            fingerprint = tokens_fingerprint(config.data, corpus.fingerprint, vocabulary, config.trainer.seed)
+            create_directory(directory_of(config.trainer.tokens_directory, fingerprint), fingerprint)
+            texts = (fingerprint, corpus.fingerprint)
+    fingerprint, of_corpus = share_texts(" ".join(texts))[0].split(" ")
+    directory = directory_of(config.trainer.tokens_directory, fingerprint)
     with raise_together("reading the prepared data"):
-        directory = directory_of(config.trainer.tokens_directory, fingerprint)
-        index = require_intact(directory, fingerprint, contents=is_first_of_host())
-        paths = token_paths(directory, index)
-    tokens = describe_tokens(paths, config.data.seq_length, fingerprint, index["wanted"])
-    return with_same_tokens(plan, tokens, paths), tokens
+        require_directory(directory, fingerprint)
+    wanted = wanted_sequences(plan)
+    return TokenFeed(
+        TokenJob(directory, of_corpus, config.data, vocabulary, config.trainer.seed, wanted), fingerprint, corpus
+    )
+
+
+def prepare_data(plan: ResumePlan, tokens: TokenFeed) -> ResumePlan:
+    """Wait for the tokens of the first evaluation and step; return the plan, compared with the tokens."""
+    config = plan.config
+    if config.data.eval_sequences:
+        tokens.wait("held_out", config.data.eval_sequences)
+    if config.trainer.max_steps:
+        tokens.wait("train", config.data.global_batch_size)
+    for name, rows in compared_sequences(plan).items():
+        if tokens.wants(name):
+            tokens.wait(name, rows)
+    return with_same_tokens(plan, tokens.fingerprint, {name: tokens.log(name) for name in SPLITS})
 
 
 def open_reporter(config: TrainConfig, first_step: int, notes: list[str], planned_bytes: int | None) -> Reporter:
@@ -196,7 +211,8 @@ def train(training: Training, config: TrainConfig, reporter: Reporter, interrupt
     # second time; only evaluation and export run.
     if training.step == trainer.max_steps:
         return
-    tokens = open_tokens(config, training.tokens["fingerprint"], "train")
+    tokens = training.tokens.open("train")
+    training.tokens.interrupted = lambda: interrupts.first
     tokens_per_step = config.data.global_batch_size * config.data.seq_length
     metrics = DeferredMetrics(reporter, every=trainer.log_every_n_steps, tokens_per_step=tokens_per_step)
     with interrupts.deferred(), Saver(training, config) as saver:
@@ -204,7 +220,11 @@ def train(training: Training, config: TrainConfig, reporter: Reporter, interrupt
         profiled = ProfiledSteps(training, config, reporter.say)
         while training.step < trainer.max_steps:
             metrics.start()
-            batches = micro_batches(config, tokens, training.plan.position(training.step))
+            try:
+                batches = next_batches(training, config, tokens, reporter)
+            except WaitStoppedError as stop:
+                metrics.read()
+                stopping.stop_waiting(stop.number)
             with profiled.step():
                 result = run_step(training, config, batches)
             metrics.add(result)
@@ -227,6 +247,18 @@ def train(training: Training, config: TrainConfig, reporter: Reporter, interrupt
             if saves or stopping.stops:
                 stopping.save()
             stopping.raise_if_stopped()
+
+
+def next_batches(
+    training: Training, config: TrainConfig, tokens: GrowingTokenFile, reporter: Reporter
+) -> list[MicroBatch]:
+    """Return this rank's micro-batches of the next step; wait for their tokens, and report a new epoch."""
+    first = training.plan.position(training.step)
+    batches = micro_batches(config, tokens, first)
+    epoch, length = tokens.epoch(first + config.data.global_batch_size - 1)
+    if epoch > max(0, tokens.epoch(first - 1)[0]) and training.step:
+        reporter.say(f"epoch {epoch + 1} of {length:,} sequences begins in step {training.step + 1}")
+    return batches
 
 
 def run_step(training: Training, config: TrainConfig, batches: Sequence[MicroBatch]) -> StepResult:
@@ -330,7 +362,7 @@ def extract_graphs(training: Training, config: TrainConfig) -> None:
     if is_rank_zero():
         print(f"NEURON_EXTRACT_GRAPHS_ONLY: {steps} steps for their graphs; no value is checked, nothing is saved")
     held_out_loss(training, config)
-    tokens = open_tokens(config, training.tokens["fingerprint"], "train")
+    tokens = training.tokens.open("train")
     for step in range(steps):
         batches = micro_batches(config, tokens, training.plan.position(step))
         run_step(training, config, batches[:EXTRACTED_MICRO_BATCHES])

@@ -17,7 +17,7 @@ from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.training.config import DataConfig, TrainConfig
 from nxd_memopt.training.distributed import world_size
 from nxd_memopt.training.packing import DOCUMENT_START, ID_MASK, NOT_TRAINED, Tokens, trained_tokens
-from nxd_memopt.training.tokens import TokenFile
+from nxd_memopt.training.token_files import TokenFile
 
 
 @dataclass(frozen=True)

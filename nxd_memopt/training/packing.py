@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,45 +23,114 @@ ID_MASK = DOCUMENT_START - 1
 WINDOW_TOKENS = 2**22
 
 
-def concatenated(documents: Iterable[Tokens], length: int) -> Iterator[Tokens]:
-    """Yield rows ``[S]`` of the documents one after another; a remainder below S tokens is dropped.
+class Packer(Protocol):
+    """Packs documents into rows, and can go on from a recorded state."""
+
+    def add(self, document: Tokens) -> Sequence[Tokens]:
+        """Add a document; return the rows ``[S]`` that it completes."""
+        ...
+
+    def finish(self) -> Sequence[Tokens]:
+        """Return the last rows, after all documents."""
+        ...
+
+    def state(self) -> dict[str, Any] | None:
+        """Return, as JSON values, what the next rows depend on besides the next documents.
+
+        None where going on is only possible from an earlier document.
+        """
+        ...
+
+
+class Concatenation:
+    """Packs documents one after another and cuts them every S tokens; a remainder below S is dropped.
 
     A document that crosses the end of a row continues in the next one.
+
+    Args:
+        length: S.
+        state: of an earlier packer, to go on from.
     """
-    rest: list[Tokens] = []
-    size = 0
-    for document in documents:
-        rest.append(_started(document))
-        size += len(document)
-        if size >= length:
-            joined = np.concatenate(rest)
-            rows = joined[: size // length * length].reshape(-1, length)  # [complete rows, S]
-            rest = [joined[rows.size :]]
-            size -= rows.size
-            yield from rows
+
+    def __init__(self, length: int, state: Mapping[str, Any] | None = None) -> None:
+        self._length = length
+        self._rest: list[Tokens] = []
+        if state is not None:
+            self._rest = [np.array(state["rest"], dtype=np.int32)]
+        self._size = sum(map(len, self._rest))
+
+    def add(self, document: Tokens) -> Sequence[Tokens]:
+        """Return the rows that ``document`` completes."""
+        self._rest.append(started(document))
+        self._size += len(document)
+        if self._size < self._length:
+            return []
+        joined = np.concatenate(self._rest)
+        rows = joined[: self._size // self._length * self._length].reshape(-1, self._length)  # [complete rows, S]
+        # A copy: a view would keep all tokens of a long document in memory.
+        self._rest = [joined[rows.size :].copy()]
+        self._size -= rows.size
+        return list(rows)
+
+    def finish(self) -> Sequence[Tokens]:
+        """Return no row: the remainder is dropped."""
+        return []
+
+    def state(self) -> dict[str, Any]:
+        """Return the tokens of the incomplete row, with their flags."""
+        # Joined once: the states of many short documents would otherwise join the same tokens.
+        if self._rest:
+            self._rest = [np.concatenate(self._rest)]
+        return {"rest": [token for part in self._rest for token in part.tolist()]}
 
 
-def best_fit(documents: Iterable[Tokens], length: int, *, padding_id: int, seed: int) -> Iterator[Tokens]:
-    """Yield rows ``[S]`` in which documents are cut as rarely as possible (arXiv:2404.10830).
+class BestFit:
+    """Packs so that documents are cut as rarely as possible (arXiv:2404.10830).
 
     Only documents longer than S are cut, into pieces of S tokens and a remainder. Within windows
     of ``WINDOW_TOKENS`` tokens, the pieces are placed from the longest to the shortest, each into
     the row with the least space that it fits into. A row's end is filled with ``padding_id``,
     which is not trained and is a document of its own. The rows of a window are shuffled, because
     they are found in the order of their documents' lengths.
+
+    Args:
+        length: S.
+        padding_id: token that fills rows.
+        seed: seed of the order of a window's rows.
+        state: of an earlier packer, to go on from.
     """
-    generator = np.random.default_rng([seed, 3])
-    window: list[Tokens] = []
-    size = 0
-    for document in documents:
+
+    def __init__(self, length: int, *, padding_id: int, seed: int, state: Mapping[str, Any] | None = None) -> None:
+        self._length = length
+        self._padding_id = padding_id
+        self._generator = np.random.default_rng([seed, 3])
+        if state is not None:
+            self._generator.bit_generator.state = state["generator"]
+        self._window: list[Tokens] = []
+        self._size = 0
+
+    def add(self, document: Tokens) -> Sequence[Tokens]:
+        """Return the rows of a window that ``document`` fills, else none."""
         # Each piece starts a document: in its row, the tokens before it are of another one.
-        window += [_started(document[start : start + length]) for start in range(0, len(document), length)]
-        size += len(document)
-        if size >= WINDOW_TOKENS:
-            yield from _shuffled(_best_fit_rows(window, length, padding_id), generator)
-            window = []
-            size = 0
-    yield from _shuffled(_best_fit_rows(window, length, padding_id), generator)
+        starts = range(0, len(document), self._length)
+        self._window += [started(document[start : start + self._length]) for start in starts]
+        self._size += len(document)
+        if self._size < WINDOW_TOKENS:
+            return []
+        return self.finish()
+
+    def finish(self) -> Sequence[Tokens]:
+        """Return the rows of the window."""
+        rows = _best_fit_rows(self._window, self._length, self._padding_id)
+        self._window = []
+        self._size = 0
+        return [rows[index] for index in self._generator.permutation(len(rows))]
+
+    def state(self) -> dict[str, Any] | None:
+        """Return the random state between two windows; None inside a window."""
+        if self._window:
+            return None
+        return {"generator": self._generator.bit_generator.state}
 
 
 def _best_fit_rows(pieces: list[Tokens], length: int, padding_id: int) -> list[Tokens]:
@@ -88,13 +158,7 @@ def _padded(row: Tokens, length: int, padding_id: int) -> Tokens:
     return np.concatenate([row, padding])
 
 
-def _shuffled(rows: list[Tokens], generator: np.random.Generator) -> Iterator[Tokens]:
-    """Yield ``rows`` in the order that ``generator`` draws."""
-    for index in generator.permutation(len(rows)):
-        yield rows[index]
-
-
-def _started(document: Tokens) -> Tokens:
+def started(document: Tokens) -> Tokens:
     """Return a copy of ``document`` whose first token has ``DOCUMENT_START``."""
     copy = np.array(document, dtype=np.int32)
     copy[:1] |= DOCUMENT_START

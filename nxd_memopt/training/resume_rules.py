@@ -99,6 +99,7 @@ RULES: dict[str, Rule] = {
     "data.split": SAME_CONTENT,
     "data.text_column": SAME_CONTENT,
     "data.on_bad_rows": SAME_CONTENT,
+    "data.streaming": SAME_CONTENT,
     "data.end_of_text": SAME_CONTENT,
     "data.seq_length": REFUSED,
     "data.packing": Rule(Change.REFUSED, WARM_START, before="concatenate"),

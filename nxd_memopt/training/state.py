@@ -18,10 +18,10 @@ from nxd_memopt.checkpoint.training import load_checkpoint
 from nxd_memopt.parallel_layers.coordination import raise_together
 from nxd_memopt.parallel_layers.random import get_rng_tracker, model_parallel_manual_seed
 from nxd_memopt.training.config import TrainConfig
-from nxd_memopt.training.data_content import TokenContent
 from nxd_memopt.training.micro_batches import MicroBatch
 from nxd_memopt.training.optimizer import MasterWeightOptimizer
 from nxd_memopt.training.resume import ResumePlan
+from nxd_memopt.training.token_feed import TokenFeed
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Training:
         forward_backward: maps a micro-batch to its share of the step's loss, and accumulates its
             gradients.
         plan: how the run has started.
-        tokens: content of the packed tokens.
+        tokens: packed tokens of the run.
         step: optimizer steps done, skipped ones included. The data position follows from it and
             from ``plan``, the learning rate from ``updates`` and ``plan``.
     """
@@ -43,7 +43,7 @@ class Training:
     optimizer: MasterWeightOptimizer
     forward_backward: Callable[[MicroBatch], Tensor]
     plan: ResumePlan
-    tokens: TokenContent
+    tokens: TokenFeed
     step: int = 0
 
     @property
@@ -56,10 +56,8 @@ class Training:
         self.optimizer.finish_update()
         # References to the model and the optimizer, copies of the random states only: the save
         # copies everything else before the next update changes it.
-        shared: dict[str, Any] = {
-            "tokens": dict(self.tokens),
-            "sequences": self.plan.position(self.step),
-        }
+        consumed = self.plan.position(self.step)
+        shared: dict[str, Any] = {"tokens": dict(self.tokens.content(consumed)), "sequences": consumed}
         if self.optimizer.loss_scaler is not None:
             shared["loss_scaler"] = self.optimizer.loss_scaler.state_dict()
         return TrainingState(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NoReturn
 
 from nxd_memopt.training.config import TrainConfig
 from nxd_memopt.training.distributed import is_rank_zero, stop_time_file
@@ -56,6 +57,7 @@ class Stopping:
         self._is_saving = False
         self._signal: int | None = None
         self._written_s: float | None = None
+        self._saved_step = training.step
         file = None
         if is_rank_zero() and config.trainer.save_checkpoints:
             file = Path(config.trainer.output_dir) / LAST_SAVE
@@ -104,11 +106,26 @@ class Stopping:
             self._finished_save()
         self._times.started_save()
         self._is_saving = True
+        self._saved_step = self._training.step
         self._saver.save()
         if self.stops:
             self._saver.finish()
         if not self._saver.is_busy:
             self._finished_save()
+
+    def stop_waiting(self, number: int) -> NoReturn:
+        """Save the last step, if it is not saved, and raise ``Interrupted`` on every rank.
+
+        Every rank calls, between two steps, with the signal that stops the run.
+        """
+        if not self._training.step:
+            raise Interrupted(number, Interrupts().message, is_agreed=True)
+        self._signal = number
+        if self._training.step != self._saved_step:
+            self.save()
+        self._saver.finish()
+        self.raise_if_stopped()
+        raise AssertionError("a signal was set")
 
     def raise_if_stopped(self) -> None:
         """Raise ``Interrupted`` on every rank if the run stops. Call after ``save``."""

@@ -1,34 +1,27 @@
-"""Writes the packed tokens of a run once, in one process, to files that every rank reads and checks."""
+"""The directory of a run's packed tokens: its name, its index, and the sequences that ranks read from it."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from nxd_memopt.checkpoint.directories import (
-    flush_to_disk,
-    incomplete_path,
-    remove_directory,
-    replace_directory,
-    restore_interrupted,
-)
 from nxd_memopt.checkpoint.index import read_checked_json, write_json
 from nxd_memopt.training.config import DataConfig, TrainConfig
-from nxd_memopt.training.documents import Documents
-from nxd_memopt.training.packing import NOT_TRAINED, Tokens, documents_per_row
-from nxd_memopt.training.tokens import SPLITS, TokenFile, packed_windows
+from nxd_memopt.training.corpora import WINDOW_SEQUENCES
+from nxd_memopt.training.packing import Tokens
+from nxd_memopt.training.token_log import TokenLog
+from nxd_memopt.training.tokens import window_sequences
 from nxd_memopt.training.vocabulary import Vocabulary
 
 FORMAT = "nxd_memopt packed tokens"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 INDEX = "index.json"
-CHUNK_BYTES = 2**24  # 16 MiB: memory of a check or a comparison of files
 # Code, digits and letters outside of ASCII: what tokenizers treat differently.
 SAMPLE = "def f(x):\n    return x + 1  # 0123456789 äöü\n"
 
@@ -38,89 +31,39 @@ def directory_of(parent: Path, fingerprint: str) -> Path:
     return parent / fingerprint[:16]
 
 
-def write_tokens(
-    parent: Path,
-    config: DataConfig,
-    *,
-    documents: Documents,
-    vocabulary: Vocabulary,
-    train_sequences: int,
-    seed: int,
-) -> str:
-    """Tokenize and pack documents, until ``train_sequences`` or the text's end; return the fingerprint.
+def tokens_fingerprint(config: DataConfig, corpus_fingerprint: str, vocabulary: Vocabulary, seed: int) -> str:
+    """Return a hash of everything that the packed tokens depend on."""
+    text = [
+        corpus_fingerprint,
+        config.seq_length,
+        config.packing,
+        seed,
+        window_sequences(config.seq_length, WINDOW_SEQUENCES),
+    ]
+    facts = [FORMAT_VERSION, *text, vocabulary.size, vocabulary.end_of_text, _tokenizer_facts(vocabulary)]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
-    The files are in a subdirectory of ``parent`` named by the fingerprint of text, tokenizer and
-    options. It appears when all of them are complete. Files of an earlier run with the same
-    fingerprint are reused if they have enough sequences, and replaced by longer ones otherwise. A
-    longer file starts with the sequences of the shorter one, so a run that is extended continues
-    in the same order. Directories of other fingerprints are left alone.
 
-    Args:
-        parent: directory of the token directories; no other process writes to it.
-        config: S, the number of held-out sequences and the text column.
-        documents: training and held-out text.
-        vocabulary: tokenizer, checked against the model.
-        train_sequences: sequences of S tokens that training reads.
-        seed: seed of the order of documents and sequences.
+def create_directory(directory: Path, fingerprint: str) -> None:
+    """Create the directory of packed tokens if it is absent, with its index.
 
     Raises:
-        ValueError: a split has fewer than S tokens, or the files of an earlier run are damaged, or
-            are no beginning of the new ones.
-        OSError: the files cannot be written, for example because the disk is full.
+        ValueError: the path is of something else, or of other tokens.
+        OSError: it cannot be written.
     """
-    fingerprint = _fingerprint(config, documents, vocabulary, seed)
-    target = directory_of(parent, fingerprint)
-    _restore_interrupted(parent)
-    wanted = {"train": train_sequences, "held_out": config.eval_sequences}
-    if target.exists():
-        index = require_intact(target, fingerprint)
-        # The requested numbers are compared, not the sequences in the files: a text that ended
-        # early has fewer, and tokenizing it again would not give more.
-        if all(index["wanted"][name] >= wanted[name] for name in SPLITS):
-            return fingerprint
-        wanted = {name: max(wanted[name], index["wanted"][name]) for name in SPLITS}
-
-    incomplete = incomplete_path(target)
-    incomplete.mkdir(parents=True)
-    try:
-        files: dict[str, Any] = {}
-        for name, parts in (("train", documents.train), ("held_out", documents.held_out)):
-            if wanted[name]:
-                windows = packed_windows(documents, parts, vocabulary, config, seed)
-                files[f"{name}.bin"] = _write_split(incomplete / f"{name}.bin", windows, wanted[name])
-        content = {"format": FORMAT, "version": FORMAT_VERSION, "fingerprint": fingerprint}
-        write_json(incomplete / INDEX, content | {"wanted": wanted, "files": files})
-        if target.exists():
-            _require_same_beginning(target, incomplete)
-        replace_directory(incomplete, target)
-    except OSError as error:
-        # An error in writing names no file, or one of ours; the others are of reading the data.
-        if error.filename is not None and parent not in Path(error.filename).parents:
-            raise
-        raise OSError(
-            f"could not write the tokens to {incomplete}: {error}: free disk space or choose another trainer.output_dir"
-        ) from error
-    finally:
-        remove_directory(incomplete)
-    return fingerprint
+    is_new = not directory.exists() or (directory.is_dir() and not any(directory.iterdir()))
+    if is_new:
+        directory.mkdir(parents=True, exist_ok=True)
+        write_json(directory / INDEX, {"format": FORMAT, "version": FORMAT_VERSION, "fingerprint": fingerprint})
+    require_directory(directory, fingerprint)
 
 
-def token_paths(directory: Path, index: Mapping[str, Any]) -> dict[str, Path]:
-    """Return the file of each split that the index of ``directory`` lists."""
-    return {name: directory / f"{name}.bin" for name in SPLITS if f"{name}.bin" in index["files"]}
-
-
-def require_intact(directory: Path, fingerprint: str, *, contents: bool = True) -> dict[str, Any]:
-    """Check the files of ``directory`` and return its index.
-
-    Args:
-        directory: directory of packed tokens.
-        fingerprint: fingerprint that it must have.
-        contents: also compare the CRC-32 of the files, which reads all of their bytes (1 s per GB).
+def require_directory(directory: Path, fingerprint: str) -> None:
+    """Check the index of a directory of packed tokens.
 
     Raises:
-        ValueError: the directory is not visible on this host, or a file is missing, has another
-            length or other bytes than when it was written, or has another fingerprint.
+        ValueError: the directory is not visible on this host, its index is damaged, or it has
+            another format or fingerprint.
     """
     path = directory / INDEX
     if directory.exists() and not directory.is_dir():
@@ -137,54 +80,125 @@ def require_intact(directory: Path, fingerprint: str, *, contents: bool = True) 
         raise ValueError(f"{path} has format {found}, not {FORMAT!r}, version {FORMAT_VERSION}: {remedy}")
     if index["fingerprint"] != fingerprint:
         raise ValueError(f"{path} has fingerprint {index['fingerprint']}, this run's is {fingerprint}: {remedy}")
-    for name, recorded in index["files"].items():
-        file = directory / name
-        size = file.stat().st_size if file.is_file() else None
-        if size != recorded["bytes"]:
-            found = "is missing" if size is None else f"has {size} bytes"
-            raise ValueError(f"{file} {found}, {recorded['bytes']} were written: {remedy}")
-        if contents and _crc32(file) != recorded["crc32"]:
-            raise ValueError(f"{file} was altered, its CRC-32 is not the recorded {recorded['crc32']}: {remedy}")
-    return index
 
 
-def open_tokens(config: TrainConfig, fingerprint: str, split: str) -> TokenFile:
-    """Return the packed sequences of ``split``, ``"train"`` or ``"held_out"``."""
-    directory = directory_of(config.trainer.tokens_directory, fingerprint)
-    recorded = require_intact(directory, fingerprint, contents=False)["files"][f"{split}.bin"]
-    return TokenFile(
-        directory / f"{split}.bin",
-        config.data.seq_length,
-        documents_per_row=recorded["most_documents"],
-        seed=config.trainer.seed,
-    )
+class TokenFile:
+    """Packed sequences of one split, memory-mapped.
+
+    Args:
+        path: flat file of int32 token ids with the flags of ``packing``, ``[sequences, S]``.
+        seq_length: S, tokens per sequence.
+        documents_per_row: the largest number of documents in a row.
+        seed: seed of the order of the second and later epochs; the first epoch has the file's
+            order, which is shuffled already.
+        count: sequences of the file that are complete; None stands for all.
+    """
+
+    def __init__(
+        self, path: Path, seq_length: int, *, documents_per_row: int, seed: int = 0, count: int | None = None
+    ) -> None:
+        self._path = path
+        self._seq_length = seq_length
+        self._tokens = self._mapped(count)
+        self.documents_per_row = documents_per_row
+        self._seed = seed
+        self._order: tuple[int, NDArray[np.int64] | None] = (0, None)
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def _mapped(self, count: int | None) -> Tokens:
+        """Return the first ``count`` rows."""
+        # Memory-mapped: ranks of a host share the page cache, and a step reads its rows only.
+        shape = None if count is None else (count * self._seq_length,)
+        return np.memmap(self._path, dtype=np.int32, mode="r", shape=shape).reshape(-1, self._seq_length)
+
+    def rows(self, positions: range) -> Tokens:
+        """Return the rows at ``positions`` of the stream, ``[len(positions), S]``, with their flags.
+
+        The stream repeats the file without end.
+        """
+        return np.stack([self._tokens[self._row(position)] for position in positions])
+
+    def _row(self, position: int) -> int:
+        """Return the file's row at ``position``; each epoch after the first has a permutation."""
+        # The permutation is a function of seed and epoch, so a resumed run needs no data state
+        # but the step. Only the last epoch's permutation is cached.
+        epoch, row = divmod(position, len(self))
+        if epoch == 0:
+            return row
+        if self._order[0] != epoch:
+            generator = np.random.default_rng([self._seed, 2, epoch])
+            self._order = (epoch, generator.permutation(len(self)))
+        assert self._order[1] is not None
+        return int(self._order[1][row])
 
 
-def describe_rows(config: TrainConfig, fingerprint: str) -> list[str]:
-    """Return the start report's lines about the rows of training."""
-    directory = directory_of(config.trainer.tokens_directory, fingerprint)
-    index = require_intact(directory, fingerprint, contents=False)
-    recorded = index["files"].get("train.bin")
-    if recorded is None:
+class GrowingTokenFile(TokenFile):
+    """Packed sequences of one split that another process is writing; each window is checked when it is first read.
+
+    Args:
+        log: log of the split.
+        seq_length: S.
+        seed: seed of the order of the second and later epochs.
+        wait: returns when the log has so many sequences, or all of the text; every rank calls.
+    """
+
+    def __init__(self, log: TokenLog, seq_length: int, *, seed: int, wait: Callable[[int], None]) -> None:
+        wait(1)
+        super().__init__(log.bin, seq_length, documents_per_row=1, seed=seed, count=log.last.rows)
+        self._log = log
+        self._wait = wait
+        self._checked: set[int] = set()
+
+    def rows(self, positions: range) -> Tokens:
+        """Return the rows at ``positions``; wait until they exist.
+
+        Raises:
+            ValueError: a row's window was altered after it was written.
+        """
+        self._wait(positions.stop)
+        # Bytes after the complete rows are being written.
+        if len(self) != self._log.last.rows:
+            self._tokens = self._mapped(self._log.last.rows)
+        for row in {self._row(position) for position in positions}:
+            self._check(row)
+        return super().rows(positions)
+
+    def epoch(self, position: int) -> tuple[int, int]:
+        """Return the epoch of ``position``, from 0, and the sequences of an epoch that are known."""
+        if not self._log.last.ended:
+            return 0, len(self)
+        return position // len(self), len(self)
+
+    def _check(self, row: int) -> None:
+        """Compare the window of a row with its CRC-32, once; raise the number of documents in a row to its."""
+        index = self._log.entry_at(row)
+        if index not in self._checked:
+            window = self._log.window(index)
+            self._log.require_intact(index, self._tokens[window.start : window.stop])
+            self._checked.add(index)
+            # Every rank reads the same rows, so it is equal on all of them; powers of two, so that
+            # few shapes of document bounds occur while the file grows.
+            most = self._log.entries[index].most_documents
+            self.documents_per_row = max(self.documents_per_row, 1 << (most - 1).bit_length())
+
+
+def describe_rows(config: TrainConfig, log: TokenLog) -> list[str]:
+    """Return the start report's lines about the rows of training that exist."""
+    last = log.last
+    if not last.rows:
         return []
-    share = recorded["not_trained"] / max(recorded["rows"] * config.data.seq_length, 1)
-    documents = f"at most {recorded['most_documents']} documents in a row"
+    share = last.not_trained / (last.rows * config.data.seq_length)
+    documents = f"at most {last.most_documents} documents in a row"
     lines = [f"packing {config.data.packing}: {documents}, {share:.2%} of the tokens are padding or not trained"]
     read = config.trainer.max_steps * config.data.global_batch_size
-    if read > recorded["rows"]:
-        epochs = read / recorded["rows"]
-        lines.append(
-            f"data: the text has {recorded['rows']:,} sequences, of which {config.trainer.max_steps:,} steps read "
-            f"{read:,}: {epochs:.1f} epochs"
-        )
+    steps = f"{config.trainer.max_steps:,} steps read {read:,}"
+    if last.ended and read > last.rows:
+        lines.append(f"data: the text has {last.rows:,} sequences, of which {steps}: {read / last.rows:.1f} epochs")
+    elif read > last.rows:
+        lines.append(f"data: {last.rows:,} sequences are tokenized, {steps}: a process tokenizes while the run trains")
     return lines
-
-
-def _fingerprint(config: DataConfig, documents: Documents, vocabulary: Vocabulary, seed: int) -> str:
-    """Return a hash of everything that the packed tokens depend on."""
-    text = [documents.fingerprint, config.text_column, config.seq_length, config.packing, seed]
-    facts = [FORMAT_VERSION, *text, vocabulary.size, vocabulary.end_of_text, _tokenizer_facts(vocabulary)]
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 def _tokenizer_facts(vocabulary: Vocabulary) -> list[Any]:
@@ -203,63 +217,3 @@ def _tokenizer_facts(vocabulary: Vocabulary) -> list[Any]:
         vocabulary_text = json.dumps(sorted(tokenizer.get_vocab().items()))
         facts.append(hashlib.sha256(vocabulary_text.encode()).hexdigest())
     return facts
-
-
-def _write_split(path: Path, windows: Iterator[Tokens], wanted: int) -> dict[str, int]:
-    """Write at most ``wanted`` sequences of ``windows`` to ``path``; return what the index records.
-
-    It records the largest number of documents in a row too, which gives the length of document
-    bounds, and the number of tokens that are not trained, such as padding.
-    """
-    rows = 0
-    crc32 = 0
-    most_documents = 0
-    not_trained = 0
-    with path.open("wb") as file:
-        for window in windows:
-            written = np.ascontiguousarray(window[: wanted - rows])
-            data = written.tobytes()
-            file.write(data)
-            crc32 = zlib.crc32(data, crc32)
-            rows += len(written)
-            most_documents = max(most_documents, documents_per_row(written))
-            not_trained += int(np.count_nonzero(written & NOT_TRAINED))
-            if rows == wanted:
-                break
-    flush_to_disk(path)
-    return {
-        "rows": rows,
-        "bytes": path.stat().st_size,
-        "crc32": crc32,
-        "most_documents": most_documents,
-        "not_trained": not_trained,
-    }
-
-
-def _crc32(path: Path) -> int:
-    """Return the CRC-32 of a file."""
-    checksum = 0
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            checksum = zlib.crc32(chunk, checksum)
-    return checksum
-
-
-def _require_same_beginning(old: Path, new: Path) -> None:
-    """Raise ``ValueError`` unless each file in ``new`` starts with the bytes of the one in ``old``."""
-    for path in sorted(old.glob("*.bin")):
-        with path.open("rb") as shorter, (new / path.name).open("rb") as longer:
-            while chunk := shorter.read(CHUNK_BYTES):
-                if longer.read(len(chunk)) != chunk:
-                    raise ValueError(
-                        f"the text tokenized again does not start with the sequences of {path}, although text, "
-                        "tokenizer and options are the same: install the version of the tokenizer's library that "
-                        f"wrote it, or delete {old} and start a new run in another trainer.output_dir"
-                    )
-
-
-def _restore_interrupted(parent: Path) -> None:
-    """Remove what interrupted runs left in ``parent``; keep the complete version of each directory."""
-    for suffix in ("incomplete", "replaced"):
-        for path in parent.glob(f".*.{suffix}"):
-            restore_interrupted(path.with_name(path.name[1 : -len(suffix) - 1]))

@@ -1,138 +1,200 @@
-"""Packs token ids into sequences of one length, in a shuffled order, and reads them from a flat file."""
+"""Tokenizes documents and packs them into windows of shuffled sequences, from the begin or from where it stopped."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from nxd_memopt.training.config import DataConfig
-from nxd_memopt.training.documents import Documents, Part
-from nxd_memopt.training.packing import Tokens, best_fit, concatenated
+from nxd_memopt.training.corpora import WINDOW_SEQUENCES, Document, DocumentStream, Position
+from nxd_memopt.training.packing import BestFit, Concatenation, Packer, Tokens
 from nxd_memopt.training.vocabulary import Vocabulary
 
-SPLITS = ("train", "held_out")
-# Sequences shuffled together. At S = 1024 a window has 1024 * 1024 * 4 bytes = 4 MiB and the text
-# of about 64 standard library files.
-WINDOW_SEQUENCES = 1024
+SPLITS: tuple[str, ...] = ("train", "held_out")
+# Tokens of a window of long sequences: the first window exists after some seconds.
+WINDOW_TOKENS = 2**20
+MIN_WINDOW_SEQUENCES = 16
 DOCUMENTS_PER_CALL = 32  # documents that a fast tokenizer encodes in parallel
 
 
-class TokenFile:
-    """Packed sequences of one split, memory-mapped.
+@dataclass(frozen=True)
+class Window:
+    """Shuffled sequences that are written together.
 
     Args:
-        path: flat file of int32 token ids with the flags of ``packing``, ``[sequences, S]``.
-        seq_length: S, tokens per sequence.
-        documents_per_row: the largest number of documents in a row.
-        seed: seed of the order of the second and later epochs; the first epoch has the file's
-            order, which is shuffled already.
+        rows: ``[<= window_sequences(S), S]`` with the flags of ``packing``; the last window may be empty.
+        restart: state from which ``packed_windows`` yields the next windows, as JSON values.
+        documents: documents whose rows are complete, since the stream's begin.
+        ended: whether there is no further window.
     """
 
-    def __init__(self, path: Path, seq_length: int, *, documents_per_row: int, seed: int = 0) -> None:
-        # Memory-mapped: ranks of a host share the page cache, and a step reads its rows only.
-        self._tokens: Tokens = np.memmap(path, dtype=np.int32, mode="r").reshape(-1, seq_length)
-        self.documents_per_row = documents_per_row
-        self._seed = seed
-        self._order: tuple[int, NDArray[np.int64] | None] = (0, None)
+    rows: Tokens
+    restart: Mapping[str, Any]
+    documents: int
+    ended: bool
 
-    def __len__(self) -> int:
-        return len(self._tokens)
 
-    def rows(self, positions: range) -> Tokens:
-        """Return the rows at ``positions`` of the stream, ``[len(positions), S]``, with their flags.
+@dataclass(frozen=True)
+class _Point:
+    """Place between two documents from which packing can go on.
 
-        The stream repeats the file without end.
-        """
-        return np.stack([self._tokens[self._row(position)] for position in positions])
+    Args:
+        produced: rows that the documents before it have completed.
+        position: place in the stream of documents.
+        documents: documents before it.
+        packer: state of the packer.
+    """
 
-    def _row(self, position: int) -> int:
-        """Return the file's row at ``position``; each epoch after the first has a permutation."""
-        # The permutation is a function of seed and epoch, so a resumed run needs no data state
-        # but the step. Only the last epoch's permutation is cached.
-        epoch, row = divmod(position, len(self))
-        if epoch == 0:
-            return row
-        if self._order[0] != epoch:
-            generator = np.random.default_rng([self._seed, 2, epoch])
-            self._order = (epoch, generator.permutation(len(self)))
-        assert self._order[1] is not None
-        return int(self._order[1][row])
+    produced: int
+    position: Position | None
+    documents: int
+    packer: Mapping[str, Any] | None
+
+
+def window_sequences(seq_length: int, most: int) -> int:
+    """Return the number of sequences that are shuffled and written together, at most ``most``."""
+    return min(most, max(MIN_WINDOW_SEQUENCES, WINDOW_TOKENS // seq_length))
 
 
 def packed_windows(
-    documents: Documents,
-    parts: list[Part],
+    stream: DocumentStream,
     vocabulary: Vocabulary,
     config: DataConfig,
     seed: int,
-) -> Iterator[Tokens]:
-    """Yield the packed sequences of ``parts`` in the order of training, ``[<= WINDOW_SEQUENCES, S]``.
+    restart: Mapping[str, Any] | None = None,
+    *,
+    most: int = WINDOW_SEQUENCES,
+) -> Iterator[Window | None]:
+    """Yield the windows of a split in the order of training.
+
+    The windows after ``restart`` are those that follow it without an interruption. None is yielded
+    after each call of the tokenizer that completes no window, so that the caller can stop there.
+
+    Args:
+        stream: documents of the split.
+        vocabulary: tokenizer.
+        config: S, the packing and the names in messages.
+        seed: seed of the order of sequences.
+        restart: ``Window.restart`` of the last window that was written.
+        most: sequences of a window at most.
 
     Raises:
-        ValueError: the documents have fewer than S tokens.
+        ValueError: the documents have no complete sequence.
     """
-    sequences = _packed(documents, _shuffled(parts, seed), vocabulary, config, seed)
-    return _shuffled_windows(sequences, seed)
+    return _Packing(stream, vocabulary, config, seed, restart).windows(window_sequences(config.seq_length, most))
 
 
-def _shuffled(parts: list[Part], seed: int) -> list[Part]:
-    """Return ``parts`` in an order that depends on ``seed`` and their number."""
-    # [seed, 0] orders documents, [seed, 1] the sequences of each window, [seed, 2, epoch] those of
-    # a later epoch, [seed, 3] the rows of best fit.
-    return [parts[index] for index in np.random.default_rng([seed, 0]).permutation(len(parts))]
+class _Packing:
+    """State of ``packed_windows``: documents become rows, rows become shuffled windows."""
 
+    def __init__(
+        self,
+        stream: DocumentStream,
+        vocabulary: Vocabulary,
+        config: DataConfig,
+        seed: int,
+        restart: Mapping[str, Any] | None,
+    ) -> None:
+        self._stream = stream
+        self._vocabulary = vocabulary
+        self._config = config
+        self._shuffle = np.random.default_rng([seed, 1])
+        self._point = _Point(0, None, 0, None)
+        self._written = 0
+        if restart is not None:
+            self._point = _Point(**restart["point"])
+            self._written = restart["written"]
+            self._shuffle.bit_generator.state = restart["shuffle"]
+        self._packer = _packer(config, vocabulary, seed, self._point.packer)
+        # A document, or a window of best fit, may complete rows of several windows. Going on, its
+        # first rows are those that are written already.
+        self._written_again = self._written - self._point.produced
+        self._produced = self._point.produced
+        self._documents = self._point.documents
+        self._points = [self._point]
+        self._pending: list[Tokens] = []
+        self._tokens = 0
 
-def _shuffled_windows(sequences: Iterator[Tokens], seed: int) -> Iterator[Tokens]:
-    """Yield windows of shuffled sequences, ``[<= WINDOW_SEQUENCES, S]``.
+    def windows(self, size: int) -> Iterator[Window | None]:
+        """Yield windows of ``size`` sequences, as ``packed_windows``."""
+        batch: list[tuple[Document, Position]] = []
+        for item in self._stream.read(self._point.position):
+            batch.append(item)
+            if len(batch) == DOCUMENTS_PER_CALL:
+                self._add(batch)
+                batch = []
+                if len(self._pending) < size:
+                    yield None
+                while len(self._pending) >= size:
+                    yield self._window(size)
+        self._add(batch)
+        self._take(self._packer.finish())
+        while len(self._pending) > size:
+            yield self._window(size)
+        if not self._pending and not self._written:
+            raise ValueError(_too_short(self._config, self._tokens, self._documents))
+        yield self._window(len(self._pending), ended=True)
 
-    Neighbouring sequences come from one document; shuffling spreads them over a window.
-    """
-    generator = np.random.default_rng([seed, 1])
-    while window := list(itertools.islice(sequences, WINDOW_SEQUENCES)):
-        yield np.stack(window)[generator.permutation(len(window))]
+    def _add(self, batch: list[tuple[Document, Position]]) -> None:
+        """Tokenize and pack documents."""
+        encoded = self._encoded([document for document, _ in batch])
+        for tokens, (_, position) in zip(encoded, batch, strict=True):
+            self._documents += 1
+            self._tokens += len(tokens)
+            if len(tokens):
+                self._take(self._packer.add(tokens))
+            # Only the last point before the next unwritten row is of use; the state of each point
+            # would cost a copy, so it is asked for where a row was completed.
+            state = self._packer.state() if self._produced > self._points[-1].produced else None
+            if state is not None:
+                self._points.append(_Point(self._produced, position, self._documents, state))
 
-
-def _packed(
-    documents: Documents, parts: list[Part], vocabulary: Vocabulary, config: DataConfig, seed: int
-) -> Iterator[Tokens]:
-    """Yield the rows ``[S]`` of the documents, packed as ``config.packing`` says.
-
-    Raises:
-        ValueError: there is no complete row.
-    """
-    tokens = 0
-
-    def counted() -> Iterator[Tokens]:
-        nonlocal tokens
-        for document in _encoded(documents, parts, vocabulary):
-            tokens += len(document)
-            yield document
-
-    if config.packing == "best_fit":
-        rows = best_fit(counted(), config.seq_length, padding_id=vocabulary.end_of_text, seed=seed)
-    else:
-        rows = concatenated(counted(), config.seq_length)
-    found = False
-    for row in rows:
-        found = True
-        yield row
-    if not found:
-        raise ValueError(_too_short(config, tokens, len(parts)))
-
-
-def _encoded(documents: Documents, parts: list[Part], vocabulary: Vocabulary) -> Iterator[Tokens]:
-    """Yield the token ids of each document; memory is bounded by ``DOCUMENTS_PER_CALL`` documents."""
-    for start in range(0, len(parts), DOCUMENTS_PER_CALL):
-        texts = [documents.text(part) for part in parts[start : start + DOCUMENTS_PER_CALL]]
+    def _encoded(self, documents: list[Document]) -> list[Tokens]:
+        """Return the token ids of documents, none for those without any text."""
         # Empty documents are left out: each would add nothing but an end-of-text token.
-        texts = [text for text in texts if text.strip()]
-        if texts:
-            for ids in vocabulary.encode(texts):
-                yield np.asarray(ids, dtype=np.int32)
+        texts = [text for text in documents if isinstance(text, str) and text.strip()]
+        ids = iter(self._vocabulary.encode(texts) if texts else [])
+        encoded: list[Tokens] = []
+        for document in documents:
+            if not isinstance(document, str):
+                encoded.append(document)
+            else:
+                encoded.append(np.asarray(next(ids) if document.strip() else [], dtype=np.int32))
+        return encoded
+
+    def _take(self, rows: Any) -> None:
+        """Add rows that are not written yet to those of the next windows."""
+        self._produced += len(rows)
+        again = min(self._written_again, len(rows))
+        self._written_again -= again
+        self._pending += rows[again:]
+
+    def _window(self, size: int, *, ended: bool = False) -> Window:
+        """Return the next ``size`` rows, shuffled."""
+        # Neighbouring sequences come from one document; shuffling spreads them over a window.
+        rows = np.empty((size, self._config.seq_length), dtype=np.int32)
+        for row, index in enumerate(self._shuffle.permutation(size)):
+            rows[row] = self._pending[index]
+        self._pending = self._pending[size:]
+        self._written += size
+        while len(self._points) > 1 and self._points[1].produced <= self._written:
+            del self._points[0]
+        restart = {
+            "point": vars(self._points[0]),
+            "written": self._written,
+            "shuffle": self._shuffle.bit_generator.state,
+        }
+        return Window(rows, restart, self._points[0].documents, ended)
+
+
+def _packer(config: DataConfig, vocabulary: Vocabulary, seed: int, state: Mapping[str, Any] | None) -> Packer:
+    """Return the packer of ``data.packing``."""
+    if config.packing == "best_fit":
+        return BestFit(config.seq_length, padding_id=vocabulary.end_of_text, seed=seed, state=state)
+    return Concatenation(config.seq_length, state)
 
 
 def _too_short(config: DataConfig, tokens: int, count: int) -> str:

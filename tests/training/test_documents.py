@@ -14,29 +14,18 @@ import pyarrow.parquet
 import pytest
 
 from nxd_memopt.training.config import DataConfig
-from nxd_memopt.training.documents import Documents, Part, open_documents, split_documents
+from nxd_memopt.training.documents import Part, open_documents, split_documents, text_digest
 from nxd_memopt.training.micro_batches import micro_batch_rows
 from nxd_memopt.training.packing import ID_MASK
-from nxd_memopt.training.token_files import write_tokens
-from nxd_memopt.training.tokens import TokenFile
+from nxd_memopt.training.token_files import TokenFile
 from nxd_memopt.training.vocabulary import Vocabulary
-from tests.training.runs import END, LINES, byte_tokenizer
-
-
-def vocabulary() -> Vocabulary:
-    return Vocabulary(byte_tokenizer(), 257, END)
-
-
-def documents(texts: list[str], held_out_every: int = 20) -> Documents:
-    train, held_out = split_documents([str(i) for i in range(len(texts))], held_out_every)
-    return Documents(texts.__getitem__, train, held_out, fingerprint="test")
+from tests.training.packed_tokens import corpus_of, documents, open_split, write
+from tests.training.runs import END, LINES, byte_tokenizer, write_jsonl
 
 
 def prepare(directory: Path, config: DataConfig, texts: list[str], sequences: int, seed: int = 0) -> TokenFile:
-    fingerprint = write_tokens(
-        directory, config, documents=documents(texts), vocabulary=vocabulary(), train_sequences=sequences, seed=seed
-    )
-    return TokenFile(directory / fingerprint[:16] / "train.bin", config.seq_length, documents_per_row=16, seed=seed)
+    written = write(directory, config, corpus_of(documents(texts), seed), sequences=sequences, seed=seed)
+    return open_split(written, config.seq_length, seed=seed)
 
 
 def rows(file: TokenFile, count: int) -> list[list[int]]:
@@ -161,18 +150,30 @@ def test_ranks_read_disjoint_sequences_of_one_order() -> None:
         assert seen == list(range(12))
 
 
-def test_split_side_depends_on_the_name_alone() -> None:
-    names = [f"file{i}" for i in range(100)]
-    _, held_out = split_documents(names, 10)
-    _, later = split_documents([*names, *(f"new{i}" for i in range(50))], 10)
+def digests(texts: list[str]) -> list[str]:
+    return [text_digest(text) for text in texts]
+
+
+def test_split_side_depends_on_the_text_alone() -> None:
+    texts = [f"text {i}" for i in range(100)]
+    _, held_out = split_documents(digests(texts), 10)
+    _, later = split_documents(digests([*texts, *(f"new {i}" for i in range(50))]), 10)
     assert [part for part in later if part.index < 100] == held_out and held_out
-    assert split_documents(["a"], 10) == ([Part(0, stop=0.9)], [Part(0, start=0.9)])
+    assert split_documents(digests(["a"]), 10) == ([Part(0, stop=0.9)], [Part(0, start=0.9)])
+
+
+def test_copies_of_a_document_are_never_on_both_sides(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "twice.jsonl", [*LINES, *reversed(LINES)])
+    opened = open_documents(DataConfig(dataset=path))
+    train, held_out = ({opened.text(part) for part in parts} for parts in (opened.train, opened.held_out))
+    assert train and held_out and not train & held_out
+    assert len(opened.held_out) == 2 * len(held_out)
 
 
 def test_no_split_is_empty() -> None:
     for count in range(2, 60):
         for every in (2, 3, 20):
-            train, held_out = split_documents([f"{every}-{count}-{i}" for i in range(count)], every)
+            train, held_out = split_documents(digests([f"{every}-{count}-{i}" for i in range(count)]), every)
             assert train and held_out
             assert {part.index for part in train} | {part.index for part in held_out} == set(range(count))
 

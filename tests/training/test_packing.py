@@ -18,7 +18,7 @@ from nxd_memopt.training import packing
 from nxd_memopt.training.config import DataConfig, ModelConfig, TrainConfig
 from nxd_memopt.training.evaluation import _batches
 from nxd_memopt.training.micro_batches import MicroBatch
-from nxd_memopt.training.packing import DOCUMENT_START, ID_MASK, NOT_TRAINED, Tokens, best_fit, concatenated
+from nxd_memopt.training.packing import DOCUMENT_START, ID_MASK, NOT_TRAINED, BestFit, Concatenation, Packer, Tokens
 from nxd_memopt.training.parallelize import parallelize
 from tests.memory.test_cuda_graph import PlayedGraph
 from tests.packed_rows import (
@@ -42,6 +42,11 @@ def documents(lengths: list[int]) -> list[Tokens]:
     return [np.arange(100 * i + 1, 100 * i + 1 + length, dtype=np.int32) for i, length in enumerate(lengths)]
 
 
+def pack(packer: Packer, documents: list[Tokens]) -> list[Tokens]:
+    """The rows of all documents."""
+    return [*(row for document in documents for row in packer.add(document)), *packer.finish()]
+
+
 def pieces(packed: list[Tokens]) -> list[list[int]]:
     """The ids of each document of the rows, as attention sees them: a row's first token starts one."""
     found = []
@@ -52,7 +57,7 @@ def pieces(packed: list[Tokens]) -> list[list[int]]:
 
 
 def test_concatenated_documents_continue_in_the_next_row() -> None:
-    packed = list(concatenated(documents(LENGTHS), 16))
+    packed = pack(Concatenation(16), documents(LENGTHS))
     joined = np.concatenate(documents(LENGTHS))
     assert [(row & ID_MASK).tolist() for row in packed] == joined[: len(packed) * 16].reshape(-1, 16).tolist()
     assert len(packed) == sum(LENGTHS) // 16
@@ -68,7 +73,7 @@ def test_concatenated_documents_continue_in_the_next_row() -> None:
 
 def test_best_fit_cuts_only_documents_longer_than_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "WINDOW_TOKENS", 60)  # several windows
-    packed = list(best_fit(documents(LENGTHS), 16, padding_id=END, seed=0))
+    packed = pack(BestFit(16, padding_id=END, seed=0), documents(LENGTHS))
     found = [piece for piece in pieces(packed) if piece[0] != END]
     expected = [
         document[start : start + 16].tolist()
@@ -80,14 +85,14 @@ def test_best_fit_cuts_only_documents_longer_than_a_row(monkeypatch: pytest.Monk
         is_padding = (row & ID_MASK) == END
         assert np.array_equal((row & NOT_TRAINED) != 0, is_padding)
         assert np.count_nonzero(row[is_padding] & DOCUMENT_START) == min(1, is_padding.sum())
-    assert [row.tolist() for row in best_fit(documents(LENGTHS), 16, padding_id=END, seed=0)] == [
+    assert [row.tolist() for row in pack(BestFit(16, padding_id=END, seed=0), documents(LENGTHS))] == [
         row.tolist() for row in packed
     ]
 
 
 def test_best_fit_takes_the_row_with_the_least_space() -> None:
     # 12 and 10 open rows with 4 and 6 left; 6 fits the second exactly, and 4 the first
-    packed = list(best_fit(documents([4, 10, 6, 12]), 16, padding_id=END, seed=0))
+    packed = pack(BestFit(16, padding_id=END, seed=0), documents([4, 10, 6, 12]))
     assert len(packed) == 2 and not any((row & NOT_TRAINED).any() for row in packed)
     assert sorted(Counter(map(len, pieces(packed))).items()) == [(4, 1), (6, 1), (10, 1), (12, 1)]
 
@@ -95,7 +100,7 @@ def test_best_fit_takes_the_row_with_the_least_space() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_best_fit_loses_and_repeats_no_token(seed: int) -> None:
     lengths = np.random.default_rng(seed).integers(1, 70, size=200).tolist()
-    packed = np.stack(list(best_fit(documents(lengths), 32, padding_id=END, seed=seed)))
+    packed = np.stack(pack(BestFit(32, padding_id=END, seed=seed), documents(lengths)))
     kept = (packed & ID_MASK)[(packed & NOT_TRAINED) == 0]
     assert Counter(kept.tolist()) == Counter(np.concatenate(documents(lengths)).tolist())
     # No piece of a cut document is taken for the end of the document before it in its row.

@@ -16,7 +16,7 @@ from nxd_memopt.training.config import OptimizerConfig
 from nxd_memopt.training.optimizer import MasterWeightOptimizer
 from nxd_memopt.training.packing import Tokens
 from nxd_memopt.training.schedule import learning_rate
-from nxd_memopt.training.tokens import TokenFile
+from nxd_memopt.training.token_files import TokenFile
 from tests.training.runs import LINES, Outcome, losses, rows, run_here, write_config, write_jsonl
 
 SCHEDULE = {"decay_steps": 8}

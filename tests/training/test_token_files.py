@@ -12,25 +12,36 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from nxd_memopt.training import token_files
+from nxd_memopt.training import corpora, token_files, token_log, tokens
+from nxd_memopt.training import packing as packing_module
 from nxd_memopt.training.config import DataConfig
-from nxd_memopt.training.token_files import require_intact, write_tokens
+from nxd_memopt.training.token_files import require_directory
+from nxd_memopt.training.token_log import TokenWriter
 from nxd_memopt.training.vocabulary import Vocabulary
+from tests.training import packed_tokens
+from tests.training.packed_tokens import corpus_of, documents, open_split, rows_of, vocabulary
 from tests.training.runs import END, LINES
-from tests.training.test_documents import documents, vocabulary
 
 CONFIG = DataConfig(seq_length=16, eval_sequences=4)
 
 
 def write(parent: Path, sequences: int = 50, config: DataConfig = CONFIG, **changes: Any) -> Path:
     """Write the tokens of ``LINES``; return their directory."""
-    arguments: dict[str, Any] = {"documents": documents(LINES), "vocabulary": vocabulary(), "seed": 0, **changes}
-    fingerprint = write_tokens(parent, config, train_sequences=sequences, **arguments)
-    return parent / fingerprint[:16]
+    opened = changes.pop("documents", documents(LINES))
+    return packed_tokens.write(
+        parent, config, corpus_of(opened, changes.get("seed", 0)), sequences=sequences, **changes
+    )
 
 
 def train_rows(directory: Path) -> list[list[int]]:
-    return np.fromfile(directory / "train.bin", dtype=np.int32).reshape(-1, 16).tolist()
+    return rows_of(directory, 16)
+
+
+@pytest.fixture
+def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows of 20 rows, after calls of 5 documents."""
+    monkeypatch.setattr(corpora, "WINDOW_SEQUENCES", 20)
+    monkeypatch.setattr(tokens, "DOCUMENTS_PER_CALL", 5)
 
 
 def contents(directory: Path) -> dict[str, tuple[int, bytes]]:
@@ -39,21 +50,96 @@ def contents(directory: Path) -> dict[str, tuple[int, bytes]]:
     return {str(path.relative_to(directory)): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
 
+@pytest.mark.usefixtures("small_windows")
 def test_tokens_are_kept_while_they_are_enough(tmp_path: Path) -> None:
     directory = write(tmp_path, 50)
     before = contents(tmp_path)
-    assert write(tmp_path, 20) == directory and contents(tmp_path) == before
-    assert write(tmp_path, 60) == directory and len(train_rows(directory)) == 60
-    index = json.loads((directory / "index.json").read_text(encoding="utf-8"))
-    assert index["wanted"] == {"train": 60, "held_out": 4}
-    assert index["files"]["train.bin"]["rows"] == 60 and index["files"]["train.bin"]["bytes"] == 60 * 16 * 4
+    assert len(train_rows(directory)) == 60  # whole windows
+    assert write(tmp_path, 60) == directory and contents(tmp_path) == before
+    assert write(tmp_path, 61) == directory and len(train_rows(directory)) == 80
+    entries = [json.loads(line) for line in (directory / "train.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [entry["rows"] for entry in entries] == [20, 40, 60, 80]
+    assert not any(entry["ended"] for entry in entries)
+
+
+@pytest.mark.usefixtures("small_windows")
+@pytest.mark.parametrize("packing", ["concatenate", "best_fit"])
+def test_going_on_writes_the_bytes_of_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: str) -> None:
+    """One window at a time, with a document of several windows, is as all at once: nothing lost, nothing twice."""
+    monkeypatch.setattr(packing_module, "WINDOW_TOKENS", 700)
+    texts = [*LINES, "long " * 400]
+    config = DataConfig(seq_length=16, eval_sequences=4, packing=packing)  # pyright: ignore[reportArgumentType]
+    at_once = write(tmp_path / "at_once", 10**6, config, documents=documents(texts))
+    for sequences in range(1, 10**4, 20):
+        directory = write(tmp_path / "slowly", sequences, config, documents=documents(texts))
+        if TokenWriter(directory, "train", 16).log.last.ended:
+            break
+    for name in ("train.bin", "held_out.bin"):
+        assert (directory / name).read_bytes() == (at_once / name).read_bytes()
+    logs = [TokenWriter(each, "train", 16).log.last for each in (at_once, directory)]
+    assert logs[0] == logs[1]
+    ids = np.array(train_rows(directory)).ravel()
+    ended = [part.index for part in documents(texts).train]
+    # Each document ends once; the last one may be in the dropped rest.
+    found = np.count_nonzero(ids == END)
+    assert len(ended) - 1 <= found <= len(ended)
+
+
+@pytest.mark.usefixtures("small_windows")
+@pytest.mark.parametrize("step", ["tokens", "state", "entry", "half an entry"])
+def test_a_kill_at_any_point_of_a_write_loses_and_repeats_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    expected = contents(write(tmp_path / "fresh", 10**6))
+    directory = write(tmp_path / "killed", 50)
+
+    def die(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        if step == "tokens":
+            patch.setattr(token_log, "write_json", die)
+        else:
+            patch.setattr(TokenWriter, "_append", die)
+        write(tmp_path / "killed", 10**6)
+    if step == "entry":
+        with (directory / "train.bin").open("ab") as file:
+            file.write(b"half a window")
+    if step == "half an entry":
+        with (directory / "train.jsonl").open("a", encoding="utf-8") as file:
+            file.write('{"rows": 8')
+    write(tmp_path / "killed", 10**6)
+    found = contents(directory)
+    assert {name: data for name, (_, data) in found.items()} == {name: data for name, (_, data) in expected.items()}
+
+
+@pytest.mark.usefixtures("small_windows")
+def test_a_pause_between_calls_of_the_tokenizer_repeats_the_window_only(tmp_path: Path) -> None:
+    expected = train_rows(write(tmp_path / "fresh", 10**6))
+    encoded: list[str] = []
+    words = vocabulary()
+
+    class Counting:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(words, name)
+
+        def encode(self, texts: list[str]) -> list[list[int]]:
+            encoded.extend(texts)
+            return words.encode(texts)
+
+    for calls in range(3, 100, 7):
+        left = iter(range(calls))
+        arguments: Any = {"words": Counting(), "pauses": lambda _, left=left: next(left, None) is None}
+        directory = write(tmp_path / "paused", 10**6, **arguments)
+        if TokenWriter(directory, "train", 16).log.last.ended:
+            break
+    assert train_rows(directory) == expected
+    assert len(encoded) < 3 * len(LINES)
 
 
 def test_a_longer_run_starts_with_the_same_sequences(tmp_path: Path) -> None:
-    short = train_rows(write(tmp_path, 10))
     longer = train_rows(write(tmp_path, 300))
-    assert longer[:10] == short and len(longer) == 300
-    # More held-out sequences do not shorten the training file.
+    # More held-out sequences do not change the training file.
     wider = write(tmp_path, 20, DataConfig(seq_length=16, eval_sequences=8))
     assert train_rows(wider) == longer
 
@@ -64,8 +150,8 @@ def test_other_data_settings_and_seeds_have_directories_of_their_own(tmp_path: P
     others = [
         write(tmp_path, seed=1),
         write(tmp_path, config=DataConfig(seq_length=32, eval_sequences=4)),
-        write(tmp_path, vocabulary=Vocabulary(vocabulary().tokenizer, 300, END)),
-        write(tmp_path, vocabulary=Vocabulary(vocabulary().tokenizer, 257, 0)),
+        write(tmp_path, words=Vocabulary(vocabulary().tokenizer, 300, END)),
+        write(tmp_path, words=Vocabulary(vocabulary().tokenizer, 257, 0)),
     ]
     assert len({first, *others}) == 5
     assert {name: value for name, value in contents(tmp_path).items() if name in before} == before
@@ -81,9 +167,9 @@ def merging(merges: list[tuple[str, str]]) -> Vocabulary:
 
 def test_one_other_merge_rule_is_another_tokenizer(tmp_path: Path) -> None:
     """The merge does not occur in any short sample text."""
-    first = write(tmp_path, vocabulary=merging([("q", "x"), ("x", "z")]))
-    assert write(tmp_path, vocabulary=merging([("q", "x"), ("x", "z")])) == first
-    assert write(tmp_path, vocabulary=merging([("x", "z"), ("q", "x")])) != first
+    first = write(tmp_path, words=merging([("q", "x"), ("x", "z")]))
+    assert write(tmp_path, words=merging([("q", "x"), ("x", "z")])) == first
+    assert write(tmp_path, words=merging([("x", "z"), ("q", "x")])) != first
 
 
 def test_a_slow_tokenizer_is_known_by_its_vocabulary(tmp_path: Path) -> None:
@@ -101,14 +187,14 @@ def test_a_slow_tokenizer_is_known_by_its_vocabulary(tmp_path: Path) -> None:
         def get_vocab(self) -> dict[str, int]:
             return {token: i for i, token in enumerate(self.tokens)}
 
-    first, second = (write(tmp_path, vocabulary=Vocabulary(Slow(tokens), 3, 0)) for tokens in (["e", "a"], ["e", "b"]))
+    first, second = (write(tmp_path, words=Vocabulary(Slow(tokens), 3, 0)) for tokens in (["e", "a"], ["e", "b"]))
     assert first != second
 
 
 def test_the_padding_that_a_tokenizer_file_requests_is_no_other_tokenizer(tmp_path: Path) -> None:
     padded = vocabulary()
     padded.tokenizer.backend_tokenizer.enable_padding(length=8)
-    assert write(tmp_path, vocabulary=padded) == write(tmp_path)
+    assert write(tmp_path, words=padded) == write(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["train.bin", "held_out.bin", "index.json"])
@@ -121,76 +207,50 @@ def test_damaged_files_are_named_and_kept(tmp_path: Path, name: str, damage: str
     if damage == "absent":
         file.unlink()
     else:
-        file.write_bytes({"shortened": data[:-4], "lengthened": data + b"\0\0\0\0", "altered": altered}[damage])
+        file.write_bytes({"shortened": data[:-4], "lengthened": data + b"\0\0\0\n", "altered": altered}[damage])
     before = contents(tmp_path)
-    for sequences in (20, 50, 60):
-        with pytest.raises(ValueError, match=rf"{file} .*delete {directory} to tokenize again"):
-            write(tmp_path, sequences)
+    with pytest.raises(ValueError, match=rf"{file} .*delete {directory} to tokenize again"):
+        write(tmp_path, 10**6)
+        # Bytes are compared when they are read.
+        split = name.removesuffix(".bin")
+        open_split(directory, 16, split).rows(range(1))
     assert contents(tmp_path) == before
+
+
+@pytest.mark.usefixtures("small_windows")
+def test_a_damaged_log_is_named_and_kept(tmp_path: Path) -> None:
+    directory = write(tmp_path)
+    log = directory / "train.jsonl"
+    first, second, *_ = lines = log.read_text(encoding="utf-8").splitlines(keepends=True)
+    for damaged in (
+        [],
+        [first],
+        [first, *lines[2:]],
+        [first, second.replace(": 40", ": 41"), *lines[2:]],
+        [*lines, "{}\n"],
+    ):
+        log.write_text("".join(damaged), encoding="utf-8")
+        before = contents(tmp_path)
+        with pytest.raises(ValueError, match=rf"{log} .*delete {directory} to tokenize again"):
+            write(tmp_path, 10**6)
+        assert contents(tmp_path) == before
 
 
 def test_a_directory_of_another_format_or_fingerprint_is_named(tmp_path: Path) -> None:
     directory = write(tmp_path)
     with pytest.raises(ValueError, match=r"index.json has fingerprint [0-9a-f]{64}, this run's is abc: delete"):
-        require_intact(directory, "abc")
+        require_directory(directory, "abc")
     index = json.loads((directory / "index.json").read_text(encoding="utf-8"))
     del index["checksum"]
     token_files.write_json(directory / "index.json", index | {"version": 99})
     with pytest.raises(ValueError, match=rf"version 99, not .*version {token_files.FORMAT_VERSION}: delete"):
         write(tmp_path)
     with pytest.raises(ValueError, match="is not visible here"):
-        require_intact(tmp_path / "absent", "abc")
+        require_directory(tmp_path / "absent", "abc")
 
 
-def test_tokens_that_do_not_continue_the_old_ones_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As by another version of the tokenizer's library."""
-    directory = write(tmp_path, 20)
-    before = contents(tmp_path)
-    encode = Vocabulary.encode
-
-    def changed(self: Vocabulary, texts: list[str]) -> list[list[int]]:
-        if len(texts) == 1:  # the sample of the fingerprint
-            return encode(self, texts)
-        return [[1, *ids] for ids in encode(self, texts)]
-
-    monkeypatch.setattr(Vocabulary, "encode", changed)
-    with pytest.raises(ValueError, match=rf"does not start with the sequences of {directory}/held_out.bin"):
-        write(tmp_path, 60)
-    assert contents(tmp_path) == before
-
-
-@pytest.mark.parametrize("longer", [False, True])
-def test_an_interrupted_tokenization_leaves_nothing_that_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, longer: bool
-) -> None:
-    if longer:
-        write(tmp_path, 20)
-    before = contents(tmp_path)
-    with monkeypatch.context() as patch:
-        # As after SIGKILL: nothing is removed.
-        patch.setattr(token_files, "remove_directory", lambda _: None)
-        patch.setattr(token_files, "write_json", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            write(tmp_path)
-    (remainder,) = set(tmp_path.iterdir()) - {tmp_path / name.split("/")[0] for name in before}
-    assert (remainder / "train.bin").is_file()
-    expected = contents(write(tmp_path / "fresh"))
-    directory = write(tmp_path)
-    assert not remainder.exists()
-    assert {name: data for name, (_, data) in contents(directory).items()} == {
-        name: data for name, (_, data) in expected.items()
-    }
-
-
-def test_a_kill_between_the_renames_loses_nothing(tmp_path: Path) -> None:
-    directory = write(tmp_path)
-    before = contents(tmp_path)
-    directory.rename(directory.with_name(f".{directory.name}.replaced"))
-    write(tmp_path)
-    assert contents(tmp_path) == before
-
-
-def test_a_full_disk_while_tokenizing_leaves_nothing(tmp_path: Path) -> None:
+def test_a_full_disk_while_tokenizing_is_one_error(tmp_path: Path) -> None:
+    expected = train_rows(write(tmp_path / "fresh"))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
     try:
@@ -198,7 +258,7 @@ def test_a_full_disk_while_tokenizing_leaves_nothing(tmp_path: Path) -> None:
             write(tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert list(tmp_path.iterdir()) == []
+    assert train_rows(write(tmp_path)) == expected
 
 
 def test_an_error_of_the_data_is_not_one_of_the_tokens(tmp_path: Path) -> None:

@@ -129,8 +129,13 @@ CASES: tuple[BadInput, ...] = (
     BadInput("token_index_damaged", _altered("tokens/*/index.json", lambda data: data[:-9]), ("index.json", AGAIN)),
     BadInput(
         "token_index_altered",
-        _altered("tokens/*/index.json", lambda data: data.replace(b'"train": 4', b'"train": 2')),
+        _altered("tokens/*/index.json", lambda data: data.replace(b"packed", b"PACKED")),
         ("index.json", "altered", AGAIN),
+    ),
+    BadInput(
+        "token_log_altered",
+        _altered("tokens/*/train.jsonl", lambda data: data.replace(b'"ended": true', b'"ended": false')),
+        ("train.jsonl was altered in line 1", AGAIN),
     ),
     BadInput(
         "metrics_damaged",

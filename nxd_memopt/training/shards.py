@@ -1,0 +1,247 @@
+"""Shards of a large corpus: ranges of JSON lines, Parquet files and text files, read from any position."""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from nxd_memopt.training.bad_rows import NOT_UTF8, BadRow, SkippedRows, parse_line
+from nxd_memopt.training.config import DataConfig
+from nxd_memopt.training.documents import BUILDERS, has_json_lines, local_files
+
+# Corpora of local files up to this size are read, checked and hashed before training: 1 to 3 s.
+SMALL_BYTES = 2**26
+# Bytes of a file of JSON lines in one shard: the shards of a single large file are shuffled too.
+LINES_BYTES = 2**26
+# A text file up to this size is one document. A longer one is cut at ends of lines.
+TEXT_BYTES = 2**24
+TEXT_PIECE_BYTES = 2**20
+SAMPLE_BYTES = 2**16
+
+
+class Shard(Protocol):
+    """A part of a corpus that is read in order."""
+
+    @property
+    def identity(self) -> list[Any]:
+        """What distinguishes the shard's content from that of others, as JSON values."""
+        ...
+
+    def read(self, start: int) -> Iterator[tuple[str, int]]:
+        """Yield the texts from position ``start`` on, each with the position after it; 0 is the begin."""
+        ...
+
+
+def is_streamed(config: DataConfig) -> bool:
+    """Return whether the corpus is read while the run trains: ``data.streaming``, or by its size."""
+    if config.streaming != "auto":
+        return config.streaming
+    if config.dataset == "stdlib":
+        return False
+    return sum(path.stat().st_size for path in local_files(config.dataset)) > SMALL_BYTES
+
+
+def find_shards(config: DataConfig) -> list[Shard]:
+    """Return the shards of ``config.dataset``, without reading their rows.
+
+    Raises:
+        ValueError: for a missing file, and for data that can only be read as one piece.
+    """
+    if config.dataset == "stdlib":
+        raise ValueError("data.streaming true reads files or a dataset, and data.dataset is 'stdlib': set it to auto")
+    files = [path for path in local_files(config.dataset) if path.stat().st_size]
+    if not files:
+        raise ValueError(f"dataset {config.dataset!r} is empty, or not of a kind that data.streaming reads")
+    skipped = SkippedRows(config.on_bad_rows, config.dataset)
+    kind = BUILDERS[files[0].suffix]
+    if kind == "text":
+        return [TextFile(path, skipped) for path in files]
+    if kind == "parquet":
+        return [ParquetShard(path, config.text_column, skipped) for path in files]
+    for path in files:
+        if not has_json_lines(path):
+            raise ValueError(
+                f"{path} is one JSON value, not a JSON object in each line, and is too large to be read at once: "
+                "write it as JSON lines, or set data.streaming to false"
+            )
+    return [
+        JsonLines(path, start, start + LINES_BYTES, config.text_column, skipped)
+        for path in files
+        for start in range(0, path.stat().st_size, LINES_BYTES)
+    ]
+
+
+def file_identity(path: Path) -> list[Any]:
+    """Return size, time and samples of a file: its content cannot be read before training starts."""
+    # The time too: an edit in the middle that keeps the size would not change the samples. The
+    # name does not count, nor does the directory.
+    status = path.stat()
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        for place in (0, status.st_size // 2, max(status.st_size - SAMPLE_BYTES, 0)):
+            file.seek(place)
+            digest.update(file.read(SAMPLE_BYTES))
+    return [status.st_size, status.st_mtime_ns, digest.hexdigest()]
+
+
+@dataclass(frozen=True)
+class JsonLines:
+    """The lines of a file that start in a range of bytes; positions are bytes of the file, plus 1.
+
+    Args:
+        path: file with one JSON object per line.
+        start: first byte of the range.
+        stop: end of the range.
+        column: column with the text.
+        skipped: what happens to bad rows.
+    """
+
+    path: Path
+    start: int
+    stop: int
+    column: str
+    skipped: SkippedRows
+
+    @property
+    def identity(self) -> list[Any]:
+        return [*file_identity(self.path), self.start, self.column]
+
+    def read(self, start: int) -> Iterator[tuple[str, int]]:
+        """Yield the texts of the range's lines."""
+        with self.path.open("rb") as file:
+            if start:
+                file.seek(start - 1)
+            elif self.start:
+                # The line that crosses the start of the range belongs to the range before: its end
+                # is found from one byte before, where a line may end exactly.
+                file.seek(self.start - 1)
+                file.readline()
+            place = file.tell()
+            while place < self.stop:
+                line = file.readline()
+                if not line:
+                    return
+                data = line.removeprefix(codecs.BOM_UTF8) if place == 0 else line
+                begin, place = place, file.tell()
+                if data.strip():
+                    row = parse_line(data.strip(), self.column, "")
+                    if row["kind"] is None:
+                        yield str(row["text"]), place + 1
+                    else:
+                        description = f"{self.path} line {self._number(begin)}{row['description']}"
+                        self.skipped.add(BadRow(begin, row["kind"], description))
+
+    def _number(self, place: int) -> int:
+        """Return the number, from 1, of the line that starts at byte ``place``."""
+        number = 1
+        with self.path.open("rb") as file:
+            while place > 0:
+                chunk = file.read(min(place, LINES_BYTES))
+                number += chunk.count(b"\n")
+                place -= len(chunk)
+        return number
+
+
+@dataclass(frozen=True)
+class ParquetShard:
+    """The rows of a Parquet file; positions are numbers of rows."""
+
+    path: Path
+    column: str
+    skipped: SkippedRows
+
+    @property
+    def identity(self) -> list[Any]:
+        return [*file_identity(self.path), self.column]
+
+    def read(self, start: int) -> Iterator[tuple[str, int]]:
+        """Yield the texts of the column, one row group at a time."""
+        import pyarrow.parquet
+
+        try:
+            file = pyarrow.parquet.ParquetFile(self.path)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{self.path} is not a complete Parquet file: {error}: copy or write it again") from error
+        with file:
+            self._require_text(file.schema_arrow)
+            first = 0
+            for group in range(file.num_row_groups):
+                count = file.metadata.row_group(group).num_rows
+                if first + count > start:
+                    row = first
+                    for batch in file.iter_batches(batch_size=1024, row_groups=[group], columns=[self.column]):
+                        for value in batch.column(0):
+                            if row >= start:
+                                yield from self._text(value, row)
+                            row += 1
+                first += count
+
+    def _text(self, value: Any, row: int) -> Iterator[tuple[str, int]]:
+        """Yield the text of a row, if it has one."""
+        place = f"column {self.column!r} of {self.path} row {row + 1}"
+        try:
+            text = value.as_py()
+        except UnicodeDecodeError as error:
+            self.skipped.add(BadRow(row, NOT_UTF8, f"{place} is not UTF-8 ({error.reason})"))
+            return
+        if text is None:
+            self.skipped.add(BadRow(row, "null", f"{place} is null"))
+            return
+        yield text, row + 1
+
+    def _require_text(self, schema: Any) -> None:
+        import pyarrow
+
+        if self.column not in schema.names:
+            raise ValueError(f"data.text_column {self.column!r} is not in {self.path}: its columns are {schema.names}")
+        dtype = schema.field(self.column).type
+        if not (pyarrow.types.is_string(dtype) or pyarrow.types.is_large_string(dtype)):
+            raise ValueError(
+                f"column {self.column!r} of {self.path} holds {dtype}, not text: name a column of strings in "
+                "data.text_column"
+            )
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """A text file: one document, or several if it is long; positions are bytes of the file."""
+
+    path: Path
+    skipped: SkippedRows
+
+    @property
+    def identity(self) -> list[Any]:
+        return file_identity(self.path)
+
+    def read(self, start: int) -> Iterator[tuple[str, int]]:
+        """Yield the file's text, cut after an end of line about every MiB if it is longer than 16 MiB."""
+        size = self.path.stat().st_size
+        length = size if size <= TEXT_BYTES else TEXT_PIECE_BYTES
+        with self.path.open("rb") as file:
+            file.seek(start)
+            while data := file.read(length):
+                # A line as long as the limit is cut at once: between characters, it has no end.
+                data += _rest_of_line(file) if len(data) == length < size else b""
+                start += len(data)
+                try:
+                    yield data.decode(), start
+                except UnicodeDecodeError as error:
+                    description = f"{self.path} is not UTF-8 ({error.reason})"
+                    self.skipped.add(BadRow(start, NOT_UTF8, description))
+
+
+def _rest_of_line(file: Any) -> bytes:
+    """Return the bytes up to the end of the line, or of a character if the line is very long."""
+    rest = file.readline(TEXT_PIECE_BYTES)
+    if rest.endswith(b"\n"):
+        return rest
+    # The bytes of a character after its first one are 10xxxxxx.
+    while (byte := file.read(1)) and byte[0] & 0xC0 == 0x80:
+        rest += byte
+    if byte:
+        file.seek(-1, 1)
+    return rest

@@ -1,0 +1,82 @@
+"""Helpers for tests of packed tokens: documents of a list of texts, their tokens on disk, and reading them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nxd_memopt.training.config import DataConfig
+from nxd_memopt.training.corpora import Corpus, PermutedDocuments
+from nxd_memopt.training.documents import Documents, split_documents, text_digest
+from nxd_memopt.training.token_files import GrowingTokenFile, create_directory, directory_of, tokens_fingerprint
+from nxd_memopt.training.token_log import TokenLog
+from nxd_memopt.training.token_process import TokenJob, write_tokens
+from nxd_memopt.training.vocabulary import Vocabulary
+from tests.training.runs import END, byte_tokenizer
+
+
+def vocabulary() -> Vocabulary:
+    return Vocabulary(byte_tokenizer(), 257, END)
+
+
+def documents(texts: list[str], held_out_every: int = 20) -> Documents:
+    train, held_out = split_documents([text_digest(text) for text in texts], held_out_every)
+    return Documents(texts.__getitem__, train, held_out, fingerprint="test")
+
+
+def corpus_of(opened: Documents, seed: int = 0) -> Corpus:
+    return Corpus(
+        PermutedDocuments(opened, opened.train, seed),
+        PermutedDocuments(opened, opened.held_out, seed),
+        opened.fingerprint,
+    )
+
+
+def write(
+    parent: Path,
+    config: DataConfig,
+    corpus: Corpus,
+    *,
+    sequences: int,
+    seed: int = 0,
+    words: Vocabulary | None = None,
+    pauses: Callable[[str], bool] = lambda line: False,
+) -> Path:
+    """Write packed tokens as rank 0 does; return their directory."""
+    words = words or vocabulary()
+    fingerprint = tokens_fingerprint(config, corpus.fingerprint, words, seed)
+    directory = directory_of(parent, fingerprint)
+    create_directory(directory, fingerprint)
+    wanted: Mapping[str, int] = {"train": sequences, "held_out": config.eval_sequences}
+    write_tokens(TokenJob(directory, corpus.fingerprint, config, words, seed, wanted), corpus, pauses)
+    return directory
+
+
+def open_split(directory: Path, seq_length: int, name: str = "train", seed: int = 0) -> GrowingTokenFile:
+    """The sequences of a split that are written."""
+    log = TokenLog(directory, name, seq_length)
+    log.refresh()
+    return GrowingTokenFile(log, seq_length, seed=seed, wait=lambda rows: None)
+
+
+def rows_of(directory: Path, seq_length: int, name: str = "train") -> list[list[int]]:
+    """The rows of a file, with their flags."""
+    return np.fromfile(directory / f"{name}.bin", dtype=np.int32).reshape(-1, seq_length).tolist()
+
+
+class ListedTexts:
+    """A shard of texts in a list."""
+
+    def __init__(self, texts: list[str]) -> None:
+        self.texts = texts
+
+    @property
+    def identity(self) -> list[Any]:
+        return [text_digest(text) for text in self.texts]
+
+    def read(self, start: int) -> Iterator[tuple[str, int]]:
+        for index in range(start, len(self.texts)):
+            yield self.texts[index], index + 1

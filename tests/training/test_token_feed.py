@@ -1,0 +1,110 @@
+"""Ranks that wait for tokens: heartbeats, errors and signals of rank 0, and a tokenizer that is slow."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from nxd_memopt.training import token_feed
+from nxd_memopt.training.config import DataConfig
+from nxd_memopt.training.token_feed import TokenFeed, WaitStoppedError
+from nxd_memopt.training.token_files import create_directory
+from nxd_memopt.training.token_process import TokenJob
+from nxd_memopt.training.vocabulary import Vocabulary
+from tests.training.packed_tokens import corpus_of, documents, vocabulary
+from tests.training.runs import LINES
+
+CONFIG = DataConfig(seq_length=16, eval_sequences=4)
+
+
+class SlowVocabulary(Vocabulary):
+    """A tokenizer that takes 0.2 s a call."""
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        time.sleep(0.2)
+        return super().encode(texts)
+
+
+def feeds(directory: Path, monkeypatch: pytest.MonkeyPatch, timeout_s: float = 0.5) -> tuple[TokenFeed, TokenFeed]:
+    """The feeds of rank 0 and of another rank, with a store in this process and a short timeout."""
+    create_directory(directory, "f")
+    words = SlowVocabulary(vocabulary().tokenizer, 257, 256)
+    job = TokenJob(directory, "test", CONFIG, words, 0, {"train": 10, "held_out": 4})
+    writer, reader = TokenFeed(job, "f", corpus_of(documents(LINES))), TokenFeed(job, "f", None)
+    writer._store = reader._store = dist.HashStore()
+    writer._store.set_timeout(timedelta(seconds=timeout_s))
+    reader._key = writer._key
+    monkeypatch.setattr(
+        reader, "wait", lambda name, rows: reader._has(name, rows) or reader._wait_for_rank_zero(name, rows)
+    )
+    monkeypatch.setattr(dist, "get_rank", lambda: 3)
+    return writer, reader
+
+
+def in_thread(feed: TokenFeed) -> tuple[threading.Thread, list[Any]]:
+    """Let a rank wait for its first training sequences; the list has the error that it gets."""
+    errors: list[Any] = []
+
+    def wait() -> None:
+        try:
+            feed.wait("train", 10)
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread, errors
+
+
+def test_a_slow_tokenizer_runs_into_no_timeout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """About 8 calls of 0.2 s, and a timeout of 0.5 s: the heartbeat names the work."""
+    monkeypatch.setattr(token_feed, "BEAT_S", 0.1)
+    monkeypatch.setattr(token_feed, "REPORT_S", 0.3)
+    writer, reader = feeds(tmp_path / "tokens", monkeypatch)
+    thread, errors = in_thread(reader)
+    writer.wait("train", 10)
+    thread.join()
+    assert not errors and reader.log("train").last.rows >= 10
+    lines = capsys.readouterr().err
+    assert "rank 3 is waiting for rank 0: tokenizing" in lines and "waiting for tokens: tokenizing" in lines
+
+
+def test_silence_and_errors_of_rank_zero_end_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer, reader = feeds(tmp_path / "tokens", monkeypatch)
+    with pytest.raises(RuntimeError, match=r"rank 3 waited .* without a sign of rank 0, which was opening the data"):
+        reader.wait("train", 10)
+    broken = documents(LINES)
+    writer._corpus = corpus_of(type(broken)(lambda _: "", broken.train, broken.held_out, "test"))
+    thread, errors = in_thread(reader)
+    with pytest.raises(ValueError, match="has any text"):
+        writer.wait("train", 10)
+    thread.join()
+    assert "preparing the data failed on rank 0: a split of dataset" in str(errors[0])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_of_any_rank_stops_all_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    writer, reader = feeds(tmp_path / "tokens", monkeypatch, timeout_s=20)
+    (writer, reader)[rank].interrupted = lambda: 15
+    thread, errors = in_thread(reader)
+    with pytest.raises(WaitStoppedError):
+        writer.wait("train", 10)
+    thread.join()
+    assert isinstance(errors[0], WaitStoppedError) and errors[0].number == 15
+
+
+def test_the_process_reports_a_changed_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And goes on where rank 0 stopped: the corpus that it opens must be the same one."""
+    monkeypatch.setattr(token_feed, "FOREGROUND_S", 0.0)
+    writer, _ = feeds(tmp_path / "tokens", monkeypatch)
+    with pytest.raises(ValueError, match="'stdlib' has changed since the run started"):
+        writer.wait("train", 10**6)
+    writer.close()
