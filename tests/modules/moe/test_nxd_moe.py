@@ -14,10 +14,12 @@ from torch import Tensor
 from nxd_memopt.modules.moe.nxd import (
     ExpertMLPs,
     ExpertMLPsV2,
+    GroupLimitedRouter,
     MoE,
     RoutedExpertsMLPOpsConfig,
     RouterSinkhorn,
     RouterTopK,
+    SharedExperts,
     load_balancing_loss_func,
 )
 from nxd_memopt.modules.moe.nxd.token_shuffling import token_shuffle, token_unshuffle
@@ -335,19 +337,70 @@ def test_rows_of_experts_of_equal_number() -> None:
     assert torch.allclose(operator(x), wanted)
 
 
-def test_shared_experts_norm_and_index() -> None:
-    class Shared(torch.nn.Module):
-        def forward(self, hidden: Tensor, length: int) -> Tensor:
-            return hidden * length
-
+def test_norm_and_index() -> None:
     x = tensors(LENGTH, ROWS, HIDDEN, seed=1)
     router, experts = router_of(dtype=torch.float64), Case().experts()
     norm = torch.nn.RMSNorm(HIDDEN, dtype=torch.float64)
-    plain = MoE(router, experts, return_expert_index=True)
-    output, index = plain(norm(x))
-    (found,) = MoE(router, experts, shared_experts=Shared(), rmsnorm=norm)(x)
-    assert torch.allclose(found, output + LENGTH * norm(x))
+    output, index = MoE(router, experts, return_expert_index=True)(norm(x))
+    (found,) = MoE(router, experts, rmsnorm=norm)(x)
+    assert torch.allclose(found, output)
     assert index.shape == (LENGTH * ROWS, 2) and index.dtype == torch.int64
+
+
+@distributed(world_size=[1, 2])
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_shared_experts(fused: bool, sequence: bool, world_size: int) -> None:
+    """Their output is added, and their gradients of tokens and weights are those of an MLP of twice the width."""
+    parallel_state.initialize_model_parallel(world_size)
+    shared = SharedExperts(HIDDEN, WIDTH, 2, "silu", dtype=torch.float64, fused_gate_up_projection=fused)
+    size, rank = world_size, parallel_state.get_tensor_model_parallel_rank()
+    gate, up, down = (
+        tensors(*shape, seed=seed) for seed, shape in enumerate([(16, HIDDEN), (16, HIDDEN), (HIDDEN, 16)])
+    )
+    parts = [shard(each, dim, size=size, rank=rank) for each, dim in ((gate, 0), (up, 0), (down, 1))]
+    weights = [shared.gate_up_proj.weight] if fused else [shared.gate_proj.weight, shared.up_proj.weight]
+    weights.append(shared.down_proj.weight)
+    with torch.no_grad():
+        for weight, part in zip(weights, [torch.cat(parts[:2]), parts[2]] if fused else parts, strict=True):
+            weight.copy_(part)
+    router, experts = router_of(dtype=torch.float64), Case().experts()
+
+    def own(tensor: Tensor) -> Tensor:
+        return shard(tensor, 0, size=size, rank=rank) if sequence else tensor
+
+    x, upstream = tensors(LENGTH, ROWS, HIDDEN, seed=7), tensors(LENGTH, ROWS, HIDDEN, seed=8)
+    results = []
+    for module in (None, shared):
+        mine = own(x).clone().requires_grad_()
+        (output,) = MoE(router, experts, shared_experts=module, sequence_parallel_enabled=sequence)(mine)
+        results.append((output, *torch.autograd.grad(output, [mine, *(weights if module else [])], own(upstream))))
+    leaves = [each.clone().requires_grad_() for each in (x, gate, up, down)]
+    added = (F.silu(leaves[0] @ leaves[1].t()) * (leaves[0] @ leaves[2].t())) @ leaves[3].t()
+    wanted = torch.autograd.grad(added, leaves, upstream)
+    assert relative_error(results[1][0] - results[0][0], own(added)) < TOLERANCE
+    assert relative_error(results[1][1] - results[0][1], own(wanted[0])) < TOLERANCE
+    sharded = [shard(each, dim, size=size, rank=rank) for each, dim in zip(wanted[1:], (0, 0, 1), strict=True)]
+    for found, part in zip(results[1][2:], [torch.cat(sharded[:2]), sharded[2]] if fused else sharded, strict=True):
+        assert relative_error(found, part) < TOLERANCE
+
+
+def test_groups_limit_the_choice() -> None:
+    router = GroupLimitedRouter(8, 3, HIDDEN, n_group=4, topk_group=2, dtype=torch.float64)
+    router.e_score_correction_bias = torch.tensor([-3.0, -3.0, 0.3, -4.0, -2.0, 0.1, -1.0, -5.0])
+    x = tensors(20, HIDDEN, seed=1)
+    logits, affinities, chosen = router(x)
+    assert torch.allclose(affinities, logits.sigmoid())
+    for token in range(20):
+        biased = (affinities[token] + router.e_score_correction_bias).tolist()
+        groups = sorted(range(4), key=lambda group: -(biased[2 * group] + biased[2 * group + 1]))[:2]
+        allowed = [expert for group in groups for expert in (2 * group, 2 * group + 1)]
+        # Their biased scores are negative: a 0 for the other groups would be chosen before them.
+        assert chosen[token].tolist() == sorted(allowed, key=lambda expert: -biased[expert])[:3]
+    with pytest.raises(ValueError, match="topk_group 1 leave 2 experts"):
+        GroupLimitedRouter(8, 3, HIDDEN, n_group=4, topk_group=1)
+    with pytest.raises(ValueError, match="for inference"):
+        SharedExperts(HIDDEN, WIDTH, 1, "silu", transpose_weights=True)
 
 
 @distributed(world_size=[2, 4], slow=[4])

@@ -9,17 +9,20 @@ from nxd_memopt.modules.moe.nxd.expert_mlps import (
 )
 from nxd_memopt.modules.moe.nxd.layer import MoE
 from nxd_memopt.modules.moe.nxd.loss import load_balancing_loss_func
-from nxd_memopt.modules.moe.nxd.routers import RouterBase, RouterSinkhorn, RouterTopK
+from nxd_memopt.modules.moe.nxd.routers import GroupLimitedRouter, RouterBase, RouterSinkhorn, RouterTopK
+from nxd_memopt.modules.moe.nxd.shared_experts import SharedExperts
 
 __all__ = [
     "ACT2FN",
     "ExpertMLPs",
     "ExpertMLPsV2",
     "GLUType",
+    "GroupLimitedRouter",
     "MoE",
     "RoutedExpertsMLPOpsConfig",
     "RouterBase",
     "RouterSinkhorn",
     "RouterTopK",
+    "SharedExperts",
     "load_balancing_loss_func",
 ]

@@ -19,8 +19,9 @@ class MoE(nn.Module):
     Args:
         router: chooses the experts.
         expert_mlps: the experts.
-        shared_experts: module of ``(hidden [..., H], length of the sequence)`` whose output, a partial
-            sum over the tensor-parallel ranks, is added.
+        shared_experts: ``SharedExperts``, or a module of ``(hidden [..., H], length of the sequence)``
+            that sums the gradient of its input over the tensor-parallel ranks, as parallel layers do,
+            and returns a partial sum over them.
         rmsnorm: norm of the input.
         sequence_parallel_enabled: the input is a sequence shard.
         sequence_dimension: dimension of the sequence, default 0.
@@ -106,7 +107,11 @@ class MoE(nn.Module):
             hidden_states, permutation = token_shuffle(hidden_states, self.token_shuffle_seed)
             if self.token_shuffle_seed is not None:
                 self.shuffle_permutation = permutation
-        logits, affinities, experts = self._route(hidden_states)
+        replicated = hidden_states
+        if self.sequence_parallel_enabled and (self.shared_experts or not self.router.sequence_parallel_enabled):
+            # For what does the same work on every rank, or sums its gradient itself.
+            replicated = self._gather(hidden_states, to_model_parallel=False)
+        logits, affinities, experts = self._route(hidden_states, replicated)
         # The experts of every rank are a part of all experts' columns: the gradients of tokens and
         # affinities are partial sums, which backward adds.
         full = self._enter(hidden_states)
@@ -114,7 +119,7 @@ class MoE(nn.Module):
         length = full.size(self.sequence_dimension)
         output = self.expert_mlps(full.reshape(-1, full.size(-1)), affinities, experts, length).view(full.shape)
         if self.shared_experts is not None:
-            output = output + self.shared_experts(full, length)
+            output = output + self.shared_experts(replicated, length)
         output = self._leave(output)
         if permutation is not None:
             output = token_unshuffle(output, permutation)
@@ -125,20 +130,19 @@ class MoE(nn.Module):
             results.append(experts)
         return tuple(results)
 
-    def _route(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _route(self, hidden_states: Tensor, replicated: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the router's results for all tokens of the tensor-parallel ranks."""
         router = self.router
-        if self.sequence_parallel_enabled and not router.sequence_parallel_enabled:
-            # Every rank routes all tokens: the gradients are equal.
-            return router(self._gather(hidden_states, to_model_parallel=False))
+        if not router.sequence_parallel_enabled:
+            return router(replicated)
         results = router(hidden_states)
-        if router.sequence_parallel_enabled and not router.training:
-            # In evaluation the results are those of this rank's tokens.
-            shape = hidden_states.shape[:-1]
-            parts = (each.view(*shape, -1) for each in results)
-            logits, affinities, experts = (self._gather(part, to_model_parallel=False).flatten(0, -2) for part in parts)
-            return logits, affinities, experts
-        return results
+        if router.training:
+            return results
+        # In evaluation the results are those of this rank's tokens.
+        shape = hidden_states.shape[:-1]
+        parts = (each.view(*shape, -1) for each in results)
+        logits, affinities, experts = (self._gather(part, to_model_parallel=False).flatten(0, -2) for part in parts)
+        return logits, affinities, experts
 
     def _gather(self, tensor: Tensor, *, to_model_parallel: bool) -> Tensor:
         return mappings.gather_from_sequence_parallel_region(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from nxd_memopt.config import require_one_of
+from nxd_memopt.config import require_divisible, require_one_of
 from nxd_memopt.parallel_layers import mappings
 from nxd_memopt.parallel_layers.random import fork_if
 from nxd_memopt.parallel_layers.utils import mark_sequence_parallel
@@ -232,3 +232,73 @@ class RouterSinkhorn(RouterBase):
                 f"sinkhorn_tol is {tol:g}: raise sinkhorn_iterations or sinkhorn_tol"
             )
         return columns * cost * rows.unsqueeze(1)
+
+
+class GroupLimitedRouter(RouterBase):
+    """Chooses k experts from the best groups of experts by sigmoid scores plus a bias (arXiv:2412.19437).
+
+    The affinities are the scores without the bias, neither normalized nor scaled. The bias is the
+    buffer ``e_score_correction_bias`` ``[E]``, zeros at first, which the caller updates.
+
+    Args:
+        num_experts: E.
+        top_k: k.
+        hidden_size: H.
+        n_group: number of groups of consecutive experts.
+        topk_group: groups of a token; the best are those with the largest sums of their two best experts.
+
+    Other arguments are those of ``RouterBase``.
+
+    Raises:
+        ValueError: the groups are not of equal size, or those of a token have less than k experts.
+    """
+
+    e_score_correction_bias: Tensor
+
+    def __init__(
+        self,
+        num_experts: int,
+        top_k: int,
+        hidden_size: int,
+        n_group: int,
+        topk_group: int,
+        sequence_parallel_enabled: bool = False,
+        sequence_dimension: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        tensor_model_parallel_group: ProcessGroup | None = None,
+        jitter_eps: float = 0.0,
+    ) -> None:
+        size = require_divisible("num_experts", num_experts, "n_group", n_group)
+        if not 0 < topk_group <= n_group or topk_group * size < top_k or size < 2:
+            raise ValueError(
+                f"n_group {n_group} and topk_group {topk_group} leave {topk_group * size} experts in groups of {size} "
+                f"for top_k {top_k}: choose at most {n_group} groups of 2 or more experts, together at least {top_k}"
+            )
+        super().__init__(
+            num_experts,
+            top_k,
+            hidden_size,
+            "sigmoid",
+            sequence_parallel_enabled,
+            sequence_dimension,
+            dtype,
+            device,
+            tensor_model_parallel_group=tensor_model_parallel_group,
+            jitter_eps=jitter_eps,
+        )
+        self.n_group = n_group
+        self.topk_group = topk_group
+        self.register_buffer("e_score_correction_bias", torch.zeros(num_experts, dtype=torch.float32, device=device))
+
+    def forward(self, hidden_states: Tensor) -> Routed:
+        """Route ``hidden_states``, ``[..., H]``; affinities have its dtype."""
+        logits = self.get_router_logits(hidden_states)
+        affinities = self.apply_activation_fn(logits).to(hidden_states.dtype)
+        biased = affinities.detach() + self.e_score_correction_bias
+        by_group = biased.unflatten(1, (self.n_group, -1))  # [T, groups, E / groups]
+        best = by_group.topk(2, dim=-1).values.sum(-1).topk(self.topk_group, dim=1).indices
+        is_chosen = torch.zeros_like(by_group[..., 0], dtype=torch.bool).scatter(1, best, True)
+        # Not 0 for the other groups: biased scores may be negative.
+        allowed = by_group.masked_fill(~is_chosen.unsqueeze(-1), -torch.inf)
+        return logits, affinities, allowed.flatten(1).topk(self.top_k, dim=1).indices
