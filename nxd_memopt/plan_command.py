@@ -144,6 +144,7 @@ def _problem(options: argparse.Namespace, source: Mapping[str, Any]) -> Problem:
         isolate_documents=options.isolate_documents or bool(data.get("isolate_documents", False)),
         stages=stages,
         offloads_optimizer="optimizer_cpu_offload" in optimizer_fields,
+        grad_reduce_in_fp32=(source.get("data_parallel") or {}).get("grad_reduce_in_fp32") is not False,
         device_gib=options.device_memory_gib,
         host_gib=options.host_memory_gib,
     )
@@ -263,12 +264,17 @@ def configuration(problem: Problem, setting: Setting, model: Mapping[str, Any]) 
         "trainer": {"precision": problem.precision},
     }
     if "data_parallel" in {field.name for field in dataclasses.fields(TrainConfig)}:
-        content["data_parallel"] = {"sharding": setting.sharding}
+        data_parallel: dict[str, Any] = {"sharding": setting.sharding}
+        if not setting.grad_reduce_in_fp32:
+            data_parallel["grad_reduce_in_fp32"] = False
+        content["data_parallel"] = data_parallel
     else:
         optimizer["zero1"] = setting.sharding == "zero1"
     if setting.optimizer_offload_fraction:
         optimizer["optimizer_cpu_offload"] = True
         optimizer["optimizer_offload_fraction"] = setting.optimizer_offload_fraction
+        if setting.optimizer_update_in_forward:
+            optimizer["optimizer_update_in_forward"] = True
     if problem.device.kind == "cuda":
         content["trainer"]["enable_cuda_graph"] = setting.cuda_graph
     return content

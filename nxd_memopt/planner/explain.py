@@ -18,7 +18,7 @@ MEMORY_TERMS = {
     "activations": ("storages kept for backward, layer by layer", "layer_tensors.layer_tensors"),
     "temporary tensors": ("gradients of activations and weights at the peak", "backward.layer_moments"),
     "gradient buckets": ("full gradients on their way into shards", "peak.step_memory"),
-    "reduced gradients": ("zero1: ceil(n / D) in the optimizer's dtype", "states.shard_bytes"),
+    "reduced gradients": ("zero1, or rounded sums: ceil(n / D) in the optimizer's dtype", "states.shard_bytes"),
     "CUDA graph's pool": ("fitted bound of what the pool cannot reuse", "peak.graph_pool_bytes"),
 }
 """Term -> formula in words, and the function that computes it, in ``nxd_memopt/planner``."""

@@ -275,7 +275,7 @@ def _in_backward(
             if layout.in_backward:
                 current = 0
             elif layout.master_weights:
-                current = current * layout.optimizer_bytes // element
+                current = current * layout.gradient_element_bytes // element
             gradients = standing_gradients or finished + min(current, per_layer)
             others = remaining - sum(own.values())
             # A layer that is recomputed has all of its tensors again; its checkpoint is one of them.
@@ -368,7 +368,10 @@ def _in_update(model: RankModel, layout: StateLayout, gradients: int) -> tuple[s
         shards = model.total(shard_bytes, layout)
         # Padded copies of a bucket's gradients, and this rank's reduced shards.
         shapes = (*model.layer_shapes, *model.other_shapes)
-        bucket = max(_STAGE1_BUCKET_BYTES, _largest(shapes) * layout.optimizer_bytes)
+        bucket = max(_STAGE1_BUCKET_BYTES, _largest(shapes) * layout.gradient_element_bytes)
         terms["reduced gradients"] = shards
         terms["gradient buckets"] = bucket
+    elif layout.shards == 1 and layout.gradient_element_bytes < layout.optimizer_bytes:
+        # All gradients are cast before the first update, because the norm is of all of them.
+        terms["reduced gradients"] = model.total(shard_bytes, layout)
     return "update", terms

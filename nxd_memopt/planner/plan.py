@@ -45,6 +45,7 @@ class Problem:
         isolate_documents: attention restarts at each document of a sequence.
         stages: ZeRO stages that the training program offers.
         offloads_optimizer: the training program offers ``optimizer_cpu_offload``.
+        grad_reduce_in_fp32: ``data_parallel.grad_reduce_in_fp32``; False rounds sums of gradients.
         device_gib: memory of the device in GiB, instead of the table's.
         host_gib: host memory of a rank in GiB, instead of the table's.
 
@@ -61,6 +62,7 @@ class Problem:
     isolate_documents: bool = False
     stages: tuple[str, ...] = ("none", "zero1")
     offloads_optimizer: bool = False
+    grad_reduce_in_fp32: bool = True
     device_gib: float | None = None
     host_gib: float | None = None
 
@@ -113,6 +115,8 @@ class Setting:
         optimizer_offload_fraction: part of the optimizer's states in host memory.
         sequence_parallel_enabled: None: where it is possible.
         shard_ranks: data-parallel ranks over which ``sharding`` splits; None: all of them.
+        grad_reduce_in_fp32: sums of gradients with master weights are fp32.
+        optimizer_update_in_forward: offloaded states are updated in the next forward.
     """
 
     tensor_model_parallel_size: int = 1
@@ -123,6 +127,8 @@ class Setting:
     optimizer_offload_fraction: float = 0.0
     sequence_parallel_enabled: bool | None = None
     shard_ranks: int | None = None
+    grad_reduce_in_fp32: bool = True
+    optimizer_update_in_forward: bool = False
 
     def describe(self) -> str:
         """Return the setting in words."""
@@ -135,7 +141,8 @@ class Setting:
         if self.memory.attention_head_groups is not None:
             parts.append(f"{self.memory.attention_head_groups} groups of heads")
         if self.optimizer_offload_fraction:
-            parts.append(f"optimizer offload {self.optimizer_offload_fraction:.0%}")
+            where = ", updated in forward" if self.optimizer_update_in_forward else ""
+            parts.append(f"optimizer offload {self.optimizer_offload_fraction:.0%}{where}")
         if self.cuda_graph:
             parts.append("CUDA graph")
         return ", ".join(parts)
@@ -204,7 +211,7 @@ def plans(problem: Problem) -> list[Plan]:
         if replace(setting, micro_batch_size=1) in too_large:
             continue
         # States go to the host only where they do not fit otherwise: it never makes a step faster.
-        without = replace(setting, optimizer_offload_fraction=0.0)
+        without = replace(setting, optimizer_offload_fraction=0.0, optimizer_update_in_forward=False)
         if setting.optimizer_offload_fraction and without in resident:
             continue
         plan = evaluate(problem, setting, models)
@@ -240,6 +247,8 @@ def evaluate(problem: Problem, setting: Setting, models: Models | None = None) -
         sharding=setting.sharding,
         data_parallel_size=setting.shard_ranks or replicas,
         optimizer_offload_fraction=setting.optimizer_offload_fraction,
+        grad_reduce_in_fp32=setting.grad_reduce_in_fp32,
+        update_in_forward=setting.optimizer_update_in_forward,
     )
     key = (size, setting.micro_batch_size, setting.sequence_parallel_enabled)
     models = {} if models is None else models
@@ -321,7 +330,8 @@ def settings(problem: Problem) -> Iterator[Setting]:
         for batch in micro_batches(problem, replicas):
             for memory in memories(problem):
                 for stage in stages:
-                    yield from _variants(problem, Setting(size, stage, batch, memory))
+                    setting = Setting(size, stage, batch, memory, grad_reduce_in_fp32=problem.grad_reduce_in_fp32)
+                    yield from _variants(problem, setting)
 
 
 def tensor_parallel_sizes(problem: Problem) -> list[int]:
@@ -373,6 +383,9 @@ def _variants(problem: Problem, setting: Setting) -> Iterator[Setting]:
     if problem.offloads_optimizer and problem.precision == "bf16-mixed" and setting.sharding in ("none", "zero1"):
         for fraction in (0.5, 1.0):
             yield replace(setting, optimizer_offload_fraction=fraction)
+            # Sharded parameters are gathered all at once, and so cannot be updated layer by layer.
+            if setting.sharding == "none":
+                yield replace(setting, optimizer_offload_fraction=fraction, optimizer_update_in_forward=True)
 
 
 def memories(problem: Problem) -> Iterator[MemoryConfig]:

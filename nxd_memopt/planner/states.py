@@ -33,6 +33,10 @@ class StateLayout:
         data_parallel_size: D, ranks over which the stage shards.
         optimizer_offload_fraction: part of masters and moments in host memory.
         in_backward: the optimizer runs inside backward, which frees each gradient.
+        grad_reduce_in_fp32: False adds up gradients in the parameters' dtype, without sharding of
+            gradients; with masters they are otherwise fp32 sums.
+        update_in_forward: the forward of each layer updates its states in host memory first. The
+            peak stays: while gradients go, activations come, so that the sum is largest at an end.
 
     Raises:
         ValueError: D is less than 1, or the stage is unknown.
@@ -44,6 +48,8 @@ class StateLayout:
     data_parallel_size: int = 1
     optimizer_offload_fraction: float = 0.0
     in_backward: bool = False
+    grad_reduce_in_fp32: bool = True
+    update_in_forward: bool = False
 
     def __post_init__(self) -> None:
         require_one_of("sharding", self.sharding, STAGES)
@@ -54,6 +60,12 @@ class StateLayout:
     def shards(self) -> int:
         """Ranks that share the states of a parameter; 1 without sharding."""
         return 1 if self.sharding == "none" else self.data_parallel_size
+
+    @property
+    def gradient_element_bytes(self) -> int:
+        """Bytes of an element of the gradients that backward leaves."""
+        rounds = not self.grad_reduce_in_fp32 and self.sharding in ("none", "zero1")
+        return self.element_bytes if rounds else self.optimizer_bytes
 
     @property
     def optimizer_bytes(self) -> int:
@@ -104,14 +116,15 @@ def weight_bytes(shapes: Sequence[Sequence[int]], layout: StateLayout) -> int:
 def gradient_bytes(shapes: Sequence[Sequence[int]], layout: StateLayout) -> int:
     """Return the bytes of all gradients when backward is done.
 
-    With master weights they are accumulated in fp32 (``optimizer/main_grad.py``). Stages 2 and 3
+    With master weights they are accumulated in fp32 (``optimizer/main_grad.py``), unless
+    ``grad_reduce_in_fp32`` is False. Stages 2 and 3
     keep this rank's shards only, and an optimizer in backward keeps none.
     """
     if layout.in_backward:
         return 0
     if layout.sharding in ("zero2", "zero3"):
         return shard_bytes(shapes, layout)
-    return sum(math.prod(shape) for shape in shapes) * layout.optimizer_bytes
+    return sum(math.prod(shape) for shape in shapes) * layout.gradient_element_bytes
 
 
 def master_bytes(shapes: Sequence[Sequence[int]], layout: StateLayout) -> int:

@@ -132,7 +132,13 @@ def step_time(
         terms["waiting for the host"] = max(0.0, sizes.num_layers * rates.host_s - compute_s - tensor_s)
     terms = {name: seconds * accumulation_steps for name, seconds in terms.items()}
     terms["data-parallel collectives"] = _data_parallel_s(model, layout, device, ranks, accumulation_steps)
-    terms["optimizer"] = _optimizer_s(model, layout, used, device, backward_s=accumulation_steps * compute_s)
+    terms["optimizer"] = _optimizer_s(
+        model,
+        layout,
+        used,
+        device,
+        compute_s=accumulation_steps * compute_s,
+    )
     return StepTime(terms)
 
 
@@ -282,7 +288,7 @@ def _data_parallel_s(
     if ranks > device.ranks_per_host:
         link = device.host_link_bytes_per_s
     share = (size - 1) / size
-    gradients = model.num_parameters * layout.optimizer_bytes
+    gradients = model.num_parameters * layout.gradient_element_bytes
     weights = model.num_parameters * layout.element_bytes
     # Reduce-scatter and all-gather of all gradients, or of gradients and then parameters.
     sent = 2 * gradients
@@ -298,14 +304,15 @@ def _data_parallel_s(
     return share * sent / (link * rates.link) * (1 - hidden)
 
 
-def _optimizer_s(
-    model: RankModel, layout: StateLayout, used: StepMemory, device: Device, *, backward_s: float
-) -> float:
+def _optimizer_s(model: RankModel, layout: StateLayout, used: StepMemory, device: Device, *, compute_s: float) -> float:
     """Return the time of the update: memory bandwidth on the device, or the link for states on the host."""
     elements = model.num_parameters / layout.shards
     moved = elements * _UPDATE_READS_AND_WRITES * layout.optimizer_bytes
     on_device = moved / (device.memory_bytes_per_s * RATES[device.kind].memory)
     # All states pass out and in at once; what fits the staging buffers arrives before the update.
     copied = used.host["optimizer states"]
-    early = min(used.device.get("staging of optimizer states", 0), backward_s * device.host_copy_bytes_per_s)
+    if layout.update_in_forward:
+        # Chunks pass throughout the step: only what computation does not hide is waited for.
+        return max(on_device, copied / device.host_copy_bytes_per_s - compute_s) if copied else on_device
+    early = min(used.device.get("staging of optimizer states", 0), compute_s * device.host_copy_bytes_per_s)
     return max(on_device, (copied - early) / device.host_copy_bytes_per_s) if copied else on_device

@@ -163,6 +163,8 @@ def _setting(config: TrainConfig, hf_config: PretrainedConfig) -> Setting:
         cuda_graph=bool(config.trainer.enable_cuda_graph) and cuda_graph_conflict(config, hf_config) is None,
         optimizer_offload_fraction=offload_fraction(config.optimizer),
         sequence_parallel_enabled=config.parallel.sequence_parallel_enabled,
+        grad_reduce_in_fp32=config.data_parallel.grad_reduce_in_fp32 is not False,
+        optimizer_update_in_forward=config.optimizer.optimizer_update_in_forward,
         **options,
     )
 

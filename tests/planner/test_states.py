@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from nxd_memopt.memory.host_pool import HostPool
+from nxd_memopt.optimizer import AdamW, NeuronZero1Optimizer
 from nxd_memopt.optimizer.streamed_adamw import PlacedStates
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.data_shards import local_rows
@@ -16,6 +17,7 @@ from nxd_memopt.planner.states import (
     master_bytes,
     moment_bytes,
     offloaded_state_bytes,
+    shard_bytes,
     shard_elements,
     weight_bytes,
 )
@@ -78,6 +80,38 @@ def test_every_stage_in_every_dtype():
                 # Ranks other than the first may have fewer rows of a parameter with stage 3.
                 if stage != "zero3" or parallel_state.get_data_parallel_rank() == 0:
                     assert plan == found, (name, stage, dtype)
+
+
+@distributed(world_size=2)
+def test_gradients_that_are_added_up_in_the_dtype_of_the_parameters():
+    initialize(1)
+    for stage in ("none", "zero1"):
+        model = build("llama", dtype=torch.bfloat16, vocab_size=33)
+        groups = None if stage == "zero1" else [[0], [1]]
+        optimizer = NeuronZero1Optimizer(list(model.parameters()), AdamW, sharding_groups=groups, max_norm=1.0)
+        model(BATCH, labels=BATCH).loss.backward()
+        layout = StateLayout(2, master_weights=True, sharding=stage, data_parallel_size=2, grad_reduce_in_fp32=False)
+        shapes = local_shapes(model.config, 1)
+        assert gradient_bytes(shapes, layout) == sum(parameter.grad.nbytes for parameter in model.parameters())
+        optimizer.reduce_gradients()
+        # All of them are cast before the first update: "reduced gradients" of the plan.
+        assert shard_bytes(shapes, layout) == sum(each.shard.grad.nbytes for each in optimizer._sharded)
+        wide = StateLayout(2, master_weights=True, sharding=stage, data_parallel_size=2)
+        assert gradient_bytes(shapes, wide) == 2 * gradient_bytes(shapes, layout)
+
+
+@distributed(world_size=4)
+def test_hybrid_sharding_divides_by_the_ranks_of_an_instance():
+    """Four replicas in two instances: each rank stores a half."""
+    initialize(1)
+    model = build("llama", dtype=torch.bfloat16)
+    run = Run.of(model, "zero2", ranks_per_replica=2)
+    run.backward([BATCH])
+    layout = StateLayout(2, master_weights=True, sharding="zero2", data_parallel_size=2)
+    shapes = local_shapes(model.config, 1)
+    run.optimizer.step()
+    found = stored_bytes(run, "zero2")
+    assert found["masters"] == master_bytes(shapes, layout) and found["moments"] == moment_bytes(shapes, layout)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
