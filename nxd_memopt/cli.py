@@ -1,4 +1,4 @@
-"""The command line: ``nxd-memopt train``, ``launch``, ``plan``, ``profile``, ``certify``, ``convert``, ``doctor``."""
+"""The command line ``nxd-memopt``: train, prepare, launch, plan, profile, certify, convert and doctor."""
 
 from __future__ import annotations
 
@@ -36,6 +36,18 @@ class Train:
         from nxd_memopt.training.__main__ import main
 
         return main(self.arguments, program="nxd-memopt train")
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """Tokenize all text of a configuration before training; takes the options of ``nxd-memopt train``."""
+
+    arguments: tuple[str, ...] = ()
+
+    def __call__(self) -> int:
+        from nxd_memopt.training.prepare import main
+
+        return main(self.arguments)
 
 
 @dataclass(frozen=True)
@@ -172,6 +184,8 @@ def _parse(arguments: Sequence[str]) -> Command:
     # without tyro and rich, because it reports which packages are missing.
     if arguments[:1] == ["train"]:
         return Train(tuple(arguments[1:]))
+    if arguments[:1] == ["prepare"]:
+        return Prepare(tuple(arguments[1:]))
     if arguments[:1] == ["launch"]:
         return Launch(tuple(arguments[1:]))
     # plan needs no package but PyYAML, and starts without torch.
@@ -189,8 +203,11 @@ def _parse(arguments: Sequence[str]) -> Command:
     from nxd_memopt.certify.command import Certify
     from nxd_memopt.convert import Convert
 
-    commands: dict[str, Callable[..., Train | Launch | PlanSettings | Profile | Doctor | Convert | Certify]] = {
+    commands: dict[
+        str, Callable[..., Train | Prepare | Launch | PlanSettings | Profile | Doctor | Convert | Certify]
+    ] = {
         "train": Train,
+        "prepare": Prepare,
         "launch": Launch,
         "plan": PlanSettings,
         "profile": Profile,

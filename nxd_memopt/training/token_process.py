@@ -18,6 +18,8 @@ from nxd_memopt.training.config import DataConfig
 from nxd_memopt.training.distributed import use_host_only
 
 PROGRESS_BYTES = 256
+ALL_SEQUENCES = 2**62
+"""Number of wanted sequences that no text has."""
 NICE = 10  # the ranks' own work comes first
 
 
@@ -76,13 +78,17 @@ def write_tokens(job: TokenJob, corpus: Any, pauses: Callable[[str], bool]) -> b
                     writer.commit(window)
                     if log.has(job.wanted[name]):
                         break
-                line = (
-                    f"tokenizing {name.replace('_', '-')} text: {log.last.rows:,} of {job.wanted[name]:,} sequences, "
-                    f"{calls:,} calls of the tokenizer"
-                )
-                if pauses(line):
+                if pauses(f"{_progress(name, log.last, job.wanted[name])}, {calls:,} calls of the tokenizer"):
                     return False
     return True
+
+
+def _progress(name: str, last: Any, wanted: int) -> str:
+    """Return how much of a split is written."""
+    share = f"{last.rows:,} sequences"
+    if wanted != ALL_SEQUENCES:
+        share = f"{last.rows:,} of {wanted:,} sequences"
+    return f"tokenizing {name.replace('_', '-')} text: {share} of {last.documents:,} documents"
 
 
 class TokenProcess:

@@ -1,0 +1,82 @@
+"""The command ``nxd-memopt prepare``: tokenizes all text of a configuration before a run, which then only reads it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from nxd_memopt._optional import require_installed, require_transformers
+from nxd_memopt.training.distributed import use_host_only
+from nxd_memopt.training.errors import user_errors
+from nxd_memopt.training.interrupts import Interrupted, Interrupts, exit_status
+
+PROGRESS_S = 10.0
+STOPPED = "while it tokenized: start the same command to go on after the last complete window"
+
+
+def main(arguments: Sequence[str], *, program: str = "nxd-memopt prepare") -> int:
+    """Tokenize the text of ``--config FILE`` to its end; return the exit status.
+
+    Takes the options of ``nxd-memopt train``. The tokens are in the directory in which the run with
+    the same options looks for them. A tokenizer of the ``tokenizers`` library uses all cores.
+    """
+    with Interrupts().handled() as interrupts:
+        interrupts.message = STOPPED
+        try:
+            with user_errors():
+                _prepare(arguments, program)
+        except Interrupted as stop:
+            print(stop.line(), flush=True)
+            return exit_status(stop.number)
+    return 0
+
+
+def _prepare(arguments: Sequence[str], program: str) -> None:
+    """Check the packages and the options, and tokenize."""
+    require_installed(program, "tyro", "yaml", "rich", extra="train")
+    require_transformers(program, extra="train")
+    use_host_only()
+    from nxd_memopt.training.arguments import parse_config
+    from nxd_memopt.training.corpora import open_corpus
+    from nxd_memopt.training.model import load_hf_config, load_vocabulary
+    from nxd_memopt.training.run_lock import locked_output_directory
+    from nxd_memopt.training.token_files import create_directory, directory_of, tokens_fingerprint
+    from nxd_memopt.training.token_log import TokenLog
+    from nxd_memopt.training.token_process import ALL_SEQUENCES, TokenJob, write_tokens
+
+    config = parse_config(arguments, program=program)
+    data, seed = config.data, config.trainer.seed
+    hf_config = load_hf_config(config.model, config.moe)
+    vocabulary = load_vocabulary(config.model, hf_config, end_of_text=data.end_of_text)
+    # A run that trains writes to the same directory.
+    with locked_output_directory(config.trainer.output_dir):
+        corpus = open_corpus(data, seed)
+        fingerprint = tokens_fingerprint(data, corpus.fingerprint, vocabulary, seed)
+        directory = directory_of(config.trainer.tokens_directory, fingerprint)
+        create_directory(directory, fingerprint)
+        wanted = {"train": ALL_SEQUENCES, "held_out": data.eval_sequences}
+        job = TokenJob(directory, corpus.fingerprint, data, vocabulary, seed, wanted)
+        write_tokens(job, corpus, _progress())
+        log = TokenLog(directory, "train", data.seq_length)
+        log.refresh()
+    rows = log.last.rows
+    steps = rows / data.global_batch_size
+    print(
+        f"prepared {rows:,} sequences of {data.seq_length:,} tokens from {log.last.documents:,} documents in "
+        f"{directory}: an epoch has {steps:,.1f} steps of {data.global_batch_size:,} sequences",
+        flush=True,
+    )
+
+
+def _progress(clock: Callable[[], float] = time.monotonic) -> Callable[[str], bool]:
+    """Return a function that prints a line of progress every 10 s, and never asks for a pause."""
+    printed_s = clock()
+
+    def show(line: str) -> bool:
+        nonlocal printed_s
+        if clock() - printed_s >= PROGRESS_S:
+            print(line, flush=True)
+            printed_s = clock()
+        return False
+
+    return show

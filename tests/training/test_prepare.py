@@ -1,0 +1,69 @@
+"""The command ``nxd-memopt prepare``: the run reads what it wrote, and it goes on where it was stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nxd_memopt.training import corpora, token_log, tokens
+from nxd_memopt.training.prepare import main
+from nxd_memopt.training.tokens import Window
+from tests.training.runs import exact, run_here, write_config
+
+
+@pytest.fixture(autouse=True)
+def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpora, "WINDOW_SEQUENCES", 20)
+    monkeypatch.setattr(tokens, "DOCUMENTS_PER_CALL", 5)
+    # The rest of this process keeps its backend.
+    monkeypatch.setenv("NXD_MEMOPT_BACKEND", "cpu")
+
+
+def train_files(run: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in run.glob("tokens/*/train.*")}
+
+
+def test_a_run_reads_what_prepare_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = {"trainer": {"export": False, "save_checkpoints": False}, "data": {"streaming": True}}
+    for name in ("without", "with"):
+        (tmp_path / name).mkdir()
+        config = write_config(tmp_path / name, **options)
+        # The corpora are copies of each other, with one time.
+        os.utime(tmp_path / name / "lines.jsonl", ns=(1, 1))
+        if name == "with":
+            assert main(["--config", str(config)]) == 0
+            written = train_files(tmp_path / "with" / "run")
+            assert "an epoch has" in capsys.readouterr().out and written
+        assert run_here(config).returncode == 0
+    assert train_files(tmp_path / "with" / "run") == written
+    assert exact(tmp_path / "with" / "run") == exact(tmp_path / "without" / "run")
+    shorter = train_files(tmp_path / "without" / "run")["train.bin"]
+    assert len(shorter) < len(written["train.bin"]) and written["train.bin"].startswith(shorter)
+
+
+def test_a_stopped_preparation_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = str(write_config(tmp_path))
+    other = ("--trainer.output-dir", str(tmp_path / "other"))
+    assert main(["--config", config, *other]) == 0
+    commit = token_log.TokenWriter.commit
+    written: list[Window] = []
+
+    def stop_after_three(writer: Any, window: Window) -> None:
+        commit(writer, window)
+        written.append(window)
+        if len(written) == 3:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(token_log.TokenWriter, "commit", stop_after_three)
+    assert main(["--config", config]) == 143
+    assert "stopped by SIGTERM while it tokenized: start the same command" in capsys.readouterr().out
+    assert main(["--config", config]) == 0
+    assert train_files(tmp_path / "run") == train_files(tmp_path / "other")
+    # Held-out text has one window, and each window was written once.
+    assert sum(len(window.rows) for window in written[1:]) * 24 * 4 == len(train_files(tmp_path / "run")["train.bin"])
