@@ -21,8 +21,8 @@ from nxd_memopt.ops.autograd import (
 from nxd_memopt.ops.cuda.elementwise import KINDS
 from nxd_memopt.ops.cuda.grouped_matmul import (
     ExpertRows,
+    can_be_tiled,
     has_copy_engine,
-    is_aligned,
     matmul_of_rows,
     matmul_over_rows,
 )
@@ -45,8 +45,10 @@ def can_use_kernels(x: Tensor, gate_up: Tensor, down: Tensor, hidden_act: str) -
     """Return whether ``routed_experts`` supports these tensors and this activation."""
     if hidden_act not in KINDS or x.dtype not in _DTYPES or not can_use_triton(x, gate_up, down):
         return False
-    aligned = is_aligned(down.size(1), down.size(2), element_size=x.element_size())
-    return aligned and gate_up.size(0) <= _MOST_EXPERTS and has_copy_engine(x.device)
+    # The rows of all other operands have the lengths of the weights' rows.
+    if not (can_be_tiled(gate_up) and can_be_tiled(down)):
+        return False
+    return gate_up.size(0) <= _MOST_EXPERTS and has_copy_engine(x.device)
 
 
 class _GateUp(torch.autograd.Function):

@@ -36,9 +36,17 @@ def has_copy_engine(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def is_aligned(*sizes: int, element_size: int) -> bool:
-    """Return whether rows of these numbers of elements can be read by descriptors."""
-    return all(size * element_size % _ALIGNMENT_BYTES == 0 for size in sizes)
+def can_be_tiled(tensor: Tensor) -> bool:
+    """Return whether ``tensor``, contiguous or copied, can be read by descriptors: begin and length of its rows."""
+    row_bytes = tensor.size(-1) * tensor.element_size()
+    return row_bytes % _ALIGNMENT_BYTES == 0 and tensor.data_ptr() % _ALIGNMENT_BYTES == 0
+
+
+def _tiles(tensor: Tensor, *block: int) -> Any:
+    """Return a descriptor of ``tensor``, which is read in tiles of the shape ``block``."""
+    from triton.tools.tensor_descriptor import TensorDescriptor  # pyright: ignore[reportMissingImports]
+
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block))
 
 
 @dataclass(frozen=True)
@@ -83,8 +91,6 @@ def matmul_of_rows(a: Tensor, weight: Tensor, rows: ExpertRows, *, gathers: bool
         gathers: read the row of the token for each row.
         transposes: multiply with ``weight[e]`` itself.
     """
-    from triton.tools.tensor_descriptor import TensorDescriptor  # pyright: ignore[reportMissingImports]
-
     a = a.contiguous()
     weight = weight.contiguous()
     count = rows.choices.numel()
@@ -93,9 +99,9 @@ def matmul_of_rows(a: Tensor, weight: Tensor, rows: ExpertRows, *, gathers: bool
     options: dict[str, Any] = dict(_OF_ROWS)
     block_m, block_n, block_k = options["BLOCK_M"], options["BLOCK_N"], options["BLOCK_K"]
     block = [1, block_k, block_n] if transposes else [1, block_n, block_k]
-    weight_tiles = TensorDescriptor(weight, list(weight.shape), list(weight.stride()), block)
-    # without GATHERS the kernel reads tiles only, with it pointers only
-    a_tiles = TensorDescriptor(a, list(a.shape), list(a.stride()), [block_m, block_k])
+    weight_tiles = _tiles(weight, *block)
+    # A gathered operand is read by pointers, any other one by tiles. What is not read is any tensor.
+    a_tiles = a if gathers else _tiles(a, block_m, block_k)
     out = torch.empty(count, outer, dtype=a.dtype, device=a.device)
     most = rows.tiles.numel() // 3
     # A program per multiprocessor, which stores a tile while it reads the next one.
@@ -131,15 +137,13 @@ def matmul_over_rows(
         gathers_b: the rows of ``b`` are those of the tokens.
     """
     import triton.language as tl  # pyright: ignore[reportMissingImports]
-    from triton.tools.tensor_descriptor import TensorDescriptor  # pyright: ignore[reportMissingImports]
 
     a = a.contiguous()
     b = b.contiguous()
     experts = rows.offsets.numel()
     options: dict[str, Any] = dict(_OVER_ROWS)
-    # The kernel reads an operand by tiles or, if it is gathered, by pointers.
-    a_tiles = TensorDescriptor(a, list(a.shape), list(a.stride()), [options["BLOCK_K"], options["BLOCK_M"]])
-    b_tiles = TensorDescriptor(b, list(b.shape), list(b.stride()), [options["BLOCK_K"], options["BLOCK_N"]])
+    a_tiles = a if gathers_a else _tiles(a, options["BLOCK_K"], options["BLOCK_M"])
+    b_tiles = b if gathers_b else _tiles(b, options["BLOCK_K"], options["BLOCK_N"])
     out = torch.empty(experts, a.size(1), b.size(1), dtype=a.dtype, device=a.device)
     grid = (-(-a.size(1) // options["BLOCK_M"]) * -(-b.size(1) // options["BLOCK_N"]), experts)
     _kernels().matmul_over_rows[grid](
