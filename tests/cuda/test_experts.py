@@ -8,7 +8,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from nxd_memopt.backends import backend
-from nxd_memopt.modules.moe.assignment import assign
+from nxd_memopt.modules.moe.assignment import Assignment, assign
 from nxd_memopt.modules.moe.capacity import ranks_in_expert
 from nxd_memopt.modules.moe.dispatcher import Dispatcher
 from nxd_memopt.modules.moe.experts import Experts
@@ -189,3 +189,13 @@ def test_equal_on_every_run():
         found, grads = check(300, 64, 6, 48, random_choice(300, 6, 3), torch.bfloat16)
         results.append((found, *grads))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_rank_without_rows():
+    experts = experts_of(4, 64, 48, torch.bfloat16)
+    x = torch.randn(10, 64, device=backend.device, dtype=torch.bfloat16).requires_grad_()
+    weights = torch.rand(10, 2, device=backend.device).requires_grad_()
+    nothing = torch.zeros(4, dtype=torch.int64, device=backend.device)
+    output = experts.routed(x, weights, Assignment(nothing[:0], None, nothing))
+    grads = torch.autograd.grad(output.sum(), (x, weights, experts.gate_up_proj, experts.down_proj))
+    assert output.shape == x.shape and not any(tensor.any() for tensor in (output, *grads))

@@ -82,7 +82,9 @@ class Experts(ShardedModule):
         # Under autocast all matmuls have its dtype, and so have the sums.
         (x,) = cast("tuple[Tensor]", cast_if_autocast_enabled(x))
         gate_up, down = self._weights(x.dtype)
-        if assignment.counts is not None and cuda.can_use_kernels(x, gate_up, down, self.hidden_act):
+        # No row at all: a rank whose experts no token has chosen.
+        has_rows = assignment.choices.numel() > 0
+        if assignment.counts is not None and has_rows and cuda.can_use_kernels(x, gate_up, down, self.hidden_act):
             return cuda.routed_experts(
                 x, weights, assignment.choices, assignment.counts.cumsum(0), gate_up, down, self.hidden_act
             )
