@@ -15,7 +15,7 @@ from nxd_memopt.planner.explain import explanation
 from nxd_memopt.planner.hardware import DEVICES, GIB, device_named
 from nxd_memopt.planner.model_configs import NAMED_CONFIGS, load_model_config, with_defaults
 from nxd_memopt.planner.plan import PRECISIONS, Plan, Problem, Setting, plans, remedies, smallest
-from nxd_memopt.planner.step_time import RATES
+from nxd_memopt.planner.step_time import rates_of
 from nxd_memopt.training.config import OptimizerConfig, TrainConfig
 from nxd_memopt.training.yaml_file import read_yaml_file
 
@@ -28,6 +28,9 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         ValueError: the arguments, the model or the file to be written are not valid.
     """
+    # Of the machine that it runs on, and so the one part that imports torch.
+    if list(arguments[:1]) == ["--calibrate"]:
+        return _calibrate(arguments[1:])
     options = _parse(arguments)
     source, section = _model(options.model)
     problem = _problem(options, source)
@@ -48,6 +51,28 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _calibrate(arguments: Sequence[str]) -> int:
+    """Measure this machine and write its rates; under torchrun also those of its collectives."""
+    if len(arguments) != 1 or not arguments[0].endswith(".json"):
+        raise ValueError("--calibrate takes the .json file to write and nothing else: plan --calibrate FILE.json")
+    from nxd_memopt.backends import backend
+    from nxd_memopt.parallel_layers import parallel_state
+    from nxd_memopt.parallel_layers.utils import leave_process_groups
+    from nxd_memopt.profiling.calibration import measure_device, write_device
+    from nxd_memopt.training.distributed import is_rank_zero, world_size
+
+    backend.init_process_group()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size())
+    device, found = measure_device()
+    if is_rank_zero():
+        write_device(Path(arguments[0]), device, found)
+        rates = ", ".join(f"{dtype} {flops / 1e12:.3g}" for dtype, flops in device.matmul_flops.items())
+        print(f"matmuls in TFLOP/s: {rates}; memory: {device.memory_bytes_per_s / 1e9:.4g} GB/s")
+        print(f"wrote {arguments[0]}: nxd-memopt plan --device {arguments[0]} --model NAME")
+    leave_process_groups()
+    return 0
+
+
 class _Parser(argparse.ArgumentParser):
     """A parser whose errors are the command's: one line, exit status 2."""
 
@@ -63,7 +88,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     models = ", ".join(NAMED_CONFIGS)
     parser.add_argument("--model", required=True, help=f"{models}; a config.json or its directory; a recipe or YAML")
-    parser.add_argument("--device", required=True, help=", ".join(DEVICES))
+    devices = f"{', '.join(DEVICES)}; a FILE.json of nxd-memopt plan --calibrate FILE.json, run on the machine"
+    parser.add_argument("--device", required=True, help=devices)
     parser.add_argument("--devices", type=int, help="number of ranks; default: those of one host")
     parser.add_argument("--seq-length", type=int, help="tokens per sequence; default: the YAML's or the model's")
     parser.add_argument("--global-batch", type=int, help="sequences per optimizer step; default: one per rank")
@@ -159,7 +185,7 @@ def _print(options: argparse.Namespace, problem: Problem, found: Sequence[Plan])
         f"global batch {batch}, {problem.precision}; {problem.usable_bytes / GIB:.1f} of "
         f"{problem.placed_device.memory_gib:g} GiB for tensors"
     )
-    if not RATES[device.kind].is_calibrated:
+    if not rates_of(device).is_calibrated:
         print(f"Times on {device.name} are not calibrated: they order the settings, no more. docs/planner.md")
     if not found:
         closest = smallest(problem)

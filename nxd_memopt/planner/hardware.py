@@ -13,7 +13,9 @@ Published rates are peaks; ``planner/rates.py`` has what this library reaches of
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from nxd_memopt.config import require_one_of
@@ -48,6 +50,7 @@ class Device:
         host_copy_bytes_per_s: copies between device and host memory, one way.
         host_memory_gib: memory of the host divided by its ranks.
         source: where the figures are from.
+        measured: the rates are what this machine reaches, not what is published.
     """
 
     name: str
@@ -62,6 +65,7 @@ class Device:
     host_copy_bytes_per_s: float
     host_memory_gib: float
     source: str
+    measured: bool = False
 
     @property
     def memory_bytes(self) -> int:
@@ -288,12 +292,30 @@ DEVICE_GIB = {name: device.memory_gib for name, device in DEVICES.items() if dev
 """Memory in GiB of one rank's device on Trainium."""
 
 
+def read_device(path: Path) -> Device:
+    """Return the device of a file of ``nxd-memopt plan --calibrate``.
+
+    Raises:
+        ValueError: there is no such file, or it describes no device.
+    """
+    if not path.is_file():
+        raise ValueError(f"--device {path} does not exist: write it with nxd-memopt plan --calibrate {path}")
+    try:
+        content = dict(json.loads(path.read_text(encoding="utf-8")))
+        content.pop("measurements", None)
+        return Device(**content)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"--device {path} describes no device ({error}): calibrate again") from error
+
+
 def device_named(name: str) -> Device:
-    """Return the device called ``name``.
+    """Return the device called ``name``, or that of a ``.json`` file (``read_device``).
 
     Raises:
         ValueError: the name is unknown; the message has the nearest one.
     """
+    if name.endswith(".json"):
+        return read_device(Path(name))
     aliases = {"a100": "a100-80gb"}
     name = aliases.get(name.lower(), name.lower())
     require_one_of("device", name, tuple(DEVICES))

@@ -7,7 +7,7 @@ are not calibrated, because no device was available.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner.formulas import nested_chunk_layers
@@ -51,6 +51,9 @@ RATES = {
     "cpu": Rates(0.50, 0.50, 0.50, 0.50, 1.00, 0.0, 0.0, is_calibrated=False),
 }
 """Rates by kind of device."""
+MEASURED_MATMUL = 0.90
+"""Part of the rate of large matmuls that a step's matmuls reach: on H200 638 TFLOP/s (fitted) of the 706 of
+the floor in docs/benchmarks/linear_cross_entropy.csv, 36.6 ms for 8,192 tokens."""
 COPY_INTERFERENCE = 0.06
 """Part of the copies' time by which they slow the computation that hides them (fitted: LLaMA-3-8B,
 32,768 tokens, 12 layers offloaded)."""
@@ -59,6 +62,15 @@ _ATTENTION_BACKWARD = 2.5
 # Bytes that the optimizer moves for an element whose states are on the device: reads of weight,
 # gradient and moments, writes of weight and moments.
 _UPDATE_READS_AND_WRITES = 7
+
+
+def rates_of(device: Device) -> Rates:
+    """Return the parts of a device's rates that a step reaches; of measured rates, what was measured."""
+    rates = RATES[device.kind]
+    if not device.measured:
+        return rates
+    attention = MEASURED_MATMUL * rates.attention / rates.matmul
+    return replace(rates, matmul=MEASURED_MATMUL, attention=attention, memory=1.0, link=1.0, is_calibrated=True)
 
 
 @dataclass(frozen=True)
@@ -107,7 +119,7 @@ def step_time(
         ranks: ranks of the run.
         cuda_graph: one launch per micro-batch.
     """
-    rates = RATES[device.kind]
+    rates = rates_of(device)
     sizes = model.sizes
     peak = device.matmul_flops[dtype]
     matmul_s = matmul_flops(sizes, memory) / (peak * rates.matmul)
@@ -283,7 +295,7 @@ def _data_parallel_s(
     size = layout.data_parallel_size
     if size == 1:
         return 0.0
-    rates = RATES[device.kind]
+    rates = rates_of(device)
     link = device.link_bytes_per_s
     if ranks > device.ranks_per_host:
         link = device.host_link_bytes_per_s
@@ -308,7 +320,7 @@ def _optimizer_s(model: RankModel, layout: StateLayout, used: StepMemory, device
     """Return the time of the update: memory bandwidth on the device, or the link for states on the host."""
     elements = model.num_parameters / layout.shards
     moved = elements * _UPDATE_READS_AND_WRITES * layout.optimizer_bytes
-    on_device = moved / (device.memory_bytes_per_s * RATES[device.kind].memory)
+    on_device = moved / (device.memory_bytes_per_s * rates_of(device).memory)
     # All states pass out and in at once; what fits the staging buffers arrives before the update.
     copied = used.host["optimizer states"]
     if layout.update_in_forward:

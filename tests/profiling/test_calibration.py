@@ -1,0 +1,64 @@
+"""Calibration: plausible rates of this machine, a file that the planner takes, and what it changes in a plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from nxd_memopt import plan_command
+from nxd_memopt.planner.hardware import device_named
+from nxd_memopt.planner.step_time import MEASURED_MATMUL, RATES, rates_of
+from nxd_memopt.profiling import calibration
+from nxd_memopt.profiling.calibration import measure_device, write_device
+from tests.dist.pool import distributed
+from tests.reference import assert_says, error_message
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    monkeypatch.setattr(calibration, "_LEAST_S", 0.001)
+
+
+def test_a_measured_device_is_one_that_plans_take(tmp_path, capsys):
+    device, found = measure_device(largest=512, copy_bytes=1 << 20)
+    assert set(found["matmul_flops"]["float32"]) == {256, 512}
+    # Slower than any computer and faster than any core.
+    assert 1e7 < device.matmul_flops["float32"] == max(found["matmul_flops"]["float32"].values()) < 1e14
+    assert 1e7 < device.memory_bytes_per_s == found["memory_bytes_per_s"] < 1e13
+    file = tmp_path / "machine.json"
+    write_device(file, device, found)
+    assert device_named(str(file)) == device
+    assert json.loads(file.read_text())["measurements"]["memory_bytes_per_s"] == found["memory_bytes_per_s"]
+    assert plan_command.main(["--model", "smollm2-135m", "--device", str(file), "--precision", "32-true"]) == 0
+    assert "not calibrated" not in capsys.readouterr().out
+    assert_says(error_message(lambda: write_device(file, device, found)), "exists already")
+
+
+def test_measured_rates_stand_for_themselves():
+    published = device_named("h200")
+    measured = dataclasses.replace(published, measured=True)
+    assert rates_of(published) == RATES["cuda"]
+    rates = rates_of(measured)
+    assert (rates.matmul, rates.memory, rates.link) == (MEASURED_MATMUL, 1.0, 1.0)
+    assert rates.attention / rates.matmul == pytest.approx(RATES["cuda"].attention / RATES["cuda"].matmul)
+
+
+@distributed(world_size=2)
+def test_ranks_measure_their_collectives():
+    from nxd_memopt.parallel_layers import parallel_state
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    device, found = measure_device(largest=256, copy_bytes=1 << 16)
+    assert len(found["link_bytes_per_s"]) == 3
+    assert device.link_bytes_per_s == max(found["link_bytes_per_s"].values()) > 0
+
+
+def test_refusals(tmp_path):
+    assert_says(error_message(lambda: plan_command.main(["--calibrate"])), "--calibrate", "FILE.json")
+    assert_says(
+        error_message(lambda: device_named(str(tmp_path / "no.json"))), "no.json", "does not exist", "--calibrate"
+    )
+    (tmp_path / "other.json").write_text('{"name": "x"}')
+    assert_says(error_message(lambda: device_named(str(tmp_path / "other.json"))), "describes no device")
