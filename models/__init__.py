@@ -15,7 +15,10 @@ require_transformers("nxd_memopt.models")
 MODELS = {
     "gpt_neox": ("gpt_neox", "GPTNeoXForCausalLM"),
     "llama": ("llama", "LlamaForCausalLM"),
+    "mistral": ("mistral", "MistralForCausalLM"),
     "mixtral": ("mixtral", "MixtralForCausalLM"),
+    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
     "qwen3_moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
 }
 """Maps Hugging Face's ``model_type`` to module and class."""

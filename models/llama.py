@@ -1,4 +1,8 @@
-"""LLaMA 1 to 3 with Hugging Face's parameter names: grouped-query attention, RoPE, RMSNorm, SwiGLU."""
+"""LLaMA 1 to 3 and its family with Hugging Face's parameter names: grouped-query attention, RoPE, RMSNorm, SwiGLU.
+
+Mistral, Qwen2 and Qwen3 differ by biases, norms of query and key, and attention windows, which
+``planner.architectures`` tells from the config.
+"""
 
 from __future__ import annotations
 
@@ -23,36 +27,43 @@ from nxd_memopt.modules.mlp import GatedMLP
 from nxd_memopt.modules.packed_weights import PackedWeights
 from nxd_memopt.modules.qkv_linear import kv_size_multiplier
 from nxd_memopt.modules.rms_norm import add_and_norm, residual_norm_path
-from nxd_memopt.ops.rope import apply_rope_qkv
+from nxd_memopt.ops.rope import apply_rope, apply_rope_qkv
 from nxd_memopt.parallel_layers.fusion import FusibleModule
-from nxd_memopt.planner.architectures import num_kv_heads, require_shardable
+from nxd_memopt.planner.architectures import attention_windows, biases, num_kv_heads, require_shardable, sizes
 
 
 class LlamaAttention(PackedWeights):
     """Grouped-query attention with RoPE.
 
     ``[B, S, H] -> [B, S, H]``; under sequence parallelism ``[s, B, H] -> [s, B, H]``.
+    A query sees ``window`` keys, its own included, or all before it.
     """
 
     shared_input_layers = ("q_proj", "k_proj", "v_proj")
 
-    def __init__(self, config: LlamaConfig, factory: LayerFactory, memory: MemoryConfig) -> None:
+    def __init__(self, config: LlamaConfig, factory: LayerFactory, memory: MemoryConfig, window: int | None) -> None:
         super().__init__()
         # Some configs set head_dim: h * d may then differ from H.
         hidden = config.hidden_size
-        self.head_dim = config.head_dim or hidden // config.num_attention_heads
+        self.head_dim = sizes(config)["d"]
         query_size = config.num_attention_heads * self.head_dim
         kv_size = num_kv_heads(config) * self.head_dim
-        bias = config.attention_bias
-        self.q_proj = factory.column("q_proj", hidden, query_size, bias=bias)
-        self.k_proj = factory.column("k_proj", hidden, kv_size, bias=bias)
-        self.v_proj = factory.column("v_proj", hidden, kv_size, bias=bias)
-        self.o_proj = factory.row("o_proj", query_size, hidden, bias=bias)
+        bias = biases(config)
+        self.q_proj = factory.column("q_proj", hidden, query_size, bias=bias["q_proj"])
+        self.k_proj = factory.column("k_proj", hidden, kv_size, bias=bias["k_proj"])
+        self.v_proj = factory.column("v_proj", hidden, kv_size, bias=bias["v_proj"])
+        self.o_proj = factory.row("o_proj", query_size, hidden, bias=bias["o_proj"])
+        # Qwen3 normalizes each head of query and key.
+        self.q_norm = self.k_norm = None
+        if "q_norm" in bias:
+            self.q_norm = factory.head_norm(self.head_dim, config.rms_norm_eps)
+            self.k_norm = factory.head_norm(self.head_dim, config.rms_norm_eps)
         self.core_attn = CoreAttention(
             attention_backend=memory.attention_backend,
             head_dim=self.head_dim,
             dropout=config.attention_dropout or 0.0,
             sharded=factory.parallel.tensor_model_parallel_size > 1,
+            window=window,
         )
         self.sequence_first = factory.parallel.sequence_parallel_enabled
         # After the layers exist: packs their weights, and then registers what a fused path
@@ -73,7 +84,11 @@ class LlamaAttention(PackedWeights):
             mask: mask in addition to causality.
         """
         query, key, value = (split_heads(x, self.head_dim, sequence_first=self.sequence_first) for x in columns)
-        query, key, value = apply_rope_qkv(query, key, value, *rope, in_place=self.in_place_rope.is_active)
+        if self.q_norm is not None and self.k_norm is not None:
+            query = apply_rope(self.q_norm(query), *rope)
+            key = apply_rope(self.k_norm(key), *rope)
+        else:
+            query, key, value = apply_rope_qkv(query, key, value, *rope, in_place=self.in_place_rope.is_active)
         # [B, h/T, S, d] -> [B, S, h*d/T]
         return merge_heads(self.core_attn(query, key, value, mask), sequence_first=self.sequence_first)
 
@@ -85,14 +100,14 @@ class LlamaAttention(PackedWeights):
 class LlamaDecoderLayer(FusibleModule):
     """Pre-norm decoder layer; ``[B, S, H]`` or ``[s, B, H]`` in and out."""
 
-    def __init__(self, config: LlamaConfig, factory: LayerFactory, memory: MemoryConfig) -> None:
+    def __init__(self, config: LlamaConfig, factory: LayerFactory, memory: MemoryConfig, window: int | None) -> None:
         super().__init__()
-        self.self_attn = LlamaAttention(config, factory, memory)
+        self.self_attn = LlamaAttention(config, factory, memory, window)
         self.mlp = GatedMLP(
             config.hidden_size,
             config.intermediate_size,
             config.hidden_act,
-            bias=config.mlp_bias,
+            bias=biases(config)["gate_proj"],
             factory=factory,
         )
         self.input_layernorm = factory.rms_norm(config.hidden_size, config.rms_norm_eps)
@@ -119,7 +134,9 @@ class LlamaModel(nn.Module):
         self.embed_tokens = factory.embedding(
             "embed_tokens", config.vocab_size, config.hidden_size, config.pad_token_id
         )
-        self.layers = nn.ModuleList(LlamaDecoderLayer(config, factory, memory) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            LlamaDecoderLayer(config, factory, memory, window) for window in attention_windows(config)
+        )
         self.norm = factory.rms_norm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, input_ids: Tensor, rope: RopeTables, mask: AttentionMask) -> Tensor:
@@ -165,9 +182,8 @@ class LlamaForCausalLM(ParallelCausalLM):
         # With T above g, each KV head is on T/g ranks. Each of them has different query heads of
         # its group, and a copy of the KV head whose gradients are summed over the ranks.
         replicas = kv_size_multiplier(num_kv_heads(config), size)
-        head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
-        super().__init__(config, parallel=parallel, memory=memory, rotary_dim=head_dim)
-        factory = layer_factory("llama", config, parallel, dtype=dtype, device=device, kv_replicas=replicas)
+        super().__init__(config, parallel=parallel, memory=memory, rotary_dim=sizes(config)["d"])
+        factory = layer_factory(config.model_type, config, parallel, dtype=dtype, device=device, kv_replicas=replicas)
         # Modules are built in one order on all ranks: with CPU initialization they draw from one
         # stream. Recompute and offload come last, because they replace the forward of finished
         # modules.

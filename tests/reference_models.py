@@ -8,7 +8,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, MixtralConfig, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.models import model_class
@@ -43,6 +52,33 @@ def llama_config(**changes: Any) -> LlamaConfig:
             **changes,
         }
     )
+
+
+FAMILY: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 44,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+}
+
+
+def mistral_config(**changes: Any) -> MistralConfig:
+    """Attention windows of 5 of 12 tokens, and heads of another size than hidden / heads."""
+    return MistralConfig(**FAMILY | {"sliding_window": 5, "head_dim": 6, **changes})
+
+
+def qwen2_config(**changes: Any) -> Qwen2Config:
+    """Biases on query, key and value."""
+    return Qwen2Config(**FAMILY | changes)
+
+
+def qwen3_config(**changes: Any) -> Qwen3Config:
+    """Norms of query and key; heads of another size than hidden / heads."""
+    return Qwen3Config(**FAMILY | {"head_dim": 6, **changes})
 
 
 def gpt_neox_config(**changes: Any) -> GPTNeoXConfig:
@@ -127,6 +163,11 @@ CONFIGS = {
     "llama one KV head": lambda: llama_config(num_key_value_heads=1),
     "llama all KV heads": lambda: llama_config(num_key_value_heads=8),
     "llama padding token": lambda: llama_config(pad_token_id=0, rms_norm_eps=0.1),
+    "mistral": mistral_config,
+    "qwen2 tied, window in the second layer": lambda: qwen2_config(
+        tie_word_embeddings=True, use_sliding_window=True, sliding_window=4, max_window_layers=1
+    ),
+    "qwen3 dense, biases": lambda: qwen3_config(attention_bias=True),
     "neox": gpt_neox_config,
     "neox sequential residual": lambda: gpt_neox_config(use_parallel_residual=False, layer_norm_eps=0.1),
     "neox tied, full rotary": lambda: gpt_neox_config(tie_word_embeddings=True, rotary_pct=1.0),

@@ -18,6 +18,7 @@ class AttentionCall:
         dropout_p: probability of dropping an attention weight.
         dtype: of query, key and value.
         packed: rows contain several documents, and attention is within each document.
+        window: a query sees at most this many keys, its own included; None for all before it.
     """
 
     query_shape: tuple[int, ...]
@@ -26,6 +27,7 @@ class AttentionCall:
     dropout_p: float
     dtype: torch.dtype
     packed: bool = False
+    window: int | None = None
 
     @property
     def sequence_length(self) -> int:

@@ -35,11 +35,15 @@ class CoreAttention(FusibleModule):
         head_dim: d.
         dropout: probability of dropping an attention weight.
         sharded: heads are split over ranks, so each rank draws its own dropout mask.
+        window: a query sees at most this many keys, its own included; None for all before it.
     """
 
-    def __init__(self, *, attention_backend: str, head_dim: int, dropout: float, sharded: bool) -> None:
+    def __init__(
+        self, *, attention_backend: str, head_dim: int, dropout: float, sharded: bool, window: int | None = None
+    ) -> None:
         super().__init__()
-        self.implementation = select_attention(attention_backend, dropout, head_dim=head_dim)
+        self.implementation = select_attention(attention_backend, dropout, head_dim=head_dim, window=window)
+        self.window = window
         self.attention_backend = attention_backend
         self.dropout = dropout
         self.sharded = sharded
@@ -47,6 +51,7 @@ class CoreAttention(FusibleModule):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:
         """Attend from ``[B, h/T, S, d]`` to keys and values ``[B, g/T, S, d]``."""
         dropout_p = self.dropout if self.training else 0.0
+        window = self.window_of(query.size(2))
         # Selected in each call: shapes, dtype and mask decide which kernels can run, and a model
         # may be called with several of them.
         implementation, _ = attention_implementation(
@@ -57,11 +62,18 @@ class CoreAttention(FusibleModule):
             packed=isinstance(mask, PackedDocuments),
             dropout_p=dropout_p,
             attention_backend=self.attention_backend,
+            window=window,
         )
         # Ranks have different heads, which need different masks: draw from this rank's stream.
         stream = get_rng_tracker().fork() if self.sharded and dropout_p > 0 else nullcontext()
         with stream:
-            return core_attention(query, key, value, implementation=implementation, mask=mask, dropout_p=dropout_p)
+            return core_attention(
+                query, key, value, implementation=implementation, mask=mask, dropout_p=dropout_p, window=window
+            )
+
+    def window_of(self, sequence_length: int) -> int | None:
+        """Return the window of a sequence; None if the sequence fits it, which runs on any kernel."""
+        return None if self.window is None or sequence_length <= self.window else self.window
 
 
 def split_heads(x: Tensor, head_dim: int, *, sequence_first: bool) -> Tensor:

@@ -17,7 +17,7 @@ from nxd_memopt.backends.attention_call import AttentionCall
 from nxd_memopt.config import ATTENTION_BACKENDS, require_one_of
 from nxd_memopt.ops import tiled_attention as tiled
 from nxd_memopt.ops.cuda import attention as cuda
-from nxd_memopt.ops.math_attention import causal_mask, math_attention
+from nxd_memopt.ops.math_attention import math_attention, window_mask
 from nxd_memopt.ops.neuron import attention as nki
 from nxd_memopt.ops.packed import PackedDocuments, attention_by_document, flash_attention
 
@@ -27,6 +27,7 @@ _REFUSALS: dict[str, Callable[[AttentionCall], str | None]] = {
     "tiled": tiled.refusal,
     "nki": nki.refusal,
 }
+_WINDOWED = ("tiled", "math")  # implementations of attention windows
 _UNAVAILABLE = {"flash4": cuda.unavailable_reason, "nki": nki.unavailable_reason}
 _SDPA_KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -46,6 +47,7 @@ def attention_implementation(
     packed: bool = False,
     dropout_p: float = 0.0,
     attention_backend: str = "auto",
+    window: int | None = None,
 ) -> tuple[str, str]:
     """Return the name of the implementation that runs for one call, and the reason.
 
@@ -59,12 +61,13 @@ def attention_implementation(
         packed: rows contain several documents.
         dropout_p: probability of dropping an attention weight.
         attention_backend: one of ``config.ATTENTION_BACKENDS``.
+        window: see ``AttentionCall``.
 
     Raises:
         ValueError: the named implementation cannot run the call. It is never replaced by another
             one.
     """
-    call = AttentionCall(tuple(query_shape), kv_heads, masked, dropout_p, dtype, packed)
+    call = AttentionCall(tuple(query_shape), kv_heads, masked, dropout_p, dtype, packed, window)
     if attention_backend != "auto":
         # A misspelt name is an error of its own; the check is left out for the usual "auto".
         require_one_of("attention_backend", attention_backend, ATTENTION_BACKENDS)
@@ -88,6 +91,7 @@ def select_attention(
     dropout_p: float = 0.0,
     *,
     head_dim: int = COMMON_SHAPE[-1],
+    window: int | None = None,
 ) -> str:
     """Return the implementation that a model can count on at build time, for suitable lengths.
 
@@ -98,6 +102,7 @@ def select_attention(
         attention_backend: one of ``config.ATTENTION_BACKENDS``.
         dropout_p: probability of dropping an attention weight.
         head_dim: d.
+        window: see ``AttentionCall``.
 
     Raises:
         ValueError: the name is unknown, or the machine, the dropout or the head size rules it out.
@@ -110,6 +115,7 @@ def select_attention(
         dtype=torch.bfloat16,
         dropout_p=dropout_p,
         attention_backend=attention_backend,
+        window=window,
     )
     # No warning on a device whose best implementation is math: its user cannot change that.
     has_fused = backend.attention_implementations[0] != "math"
@@ -137,6 +143,8 @@ def refusal(name: str, call: AttentionCall) -> str | None:
 
 def _implementation_refusal(name: str, call: AttentionCall) -> str | None:
     """Return why the implementation cannot run ``call`` on any machine, or None if it can."""
+    if call.window is not None and name not in _WINDOWED:
+        return f"{name} has no attention window, got {call.window}"
     if name not in _REFUSALS:
         return None
     return _REFUSALS[name](call)
@@ -150,6 +158,7 @@ def core_attention(
     implementation: str,
     mask: Tensor | PackedDocuments | None = None,
     dropout_p: float = 0.0,
+    window: int | None = None,
 ) -> Tensor:
     """Return causal attention, ``softmax(Q K^t / sqrt(d)) V``.
 
@@ -164,6 +173,7 @@ def core_attention(
         mask: boolean ``[B, 1, S, S]``, True where a query may attend, with causality included; or
             documents with attention within each one; ``None`` for causality alone.
         dropout_p: probability of dropping an attention weight.
+        window: a query sees at most this many keys, its own included; None for all before it.
 
     Returns:
         ``[B, h, S, d]``.
@@ -175,13 +185,17 @@ def core_attention(
         dropout_p,
         attention_dtype(query),
         isinstance(mask, PackedDocuments),
+        window,
     )
     reason = _implementation_refusal(implementation, call)
     # attention_implementation() has checked this; a direct call with another shape fails here
     assert reason is None, reason
     if isinstance(mask, PackedDocuments):
-        return _packed_attention(query, key, value, mask, implementation, dropout_p)
+        return _packed_attention(query, key, value, mask, implementation, dropout_p, window)
     if implementation == "math":
+        if window is not None:
+            allowed = window_mask(query.size(2), window, query.device)
+            mask = allowed if mask is None else mask & allowed
         return math_attention(query, key, value, mask, dropout_p)
     # Autocast casts the inputs of PyTorch's SDPA. The implementations below are custom Functions,
     # whose inputs are cast here.
@@ -189,7 +203,7 @@ def core_attention(
         return _sdpa(query, key, value, mask, dropout_p, implementation)
     with _one_dtype_under_autocast(query, key, value) as (query, key, value):
         if implementation == "tiled":
-            return tiled.tiled_attention(query, key, value, mask)
+            return tiled.tiled_attention(query, key, value, mask, window=window)
         if implementation == "flash4":
             return cuda.flash4_attention(query, key, value)
         assert implementation == "nki", implementation
@@ -203,10 +217,11 @@ def _packed_attention(
     documents: PackedDocuments,
     implementation: str,
     dropout_p: float,
+    window: int | None,
 ) -> Tensor:
     if implementation == "math":
         # math attention materialises [B, 1, S, S]
-        mask = documents.mask() & causal_mask(query.size(2), query.device)
+        mask = documents.mask() & window_mask(query.size(2), window, query.device)
         return math_attention(query, key, value, mask, dropout_p)
     if implementation == "sdpa":
         # SDPA has no argument for document boundaries, and a mask would turn its flash kernels off
@@ -218,7 +233,7 @@ def _packed_attention(
             return cuda.flash4_attention(query, key, value, documents)
         if implementation == "flash":
             return flash_attention(query, key, value, documents)
-        return tiled.tiled_attention(query, key, value, documents.ids)
+        return tiled.tiled_attention(query, key, value, documents.ids, window=window)
 
 
 def _sdpa(

@@ -37,6 +37,12 @@ def causal_mask(sequence_length: int, device: torch.device) -> Tensor:
     return torch.ones(sequence_length, sequence_length, dtype=torch.bool, device=device).tril()
 
 
+def window_mask(sequence_length: int, window: int | None, device: torch.device) -> Tensor:
+    """``causal_mask`` whose queries see the last ``window`` keys, their own included; None for all."""
+    mask = causal_mask(sequence_length, device)
+    return mask if window is None else mask.triu(1 - window)
+
+
 def padding_and_causal_mask(attention_mask: Tensor) -> Tensor:
     """Boolean ``[B, 1, S, S]`` from a padding mask ``[B, S]`` (non-zero: keep).
 

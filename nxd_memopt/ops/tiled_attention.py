@@ -36,6 +36,7 @@ def tiled_attention(
     mask: Tensor | None = None,
     *,
     tile: int | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """Return ``softmax(Q K^t / sqrt(d)) V`` with a running softmax over tiles of keys.
 
@@ -51,11 +52,15 @@ def tiled_attention(
             row; or integers ``[B, S]``: a query sees the keys with its own number. Causality is
             added.
         tile: positions per tile; default ``tile_length(S)``.
+        window: a query sees at most this many keys, its own included; None for all before it. Tiles
+            before it are not computed.
 
     Returns:
         ``[B, h, S, d]``.
     """
-    output: Any = _TiledAttention.apply(query, key, value, mask, tile or tile_length(query.size(2)))
+    output: Any = _TiledAttention.apply(
+        query, key, value, mask, tile or tile_length(query.size(2)), window or query.size(2)
+    )
     return output
 
 
@@ -73,6 +78,7 @@ class _TiledAttention(torch.autograd.Function):
         value: Tensor,
         mask: Tensor | None,
         tile: int,
+        window: int,
     ) -> Tensor:
         spans = _spans(query.size(2), tile)
         outputs: list[Tensor] = []
@@ -80,7 +86,7 @@ class _TiledAttention(torch.autograd.Function):
         # each tile of queries waits for the results of the previous one, see the module's docstring
         previous: Sequence[Tensor] = ()
         for span in spans:
-            previous = _attend(query, key, value, mask, span, spans, after=previous)
+            previous = _attend(query, key, value, mask, span, spans, window, after=previous)
             outputs.append(previous[0])
             log_sum_exps.append(previous[1])
         output = torch.cat(outputs, dim=2)
@@ -90,6 +96,7 @@ class _TiledAttention(torch.autograd.Function):
             saved.append(mask)
         ctx.save_for_backward(*saved)
         ctx.spans = spans
+        ctx.window = window
         return output
 
     @staticmethod
@@ -97,7 +104,7 @@ class _TiledAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         # Without the barrier, a compiler that sees both passes saves forward's tiles for backward.
         *saved, grad_output = backend.optimization_barrier([*ctx.saved_tensors, grad_output])
-        return *_backward(grad_output, *saved, spans=ctx.spans), None, None
+        return *_backward(grad_output, *saved, spans=ctx.spans, window=ctx.window), None, None, None
 
 
 def _spans(length: int, tile: int) -> list[Span]:
@@ -111,6 +118,7 @@ def _attend(
     mask: Tensor | None,
     rows: Span,
     spans: Sequence[Span],
+    window: int,
     *,
     after: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:
@@ -128,10 +136,10 @@ def _attend(
     maximum = tile.new_full((*tile.shape[:-1], 1), torch.finfo(wide).min, dtype=wide)
     total = torch.zeros_like(maximum)
     summed = torch.zeros_like(tile, dtype=wide)
-    for cols in _visible(rows, spans):
+    for cols in _visible(rows, spans, window):
         # the scores of this tile may exist only after those of the previous one are summed up
         tile, maximum, total, summed = backend.optimization_barrier([tile, maximum, total, summed])
-        scores = _scores(tile, key.narrow(2, *cols), mask, rows, cols)
+        scores = _scores(tile, key.narrow(2, *cols), mask, rows, cols, window)
         previous = maximum
         maximum = torch.maximum(previous, scores.amax(-1, keepdim=True))
         weights = (scores - maximum).exp()
@@ -151,6 +159,7 @@ def _backward(
     mask: Tensor | None = None,
     *,
     spans: Sequence[Span],
+    window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dQ, dK and dV by tiles.
 
@@ -177,11 +186,11 @@ def _backward(
         dkey = torch.zeros_like(key_tile, dtype=wide)
         dvalue = torch.zeros_like(value_tile, dtype=wide)
         for rows, (query_tile, grad_tile, lse_tile, dot_tile) in row_tiles.items():
-            if cols not in _visible(rows, spans):
+            if cols not in _visible(rows, spans, window):
                 continue
             query_tile, grad_tile, *_ = backend.optimization_barrier([query_tile, grad_tile, *after])
             # tensors of scores are [B, g, r*t, c], of one pair of tiles at a time
-            weights = (_scores(query_tile, key_tile, mask, rows, cols) - lse_tile).exp()
+            weights = (_scores(query_tile, key_tile, mask, rows, cols, window) - lse_tile).exp()
             dvalue += (weights.to(dtype).transpose(-1, -2) @ grad_tile).to(wide)
             dweights = (grad_tile @ value_tile.transpose(-1, -2)).to(wide)
             dscores = (weights * (dweights - dot_tile) * query.size(-1) ** -0.5).to(dtype)
@@ -198,12 +207,13 @@ def _wide(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-def _visible(rows: Span, spans: Sequence[Span]) -> list[Span]:
+def _visible(rows: Span, spans: Sequence[Span], window: int) -> list[Span]:
     """Return the tiles of keys that some query of ``rows`` may see.
 
-    Causality leaves the tiles that do not begin after the queries' tile.
+    Causality leaves the tiles that do not begin after the queries' tile, the window those that do
+    not end before the first query's window.
     """
-    return [cols for cols in spans if cols[0] <= rows[0]]
+    return [cols for cols in spans if cols[0] <= rows[0] and cols[0] + cols[1] > rows[0] - window + 1]
 
 
 def _rows(tensor: Tensor, rows: Span, groups: int) -> Tensor:
@@ -225,6 +235,7 @@ def _scores(
     mask: Tensor | None,
     rows: Span,
     cols: Span,
+    window: int,
 ) -> Tensor:
     """Return the scores ``[B, g, r*t, c]``, in fp32 or float64.
 
@@ -232,7 +243,7 @@ def _scores(
     """
     wide = _wide(query_tile)
     scores = (query_tile @ key_tile.transpose(-1, -2)).to(wide) * query_tile.size(-1) ** -0.5
-    hidden = _hidden(mask, rows, cols, scores.device)
+    hidden = _hidden(mask, rows, cols, window, scores.device)
     if hidden is None:
         return scores
     scores = scores.unflatten(2, (-1, rows[1]))  # [B, g, r, t, c]
@@ -241,14 +252,20 @@ def _scores(
     return scores.masked_fill(hidden, torch.finfo(wide).min).flatten(2, 3)
 
 
-def _hidden(mask: Tensor | None, rows: Span, cols: Span, device: torch.device) -> Tensor | None:
+def _hidden(mask: Tensor | None, rows: Span, cols: Span, window: int, device: torch.device) -> Tensor | None:
     """Return a mask that is True where a query may not look, or None if it may look everywhere.
 
-    The mask is ``[t, c]`` for causality alone, and ``[B, 1, 1, t, c]`` with ``mask``.
+    The mask is ``[t, c]`` for causality and window alone, and ``[B, 1, 1, t, c]`` with ``mask``.
     """
     hidden = None
     if rows == cols:  # the only tile that the diagonal crosses
         hidden = torch.ones(rows[1], cols[1], dtype=torch.bool, device=device).triu(1)
+    # Query rows[0] + i sees key cols[0] + j from i - j = cols[0] - rows[0] + window on no longer. The
+    # last query and the first key are farthest apart.
+    first_hidden = cols[0] - rows[0] + window
+    if rows[1] - 1 >= first_hidden:
+        before = torch.ones(rows[1], cols[1], dtype=torch.bool, device=device).tril(-first_hidden)
+        hidden = before if hidden is None else hidden | before
     if mask is None:
         return hidden
     if mask.dim() == 2:

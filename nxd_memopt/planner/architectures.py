@@ -117,21 +117,50 @@ _ROUTED_EXPERTS = (
     Layer("model.layers.{}.mlp.experts.down_proj", ("E", "H", "M"), "expert_row", only_in="moe"),
 )
 
-LAYERS: dict[str, tuple[Layer, ...]] = {
-    "llama": (
+# One weight for all heads: each rank's gradient is the sum over its own heads.
+_HEAD_NORMS = (
+    Layer("model.layers.{}.self_attn.q_norm", ("d",), "replicated"),
+    Layer("model.layers.{}.self_attn.k_norm", ("d",), "replicated"),
+)
+
+
+def _llama_layers(
+    *,
+    attention_bias: bool | str = False,
+    output_bias: bool | str = False,
+    mlp_bias: bool | str = False,
+    head_norms: tuple[Layer, ...] = (),
+) -> tuple[Layer, ...]:
+    """Return the layers of LLaMA and of the models that differ from it by biases and norms of heads.
+
+    Args:
+        attention_bias: ``Layer.bias`` of the query, key and value projections.
+        output_bias: of the output projection.
+        mlp_bias: of the MLP.
+        head_norms: norms of query and key.
+    """
+    return (
         Layer("model.embed_tokens", ("V", "H"), "vocab"),
-        Layer("model.layers.{}.self_attn.q_proj", ("h*d", "H"), "query_column", bias="attention_bias"),
-        Layer("model.layers.{}.self_attn.k_proj", ("g*d", "H"), "kv_column", bias="attention_bias"),
-        Layer("model.layers.{}.self_attn.v_proj", ("g*d", "H"), "kv_column", bias="attention_bias"),
-        Layer("model.layers.{}.self_attn.o_proj", ("H", "h*d"), "query_row", bias="attention_bias"),
-        Layer("model.layers.{}.mlp.gate_proj", ("F", "H"), "column", bias="mlp_bias"),
-        Layer("model.layers.{}.mlp.up_proj", ("F", "H"), "column", bias="mlp_bias"),
-        Layer("model.layers.{}.mlp.down_proj", ("H", "F"), "row", bias="mlp_bias"),
+        Layer("model.layers.{}.self_attn.q_proj", ("h*d", "H"), "query_column", bias=attention_bias),
+        Layer("model.layers.{}.self_attn.k_proj", ("g*d", "H"), "kv_column", bias=attention_bias),
+        Layer("model.layers.{}.self_attn.v_proj", ("g*d", "H"), "kv_column", bias=attention_bias),
+        Layer("model.layers.{}.self_attn.o_proj", ("H", "h*d"), "query_row", bias=output_bias),
+        *head_norms,
+        Layer("model.layers.{}.mlp.gate_proj", ("F", "H"), "column", bias=mlp_bias),
+        Layer("model.layers.{}.mlp.up_proj", ("F", "H"), "column", bias=mlp_bias),
+        Layer("model.layers.{}.mlp.down_proj", ("H", "F"), "row", bias=mlp_bias),
         Layer("model.layers.{}.input_layernorm", ("H",), "replicated"),
         Layer("model.layers.{}.post_attention_layernorm", ("H",), "replicated"),
         Layer("model.norm", ("H",), "replicated"),
         Layer("lm_head", ("V", "H"), "vocab"),
-    ),
+    )
+
+
+LAYERS: dict[str, tuple[Layer, ...]] = {
+    "llama": _llama_layers(attention_bias="attention_bias", output_bias="attention_bias", mlp_bias="mlp_bias"),
+    "mistral": _llama_layers(),
+    "qwen2": _llama_layers(attention_bias=True),
+    "qwen3": _llama_layers(attention_bias="attention_bias", output_bias="attention_bias", head_norms=_HEAD_NORMS),
     "gpt_neox": (
         Layer("gpt_neox.embed_in", ("V", "H"), "vocab"),
         Layer("gpt_neox.layers.{}.input_layernorm", ("H",), "replicated", bias=True),
@@ -162,9 +191,7 @@ LAYERS: dict[str, tuple[Layer, ...]] = {
         Layer("model.layers.{}.self_attn.k_proj", ("g*d", "H"), "kv_column", bias="attention_bias"),
         Layer("model.layers.{}.self_attn.v_proj", ("g*d", "H"), "kv_column", bias="attention_bias"),
         Layer("model.layers.{}.self_attn.o_proj", ("H", "h*d"), "query_row", bias="attention_bias"),
-        # One weight for all heads: each rank's gradient is the sum over its own heads.
-        Layer("model.layers.{}.self_attn.q_norm", ("d",), "replicated"),
-        Layer("model.layers.{}.self_attn.k_norm", ("d",), "replicated"),
+        *_HEAD_NORMS,
         *_ROUTED_EXPERTS,
         Layer("model.layers.{}.mlp.gate_proj", ("F", "H"), "column", only_in="dense"),
         Layer("model.layers.{}.mlp.up_proj", ("F", "H"), "column", only_in="dense"),
@@ -186,6 +213,31 @@ def shardings(model_type: str) -> dict[str, str]:
     """
     layers = [layer for layer in LAYERS[model_type] if layer.sharding not in _EXPERT_SHARDINGS]
     return {layer.name.rsplit(".", 1)[-1]: layer.sharding for layer in layers}
+
+
+def biases(config: Any) -> dict[str, bool]:
+    """Return whether each layer has a bias, by the last part of its name."""
+    layers = LAYERS[option(config, "model_type")]
+    return {layer.name.rsplit(".", 1)[-1]: _has_bias(layer, config) for layer in layers}
+
+
+def attention_windows(config: Any) -> tuple[int | None, ...]:
+    """Return for each decoder layer how many keys a query sees, its own included; None for all.
+
+    Args:
+        config: Hugging Face's config, as an object or as the content of a ``config.json``.
+    """
+    depth = option(config, "num_hidden_layers")
+    window = option(config, "sliding_window")
+    # Qwen's configs store a window that use_sliding_window turns off.
+    if window is None or option(config, "use_sliding_window") is False:
+        return (None,) * depth
+    kinds = option(config, "layer_types")
+    if kinds is None:
+        # A config.json of before layer_types: Qwen's first layers have no window, Mistral's all.
+        first = option(config, "max_window_layers") or 0
+        kinds = ["full_attention" if i < first else "sliding_attention" for i in range(depth)]
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def sizes(config: Any) -> dict[str, int]:

@@ -82,6 +82,17 @@ NAMED_CONFIGS: dict[str, dict[str, Any]] = {
 """Published model configurations, with the keys of the models' ``config.json``."""
 
 
+_QWEN: dict[str, Any] = {
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "gpt_neox": {
         "attention_bias": True,
@@ -108,6 +119,18 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "vocab_size": 32000,
     },
+    "mistral": {
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+        "tie_word_embeddings": False,
+        "vocab_size": 32000,
+    },
     "mixtral": {
         "attention_dropout": 0.0,
         "hidden_act": "silu",
@@ -123,6 +146,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "vocab_size": 32000,
     },
+    "qwen2": _QWEN,
+    "qwen3": _QWEN | {"attention_bias": False, "head_dim": 128},
     "qwen3_moe": {
         "attention_bias": False,
         "attention_dropout": 0.0,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nxd_memopt.config import ParallelConfig, require_divisible
-from nxd_memopt.planner.architectures import moe_layers, option, require_shardable, sizes
+from nxd_memopt.planner.architectures import attention_windows, moe_layers, option, require_shardable, sizes
 
 FP32_BYTES = 4
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -36,12 +36,15 @@ class MoESizes:
         return (3 + 2 * self.num_experts) * FP32_BYTES
 
 
+_AS_LLAMA = ("llama", "mistral", "qwen2")
+
+
 @dataclass(frozen=True)
 class RankSizes:
     """Sizes that determine the activations of one rank.
 
     Args:
-        model_type: Hugging Face's ``model_type``.
+        model_type: Hugging Face's ``model_type``; ``"llama"`` for all that are computed like LLaMA.
         num_layers: number of decoder layers.
         sequence_length: S.
         micro_batch_size: B.
@@ -139,16 +142,22 @@ def rank_sizes(
 
     Raises:
         ValueError: T does not divide heads, MLP width or sequence, or the model has dense layers and
-            layers with experts.
+            layers with experts, or attention windows below the sequence length.
     """
     size = parallel.tensor_model_parallel_size
     require_shardable(config, size)
     if parallel.sequence_parallel_enabled:
         require_divisible("seq_length", sequence_length, "tensor_model_parallel_size", size)
+    windows = [window for window in attention_windows(config) if window is not None and window < sequence_length]
+    if windows:
+        raise ValueError(
+            f"sliding_window {windows[0]} is below the sequence length {sequence_length}: attention windows are not "
+            "planned: shorten the sequence, or set sliding_window to null"
+        )
     letters = sizes(config)
     is_llama = option(config, "model_type") != "gpt_neox"
     return RankSizes(
-        model_type=option(config, "model_type"),
+        model_type="llama" if option(config, "model_type") in _AS_LLAMA else option(config, "model_type"),
         num_layers=option(config, "num_hidden_layers"),
         sequence_length=sequence_length,
         micro_batch_size=micro_batch_size,

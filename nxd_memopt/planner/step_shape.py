@@ -36,7 +36,7 @@ def step_shape(
         if value is not None:
             raise ValueError(f"{name} {value!r}: the collectives of tiles and groups are not planned: leave it out")
     size = parallel.tensor_model_parallel_size
-    is_llama = config.model_type == "llama"
+    is_llama = config.model_type != "gpt_neox"
     # With T greater than the number of KV heads g, r = T / g ranks have a replica of each KV head
     # and all-reduce its gradients. GPT-NeoX has no grouped-query attention, so r = 1.
     replicas = 1

@@ -17,7 +17,10 @@ OWN_OPTIONS = ("num_query_groups",)
 # Older names that transformers still converts when a configuration is constructed.
 OLDER_NAMES = {
     "llama": ("rope_theta", "rope_scaling", "torch_dtype"),
+    "mistral": ("rope_theta", "rope_scaling", "torch_dtype"),
     "mixtral": ("rope_theta", "rope_scaling", "torch_dtype"),
+    "qwen2": ("rope_theta", "rope_scaling", "torch_dtype"),
+    "qwen3": ("rope_theta", "rope_scaling", "torch_dtype"),
     # head_dim is no field of Qwen3MoeConfig, and stored in every file of it.
     "qwen3_moe": ("rope_theta", "rope_scaling", "torch_dtype", "head_dim"),
     "gpt_neox": ("rotary_emb_base", "rotary_pct", "rope_scaling", "torch_dtype"),

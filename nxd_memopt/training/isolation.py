@@ -33,7 +33,9 @@ def describe_isolation(model: ParallelCausalLM, config: TrainConfig) -> str:
 
 def _implementation(model: ParallelCausalLM, config: TrainConfig, *, packed: bool) -> tuple[str, str]:
     """Return the attention implementation of a training step on this rank's heads, and its reason."""
-    core = next(module for module in model.modules() if isinstance(module, CoreAttention))
+    cores = [module for module in model.modules() if isinstance(module, CoreAttention)]
+    # A layer with a window decides, if there is one: it has the fewest kernels.
+    core = next((core for core in cores if core.window_of(config.data.seq_length)), cores[0])
     hf_config = model.config
     heads = hf_config.num_attention_heads
     head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads
@@ -46,4 +48,5 @@ def _implementation(model: ParallelCausalLM, config: TrainConfig, *, packed: boo
         packed=packed,
         dropout_p=core.dropout,
         attention_backend=core.attention_backend,
+        window=core.window_of(config.data.seq_length),
     )

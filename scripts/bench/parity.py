@@ -23,7 +23,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
-from transformers import GPTNeoXConfig, LlamaConfig
+from transformers import GPTNeoXConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from nxd_memopt.backends import backend
 from nxd_memopt.checkpoint import gather_full_tensor, local_slice
@@ -70,6 +70,11 @@ CASES: dict[str, Callable[[], Any]] = {
     "LLaMA rope-scaled": lambda: LlamaConfig(
         **LLAMA, num_key_value_heads=4, rope_parameters=LLAMA3_ROPE, max_position_embeddings=256
     ),
+    "Mistral, window 16": lambda: MistralConfig(**LLAMA, num_key_value_heads=2, head_dim=12, sliding_window=16),
+    "Qwen2, window 16 in layer 1": lambda: Qwen2Config(
+        **LLAMA, num_key_value_heads=2, use_sliding_window=True, sliding_window=16, max_window_layers=1
+    ),
+    "Qwen3, biases": lambda: Qwen3Config(**LLAMA, num_key_value_heads=2, head_dim=12, attention_bias=True),
     "GPT-NeoX parallel residual, rotary 0.25": lambda: GPTNeoXConfig(**NEOX, use_parallel_residual=True),
     "GPT-NeoX serial residual, rotary 0.25": lambda: GPTNeoXConfig(**NEOX, use_parallel_residual=False),
 }
@@ -80,8 +85,8 @@ RECOMPUTE = {
     ),
     "full": MemoryConfig(recompute_granularity="full"),
 }
-# The options in which each model's configuration has its dropout probabilities.
-DROPOUT = {"llama": ("attention_dropout",), "gpt_neox": ("attention_dropout", "hidden_dropout")}
+# The options in which a configuration may have its dropout probabilities.
+DROPOUT = ("attention_dropout", "hidden_dropout")
 # Loss, and gradients by the parameter's name.
 StepResult = tuple[Tensor, dict[str, Tensor]]
 
@@ -228,8 +233,9 @@ def _reference_step(reference: nn.Module, ids: Tensor) -> StepResult:
 def with_dropout(config: Any) -> Any:
     """Return a copy of ``config`` with dropout 0.1."""
     changed = type(config).from_dict(config.to_dict())
-    for name in DROPOUT[config.model_type]:
-        setattr(changed, name, 0.1)
+    for name in DROPOUT:
+        if hasattr(config, name):
+            setattr(changed, name, 0.1)
     return changed
 
 
@@ -331,6 +337,8 @@ def run_rank(rank: int, world_size: int, port: int, results: Any) -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     warnings.simplefilter("error")
+    # Windows and dropout together have no fused kernel on any device.
+    warnings.filterwarnings("ignore", message="attention materialises S x S weights")
     if world_size > 1:
         torch.distributed.init_process_group(
             "gloo",

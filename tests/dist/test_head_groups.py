@@ -23,7 +23,9 @@ from tests.reference_models import (
     gpt_neox_config,
     hugging_face,
     llama_config,
+    mistral_config,
     parallel_model,
+    qwen3_config,
 )
 
 # 8 query heads and 4, 2 or 8 KV heads; at T=4 a KV head of two is on two ranks.
@@ -31,6 +33,8 @@ CONFIGS = {
     "grouped": lambda: llama_config(num_attention_heads=8, num_key_value_heads=4, attention_bias=True),
     "replicated": lambda: llama_config(num_attention_heads=8, num_key_value_heads=2),
     "full": lambda: llama_config(num_attention_heads=8, num_key_value_heads=8),
+    "qwen3": lambda: qwen3_config(attention_bias=True),
+    "mistral": mistral_config,
     "neox": lambda: gpt_neox_config(num_attention_heads=8),
     "neox sequential": lambda: gpt_neox_config(num_attention_heads=8, use_parallel_residual=False),
 }

@@ -19,6 +19,7 @@ from nxd_memopt.ops.attention import (
 )
 from nxd_memopt.ops.describe import describe_attention
 from nxd_memopt.ops.math_attention import padding_and_causal_mask
+from nxd_memopt.ops.packed import PackedDocuments
 from nxd_memopt.ops.tiled_attention import tile_length, tiled_attention
 from tests.reference import (
     assert_float64_close,
@@ -94,6 +95,58 @@ def test_tiles_equal_the_reference(kv_heads, masked, tile):
     assert_float64_close(got, want)
     for name, a, b in zip(("dQ", "dK", "dV"), got_grads, gradients(want, upstream, inputs), strict=True):
         assert_float64_close(a, b, name)
+
+
+@pytest.mark.parametrize("kind", ["causal", "padded", "documents"])
+@pytest.mark.parametrize("window", [1, 2, 15, 16, 17, LENGTH - 1, LENGTH, 100])
+def test_windows_equal_their_definition(window, kind):
+    """Query i sees the keys i - window < j <= i, whatever the tiles; and of its document, without padding."""
+    inputs = heads(3)
+    upstream = tensors(2, 6, LENGTH, 5, seed=3)
+    rows = torch.arange(LENGTH)
+    seen = (rows[None] <= rows[:, None]) & (rows[None] > rows[:, None] - window)
+    mask, documents = None, None
+    if kind == "padded":
+        mask = padding()
+        seen = seen & mask
+    elif kind == "documents":
+        documents = PackedDocuments.of(torch.tensor([0, 20, LENGTH, LENGTH + 7, 2 * LENGTH]), 2, LENGTH)
+        seen = seen & documents.mask()
+    query, key, value = inputs
+    repeated = [x.repeat_interleave(2, dim=1) for x in (key, value)]
+    scores = (query @ repeated[0].transpose(-1, -2) * 5**-0.5).masked_fill(~seen, float("-inf"))
+    want = scores.softmax(-1) @ repeated[1]
+    wanted = gradients(want, upstream, inputs)
+    for name in ("math", "tiled"):
+        got = core_attention(*inputs, implementation=name, mask=mask if documents is None else documents, window=window)
+        assert_float64_close(got, want, name)
+        for a, b in zip(gradients(got, upstream, inputs), wanted, strict=True):
+            assert_float64_close(a, b, name)
+    if kind == "causal":
+        for tile in (1, 7, 16):
+            assert_float64_close(tiled_attention(*inputs, tile=tile, window=window), want, f"tile {tile}")
+
+
+def test_windows_leave_tiles_out(monkeypatch):
+    """Forward and backward compute the tiles in which a query sees a key, and no others."""
+    pairs = []
+    compute = tiled._scores
+
+    def counted(query, key, mask, rows, cols, window):
+        pairs.append((rows, cols))
+        return compute(query, key, mask, rows, cols, window)
+
+    monkeypatch.setattr(tiled, "_scores", counted)
+    inputs = heads(3, length=64)
+    tiled_attention(*inputs, tile=8, window=9).sum().backward()
+    # the first key that row 8 i sees is 8 i - 8: of two tiles, in forward and again in backward
+    assert len(pairs) == 2 * (8 + 7) and len(set(pairs)) == 15
+
+
+def test_kernels_without_windows_are_passed_over():
+    assert attention_implementation(**CALL, window=16)[0] == "tiled"
+    message = error_message(lambda: attention_implementation(**CALL, window=16, attention_backend="sdpa"))
+    assert_says(message, "sdpa has no attention window, got 16")
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -276,7 +329,8 @@ def test_dropout_without_a_kernel_warns(trainium_order):
 def test_the_module_decides_for_each_call(trainium_order, monkeypatch):
     """Float64 is nothing for the NKI kernel: tiles run, and a model that insists on the kernel fails by name."""
     runs = []
-    monkeypatch.setattr(tiled, "tiled_attention", lambda *x: runs.append(x) or tiled_attention(*x))
+    run = tiled_attention
+    monkeypatch.setattr(tiled, "tiled_attention", lambda *x, **options: runs.append(x) or run(*x, **options))
     module, inputs = CoreAttention(attention_backend="auto", head_dim=64, dropout=0.0, sharded=False), heads(3)
     assert module.implementation == "nki"  # what a full-size model can count on
     assert_float64_close(module(*inputs, None), core_attention(*inputs, implementation="math"))

@@ -1,0 +1,79 @@
+"""Mistral, Qwen2 and Qwen3: files in both directions, windows of old configs, and training from overrides."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from nxd_memopt.checkpoint import load_config, load_pretrained, save_pretrained
+from nxd_memopt.config import MemoryConfig
+from nxd_memopt.models import model_class
+from nxd_memopt.planner.architectures import attention_windows, parameters
+from tests.reference import assert_says, error_message
+from tests.reference_models import batch, hugging_face, mistral_config, qwen2_config, qwen3_config
+from tests.training.runs import LLAMA, rows, run_here, write_config
+
+FAMILY = {
+    "mistral": mistral_config,
+    "qwen2": lambda: qwen2_config(use_sliding_window=True, sliding_window=4, max_window_layers=1),
+    "qwen3": lambda: qwen3_config(tie_word_embeddings=True),
+}
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_hugging_face_directories_both_ways(name, tmp_path):
+    reference = hugging_face(FAMILY[name]()).eval()
+    reference.save_pretrained(tmp_path / "theirs")
+    config = load_config(tmp_path / "theirs")
+    ours = model_class(config.model_type)(config).eval()
+    load_pretrained(ours, tmp_path / "theirs")
+    ids = batch()["input_ids"]
+    torch.testing.assert_close(ours(ids).logits, reference(ids).logits, atol=2e-5, rtol=1e-5)
+    save_pretrained(ours, tmp_path / "ours")
+    again, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "ours", output_loading_info=True, attn_implementation="eager"
+    )
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert again.config.architectures == [type(again).__name__]
+    assert torch.equal(again.eval()(ids).logits, reference(ids).logits)
+    names = {each.name: each.shape for each in parameters(config)}
+    assert names == {key: tuple(value.shape) for key, value in reference.named_parameters()}
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_windows_of_a_file_are_those_of_transformers(name, tmp_path):
+    """A config.json of before ``layer_types``, as published, and the object that transformers makes of it."""
+    content = json.loads(FAMILY[name]().to_json_string())
+    content.pop("layer_types", None)
+    config = type(FAMILY[name]()).from_dict(content)
+    kinds = getattr(config, "layer_types", ["sliding_attention"] * config.num_hidden_layers)
+    windows = tuple(config.sliding_window if kind == "sliding_attention" else None for kind in kinds)
+    assert attention_windows(content) == attention_windows(config) == windows
+    expected = {"mistral": (5, 5), "qwen2": (None, 4), "qwen3": (None, None)}
+    assert windows == expected[name]
+
+
+def test_a_stored_window_that_is_off_limits_nothing():
+    content = json.loads(qwen2_config().to_json_string()) | {"sliding_window": 4, "use_sliding_window": False}
+    content.pop("layer_types")
+    assert attention_windows(content) == (None, None)
+
+
+def test_kept_attention_needs_a_kernel_with_windows():
+    memory = {"recompute_granularity": "full", "recompute_keep_core_attn": True}
+    message = error_message(lambda: model_class("mistral")(mistral_config(), memory=MemoryConfig(**memory)))
+    assert_says(message, "recompute_keep_core_attn", "tiled")
+
+
+@pytest.mark.parametrize(("name", "changes"), [("mistral", {"sliding_window": 16}), ("qwen3", {"head_dim": 6})])
+def test_a_run_trains_and_exports(name, changes, tmp_path):
+    """The sequences of 24 tokens are longer than Mistral's window."""
+    outcome = run_here(write_config(tmp_path, model={"config_overrides": LLAMA | {"model_type": name} | changes}))
+    assert outcome.returncode == 0, outcome.stderr
+    losses = [row["loss"] for row in rows(tmp_path / "run")]
+    assert losses[-1] < losses[0] - 0.3
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "export")
+    assert exported.config.model_type == name
