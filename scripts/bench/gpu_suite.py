@@ -207,6 +207,10 @@ ONE_GPU = (
     ),
     *STATES,
     WEIGHTS,
+    Race("moe-layers", "scripts.bench.moe_layer", ()),
+    Race("moe-matmuls", "scripts.bench.moe_matmuls", ()),
+    step("qwen3-moe-12l-8k", "qwen3-moe-12l", 8192, "ours", "hf", "liger compiled"),
+    step("mixtral-4l-8k", "mixtral-4l", 8192, "ours", "hf", "liger compiled"),
 )
 SEVERAL_GPUS = (
     step("gpt-neox-20b-8k", "gpt-neox-20b", 8192, *OURS, *DTENSOR),
