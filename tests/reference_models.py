@@ -34,26 +34,6 @@ _TABLES = ("embed_tokens", "embed_in", "lm_head")
 _COLUMNS = ("o_proj", "down_proj", "dense", "dense_4h_to_h")
 
 
-def llama_config(**changes: Any) -> LlamaConfig:
-    """8 query heads on 2 KV heads: T = 4 shares each KV head between two ranks."""
-    return LlamaConfig(
-        **{
-            "hidden_size": 32,
-            "intermediate_size": 44,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 2,
-            "vocab_size": VOCAB,
-            "max_position_embeddings": 64,
-            "initializer_range": 0.2,  # attention and gradients far from uniform
-            "pad_token_id": None,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-            **changes,
-        }
-    )
-
-
 FAMILY: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 44,
@@ -62,8 +42,13 @@ FAMILY: dict[str, Any] = {
     "num_key_value_heads": 2,
     "vocab_size": VOCAB,
     "max_position_embeddings": 64,
-    "initializer_range": 0.2,
+    "initializer_range": 0.2,  # attention and gradients far from uniform
 }
+
+
+def llama_config(**changes: Any) -> LlamaConfig:
+    """8 query heads on 2 KV heads: T = 4 shares each KV head between two ranks."""
+    return LlamaConfig(**FAMILY | {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2, **changes})
 
 
 def mistral_config(**changes: Any) -> MistralConfig:
