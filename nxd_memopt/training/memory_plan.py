@@ -58,8 +58,13 @@ class MemoryPlan:
     lines: tuple[str, ...]
 
     def measured_bytes(self, peak_bytes: int | None) -> int | None:
-        """Return what a peak of the backend has of the run itself; None if it was not measured."""
-        return None if peak_bytes is None else peak_bytes - self.before_bytes
+        """Return what a peak of the backend has of the run itself; None if it was not measured.
+
+        A simulated device's peak is that of the host, which the plan is not of.
+        """
+        if peak_bytes is None or self.available_bytes is None:
+            return None
+        return peak_bytes - self.before_bytes
 
 
 def plan_memory(config: TrainConfig, hf_config: PretrainedConfig) -> tuple[TrainConfig, MemoryPlan]:
