@@ -102,7 +102,8 @@ class DataConfig:
     Args:
         dataset: ``stdlib`` (the source code of Python's standard library), a text, JSONL or
             Parquet file, a directory or pattern of such files, a dataset saved by
-            ``save_to_disk``, or a name on the Hugging Face hub.
+            ``save_to_disk``, the ``.idx`` file of tokens in Megatron-LM's format, which this run's
+            tokenizer must have made, or a name on the Hugging Face hub.
         dataset_config: the hub dataset's configuration name.
         split: the hub dataset's split.
         text_column: the column with the text, for everything but text files.

@@ -8,12 +8,15 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
 from nxd_memopt.training.config import DataConfig
 from nxd_memopt.training.documents import Documents, Part, is_held_out, open_documents
+from nxd_memopt.training.indexed_tokens import SUFFIX, IndexedTokens, PermutedTokens
+from nxd_memopt.training.indexed_tokens import is_held_out as is_held_out_tokens
 from nxd_memopt.training.packing import Tokens
 from nxd_memopt.training.shards import Shard, find_shards, is_streamed
 
@@ -70,6 +73,8 @@ def open_corpus(config: DataConfig, seed: int) -> Corpus:
     Raises:
         ValueError: as ``open_documents``; bad rows of a large corpus are found when they are read.
     """
+    if Path(config.dataset).suffix == SUFFIX:
+        return _open_indexed(config, seed)
     if not is_streamed(config):
         documents = open_documents(config)
         return Corpus(
@@ -91,6 +96,20 @@ def open_corpus(config: DataConfig, seed: int) -> Corpus:
         WindowedDocuments(shards, seed, lambda text: is_held_out(text, config.held_out_every), 1),
         fingerprint,
         (note,),
+        HELD_OUT_SEQUENCES,
+    )
+
+
+def _open_indexed(config: DataConfig, seed: int) -> Corpus:
+    """Return documents of token ids, whose places are known: an exact permutation at any size."""
+    tokens = IndexedTokens(Path(config.dataset))
+    facts = ["indexed", config.held_out_every, *tokens.identity]
+    every = config.held_out_every
+    return Corpus(
+        PermutedTokens(tokens, seed, lambda ids: not is_held_out_tokens(ids, every)),
+        PermutedTokens(tokens, seed, lambda ids: is_held_out_tokens(ids, every)),
+        hashlib.sha256(json.dumps(facts).encode()).hexdigest(),
+        (f"data: {len(tokens):,} documents of token ids in {config.dataset!r}, in an exact permutation",),
         HELD_OUT_SEQUENCES,
     )
 

@@ -160,7 +160,7 @@ class _Packing:
         encoded: list[Tokens] = []
         for document in documents:
             if not isinstance(document, str):
-                encoded.append(document)
+                encoded.append(self._vocabulary.terminated(document))
             else:
                 encoded.append(np.asarray(next(ids) if document.strip() else [], dtype=np.int32))
         return encoded

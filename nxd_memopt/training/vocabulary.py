@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from tokenizers import pre_tokenizers
 
 from nxd_memopt.training.special_tokens import SpecialTokens
@@ -69,16 +71,25 @@ class Vocabulary:
         for ids in encoded:
             ends = bool(ids) and ids[-1] == self.end_of_text
             terminated.append(ids if ends else [*ids, self.end_of_text])
-        largest = max(map(max, terminated))
-        smallest = min(map(min, terminated))
-        outside = None
-        if largest >= self.size:
-            outside = largest
-        elif smallest < 0:
-            outside = smallest
-        if outside is not None:
-            raise ValueError(f"token id {outside} is outside [0, vocab_size {self.size}): take the model's tokenizer")
+        self._require_inside(min(map(min, terminated)), max(map(max, terminated)))
         return terminated
+
+    def terminated(self, ids: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Return the ids of a document that was tokenized before, ending with ``end_of_text``.
+
+        Raises:
+            ValueError: a token id is outside [0, V).
+        """
+        if not len(ids):
+            return ids
+        self._require_inside(int(ids.min()), int(ids.max()))
+        return ids if ids[-1] == self.end_of_text else np.append(ids, np.int32(self.end_of_text))
+
+    def _require_inside(self, smallest: int, largest: int) -> None:
+        """Raise ``ValueError`` unless all ids between two are rows of the embedding."""
+        if smallest < 0 or largest >= self.size:
+            outside = largest if largest >= self.size else smallest
+            raise ValueError(f"token id {outside} is outside [0, vocab_size {self.size}): take the model's tokenizer")
 
 
 def bytes_without_token(tokenizer: Any) -> list[int]:

@@ -42,6 +42,15 @@ def test_ranges_of_a_file_have_each_line_once(tmp_path: Path, monkeypatch: pytes
     assert all_texts(config) == TEXTS[:40]
 
 
+def test_a_range_that_ends_with_a_line_leaves_the_next_line_to_the_next_range(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [f"{i:04}" for i in range(20)]
+    path = Path(write_jsonl(tmp_path / "d.jsonl", texts))
+    monkeypatch.setattr(shards, "LINES_BYTES", 3 * path.stat().st_size // len(texts))
+    assert all_texts(streamed(path)) == texts
+
+
 def test_every_kind_of_file_goes_on_from_every_position(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards, "TEXT_BYTES", 100)
     monkeypatch.setattr(shards, "TEXT_PIECE_BYTES", 64)
@@ -77,6 +86,14 @@ def test_windows_have_each_document_once_and_go_on_from_every_position(window: i
     assert texts != [text for text, _ in stream(window, seed=4).read(None)]
     held_out = {text for text, _ in stream(1, held_out=True).read(None)}
     assert held_out == set(TEXTS) - set(chosen)
+
+
+def test_the_seed_orders_the_documents_of_one_file() -> None:
+    orders = [
+        [text for text, _ in WindowedDocuments([ListedTexts(TEXTS)], seed, lambda _: True, 1000).read(None)]
+        for seed in (1, 2)
+    ]
+    assert orders[0] != orders[1] and sorted(orders[0]) == sorted(orders[1])
 
 
 def test_documents_of_one_file_are_shuffled_over_ten_thousand(tmp_path: Path) -> None:
