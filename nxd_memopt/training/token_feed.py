@@ -218,17 +218,19 @@ class TokenFeed:
                 )
             self._report(f"rank {dist.get_rank()} is waiting for rank 0: {status['work']}")
             time.sleep(POLL_S)
-        self._require_visible(name)
+        self._require_visible()
 
-    def _require_visible(self, name: str) -> None:
-        """Read this host's log until it has what rank 0 has published."""
+    def _require_visible(self) -> None:
+        """Read this host's logs until they have what rank 0 has published, of every split."""
+        # Also of splits that nobody waits for now: a later wait asks for what is published only.
         begin_s = self._clock()
         while True:
-            for log in self._logs.values():
+            is_visible = True
+            for name, log in self._logs.items():
                 log.refresh()
-            known, ended = self._known[name]
-            last = self._logs[name].last
-            if last.rows >= known and last.ended >= ended:
+                known, ended = self._known[name]
+                is_visible &= log.last.rows >= known and log.last.ended >= ended
+            if is_visible:
                 return
             if self._clock() - begin_s > VISIBLE_S:
                 raise ValueError(

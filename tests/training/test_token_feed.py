@@ -101,6 +101,16 @@ def test_a_signal_of_any_rank_stops_all_of_them(tmp_path: Path, monkeypatch: pyt
     assert isinstance(errors[0], WaitStoppedError) and errors[0].number == 15
 
 
+def test_a_file_system_that_lags_behind_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for a split that is not asked for now: with fewer rows a rank would begin its second epoch."""
+    writer, reader = feeds(tmp_path / "tokens", monkeypatch, timeout_s=20)
+    writer.wait("train", 10)
+    refresh, calls = reader.log("train").refresh, iter(range(3))
+    monkeypatch.setattr(reader.log("train"), "refresh", lambda: refresh() if next(calls, None) is None else None)
+    reader.wait("held_out", 4)
+    assert reader.log("train").last == writer.log("train").last
+
+
 def test_the_process_reports_a_changed_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And goes on where rank 0 stopped: the corpus that it opens must be the same one."""
     monkeypatch.setattr(token_feed, "FOREGROUND_S", 0.0)
