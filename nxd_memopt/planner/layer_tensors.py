@@ -16,6 +16,8 @@ from nxd_memopt.config import MemoryConfig
 from nxd_memopt.planner.rank_sizes import FP32_BYTES, MoESizes, RankSizes
 
 _INT64_BYTES = 8
+_HEAD_NORMS = ("qwen3", "qwen3_moe")
+"""Architectures with a norm over each head of query and key."""
 Tensors = dict[str, int]
 """Name of a storage -> bytes."""
 
@@ -244,7 +246,7 @@ def _rotated(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, *, shares
     """
     projected = {"query, key, value": _columns(sizes, sizes.query + 2 * sizes.kv)}
     # Qwen3's norms come between the projections and RoPE.
-    in_place = "core_attn" not in (memory.recompute_modules or ()) and sizes.model_type != "qwen3_moe"
+    in_place = "core_attn" not in (memory.recompute_modules or ()) and sizes.model_type not in _HEAD_NORMS
     if kernels.fused and in_place:
         return projected, projected, projected
     value = {"value": _columns(sizes, sizes.kv)}
@@ -263,7 +265,7 @@ def _attention(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, inputs:
     rotated = _rotated(sizes, memory, kernels, shares=not sizes.is_gated)
     core = _core_attention(sizes, kernels, *rotated)
     saves = inputs | {"attention": _columns(sizes, sizes.query)}
-    if sizes.model_type == "qwen3_moe":
+    if sizes.model_type in _HEAD_NORMS:
         saves |= _head_norm_tensors(sizes, kernels, "query", sizes.heads)
         saves |= _head_norm_tensors(sizes, kernels, "key", sizes.kv_heads)
     return Part("attn", inputs, saves, (core,))
