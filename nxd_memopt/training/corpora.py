@@ -39,7 +39,7 @@ class DocumentStream(Protocol):
     """Documents of one split in the order of training."""
 
     def read(self, start: Position | None) -> Iterator[tuple[Document, Position]]:
-        """Yield the documents from ``start`` on, each with the position after it; None is the begin."""
+        """Yield the documents from ``start`` on, each with the position after it; None is the beginning."""
         ...
 
 
@@ -67,7 +67,7 @@ def open_corpus(config: DataConfig, seed: int) -> Corpus:
     """Find the documents of ``config.dataset``.
 
     Those of a small corpus are all checked here, and ordered by an exact permutation. A large one
-    (``data.streaming``) is read once, from its begin to its end, while the run trains: the time
+    (``data.streaming``) is read once, from beginning to end, while the run trains: the time
     and the memory that this function needs do not depend on its size.
 
     Raises:

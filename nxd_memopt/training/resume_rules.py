@@ -162,7 +162,7 @@ RULES: dict[str, Rule] = {
 ARCHITECTURE_WHEN_ASKED = ("attention_dropout", "hidden_dropout")
 
 # Entries of a Hugging Face configuration that no training step depends on. The ids of the end and
-# the begin of a text are part of the tokens, whose content is compared; the row of pad_token_id in
+# the beginning of a text are part of the tokens, whose content is compared; the row of pad_token_id in
 # LLaMA's embedding gets no gradient, so that one counts.
 NOT_ARCHITECTURE = {
     "architectures",

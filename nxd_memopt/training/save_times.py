@@ -13,7 +13,7 @@ LOSS_S = 25 * 60.0
 FIRST_SAVE_S = 10 * 60.0
 """Time of the first save of a run in which none was measured, which measures one."""
 MINIMUM_S = 5 * 60.0
-"""Time between the end of a save and the begin of the next one, at least."""
+"""Time between the end of a save and the beginning of the next one, at least."""
 MARGIN = 2.0
 """Reserve of the time to stop, for a save that is slower than the last one."""
 

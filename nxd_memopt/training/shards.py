@@ -32,7 +32,7 @@ class Shard(Protocol):
         ...
 
     def read(self, start: int) -> Iterator[tuple[str, int]]:
-        """Yield the texts from position ``start`` on, each with the position after it; 0 is the begin."""
+        """Yield the texts from position ``start`` on, each with the position after it; 0 is the beginning."""
         ...
 
 

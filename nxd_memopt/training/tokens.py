@@ -1,4 +1,4 @@
-"""Tokenizes documents and packs them into windows of shuffled sequences, from the begin or from where it stopped."""
+"""Tokenizes documents and packs them into windows of shuffled sequences, from the beginning or from where it stopped."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Window:
     Args:
         rows: ``[<= window_sequences(S), S]`` with the flags of ``packing``; the last window may be empty.
         restart: state from which ``packed_windows`` yields the next windows, as JSON values.
-        documents: documents whose rows are complete, since the stream's begin.
+        documents: documents whose rows are complete, since the stream's beginning.
         ended: whether there is no further window.
     """
 

@@ -130,7 +130,7 @@ def test_a_large_corpus_is_not_read_before_its_first_window(tmp_path: Path, monk
 
 
 def test_another_corpus_has_other_tokens(tmp_path: Path) -> None:
-    """An edit in the middle of a file that keeps its size; and an edit that keeps its time too, at its begin."""
+    """An edit in the middle of a file that keeps its size; and an edit that keeps its time too, at its beginning."""
     path = Path(write_jsonl(tmp_path / "d.jsonl", ["abcd " * 10] * 9000))
     first = open_corpus(streamed(path), 0).fingerprint
     assert open_corpus(streamed(path), 0).fingerprint == first

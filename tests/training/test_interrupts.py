@@ -45,7 +45,7 @@ def stop_line(outcome: Outcome) -> str:
 
 
 def interrupt_in(monkeypatch: pytest.MonkeyPatch, name: str, number: int, *, call: int = 1) -> None:
-    """Send ``number`` to this process at the begin of the ``call``-th call of a function of the loop."""
+    """Send ``number`` to this process at the beginning of the ``call``-th call of a function of the loop."""
     original: Callable[..., Any] = getattr(loop, name)
     calls: list[int] = []
 
