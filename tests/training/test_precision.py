@@ -133,12 +133,12 @@ def test_skipped_steps_keep_the_learning_rate_and_are_recorded(tmp_path: Path) -
     assert outcome.returncode == 0, outcome.stderr
     steps = rows(tmp_path / "run")
     skipped = [row["skipped"] for row in steps]
-    count = sum(skipped)
-    assert 3 < count < 20
-    assert skipped == [True] * count + [False] * (24 - count)
-    assert [row["loss_scale"] for row in steps] == [2.0 ** (30 - min(i, count)) for i in range(24)]
-    assert all(row["grad_norm"] is None for row in steps[:count])
-    assert all(row["grad_norm"] > 0 for row in steps[count:])
+    # At the edge a scale is small enough for some sequences and too large for others.
+    count = skipped.index(False)
+    assert 3 < count < 20 and sum(skipped) < 22
+    assert [row["loss_scale"] for row in steps] == [2.0 ** (30 - sum(skipped[:i])) for i in range(24)]
+    assert [row["grad_norm"] is None for row in steps] == skipped
+    assert all(row["grad_norm"] > 0 for row in steps if not row["skipped"])
     # Warm-up over 2 updates: 0.005 is that of the first update, however many steps were skipped.
     assert [row["lr"] for row in steps[: count + 2]] == [0.005] * (count + 1) + [0.01]
     assert [row["step"] for row in steps] == list(range(1, 25))  # each step has its own sequences

@@ -140,7 +140,7 @@ CASES: tuple[BadInput, ...] = (
     BadInput("model_without_config", _pretrained(_remove("config.json")), ("source", "config.json", "copy")),
     BadInput("model_config_broken", _pretrained(_write("config.json", '{"model_type": ')), ("config.json", "again")),
     BadInput("model_config_a_list", _pretrained(_write("config.json", "[1]")), ("config.json", "JSON object")),
-    BadInput("model_type_unsupported", _pretrained(_edit_json("config.json", model_type="qwen2")), ("qwen2", "llama")),
+    BadInput("model_type_unsupported", _pretrained(_edit_json("config.json", model_type="gpt2")), ("gpt2", "llama")),
     BadInput("model_type_unknown", _pretrained(_edit_json("config.json", model_type="lama")), ("lama", "llama")),
     BadInput(
         "model_config_with_a_text_for_a_size",
