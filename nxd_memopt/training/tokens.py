@@ -1,4 +1,4 @@
-"""Tokenizes documents and packs them into windows of shuffled sequences, from the beginning or from where it stopped."""
+"""Tokenizes documents and packs them into windows of shuffled sequences, from the beginning or a recorded place."""
 
 from __future__ import annotations
 
