@@ -11,7 +11,7 @@ from nxd_memopt.parallel_layers.fusion import examine_fused_paths
 
 Forward = Callable[..., Any]
 Wrapper = Callable[[Forward], Forward]
-Technique = Literal["tiles", "traced_recompute", "compile", "recompute", "offload", "optimizer", "weights"]
+Technique = Literal["tiles", "traced_recompute", "compile", "recompute", "offload", "pace", "optimizer", "weights"]
 
 # Full recompute is outside the compiled graph. Inside, the compiler would decide what is saved, by
 # tags on operations. torch 2.11 drops the tags of operations in autograd Functions and then saves
@@ -28,6 +28,7 @@ _INNER_FIRST: tuple[Technique, ...] = (
     "compile",
     "recompute",
     "offload",
+    "pace",
     "optimizer",
     "weights",
 )

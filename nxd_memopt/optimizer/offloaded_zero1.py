@@ -112,7 +112,7 @@ class OffloadedZero1Optimizer(NeuronZero1Optimizer):
         self.base_optimizer.on_update = self._end_update
 
     def update_in_forward(self, layers: Sequence[nn.Module]) -> None:
-        """Leave the updates of states on the host to the next forward, which waits for one layer at a time.
+        """Leave the updates of the layers to the next forward, which waits for one layer at a time.
 
         The states of the later layers then arrive while the earlier ones run. Until the forward,
         the parameters of a step whose ``step`` has returned are those from before it, and its
@@ -133,12 +133,14 @@ class OffloadedZero1Optimizer(NeuronZero1Optimizer):
             raise ValueError("update_in_forward needs unsharded parameters: an all-gather needs all of them at once")
         if any(is_wrapped(layer, "weights") for layer in layers):
             raise ValueError("update_in_forward needs all weights on the device: turn cpu_offloading_weights off")
-        on_host = {id(self._sharded[index].param): index for index in self._states.on_host}
+        deferred = {
+            id(each.param): index for index, each in enumerate(self._sharded) if index not in self._states.small
+        }
         units = layer_units(layers)
         last = -1
         first: int | None = None
         for number, unit in enumerate(units):
-            indices = [on_host[id(param)] for layer in unit for param in layer.parameters() if id(param) in on_host]
+            indices = [deferred[id(param)] for layer in unit for param in layer.parameters() if id(param) in deferred]
             if indices and min(indices) <= last:
                 raise ValueError("update_in_forward: pass the parameters in the order of the layers")
             if indices and first is None:
@@ -146,9 +148,22 @@ class OffloadedZero1Optimizer(NeuronZero1Optimizer):
             last = max(indices, default=last)
             limit = last if number < len(units) - 1 else None
             wrap_forward(unit[0], "optimizer", functools.partial(functools.partial, self._run_layer, limit))
-        # Without a state of a layer on the host, ``step`` updates everything.
+        # Without a deferred parameter in a layer, ``step`` updates everything.
         self._updated_in_step = None if first is None else first - 1
         self.base_optimizer.is_deferred = True
+
+    def pace_backward(self, layers: Sequence[nn.Module]) -> None:
+        """Keep the host at most some layers ahead of the device in backward, so that states keep arriving.
+
+        A host that has launched as many kernels as the device takes, about 1,000, waits inside
+        CUDA, and the threads that queue copies wait with it: for 0.35 s in each backward of
+        LLaMA-3-8B on an H200, in which the link was idle.
+
+        Args:
+            layers: the model's decoder layers in the order of forward, after ``apply_memory``.
+        """
+        for unit in layer_units(layers):
+            wrap_forward(unit[0], "pace", functools.partial(functools.partial, self._run_paced))
 
     def finish_update(self) -> None:
         """Complete the step whose updates were left to the next forward, and wait for the host's states."""
@@ -157,10 +172,11 @@ class OffloadedZero1Optimizer(NeuronZero1Optimizer):
     def _run_layer(self, last: int | None, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return ``forward`` of a layer, after the updates up to weight number ``last``."""
         self.base_optimizer.finish(last)
+        return forward(*args, **kwargs)
+
+    def _run_paced(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return ``forward`` of a layer, whose backward will keep the device's pace."""
         output = forward(*args, **kwargs)
-        # A host that has launched as many kernels as the device takes, about 1,000, waits inside
-        # CUDA, and the threads that queue copies wait with it: for 0.35 s in each backward of
-        # LLaMA-3-8B on an H200, in which the link was idle.
         hidden = output[0] if isinstance(output, tuple) else output
         if hidden.requires_grad:
             hidden.register_hook(self._keep_pace)

@@ -45,11 +45,24 @@ class Piece:
     length: int
 
 
+@dataclass(frozen=True)
+class Chunk:
+    """States that are updated together.
+
+    Attributes:
+        pieces: their parts of parameters, at least one.
+        resident: bounds in the buffers on the device; None for the next chunk of the stream.
+    """
+
+    pieces: list[Piece]
+    resident: tuple[int, int] | None = None
+
+
 class PlacedStates:
     """Flat fp32 buffers of the weights and both moments: of some parameters on the host, of the others on the device.
 
-    The first parameters are on the host, up to the fraction, except small ones: a few vectors at
-    the end of the order would keep the update of the first layers waiting for all others.
+    ``parameters_on_host`` says which. Small ones are not: a few vectors at the end of the order
+    would keep the update of the first layers waiting for all others.
 
     Args:
         sizes: elements of each parameter, in the order of the updates.
@@ -60,6 +73,7 @@ class PlacedStates:
     Attributes:
         on_host: numbers of the parameters whose states are on the host.
         on_device: the numbers of the others.
+        small: the numbers of those with fewer than ``resident_elements``.
         host_elements: elements of the former.
         device_elements: elements of the latter.
 
@@ -76,6 +90,7 @@ class PlacedStates:
     ) -> None:
         chosen = parameters_on_host(sizes, fraction, resident_elements=resident_elements)
         self.sizes = list(sizes)
+        self.small = {index for index, size in enumerate(sizes) if size < resident_elements}
         self.on_host: list[int] = []
         self.on_device: list[int] = []
         self._offsets: list[int] = []
@@ -136,6 +151,12 @@ class PlacedStates:
         first = self._offsets[index]
         return [buffer[first : first + self.sizes[index]] for buffer in buffers]
 
+    def device_bounds(self, index: int, chunk_elements: int) -> list[tuple[int, int]]:
+        """Return the bounds of a parameter on the device in its buffers, ``chunk_elements`` at a time."""
+        first = self._offsets[index]
+        last = first + self.sizes[index]
+        return list(pairwise([*range(first, last, chunk_elements), last]))
+
     def pieces(self, indices: Sequence[int], bounds: tuple[int, int]) -> list[Piece]:
         """Return the pieces of the parameters ``indices`` in the elements ``bounds`` of their buffers."""
         found = []
@@ -189,9 +210,8 @@ class StreamedAdamW(torch.optim.AdamW):
         # A model that is smaller than a chunk needs no buffers of a chunk's size.
         longest = max(states.host_elements, states.device_elements, 1)
         chunk_elements = min(chunk_elements, longest)
-        # The pieces in each chunk, of the host's buffers and of the device's.
+        chunks: list[Chunk] = []
         self._stream: ChunkStream | None = None
-        self._host_chunks: list[list[Piece]] = []
         if states.host:
             self._stream = ChunkStream(
                 states.host,
@@ -200,13 +220,16 @@ class StreamedAdamW(torch.optim.AdamW):
                 transfers=PacedCopies(transfers),
             )
             bounds = [self._stream.bounds(chunk) for chunk in range(self._stream.num_chunks)]
-            self._host_chunks = [states.pieces(states.on_host, each) for each in bounds]
-        elements = states.device[0].numel()
-        edges = [*range(0, elements, chunk_elements), elements]
-        self._device_chunks = [(each, states.pieces(states.on_device, each)) for each in pairwise(edges)]
-        # Chunks on the host whose update of this step has not run yet, and the version of each
-        # gradient at the step.
-        self._pending: deque[list[Piece]] = deque()
+            chunks = [Chunk(states.pieces(states.on_host, each)) for each in bounds]
+        self._small_chunks: list[Chunk] = []
+        for index in states.on_device:
+            into = self._small_chunks if index in states.small else chunks
+            into += [Chunk(states.pieces([index], each), each) for each in states.device_bounds(index, chunk_elements)]
+        # In the order of the parameters, so that the link works while the device updates what it has.
+        self._chunks = sorted(chunks, key=lambda chunk: chunk.pieces[0].index)
+        # Chunks whose update of this step has not run yet, and the version of each gradient at the
+        # step.
+        self._pending: deque[Chunk] = deque()
         self._gradient_versions: dict[int, int] = {}
         self.state = cast(Any, _StateViews(states, self._weights))
         self.grad_factor: Tensor | None = None
@@ -214,7 +237,7 @@ class StreamedAdamW(torch.optim.AdamW):
         self.on_update: Callable[[int], None] = lambda index: None
         """Called with the number of each weight when its update is queued."""
         self.is_deferred = False
-        """Let ``step`` leave the host's chunks to later calls of ``finish``."""
+        """Let ``step`` leave all but the small parameters to later calls of ``finish``."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -230,9 +253,9 @@ class StreamedAdamW(torch.optim.AdamW):
             if gradient is not None:
                 self.state[weight]["step"] += 1
                 self._gradient_versions[index] = gradient._version
-        self._pending.extend(self._host_chunks)
-        for (start, stop), pieces in self._device_chunks:
-            self._update(pieces, [buffer[start:stop] for buffer in self._states.device])
+        for chunk in self._small_chunks:
+            self._update(chunk)
+        self._pending.extend(self._chunks)
         if not self.is_deferred:
             self.finish()
         return loss
@@ -246,12 +269,8 @@ class StreamedAdamW(torch.optim.AdamW):
         Raises:
             RuntimeError: a gradient was written to since ``step``.
         """
-        if self._stream is None:
-            return
-        while self._pending and (last is None or self._pending[0][0].index <= last):
-            buffers = self._stream.take()
-            self._update(self._pending.popleft(), buffers)
-            self._stream.give_back()
+        while self._pending and (last is None or self._pending[0].pieces[0].index <= last):
+            self._update(self._pending.popleft())
 
     def synchronize(self) -> None:
         """Wait until the buffers on the host have the results of the last step.
@@ -281,7 +300,17 @@ class StreamedAdamW(torch.optim.AdamW):
             if index in state_dict["state"]:
                 self.state[weights[position]] = state_dict["state"][index]
 
-    def _update(self, pieces: Sequence[Piece], buffers: Sequence[Tensor]) -> None:
+    def _update(self, chunk: Chunk) -> None:
+        """Update the weights and moments of a chunk."""
+        if chunk.resident is not None:
+            start, stop = chunk.resident
+            self._update_pieces(chunk.pieces, [buffer[start:stop] for buffer in self._states.device])
+            return
+        assert self._stream is not None
+        self._update_pieces(chunk.pieces, self._stream.take())
+        self._stream.give_back()
+
+    def _update_pieces(self, pieces: Sequence[Piece], buffers: Sequence[Tensor]) -> None:
         """Update the pieces of one chunk, whose weights and moments are in ``buffers``."""
         for piece in pieces:
             gradient = gradient_of(self._weights[piece.index])

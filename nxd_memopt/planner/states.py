@@ -148,23 +148,28 @@ def parameters_on_host(
 ) -> set[int]:
     """Return which parameters have their optimizer states in host memory.
 
-    The first ones, until they are ``fraction`` of all elements, but no small ones.
+    They are spread evenly over the order: an update that follows the order then finds the next
+    states on the host to fetch and write back at all times. With the first parameters on the host,
+    the link would wait while the others are updated.
 
     Args:
         sizes: elements of each parameter, in the order of the updates.
         fraction: part of all elements, in [0, 1], rounded up to a whole parameter.
-        resident_elements: parameters of fewer elements stay on the device.
+        resident_elements: parameters of fewer elements stay on the device; they do not count.
 
     Raises:
         ValueError: ``fraction`` is outside [0, 1].
     """
     if not 0 <= fraction <= 1:
         raise ValueError(f"optimizer_offload_fraction must be between 0 and 1, got {fraction}")
-    total = sum(sizes)
     chosen: set[int] = set()
     elements = 0
+    total = 0
     for index, size in enumerate(sizes):
-        if elements < fraction * total and size >= resident_elements:
+        if size < resident_elements:
+            continue
+        total += size
+        if elements < fraction * total:
             chosen.add(index)
             elements += size
     return chosen

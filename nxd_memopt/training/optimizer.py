@@ -205,6 +205,11 @@ class MasterWeightOptimizer:
             return None
         return LossScaling(self.loss_scaler.last_scale, self.loss_scaler.skipped_last)
 
+    def pace_backward(self, layers: Sequence[nn.Module]) -> None:
+        """Let states in host memory arrive during the backward of ``layers``; no-op without such states."""
+        if isinstance(self._zero1, OffloadedZero1Optimizer):
+            self._zero1.pace_backward(layers)
+
     def update_in_forward(self, layers: Sequence[nn.Module]) -> None:
         """Leave the updates of offloaded states to the next forward of each of ``layers``."""
         assert isinstance(self._zero1, OffloadedZero1Optimizer)

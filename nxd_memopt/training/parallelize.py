@@ -74,6 +74,7 @@ def parallelize(model: ParallelCausalLM, config: TrainConfig) -> tuple[MasterWei
         optimizer = MasterWeightOptimizer(
             trainable_parameters(model), config.optimizer, config.data_parallel, shard_ranks=ranks, pool=pool
         )
+    optimizer.pace_backward(model.decoder_layers())
     if config.optimizer.optimizer_update_in_forward:
         optimizer.update_in_forward(model.decoder_layers())
     return optimizer, _forward_backward(model, config, optimizer.loss_scaler)

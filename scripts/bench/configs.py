@@ -13,6 +13,8 @@ LLAMA3: dict[str, Any] = {
     "hidden_size": 4096,
     "intermediate_size": 14336,
     "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
 }
 QWEN3_MOE: dict[str, Any] = {
     "num_hidden_layers": 12,
@@ -82,12 +84,8 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": 5e5},
     ),
-    "llama3-8b": lambda: LlamaConfig(
-        **LLAMA3,
-        num_hidden_layers=32,
-        num_key_value_heads=8,
-        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
-    ),
+    "llama3-8b": lambda: LlamaConfig(**LLAMA3, num_hidden_layers=32),
+    "llama3-8b-1l": lambda: LlamaConfig(**LLAMA3, num_hidden_layers=1),
     "gpt-neox-20b": GPTNeoXConfig,
     # Layers of Qwen3-30B-A3B and Mixtral 8x7B, as many as one GPU trains.
     "qwen3-moe-12l": lambda: Qwen3MoeConfig(**QWEN3_MOE),

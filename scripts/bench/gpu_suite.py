@@ -112,7 +112,8 @@ STATES = (
         32768,
         "ours",
         LIGER4,
-        options="--staging-gib 51 " + memory(*NORM_MLP, "recompute_method=block", "recompute_num_layers=22"),
+        options="--staging-gib 46 "
+        + memory(*NORM_MLP, "recompute_method=block", "recompute_num_layers=13", "cpu_offloading_num_layers=8"),
     ),
     states("llama3-8b-states-64k", "llama3-8b", 65536, "ours", LIGER4, options=f"--staging-gib 4 {memory(*NORM_MLP)}"),
     states(
@@ -121,7 +122,7 @@ STATES = (
         131072,
         "ours",
         LIGER4,
-        options=f"--staging-gib 12 --steps 2 --warm-up-steps 1 {memory(*KEPT)}",
+        options=f"--staging-gib 12 --warm-up-tokens 32768 {ONE_STEP} {memory(*KEPT)}",
     ),
     states(
         "llama3-8b-states-256k",
@@ -152,7 +153,7 @@ STATES = (
         "llama3-8b",
         1048576,
         "ours",
-        options="--staging-gib 2 --document-tokens 32768 --steps 1 --warm-up-steps 0 "
+        options="--staging-gib 2 --document-tokens 8192 --steps 1 --warm-up-steps 0 "
         + memory(
             FULL,
             "recompute_method=nested",
@@ -163,12 +164,20 @@ STATES = (
             TILES,
         ),
     ),
+    # One of its layers, with attention over all tokens.
+    states(
+        "llama3-8b-1l-states-1m",
+        "llama3-8b-1l",
+        1048576,
+        "ours",
+        options=f"--staging-gib 2 --warm-up-tokens 32768 {ONE_STEP} {memory(FULL, 'attention_head_groups=8', TILES)}",
+    ),
     states(
         "llama3-8b-states-8k-80gib",
         "llama3-8b",
         8192,
         "ours",
-        options=f"--cap-gib 80 --fraction 0.55 --staging-gib 5 {memory(*NORM_MLP)}",
+        options=f"--cap-gib 80 --fraction 0.51 --staging-gib 4.5 {memory(*NORM_MLP)}",
     ),
     states("llama3.2-3b-states-8k", "llama3.2-3b", 8192, "ours", "fsdp2, flash4", options="--staging-gib 24"),
 )

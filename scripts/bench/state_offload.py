@@ -104,8 +104,10 @@ def measure(config: Any, tokens: int, memory: MemoryConfig, args: argparse.Names
         pool=pool,
         lr=1e-5,
     )
+    layers = cast(ParallelCausalLM, model).decoder_layers()
+    optimizer.pace_backward(layers)
     if args.in_forward:
-        optimizer.update_in_forward(cast(ParallelCausalLM, model).decoder_layers())
+        optimizer.update_in_forward(layers)
     backend.synchronize()
     setup_s = time.perf_counter() - start
     state_bytes = pool.ledger().get(OWNER, 0)

@@ -17,6 +17,7 @@ from nxd_memopt.planner.states import (
     master_bytes,
     moment_bytes,
     offloaded_state_bytes,
+    parameters_on_host,
     shard_bytes,
     shard_elements,
     weight_bytes,
@@ -140,8 +141,20 @@ def test_states_on_the_host(fraction):
     placed = PlacedStates(sizes, fraction=fraction)
     placed.allocate(DeferredTransfers(), HostPool())
     assert offloaded_state_bytes(shapes, layout) == sum(buffer.nbytes for buffer in placed.host)
-    # Whole matrices, in order, of at least 65,536 elements.
+    # Whole matrices of at least 65,536 elements.
     assert placed.host_elements == {0.0: 0, 0.3: 300_000, 0.5: 300_000, 1.0: 365_536}[fraction]
+
+
+def test_states_on_the_host_are_spread_over_the_parameters():
+    """Up to each parameter the part on the host is the fraction, and less than a parameter more."""
+    sizes = [1 << 20, 300, 1 << 17, 1 << 18, 300, 1 << 17, 1 << 18] * 20
+    for fraction in (0.1, 0.5, 0.55, 0.9):
+        chosen = parameters_on_host(sizes, fraction)
+        for count in range(1, len(sizes) + 1):
+            matrices = [index for index in range(count) if sizes[index] > 300]
+            on_host = sum(sizes[index] for index in matrices if index in chosen)
+            wanted = fraction * sum(sizes[index] for index in matrices)
+            assert wanted <= on_host < wanted + (1 << 20)
 
 
 def test_refusals():

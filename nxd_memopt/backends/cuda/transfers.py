@@ -103,6 +103,9 @@ class CudaTransfers:
         return target, _Recorded(self._to_device_stream)
 
     def keep_pace(self) -> None:
+        # Waiting is not allowed in a capture, and not needed: a graph is one launch.
+        if torch.cuda.is_current_stream_capturing():
+            return
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))
         self._pace_events.append(event)
