@@ -58,6 +58,12 @@ class HostPool:
         """Bytes of all allocated blocks, in use or free."""
         return self._allocated * self.block_bytes
 
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all allocated blocks and of all claims."""
+        with self._lock:
+            return self.allocated_bytes + sum(self._claimed.values())
+
     def ledger(self) -> dict[str, int]:
         """Return the bytes in use, by owner."""
         with self._lock:

@@ -12,6 +12,7 @@ from nxd_memopt.planner.activations import SHARED_TENSORS, Activations, activati
 from nxd_memopt.planner.architectures import parameters
 from nxd_memopt.planner.backward import Moment, layer_moments, loss_temporaries
 from nxd_memopt.planner.formulas import nested_chunk_layers, optimizer_state_bytes, stream_bytes
+from nxd_memopt.planner.hardware import ALLOCATOR_FRACTION
 from nxd_memopt.planner.layer_tensors import Kernels, Tensors, layer_runs, layer_tensors
 from nxd_memopt.planner.rank_sizes import RankSizes, rank_sizes
 from nxd_memopt.planner.states import (
@@ -29,6 +30,8 @@ from nxd_memopt.planner.states import (
 
 CUBLAS_WORKSPACE_BYTES = 64 << 20
 """cuBLAS workspaces of the threads of forward and backward, 32 MiB each on Hopper (PyTorch's default)."""
+SEGMENT_BYTES = 2 << 20
+"""PyTorch's allocator takes memory in multiples of this."""
 PEER_MEMORY_MIN_BYTES = 20 << 20
 """Smallest chunk that ``backends/cuda/peer_memory.py`` sends instead of NCCL."""
 _PEER_SLOTS = 4
@@ -55,6 +58,12 @@ class StepMemory:
     def device_bytes(self) -> int:
         """Sum of the device's terms."""
         return sum(self.device.values())
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What PyTorch's caching allocator takes from a GPU: also parts of its segments that no tensor uses."""
+        reserved = int(self.device_bytes * (1 + ALLOCATOR_FRACTION))
+        return -(-reserved // SEGMENT_BYTES) * SEGMENT_BYTES
 
     @property
     def host_bytes(self) -> int:

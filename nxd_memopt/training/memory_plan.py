@@ -78,23 +78,38 @@ def plan_memory(config: TrainConfig, hf_config: PretrainedConfig) -> tuple[Train
     before = _counted_before()
     is_auto = config.trainer.auto_memory
     try:
-        problem = _problem(config, hf_config)
-        setting = _setting(config, hf_config)
-        plan = choose_memory(problem, setting) if is_auto else evaluate(problem, setting)
+        problem, plan = planned(config, hf_config)
     except ValueError as error:
         if is_auto:
             raise
-        planned = MemoryPlan(None, None, before, (f"memory: not planned ({error})",))
+        result = MemoryPlan(None, None, before, (f"memory: not planned ({error})",))
     else:
         lines = [*(_chosen(plan) if is_auto else ()), *_lines(problem, plan)]
-        planned = MemoryPlan(plan.memory.device_bytes, _known(problem), before, tuple(lines))
+        result = MemoryPlan(plan.memory.device_bytes, _known(problem), before, tuple(lines))
         _require_fit(problem, plan)
         # The choice is made: from here on the run is one whose section names the techniques.
         trainer = replace(config.trainer, auto_memory=False)
         config = replace(config, memory=plan.setting.memory, trainer=trainer) if is_auto else config
     if is_rank_zero():
-        print("\n".join(planned.lines), flush=True)
-    return config, planned
+        print("\n".join(result.lines), flush=True)
+    return config, result
+
+
+def planned(config: TrainConfig, hf_config: PretrainedConfig, device: Device | None = None) -> tuple[Problem, Plan]:
+    """Return what a run asks for, and its plan; with ``memory: auto`` the chosen one. Every rank calls.
+
+    Args:
+        config: configuration of the run.
+        hf_config: the model's configuration.
+        device: what each rank has; default this rank's device, with the memory that is free now.
+
+    Raises:
+        ValueError: on every rank, if an option is not planned, or ``memory: auto`` finds nothing.
+    """
+    problem = _problem(config, hf_config, _device() if device is None else device)
+    setting = _setting(config, hf_config)
+    plan = choose_memory(problem, setting) if config.trainer.auto_memory else evaluate(problem, setting)
+    return problem, plan
 
 
 def _counted_before() -> int:
@@ -103,10 +118,9 @@ def _counted_before() -> int:
     return (backend.memory_allocated() or 0) if backend.device.type != "cuda" else 0
 
 
-def _problem(config: TrainConfig, hf_config: PretrainedConfig) -> Problem:
-    """Return what is trained, on this rank's device with the memory that is free now."""
+def _problem(config: TrainConfig, hf_config: PretrainedConfig, device: Device) -> Problem:
+    """Return what is trained, on ``device`` for each rank."""
     content = {**hf_config.to_dict(), "num_query_groups": getattr(hf_config, "num_query_groups", None)}
-    device = _device()
     return Problem(
         config=with_defaults(content),
         device=device,

@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 
 from nxd_memopt.data_parallel import shard_model
 from nxd_memopt.memory import GraphedLoss, apply_memory
+from nxd_memopt.memory.host_pool import HostPool
 from nxd_memopt.modules.causal_lm import ParallelCausalLM
 from nxd_memopt.modules.moe.causal_lm import MoECausalLM
 from nxd_memopt.optimizer import LossScaler
@@ -44,7 +45,9 @@ Returns the micro-batch's share of the step's loss, 0-dim, and accumulates gradi
 """
 
 
-def parallelize(model: ParallelCausalLM, config: TrainConfig) -> tuple[MasterWeightOptimizer, ForwardBackward]:
+def parallelize(
+    model: ParallelCausalLM, config: TrainConfig, *, pool: HostPool | None = None
+) -> tuple[MasterWeightOptimizer, ForwardBackward]:
     """Apply memory techniques, data parallelism and CUDA graphs to ``model``.
 
     The model is already built with tensor and sequence parallelism. The order of the rest:
@@ -57,11 +60,16 @@ def parallelize(model: ParallelCausalLM, config: TrainConfig) -> tuple[MasterWei
     4. A CUDA graph comes last: it captures everything that runs between a micro-batch and its
        gradients.
 
+    Args:
+        model: this rank's shard of the model.
+        config: configuration of the run.
+        pool: host memory of the run; default ``new_host_pool``.
+
     Returns:
         The optimizer, which reduces the gradients, and the function that runs forward and
         backward.
     """
-    pool = new_host_pool(config)
+    pool = pool or new_host_pool(config)
     # The model's options, not the run's: a model adds what its own options ask for.
     apply_memory(model, model.memory, compile=config.trainer.compile, pool=pool)
     reserve_activations(pool, model, config)

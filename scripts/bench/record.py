@@ -80,6 +80,11 @@ def _commit() -> str:
     return commit
 
 
+def last_commit(path: str) -> str:
+    """Return the last commit that changed ``path`` of the repository, or ``unknown`` outside of it."""
+    return _git("log", "-1", "--format=%h", "--", f":(top){path}") or "unknown"
+
+
 def _git(*arguments: str) -> str:
     """Return the output of a git command, or an empty text outside a repository."""
     command = ["git", "-C", str(Path(__file__).parent), *arguments]

@@ -1,0 +1,295 @@
+"""Planned against measured memory and time of training steps on one GPU.
+
+    NXD_MEMOPT_BACKEND=cuda python -m scripts.bench.planned_memory --seed 2026 --seconds 540 --append
+    python -m scripts.bench.planned_memory --list
+    python -m scripts.bench.planned_memory --tiny --cells 0:8
+
+Each cell is built, planned and stepped as in the training program (``training/``), with random ids
+instead of text. Cells run one after the other in one process, and a cell that fails is a row with its
+failure. ``--drawn`` cells follow the named ones; ``--seed`` draws them. With ``--append`` cells that
+the file has from this commit are passed over, so that repeated calls with ``--seconds`` go on where
+the last one ended.
+
+Measured are steps after the warm-up: ``allocated`` is the allocator's peak, ``warm_up`` that of the
+steps before, in which states are created and kernels compiled; ``reserved`` is what the allocator has
+taken from the device by the end; ``host`` the blocks and claims of the run's host memory. Errors are
+planned / measured - 1, so that a negative one promises too little memory. ``formulas`` is the last
+commit of the planner.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gc
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from nxd_memopt.backends import backend
+from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
+from nxd_memopt.parallel_layers.utils import leave_process_groups
+from nxd_memopt.planner.hardware import GIB, device_named
+from nxd_memopt.planner.plan import Plan
+from nxd_memopt.training.config import TrainConfig
+from nxd_memopt.training.host_memory import new_host_pool
+from nxd_memopt.training.loop import run_step
+from nxd_memopt.training.memory_plan import planned
+from nxd_memopt.training.micro_batches import MicroBatch
+from nxd_memopt.training.model import build_model, load_hf_config, require_executable
+from nxd_memopt.training.parallelize import parallelize
+from nxd_memopt.training.state import Training
+from scripts.bench.gpu_race import first_line
+from scripts.bench.planned_cells import DEVICE, NAMED, Cell, drawn, plan_of
+from scripts.bench.record import append, environment, last_commit
+
+CSV = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "planned_memory.csv"
+SETUP_S = 6.0  # building a model of 8 billion parameters, the first kernels, and freeing it
+PAGE_LOCKING_S_PER_GIB = 0.5
+TIMED_S = 3.0
+Row = dict[str, Any]
+
+
+def steps_of(plan: Plan, *, cuda_graph: bool) -> tuple[int, int]:
+    """Return the numbers of warm-up and of timed steps: few of long steps."""
+    # The states exist from the second step on; a graph is captured in the third.
+    warm_up = 3 if cuda_graph else 1 if plan.time.step_s > TIMED_S else 2
+    return warm_up, max(1, min(5, round(TIMED_S / plan.time.step_s)))
+
+
+def expected_s(plan: Plan, *, cuda_graph: bool) -> float:
+    """Return about how long a cell takes."""
+    host_s = plan.memory.host_bytes / GIB * PAGE_LOCKING_S_PER_GIB
+    return SETUP_S + host_s + sum(steps_of(plan, cuda_graph=cuda_graph)) * plan.time.step_s
+
+
+def batches_of(config: TrainConfig, vocabulary: int) -> list[MicroBatch]:
+    """Return a step's micro-batches of random ids, on the device."""
+    generator = torch.Generator().manual_seed(3)
+    shape = (config.data.micro_batch_size, config.data.seq_length)
+    divisor = float(config.data.global_batch_size * (config.data.seq_length - 1))
+    found: list[MicroBatch] = []
+    for _ in range(config.accumulation_steps(1)):
+        ids = torch.randint(0, vocabulary, shape, generator=generator)
+        found.append(MicroBatch(ids, ids, torch.tensor([divisor])).to(backend.device))
+    return found
+
+
+def measure(cell: Cell, *, tiny: bool) -> Row:
+    """Return the planned and measured columns of a cell; its memory is free again after ``clean``.
+
+    Raises:
+        ValueError: the cell is not planned, or the device does not have one of its techniques.
+    """
+    config = cell.config(tiny=tiny)
+    hf_config = load_hf_config(config.model, config.moe)
+    _, plan = planned(config, hf_config)
+    require_executable(config, hf_config)
+    backend.reset_peak_memory_stats()
+    before = backend.memory_allocated() or 0
+    model_parallel_manual_seed(7)
+    model = build_model(config, hf_config)
+    pool = new_host_pool(config)
+    optimizer, forward_backward = parallelize(model, config, pool=pool)
+    # A run's plan of resumption and its tokens are not read by a step.
+    training = Training(model, optimizer, forward_backward, cast(Any, None), cast(Any, None))
+    batches = batches_of(config, hf_config.vocab_size)
+    warm_up, timed = steps_of(plan, cuda_graph=cell.cuda_graph)
+    times: list[float] = []
+    losses: list[float] = []
+    warm_up_bytes: int | None = None
+    for number in range(warm_up + timed):
+        if number == warm_up:
+            warm_up_bytes = backend.max_memory_allocated()
+            backend.reset_peak_memory_stats()
+        start = time.perf_counter()
+        losses.append(run_step(training, config, batches).loss.item())
+        backend.synchronize()
+        times.append(time.perf_counter() - start)
+    allocated = backend.max_memory_allocated() or 0
+    if optimizer.skipped_steps:
+        raise ValueError(f"{optimizer.skipped_steps} steps had an overflow, and so no update: lower the loss scale")
+    return _columns(plan) | {
+        "moment": plan.memory.moment,
+        "before_bytes": before,
+        "warm_up_bytes": warm_up_bytes,
+        "allocated_bytes": allocated,
+        "reserved_bytes": torch.cuda.max_memory_reserved() if backend.name == "cuda" else "",
+        "host_bytes": 0 if pool is None else pool.total_bytes,
+        "step_s": round(statistics.median(times[warm_up:]), 4),
+        "steps": f"{warm_up}+{timed}",
+        "loss": round(losses[-1], 4),
+    }
+
+
+def _columns(plan: Plan) -> Row:
+    """Return the planned columns."""
+    return {
+        "planned_allocated_bytes": plan.memory.device_bytes,
+        "planned_reserved_bytes": plan.memory.reserved_bytes,
+        "planned_host_bytes": plan.memory.host_bytes,
+        "planned_step_s": round(plan.time.step_s, 4),
+    }
+
+
+def clean() -> None:
+    """Free what a cell has left, so that the next one starts as in a process of its own."""
+    gc.collect()
+    if backend.name == "cuda":
+        # cuBLAS keeps a workspace for each stream that has used it.
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+
+
+def errors(row: Row) -> Row:
+    """Return the columns planned / measured - 1 in percent, of what was measured."""
+    found: Row = {}
+    for name in ("allocated_bytes", "reserved_bytes", "host_bytes", "step_s"):
+        if row.get(name):
+            found[f"{name.rsplit('_', 1)[0]}_error"] = round(100 * (row[f"planned_{name}"] / row[name] - 1), 3)
+    return found
+
+
+def measured_row(cell: Cell, about: Row, *, tiny: bool) -> Row:
+    """Return the row of a cell, with its failure if it does not run."""
+    row: Row = {
+        "cell": cell.name,
+        "model": cell.model,
+        "layers": cell.layers,
+        "tokens": cell.tokens,
+        "micro_batch": cell.micro_batch,
+        "accumulation": cell.accumulation,
+        "precision": cell.precision,
+        "options": cell.options(),
+        "seed": "" if cell.seed is None else cell.seed,
+        "failure": "",
+    }
+    try:
+        row |= measure(cell, tiny=tiny)
+        row |= errors(row)
+    except (RuntimeError, ValueError) as error:
+        row["failure"] = first_line(error)
+    clean()
+    return row | about
+
+
+def recorded(path: Path, about: Row) -> set[tuple[str, str]]:
+    """Return the names and seeds of the cells that the file has from this commit."""
+    if not path.exists():
+        return set()
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    return {(row["cell"], row["seed"]) for row in rows if row["commit"] == about["commit"] and not row["failure"]}
+
+
+def chosen_cells(args: argparse.Namespace) -> dict[int, Cell]:
+    """Return the cells of ``--cells`` by their numbers."""
+    everything = dict(enumerate([*NAMED, *drawn(args.drawn, args.seed, args.longest_s)]))
+    start, _, stop = args.cells.partition(":")
+    numbers = range(len(everything))[int(start or 0) : int(stop) if stop else None]
+    return {number: everything[number] for number in numbers}
+
+
+def run(cells: Mapping[int, Cell], args: argparse.Namespace) -> list[Row]:
+    """Measure, print and append cell by cell, until ``--seconds`` would be exceeded."""
+    about = environment("scripts.bench.planned_memory") | {"formulas": last_commit("nxd_memopt/planner")}
+    done = recorded(args.csv, about) if args.append else set()
+    begun = time.monotonic()
+    rows: list[Row] = []
+    for number, cell in cells.items():
+        if (cell.name, "" if cell.seed is None else str(cell.seed)) in done:
+            continue
+        start = time.monotonic()
+        if args.seconds is not None:
+            lasts = expected_s(plan_of(cell, device_named(DEVICE)), cuda_graph=cell.cuda_graph)
+            if start - begun + lasts > args.seconds:
+                print(f"{cell.name}: left out, {lasts:.0f} s of {args.seconds - (start - begun):.0f} s", flush=True)
+                continue
+        row = measured_row(cell, about, tiny=args.tiny)
+        rows.append(row)
+        print(f"{number} {cell.name}: {summary(row)} ({time.monotonic() - start:.0f} s)", flush=True)
+        if args.append:
+            append([row], args.csv)
+    return rows
+
+
+def summary(row: Row) -> str:
+    """Return a row in words."""
+    if row["failure"]:
+        return row["failure"]
+    shown = [f"{row['allocated_bytes'] / GIB:.2f} GiB", f"{row['step_s']:.3g} s"]
+    shown += [f"{name} {value:+.2f} %" for name, value in row.items() if name.endswith("_error")]
+    return ", ".join(shown)
+
+
+def totals(rows: Sequence[Row]) -> list[str]:
+    """Return for each error its median and its ends over all rows, and the number of rows below 0."""
+    lines: list[str] = []
+    for name in ("allocated_error", "reserved_error", "host_error", "step_error"):
+        values = [row[name] for row in rows if name in row]
+        if values:
+            median = statistics.median(abs(value) for value in values)
+            below = sum(value < 0 for value in values)
+            lines.append(
+                f"{name}: {len(values)} rows, median {median:.2f} %, {min(values):+.2f} to {max(values):+.2f} %, "
+                f"{below} below 0"
+            )
+    failed = [row["cell"] for row in rows if row["failure"]]
+    return [*lines, *([f"failed: {', '.join(failed)}"] if failed else [])]
+
+
+def show(cells: Mapping[int, Cell]) -> None:
+    """Print each cell with its plan on an H200, and how long all of them take."""
+    total_s = 0.0
+    for number, cell in cells.items():
+        plan = plan_of(cell, device_named(DEVICE))
+        lasts = expected_s(plan, cuda_graph=cell.cuda_graph)
+        total_s += lasts
+        host_gib = plan.memory.host_bytes / GIB
+        print(
+            f"{number:3} {cell.name:<28} {cell.layers:>2} layers {cell.tokens:>6} tokens x {cell.micro_batch} x "
+            f"{cell.accumulation} {cell.precision:<10} {plan.memory.device_bytes / GIB:6.1f} GiB "
+            f"{host_gib:5.1f} host {plan.time.step_s:6.2f} s a step, {lasts:4.0f} s  {cell.options()}"
+        )
+    print(f"{len(cells)} cells, about {total_s:.0f} s")
+
+
+def argument_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cells", default=":", metavar="A:B", help="numbers of the cells, as a slice")
+    parser.add_argument("--drawn", type=int, default=32, help="number of drawn cells, after the named ones")
+    parser.add_argument("--seed", type=int, default=1, help="draws the drawn cells")
+    parser.add_argument("--longest-s", type=float, default=8.0, help="longest planned step of a drawn cell")
+    parser.add_argument("--seconds", type=float, help="leave out cells that would end later")
+    parser.add_argument("--tiny", action="store_true", help="small sizes, for trying the program out on a CPU")
+    parser.add_argument("--list", action="store_true", help="print the cells with their plans on an H200 and end")
+    parser.add_argument("--csv", type=Path, default=CSV)
+    parser.add_argument("--append", action="store_true", help="append the rows to --csv")
+    return parser
+
+
+def main() -> None:
+    parser = argument_parser()
+    args = parser.parse_args()
+    if args.drawn < 0:
+        parser.error(f"--drawn must be at least 0, got {args.drawn}")
+    cells = chosen_cells(args)
+    if args.list:
+        show(cells)
+        return
+    if backend.name != "cuda" and not args.tiny:
+        parser.error(f"needs an NVIDIA GPU, the backend is {backend.name}; --tiny tries the program out")
+    backend.init_process_group()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=1)
+    rows = run(cells, args)
+    print("\n".join(totals(rows)))
+    leave_process_groups()
+
+
+if __name__ == "__main__":
+    main()
