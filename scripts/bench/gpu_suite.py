@@ -113,7 +113,7 @@ STATES = (
         "ours",
         LIGER4,
         options="--staging-gib 46 "
-        + memory(*NORM_MLP, "recompute_method=block", "recompute_num_layers=13", "cpu_offloading_num_layers=8"),
+        + memory(*NORM_MLP, "recompute_method=block", "recompute_num_layers=16", "cpu_offloading_num_layers=8"),
     ),
     states("llama3-8b-states-64k", "llama3-8b", 65536, "ours", LIGER4, options=f"--staging-gib 4 {memory(*NORM_MLP)}"),
     states(
@@ -177,7 +177,7 @@ STATES = (
         "llama3-8b",
         8192,
         "ours",
-        options=f"--cap-gib 80 --fraction 0.51 --staging-gib 4.5 {memory(*NORM_MLP)}",
+        options=f"--cap-gib 80 --fraction 0.47 --staging-gib 4.5 {memory(*NORM_MLP)}",
     ),
     states("llama3.2-3b-states-8k", "llama3.2-3b", 8192, "ours", "fsdp2, flash4", options="--staging-gib 24"),
 )
