@@ -55,8 +55,9 @@ test-compat: setup setup-xla $(NXD_SOURCE) ## neuronx-distributed's own tests, e
 golden: setup ## record the golden losses anew
 	$(PYTHON) -m scripts.golden
 
-parity: setup ## compare losses and gradients with transformers, and record the table
+parity: setup ## compare losses and gradients with transformers, and record the tables
 	$(PYTHON) -m scripts.bench.parity --output docs/numerics.md
+	$(PYTHON) -m scripts.bench.moe_parity --output docs/numerics_moe.md
 
 bench: parity ## parity, and the race of forward + backward against transformers
 	$(PYTHON) -m scripts.bench.forward_backward --append

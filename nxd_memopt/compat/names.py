@@ -60,6 +60,8 @@ _UTILS = """
 _LAYERS = "ColumnParallelLinear RowParallelLinear ParallelEmbedding"
 _GRAD_NORMS = "clip_grad_norm get_grad_norm"
 _TRAINER = "initialize_parallel_model initialize_parallel_optimizer"
+# Our ZeRO-1 knows the data-parallel group of each parameter: expert parallelism needs no other class.
+_ZERO1 = "NeuronZero1Optimizer NeuronEPZero1Optimizer=NeuronZero1Optimizer"
 _CONFIG = (f"{_COMPAT}.trainer", "neuronx_distributed_config")
 _CHECKPOINT = "save_checkpoint load_checkpoint has_checkpoint finalize_checkpoint"
 # pipeline.model imports the module parallel_state, which programs reach through it. It resolves
@@ -79,15 +81,16 @@ _TABLE: dict[str, Sources] = {
     "modules.moe.expert_mlps_v2": [(_MOE, "ExpertMLPsV2")],
     "modules.moe.loss_function": [(_MOE, "load_balancing_loss_func")],
     "modules.moe.model": [(_MOE, "MoE")],
-    "modules.moe.model_utils": [(_MOE, "ACT2FN GLUType")],
-    "modules.moe.moe_configs": [(_MOE, "RoutedExpertsMLPOpsConfig")],
+    "modules.moe.model_utils": [(_MOE, "ACT2FN DEFAULT_BLOCK_SIZE GLUType")],
+    "modules.moe.moe_config_validator": [(_MOE, "MoeConfigValidator")],
+    "modules.moe.moe_configs": [(_MOE, "BlockwiseMatmulConfig RoutedExpertsMLPOpsConfig RouterConfig")],
     "modules.moe.shared_experts": [(_MOE, "SharedExperts")],
     "modules.moe.token_shuffling": [(f"{_MOE}.token_shuffling", "token_shuffle token_unshuffle")],
     "modules.moe.routing": [(_MOE, "GroupLimitedRouter RouterBase RouterSinkhorn RouterTopK")],
     "modules.qkv_linear": [(f"{_COMPAT}.modules", "GQAQKVColumnParallelLinear")],
     "modules.rms_norm": [("nxd_memopt.modules.rms_norm", "RMSNorm")],
-    "optimizer": [("nxd_memopt.optimizer", "NeuronZero1Optimizer")],
-    "optimizer.zero_redundancy_optimizer": [("nxd_memopt.optimizer", "NeuronZero1Optimizer")],
+    "optimizer": [("nxd_memopt.optimizer", _ZERO1)],
+    "optimizer.zero_redundancy_optimizer": [("nxd_memopt.optimizer", _ZERO1)],
     "overrides": [],
     "overrides.transformer_overrides": [(f"{_COMPAT}.modules", "apply_rotary_pos_emb")],
     "parallel_layers": [
@@ -167,7 +170,7 @@ _TABLE: dict[str, Sources] = {
     "utils.adamw_fp32_optim_params": [("nxd_memopt.optimizer", "AdamW_FP32OptimParams")],
     "utils.batch_utils": [("nxd_memopt.trainer", "get_batch_on_this_context_parallel_rank")],
     "utils.logger": [(f"{_COMPAT}.utils", "get_logger")],
-    "utils.model_utils": [(f"{_OURS}.utils", "move_model_to_device")],
+    "utils.model_utils": [(f"{_OURS}.utils", "move_model_to_device"), (f"{_COMPAT}.utils", "get_platform_lnc")],
     "utils.utils": [(f"{_COMPAT}.rank_groups", "hardware")],
 }
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nxd_memopt.backends import backend
+from nxd_memopt.backends.neuron.topology import logical_nc_config, platform_target
 from nxd_memopt.compat.rank_groups import hardware
 from nxd_memopt.parallel_layers import pad, parallel_state
 from nxd_memopt.parallel_layers.utils import (
@@ -44,6 +45,13 @@ def master_print(msg: object) -> None:
     """Print ``msg`` on global rank 0."""
     if parallel_state.is_global_rank_zero():
         print(msg)
+
+
+def get_platform_lnc() -> int:
+    """Return the number of physical cores of a logical core: 1 on trn1 and without Neuron."""
+    if platform_target(os.environ) in ("trn2", "trn3"):
+        return logical_nc_config(os.environ)
+    return 1
 
 
 def get_local_world_size() -> int:

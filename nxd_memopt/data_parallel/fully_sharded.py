@@ -39,7 +39,8 @@ def shard_model(
     """Shard the parameters of ``model`` in place; the model is called as before.
 
     Each decoder layer is a unit (the layers of one recompute chunk together), and embedding, final
-    norm and head are another, so tied weights are in one unit. A unit's parameters are all-gathered
+    norm and head are another, so tied weights are in one unit. Under expert parallelism the experts of
+    a layer are a unit too, sharded over the ranks that have the same experts. A unit's parameters are all-gathered
     before its forward and again before its backward, in the dtype of the model, and its gradients are
     reduce-scattered to their mean when its backward is done. Gradients of several backward passes
     are added in ``master_dtype``, in the shards.
@@ -68,7 +69,8 @@ def shard_model(
     Raises:
         ValueError: the backend cannot shard gradients, there is one data-parallel rank, context
             parallelism is enabled, the model is sharded already or on the meta device, its trained
-            parameters have several dtypes, or ``ranks_per_replica`` is no divisor above 1 of D.
+            parameters have several dtypes, or ``ranks_per_replica`` is no divisor above 1 of D, or
+            smaller than D under expert parallelism.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # takes a second to import
 
@@ -83,12 +85,14 @@ def shard_model(
         # The layers' inputs have the dtype of the model already: nothing is cast.
         "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False),
     }
+    experts = _ExpertSharding(model, reshard_after_forward, options)
     packed = packed_groups(model)
     gathers: dict[str, Any] = {"dtype": dtype, "num_ranks": group.size()}
     # One layer at a time is copied to masters, and only this rank's rows of them stay.
     for layers in layer_units(model.decoder_layers()):
         for layer in layers:
             _cast_trained(layer, master_dtype)
+            experts.shard(layer)
         fully_shard(layers, reshard_after_forward=reshard_after_forward, **options)
         gather_packed(layers[0], packed, **gathers)
     _cast_trained(model, master_dtype)
@@ -99,8 +103,63 @@ def shard_model(
         for attribute, value in attributes[name].items():
             setattr(param, attribute, value)
         setattr(param, MODEL_DTYPE, dtypes[name])
-        setattr(param, SHARD_GROUP, group)
+        setattr(param, SHARD_GROUP, experts.group if is_expert_parallel(param) else group)
     _record_units(model)
+
+
+class _ExpertSharding:
+    """Shards experts over the data-parallel ranks that have the same ones; does nothing without expert parallelism.
+
+    The experts of a layer are a unit of their own inside that of the layer, because a unit has one mesh.
+
+    Args:
+        model: the model.
+        reshard_after_forward: see ``shard_model``.
+        options: options of ``fully_shard``, whose mesh is replaced.
+
+    Attributes:
+        group: the ranks that have the same experts.
+
+    Raises:
+        ValueError: the mesh of the other parameters has replicas.
+    """
+
+    def __init__(self, model: nn.Module, reshard_after_forward: bool, options: dict[str, Any]) -> None:
+        self.group: ProcessGroup | None = None
+        if not any(is_expert_parallel(param) for param in model.parameters()):
+            return
+        if options["mesh"].ndim > 1:
+            raise ValueError(
+                "ranks_per_replica below the data-parallel size shards over part of the ranks, and "
+                f"expert_model_parallel_size is {parallel_state.get_expert_model_parallel_size()}: leave it out"
+            )
+        from torch.distributed.device_mesh import DeviceMesh
+
+        self.group = parallel_state.group_of(parallel_state.get_expert_data_parallel_replica_groups())
+        assert self.group is not None, "several processes run"
+        mesh = DeviceMesh.from_group(self.group, backend.device.type)
+        self._options = {**options, "mesh": mesh, "reshard_after_forward": reshard_after_forward}
+
+    def shard(self, layer: nn.Module) -> None:
+        """Shard the experts in ``layer``."""
+        if self.group is None:
+            return
+        from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+        for module in list(layer.modules()):
+            if not any(is_expert_parallel(param) for param in module.parameters(recurse=False)):
+                continue
+            unit: Any = fully_shard(module, **self._options)
+            # The dispatcher calls this method, and not ``forward``.
+            register_fsdp_forward_method(unit, "routed")
+            # A gradient has the tokens of all expert-parallel ranks. The mean over the ranks with these
+            # experts, which FSDP2 takes, becomes that over all data-parallel ranks. (The factor of
+            # set_gradient_divide_factor applies twice on a mesh of one rank, torch 2.13.)
+            unit.set_all_reduce_hook(_divide_by_expert_ranks)
+
+
+def _divide_by_expert_ranks(gradients: torch.Tensor) -> None:
+    gradients.div_(parallel_state.get_expert_model_parallel_size())
 
 
 @contextmanager
@@ -138,11 +197,6 @@ def _require_shardable(model: nn.Module) -> None:
     for name, param in model.named_parameters():
         if is_data_sharded(param):
             raise ValueError(f"{name} is sharded already: call shard_model once")
-        if is_expert_parallel(param):
-            raise ValueError(
-                f"{name} has other experts on other data-parallel ranks, over which zero3 would shard it: use zero1, "
-                "or expert_model_parallel_size 1"
-            )
         if param.is_meta:
             raise ValueError(f"{name} is on the meta device: load or initialize the model before shard_model")
 

@@ -17,7 +17,7 @@ from nxd_memopt.backends import backend
 from nxd_memopt.ops.parts import split_sizes
 from nxd_memopt.parallel_layers.gradient_ledger import SUMMED_AT, is_sequence_parallel, record_addition, state_of
 from nxd_memopt.parallel_layers.grads import bucket_indices
-from nxd_memopt.parallel_layers.utils import padded_size
+from nxd_memopt.parallel_layers.utils import is_expert_parallel, padded_size
 
 _MAX_IN_PROGRESS = 2  # buckets: one is reduced while the next one is filled
 
@@ -33,6 +33,8 @@ class GradientScatter:
     Args:
         params: trained parameters, each with its shard, 1-D of ceil(n / D) elements.
         group: the sharding group, of D ranks.
+        expert_group: the sharding group of experts under expert parallelism. Their gradients have the
+            tokens of all expert-parallel ranks, so they are divided by D too.
         bucket_bytes: maximum bytes of a bucket's parameters; a larger parameter is alone.
         reduce_dtype: dtype of the reduction; None takes the dtype of each gradient.
 
@@ -45,16 +47,22 @@ class GradientScatter:
         params: Sequence[tuple[nn.Parameter, nn.Parameter]],
         group: ProcessGroup | None,
         *,
+        expert_group: ProcessGroup | None = None,
         bucket_bytes: int,
         reduce_dtype: torch.dtype | None,
     ) -> None:
-        self._group = group
+        self._num_ranks = backend.group_size(group)
         self._reduce_dtype = reduce_dtype
         # From the last parameter to the first, the usual order of backward. Buckets are sorted by
         # the parameter that backward reaches last.
         reverse = list(reversed(params))
-        found = [indices for indices in bucket_indices([param for param, _ in reverse], bucket_bytes) if indices]
-        self._buckets = [_Bucket([reverse[i] for i in indices]) for indices in sorted(found, key=max)]
+        found: list[tuple[list[int], ProcessGroup | None]] = []
+        for is_expert, over in ((False, group), (True, expert_group)):
+            numbers = [i for i, (param, _) in enumerate(reverse) if is_expert_parallel(param) == is_expert]
+            same_group = [reverse[i][0] for i in numbers]
+            found += [([numbers[i] for i in part], over) for part in bucket_indices(same_group, bucket_bytes) if part]
+        found.sort(key=lambda each: max(each[0]))
+        self._buckets = [_Bucket([reverse[i] for i in indices], over) for indices, over in found]
         self._in_progress: deque[_Pending] = deque()
         self._backward = -1  # graph task of the backward pass that the arrivals belong to
         self.is_finished = False
@@ -128,7 +136,7 @@ class GradientScatter:
             if bucket.is_started:
                 continue
             bucket.is_started = True
-            self._in_progress.append(_Pending(bucket.params, self._group, self._reduce_dtype))
+            self._in_progress.append(_Pending(bucket, self._num_ranks, self._reduce_dtype))
             if len(self._in_progress) > _MAX_IN_PROGRESS:
                 self._in_progress.popleft().finish()
 
@@ -146,10 +154,11 @@ def _hook(owner: weakref.ref[GradientScatter], bucket: weakref.ref[_Bucket]) -> 
 
 
 class _Bucket:
-    """Parameters of one dtype and device that are reduced together, each with its shard."""
+    """Parameters of one dtype, device and group that are reduced together, each with its shard."""
 
-    def __init__(self, params: list[tuple[nn.Parameter, nn.Parameter]]) -> None:
+    def __init__(self, params: list[tuple[nn.Parameter, nn.Parameter]], group: ProcessGroup | None) -> None:
         self.params = params
+        self.group = group
         self.reset()
 
     def reset(self) -> None:
@@ -161,13 +170,9 @@ class _Bucket:
 class _Pending:
     """A reduce-scatter in progress: ``[D, sum of ceil(n / D)]``, of which rank i gets row i."""
 
-    def __init__(
-        self,
-        params: Sequence[tuple[nn.Parameter, nn.Parameter]],
-        group: ProcessGroup | None,
-        reduce_dtype: torch.dtype | None,
-    ) -> None:
-        size = backend.group_size(group)
+    def __init__(self, bucket: _Bucket, divisor: int, reduce_dtype: torch.dtype | None) -> None:
+        size = backend.group_size(bucket.group)
+        params = bucket.params
         self._shards = [shard for _, shard in params]
         # The state of a sequence-parallel gradient: this rank's part, or a sum that a hook took.
         self._states: list[str | None] = []
@@ -183,8 +188,8 @@ class _Pending:
             rows.append(F.pad(flat, (0, padded_size(flat.numel(), size) - flat.numel())).view(size, -1))
             param.grad = None
         # Division before the sum keeps a sum of many ranks in the range of half precision.
-        matrix = torch.cat(rows, dim=1).div_(size)
-        self._pending = backend.reduce_scatter_async(matrix.view(-1), group)
+        matrix = torch.cat(rows, dim=1).div_(divisor)
+        self._pending = backend.reduce_scatter_async(matrix.view(-1), bucket.group)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -192,6 +197,7 @@ class _Pending:
         chunks = split_sizes(self._pending.wait(), [shard.numel() for shard in self._shards])
         for shard, chunk, state in zip(self._shards, chunks, self._states, strict=True):
             before = None
+            chunk = chunk.view(shard.shape)  # that of the parameter if one rank has all of it
             if shard.grad is None:
                 # Shards of a bucket share the memory of its result, but not those with a record,
                 # which depends on a version counter of their own.

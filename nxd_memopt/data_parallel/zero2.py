@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from nxd_memopt.backends import backend
 from nxd_memopt.data_parallel.gradient_scatter import GradientScatter
 from nxd_memopt.data_parallel.hybrid import hybrid_groups
-from nxd_memopt.optimizer.groups import join_group, require_no_experts
+from nxd_memopt.optimizer.groups import join_group
 from nxd_memopt.optimizer.zero1 import NeuronZero1Optimizer, Sharded
 from nxd_memopt.parallel_layers import grads, parallel_state
 from nxd_memopt.parallel_layers.gradient_ledger import is_sequence_parallel
@@ -45,7 +45,7 @@ class Zero2Optimizer(NeuronZero1Optimizer):
 
     Raises:
         ValueError: the backend cannot reduce in backward, ``ranks_per_replica`` is no divisor above
-            1 of D, expert-parallel ranks have different experts, or see ``NeuronZero1Optimizer``.
+            1 of D, or smaller than D under expert parallelism, or see ``NeuronZero1Optimizer``.
     """
 
     def __init__(
@@ -87,6 +87,11 @@ class Zero2Optimizer(NeuronZero1Optimizer):
         if self.inited:
             self._scatter_all()
 
+    def _shares_parameter(self, param: nn.Parameter) -> bool:
+        # Experts may have one rank each, with D above 1: the gradient of a micro-batch is in
+        # ``param.grad``, the sum over micro-batches in that of the master.
+        return backend.group_size(self.sharding_group) == 1 and super()._shares_parameter(param)
+
     def _shard(self, param: nn.Parameter) -> Sharded:
         each = super()._shard(param)
         # Shards are summed over sequence shards, stage 1's full gradients are.
@@ -98,12 +103,12 @@ class Zero2Optimizer(NeuronZero1Optimizer):
         """Reduce the gradients of all trained parameters in backward from now on."""
         if backend.group_size(self.sharding_group) == 1:
             return
-        require_no_experts(grads.parameters_of(self), "zero2", "use zero1")
         if self._scatter is not None:
             self._scatter.remove()
         self._scatter = GradientScatter(
             [(each.param, each.shard) for each in self._sharded],
             self.sharding_group,
+            expert_group=self.expert_sharding_group,
             bucket_bytes=self._reduce_bytes,
             reduce_dtype=self._reduce_dtype,
         )

@@ -21,7 +21,7 @@ from nxd_memopt.parallel_layers.data_shards import (
     row_range,
 )
 from nxd_memopt.parallel_layers.gradient_ledger import SUMMED_AT
-from nxd_memopt.parallel_layers.utils import blocks_within
+from nxd_memopt.parallel_layers.utils import blocks_within, is_expert_parallel
 
 
 class Zero3Optimizer(NeuronZero1Optimizer):
@@ -82,6 +82,7 @@ class Zero3Optimizer(NeuronZero1Optimizer):
         # For the norm, which counts replicated elements once, and for the sum over sequence shards.
         shard.tensor_model_parallel = getattr(param, "tensor_model_parallel", False)
         shard.replicas = getattr(param, "replicas", 1)
+        shard.expert_model_parallel = is_expert_parallel(param)
         shard.sequence_parallel_enabled = getattr(param, "sequence_parallel_enabled", False)
         shard.blocks = ()
         if getattr(param, "blocks", None):
@@ -197,7 +198,7 @@ def _sharding_groups(groups: list[Any]) -> list[list[int]]:
     for group in groups:
         listed = group["params"] if isinstance(group, dict) else group
         params += grads.parameters_of(listed)
-    own = common_shard_group(param for param in params if is_data_sharded(param))
+    own = common_shard_group(param for param in params if is_data_sharded(param) and not is_expert_parallel(param))
     data_groups = parallel_state.get_data_parallel_replica_groups()
     if own is None:
         return [list(ranks) for ranks in data_groups]

@@ -14,7 +14,6 @@ from nxd_memopt.backends import HostTransfers, backend
 from nxd_memopt.memory.host_pool import HostPool
 from nxd_memopt.memory.recompute import layer_units
 from nxd_memopt.memory.wrapping import is_wrapped, wrap_forward
-from nxd_memopt.optimizer.groups import require_no_experts
 from nxd_memopt.optimizer.sharding import all_gather_into
 from nxd_memopt.optimizer.streamed_adamw import PlacedStates, StreamedAdamW
 from nxd_memopt.optimizer.zero1 import NeuronZero1Optimizer
@@ -82,12 +81,12 @@ class OffloadedZero1Optimizer(NeuronZero1Optimizer):
         for param in trained:
             if torch.promote_types(param.dtype, torch.float32) != torch.float32:
                 raise ValueError(f"optimizer_cpu_offload keeps fp32 states, got a parameter of dtype {param.dtype}")
-        require_no_experts(
-            trained, "optimizer_cpu_offload", "use zero1 without offload, or expert_model_parallel_size 1"
-        )
-        size = backend.group_size(self.sharding_group)
+        sizes: list[int] = []
+        for param in trained:
+            ranks = backend.group_size(self._group_of(param))
+            sizes.append(padded_size(param.numel(), ranks) // ranks)
         self._states = PlacedStates(
-            [padded_size(param.numel(), size) // size for param in trained],
+            sizes,
             fraction=self._fraction,
             resident_elements=self._resident_elements,
         )
@@ -213,7 +212,7 @@ class OffloadedZero1Optimizer(NeuronZero1Optimizer):
         each = self._sharded[index]
         shard: Any = each.shard
         shard.main_grad = None
-        if backend.group_size(self.sharding_group) == 1:
+        if not self._is_gathered(each.param):
             each.mark_equal()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -227,7 +226,7 @@ class OffloadedZero1Optimizer(NeuronZero1Optimizer):
         # Without sharding the updated weights go straight to the parameter; else to the input of
         # the all-gather.
         output = param.detach()
-        if backend.group_size(self.sharding_group) > 1:
+        if self._is_gathered(param):
             output = torch.empty(values.shape, dtype=param.dtype, device=param.device)
         self._outputs.append(output)
         return master
@@ -250,12 +249,18 @@ class OffloadedZero1Optimizer(NeuronZero1Optimizer):
         return norm
 
     def _gather_parameters(self) -> None:
-        if backend.group_size(self.sharding_group) == 1:
-            return
-        params = [each.param.detach() for each in self._sharded]
-        all_gather_into(params, self._outputs, self.sharding_group, bucket_bytes=self._gather_bytes)
-        for each in self._sharded:
+        outputs = {id(each.param): output for each, output in zip(self._sharded, self._outputs, strict=True)}
+        gathered = [each for each in self._sharded if self._is_gathered(each.param)]
+        for group, sharded in self._by_group(gathered):
+            params = [each.param.detach() for each in sharded]
+            shards = [outputs[id(each.param)] for each in sharded]
+            all_gather_into(params, shards, group, bucket_bytes=self._gather_bytes)
+        for each in gathered:
             each.mark_equal()
+
+    def _is_gathered(self, param: Tensor) -> bool:
+        """Return whether other ranks have a part of the states, and the parameter is gathered from all."""
+        return backend.group_size(self._group_of(param)) > 1
 
     def _before_masters_are_used(self) -> None:
         self.base_optimizer.synchronize()

@@ -92,11 +92,13 @@ def replica_ranks(param: Tensor, data_parallel_size: int) -> tuple[int, ...]:
     """Return the data-parallel ranks that store the same rows of ``param`` as this rank.
 
     With hybrid sharding each run of consecutive data-parallel ranks stores all rows once, with
-    expert parallelism each run of expert-parallel ranks stores all experts.
+    expert parallelism each run of expert-parallel ranks stores all experts, which zero3 shards further.
     """
     if getattr(param, "expert_model_parallel", False):
         experts: Any = param
-        return tuple(range(experts.expert_partition_index, data_parallel_size, experts.num_expert_partitions))
+        same = range(experts.expert_partition_index, data_parallel_size, experts.num_expert_partitions)
+        # Each of the ranks with the same experts has other rows of them.
+        return (same[shard_group(param).rank()],) if is_data_sharded(param) else tuple(same)
     if not is_data_sharded(param):
         return tuple(range(data_parallel_size))
     group = shard_group(param)

@@ -223,7 +223,8 @@ def get_grad_norm(
         raise ValueError(f"norm_type must be at least 1 or infinity, got {norm_type}")
     params = [param for param in parameters_of(source) if gradient_of(param) is not None]
     if sharding_group is None:
-        sharding_group = common_shard_group(params)
+        # Under zero3 experts have a smaller group than all other parameters.
+        sharding_group = common_shard_group(p for p in params if not is_expert_parallel(p))
     experts = _local_norm([p for p in params if is_expert_parallel(p)], norm_type)
     params = [p for p in params if not is_expert_parallel(p)]
     sharded = _local_norm([p for p in params if is_sharded(p)], norm_type)

@@ -476,11 +476,7 @@ class TrainConfig:
                 f"{self.decay_steps} (optimizer.decay_steps, or trainer.max_steps): the learning rate would never "
                 "reach optimizer.lr; shorten warmup_steps or set decay_steps"
             )
-        require_expert_groups(
-            self.parallel.expert_model_parallel_size,
-            self.data_parallel.stage,
-            offloads_states=self.optimizer.optimizer_cpu_offload,
-        )
+        require_expert_groups(self.parallel.expert_model_parallel_size, self.data_parallel)
         if self.trainer.verify_export and not self.data.eval_sequences:
             raise ValueError("trainer.verify_export compares held-out losses: set data.eval_sequences above 0")
         if self.trainer.resume_from is not None and self.model.warm_start is not None:

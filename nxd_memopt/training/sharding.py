@@ -176,18 +176,12 @@ def require_offloadable(stage: str, precision: str) -> None:
         )
 
 
-def require_expert_groups(expert_model_parallel_size: int, stage: str, *, offloads_states: bool) -> None:
-    """Raise ``ValueError`` if optimizer and stage do not know that ranks have different experts."""
-    name = f"parallel.expert_model_parallel_size {expert_model_parallel_size}"
-    if expert_model_parallel_size == 1:
-        return
-    if stage in SHARDS_GRADIENTS:
+def require_expert_groups(expert_model_parallel_size: int, config: DataParallelConfig) -> None:
+    """Raise ``ValueError`` if parts of the data-parallel ranks would shard what they do not all have."""
+    instances = config.num_distributed_optimizer_instances
+    if expert_model_parallel_size > 1 and instances not in (1, "hosts"):  # hosts are counted when the run starts
         raise ValueError(
-            f"{name} and data_parallel.sharding {stage}, whose shards are of parameters that all data-parallel ranks "
-            "have: set sharding to zero1, or expert_model_parallel_size to 1"
-        )
-    if offloads_states:
-        raise ValueError(
-            f"{name} and optimizer.optimizer_cpu_offload true, which does not know the groups of experts: set "
-            "optimizer_cpu_offload to false, or expert_model_parallel_size to 1"
+            f"parallel.expert_model_parallel_size {expert_model_parallel_size} and "
+            f"data_parallel.num_distributed_optimizer_instances {instances}, whose shards are of parameters that all "
+            "data-parallel ranks have: leave the instances out, or set expert_model_parallel_size to 1"
         )

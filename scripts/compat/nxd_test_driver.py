@@ -43,8 +43,27 @@ XLA_PACKAGES = (
     "torch_xla.distributed",
     "torch_xla.experimental",
 )
-# test_layers.py imports it, but does not test it.
-PRIVATE_HELPERS = "neuronx_distributed.parallel_layers.layers_utils"
+# Modules and names that test files import for tests that are not selected: layers' helpers,
+# quantization, and what is for inference.
+UNUSED_MODULES = (
+    "neuronx_distributed.parallel_layers.layers_utils",
+    "neuronx_distributed.modules.moe.blockwise",
+    "neuronx_distributed.quantization",
+    "neuronx_distributed.quantization.quantize",
+    "neuronx_distributed.quantization.quantization_config",
+)
+UNUSED_NAMES = {"neuronx_distributed.modules.moe.moe_configs": ("MoEFusedTKGConfig",)}
+# Variables of parallel_state that the MoE tests copy, to return to sizes that they had before. The
+# selected tests have one size, so the copies are never written back.
+COPIED_STATE = (
+    *("_TENSOR_MODEL_PARALLEL", "_PIPELINE_MODEL_PARALLEL", "_EXPERT_MODEL_PARALLEL", "_DATA_PARALLEL"),
+    *("_EXP_DATA_PARALLEL", "_TOKEN_SHUFFLE", "_KV_SHARED", "_NEXT_RANK", "_PREV_RANK"),
+)
+COPIED_VALUES = (
+    *("_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE", "_MPU_TENSOR_MODEL_PARALLEL_RANK"),
+    *("_MPU_EXPERT_MODEL_PARALLEL_WORLD_SIZE", "_MPU_EXPERT_MODEL_PARALLEL_RANK"),
+    *("_TOKEN_SHUFFLE_GROUP_SIZE", "_KV_SHARED_GROUP_SIZE", "_PIPELINE_GLOBAL_RANKS", "PP_GROUP_PG_GLOO"),
+)
 Call = tuple[Callable[..., object], tuple[object, ...]]
 
 
@@ -85,7 +104,20 @@ def set_up(library: str, source: Path) -> None:
         use_neuronx_distributed(source / "src")
     else:
         install_stubs(*CLOSED_PACKAGES)
-        sys.modules[PRIVATE_HELPERS] = StubModule(PRIVATE_HELPERS)
+        stub_unused_names()
+
+
+def stub_unused_names() -> None:
+    """Replace what the test files import, but the selected tests do not use, by stubs."""
+    for name in UNUSED_MODULES:
+        sys.modules[name] = StubModule(name)
+    for module, names in UNUSED_NAMES.items():
+        for name in names:
+            setattr(importlib.import_module(module), name, getattr(StubModule(module), name))
+    state = vars(importlib.import_module("neuronx_distributed.parallel_layers.parallel_state"))
+    for name in COPIED_STATE:
+        state.update({f"{name}_GROUP": None, f"{name}_GROUP_SPMD": None})
+    state.update(dict.fromkeys(COPIED_VALUES))
 
 
 class _LenientFinder(AliasFinder):

@@ -9,6 +9,7 @@ import argparse
 import csv
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ COLUMNS = (
     *("library", "file", "ranks", "passed", "passes_on_nxd", "failed"),
     *("nxd_revision", "date", "torch", "commit"),
 )
+# Test tools that neuronx-distributed's MoE tests import; not in .venv, because nothing else needs them.
+TOOLS = ROOT / ".venv-compat" / "test-tools"
+TOOL_PINS = ("parameterized==0.9.0", "pytest-mock==3.15.1")
 REVISION = "fbac349"  # release 2.29, neuronx-distributed 0.18
 TIMEOUT_S = 1800
 
@@ -55,6 +59,10 @@ class Case:
 
 UNIT = "unit_test/parallel_layers"
 LAYERS = "integration/parallel_layers"
+MOE = "unit_test/modules/moe"
+# The names of cases of training have "training" in them. The other cases of the file are inference,
+# and take 15 GB.
+TRAINING = "(fwd and training) or bwd or loss_fn or shared_expert_correctness or group_limited"
 CASES = [
     Case(f"{UNIT}/test_gqa_groups.py", 0, 1),
     Case(f"{UNIT}/test_padding.py", 0, 6),
@@ -75,6 +83,10 @@ CASES = [
     Case(f"{LAYERS}/test_parallel_state.py", 4, 6, mended=("test_get_tensor_model_parallel_src_rank[4]",)),
     Case("integration/modules/test_qkv_linear.py", 4, 2),
     Case("integration/modules/test_qkv_linear.py", 8, 2),
+    Case(f"{MOE}/test_moe_configs.py", 0, 12),
+    Case(f"{MOE}/test_moe_config_validator.py", 0, 15),
+    Case(f"{MOE}/test_token_shuffle.py", 0, 1),
+    Case(f"{MOE}/test_impl_correctness.py", 0, 118, select=TRAINING),
 ]
 
 
@@ -100,6 +112,7 @@ def main() -> int:
     # The expectations are those of our library. On neuronx-distributed itself the run only counts,
     # to check the numbers in ``passes_on_nxd``.
     is_ours = args.library == "nxd_memopt"
+    require_tools()
     outcomes: list[Outcome] = []
     for case in CASES:
         if args.only not in case.name:
@@ -129,6 +142,18 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def require_tools() -> None:
+    """Install the test tools, without dependencies, unless they are there."""
+    marker = TOOLS / "complete.txt"
+    content = "\n".join(TOOL_PINS)
+    if marker.is_file() and marker.read_text() == content:
+        return
+    shutil.rmtree(TOOLS, ignore_errors=True)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(TOOLS)]
+    subprocess.run([*pip, *TOOL_PINS], check=True)
+    marker.write_text(content)
+
+
 def run(case: Case, source: Path, library: str) -> Outcome:
     """Run the driver, once or on each rank, and return its result."""
     kind = "unit"
@@ -150,7 +175,7 @@ def run(case: Case, source: Path, library: str) -> Outcome:
         **os.environ,
         "NXD_MEMOPT_BACKEND": "cpu",
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{TOOLS}",
     }
     finished = subprocess.run(
         [sys.executable, *launcher, *arguments],

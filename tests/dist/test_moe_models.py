@@ -116,10 +116,22 @@ SPLITS: dict[int, list[tuple[int, int, bool, str, dict[str, Any]]]] = {
         (4, 1, True, "allgather", {}),
         (1, 4, False, "alltoall", {}),
     ],
+    8: [
+        (4, 2, True, "alltoall", FULL),
+        (4, 2, False, "allgather", {"moe_layer_recompute": True}),
+        (2, 4, True, "allgather", {}),
+        (2, 4, False, "alltoall", SELECTIVE),
+        (2, 2, True, "alltoall", {"moe_layer_recompute": True}),
+    ],
+    16: [
+        (4, 4, True, "alltoall", {}),
+        (4, 4, True, "allgather", FULL),
+        (4, 4, False, "alltoall", SELECTIVE),
+    ],
 }
 
 
-@distributed(world_size=[1, 2, 4])
+@distributed(world_size=[1, 2, 4], slow=[8, 16], timeout_s=600)
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_and_gradients(name, world_size):
     for tensor, expert, sequence_parallel, dispatcher, memory in SPLITS[world_size]:

@@ -101,8 +101,10 @@ def test_precisions_learn_what_fp32_learns(reference: Path, tmp_path: Path, prec
         pytest.param(2, TENSOR_AND_SEQUENCE, "allgather", "none", marks=pytest.mark.slow),
         pytest.param(4, TENSOR_AND_SEQUENCE | EXPERTS2, "alltoall", "zero1", marks=pytest.mark.slow),
         pytest.param(4, {"expert_model_parallel_size": 4}, "alltoall", "zero1", marks=pytest.mark.slow),
+        pytest.param(4, EXPERTS2, "alltoall", "zero2", marks=pytest.mark.slow),
+        pytest.param(4, EXPERTS2, "allgather", "zero3", marks=pytest.mark.slow),
+        pytest.param(4, TENSOR_AND_SEQUENCE | EXPERTS2, "alltoall", "zero3", marks=pytest.mark.slow),
     ],
-    ids=["expert2_zero1", "data2_zero2", "tensor2", "tensor2xexpert2_zero1", "expert4_zero1"],
 )
 def test_every_layout_has_the_losses_of_one_process(
     reference: Path, tmp_path: Path, ranks: int, parallel: dict[str, Any], dispatcher: str, stage: str

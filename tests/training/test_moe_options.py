@@ -115,17 +115,12 @@ def test_overrides_of_models_with_experts() -> None:
 
 
 CONFLICTS: dict[str, tuple[dict[str, Any], str]] = {
-    "zero2": (
-        {"parallel": {"expert_model_parallel_size": 2}, "data_parallel": {"sharding": "zero2"}},
-        "expert_model_parallel_size 2 and data_parallel.sharding zero2.*zero1",
-    ),
-    "zero3": (
-        {"parallel": {"expert_model_parallel_size": 2}, "data_parallel": {"sharding": "zero3"}},
-        "expert_model_parallel_size 2 and data_parallel.sharding zero3.*zero1",
-    ),
-    "states on the host": (
-        {"parallel": {"expert_model_parallel_size": 2}, "optimizer": {"optimizer_cpu_offload": True}},
-        "expert_model_parallel_size 2 and optimizer.optimizer_cpu_offload.*false",
+    "instances": (
+        {
+            "parallel": {"expert_model_parallel_size": 2},
+            "data_parallel": {"sharding": "zero2", "num_distributed_optimizer_instances": 2},
+        },
+        "expert_model_parallel_size 2 and data_parallel.num_distributed_optimizer_instances 2.*leave the instances out",
     ),
     "no ranks": ({"parallel": {"expert_model_parallel_size": 0}}, "expert_model_parallel_size must be at least 1"),
 }

@@ -65,6 +65,9 @@ class RoutedExpertsMLPOpsConfig:
         output_layer_init_method: initializes the second weight of an expert, ``[F, H]``.
         capacity_factor: in training each expert takes ``ceil(T * k / E * factor)`` of the T tokens, the
             first ones. None, 0, a negative number and E / k or more take all.
+        enable_spmd_rank: without effect; no graph depends on the rank.
+        use_index_calc_kernel: without effect.
+        is_prefill: without effect.
     """
 
     num_experts: int
@@ -86,6 +89,9 @@ class RoutedExpertsMLPOpsConfig:
     input_layer_init_method: InitMethod | None = None
     output_layer_init_method: InitMethod | None = None
     capacity_factor: float | None = None
+    enable_spmd_rank: bool = False
+    use_index_calc_kernel: bool = True
+    is_prefill: bool | None = None
 
     def __post_init__(self) -> None:
         require_one_of("hidden_act", self.hidden_act, tuple(ACT2FN))

@@ -13,7 +13,6 @@ from nxd_memopt.parallel_layers import mappings
 from nxd_memopt.parallel_layers.random import fork_if
 from nxd_memopt.parallel_layers.utils import mark_sequence_parallel
 
-SINKHORN_ITERATIONS = 30
 _SMALL = 1e-8  # keeps divisions finite for an expert that no token may choose
 
 Routed = tuple[Tensor, Tensor, Tensor]
@@ -177,6 +176,8 @@ class RouterSinkhorn(RouterBase):
         NotImplementedError: ``top_k`` is not 1.
     """
 
+    DEFAULT_SINKHORN_ITERS = 30
+
     def __init__(
         self,
         num_experts: int,
@@ -195,7 +196,7 @@ class RouterSinkhorn(RouterBase):
         super().__init__(
             num_experts, top_k, hidden_size, act_fn, sequence_parallel_enabled, sequence_dimension, dtype, device
         )
-        self.sinkhorn_iterations = SINKHORN_ITERATIONS if sinkhorn_iterations is None else sinkhorn_iterations
+        self.sinkhorn_iterations = self.DEFAULT_SINKHORN_ITERS if sinkhorn_iterations is None else sinkhorn_iterations
         self.sinkhorn_tol = sinkhorn_tol
 
     def forward(self, hidden_states: Tensor) -> Routed:
