@@ -5,10 +5,10 @@ from __future__ import annotations
 import codecs
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,61 @@ NO_COLUMN = "without the text column"
 NULL = "null"
 NOT_TEXT = "not text"
 REMEDY = "correct it, or set data.on_bad_rows to skip to leave such rows out"
+
+
+class RowReader(Protocol):
+    """Reads the document of a row."""
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns that a row must have."""
+        ...
+
+    @property
+    def optional_columns(self) -> list[str]:
+        """The columns that are read if a row has them."""
+        ...
+
+    def read(self, row: Mapping[str, Any], place: str) -> dict[str, str | None]:
+        """Return the row's ``text``, or the ``kind`` and ``description`` of a bad row.
+
+        The description begins with ``place``.
+
+        Raises:
+            UnicodeError: the text has no UTF-8 form.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class TextRows:
+    """Reads rows with a text in one column.
+
+    Args:
+        column: ``data.text_column``.
+    """
+
+    column: str
+
+    @property
+    def columns(self) -> list[str]:
+        return [self.column]
+
+    @property
+    def optional_columns(self) -> list[str]:
+        return []
+
+    def read(self, row: Mapping[str, Any], place: str) -> dict[str, str | None]:
+        """Return the text of the column."""
+        column = self.column
+        if column not in row:
+            return bad_row(NO_COLUMN, f"{place} has no {column!r} (data.text_column): its columns are {list(row)}")
+        text = row[column]
+        if not isinstance(text, str):
+            kind = NULL if text is None else NOT_TEXT
+            return bad_row(kind, f"{place} has {type_of(text)} in column {column!r} (data.text_column), not text")
+        text.encode()
+        return {"text": text, "kind": None, "description": None}
 
 
 @dataclass(frozen=True)
@@ -121,7 +176,7 @@ def is_blank(path: Path) -> bool:
         return not any(line.strip() for line in file)
 
 
-def read_lines(paths: list[str], column: str) -> Iterator[dict[str, str | None]]:
+def read_lines(paths: list[str], reader: RowReader) -> Iterator[dict[str, str | None]]:
     """Yield a row for each line with content: its text, or a bad row's kind and description."""
     # Bad lines are rows too: the rows that datasets keeps in its cache serve both values of
     # data.on_bad_rows.
@@ -133,39 +188,30 @@ def read_lines(paths: list[str], column: str) -> Iterator[dict[str, str | None]]
                     data = line.removeprefix(codecs.BOM_UTF8)
                 data = data.strip()
                 if data:
-                    yield parse_line(data, column, f"{path} line {number}")
+                    yield parse_line(data, reader, f"{path} line {number}")
 
 
-def parse_line(line: bytes, column: str, place: str) -> dict[str, str | None]:
-    """Return the row of one line: its ``text``, or the ``kind`` and ``description`` of a bad row.
-
-    The description begins with ``place``.
-    """
+def parse_line(line: bytes, reader: RowReader, place: str) -> dict[str, str | None]:
+    """Return the row of one line, as ``reader`` does."""
     # The json module accepts what no text of a model may have: half of a surrogate pair.
     try:
         content = json.loads(line.decode())
         if not isinstance(content, dict):
-            return _bad(NOT_AN_OBJECT, f"{place} is {_type(content)}, not a JSON object")
-        if column not in content:
-            return _bad(NO_COLUMN, f"{place} has no {column!r} (data.text_column): its columns are {list(content)}")
-        text = content[column]
-        if not isinstance(text, str):
-            kind = NULL if text is None else NOT_TEXT
-            return _bad(kind, f"{place} has {_type(text)} in column {column!r} (data.text_column), not text")
-        text.encode()
-        return {"text": text, "kind": None, "description": None}
+            return bad_row(NOT_AN_OBJECT, f"{place} is {type_of(content)}, not a JSON object")
+        return reader.read(content, place)
     except UnicodeError as error:
-        return _bad(NOT_UTF8, f"{place} is not UTF-8 ({error})")
+        return bad_row(NOT_UTF8, f"{place} is not UTF-8 ({error})")
     except (ValueError, RecursionError) as error:
-        return _bad(NOT_JSON, f"{place} is not JSON ({error})")
+        return bad_row(NOT_JSON, f"{place} is not JSON ({error})")
 
 
-def _bad(kind: str, description: str) -> dict[str, str | None]:
+def bad_row(kind: str, description: str) -> dict[str, str | None]:
+    """Return the row of a bad line."""
     # What a message quotes of the file may have no UTF-8 form.
     return {"text": "", "kind": kind, "description": description.encode(errors="replace").decode()}
 
 
-def _type(value: Any) -> str:
+def type_of(value: Any) -> str:
     """Return the type of a JSON value, as JSON calls it."""
     if value is None:
         return "null"

@@ -25,7 +25,9 @@ LR_SCHEDULES = ("cosine", "linear")
 SCHEDULE_CHANGES = ("error", "stretch", "keep")
 COMPILE = (None, "layer")
 MAX_SEED = 2**62  # torch's generators take 64 bits; ranks and steps are added to the seed
-PACKINGS = ("concatenate", "best_fit")
+PACKINGS = ("auto", "concatenate", "best_fit")
+FORMATS = ("text", "messages", "prompt_completion", "instruction_output")
+LONG_CONVERSATIONS = ("cut", "drop")
 
 
 def _require_at_least(name: str, value: float, minimum: float) -> None:
@@ -106,14 +108,25 @@ class DataConfig:
             tokenizer must have made, or a name on the Hugging Face hub.
         dataset_config: the hub dataset's configuration name.
         split: the hub dataset's split.
+        format: what a row is. ``text``: a text, in ``text_column``. ``messages``: a conversation, a
+            list of objects with ``role`` and ``content``, and optionally ``tools``.
+            ``prompt_completion`` and ``instruction_output``: columns of these names, with one
+            question and its answer; ``system``, and ``input`` of an instruction, are optional.
+            Conversations are rendered by a chat template, and only what the assistant says is
+            trained.
         text_column: the column with the text, for everything but text files.
+        chat_template: Jinja file that replaces the tokenizer's chat template, also in the export.
+        train_on_input: train all tokens of a conversation, not only the assistant's.
+        long_conversations: what happens to a conversation of more than ``seq_length`` tokens:
+            ``cut`` keeps its first ``seq_length`` tokens, ``drop`` leaves it out. Both are counted.
         end_of_text: token that ends every document, as text or id; ``auto`` takes the
             tokenizer's, which must be one of the model's.
         seq_length: S, tokens per sequence. Each document ends with an end-of-text token.
         packing: ``concatenate`` puts documents one after another and cuts the result into
-            sequences; ``best_fit`` cuts only documents longer than S, places the pieces where the
-            least space is left, and fills the end of sequences with tokens that are not trained
-            (arXiv:2404.10830). Positions of a cut document start from 0 in the next sequence.
+            sequences, the default for text; ``best_fit``, the default for conversations, cuts only
+            documents longer than S, places the pieces where the least space is left, and fills the
+            end of sequences with tokens that are not trained (arXiv:2404.10830). Positions of a cut
+            document start from 0 in the next sequence.
         isolate_documents: attention and positions restart at each document, and a document's
             first token is not predicted from the one before it. False treats a sequence as one
             document.
@@ -134,10 +147,14 @@ class DataConfig:
     dataset: str = "stdlib"
     dataset_config: str | None = None
     split: str = "train"
+    format: Literal["text", "messages", "prompt_completion", "instruction_output"] = "text"
     text_column: str = "text"
+    chat_template: str | None = None
+    train_on_input: bool = False
+    long_conversations: Literal["cut", "drop"] = "cut"
     end_of_text: int | str = "auto"
     seq_length: int = 1024
-    packing: Literal["concatenate", "best_fit"] = "concatenate"
+    packing: Literal["auto", "concatenate", "best_fit"] = "auto"
     isolate_documents: bool = True
     micro_batch_size: int = 1
     global_batch_size: int = 8
@@ -148,7 +165,13 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         _require_named("data.dataset", self.dataset)
+        require_one_of("data.format", self.format, FORMATS)
+        require_one_of("data.long_conversations", self.long_conversations, LONG_CONVERSATIONS)
+        _require_named("data.chat_template", self.chat_template)
         require_one_of("data.packing", self.packing, PACKINGS)
+        self._check_format()
+        if self.packing == "auto":
+            object.__setattr__(self, "packing", "best_fit" if self.has_conversations else "concatenate")
         # Labels are the next tokens, so a sequence of one token has no loss. With held_out_every
         # 1 every document would be held out.
         _require_at_least("data.seq_length", self.seq_length, 2)
@@ -165,6 +188,32 @@ class DataConfig:
             "data.micro_batch_size",
             self.micro_batch_size,
         )
+
+    @property
+    def has_conversations(self) -> bool:
+        """Whether rows are conversations, not texts."""
+        return self.format != "text"
+
+    def _check_format(self) -> None:
+        """Raise ``ValueError`` for options that the format of the rows does not read."""
+        if not self.has_conversations:
+            for name, unset in (("chat_template", None), ("train_on_input", False), ("long_conversations", "cut")):
+                if getattr(self, name) != unset:
+                    raise ValueError(
+                        f"data.{name} {getattr(self, name)!r} is for conversations, and data.format is 'text': set "
+                        f"data.format to one of {', '.join(FORMATS[1:])}, or leave data.{name} out"
+                    )
+            return
+        if self.text_column != "text":
+            raise ValueError(
+                f"data.text_column {self.text_column!r} names the column of texts, and data.format {self.format!r} has "
+                "columns of its own: leave text_column out"
+            )
+        if self.packing == "concatenate":
+            raise ValueError(
+                f"data.packing 'concatenate' would cut conversations (data.format {self.format!r}) where a sequence "
+                "ends, and the next one would begin without the question: set it to best_fit, or leave it out"
+            )
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from nxd_memopt.training.config import DataConfig
-from nxd_memopt.training.documents import Documents, Part, is_held_out, open_documents
+from nxd_memopt.training.documents import Documents, Part, is_held_out, open_documents, require_rows
 from nxd_memopt.training.indexed_tokens import SUFFIX, IndexedTokens, PermutedTokens
 from nxd_memopt.training.indexed_tokens import is_held_out as is_held_out_tokens
 from nxd_memopt.training.packing import Tokens
@@ -102,6 +102,7 @@ def open_corpus(config: DataConfig, seed: int) -> Corpus:
 
 def _open_indexed(config: DataConfig, seed: int) -> Corpus:
     """Return documents of token ids, whose places are known: an exact permutation at any size."""
+    require_rows(config, "tokens")
     tokens = IndexedTokens(Path(config.dataset))
     facts = ["indexed", config.held_out_every, *tokens.identity]
     every = config.held_out_every

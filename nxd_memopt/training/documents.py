@@ -23,6 +23,7 @@ from nxd_memopt.training.bad_rows import (
     read_lines,
 )
 from nxd_memopt.training.config import DataConfig
+from nxd_memopt.training.conversations import bad_table_rows, row_reader, table_row
 
 BUILDERS = {
     ".txt": "text",
@@ -90,29 +91,46 @@ def open_documents(config: DataConfig) -> Documents:
     """
     if config.dataset == "stdlib":
         _require_one_split(config)
+        require_rows(config, "Python files")
         source = _open_stdlib()
     else:
         source = _open_dataset(config)
     if not source.count:
         raise ValueError(f"dataset {config.dataset!r} is empty: it has no documents")
     digests = [text_digest(source.read(index)) for index in range(source.count)]
-    train, held_out = split_documents(digests, config.held_out_every)
+    train, held_out = split_documents(digests, config.held_out_every, can_cut=not config.has_conversations)
+    if not train:
+        raise ValueError(
+            f"dataset {config.dataset!r} has one conversation, {len(digests)} times, and one has to be held out: add "
+            "other ones"
+        )
     # The text of each document, and nothing else: moved or copied data is the same data.
     facts = [str(config.held_out_every), *digests]
     fingerprint = hashlib.sha256("\n".join(facts).encode()).hexdigest()
     return Documents(source.read, train, held_out, fingerprint)
 
 
-def split_documents(digests: list[str], held_out_every: int) -> tuple[list[Part], list[Part]]:
+def require_rows(config: DataConfig, found: str) -> None:
+    """Raise ``ValueError`` for conversations in data without rows."""
+    if config.has_conversations:
+        raise ValueError(
+            f"data.format {config.format!r} reads rows, and data.dataset {config.dataset!r} is {found}: name JSON "
+            "lines, Parquet files or a dataset, or set data.format to text"
+        )
+
+
+def split_documents(digests: list[str], held_out_every: int, *, can_cut: bool = True) -> tuple[list[Part], list[Part]]:
     """Return the training parts and the held-out parts.
 
     With at least ``held_out_every`` documents, each document is in one split, chosen by its text
     alone: copies of a document are in the same split, and a document stays in its split when others
-    are added. With fewer, or if that leaves a split empty, each document is cut.
+    are added. With fewer, or if that leaves a split empty, each document is cut; of documents that
+    cannot be cut, the one with the smallest hash is held out, with its copies.
 
     Args:
         digests: ``text_digest`` of each document.
         held_out_every: about one document in this many is held out.
+        can_cut: whether a part of a document is a document.
     """
     train: list[Part] = []
     held_out: list[Part] = []
@@ -123,6 +141,13 @@ def split_documents(digests: list[str], held_out_every: int) -> tuple[list[Part]
             train.append(Part(index))
     # With few documents, by hash all may be in one split. Each document is cut instead: the last
     # 1/held_out_every of its characters are held out.
+    if not can_cut:
+        if train and held_out:
+            return train, held_out
+        chosen = min(digests)
+        train = [Part(index) for index, digest in enumerate(digests) if digest != chosen]
+        held_out = [Part(index) for index, digest in enumerate(digests) if digest == chosen]
+        return train, held_out
     if len(digests) < held_out_every or not train or not held_out:
         cut = 1 - 1 / held_out_every
         train = [Part(index, stop=cut) for index in range(len(digests))]
@@ -198,6 +223,7 @@ def _is_saved(name: str) -> bool:
 
 def _open_texts(config: DataConfig, files: list[Path]) -> Source:
     """Return text files, one document per file."""
+    require_rows(config, "text files")
     rows = good_rows(len(files), bad_files(files), policy=config.on_bad_rows, dataset=config.dataset)
 
     def read(index: int) -> str:
@@ -217,13 +243,14 @@ def _open_lines(config: DataConfig, files: list[Path]) -> Source:
     # ``datasets`` keeps the rows in its cache under a name: here the content decides on it, not
     # the times of the files. Its own JSON reader ends at the first line that it cannot read,
     # without the number of that line.
-    name = hashlib.sha256(f"{LINES_VERSION}\n{content}\n{config.text_column}\n{files}".encode()).hexdigest()
+    reader = row_reader(config)
+    name = hashlib.sha256(f"{LINES_VERSION}\n{content}\n{reader}\n{files}".encode()).hexdigest()
     with _readable(config.dataset):
         datasets.disable_progress_bars()
         dataset = datasets.Dataset.from_generator(
             read_lines,
             features=datasets.Features({column: datasets.Value("large_string") for column in LINE_COLUMNS}),
-            gen_kwargs={"paths": [str(path) for path in files], "column": config.text_column},
+            gen_kwargs={"paths": [str(path) for path in files], "reader": reader},
             fingerprint=name[:32],
         )
     rows = good_rows(len(dataset), bad_lines(dataset), policy=config.on_bad_rows, dataset=config.dataset)
@@ -246,6 +273,8 @@ def _open_table(config: DataConfig, files: list[Path]) -> Source:
     content = _content(files)
     with _readable(config.dataset):
         dataset = _load_dataset(config, files, content)
+    if config.has_conversations:
+        return _open_conversations(config, files, dataset)
     column = config.text_column
     if column not in dataset.column_names:
         raise ValueError(
@@ -265,6 +294,27 @@ def _open_table(config: DataConfig, files: list[Path]) -> Source:
 
     def read(index: int) -> str:
         return dataset[int(rows[index])][column]
+
+    return Source(read, len(rows))
+
+
+def _open_conversations(config: DataConfig, files: list[Path], dataset: Any) -> Source:
+    """Return a dataset with a conversation in each row."""
+    reader = row_reader(config)
+    columns = [*reader.columns, *reader.optional_columns]
+    # Other columns are not decoded.
+    chosen = dataset.select_columns([name for name in dataset.column_names if name in columns])
+    missing = [name for name in reader.columns if name not in dataset.column_names]
+    if missing:
+        raise ValueError(
+            f"{missing[0]!r} (data.format {config.format}) is not in dataset {config.dataset!r}: its columns are "
+            f"{dataset.column_names}"
+        )
+    bad = bad_table_rows(chosen, reader, lambda row: _place(files, row) or f"{config.dataset!r} row {row + 1}")
+    rows = good_rows(len(chosen), bad, policy=config.on_bad_rows, dataset=config.dataset)
+
+    def read(index: int) -> str:
+        return str(table_row(chosen[int(rows[index])], reader, "")["text"])
 
     return Source(read, len(rows))
 

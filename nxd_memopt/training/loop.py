@@ -19,6 +19,7 @@ from nxd_memopt.backends import BACKEND_REASON, backend
 from nxd_memopt.checkpoint import require_writable
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
+from nxd_memopt.training.chat import with_chat_template
 from nxd_memopt.training.checks import require_finite_weights, require_trainable, require_usable_output
 from nxd_memopt.training.config import TrainConfig
 from nxd_memopt.training.corpora import Corpus, open_corpus
@@ -42,6 +43,7 @@ from nxd_memopt.training.report import Reporter
 from nxd_memopt.training.resume import ResumePlan, plan_resume
 from nxd_memopt.training.routers import ExpertForwardBackward
 from nxd_memopt.training.run_lock import locked_output_directory
+from nxd_memopt.training.sample import conversation_notes
 from nxd_memopt.training.state import Saver, Training, load_warm_start, resume
 from nxd_memopt.training.step import train_step
 from nxd_memopt.training.stopping import Stopping, message_after_training
@@ -85,6 +87,7 @@ def run(config: TrainConfig, interrupts: Interrupts | None = None) -> None:
     summary.planned_memory_bytes = memory_plan.planned_bytes
     summary.available_memory_bytes = memory_plan.available_bytes
     vocabulary = load_vocabulary(config.model, hf_config, end_of_text=config.data.end_of_text)
+    vocabulary = with_chat_template(vocabulary, config.data)
     with locked_output_directory(config.trainer.output_dir):
         require_writable(config.trainer.output_dir)
         require_usable_output(config)
@@ -131,7 +134,11 @@ def run_prepared(
         extract_graphs(training, config)
         return
 
-    rows = [*tokens.notes, *describe_rows(config, tokens.log("train"))]
+    rows = [
+        *tokens.notes,
+        *describe_rows(config, tokens.log("train")),
+        *conversation_notes(training, config, vocabulary),
+    ]
     notes = [*rows, *describe_step(model, config), *vocabulary.notes, *warm_notes, *plan.notes, *resume(training)]
     with open_reporter(config, training.step, notes, memory_plan.planned_bytes) as reporter:
         summary.held_out_loss_before = evaluate_before(training, config, reporter)

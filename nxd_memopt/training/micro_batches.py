@@ -16,7 +16,7 @@ from nxd_memopt.ops.packed import PackedDocuments
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.training.config import DataConfig, TrainConfig
 from nxd_memopt.training.distributed import world_size
-from nxd_memopt.training.packing import DOCUMENT_START, ID_MASK, NOT_TRAINED, Tokens, trained_tokens
+from nxd_memopt.training.packing import DOCUMENT_START, ID_MASK, NOT_TRAINED, PADDING, Tokens, trained_tokens
 from nxd_memopt.training.token_files import TokenFile
 
 
@@ -56,7 +56,8 @@ class MicroBatch:
         ids = records & ID_MASK
         starts = (records & DOCUMENT_START) != 0
         ignored = (records & NOT_TRAINED) != 0
-        token_mask = ~ignored if has_padding else None
+        # Questions of a conversation are not trained either, but they are tokens.
+        token_mask = (records & PADDING) == 0 if has_padding else None
         documents = None
         if num_boundaries is not None:
             documents = PackedDocuments.from_starts(starts, num_boundaries)

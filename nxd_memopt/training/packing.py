@@ -10,13 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 Tokens = NDArray[np.int32]
-"""Token ids with the two flags below in their upper bits: one number a token, which cannot get out of step."""
+"""Token ids with the flags below in their upper bits: one number a token, which cannot get out of step."""
 
+PADDING = 1 << 28
+"""Flag of padding, in addition to ``NOT_TRAINED``."""
 DOCUMENT_START = 1 << 29
 """Flag of the first token of a document, of a piece of a document that best fit has cut, and of padding."""
 NOT_TRAINED = 1 << 30
-"""Flag of a token that is never predicted, such as padding: its label is -100."""
-ID_MASK = DOCUMENT_START - 1
+"""Flag of a token that is never predicted, such as padding or a question: its label is -100."""
+ID_MASK = PADDING - 1
 
 # Tokens of the documents that best-fit packing arranges together. More leave less padding (on
 # source code with S = 1024, 0.1 % in windows of this size) and need more memory: 32 MiB.
@@ -153,7 +155,7 @@ def _best_fit_rows(pieces: list[Tokens], length: int, padding_id: int) -> list[T
 
 def _padded(row: Tokens, length: int, padding_id: int) -> Tokens:
     """Return ``row`` followed by padding up to ``length`` tokens, as a document of its own."""
-    padding = np.full(length - len(row), padding_id | NOT_TRAINED, dtype=np.int32)
+    padding = np.full(length - len(row), padding_id | NOT_TRAINED | PADDING, dtype=np.int32)
     padding[:1] |= DOCUMENT_START
     return np.concatenate([row, padding])
 

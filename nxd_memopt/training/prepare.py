@@ -37,17 +37,20 @@ def _prepare(arguments: Sequence[str], program: str) -> None:
     require_transformers(program, extra="train")
     use_host_only()
     from nxd_memopt.training.arguments import parse_config
+    from nxd_memopt.training.chat import with_chat_template
     from nxd_memopt.training.corpora import open_corpus
     from nxd_memopt.training.model import load_hf_config, load_vocabulary
     from nxd_memopt.training.run_lock import locked_output_directory
     from nxd_memopt.training.token_files import create_directory, directory_of, tokens_fingerprint
     from nxd_memopt.training.token_log import TokenLog
     from nxd_memopt.training.token_process import ALL_SEQUENCES, TokenJob, write_tokens
+    from nxd_memopt.training.tokens import described
 
     config = parse_config(arguments, program=program)
     data, seed = config.data, config.trainer.seed
     hf_config = load_hf_config(config.model, config.moe)
     vocabulary = load_vocabulary(config.model, hf_config, end_of_text=data.end_of_text)
+    vocabulary = with_chat_template(vocabulary, data)
     # A run that trains writes to the same directory.
     with locked_output_directory(config.trainer.output_dir):
         corpus = open_corpus(data, seed)
@@ -66,6 +69,8 @@ def _prepare(arguments: Sequence[str], program: str) -> None:
         f"{directory}: an epoch has {steps:,.1f} steps of {data.global_batch_size:,} sequences",
         flush=True,
     )
+    if data.has_conversations:
+        print(f"conversations: {described(log.last.outcomes)}", flush=True)
 
 
 def _progress(clock: Callable[[], float] = time.monotonic) -> Callable[[str], bool]:

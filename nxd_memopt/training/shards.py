@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from nxd_memopt.training.bad_rows import NOT_UTF8, BadRow, SkippedRows, parse_line
+from nxd_memopt.training.bad_rows import NOT_UTF8, NULL, BadRow, RowReader, SkippedRows, TextRows, bad_row, parse_line
 from nxd_memopt.training.config import DataConfig
-from nxd_memopt.training.documents import BUILDERS, has_json_lines, local_files
+from nxd_memopt.training.conversations import row_reader, table_row
+from nxd_memopt.training.documents import BUILDERS, has_json_lines, local_files, require_rows
 
 # Corpora of local files up to this size are read, checked and hashed before training: 1 to 3 s.
 SMALL_BYTES = 2**26
@@ -58,10 +59,12 @@ def find_shards(config: DataConfig) -> list[Shard]:
         raise ValueError(f"dataset {config.dataset!r} is empty, or not of a kind that data.streaming reads")
     skipped = SkippedRows(config.on_bad_rows, config.dataset)
     kind = BUILDERS[files[0].suffix]
+    reader = row_reader(config)
     if kind == "text":
+        require_rows(config, "text files")
         return [TextFile(path, skipped) for path in files]
     if kind == "parquet":
-        return [ParquetShard(path, config.text_column, skipped) for path in files]
+        return [ParquetShard(path, reader, skipped) for path in files]
     for path in files:
         if not has_json_lines(path):
             raise ValueError(
@@ -69,7 +72,7 @@ def find_shards(config: DataConfig) -> list[Shard]:
                 "write it as JSON lines, or set data.streaming to false"
             )
     return [
-        JsonLines(path, start, start + LINES_BYTES, config.text_column, skipped)
+        JsonLines(path, start, start + LINES_BYTES, reader, skipped)
         for path in files
         for start in range(0, path.stat().st_size, LINES_BYTES)
     ]
@@ -96,19 +99,19 @@ class JsonLines:
         path: file with one JSON object per line.
         start: first byte of the range.
         stop: end of the range.
-        column: column with the text.
+        reader: reads the document of a row.
         skipped: what happens to bad rows.
     """
 
     path: Path
     start: int
     stop: int
-    column: str
+    reader: RowReader
     skipped: SkippedRows
 
     @property
     def identity(self) -> list[Any]:
-        return [*file_identity(self.path), self.start, self.column]
+        return [*file_identity(self.path), self.start, str(self.reader)]
 
     def read(self, start: int) -> Iterator[tuple[str, int]]:
         """Yield the texts of the range's lines."""
@@ -128,7 +131,7 @@ class JsonLines:
                 data = line.removeprefix(codecs.BOM_UTF8) if place == 0 else line
                 begin, place = place, file.tell()
                 if data.strip():
-                    row = parse_line(data.strip(), self.column, "")
+                    row = parse_line(data.strip(), self.reader, "")
                     if row["kind"] is None:
                         yield str(row["text"]), place + 1
                     else:
@@ -151,15 +154,15 @@ class ParquetShard:
     """The rows of a Parquet file; positions are numbers of rows."""
 
     path: Path
-    column: str
+    reader: RowReader
     skipped: SkippedRows
 
     @property
     def identity(self) -> list[Any]:
-        return [*file_identity(self.path), self.column]
+        return [*file_identity(self.path), str(self.reader)]
 
     def read(self, start: int) -> Iterator[tuple[str, int]]:
-        """Yield the texts of the column, one row group at a time."""
+        """Yield the documents of the rows, one row group at a time."""
         import pyarrow.parquet
 
         try:
@@ -167,41 +170,62 @@ class ParquetShard:
         except (OSError, ValueError) as error:
             raise ValueError(f"{self.path} is not a complete Parquet file: {error}: copy or write it again") from error
         with file:
-            self._require_text(file.schema_arrow)
+            self._require_columns(file.schema_arrow)
+            names = [*self.reader.columns, *self.reader.optional_columns]
+            columns = [name for name in names if name in file.schema_arrow.names]
             first = 0
             for group in range(file.num_row_groups):
                 count = file.metadata.row_group(group).num_rows
                 if first + count > start:
                     row = first
-                    for batch in file.iter_batches(batch_size=1024, row_groups=[group], columns=[self.column]):
-                        for value in batch.column(0):
+                    for batch in file.iter_batches(batch_size=1024, row_groups=[group], columns=columns):
+                        for index in range(batch.num_rows):
                             if row >= start:
-                                yield from self._text(value, row)
+                                yield from self._document(batch, index, row)
                             row += 1
                 first += count
 
-    def _text(self, value: Any, row: int) -> Iterator[tuple[str, int]]:
-        """Yield the text of a row, if it has one."""
-        place = f"column {self.column!r} of {self.path} row {row + 1}"
+    def _document(self, batch: Any, index: int, row: int) -> Iterator[tuple[str, int]]:
+        """Yield the document of a row of the file, which is ``batch``'s row ``index``, if it has one."""
+        if not isinstance(self.reader, TextRows):
+            found = self._conversation(batch, index, f"{self.path} row {row + 1}")
+        else:
+            found = self._text(batch.column(0)[index], f"column {self.reader.column!r} of {self.path} row {row + 1}")
+        if found["kind"] is None:
+            yield str(found["text"]), row + 1
+        else:
+            self.skipped.add(BadRow(row, found["kind"], str(found["description"])))
+
+    def _conversation(self, batch: Any, index: int, place: str) -> dict[str, str | None]:
+        try:
+            values = {name: batch.column(name)[index].as_py() for name in batch.schema.names}
+            return table_row(values, self.reader, place)
+        except UnicodeError as error:
+            return bad_row(NOT_UTF8, f"{place} is not UTF-8 ({error})")
+
+    @staticmethod
+    def _text(value: Any, place: str) -> dict[str, str | None]:
         try:
             text = value.as_py()
         except UnicodeDecodeError as error:
-            self.skipped.add(BadRow(row, NOT_UTF8, f"{place} is not UTF-8 ({error.reason})"))
-            return
+            return bad_row(NOT_UTF8, f"{place} is not UTF-8 ({error.reason})")
         if text is None:
-            self.skipped.add(BadRow(row, "null", f"{place} is null"))
-            return
-        yield text, row + 1
+            return bad_row(NULL, f"{place} is null")
+        return {"text": text, "kind": None, "description": None}
 
-    def _require_text(self, schema: Any) -> None:
+    def _require_columns(self, schema: Any) -> None:
         import pyarrow
 
-        if self.column not in schema.names:
-            raise ValueError(f"data.text_column {self.column!r} is not in {self.path}: its columns are {schema.names}")
-        dtype = schema.field(self.column).type
+        option = "data.text_column" if isinstance(self.reader, TextRows) else "data.format's column"
+        missing = [name for name in self.reader.columns if name not in schema.names]
+        if missing:
+            raise ValueError(f"{option} {missing[0]!r} is not in {self.path}: its columns are {schema.names}")
+        if not isinstance(self.reader, TextRows):
+            return
+        dtype = schema.field(self.reader.column).type
         if not (pyarrow.types.is_string(dtype) or pyarrow.types.is_large_string(dtype)):
             raise ValueError(
-                f"column {self.column!r} of {self.path} holds {dtype}, not text: name a column of strings in "
+                f"column {self.reader.column!r} of {self.path} holds {dtype}, not text: name a column of strings in "
                 "data.text_column"
             )
 

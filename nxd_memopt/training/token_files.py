@@ -16,11 +16,11 @@ from nxd_memopt.training.config import DataConfig, TrainConfig
 from nxd_memopt.training.corpora import WINDOW_SEQUENCES
 from nxd_memopt.training.packing import Tokens
 from nxd_memopt.training.token_log import TokenLog
-from nxd_memopt.training.tokens import window_sequences
+from nxd_memopt.training.tokens import described, window_sequences
 from nxd_memopt.training.vocabulary import Vocabulary
 
 FORMAT = "nxd_memopt packed tokens"
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 INDEX = "index.json"
 # Code, digits and letters outside of ASCII: what tokenizers treat differently.
 SAMPLE = "def f(x):\n    return x + 1  # 0123456789 äöü\n"
@@ -40,6 +40,8 @@ def tokens_fingerprint(config: DataConfig, corpus_fingerprint: str, vocabulary: 
         seed,
         window_sequences(config.seq_length, WINDOW_SEQUENCES),
     ]
+    if config.has_conversations:
+        text += [config.format, config.train_on_input, config.long_conversations, vocabulary.tokenizer.chat_template]
     facts = [FORMAT_VERSION, *text, vocabulary.size, vocabulary.end_of_text, _tokenizer_facts(vocabulary)]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
@@ -192,6 +194,8 @@ def describe_rows(config: TrainConfig, log: TokenLog) -> list[str]:
     share = last.not_trained / (last.rows * config.data.seq_length)
     documents = f"at most {last.most_documents} documents in a row"
     lines = [f"packing {config.data.packing}: {documents}, {share:.2%} of the tokens are padding or not trained"]
+    if config.data.has_conversations:
+        lines.append(f"conversations: {last.documents:,} read so far, of which {described(last.outcomes)}")
     read = config.trainer.max_steps * config.data.global_batch_size
     steps = f"{config.trainer.max_steps:,} steps read {read:,}"
     if last.ended and read > last.rows:

@@ -7,7 +7,8 @@ import hashlib
 import json
 import os
 import zlib
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,9 @@ class Entry:
         sha256: hash of all sequences: of the entry before, followed by this window's bytes.
         most_documents: the largest number of documents in a row.
         not_trained: tokens that are not trained, such as padding.
-        documents: documents whose rows are complete.
+        documents: documents that were read for these rows.
         ended: whether the text has no more sequences.
+        outcomes: conversations that were cut, dropped or skipped, of the documents.
     """
 
     number: int = 0
@@ -44,6 +46,7 @@ class Entry:
     not_trained: int = 0
     documents: int = 0
     ended: bool = False
+    outcomes: Mapping[str, int] = field(default_factory=dict)
 
     def followed_by(self, window: Window) -> Entry:
         """Return the entry after ``window``."""
@@ -59,6 +62,7 @@ class Entry:
             not_trained=self.not_trained + int(np.count_nonzero(window.rows & NOT_TRAINED)),
             documents=window.documents,
             ended=window.ended,
+            outcomes=window.outcomes,
         )
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from nxd_memopt.training.chat import ConversationEncoder, Encoded
 from nxd_memopt.training.config import DataConfig
 from nxd_memopt.training.corpora import WINDOW_SEQUENCES, Document, DocumentStream, Position
 from nxd_memopt.training.packing import BestFit, Concatenation, Packer, Tokens
@@ -27,14 +29,16 @@ class Window:
     Args:
         rows: ``[<= window_sequences(S), S]`` with the flags of ``packing``; the last window may be empty.
         restart: state from which ``packed_windows`` yields the next windows, as JSON values.
-        documents: documents whose rows are complete, since the stream's beginning.
+        documents: documents that were read for these rows and all before them.
         ended: whether there is no further window.
+        outcomes: of them, how many conversations were cut, dropped or skipped.
     """
 
     rows: Tokens
     restart: Mapping[str, Any]
     documents: int
     ended: bool
+    outcomes: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -46,12 +50,14 @@ class _Point:
         position: place in the stream of documents.
         documents: documents before it.
         packer: state of the packer.
+        outcomes: conversations before it that were cut, dropped or skipped.
     """
 
     produced: int
     position: Position | None
     documents: int
     packer: Mapping[str, Any] | None
+    outcomes: Mapping[str, int] = field(default_factory=dict)
 
 
 def window_sequences(seq_length: int, most: int) -> int:
@@ -108,13 +114,17 @@ class _Packing:
             self._point = _Point(**restart["point"])
             self._written = restart["written"]
             self._shuffle.bit_generator.state = restart["shuffle"]
+        self._conversations = ConversationEncoder(vocabulary, config) if config.has_conversations else None
         self._packer = _packer(config, vocabulary, seed, self._point.packer)
         # A document, or a window of best fit, may complete rows of several windows. Going on, its
         # first rows are those that are written already.
         self._written_again = self._written - self._point.produced
         self._produced = self._point.produced
         self._documents = self._point.documents
+        self._outcomes = Counter(self._point.outcomes)
         self._points = [self._point]
+        # After each document that has completed rows: rows, documents and outcomes so far.
+        self._tallies: list[tuple[int, int, dict[str, int]]] = []
         self._pending: list[Tokens] = []
         self._tokens = 0
 
@@ -132,37 +142,45 @@ class _Packing:
                     yield self._window(size)
         self._add(batch)
         self._take(self._packer.finish())
+        self._tallies.append((self._produced, self._documents, dict(self._outcomes)))
         while len(self._pending) > size:
             yield self._window(size)
         if not self._pending and not self._written:
-            raise ValueError(_too_short(self._config, self._tokens, self._documents))
+            raise ValueError(_too_short(self._config, self._tokens, self._documents, self._outcomes))
         yield self._window(len(self._pending), ended=True)
 
     def _add(self, batch: list[tuple[Document, Position]]) -> None:
         """Tokenize and pack documents."""
         encoded = self._encoded([document for document, _ in batch])
-        for tokens, (_, position) in zip(encoded, batch, strict=True):
+        for (tokens, outcome), (_, position) in zip(encoded, batch, strict=True):
             self._documents += 1
             self._tokens += len(tokens)
+            if outcome != "complete":
+                self._outcomes[outcome] += 1
             if len(tokens):
+                before = self._produced
                 self._take(self._packer.add(tokens))
+                if self._produced > before:
+                    self._tallies.append((self._produced, self._documents, dict(self._outcomes)))
             # Only the last point before the next unwritten row is of use; the state of each point
             # would cost a copy, so it is asked for where a row was completed.
             state = self._packer.state() if self._produced > self._points[-1].produced else None
             if state is not None:
-                self._points.append(_Point(self._produced, position, self._documents, state))
+                self._points.append(_Point(self._produced, position, self._documents, state, dict(self._outcomes)))
 
-    def _encoded(self, documents: list[Document]) -> list[Tokens]:
+    def _encoded(self, documents: list[Document]) -> list[Encoded]:
         """Return the token ids of documents, none for those without any text."""
+        if self._conversations is not None:
+            return self._conversations.encode([text for text in documents if isinstance(text, str)])
         # Empty documents are left out: each would add nothing but an end-of-text token.
         texts = [text for text in documents if isinstance(text, str) and text.strip()]
         ids = iter(self._vocabulary.encode(texts) if texts else [])
-        encoded: list[Tokens] = []
+        encoded: list[Encoded] = []
         for document in documents:
             if not isinstance(document, str):
-                encoded.append(self._vocabulary.terminated(document))
+                encoded.append(Encoded(self._vocabulary.terminated(document)))
             else:
-                encoded.append(np.asarray(next(ids) if document.strip() else [], dtype=np.int32))
+                encoded.append(Encoded(np.asarray(next(ids) if document.strip() else [], dtype=np.int32)))
         return encoded
 
     def _take(self, rows: Any) -> None:
@@ -187,7 +205,13 @@ class _Packing:
             "written": self._written,
             "shuffle": self._shuffle.bit_generator.state,
         }
-        return Window(rows, restart, self._points[0].documents, ended)
+        # The last documents may have completed no row.
+        if ended:
+            return Window(rows, restart, self._documents, ended, dict(self._outcomes))
+        while self._tallies[0][0] < self._written:
+            del self._tallies[0]
+        _, documents, outcomes = self._tallies[0]
+        return Window(rows, restart, documents, ended, outcomes)
 
 
 def _packer(config: DataConfig, vocabulary: Vocabulary, seed: int, state: Mapping[str, Any] | None) -> Packer:
@@ -197,8 +221,13 @@ def _packer(config: DataConfig, vocabulary: Vocabulary, seed: int, state: Mappin
     return Concatenation(config.seq_length, state)
 
 
-def _too_short(config: DataConfig, tokens: int, count: int) -> str:
+def _too_short(config: DataConfig, tokens: int, count: int, outcomes: Mapping[str, int]) -> str:
     """Return the message for a split that has no complete sequence."""
+    if sum(outcomes.values()):
+        return (
+            f"a split of dataset {config.dataset!r} is empty: of its {count} conversations {described(outcomes)}: "
+            "raise data.seq_length, or correct them"
+        )
     if not tokens:
         return (
             f"a split of dataset {config.dataset!r} is empty: none of its {count} documents has any text, or "
@@ -209,3 +238,9 @@ def _too_short(config: DataConfig, tokens: int, count: int) -> str:
         f"than data.seq_length {config.seq_length}: shorten data.seq_length, give it more text, "
         "or set data.eval_sequences to 0"
     )
+
+
+def described(outcomes: Mapping[str, int]) -> str:
+    """Return how many conversations were cut, dropped and skipped, in words."""
+    reasons = {"cut": "longer than data.seq_length", "dropped": "too long", "skipped": "not renderable"}
+    return ", ".join(f"{outcomes.get(name, 0):,} were {name} ({reason})" for name, reason in reasons.items())

@@ -71,7 +71,7 @@ class Vocabulary:
         for ids in encoded:
             ends = bool(ids) and ids[-1] == self.end_of_text
             terminated.append(ids if ends else [*ids, self.end_of_text])
-        self._require_inside(min(map(min, terminated)), max(map(max, terminated)))
+        self.require_inside(min(map(min, terminated)), max(map(max, terminated)))
         return terminated
 
     def terminated(self, ids: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -82,10 +82,10 @@ class Vocabulary:
         """
         if not len(ids):
             return ids
-        self._require_inside(int(ids.min()), int(ids.max()))
+        self.require_inside(int(ids.min()), int(ids.max()))
         return ids if ids[-1] == self.end_of_text else np.append(ids, np.int32(self.end_of_text))
 
-    def _require_inside(self, smallest: int, largest: int) -> None:
+    def require_inside(self, smallest: int, largest: int) -> None:
         """Raise ``ValueError`` unless all ids between two are rows of the embedding."""
         if smallest < 0 or largest >= self.size:
             outside = largest if largest >= self.size else smallest

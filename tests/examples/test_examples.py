@@ -73,3 +73,21 @@ def test_continued_pretraining(pretrained: Path, tmp_path: Path) -> None:
     result = summary(tmp_path / "run")
     assert result["steps"] == 4
     assert result["transformers_difference"] < 0.02  # bf16
+
+
+@pytest.mark.slow
+def test_instruction_tuning(pretrained: Path, tmp_path: Path) -> None:
+    """Conversations about the standard library: the held-out loss of the answers falls."""
+    data = tmp_path / "conversations.jsonl"
+    subprocess.run([sys.executable, EXAMPLES / "make_conversations.py", data], check=True, timeout=100)
+    template = "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
+    (tmp_path / "chat.jinja").write_text(
+        template + "{% if add_generation_prompt %}assistant: {% endif %}", encoding="utf-8"
+    )
+    options = ["--model.pretrained", pretrained, "--data.dataset", data, "--trainer.output-dir", tmp_path / "run"]
+    options += ["--data.chat-template", tmp_path / "chat.jinja", "--data.seq-length", "64"]
+    config = EXAMPLES / "instruction_tuning.yaml"
+    printed = run("-m", "nxd_memopt.training", "--config", config, *options, "--optimizer.lr", "0.01")
+    result = summary(tmp_path / "run")
+    assert result["held_out_loss_after"] < result["held_out_loss_before"] - 0.3
+    assert printed.index("⟦") < printed.index("step 10/16")

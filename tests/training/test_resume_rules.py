@@ -90,6 +90,12 @@ def other(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
         "data.global_batch_size": 16,
         "model.dtype": "bfloat16",
     }
+    # Of conversations only.
+    rows = {"format": "messages"} if option in ("train_on_input", "long_conversations") else {}
+    if rows:
+        return {"data": rows}, {"data": rows | {option: True if option == "train_on_input" else "drop"}}
+    if name == "data.format":
+        return {"data": {"packing": "best_fit"}}, {"data": {"format": "messages"}}
     if name in values:
         value = values[name]
     elif isinstance(default, bool):

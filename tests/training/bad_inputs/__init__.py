@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from tests.training.bad_inputs import configuration, exports, launching, packing, precision, resume, runs
+from tests.training.bad_inputs import chat, configuration, exports, launching, packing, precision, resume, runs
 from tests.training.bad_inputs.case import BadInput
 
 CASES: tuple[BadInput, ...] = (
+    *chat.CASES,
     *configuration.CASES,
     *exports.CASES,
     *launching.CASES,

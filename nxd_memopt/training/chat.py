@@ -1,0 +1,241 @@
+"""Turns conversations into tokens: the chat template, the assistant's tokens, and conversations that are too long."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import datetime
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jinja2
+import numpy as np
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from nxd_memopt.training.bad_rows import REMEDY
+from nxd_memopt.training.config import DataConfig
+from nxd_memopt.training.packing import NOT_TRAINED, Tokens, trained_tokens
+from nxd_memopt.training.vocabulary import Vocabulary
+
+# The keyword by which a template marks what the assistant says (transformers' extension of Jinja).
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+# Templates that state today's date: the tokens of a run may not depend on the day. LLaMA 3's default.
+DATE = datetime.datetime(2024, 7, 26, tzinfo=datetime.UTC)
+QUOTED_CHARACTERS = 60
+
+Span = tuple[int, int]
+"""Range of characters of a rendered conversation."""
+
+
+class TemplateError(ValueError):
+    """The chat template cannot render a conversation, or does not say where the assistant speaks."""
+
+
+class Encoded(NamedTuple):
+    """Tokens of a document, and what became of it.
+
+    Args:
+        tokens: with the flags of ``packing``; empty if the document is left out.
+        outcome: ``cut`` and ``dropped`` are of ``data.long_conversations``, ``skipped`` of
+            ``data.on_bad_rows``.
+    """
+
+    tokens: Tokens
+    outcome: Literal["complete", "cut", "dropped", "skipped"] = "complete"
+
+
+def with_chat_template(vocabulary: Vocabulary, config: DataConfig) -> Vocabulary:
+    """Return ``vocabulary`` with the chat template of the run; unchanged for texts.
+
+    Raises:
+        ValueError: conversations cannot be rendered: there is no template, it is not Jinja, or the
+            tokenizer does not say which characters a token stands for.
+    """
+    if not config.has_conversations:
+        return vocabulary
+    tokenizer = vocabulary.tokenizer
+    if config.chat_template is not None:
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.chat_template = _template_of(Path(config.chat_template))
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            f"data.format {config.format!r} needs a chat template, and the tokenizer has none: take the tokenizer of a "
+            "chat model, or name a Jinja file in data.chat_template"
+        )
+    if not tokenizer.is_fast:
+        raise ValueError(
+            f"data.format {config.format!r} needs a tokenizer of the tokenizers library, which says which characters a "
+            f"token stands for, and {type(tokenizer).__name__} is not one: convert it with transformers"
+        )
+    return dataclasses.replace(vocabulary, tokenizer=tokenizer)
+
+
+def _template_of(path: Path) -> str:
+    """Return the template of a file."""
+    try:
+        template = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"data.chat_template {path} cannot be read: {error}: name a Jinja file") from error
+    try:
+        _render(template, {}, [])
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(f"data.chat_template {path} line {error.lineno} is not Jinja: {error.message}") from error
+    except Exception:
+        pass  # there is no message to render; a conversation's own error is reported with it
+    return template
+
+
+class ConversationEncoder:
+    """Renders and tokenizes conversations, and flags the tokens that are not trained.
+
+    Args:
+        vocabulary: of ``with_chat_template``.
+        config: S, and what is trained.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, config: DataConfig) -> None:
+        self._vocabulary = vocabulary
+        self._config = config
+
+    def encode(self, texts: Sequence[str]) -> list[Encoded]:
+        """Return the tokens of conversations of ``conversations.ConversationRows``.
+
+        Raises:
+            ValueError: the template cannot render one, and ``data.on_bad_rows`` is ``error``; or a
+                token is outside of the vocabulary.
+        """
+        rendered = [self._rendered(json.loads(text)) for text in texts]
+        known = [each for each in rendered if each is not None]
+        if not known:
+            return [_left_out("skipped") for _ in texts]
+        # The full text is tokenized at once, as transformers' apply_chat_template does; the
+        # template has the begin-of-text token.
+        encoded = self._vocabulary.tokenizer(
+            [text for text, _ in known],
+            add_special_tokens=False,
+            return_attention_mask=False,
+            return_offsets_mapping=True,
+            verbose=False,
+        )
+        of_known = iter(zip(encoded["input_ids"], encoded["offset_mapping"], known, strict=True))
+        return [_left_out("skipped") if each is None else self._fitted(*next(of_known)) for each in rendered]
+
+    def _rendered(self, conversation: dict[str, Any]) -> tuple[str, list[Span]] | None:
+        """Return the text of a conversation, and the characters of the assistant; None if it is skipped."""
+        try:
+            return rendered_spans(self._vocabulary.tokenizer, conversation)
+        except TemplateError as error:
+            if self._config.on_bad_rows == "error":
+                first = conversation["messages"][0].get("content") or ""
+                quoted = json.dumps(first[:QUOTED_CHARACTERS], ensure_ascii=False)
+                raise ValueError(f"the conversation that begins with {quoted}: {error}: {REMEDY}") from error
+            return None
+
+    def _fitted(self, ids: list[int], offsets: list[Span], rendered: tuple[str, list[Span]]) -> Encoded:
+        """Return the flagged tokens of a conversation, at most S."""
+        length = self._config.seq_length
+        if not ids:
+            return _left_out("dropped")
+        self._vocabulary.require_inside(min(ids), max(ids))
+        tokens = np.asarray(ids, dtype=np.int32)
+        if not self._config.train_on_input:
+            tokens[~inside(np.asarray(offsets), rendered[1])] |= NOT_TRAINED
+        if len(tokens) <= length:
+            return Encoded(tokens)
+        # What remains may be a question alone.
+        is_cut = self._config.long_conversations == "cut" and trained_tokens(tokens[None, :length], isolated=False) > 0
+        return Encoded(tokens[:length], "cut") if is_cut else _left_out("dropped")
+
+
+def _left_out(outcome: Literal["dropped", "skipped"]) -> Encoded:
+    return Encoded(np.empty(0, dtype=np.int32), outcome)
+
+
+def inside(offsets: Any, spans: Sequence[Span]) -> Any:
+    """Return which tokens stand for characters of the spans only, ``[tokens]`` bool.
+
+    Args:
+        offsets: first and last character + 1 of each token, ``[tokens, 2]``.
+        spans: ranges of characters.
+    """
+    # A token across a bound has characters of the question, or was not there when the model had to
+    # answer: it is not trained.
+    starts, ends = offsets[:, 0], offsets[:, 1]
+    found = np.zeros(len(offsets), dtype=bool)
+    for start, end in spans:
+        found |= (starts >= start) & (ends <= end) & (starts < end)
+    return found
+
+
+def rendered_spans(tokenizer: Any, conversation: dict[str, Any]) -> tuple[str, list[Span]]:
+    """Return the text of a conversation, and the ranges of characters that the assistant says.
+
+    A template marks them with ``{% generation %}``. Otherwise the messages before each one of the
+    assistant are rendered with the prompt for an answer, and those up to it: the text that the second has
+    more is what the model has to say. Both must be a beginning of the full text.
+
+    Raises:
+        TemplateError: the template fails, or changes what it rendered for fewer messages.
+    """
+    messages, tools = conversation["messages"], conversation.get("tools")
+    template = tokenizer.get_chat_template(None, tools)
+    options = {"template": template, "special": tokenizer.special_tokens_map, "tools": tools}
+    if GENERATION.search(template):
+        text, spans = _rendered(messages, marks=True, **options)
+    else:
+        text, _ = _rendered(messages, **options)
+        spans = [
+            _answer(index, messages, text, options)
+            for index, message in enumerate(messages)
+            if message["role"] == "assistant"
+        ]
+    if not any(end > start for start, end in spans):
+        raise TemplateError("the chat template renders nothing that the assistant says")
+    return text, spans
+
+
+def _answer(index: int, messages: list[Any], text: str, options: dict[str, Any]) -> Span:
+    """Return the range of ``text`` that the assistant says in message ``index``."""
+    remedy = "name a template with {% generation %} marks in data.chat_template"
+    if index == 0:
+        raise TemplateError(f"it begins with the assistant, and the chat template marks no answers: {remedy}")
+    question, _ = _rendered(messages[:index], prompt=True, **options)
+    answered, _ = _rendered(messages[: index + 1], **options)
+    for part in (question, answered):
+        if not text.startswith(part):
+            raise TemplateError(
+                f"the chat template renders the first messages in another way when more follow, so that the answer in "
+                f"message {index + 1} is not found: {remedy}"
+            )
+    if len(answered) <= len(question):
+        raise TemplateError(f"the chat template renders nothing for message {index + 1} of the assistant: {remedy}")
+    return len(question), len(answered)
+
+
+def _rendered(
+    messages: list[Any],
+    *,
+    template: str,
+    special: dict[str, Any],
+    tools: Any,
+    prompt: bool = False,
+    marks: bool = False,
+) -> tuple[str, list[Span]]:
+    """Return the rendered messages, and with ``marks`` the ranges that the template marks."""
+    options = {**special, "tools": tools, "add_generation_prompt": prompt, "return_assistant_tokens_mask": marks}
+    try:
+        return _render(template, options, messages)
+    except Exception as error:
+        # A template raises whatever its author has chosen, and Jinja what Python code raises.
+        raise TemplateError(f"the chat template cannot render {len(messages)} of its messages: {error}") from error
+
+
+def _render(template: str, options: dict[str, Any], messages: list[Any]) -> tuple[str, list[Span]]:
+    """Call transformers, whose Jinja environment is a sandbox."""
+    # transformers annotates one text; it returns two lists.
+    rendered: Any = render_jinja_template([messages], chat_template=template, strftime_now=DATE.strftime, **options)
+    texts, spans = rendered
+    return texts[0], spans[0] if spans else []

@@ -1,0 +1,198 @@
+"""Tests runs on conversations: the loss is that of transformers with the same labels, in every format of the rows."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from nxd_memopt.training.arguments import parse_config
+from nxd_memopt.training.conversations import ConversationRows, table_row
+from nxd_memopt.training.documents import open_documents
+from tests.training.chats import (
+    CONVERSATIONS,
+    MARKED,
+    PAIRS,
+    SHORTENED,
+    TURNS,
+    answer,
+    question,
+    turns,
+    write_chat_config,
+    write_rows,
+)
+from tests.training.runs import rows, run_here, summary
+
+
+def loss_of_transformers(export: Path, texts: list[str], *, train_on_input: bool = False) -> float:
+    """The mean loss of the assistant's tokens, by transformers: one conversation at a time, its own masks."""
+    model, words = AutoModelForCausalLM.from_pretrained(export), AutoTokenizer.from_pretrained(export)
+    words.chat_template = MARKED
+    losses = []
+    for text in texts:
+        found = words.apply_chat_template(
+            json.loads(text)["messages"], return_dict=True, return_assistant_tokens_mask=True, return_tensors="pt"
+        )
+        trained = found["assistant_masks"].bool()
+        labels = found["input_ids"].masked_fill(~trained & (not train_on_input), -100)
+        with torch.no_grad():
+            logits = model(found["input_ids"]).logits
+        losses.append(F.cross_entropy(logits[0, :-1], labels[0, 1:], reduction="none")[labels[0, 1:] != -100])
+    return torch.cat(losses).mean().item()
+
+
+@pytest.mark.parametrize(
+    ("template", "train_on_input"),
+    [(TURNS, False), (TURNS, True), pytest.param(MARKED, False, marks=pytest.mark.slow)],
+)
+def test_the_held_out_loss_is_that_of_transformers(tmp_path: Path, template: str, train_on_input: bool) -> None:
+    config = write_chat_config(
+        tmp_path,
+        template,
+        data={"train_on_input": train_on_input, "micro_batch_size": 2},
+        trainer={"max_steps": 3, "verify_export": True},
+    )
+    outcome = run_here(config)
+    assert outcome.returncode == 0, outcome.stderr
+    texts = open_documents(parse_config(["--config", str(config)]).data)
+    held_out = [texts.text(part) for part in texts.held_out]
+    expected = loss_of_transformers(tmp_path / "run" / "export", held_out, train_on_input=train_on_input)
+    found = summary(tmp_path / "run")
+    assert 3 < len(held_out) < 20 and len({len(text) for text in held_out}) > 1
+    assert found["held_out_loss_after"] == pytest.approx(expected, rel=1e-5)  # fp32 sums in another order
+    assert found["transformers_held_out_loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_run_shows_what_it_trains_and_exports_its_template(tmp_path: Path) -> None:
+    long = turns("l" * 40, "too long an answer")
+    outcome = run_here(
+        write_chat_config(
+            tmp_path,
+            data={"dataset": write_rows(tmp_path / "d.jsonl", [*CONVERSATIONS, *[long] * 3])},
+            trainer={"max_steps": 2},
+        )
+    )
+    assert outcome.returncode == 0, outcome.stderr
+    before, _, _ = outcome.stdout.partition("step 2/2")
+    sample = next(line for line in before.splitlines() if line.startswith("  | "))
+    assert sample.count("⟦") == sample.count("⟧") == 2 and "a:⟦" in sample and "<end>⟧" in sample
+    assert re.search(r"conversations: [45]\d read so far, of which 3 were cut", before), before
+    assert "3 were cut (longer than data.seq_length)" in before
+    assert (tmp_path / "run" / "export" / "chat_template.jinja").read_text(encoding="utf-8") == MARKED
+    assert "would not stop" not in before
+
+
+def test_answers_that_do_not_end_with_the_end_of_text(tmp_path: Path) -> None:
+    outcome = run_here(write_chat_config(tmp_path, TURNS.replace("eos_token", "'.'"), trainer={"max_steps": 2}))
+    assert outcome.returncode == 0 and "the export would not stop after an answer" in outcome.stdout
+
+
+def _pairs(path: Path) -> dict[str, Any]:
+    rows = [{"prompt": ask, "completion": say, "system": None} for ask, say in PAIRS]
+    return {"format": "prompt_completion", "dataset": write_rows(path / "p.jsonl", rows)}
+
+
+def _instructions(path: Path) -> dict[str, Any]:
+    table = pyarrow.table({"instruction": [ask for ask, _ in PAIRS], "output": [say for _, say in PAIRS]})
+    pyarrow.parquet.write_table(table, path / "i.parquet", row_group_size=7)
+    return {"format": "instruction_output", "dataset": str(path / "i.parquet")}
+
+
+def _parquet_messages(path: Path) -> dict[str, Any]:
+    # The last row has an entry that the others lack: null in theirs.
+    rows = [turns(*pair) | {"other": n} for n, pair in enumerate(PAIRS)]
+    Dataset.from_list(rows).to_parquet(str(path / "m.parquet"))
+    return {"format": "messages", "dataset": str(path / "m.parquet")}
+
+
+def _saved(path: Path) -> dict[str, Any]:
+    Dataset.from_list([turns(*pair) for pair in PAIRS]).save_to_disk(str(path / "saved"))
+    return {"format": "messages", "dataset": str(path / "saved")}
+
+
+def _one_value(path: Path) -> dict[str, Any]:
+    (path / "m.json").write_text(json.dumps([turns(*pair) for pair in PAIRS], indent=1), encoding="utf-8")
+    return {"format": "messages", "dataset": str(path / "m.json")}
+
+
+SOURCES = [_pairs, *(pytest.param(each, marks=pytest.mark.slow) for each in (_instructions, _saved, _one_value))]
+
+
+@pytest.mark.parametrize("source", [*SOURCES, _parquet_messages])
+def test_every_format_gives_the_same_run(tmp_path: Path, source: Callable[[Path], dict[str, Any]]) -> None:
+    expected = _losses(tmp_path, {"dataset": write_rows(tmp_path / "m.jsonl", [turns(*pair) for pair in PAIRS])})
+    assert _losses(tmp_path, source(tmp_path)) == expected
+
+
+@pytest.mark.parametrize("source", [_pairs, _instructions, _parquet_messages])
+def test_streamed_rows_are_the_same_conversations(tmp_path: Path, source: Callable[[Path], dict[str, Any]]) -> None:
+    from nxd_memopt.training.corpora import open_corpus
+
+    options = source(tmp_path)
+    found = []
+    for streaming in (False, True):
+        config = parse_config(
+            ["--config", str(write_chat_config(tmp_path, data=options | {"streaming": streaming}))]
+        ).data
+        corpus = open_corpus(config, 0)
+        found.append([sorted(text for text, _ in split.read(None)) for split in (corpus.train, corpus.held_out)])
+    assert found[0] == found[1] and len(found[0][0]) > 40
+    assert json.dumps(turns(question(7), answer(7))) in [*found[0][0], *found[0][1]]
+
+
+CALL = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]}
+TOOL = {"type": "function", "function": {"name": "f", "description": "d"}}
+
+
+def test_all_columns_of_a_row_reach_the_template(tmp_path: Path) -> None:
+    """The input of an instruction, a system message, tools and their calls; null in a table is no entry."""
+    row = ConversationRows("instruction_output").read(
+        {"instruction": "q", "input": "i", "output": "a", "system": "s"}, ""
+    )
+    messages = json.loads(str(row["text"]))["messages"]
+    assert [(each["role"], each["content"]) for each in messages] == [
+        ("system", "s"),
+        ("user", "q\n\ni"),
+        ("assistant", "a"),
+    ]
+    calls = {"messages": [{"role": "user", "content": "q"}, CALL, {"role": "tool", "content": "1"}], "tools": [TOOL]}
+    kept = ConversationRows("messages").read(calls, "")
+    assert json.loads(str(kept["text"])) == calls
+    table = Dataset.from_list([calls, turns("q", "a")])
+    rows = [table_row(table[index], ConversationRows("messages"), "") for index in range(2)]
+    assert [json.loads(str(each["text"])) for each in rows] == [calls, turns("q", "a")]
+
+
+def _losses(path: Path, data: dict[str, Any]) -> list[float]:
+    outcome = run_here(
+        write_chat_config(path, data=data, trainer={"max_steps": 2, "output_dir": str(path / str(data))})
+    )
+    assert outcome.returncode == 0, outcome.stderr
+    return [row["loss"] for row in rows(path / str(data))]
+
+
+def test_a_template_that_loses_answers_ends_the_run(tmp_path: Path) -> None:
+    outcome = run_here(write_chat_config(tmp_path, SHORTENED))
+    assert outcome.returncode == 2 and len(outcome.stderr.splitlines()) == 1
+    assert "the answer in message 2 is not found" in outcome.stderr
+    bad = [turns("q", "long answer", "more", "end") for _ in range(3)]
+    good = [turns(*pair) for pair in PAIRS]
+    outcome = run_here(
+        write_chat_config(
+            tmp_path,
+            SHORTENED,
+            data={"dataset": write_rows(tmp_path / "d.jsonl", [*good, *bad]), "on_bad_rows": "skip"},
+            trainer={"max_steps": 2},
+        )
+    )
+    assert outcome.returncode == 0 and "3 were skipped (not renderable)" in outcome.stdout
