@@ -38,8 +38,12 @@ STATE_COLUMNS = {
     "tokens": "tokens",
     "memory": "memory options",
     "states": "states",
+    "fraction": "fraction",
+    "cap_gib": "cap GiB",
+    "document_tokens": "document",
     "step_ms": "ms",
     "floor_ms": "floor ms",
+    "link_gb_per_s": "link GB/s",
     "tokens_per_s_per_device": "tokens/s",
     "peak_gib": "GiB",
     "host_gib": "GiB on the host",
@@ -323,9 +327,11 @@ def page() -> str:
         parts += [
             "## Optimizer states in host memory",
             f"{DEVICE}, host of 128 GiB, batch 1, bf16 weights and gradients, clipping by the global norm; ours with "
-            "fp32 masters and moments (12 bytes per parameter) on the host, or the part of them that `fraction` in the "
-            "rows says. `floor ms`: the states once in each direction over "
-            "the link, at the speed measured before the row ([rows](benchmarks/state_offload.csv)).",
+            "fp32 masters and moments (12 bytes per parameter), of which `fraction` is on the host. `floor ms`: the "
+            "states once in each direction over the link, at the speed measured before the row. `cap GiB`: limit of "
+            "the device memory. `document`: attention within documents of that many tokens, so the row shows memory "
+            "only. A row without flash-attn-4 among its peers has cuDNN's attention "
+            "([rows](benchmarks/state_offload.csv)).",
             "\n".join(column_lines(states, STATE_COLUMNS)),
         ]
     precisions = rows_of("precision")
