@@ -12,6 +12,7 @@ from nxd_memopt.planner.layer_tensors import (
     Kernels,
     Tensors,
     dropout_bytes,
+    layer_kernels,
     layer_norm_tensors,
     layer_runs,
     layer_tensors,
@@ -127,27 +128,23 @@ def _by_layer(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> list[
         by_layer: list[Tensors] = []
         for count, techniques in layer_runs(memory, depth):
             modules = techniques.recompute_modules or ()
-            if sizes.moe is None:
+            if sizes.moe is None and not sizes.windows:
                 by_layer += [layer_tensors(sizes, techniques, kernels).kept(modules)] * count
                 continue
             for index in range(len(by_layer), len(by_layer) + count):
                 by_layer.append(layer_tensors(sizes, techniques, kernels, index).kept(modules))
         return [(kept, i < memory.cpu_offloading_num_layers) for i, kept in enumerate(by_layer)]
+    _require_kept_attention(sizes, memory, kernels)
     layer = layer_tensors(sizes, memory, kernels)
-    if memory.recompute_keep_core_attn and kernels.attention not in SINGLE_KERNELS:
-        raise ValueError(
-            f"recompute_keep_core_attn needs attention by one operator, one of {list(SINGLE_KERNELS)}, and it is "
-            f"{kernels.attention!r}: leave it out, or choose another attention_backend"
-        )
     # Offloaded layers are not recomputed as well, unless it is their checkpoints that are moved.
     resident = 0 if memory.cpu_offloading_activations else memory.cpu_offloading_num_layers
     recomputed, chunk = _recomputed_layers(memory, depth - resident)
     moved = memory.num_offloaded_layers(depth - resident) if memory.cpu_offloading_activations else 0
-    layers = [(layer.kept(), True)] * resident
+    layers = [(layer_tensors(sizes, memory, kernels, i).kept(), True) for i in range(resident)]
     keeping = memory.layers_keeping_attention(depth)
     for i in range(depth - resident):
         if i >= recomputed:
-            layers.append((layer.kept(), False))
+            layers.append((layer_tensors(sizes, memory, kernels, resident + i).kept(), False))
             continue
         # A chunk of layers keeps the input of its first layer, and the results of attention of all.
         kept: Tensors = {}
@@ -158,6 +155,17 @@ def _by_layer(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> list[
         # A chunk belongs to its first layer.
         layers.append((kept, i // chunk * chunk < moved))
     return layers
+
+
+def _require_kept_attention(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> None:
+    """Raise ``ValueError`` if full recompute is to keep the results of attention that is not one operator."""
+    for index in memory.layers_keeping_attention(sizes.num_layers):
+        name = layer_kernels(sizes, kernels, index).attention
+        if name not in SINGLE_KERNELS:
+            raise ValueError(
+                f"recompute_keep_core_attn needs attention by one operator, one of {list(SINGLE_KERNELS)}, and it is "
+                f"{name!r} in layer {index}: leave it out, or choose another attention_backend"
+            )
 
 
 def _recomputed_layers(memory: MemoryConfig, depth: int) -> tuple[int, int]:

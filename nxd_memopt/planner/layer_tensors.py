@@ -21,6 +21,8 @@ _HEAD_NORMS = ("qwen3", "qwen3_moe")
 Tensors = dict[str, int]
 """Name of a storage -> bytes."""
 
+WINDOWED_KERNELS = ("tiled", "math")
+"""Attention that takes windows (``ops/attention.py``)."""
 SINGLE_KERNELS = ("sdpa", "flash4", "cudnn", "flash", "efficient", "nki")
 """Attention as one operator: saves query, key, value, its result and the log-sum-exps."""
 
@@ -127,7 +129,8 @@ def layer_runs(memory: MemoryConfig, num_layers: int) -> list[tuple[int, MemoryC
 def layer_tensors(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, index: int = 0) -> Part:
     """Return the parts of a decoder layer under the techniques of ``layer_runs``.
 
-    With experts, layer ``index`` has one row of statistics more as its input than the layer before it.
+    With experts, layer ``index`` has one row of statistics more as its input than the layer before it. A
+    layer with an attention window runs tiles instead of a kernel that has no windows.
 
     Raises:
         ValueError: the activations of the architecture, or of a technique, are not planned.
@@ -140,11 +143,19 @@ def layer_tensors(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, inde
         raise ValueError(
             "attention_head_groups 'auto' depends on the first step's free memory: plan a number of groups"
         )
+    kernels = layer_kernels(sizes, kernels, index)
     if sizes.is_gated:
         return _llama_layer(sizes, memory, kernels, index)
     if merges_branches(sizes.model_type, memory, parallel_residual=sizes.mergeable):
         return _merged_gpt_neox_layer(sizes, memory, kernels)
     return _gpt_neox_layer(sizes, memory, kernels)
+
+
+def layer_kernels(sizes: RankSizes, kernels: Kernels, index: int) -> Kernels:
+    """Return the kernels of layer ``index``: tiles of attention if its window is none of the implementation's."""
+    if sizes.window(index) is None or kernels.attention in WINDOWED_KERNELS:
+        return kernels
+    return replace(kernels, attention=WINDOWED_KERNELS[0])
 
 
 def _stream(sizes: RankSizes) -> int:

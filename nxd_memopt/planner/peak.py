@@ -13,7 +13,7 @@ from nxd_memopt.planner.architectures import parameters
 from nxd_memopt.planner.backward import Moment, layer_moments, loss_temporaries
 from nxd_memopt.planner.formulas import nested_chunk_layers, optimizer_state_bytes, stream_bytes
 from nxd_memopt.planner.hardware import ALLOCATOR_FRACTION
-from nxd_memopt.planner.layer_tensors import Kernels, Tensors, layer_runs, layer_tensors
+from nxd_memopt.planner.layer_tensors import Kernels, Tensors, layer_kernels, layer_runs, layer_tensors
 from nxd_memopt.planner.rank_sizes import RankSizes, rank_sizes
 from nxd_memopt.planner.states import (
     CHUNK_ELEMENTS,
@@ -258,7 +258,11 @@ def _in_backward(
     element = sizes.element_bytes
     layers: list[_LayerBackward] = []
     for count, techniques in layer_runs(memory, sizes.num_layers):
-        layers += [_layer_backward(sizes, techniques, kernels)] * count
+        if not sizes.windows:
+            layers += [_layer_backward(sizes, techniques, kernels)] * count
+            continue
+        for index in range(len(layers), len(layers) + count):
+            layers.append(_layer_backward(sizes, techniques, kernels, index))
     per_layer = gradient_bytes(model.layer_shapes, layout)
     # The head's gradient comes first. A tied one is the embedding's too.
     finished = gradient_bytes(model.other_shapes[-1:], layout)
@@ -272,7 +276,7 @@ def _in_backward(
     found: list[tuple[str, dict[str, int]]] = []
     for index in reversed(range(sizes.num_layers)):
         own = kept.layers[index]
-        if not _is_decisive(kept.layers, index, memory):
+        if not _is_decisive(kept.layers, index, memory, sizes):
             remaining -= sum(own.values())
             finished += per_layer
             continue
@@ -320,19 +324,20 @@ class _LayerBackward:
     moments: list[Moment]
 
 
-def _layer_backward(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> _LayerBackward:
-    """Return the backward of a layer under the techniques of ``layer_runs``."""
-    layer = layer_tensors(sizes, memory, kernels)
+def _layer_backward(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, index: int = 0) -> _LayerBackward:
+    """Return the backward of layer ``index`` under the techniques of ``layer_runs``."""
+    layer = layer_tensors(sizes, memory, kernels, index)
     everything = layer.kept()
     if memory.recompute_keep_core_attn:
         # While results are returned to it, a recomputed layer copies query, key and value out of
         # their projection's output, which stays. Measured: 384 MiB of LLaMA-3-8B at 32,768 tokens.
         projected = sizes.tokens * (sizes.query + 2 * sizes.kv) * sizes.element_bytes
         everything |= {"output of the projections": projected}
-    return _LayerBackward(everything, sum(layer.inputs.values()), layer_moments(sizes, memory, kernels))
+    moments = layer_moments(sizes, memory, layer_kernels(sizes, kernels, index))
+    return _LayerBackward(everything, sum(layer.inputs.values()), moments)
 
 
-def _is_decisive(layers: Sequence[Tensors], index: int, memory: MemoryConfig) -> bool:
+def _is_decisive(layers: Sequence[Tensors], index: int, memory: MemoryConfig, sizes: RankSizes) -> bool:
     """Return whether the peak may be in this layer.
 
     Between layers that keep the same, memory changes by the same bytes from one to the next: only
@@ -340,7 +345,9 @@ def _is_decisive(layers: Sequence[Tensors], index: int, memory: MemoryConfig) ->
     """
     if index in (0, len(layers) - 1) or memory.recompute_method in ("uniform", "nested"):
         return True
-    return layers[index] != layers[index - 1] or layers[index] != layers[index + 1]
+    # What a recomputed layer restores depends on its window too.
+    own = (layers[index], sizes.window(index))
+    return any(own != (layers[other], sizes.window(other)) for other in (index - 1, index + 1))
 
 
 def _temporary_bytes(moment: Moment, *, has_slots: bool) -> int:

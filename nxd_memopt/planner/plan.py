@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nxd_memopt.config import MemoryConfig, ParallelConfig, require_divisible, require_one_of
-from nxd_memopt.planner.architectures import moe_layers, require_shardable, sizes
+from nxd_memopt.planner.architectures import attention_windows, moe_layers, require_shardable, sizes
 from nxd_memopt.planner.hardware import GIB, Device
-from nxd_memopt.planner.layer_tensors import SINGLE_KERNELS, Kernels
+from nxd_memopt.planner.layer_tensors import SINGLE_KERNELS, WINDOWED_KERNELS, Kernels
 from nxd_memopt.planner.peak import RankModel, StepMemory, rank_model, step_memory
 from nxd_memopt.planner.rank_sizes import DTYPE_BYTES
 from nxd_memopt.planner.states import StateLayout
@@ -306,6 +306,12 @@ def kernels_of(problem: Problem, memory: MemoryConfig) -> Kernels:
     """
     fused = problem.device.kind == "cuda"
     if memory.attention_backend != "auto":
+        if _has_windows(problem) and memory.attention_backend not in WINDOWED_KERNELS:
+            raise ValueError(
+                f"attention_backend {memory.attention_backend!r} has no attention windows, and the model's are below "
+                f"the sequence length {problem.sequence_length}: use one of {['auto', *WINDOWED_KERNELS]}, or set "
+                "sliding_window to null"
+            )
         return Kernels(fused, memory.attention_backend)
     if fused:
         if PRECISIONS[problem.precision][0] == "float32":
@@ -317,6 +323,11 @@ def kernels_of(problem: Problem, memory: MemoryConfig) -> Kernels:
     name, multiple = ("nki", _NKI_MULTIPLE) if problem.device.name.startswith("trn1") else ("sdpa", _SDPA_MULTIPLE)
     suits = problem.sequence_length % multiple == 0 and head_dim <= _LARGEST_FLASH_HEAD
     return Kernels(fused, name if suits and not problem.isolate_documents else "tiled")
+
+
+def _has_windows(problem: Problem) -> bool:
+    """Return whether a query of some layer sees fewer keys than the sequence has."""
+    return any(each is not None and each < problem.sequence_length for each in attention_windows(problem.config))
 
 
 def settings(problem: Problem) -> Iterator[Setting]:
@@ -401,7 +412,8 @@ def memories(problem: Problem) -> Iterator[MemoryConfig]:
         yield MemoryConfig(**granularity)
         for layers in sorted({depth // 4, depth // 2, depth * 3 // 4} - {0}):
             yield MemoryConfig(**granularity, recompute_method="block", recompute_num_layers=layers)
-    if kernels_of(problem, MemoryConfig()).attention in SINGLE_KERNELS and is_gpu:
+    is_kernel = kernels_of(problem, MemoryConfig()).attention in SINGLE_KERNELS and not _has_windows(problem)
+    if is_kernel and is_gpu:
         yield MemoryConfig(**full, recompute_keep_core_attn=True)
     if depth > 3:
         yield MemoryConfig(**full, recompute_method="nested")

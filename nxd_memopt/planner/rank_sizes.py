@@ -66,6 +66,8 @@ class RankSizes:
         moe: the experts that all layers have instead of an MLP; None for dense models.
         attention_dropout: weights of attention are dropped.
         hidden_dropout: the embedding's and, in GPT-NeoX, the branches' outputs are dropped.
+        windows: for each layer the keys that a query sees, if they are fewer than S, else None;
+            empty if no layer has a window.
     """
 
     model_type: str
@@ -90,6 +92,11 @@ class RankSizes:
     moe: MoESizes | None = None
     attention_dropout: bool = False
     hidden_dropout: bool = False
+    windows: tuple[int | None, ...] = ()
+
+    def window(self, index: int) -> int | None:
+        """Return the attention window of layer ``index``, or None if its queries see all keys before them."""
+        return self.windows[index] if self.windows else None
 
     @property
     def tokens(self) -> int:
@@ -142,18 +149,14 @@ def rank_sizes(
 
     Raises:
         ValueError: T does not divide heads, MLP width or sequence, or the model has dense layers and
-            layers with experts, or attention windows below the sequence length.
+            layers with experts.
     """
     size = parallel.tensor_model_parallel_size
     require_shardable(config, size)
     if parallel.sequence_parallel_enabled:
         require_divisible("seq_length", sequence_length, "tensor_model_parallel_size", size)
-    windows = [window for window in attention_windows(config) if window is not None and window < sequence_length]
-    if windows:
-        raise ValueError(
-            f"sliding_window {windows[0]} is below the sequence length {sequence_length}: attention windows are not "
-            "planned: shorten the sequence, or set sliding_window to null"
-        )
+    # A sequence that fits its window runs like one without.
+    windows = tuple(None if each is None or each >= sequence_length else each for each in attention_windows(config))
     letters = sizes(config)
     is_llama = option(config, "model_type") != "gpt_neox"
     return RankSizes(
@@ -181,6 +184,7 @@ def rank_sizes(
         attention_dropout=bool(option(config, "attention_dropout")),
         # LLaMA and the models with experts have no other dropout.
         hidden_dropout=not is_llama and bool(option(config, "hidden_dropout")),
+        windows=windows if any(windows) else (),
     )
 
 

@@ -221,8 +221,12 @@ def _recomputed_by_technique(sizes: RankSizes, memory: MemoryConfig, weights: di
 
 
 def attention_flops(sizes: RankSizes, memory: MemoryConfig) -> float:
-    """Return the FLOPs of causal attention of a micro-batch: 2 S^2 columns forward, 2.5 times that backward."""
-    forward = 2.0 * sizes.micro_batch_size * sizes.sequence_length**2 * sizes.query
+    """Return the FLOPs of causal attention of a micro-batch: 2 S^2 columns forward, 2.5 times that backward.
+
+    With windows, which layers are recomputed is not looked at: each counts as the mean of all layers.
+    """
+    pairs = [_attended_pairs(sizes, index) for index in range(sizes.num_layers)]
+    forward = 4.0 * sizes.micro_batch_size * sum(pairs) / sizes.num_layers * sizes.query
     again = 0.0
     modules = set(memory.recompute_modules or ())
     if memory.recompute_granularity == "full":
@@ -238,6 +242,13 @@ def attention_flops(sizes: RankSizes, memory: MemoryConfig) -> float:
     if memory.attention_head_groups is not None:
         again += sizes.num_layers
     return forward * ((1 + _ATTENTION_BACKWARD) * sizes.num_layers + again)
+
+
+def _attended_pairs(sizes: RankSizes, index: int) -> float:
+    """Return the pairs of a query and a key that it sees, of one sequence: S^2 / 2 without a window."""
+    length = sizes.sequence_length
+    window = sizes.window(index) or length
+    return length * window - window**2 / 2
 
 
 def elementwise_bytes(sizes: RankSizes) -> float:

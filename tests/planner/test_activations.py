@@ -92,7 +92,7 @@ def check(config, dtype, attention, options, parallel=ONE_RANK):
     counted, listed = counted_bytes(net, inputs)
     name = str(dtype).removeprefix("torch.")
     sizes = rank_sizes(config, parallel, sequence_length=LENGTH, micro_batch_size=ROWS, dtype=name)
-    plan = activations(sizes, memory, Kernels(fused=False, attention=attention))
+    plan = activations(sizes, memory, Kernels(fused=False, attention="sdpa" if attention == "auto" else attention))
     assert plan.device_bytes == counted, "\n".join([str(plan), *listed])
     assert plan.host_bytes == 0
 
@@ -137,14 +137,25 @@ def without_dense_layers(config):
     return config
 
 
-def is_planned(config):
-    """Attention windows below the sequence length are refused."""
-    return all(window is None or window >= LENGTH for window in attention_windows(config))
-
-
-@pytest.mark.parametrize("name", [name for name, config in CONFIGS.items() if is_planned(config())])
+@pytest.mark.parametrize("name", CONFIGS)
 def test_storages_of_every_architecture(name):
-    check(without_dense_layers(CONFIGS[name]()), torch.bfloat16, "sdpa", {})
+    check(without_dense_layers(CONFIGS[name]()), torch.bfloat16, "auto", {})
+
+
+WINDOWED = [name for name, config in CONFIGS.items() if any(attention_windows(config()))]
+
+
+@pytest.mark.parametrize("attention", ["auto", "math"])
+@pytest.mark.parametrize("technique", ["none", "full", "block", "attn", "core_attn", "norm+mlp_act of 1"])
+@pytest.mark.parametrize("name", WINDOWED)
+def test_storages_of_attention_windows(name, technique, attention):
+    config = CONFIGS[name]()
+    # All layers of Mistral have a window, the last two of Qwen.
+    config.num_hidden_layers = LAYERS
+    if config.model_type != "mistral":
+        config.layer_types = ["full_attention"] * 2 + ["sliding_attention"] * 2
+    config.sliding_window = 7
+    check(config, torch.bfloat16, attention, TECHNIQUES[technique])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
