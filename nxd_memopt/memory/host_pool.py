@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-BLOCK_BYTES = 32 << 20
-"""Block size, 32 MiB. A power of two, because PyTorch rounds pinned allocations up to one."""
+from nxd_memopt.planner.activations import BLOCK_BYTES
+
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 

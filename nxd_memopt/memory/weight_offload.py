@@ -23,10 +23,11 @@ from nxd_memopt.memory.host_pool import HostPool
 from nxd_memopt.memory.recompute import is_passed_over
 from nxd_memopt.memory.wrapping import unwrap_forward, wrap_forward
 from nxd_memopt.parallel_layers.data_shards import require_replicated
+from nxd_memopt.planner.offloaded_weights import ALIGNMENT
 
 WEIGHT_OWNER = "weight offload"
 """Owner of the offloaded weights in the ledger of a ``HostPool``."""
-_ALIGNMENT = 512  # bytes; keeps the start of every storage on a boundary that DMA engines prefer
+
 _ATTRIBUTE = "_weight_offload"
 
 
@@ -275,7 +276,7 @@ class WeightOffload:
 
 
 def _aligned(size_bytes: int) -> int:
-    return -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
+    return -(-size_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:

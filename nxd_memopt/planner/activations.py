@@ -22,6 +22,8 @@ from nxd_memopt.planner.rank_sizes import FP32_BYTES, RankSizes, rank_sizes
 
 OFFLOADED_STORAGE_BYTES = 1 << 20
 """Smallest storage that is moved to the host: smaller ones would be many transfers for little memory."""
+BLOCK_BYTES = 32 << 20
+"""Size of the blocks of host memory. A power of two, because PyTorch rounds pinned allocations up to one."""
 SHARED_TENSORS = (
     "rope cosine",
     "rope sine",
@@ -57,6 +59,27 @@ class Activations:
     def host_bytes(self) -> int:
         """Bytes in host memory."""
         return sum(sum(layer.values()) for layer in self.offloaded)
+
+
+def host_pool_bytes(kept: Activations, memory: MemoryConfig, *, block_bytes: int = BLOCK_BYTES) -> int:
+    """Return the host memory in bytes that the offload of activations allocates, in blocks.
+
+    What offloads together, a layer or a chunk of recomputed layers, is taken to be as large as the
+    largest one (``memory/offload.py``).
+
+    Args:
+        kept: activations of a micro-batch.
+        memory: recompute and offload.
+        block_bytes: size of a block.
+    """
+    depth = len(kept.offloaded)
+    chunk = 1
+    if memory.cpu_offloading_activations:
+        _, chunk = _recomputed_layers(memory, depth)
+    by_layer = [sum(layer.values()) for layer in kept.offloaded]
+    offloaded = memory.num_offloaded_layers(depth)
+    together = [sum(by_layer[start : start + chunk]) for start in range(0, offloaded, chunk)]
+    return -(-max(together, default=0) * len(together) // block_bytes) * block_bytes
 
 
 def offloaded_checkpoint_bytes(
@@ -133,11 +156,11 @@ def _by_layer(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> list[
                 continue
             for index in range(len(by_layer), len(by_layer) + count):
                 by_layer.append(layer_tensors(sizes, techniques, kernels, index).kept(modules))
-        return [(kept, i < memory.cpu_offloading_num_layers) for i, kept in enumerate(by_layer)]
+        return [(kept, i < memory.num_offloaded_layers(depth)) for i, kept in enumerate(by_layer)]
     _require_kept_attention(sizes, memory, kernels)
     layer = layer_tensors(sizes, memory, kernels)
     # Offloaded layers are not recomputed as well, unless it is their checkpoints that are moved.
-    resident = 0 if memory.cpu_offloading_activations else memory.cpu_offloading_num_layers
+    resident = 0 if memory.cpu_offloading_activations else memory.num_offloaded_layers(depth)
     recomputed, chunk = _recomputed_layers(memory, depth - resident)
     moved = memory.num_offloaded_layers(depth - resident) if memory.cpu_offloading_activations else 0
     layers = [(layer_tensors(sizes, memory, kernels, i).kept(), True) for i in range(resident)]

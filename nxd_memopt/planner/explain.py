@@ -30,7 +30,10 @@ TIME_TERMS = {
         "bytes over the link, the part that nothing hides",
         "step_time.tensor_parallel_bytes",
     ),
-    "copies of activations": ("out and back over the host link, beyond the computation", "step_time.step_time"),
+    "copies to and from the host": (
+        "of activations and weights, over the host link, beyond the computation",
+        "step_time.step_time",
+    ),
     "waiting for the host": ("launches of kernels beyond the computation, without a graph", "step_time.step_time"),
     "data-parallel collectives": ("gradients and parameters over the link", "step_time.step_time"),
     "optimizer": ("7 reads and writes of the states, or their copies from the host", "step_time.step_time"),

@@ -135,8 +135,8 @@ def layer_tensors(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, inde
     Raises:
         ValueError: the activations of the architecture, or of a technique, are not planned.
     """
-    if memory.cpu_offloading_weights:
-        raise ValueError("cpu_offloading_weights True is not planned: leave it out")
+    if sizes.moe is not None and memory.cpu_offloading_weights:
+        raise ValueError("cpu_offloading_weights True has no units of experts: leave it out")
     if sizes.moe is not None and memory.mlp_tile_tokens is not None:
         raise ValueError(f"mlp_tile_tokens {memory.mlp_tile_tokens!r} has no tiles of experts: leave it out")
     if memory.attention_head_groups == "auto":

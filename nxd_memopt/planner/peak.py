@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from nxd_memopt.config import MemoryConfig, ParallelConfig
-from nxd_memopt.planner.activations import SHARED_TENSORS, Activations, activations
+from nxd_memopt.planner.activations import SHARED_TENSORS, Activations, activations, host_pool_bytes
 from nxd_memopt.planner.architectures import parameters
 from nxd_memopt.planner.backward import Moment, layer_moments, loss_temporaries
 from nxd_memopt.planner.formulas import nested_chunk_layers, optimizer_state_bytes, stream_bytes
 from nxd_memopt.planner.hardware import ALLOCATOR_FRACTION
 from nxd_memopt.planner.layer_tensors import Kernels, Tensors, layer_kernels, layer_runs, layer_tensors
+from nxd_memopt.planner.offloaded_weights import OffloadedWeights
 from nxd_memopt.planner.rank_sizes import RankSizes, rank_sizes
 from nxd_memopt.planner.states import (
     CHUNK_ELEMENTS,
-    STAGING_BYTES,
     StateLayout,
     gradient_bytes,
     kv_replicas,
@@ -36,6 +36,8 @@ PEER_MEMORY_MIN_BYTES = 20 << 20
 """Smallest chunk that ``backends/cuda/peer_memory.py`` sends instead of NCCL."""
 _PEER_SLOTS = 4
 """Slots of peer memory: two for gathers and two for reductions, of a full activation each."""
+_ABSENT = "weights in host memory"
+"""Term of a moment that is subtracted from the weights."""
 _BUCKET_BYTES = 25 << 20
 _STAGE1_BUCKET_BYTES = 128 << 20
 
@@ -162,17 +164,25 @@ def step_memory(
     standing = _standing(model, layout, on_host)
     gradients = model.total(gradient_bytes, layout)
     start = gradients if accumulation_steps > 1 or compiles_steps else 0
+    offloaded = OffloadedWeights.of(model.layer_shapes, memory, layout, model.sizes.num_layers)
     candidates = [
-        _in_loss(model, memory, kernels, kept, start),
-        *_in_backward(model, memory, kernels, kept, layout, start),
+        _in_loss(model, memory, kernels, kept, start, offloaded),
+        *_in_backward(model, memory, kernels, kept, layout, start, offloaded),
         _in_update(model, layout, gradients),
     ]
     moment, transient = max(candidates, key=lambda each: sum(each[1].values()))
+    # Of the weights, which a moment has without those that wait in host memory.
+    absent = -transient.pop(_ABSENT, 0)
+    standing["weights"] -= absent
     if cuda_graph:
         eager = max(sum(terms.values()) for _, terms in candidates[:-1])
         pool = graph_pool_bytes(eager, gradients, kept.device_bytes)
         transient = {**transient, "CUDA graph's pool": max(0, pool - sum(transient.values()))}
-    host = {"optimizer states": on_host, "activations": kept.host_bytes}
+    host = {
+        "optimizer states": on_host,
+        "activations": host_pool_bytes(kept, memory),
+        "weights": offloaded.host_bytes(model.sizes.num_layers),
+    }
     return StepMemory(moment, {**standing, **_library_buffers(model.sizes, kernels), **transient}, host)
 
 
@@ -216,7 +226,7 @@ def _standing(model: RankModel, layout: StateLayout, on_host: int) -> dict[str, 
     states["optimizer moments"] -= on_host - on_host // 3
     if on_host:
         states["staging of optimizer states"] = stream_bytes(
-            on_host // optimizer_state_bytes(1), chunk_elements=CHUNK_ELEMENTS, staging_bytes=STAGING_BYTES
+            on_host // optimizer_state_bytes(1), chunk_elements=CHUNK_ELEMENTS, staging_bytes=layout.staging_bytes
         )
     if layout.sharding == "zero3" and layout.shards > 1:
         # The root's unit is gathered throughout; of the layers, the running and the next one.
@@ -234,11 +244,17 @@ def _offloaded_states(model: RankModel, layout: StateLayout) -> int:
 
 
 def _in_loss(
-    model: RankModel, memory: MemoryConfig, kernels: Kernels, kept: Activations, gradients: int
+    model: RankModel,
+    memory: MemoryConfig,
+    kernels: Kernels,
+    kept: Activations,
+    gradients: int,
+    offloaded: OffloadedWeights,
 ) -> tuple[str, dict[str, int]]:
     """Return the terms while the loss is computed: all activations exist."""
     temporaries = loss_temporaries(model.sizes, kernels, fused=memory.fused_linear_cross_entropy)
     return "loss", {
+        _ABSENT: -offloaded.absent_bytes(model.sizes.num_layers),
         "gradients": gradients,
         "activations": kept.device_bytes,
         "temporary tensors": sum(temporaries.values()),
@@ -252,17 +268,12 @@ def _in_backward(
     kept: Activations,
     layout: StateLayout,
     standing_gradients: int,
+    offloaded: OffloadedWeights,
 ) -> list[tuple[str, dict[str, int]]]:
     """Return the terms at each moment of each layer's backward, from the last layer to the first."""
     sizes = model.sizes
     element = sizes.element_bytes
-    layers: list[_LayerBackward] = []
-    for count, techniques in layer_runs(memory, sizes.num_layers):
-        if not sizes.windows:
-            layers += [_layer_backward(sizes, techniques, kernels)] * count
-            continue
-        for index in range(len(layers), len(layers) + count):
-            layers.append(_layer_backward(sizes, techniques, kernels, index))
+    layers = _layer_backwards(sizes, memory, kernels)
     per_layer = gradient_bytes(model.layer_shapes, layout)
     # The head's gradient comes first. A tied one is the embedding's too.
     finished = gradient_bytes(model.other_shapes[-1:], layout)
@@ -297,6 +308,7 @@ def _in_backward(
                 (
                     f"backward of layer {index}: {moment.name}",
                     {
+                        _ABSENT: -offloaded.absent_bytes(sizes.num_layers, index),
                         "gradients": gradients,
                         "activations": others + live,
                         "temporary tensors": _temporary_bytes(moment, has_slots=has_slots),
@@ -324,6 +336,19 @@ class _LayerBackward:
     moments: list[Moment]
 
 
+def _layer_backwards(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> list[_LayerBackward]:
+    """Return the backward of every layer."""
+    layers: list[_LayerBackward] = []
+    for count, techniques in layer_runs(memory, sizes.num_layers):
+        # Only windows make layers of the same techniques different.
+        if not sizes.windows:
+            layers += [_layer_backward(sizes, techniques, kernels)] * count
+            continue
+        for index in range(len(layers), len(layers) + count):
+            layers.append(_layer_backward(sizes, techniques, kernels, index))
+    return layers
+
+
 def _layer_backward(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, index: int = 0) -> _LayerBackward:
     """Return the backward of layer ``index`` under the techniques of ``layer_runs``."""
     layer = layer_tensors(sizes, memory, kernels, index)
@@ -344,6 +369,9 @@ def _is_decisive(layers: Sequence[Tensors], index: int, memory: MemoryConfig, si
     the ends of such runs can be highest, and with several layers per checkpoint the ends of chunks.
     """
     if index in (0, len(layers) - 1) or memory.recompute_method in ("uniform", "nested"):
+        return True
+    # From layer to layer other weights are in host memory.
+    if memory.cpu_offloading_weights:
         return True
     # What a recomputed layer restores depends on its window too.
     own = (layers[index], sizes.window(index))

@@ -12,7 +12,7 @@ from nxd_memopt.planner.hardware import GIB, Device
 from nxd_memopt.planner.layer_tensors import SINGLE_KERNELS, WINDOWED_KERNELS, Kernels
 from nxd_memopt.planner.peak import RankModel, StepMemory, rank_model, step_memory
 from nxd_memopt.planner.rank_sizes import DTYPE_BYTES
-from nxd_memopt.planner.states import StateLayout
+from nxd_memopt.planner.states import STAGING_BYTES, StateLayout
 from nxd_memopt.planner.step_time import StepTime, step_time
 
 PRECISIONS = {
@@ -117,6 +117,7 @@ class Setting:
         shard_ranks: data-parallel ranks over which ``sharding`` splits; None: all of them.
         grad_reduce_in_fp32: sums of gradients with master weights are fp32.
         optimizer_update_in_forward: offloaded states are updated in the next forward.
+        optimizer_staging_gib: device memory for offloaded states on their way.
     """
 
     tensor_model_parallel_size: int = 1
@@ -129,6 +130,7 @@ class Setting:
     shard_ranks: int | None = None
     grad_reduce_in_fp32: bool = True
     optimizer_update_in_forward: bool = False
+    optimizer_staging_gib: float = STAGING_BYTES / GIB
 
     def describe(self) -> str:
         """Return the setting in words."""
@@ -163,9 +165,11 @@ def _describe_recompute(memory: MemoryConfig) -> str:
     if memory.recompute_keep_core_attn:
         number = memory.recompute_keep_core_attn_num_layers
         parts.append("attention kept" if number is None else f"attention of {number} layers kept")
+    if memory.cpu_offloading_weights:
+        parts.append(f"weights of {memory.cpu_offloading_num_layers} layers on the host")
     if memory.cpu_offloading_activations:
         parts.append("checkpoints on the host")
-    elif memory.cpu_offloading_num_layers:
+    elif memory.cpu_offloading_num_layers and not memory.cpu_offloading_weights:
         parts.append(f"{memory.cpu_offloading_num_layers} layers on the host")
     return ", ".join(parts)
 
@@ -249,6 +253,7 @@ def evaluate(problem: Problem, setting: Setting, models: Models | None = None) -
         optimizer_offload_fraction=setting.optimizer_offload_fraction,
         grad_reduce_in_fp32=setting.grad_reduce_in_fp32,
         update_in_forward=setting.optimizer_update_in_forward,
+        staging_bytes=int(setting.optimizer_staging_gib * GIB),
     )
     key = (size, setting.micro_batch_size, setting.sequence_parallel_enabled)
     models = {} if models is None else models

@@ -35,6 +35,7 @@ class StateLayout:
         in_backward: the optimizer runs inside backward, which frees each gradient.
         grad_reduce_in_fp32: False adds up gradients in the parameters' dtype, without sharding of
             gradients; with masters they are otherwise fp32 sums.
+        staging_bytes: device memory for states on their way from and to the host.
         update_in_forward: the forward of each layer updates its states in host memory first. The
             peak stays: while gradients go, activations come, so that the sum is largest at an end.
 
@@ -50,6 +51,7 @@ class StateLayout:
     in_backward: bool = False
     grad_reduce_in_fp32: bool = True
     update_in_forward: bool = False
+    staging_bytes: int = STAGING_BYTES
 
     def __post_init__(self) -> None:
         require_one_of("sharding", self.sharding, STAGES)

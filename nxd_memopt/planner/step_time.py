@@ -133,16 +133,20 @@ def step_time(
     tensor_s = tensor_parallel_bytes(sizes, memory) / (link_s * rates.link) * rates.exposed
     # Offloaded activations go out and come back while the layers compute.
     host_copy_s = 2 * used.host["activations"] / device.host_copy_bytes_per_s
+    # Weights arrive twice and leave once; the two directions do not wait for each other.
+    host_copy_s += 2 * used.host["weights"] / device.host_copy_bytes_per_s
     terms = {
         "matmuls": matmul_s,
         "attention": attention_s,
         "elementwise": elementwise_s + latency_s,
         "tensor-parallel collectives": tensor_s,
-        "copies of activations": max(host_copy_s - compute_s, COPY_INTERFERENCE * host_copy_s),
+        "copies to and from the host": max(host_copy_s - compute_s, COPY_INTERFERENCE * host_copy_s),
     }
     if device.kind == "cuda" and not cuda_graph:
         terms["waiting for the host"] = max(0.0, sizes.num_layers * rates.host_s - compute_s - tensor_s)
     terms = {name: seconds * accumulation_steps for name, seconds in terms.items()}
+    # All weights are on the device for the update, and nothing hides that copy.
+    terms["copies to and from the host"] += used.host["weights"] / device.host_copy_bytes_per_s
     terms["data-parallel collectives"] = _data_parallel_s(model, layout, device, ranks, accumulation_steps)
     terms["optimizer"] = _optimizer_s(
         model,
@@ -198,7 +202,7 @@ def _recomputed_by_technique(sizes: RankSizes, memory: MemoryConfig, weights: di
     if merges_branches(sizes.model_type, memory, parallel_residual=sizes.mergeable):
         last += weights["attention output"]
     if memory.recompute_granularity == "full":
-        resident = 0 if memory.cpu_offloading_activations else memory.cpu_offloading_num_layers
+        resident = 0 if memory.cpu_offloading_activations else memory.num_offloaded_layers(sizes.num_layers)
         depth = sizes.num_layers - resident
         if memory.recompute_method == "block":
             return (memory.recompute_num_layers or depth) * (layer - last)
@@ -230,7 +234,7 @@ def attention_flops(sizes: RankSizes, memory: MemoryConfig) -> float:
     again = 0.0
     modules = set(memory.recompute_modules or ())
     if memory.recompute_granularity == "full":
-        resident = 0 if memory.cpu_offloading_activations else memory.cpu_offloading_num_layers
+        resident = 0 if memory.cpu_offloading_activations else memory.num_offloaded_layers(sizes.num_layers)
         again = sizes.num_layers - resident
         if memory.recompute_method == "block":
             again = memory.recompute_num_layers or again

@@ -106,7 +106,10 @@ def planned(config: TrainConfig, hf_config: PretrainedConfig, device: Device | N
     Raises:
         ValueError: on every rank, if an option is not planned, or ``memory: auto`` finds nothing.
     """
-    problem = _problem(config, hf_config, _device() if device is None else device)
+    if device is None:
+        problem = _problem(config, hf_config, _device(), host_gib=_host_gib() or None)
+    else:
+        problem = _problem(config, hf_config, device, host_gib=None)
     setting = _setting(config, hf_config)
     plan = choose_memory(problem, setting) if config.trainer.auto_memory else evaluate(problem, setting)
     return problem, plan
@@ -118,8 +121,8 @@ def _counted_before() -> int:
     return (backend.memory_allocated() or 0) if backend.device.type != "cuda" else 0
 
 
-def _problem(config: TrainConfig, hf_config: PretrainedConfig, device: Device) -> Problem:
-    """Return what is trained, on ``device`` for each rank."""
+def _problem(config: TrainConfig, hf_config: PretrainedConfig, device: Device, *, host_gib: float | None) -> Problem:
+    """Return what is trained, on ``device`` for each rank; ``host_gib`` None is the device's host memory."""
     content = {**hf_config.to_dict(), "num_query_groups": getattr(hf_config, "num_query_groups", None)}
     return Problem(
         config=with_defaults(content),
@@ -130,7 +133,7 @@ def _problem(config: TrainConfig, hf_config: PretrainedConfig, device: Device) -
         precision=str(config.trainer.precision),
         isolate_documents=config.data.isolate_documents,
         device_gib=device.memory_gib,
-        host_gib=_host_gib() or None,
+        host_gib=host_gib,
     )
 
 
@@ -167,6 +170,7 @@ def _setting(config: TrainConfig, hf_config: PretrainedConfig) -> Setting:
     """Return the options of the run that memory depends on."""
     stage = config.data_parallel.stage
     memory = config.memory
+    _require_planned_graphs(config)
     moe = resolve_options(config.moe, hf_config)
     if moe is not None:
         _require_planned(config, moe)
@@ -184,8 +188,24 @@ def _setting(config: TrainConfig, hf_config: PretrainedConfig) -> Setting:
         sequence_parallel_enabled=config.parallel.sequence_parallel_enabled,
         grad_reduce_in_fp32=config.data_parallel.grad_reduce_in_fp32 is not False,
         optimizer_update_in_forward=config.optimizer.optimizer_update_in_forward,
+        optimizer_staging_gib=config.optimizer.optimizer_staging_gib,
         **options,
     )
+
+
+def _require_planned_graphs(config: TrainConfig) -> None:
+    """Raise ``ValueError`` for compiled layers of which the compiler chooses what they keep for backward."""
+    memory = config.memory
+    # A checkpoint around a compiled layer keeps the layer's input, whatever the layer itself would.
+    recomputes_all = memory.recompute_granularity == "full" and memory.recompute_method in (None, "uniform", "nested")
+    keeps_more = memory.recompute_keep_core_attn or (
+        memory.num_offloaded_layers(1) > 0 and not memory.cpu_offloading_activations
+    )
+    if config.trainer.compile and (not recomputes_all or keeps_more):
+        raise ValueError(
+            f"with trainer.compile {config.trainer.compile!r} the compiler chooses what a layer keeps for backward, "
+            "which is planned with recompute_granularity 'full' of all layers only: use it, or set compile to null"
+        )
 
 
 def _chosen(plan: Plan) -> list[str]:

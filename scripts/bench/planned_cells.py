@@ -171,6 +171,9 @@ NAMED = (
     _llama("16k block", 16384, memory=chunks("block", 20)),
     _llama("16k layers on host", 16384, memory={**FULL, "cpu_offloading_num_layers": 4}),
     _llama("32k checkpoints on host", 32768, memory=STREAMED),
+    _llama(
+        "32k weights on host", 32768, memory={**FULL, "cpu_offloading_weights": True, "cpu_offloading_num_layers": 16}
+    ),
     _llama("64k nested tiles", 65536, memory={**FULL, "recompute_method": "nested", **TILES}),
     _llama("8k mixed", 8192, 8, precision="bf16-mixed"),
     _llama("8k mixed graph", 8192, 8, precision="bf16-mixed", cuda_graph=True),
@@ -288,4 +291,5 @@ def _techniques(generator: random.Random, layers: int, *, has_experts: bool) -> 
         selective("mlp_act"),
         {**FULL, "mlp_tile_tokens": generator.choice((4096, 16384, 32768))},
         {**FULL, "attention_head_groups": 2},
+        {**FULL, "cpu_offloading_weights": True, "cpu_offloading_num_layers": some},
     ]

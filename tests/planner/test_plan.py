@@ -239,9 +239,8 @@ def recorded_peaks():
     for file in ("train_step.csv", "train_step_commits.csv"):
         with (ROWS / file).open() as lines:
             for row in csv.DictReader(lines):
-                # 98cdd27 stored the gated activation; later commits do not. Weights on the host are not planned.
-                is_planned = row["commit"] != "98cdd27" and "cpu_offloading_weights" not in row["recompute"]
-                if row["variant"] == "ours" and row["peak_gib"] and is_planned:
+                # 98cdd27 stored the gated activation; later commits do not.
+                if row["variant"] == "ours" and row["peak_gib"] and row["commit"] != "98cdd27":
                     rows.append((models[row["model"]], row))
     return rows
 
@@ -255,6 +254,8 @@ def planned_peak(model, row) -> float:
         memory["recompute_keep_core_attn"] = True
     if offloaded := re.search(r"(\d+) layers offloaded", recompute):
         memory["cpu_offloading_num_layers"] = int(offloaded[1])
+    if offloaded := re.search(r"cpu_offloading_weights=true, cpu_offloading_num_layers=(\d+)", recompute):
+        memory |= {"cpu_offloading_weights": True, "cpu_offloading_num_layers": int(offloaded[1])}
     size = int(row["tensor_parallel"])
     share = rank_model(
         with_defaults(NAMED_CONFIGS[model]),

@@ -56,11 +56,11 @@ def test_no_cell_begins_that_would_end_too_late(tmp_path, monkeypatch, capsys):
 
 
 def test_the_seed_decides_the_cells_and_they_fit():
-    cells = drawn(20, 5, 8.0)
-    assert cells == drawn(20, 5, 8.0) and cells != drawn(20, 6, 8.0)
+    cells = drawn(9, 5, 8.0)
+    assert cells == drawn(9, 5, 8.0) and cells != drawn(9, 6, 8.0)
     device = device_named("h200")
     for cell in (*NAMED, *cells):
         plan = plan_of(cell, device)
         assert plan.fits and plan.memory.host_bytes <= LARGEST_HOST_GIB * GIB, cell
-    assert len({cell.name for cell in (*NAMED, *cells)}) == len(NAMED) + 20
-    assert {cell.model for cell in cells} == {cell.model for cell in NAMED}
+    assert len({cell.name for cell in (*NAMED, *cells)}) == len(NAMED) + 9
+    assert len({cell.model for cell in cells}) > 2

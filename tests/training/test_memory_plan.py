@@ -77,6 +77,31 @@ def test_options_that_are_not_planned_are_named(tmp_path, monkeypatch, capsys):
     assert_says(capsys.readouterr().out, "memory: not planned", "attention_head_groups 'auto'")
 
 
+def test_compiled_layers_are_planned_where_the_compiler_chooses_nothing(tmp_path, monkeypatch, capsys):
+    full = {"recompute_granularity": "full"}
+    compiled = {"compile": "layer", "enable_cuda_graph": False}
+    for memory in ({}, {**full, "recompute_keep_core_attn": True}, {**full, "cpu_offloading_num_layers": 1}):
+        config = config_of(tmp_path, memory=memory, trainer=compiled)
+        _, plan = plan_of(config, monkeypatch)
+        assert plan.planned_bytes is None
+        assert_says(capsys.readouterr().out, "memory: not planned", "trainer.compile 'layer'", "'full'")
+    planned = [plan_of(config_of(tmp_path, memory=full, trainer=each), monkeypatch)[1] for each in ({}, compiled)]
+    assert planned[0].planned_bytes == planned[1].planned_bytes is not None
+
+
+def test_the_staging_memory_of_offloaded_states_is_that_of_the_run(tmp_path, monkeypatch):
+    plans = []
+    for gib in (1.0, 3.0):
+        optimizer = {"optimizer_cpu_offload": True, "optimizer_staging_gib": gib}
+        sizes = {**DEEP, "vocab_size": 8192, "hidden_size": 16384, "num_attention_heads": 2, "num_key_value_heads": 1}
+        config = config_of(
+            tmp_path, model={"config_overrides": sizes}, optimizer=optimizer, trainer={"precision": "bf16-mixed"}
+        )
+        plans.append(plan_of(config, monkeypatch)[1].planned_bytes)
+    # Slots of 192 MiB: 5 and 16 of them.
+    assert plans[1] - plans[0] == 11 * 192 * 2**20
+
+
 def write_auto(tmp_path, memory="auto", **sections):
     file = write_config(tmp_path, model={"config_overrides": DEEP}, **sections)
     content = yaml.safe_load(file.read_text())
