@@ -163,7 +163,11 @@ class ActivationOffload:
         # them.
         self._sending: deque[weakref.ref[_Storage]] = deque()
         self._saved_before: list[weakref.ref[_Storage]] = []
+        # What a layer may need: what one has saved, or by how much one has lowered the free memory.
+        # A layer without recompute after offloaded layers with recompute needs more than they do.
         self._layer_bytes = 0
+        self._largest_growth = 0
+        self._free_at_end: int | None = None  # free memory when the last layer ended, in this forward
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ActivationOffload:
         copy = memo[id(self)] = type(self)(
@@ -275,34 +279,42 @@ class ActivationOffload:
     def _unpack(self, packed: _OnDevice | _View) -> Tensor:
         # Backward has begun: storages that are still on the device stay there.
         self._sending.clear()
+        self._free_at_end = None
         return packed.tensor()
 
     def _free_sent(self) -> None:
         """Free the device memory of storages whose copy is complete.
 
         Wait for incomplete copies too: of layers before the last ``layers_in_flight``, and if free
-        memory is at most twice the last layer's saved bytes.
+        memory is at most twice what a layer may need.
         """
         self._num_ended += 1
-        if self._sending:
-            self._transfers.keep_pace()
+        if not self._sending:
+            self._free_at_end = None
+            return
+        self._transfers.keep_pace()
+        if self._free_at_end is not None:
+            growth = self._free_at_end - self._transfers.free_bytes()
+            self._largest_growth = max(self._largest_growth, growth)
+        needed = 2 * max(self._layer_bytes, self._largest_growth)
         while self._sending:
             # Copies complete in order: stop at the first incomplete one. A dead reference means
             # that autograd dropped the storage.
             storage = self._sending[0]()
             if storage is not None and not storage.sent.is_done():
                 # Waiting stalls the compute stream; it pays only if the next layer could run out of
-                # memory. The saved bytes say so only if they are most of what a layer allocates,
-                # which they are not in a recomputed layer.
+                # memory. In a recomputed layer, whose checkpoint is a small part of what it
+                # allocates, the number of layers in flight is bounded instead.
                 is_old = False
                 if self._layers_in_flight is not None:
                     is_old = storage.layer < self._num_ended - self._layers_in_flight
-                if not is_old and self._transfers.free_bytes() > 2 * self._layer_bytes:
+                if not is_old and self._transfers.free_bytes() > needed:
                     break
                 storage.sent.wait()
             if storage is not None:
                 storage.device = None
             self._sending.popleft()
+        self._free_at_end = self._transfers.free_bytes()
 
 
 def _fetch(saved: Iterable[weakref.ref[_Storage]], grad: Tensor) -> None:
