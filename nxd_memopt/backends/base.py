@@ -244,6 +244,10 @@ class Backend(Collectives):
     @abstractmethod
     def reset_peak_memory_stats(self) -> None: ...
 
+    def freed_bytes_kept(self) -> int | None:
+        """Return what ``memory_allocated`` counts of memory that tensors have freed; None if it is unknown or none."""
+        return None
+
     def free_memory_bytes(self) -> int | None:
         """Return the bytes of the device that this process can still allocate or has; None if unknown."""
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 from pathlib import Path
@@ -74,9 +75,45 @@ class CpuBackend(C10dBackend):
     def max_memory_allocated(self) -> int:
         return resident_bytes("VmHWM")
 
+    def freed_bytes_kept(self) -> int | None:
+        return _free_heap_bytes()
+
     def reset_peak_memory_stats(self) -> None:
         """Restart the peak at the current figure, if the kernel allows it (Linux 4.0 and newer)."""
         reset_resident_peak()
+
+
+class _Mallinfo2(ctypes.Structure):
+    """glibc's ``struct mallinfo2``: bytes and numbers of blocks of its heaps."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        )
+    ]
+
+
+def _free_heap_bytes() -> int | None:
+    """Return the bytes of freed blocks that malloc has not given back to the system; None without glibc 2.33.
+
+    malloc raises the size from which it maps a block by itself to the largest one that was freed, up
+    to 32 MiB: from then on most tensors lie in heaps, between blocks that are in use.
+    """
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "mallinfo2"):
+        return None
+    library.mallinfo2.restype = _Mallinfo2
+    return int(library.mallinfo2().fordblks)
 
 
 def reset_resident_peak() -> None:

@@ -123,6 +123,7 @@ def run_prepared(
     """
     config = plan.config
     backend.set_tf32(config.trainer.allow_tf32)
+    memory_plan = memory_plan.before_model()
     # The checkpoint is loaded last: it needs the optimizer, whose states are created for the
     # parameters that parallelize has made final.
     model = build_model(config, hf_config)
@@ -149,6 +150,7 @@ def run_prepared(
             train(training, config, reporter, interrupts)
         summary.peak_memory_bytes = peak_bytes_of_all_ranks()
         summary.measured_memory_bytes = memory_plan.measured_bytes(summary.peak_memory_bytes[0])
+        summary.freed_memory_bytes = backend.freed_bytes_kept()
         summary.held_out_loss_after = evaluate(training, config, reporter)
         finish(training, config, reporter, summary, vocabulary)
 

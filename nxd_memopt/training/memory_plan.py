@@ -48,7 +48,8 @@ class MemoryPlan:
     Args:
         planned_bytes: peak of a training step; None if the run has an option that is not planned.
         available_bytes: bytes of the device that tensors can use; None if they are not known.
-        before_bytes: bytes that the process uses before the model, which a host counts too.
+        before_bytes: bytes that the process uses before the model, which a host counts too; at the
+            time of the plan, until ``before_model`` counts them again.
         lines: what is shown.
     """
 
@@ -56,6 +57,10 @@ class MemoryPlan:
     available_bytes: int | None
     before_bytes: int
     lines: tuple[str, ...]
+
+    def before_model(self) -> MemoryPlan:
+        """Return the plan with the bytes that the process uses now: tokenizer and data are no part of the plan."""
+        return replace(self, before_bytes=_counted_before())
 
     def measured_bytes(self, peak_bytes: int | None) -> int | None:
         """Return what a peak of the backend has of the run itself; None if it was not measured.

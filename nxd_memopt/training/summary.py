@@ -40,6 +40,7 @@ class Summary:
     planned_memory_bytes: int | None = None
     available_memory_bytes: int | None = None
     measured_memory_bytes: int | None = None
+    freed_memory_bytes: int | None = None
     export: str | None = None
     transformers_held_out_loss: float | None = None
 
@@ -85,6 +86,8 @@ class Summary:
         if self.measured_memory_bytes is not None:
             difference = 100 * (self.planned_memory_bytes / self.measured_memory_bytes - 1)
             text += f"; measured: {gib(self.measured_memory_bytes)} ({difference:+.1f} %)"
+            if self.freed_memory_bytes:
+                text += f"\n{gib(self.freed_memory_bytes)} of freed blocks kept by malloc after the last step"
         return text
 
     def _rows(self) -> list[tuple[str, str]]:

@@ -77,6 +77,13 @@ def test_options_that_are_not_planned_are_named(tmp_path, monkeypatch, capsys):
     assert_says(capsys.readouterr().out, "memory: not planned", "attention_head_groups 'auto'")
 
 
+def test_what_the_process_uses_before_the_model_is_not_the_plan_s(tmp_path, monkeypatch):
+    _, plan = plan_of(config_of(tmp_path), monkeypatch)
+    monkeypatch.setattr(memory_plan.backend, "memory_allocated", lambda: 700)
+    assert plan.before_model().measured_bytes(1000) == 300
+    assert plan.measured_bytes(1 << 40) != (1 << 40) - 700
+
+
 def test_compiled_layers_are_planned_where_the_compiler_chooses_nothing(tmp_path, monkeypatch, capsys):
     full = {"recompute_granularity": "full"}
     compiled = {"compile": "layer", "enable_cuda_graph": False}
@@ -154,6 +161,8 @@ def test_metrics_and_summary_have_planned_and_measured(tmp_path):
     # A host counts the program too; what it used before the model is not the run's.
     assert summary["measured_memory_bytes"] < summary["peak_memory_bytes"][0]
     assert "planned memory" in outcome.stdout and "measured:" in outcome.stdout
+    # A host's allocator keeps freed blocks, which the growth of the process has too.
+    assert summary["freed_memory_bytes"] > 0 and "kept by malloc" in outcome.stdout
     assert outcome.stdout.index("memory: auto chose") < outcome.stdout.index("held-out loss")
 
 
