@@ -24,6 +24,7 @@ from nxd_memopt.checkpoint.directories import (
 from nxd_memopt.checkpoint.experts import split_experts, stored_names
 from nxd_memopt.checkpoint.files import WEIGHTS, WEIGHTS_INDEX, write_safetensors
 from nxd_memopt.checkpoint.names import named_tensors
+from nxd_memopt.modules.lora import is_adapter, merged_adapters
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.checkpointing import (
     full_shape,
@@ -62,7 +63,7 @@ def save_pretrained(
     rank, which writes them. The host of this rank needs ``max_shard_size_bytes`` of memory; each device of
     the replica needs one full parameter. The files are written next to ``directory`` and renamed
     when complete. An earlier export in ``directory`` is replaced at this point; other files in it
-    (a tokenizer) stay.
+    (a tokenizer) stay. Adapters (LoRA) are merged into the weights of the files.
 
     Args:
         model: a model with ``config`` and, optionally, ``generation_config``.
@@ -95,11 +96,12 @@ def save_pretrained(
         # One file at a time bounds the host memory of the writing rank. The gathers are outside
         # of ``raise_together``: the error of one rank inside of it would leave the other ranks
         # waiting in a collective.
-        for file_name, params in shards.items():
-            tensors = _gather(model, params, dtype)
-            with raise_together(task):
-                if writes:
-                    write_safetensors(incomplete_path(target) / file_name, tensors)
+        with merged_adapters(model):
+            for file_name, params in shards.items():
+                tensors = _gather(model, params, dtype)
+                with raise_together(task):
+                    if writes:
+                        write_safetensors(incomplete_path(target) / file_name, tensors)
         with raise_together(task):
             if writes:
                 _write_remaining(model, target, shards, dtype)
@@ -124,6 +126,9 @@ def plan_shards(
     groups: list[dict[str, Tensor]] = [{}]
     left_bytes = max_shard_size_bytes
     for entry in named_tensors(model):
+        # The caller has merged adapters into the weights, which have transformers' names.
+        if is_adapter(entry.names[0]):
+            continue
         # Greedy: start a new file if the tensor does not fit the remaining bytes, unless the file
         # is empty.
         _require_groups_of_model(entry.names[0], entry.tensor)

@@ -76,6 +76,8 @@ _TABLE: dict[str, Sources] = {
     "kernels.flash_attn": [(f"{_COMPAT}.modules", "nki_flash_attn_func")],
     "kernels.ring_attention_kernel": [(f"{_COMPAT}.modules", "nki_ring_attn_func")],
     "modules": [],
+    "modules.lora": [("nxd_memopt.modules.lora", "LoraConfig get_lora_model")],
+    "modules.lora.config": [("nxd_memopt.modules.lora", "LoraConfig")],
     "modules.moe": [(_MOE, "ACT2FN ExpertMLPs MoE RouterSinkhorn RouterTopK load_balancing_loss_func")],
     "modules.moe.expert_mlps": [(_MOE, "ExpertMLPs")],
     "modules.moe.expert_mlps_v2": [(_MOE, "ExpertMLPsV2")],

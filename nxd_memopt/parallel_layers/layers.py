@@ -12,7 +12,7 @@ from typing import cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends import backend
@@ -32,15 +32,7 @@ from nxd_memopt.parallel_layers.initialization import InitMethod
 from nxd_memopt.parallel_layers.rank_order import columns_in_full_order, swap_blocks
 from nxd_memopt.parallel_layers.utils import check_sequence_dimension, padded_size
 
-__all__ = [
-    "BaseParallelLinear",
-    "ColumnParallelLinear",
-    "ParallelEmbedding",
-    "RowParallelLinear",
-    "SharedInput",
-    "column_parallel",
-    "column_parallel_linears",
-]
+__all__ = ["BaseParallelLinear", "ColumnParallelLinear", "ParallelEmbedding", "RowParallelLinear", "SharedInput"]
 
 
 class ColumnParallelLinear(BaseParallelLinear):
@@ -165,6 +157,11 @@ class ColumnParallelLinear(BaseParallelLinear):
             skipped_bias = self._gathered(skipped_bias)
         return output, skipped_bias
 
+    def adapted(self, input: Tensor, output: Tensor) -> Tensor:
+        """Return ``output`` with what a subclass adds to it; ``SharedInput`` computes the rest for all layers."""
+        del input
+        return output
+
     def _gathered(self, columns: Tensor) -> Tensor:
         """Gather the columns ``[..., n]`` of all ranks, in the order of the full weight's rows.
 
@@ -214,7 +211,7 @@ class SharedInput(FusibleModule):
         self.shared_input = FusedPath(
             self,
             f"projection of {', '.join(self.shared_input_layers)}",
-            dict.fromkeys(self.shared_input_layers, ColumnParallelLinear),
+            {name: _linear_class(self.get_submodule(name)) for name in self.shared_input_layers},
             cost="each layer has its own all-gather and matmul",
         )
 
@@ -224,8 +221,15 @@ class SharedInput(FusibleModule):
         # A hook or a replaced forward on one of the layers turns the path off; then every layer
         # is called, at the cost of an all-gather each.
         if self.shared_input.is_active:
-            return column_parallel_linears(hidden, layers)
+            outputs = column_parallel_linears(hidden, layers)
+            return tuple(layer.adapted(hidden, output) for layer, output in zip(layers, outputs, strict=True))
         return tuple(layer(hidden) for layer in layers)
+
+
+def _linear_class(layer: nn.Module) -> type[nn.Module]:
+    """Return the class of a layer that ``SharedInput`` may compute without a call of its forward."""
+    # A class that defines ``adapted`` itself: any other subclass may compute something else.
+    return type(layer) if "adapted" in vars(type(layer)) else ColumnParallelLinear
 
 
 def column_parallel(

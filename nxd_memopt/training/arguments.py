@@ -25,6 +25,7 @@ from nxd_memopt.training.config import (
     TrainConfig,
     TrainerConfig,
 )
+from nxd_memopt.training.lora_options import LoraOptions
 from nxd_memopt.training.moe_options import MoEOptions
 from nxd_memopt.training.sharding import DataParallelConfig
 from nxd_memopt.training.yaml_file import parse_yaml, read_yaml_file
@@ -38,6 +39,7 @@ SECTIONS: dict[str, type] = {
     "data": DataConfig,
     "data_parallel": DataParallelConfig,
     "moe": MoEOptions,
+    "lora": LoraOptions,
     "optimizer": OptimizerConfig,
     "trainer": TrainerConfig,
     "launch": LaunchConfig,

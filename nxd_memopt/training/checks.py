@@ -10,6 +10,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from nxd_memopt._optional import require_installed
+from nxd_memopt.checkpoint.adapters import require_replaceable_adapters
 from nxd_memopt.checkpoint.exporting import require_replaceable
 from nxd_memopt.checkpoint.files import find_gguf, open_weights
 from nxd_memopt.checkpoint.steps import complete_steps
@@ -21,6 +22,7 @@ from nxd_memopt.parallel_layers.coordination import raise_together
 from nxd_memopt.planner.architectures import require_shardable, sizes
 from nxd_memopt.training.config import TrainConfig
 from nxd_memopt.training.distributed import is_rank_zero
+from nxd_memopt.training.lora_options import ADAPTER
 from nxd_memopt.training.model import expert_options
 from nxd_memopt.training.report import EVALUATION, METRICS, require_readable_records
 from nxd_memopt.training.stopping import LAST_SAVE
@@ -211,6 +213,8 @@ def _require_export_target(config: TrainConfig) -> None:
     target = config.trainer.export_directory
     try:
         require_replaceable(target)
+        if config.lora.lora_rank is not None:
+            require_replaceable_adapters(Path(config.trainer.output_dir) / ADAPTER)
     except ValueError as error:
         raise ValueError(f"trainer.export: {error}, or set trainer.export to false") from error
     sources = {"model.pretrained": config.model.pretrained, "model.tokenizer": config.model.tokenizer}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nxd_memopt.config import MemoryConfig, ParallelConfig, require_divisible, require_one_of
+from nxd_memopt.training.lora_options import LoraOptions, require_trainable_adapters
 from nxd_memopt.training.moe_options import MoEOptions
 from nxd_memopt.training.precision import MAX_LOSS_SCALE, resolve_precision
 from nxd_memopt.training.sharding import (
@@ -480,6 +481,7 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     data_parallel: DataParallelConfig = field(default_factory=DataParallelConfig)
     moe: MoEOptions = field(default_factory=MoEOptions)
+    lora: LoraOptions = field(default_factory=LoraOptions)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
@@ -502,6 +504,7 @@ class TrainConfig:
             overlap_grad_reduce=self.optimizer.overlap_grad_reduce,
             offloads_weights=self.memory.cpu_offloading_weights,
         )
+        require_trainable_adapters(self.lora, stage, self.memory, self.trainer.compile)
         require_gradient_sums(self.data_parallel.grad_reduce_in_fp32, precision)
         if self.optimizer.optimizer_cpu_offload:
             require_offloadable(self.data_parallel.stage, precision)
@@ -563,6 +566,11 @@ class TrainConfig:
             return (
                 f"memory.{name} is {getattr(self.memory, name)}, but the host starts the copies "
                 f"between kernels, and a graph has no host code: {remedy}"
+            )
+        if self.lora.lora_rank is not None:
+            return (
+                f"lora.lora_rank is {self.lora.lora_rank}, and graphs of adapters are not supported: set lora_rank to "
+                "null"
             )
         if self.trainer.compile:
             return (

@@ -27,6 +27,7 @@ from nxd_memopt.training.data_content import compared_sequences, wanted_sequence
 from nxd_memopt.training.distributed import is_extracting_graphs, is_rank_zero
 from nxd_memopt.training.evaluation import held_out_loss, held_out_loss_by_transformers
 from nxd_memopt.training.interrupts import Interrupts
+from nxd_memopt.training.lora_options import apply_lora, write_adapters
 from nxd_memopt.training.memory_plan import MemoryPlan, plan_memory
 from nxd_memopt.training.metrics import DeferredMetrics, StepResult
 from nxd_memopt.training.micro_batches import MicroBatch, micro_batches
@@ -129,6 +130,7 @@ def run_prepared(
     model = build_model(config, hf_config)
     warm_notes = load_warm_start(model, plan)
     require_fp16_range(model)
+    lora_notes = apply_lora(model, config)
     optimizer, forward_backward = parallelize(model, config)
     training = Training(model, optimizer, forward_backward, plan, tokens)
     if is_extracting_graphs():
@@ -140,7 +142,15 @@ def run_prepared(
         *describe_rows(config, tokens.log("train")),
         *conversation_notes(training, config, vocabulary),
     ]
-    notes = [*rows, *describe_step(model, config), *vocabulary.notes, *warm_notes, *plan.notes, *resume(training)]
+    notes = [
+        *rows,
+        *lora_notes,
+        *describe_step(model, config),
+        *vocabulary.notes,
+        *warm_notes,
+        *plan.notes,
+        *resume(training),
+    ]
     with open_reporter(config, training.step, notes, memory_plan.planned_bytes) as reporter:
         summary.held_out_loss_before = evaluate_before(training, config, reporter)
         evaluate_missed(training, config, reporter)
@@ -347,6 +357,7 @@ def finish(
     training.optimizer.finish_update()
     if config.trainer.export:
         export(training.model, vocabulary, directory)
+        write_adapters(training.model, config)
         summary.export = str(directory)
     # Rank 0 alone loads the export with transformers. The other ranks wait in raise_together and
     # end with its error if that fails.

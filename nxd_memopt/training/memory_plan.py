@@ -176,6 +176,8 @@ def _setting(config: TrainConfig, hf_config: PretrainedConfig) -> Setting:
     stage = config.data_parallel.stage
     memory = config.memory
     _require_planned_graphs(config)
+    if config.lora.lora_rank is not None:
+        raise ValueError(f"lora.lora_rank {config.lora.lora_rank} is not planned")
     moe = resolve_options(config.moe, hf_config)
     if moe is not None:
         _require_planned(config, moe)

@@ -92,6 +92,13 @@ RULES: dict[str, Rule] = {
     # The model's part of these is compared as its architecture too.
     **{f"moe.{name}": Rule(Change.WHEN_ASKED, before=None) for name in MOE_RESULTS},
     **{f"moe.{name}": Rule(Change.REPORTED, before=None) for name in MOE_REPORTED},
+    # Adapters are part of the model's shape; the scale and dropout are of its forward.
+    "lora.lora_rank": Rule(Change.REFUSED, NEW_RUN, before=None),
+    "lora.target_modules": Rule(Change.REFUSED, NEW_RUN, before=None),
+    "lora.lora_alpha": Rule(Change.REFUSED, NEW_RUN, before=8),
+    "lora.use_rslora": Rule(Change.REFUSED, NEW_RUN, before=False),
+    "lora.lora_dropout": Rule(Change.WHEN_ASKED, before=0.0),
+    "lora.init_lora_weights": NOT_COMPARED,
     # The position in the data is a number of sequences: whatever determines the sequences and
     # their order must stay. Paths and columns may change where the tokens are the same.
     "data.dataset": SAME_CONTENT,

@@ -17,6 +17,7 @@ OFFERED = {
         load_checkpoint neuronx_distributed_config save_checkpoint""",
     "neuronx_distributed.kernels.flash_attn": "nki_flash_attn_func",
     "neuronx_distributed.kernels.ring_attention_kernel": "nki_ring_attn_func",
+    "neuronx_distributed.modules.lora": "LoraConfig",
     "neuronx_distributed.modules.moe.expert_mlps": "ExpertMLPs",
     "neuronx_distributed.modules.moe.loss_function": "load_balancing_loss_func",
     "neuronx_distributed.modules.moe.model": "MoE",
@@ -64,7 +65,6 @@ MISSING = {
     "neuronx_distributed.lightning": """
         NeuronHooksCallback NeuronLTModule NeuronTQDMProgressBar NeuronTensorBoardLogger
         NeuronXLAPrecisionPlugin NeuronXLAStrategy""",
-    "neuronx_distributed.modules.lora": "LoraConfig",
 }
 MIGRATION_GUIDE = Path(__file__).resolve().parents[2] / "docs" / "migrating_from_nxd.md"
 

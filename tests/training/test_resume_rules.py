@@ -94,6 +94,11 @@ def other(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     rows = {"format": "messages"} if option in ("train_on_input", "long_conversations") else {}
     if rows:
         return {"data": rows}, {"data": rows | {option: True if option == "train_on_input" else "drop"}}
+    if section == "lora" and option != "lora_rank":
+        changed = {"lora_alpha": 16, "lora_dropout": 0.1, "use_rslora": True, "target_modules": ["o_proj"]}
+        return {"lora": {"lora_rank": 4}}, {"lora": {"lora_rank": 4, option: changed[option]}}
+    if name == "lora.lora_rank":
+        return {}, {"lora": {"lora_rank": 4}}
     if name == "data.format":
         return {"data": {"packing": "best_fit"}}, {"data": {"format": "messages"}}
     if name in values:

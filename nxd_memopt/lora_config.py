@@ -1,0 +1,61 @@
+"""Options of low-rank adapters (LoRA)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from nxd_memopt.config import require_one_of, require_positive_integer
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters of linear layers (arXiv:2106.09685). Names and defaults follow neuronx-distributed.
+
+    A layer computes ``W x + scale * B A x``, where A is ``[r, input_size]`` and B
+    ``[output_size, r]``. Only A and B are trained.
+
+    Args:
+        lora_rank: r.
+        lora_alpha: the scale is ``lora_alpha / r``.
+        lora_dropout: probability of dropping an element of the adapter's input.
+        target_modules: names of the layers with adapters, such as ``q_proj``: the last part of a
+            module's name, or several last parts. None takes query and value projections.
+        bias: which biases are trained; only ``"none"`` is supported.
+        use_rslora: the scale is ``lora_alpha / sqrt(r)`` (arXiv:2312.03732).
+        init_lora_weights: initial values of A: ``"default"`` is that of ``torch.nn.Linear``,
+            ``"gaussian"`` a normal distribution with standard deviation ``1 / r``. B is 0.
+
+    Raises:
+        ValueError: an option is out of range or not supported.
+    """
+
+    lora_rank: int = 16
+    lora_alpha: int = 8
+    lora_dropout: float = 0.0
+    target_modules: tuple[str, ...] | None = None
+    bias: Literal["none"] = "none"
+    use_rslora: bool = False
+    init_lora_weights: Literal["default", "gaussian"] = "default"
+
+    def __post_init__(self) -> None:
+        require_positive_integer("lora_rank", self.lora_rank)
+        require_positive_integer("lora_alpha", self.lora_alpha)
+        if not 0 <= self.lora_dropout < 1:
+            raise ValueError(f"lora_dropout must be at least 0 and below 1, got {self.lora_dropout}")
+        require_one_of("bias", self.bias, ("none",))
+        require_one_of("init_lora_weights", self.init_lora_weights, ("default", "gaussian"))
+        if isinstance(self.target_modules, str):
+            raise ValueError(f"target_modules {self.target_modules!r} is a text: write a list of names of layers")
+        if self.target_modules is not None:
+            # Lists come from YAML and from neuronx-distributed's scripts.
+            object.__setattr__(self, "target_modules", tuple(self.target_modules))
+            if not self.target_modules:
+                raise ValueError("target_modules is empty: name layers such as q_proj, or leave it out")
+
+    @property
+    def scale(self) -> float:
+        """Factor of the adapters' output."""
+        divisor = math.sqrt(self.lora_rank) if self.use_rslora else self.lora_rank
+        return self.lora_alpha / divisor

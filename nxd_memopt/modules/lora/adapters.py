@@ -1,0 +1,124 @@
+"""Adds low-rank adapters to a model, and merges them into its weights for an export."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from nxd_memopt.lora_config import LoraConfig
+from nxd_memopt.modules.lora.layers import AdaptedLinear, adapt
+from nxd_memopt.parallel_layers.data_shards import is_data_sharded
+from nxd_memopt.parallel_layers.fusion import Fusions
+from nxd_memopt.parallel_layers.layers import SharedInput
+
+# PEFT's default: query and value (arXiv:2106.09685, section 4.2).
+DEFAULT_TARGETS = {"gpt_neox": ("query_key_value",)}
+QUERY_AND_VALUE = ("q_proj", "v_proj")
+FACTORS = ("lora_A", "lora_B")
+
+
+def get_lora_model(model: nn.Module, lora_config: LoraConfig | None) -> nn.Module:
+    """Return ``model`` with adapters, which are added in place; None adds none. A name of neuronx-distributed."""
+    if lora_config is not None:
+        add_adapters(model, lora_config)
+    return model
+
+
+def add_adapters(model: nn.Module, config: LoraConfig) -> list[str]:
+    """Add adapters to the layers that ``config.target_modules`` names, and freeze all other parameters.
+
+    Call it after the weights are loaded, before ``apply_memory``, ``shard_model`` and the optimizer.
+    All tensor-parallel ranks call it at the same time: they draw the same initial values.
+
+    Returns:
+        The names of the layers with adapters.
+
+    Raises:
+        ValueError: a name is of no layer, or of one that cannot have an adapter; the model has
+            adapters; its parameters are sharded over data-parallel ranks; or a memory technique
+            computes layers without calling them.
+    """
+    targets = config.target_modules or default_targets(model)
+    named = dict(model.named_modules())
+    chosen = {name: module for name, module in named.items() if _is_target(name, targets)}
+    _require_targets(targets, named)
+    if adapted_layers(model):
+        raise ValueError("the model has adapters already: build it again to add others")
+    if any(is_data_sharded(parameter) for parameter in model.parameters()):
+        raise ValueError("add_adapters needs parameters that are not sharded over data-parallel ranks: call it before")
+    _require_called(model)
+    model.requires_grad_(False)
+    # Fused paths that would bypass an adapter turn off; ``model.fusions`` says which.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name, module in chosen.items():
+            adapt(name, module, config)
+    # One all-gather of the input of query, key and value remains, whichever of them have adapters.
+    for module in model.modules():
+        if isinstance(module, SharedInput):
+            module.share_input()
+    if hasattr(model, "fusions"):
+        cast(Any, model).fusions = Fusions(model)
+    return list(chosen)
+
+
+def default_targets(model: nn.Module) -> tuple[str, ...]:
+    """Return the layers that have adapters if none are named."""
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    return DEFAULT_TARGETS.get(str(model_type), QUERY_AND_VALUE)
+
+
+def adapted_layers(model: nn.Module) -> dict[str, AdaptedLinear]:
+    """Return the layers with adapters by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, AdaptedLinear)}
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether a parameter's name is of an adapter."""
+    return any(part in FACTORS for part in name.split("."))
+
+
+@contextmanager
+def merged_adapters(model: nn.Module) -> Iterator[None]:
+    """Add the adapters to the weights inside the block; afterwards the weights are bitwise as before.
+
+    The host needs memory for this rank's weights of the layers with adapters.
+    """
+    originals = {}
+    with torch.no_grad():
+        for layer in adapted_layers(model).values():
+            originals[layer] = layer.weight.detach().to("cpu", copy=True)
+            # The sum is rounded once to the weight's dtype.
+            layer.weight.copy_(layer.weight.float() + layer.delta())
+        try:
+            yield
+        finally:
+            for layer, original in originals.items():
+                layer.weight.copy_(original)
+
+
+def _is_target(name: str, targets: Sequence[str]) -> bool:
+    return any(name == target or name.endswith(f".{target}") for target in targets)
+
+
+def _require_targets(targets: Sequence[str], named: dict[str, nn.Module]) -> None:
+    """Raise ``ValueError`` for a target without a layer."""
+    for target in targets:
+        if not any(_is_target(name, [target]) for name in named):
+            known = sorted({name.rpartition(".")[2] for name, module in named.items() if hasattr(module, "weight")})
+            raise ValueError(f"target_modules names {target!r}, and no layer has this name: choose of {known}")
+        if _is_target("lm_head", [target]):
+            raise ValueError("target_modules names lm_head, whose loss does not call it: leave it out")
+
+
+def _require_called(model: nn.Module) -> None:
+    """Raise ``ValueError`` for memory techniques that read weights instead of calling layers."""
+    memory = getattr(model, "memory", None)
+    for name in ("mlp_tile_tokens", "attention_head_groups"):
+        if getattr(memory, name, None) is not None:
+            raise ValueError(f"{name} computes layers without their adapters: leave it out")

@@ -1,0 +1,111 @@
+"""The ``lora`` section: low-rank adapters, which are trained instead of the model's weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from nxd_memopt.config import MemoryConfig
+from nxd_memopt.lora_config import LoraConfig
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from nxd_memopt.modules.causal_lm import ParallelCausalLM
+    from nxd_memopt.training.config import TrainConfig
+
+ADAPTER = "adapter"
+
+
+@dataclass(frozen=True)
+class LoraOptions:
+    """Low-rank adapters (arXiv:2106.09685), with neuronx-distributed's names.
+
+    The model's own weights stay as they are and have no gradients and no optimizer states.
+
+    Args:
+        lora_rank: r, rank of the adapters; ``None`` trains the model's weights without adapters.
+        lora_alpha: the adapters' output is multiplied by ``lora_alpha / lora_rank``.
+        lora_dropout: probability of dropping an element of an adapter's input.
+        target_modules: names of the layers with adapters, such as ``[q_proj, v_proj]``, the default.
+        use_rslora: multiply by ``lora_alpha / sqrt(lora_rank)`` instead.
+        init_lora_weights: initial values of A: ``default``, as a linear layer's, or ``gaussian``.
+    """
+
+    lora_rank: int | None = None
+    lora_alpha: int = 8
+    lora_dropout: float = 0.0
+    target_modules: tuple[str, ...] | None = None
+    use_rslora: bool = False
+    init_lora_weights: Literal["default", "gaussian"] = "default"
+
+    def __post_init__(self) -> None:
+        if self.lora_rank is None:
+            for field in dataclasses.fields(self):
+                if getattr(self, field.name) != field.default:
+                    raise ValueError(
+                        f"lora.{field.name} {getattr(self, field.name)!r} needs adapters: set lora.lora_rank, or leave "
+                        "it out"
+                    )
+        self.config()
+
+    def config(self) -> LoraConfig | None:
+        """Return the configuration of the adapters; None without.
+
+        Raises:
+            ValueError: an option is out of range.
+        """
+        if self.lora_rank is None:
+            return None
+        try:
+            return LoraConfig(**dataclasses.asdict(self))
+        except ValueError as error:
+            raise ValueError(f"lora: {error}") from error
+
+
+def require_trainable_adapters(options: LoraOptions, stage: str, memory: MemoryConfig, compile: str | None) -> None:
+    """Raise ``ValueError`` for options that adapters cannot be combined with."""
+    if options.lora_rank is None:
+        return
+    conflicts = {
+        "data_parallel.sharding": (stage, "zero3", "zero2"),
+        "memory.mlp_tile_tokens": (memory.mlp_tile_tokens, None, "null"),
+        "memory.attention_head_groups": (memory.attention_head_groups, None, "null"),
+        "memory.cpu_offloading_weights": (memory.cpu_offloading_weights, False, "false"),
+        "trainer.compile": (compile, None, "null"),
+    }
+    for name, (value, compared, remedy) in conflicts.items():
+        # Of the stages one is refused; of the others every value but the one without effect.
+        if (value == compared) == (name == "data_parallel.sharding"):
+            raise ValueError(f"{name} {value!r} is not supported with lora.lora_rank: set it to {remedy}")
+
+
+def apply_lora(model: ParallelCausalLM, config: TrainConfig) -> list[str]:
+    """Add the adapters of the configuration; return the start report's line about them. Every rank calls."""
+    from nxd_memopt.modules.lora import add_adapters
+    from nxd_memopt.parallel_layers.checkpointing import full_shape
+
+    lora = config.lora.config()
+    if lora is None:
+        return []
+    layers = add_adapters(model, lora)
+    sizes = {True: 0, False: 0}
+    for parameter in model.parameters():
+        sizes[parameter.requires_grad] += math.prod(full_shape(parameter))
+    total = sum(sizes.values())
+    return [
+        f"LoRA: rank {lora.lora_rank}, scale {lora.scale:g}, in {len(layers)} layers; {sizes[True]:,} of {total:,} "
+        f"parameters are trained ({sizes[True] / total:.2%})"
+    ]
+
+
+def write_adapters(model: nn.Module, config: TrainConfig) -> None:
+    """Write the adapters in PEFT's format to ``output_dir/adapter``; nothing without. Every rank calls."""
+    from nxd_memopt.checkpoint.adapters import save_adapters
+
+    lora = config.lora.config()
+    if lora is not None:
+        save_adapters(model, Path(config.trainer.output_dir) / ADAPTER, lora, base_model=config.model.pretrained)

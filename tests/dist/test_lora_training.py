@@ -1,0 +1,141 @@
+"""Tests runs that train adapters (LoRA): equal losses in every layout, resumption, and files that PEFT loads."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from nxd_memopt.backends import backend
+from nxd_memopt.checkpoint import load_pretrained, save_pretrained
+from nxd_memopt.models import model_class
+from tests.reference_models import llama_config
+from tests.training.runs import LLAMA, TENSOR_AND_SEQUENCE, exact, rows, run_here, run_on_pool, summary, write_config
+
+LORA = {"lora_rank": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base model with weights that a run of a few steps moves visibly."""
+    directory = tmp_path_factory.mktemp("base")
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(llama_config(**LLAMA)).save_pretrained(directory / "model")
+    return directory / "model"
+
+
+def config(directory: Path, base: Path, name: str = "run", **sections: Any) -> Path:
+    lora = LORA | sections.pop("lora", {})
+    trainer = {"output_dir": str(directory / name), "max_steps": 4} | sections.pop("trainer", {})
+    # A large eps: AdamW's first updates would otherwise amplify the rounding of gradients near 0.
+    optimizer = {"lr": 0.02, "eps": 1e-3}
+    model = {"pretrained": str(base), "config_overrides": {}}
+    file = write_config(directory, model=model, trainer=trainer, optimizer=optimizer, **sections)
+    with file.open("a", encoding="utf-8") as opened:
+        opened.write(f"lora: {json.dumps(lora)}\n")
+    return file
+
+
+def losses(directory: Path) -> list[float]:
+    return [row[name] for row in rows(directory) for name in ("loss", "grad_norm")]
+
+
+def test_a_run_trains_adapters_alone_and_peft_loads_them(base: Path, tmp_path: Path) -> None:
+    outcome = run_here(config(tmp_path, base, trainer={"verify_export": True, "max_steps": 6}))
+    assert outcome.returncode == 0, outcome.stderr
+    assert "LoRA: rank 4, scale 2, in 10 layers" in outcome.stdout
+    found = summary(tmp_path / "run")
+    assert found["held_out_loss_after"] < found["held_out_loss_before"] - 0.01
+    assert found["transformers_difference"] < 1e-5 * found["held_out_loss_after"]  # of the merged export
+    # The checkpoint has optimizer states of the adapters only, and the base is what it was.
+    index = json.loads(next((tmp_path / "run" / "checkpoints").glob("*/index.json")).read_text(encoding="utf-8"))
+    states = [name for name in index["tensors"] if name.startswith("optimizer.")]
+    assert len(states) == 3 * 20 and all(".lora_A." in name or ".lora_B." in name for name in states)
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "export")
+    loaded = peft.PeftModel.from_pretrained(plain, str(tmp_path / "run" / "adapter")).merge_and_unload()  # pyright: ignore
+    for name, weight in merged.named_parameters():
+        torch.testing.assert_close(weight, loaded.get_parameter(name), rtol=1e-6, atol=1e-7)
+    before = load_file(base / "model.safetensors")
+    changed = {
+        name for name, weight in merged.state_dict().items() if not torch.equal(weight, before.get(name, weight))
+    }
+    assert changed and all(name.split(".")[-2] in LORA["target_modules"] for name in changed)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sections"),
+    [
+        pytest.param(2, {"parallel": TENSOR_AND_SEQUENCE}, id="T=2, SP"),
+        pytest.param(2, {"data_parallel": {"sharding": "zero2"}}, id="D=2, ZeRO-2"),
+        pytest.param(2, {"parallel": {"tensor_model_parallel_size": 2}}, id="T=2", marks=pytest.mark.slow),
+        pytest.param(
+            4,
+            {
+                "parallel": TENSOR_AND_SEQUENCE,
+                "data_parallel": {"sharding": "zero1"},
+                "memory": {"recompute_granularity": "full"},
+            },
+            id="T=2, SP, D=2, ZeRO-1, recompute",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_losses_of_every_layout(base: Path, tmp_path: Path, ranks: int, sections: dict[str, Any]) -> None:
+    assert run_here(config(tmp_path, base, "one", data={"micro_batch_size": 4})).returncode == 0
+    data = {"micro_batch_size": 2}
+    printed = run_on_pool(config(tmp_path, base, "many", data=data, **sections), ranks=ranks)
+    assert losses(tmp_path / "many") == pytest.approx(losses(tmp_path / "one"), rel=2e-5), printed  # other sums
+    names = ("lora_A", "lora_B")
+    adapters = [load_file(tmp_path / run / "adapter" / "adapter_model.safetensors") for run in ("one", "many")]
+    assert all(any(each in name for each in names) for name in adapters[0]) and len(adapters[0]) == 20
+    for name, value in adapters[0].items():
+        torch.testing.assert_close(adapters[1][name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_a_resumed_run_goes_on_with_its_adapters(base: Path, tmp_path: Path) -> None:
+    lora = {"lora_dropout": 0.2}
+    at_once = {"trainer": {"save_interval": 2, "output_dir": str(tmp_path / "once"), "max_steps": 4}}
+    assert run_here(config(tmp_path, base, lora=lora, **at_once)).returncode == 0
+    shutil.copytree(tmp_path / "once", tmp_path / "resumed")
+    shutil.rmtree(tmp_path / "resumed" / "checkpoints" / "step_00000004")
+    again = {"trainer": at_once["trainer"] | {"output_dir": str(tmp_path / "resumed")}}
+    outcome = run_here(config(tmp_path, base, lora=lora, **again))
+    assert outcome.returncode == 0 and "resuming after step 2" in outcome.stdout, outcome.stderr
+    assert exact(tmp_path / "resumed") == exact(tmp_path / "once")
+    refused = run_here(config(tmp_path, base, lora=lora | {"lora_rank": 2}, **again))
+    assert refused.returncode == 2 and "lora.lora_rank was 4 and is 2" in refused.stderr
+
+
+def test_a_merged_export_is_a_base_of_this_library(base: Path, tmp_path: Path) -> None:
+    assert run_here(config(tmp_path, base)).returncode == 0
+    model = model_class("llama")(llama_config(**LLAMA))
+    load_pretrained(model, tmp_path / "run" / "export")
+    assert all(parameter.device.type == backend.device.type for parameter in model.parameters())
+    save_pretrained(model, tmp_path / "again")
+    first, second = (
+        load_file(path / "model.safetensors") for path in (tmp_path / "run" / "export", tmp_path / "again")
+    )
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize(
+    ("sections", "says"),
+    [
+        ({"lora": {"lora_rank": 0}}, "lora: lora_rank must be at least 1"),
+        ({"lora": {"target_modules": ["qkv"]}}, "'qkv', and no layer has this name"),
+        ({"data_parallel": {"sharding": "zero3"}}, "data_parallel.sharding 'zero3' is not supported with lora"),
+        ({"memory": {"mlp_tile_tokens": 8}}, "memory.mlp_tile_tokens 8 is not supported with lora"),
+        ({"lora": {"lora_rank": None}}, "lora.target_modules"),
+    ],
+)
+def test_options_that_adapters_do_not_follow(base: Path, tmp_path: Path, sections: dict[str, Any], says: str) -> None:
+    outcome = run_here(config(tmp_path, base, **sections))
+    assert outcome.returncode == 2 and len(outcome.stderr.splitlines()) == 1 and says in outcome.stderr, outcome.stderr
