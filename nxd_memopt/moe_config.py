@@ -43,6 +43,9 @@ class MoEConfig:
             tokens of a micro-batch; None drops no token.
         moe_pad_expert_input_to_capacity: give each expert exactly that many rows, with zeros where
             it has fewer tokens: shapes do not depend on the routing.
+        moe_expert_block_size: give the experts' matmuls blocks of so many rows, each of one expert, as many as the
+            tokens fill at most: no token is dropped, and shapes do not depend on the routing. None for exact
+            numbers of rows.
         moe_token_drop_policy: which tokens an expert above its capacity keeps: those of the highest
             weight, ``"probs"``, or the first of the micro-batch, ``"position"``.
         moe_layer_recompute: recompute the MoE layer, router included, in backward.
@@ -72,6 +75,7 @@ class MoEConfig:
     moe_per_layer_logging: bool = False
     moe_expert_capacity_factor: float | None = None
     moe_pad_expert_input_to_capacity: bool = False
+    moe_expert_block_size: int | None = None
     moe_token_drop_policy: Literal["probs", "position"] = "probs"
     moe_layer_recompute: bool = False
     moe_layer_freq: int | tuple[int, ...] = 1
@@ -125,7 +129,7 @@ class MoEConfig:
     def _check_types(self) -> None:
         require_positive_integer("num_moe_experts", self.num_moe_experts)
         require_positive_integer("moe_router_topk", self.moe_router_topk)
-        for name in ("moe_shared_expert_intermediate_size", "moe_ffn_hidden_size"):
+        for name in ("moe_shared_expert_intermediate_size", "moe_ffn_hidden_size", "moe_expert_block_size"):
             if getattr(self, name) is not None:
                 require_positive_integer(name, getattr(self, name))
         for name in _MOE_SWITCHES:
@@ -160,6 +164,12 @@ class MoEConfig:
                 "moe_router_enable_expert_bias=True needs moe_router_score_function 'sigmoid', got 'softmax': "
                 "set it, or balance the load by moe_router_load_balancing_type 'aux_loss'"
             )
+        rate = self.moe_router_bias_update_rate
+        if rate != MoEConfig.moe_router_bias_update_rate and not self.moe_router_enable_expert_bias:
+            raise ValueError(
+                f"moe_router_bias_update_rate {rate} is the step of a bias, and moe_router_enable_expert_bias is False: "
+                "set it, or leave the rate out"
+            )
         # Sinkhorn chooses the experts from the logits, and weighs them by a fixed rule.
         if is_sinkhorn and (not is_softmax or self.moe_router_pre_softmax):
             raise ValueError(
@@ -188,6 +198,16 @@ class MoEConfig:
         elif type(factor) not in (int, float) or not 0 < factor < math.inf:
             raise ValueError(
                 f"moe_expert_capacity_factor must be a number above 0, got {factor!r}: leave it out to drop no token"
+            )
+        if factor is not None and self.moe_expert_block_size is not None:
+            raise ValueError(
+                f"moe_expert_block_size {self.moe_expert_block_size} drops no token, and moe_expert_capacity_factor is "
+                f"{factor!r}: leave one out"
+            )
+        if factor is None and self.moe_token_drop_policy != MoEConfig.moe_token_drop_policy:
+            raise ValueError(
+                f"moe_token_drop_policy {self.moe_token_drop_policy!r} chooses which tokens are dropped, and "
+                "moe_expert_capacity_factor is None, which drops none: set the factor, or leave the policy out"
             )
         dropping = self.moe_token_dropping
         if dropping is not None and dropping != (factor is not None):

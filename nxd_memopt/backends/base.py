@@ -79,7 +79,8 @@ class Backend(Collectives):
         del tensor, sent, received, group
         raise ValueError(
             f"the backend {self.name} exchanges equal numbers of rows only: set "
-            "moe_pad_expert_input_to_capacity=True and moe_expert_capacity_factor"
+            "moe_pad_expert_input_to_capacity=True and moe_expert_capacity_factor, or moe_expert_block_size and "
+            "moe_token_dispatcher_type allgather"
         )
 
     @classmethod

@@ -31,6 +31,7 @@ graph are up to 6 % above the measured peak (docs/planner.md), so that a smaller
 
 
 UNPLANNED = (
+    "moe_expert_block_size",
     "moe_expert_capacity_factor",
     "moe_input_jitter_eps",
     "moe_router_dtype",

@@ -36,6 +36,7 @@ class MoEOptions:
         moe_expert_capacity_factor: each expert takes at most ``ceil(tokens * k / E * factor)`` tokens of a
             micro-batch.
         moe_pad_expert_input_to_capacity: give each expert exactly that many rows.
+        moe_expert_block_size: rows of the blocks of the static form that drops no token.
         moe_token_drop_policy: which tokens a full expert keeps: ``probs`` or ``position``.
         moe_layer_recompute: recompute the MoE layers in backward.
         moe_layer_freq: must agree with the layers of the model.
@@ -59,6 +60,7 @@ class MoEOptions:
     moe_per_layer_logging: bool | None = None
     moe_expert_capacity_factor: float | None = None
     moe_pad_expert_input_to_capacity: bool | None = None
+    moe_expert_block_size: int | None = None
     moe_token_drop_policy: Literal["probs", "position"] | None = None
     moe_layer_recompute: bool | None = None
     moe_layer_freq: int | tuple[int, ...] | None = None

@@ -264,6 +264,13 @@ REFUSALS = {
         lambda: build(moe=MoEConfig(8)),
         ["num_moe_experts 8", "4", "MixtralConfig"],
     ),
+    "blocks and all-to-all": (
+        lambda: build(
+            moe=MoEConfig(4, moe_expert_block_size=8, moe_token_dispatcher_type="alltoall"),
+            parallel=ParallelConfig(expert_model_parallel_size=2),
+        ),
+        ["moe_expert_block_size 8", "expert_model_parallel_size 2", "'allgather'"],
+    ),
     "sigmoid": (
         lambda: build(moe=MoEConfig(4, moe_router_score_function="sigmoid")),
         ["moe_router_score_function", "sigmoid", "softmax"],

@@ -12,7 +12,7 @@ import pytest
 
 from nxd_memopt.backends.neuron import xla_inspect
 from tests.golden.runs import MODELS, SIZES
-from tests.xla.graphs import BATCH_SIZE, SEQUENCE_LENGTH, WORLD_SIZE
+from tests.xla.graphs import BATCH_SIZE, EXPERTS, SEQUENCE_LENGTH, WORLD_SIZE
 
 LAYERS, HIDDEN = SIZES["num_hidden_layers"], SIZES["hidden_size"]
 FP32 = 4
@@ -98,3 +98,13 @@ def test_trn1s_order_of_kv_replicas_has_the_same_theory(trn1_graphs, graphs):
     (fingerprint,) = {trn1_graphs["llama", rank]["traced"]["hash"] for rank in range(WORLD_SIZE)}
     assert fingerprint != graphs["llama", 0]["traced"]["hash"]
     assert Counter(trn1_graphs["llama", 0]["optimized"]["collectives"]) == expected("llama")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXPERTS)
+def test_all_ranks_compile_one_graph_of_experts(name, tmp_path):
+    """Tensor-parallel ranks with other columns, expert-parallel ranks with other experts and tokens."""
+    graphs = traced(tmp_path, [name])
+    assert len({graphs[name, rank]["traced"]["hash"] for rank in range(WORLD_SIZE)}) == 1
+    kinds = " ".join(graphs[name, 0]["traced"]["collectives"])
+    assert ("all_to_all" in kinds) == name.endswith("alltoall")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from nxd_memopt.backends import backend
 from nxd_memopt.parallel_layers import grads, parallel_state
@@ -15,28 +18,40 @@ from tests.reference_models import batch, full_parameters, hugging_face, local_p
 
 # fp32 sums in another order, and XLA's own exponential: measured below 5e-6
 BOUND = 2e-5
-# Every expert has room for every token: nothing is dropped, and all shapes are static.
-PADDED = {"moe_expert_capacity_factor": 4.0, "moe_pad_expert_input_to_capacity": True}
+# Static shapes without dropping: every expert has room for every token, or the blocks that all tokens can fill.
+FORMS: dict[str, dict[str, Any]] = {
+    "padded": {"moe_expert_capacity_factor": 4.0, "moe_pad_expert_input_to_capacity": True},
+    "blocks": {"moe_expert_block_size": 8},
+}
 
 
-@distributed([1, 2], timeout_s=400)
-@pytest.mark.parametrize("recompute", [None, "full"])
-def test_loss_and_gradients_equal_the_cpus(recompute, world_size):
-    assert backend.name == "xla"
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
+def step_of(form: str, dispatcher: str, recompute: str | None, inputs: dict[str, torch.Tensor]):
+    """A model on the device, transformers' one, and both losses; the gradients are traced and not yet computed."""
     config = mixtral_config()
     reference = hugging_face(config)
-    expected = reference(**batch()).loss
+    expected = reference(**inputs).loss
     expected.backward()
-    moe = options_of(config, "alltoall", **PADDED)
+    moe = options_of(config, dispatcher, **FORMS[form])
     model = parallel_model(
         config, full_parameters(reference), sequence_parallel=True, moe=moe, recompute_granularity=recompute
     )
     move_model_to_device(model, backend.device)
-    inputs = {name: value.to(backend.device) for name, value in batch().items()}
-    loss = model(**inputs).loss
+    on_device = {name: value.to(backend.device) for name, value in inputs.items()}
+    backend.mark_step()
+    loss = model(**on_device).loss
     loss.backward()
     grads.allreduce_sequence_parallel_gradients(model)
+    return model, reference, loss, expected
+
+
+@distributed([1, 2], timeout_s=400)
+@pytest.mark.parametrize("recompute", [None, "full"])
+@pytest.mark.parametrize("form", FORMS)
+def test_loss_and_gradients_equal_the_cpus(form, recompute, world_size):
+    assert backend.name == "xla"
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
+    model, reference, loss, expected = step_of(form, "alltoall", recompute, batch())
+    config = model.config
     backend.mark_step()
     assert relative_error(loss.detach().cpu(), expected.detach()) < BOUND
     wanted = dict(reference.named_parameters())
@@ -47,9 +62,24 @@ def test_loss_and_gradients_equal_the_cpus(recompute, world_size):
     assert torch.isfinite(loss.detach().cpu())
 
 
+@distributed(2, timeout_s=400)
+@pytest.mark.parametrize(
+    ("form", "dispatcher"), [("padded", "alltoall"), ("padded", "allgather"), ("blocks", "allgather")]
+)
+def test_expert_parallel_losses_equal_the_cpus(form, dispatcher):
+    """The graphs of all ranks are compared in test_graphs."""
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
+    for shift in (0, 1):
+        inputs = {name: value.roll(dist.get_rank() + shift, 1) for name, value in batch().items()}
+        model, _, loss, expected = step_of(form, dispatcher, None, inputs)
+        backend.mark_step()
+        assert relative_error(loss.detach().cpu(), expected.detach()) < BOUND
+        assert all(torch.isfinite(param.grad.cpu()).all() for param in model.parameters())
+
+
 @distributed(1)
 def test_shapes_that_depend_on_the_routing_are_refused():
     parallel_state.initialize_model_parallel()
     config = mixtral_config()
     message = error_message(lambda: parallel_model(config, moe=options_of(config, "alltoall")))
-    assert_says(message, "xla", "fixed shapes", "moe_pad_expert_input_to_capacity=True")
+    assert_says(message, "xla", "fixed shapes", "moe_pad_expert_input_to_capacity=True", "moe_expert_block_size")

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nxd_memopt.modules.moe.capacity import ranks_in_expert, tokens_per_expert
+
 _MOST_16_BIT = 2**15
 
 
@@ -17,12 +19,14 @@ class Assignment:
     Attributes:
         choices: ``[R]``, which of the ``N * k`` choices each row is: token ``choice // k``.
         is_token: ``[R]``, False for rows of padding, whose choice is 0; None without padding.
-        counts: ``[E]``, rows of each expert; None if all experts have the same number.
+        counts: ``[E]``, rows of each expert; None if all experts have the same number, and for blocks.
+        block_experts: ``[blocks]``, the expert of each of equally long blocks of rows, or None.
     """
 
     choices: Tensor
     is_token: Tensor | None
     counts: Tensor | None
+    block_experts: Tensor | None = None
 
 
 def assign(experts: Tensor, positions: Tensor | None, num_experts: int, capacity: int | None) -> Assignment:
@@ -64,6 +68,54 @@ def assign_padded(experts: Tensor, positions: Tensor, num_experts: int, capacity
     empty = torch.full((num_experts * capacity + 1,), -1, dtype=torch.int64, device=slots.device)
     choices = empty.scatter_(0, slots, torch.arange(slots.numel(), device=slots.device))[:-1]
     return Assignment(choices.clamp(min=0), choices >= 0, None)
+
+
+def most_blocks(tokens: int, top_k: int, num_experts: int, block_size: int) -> int:
+    """Return how many blocks the choices of ``tokens`` tokens fill at most, whatever the routing.
+
+    The blocks are ``sum_e ceil(n_e / B)``, with ``n_e`` of at most N choices for each of the E experts and at most
+    ``N min(k, E)`` together: at most ``(N min(k, E) + E (B - 1)) / B`` and ``E ceil(N / B)``.
+
+    Args:
+        tokens: N.
+        top_k: k, different experts of a token.
+        num_experts: E, the experts of this rank.
+        block_size: B.
+    """
+    choices = tokens * min(top_k, num_experts)
+    return min((choices + num_experts * (block_size - 1)) // block_size, num_experts * -(-tokens // block_size))
+
+
+def assign_blocks(experts: Tensor, first_expert: int | Tensor, num_experts: int, block_size: int) -> Assignment:
+    """Return the rows of the choices of this rank's experts in ``most_blocks`` blocks: none is dropped.
+
+    Each expert has the blocks that its choices fill, and its last one is padded. What is left over are blocks of
+    padding. Shapes do not depend on the routing, nor the graph on the rank.
+
+    Args:
+        experts: ``[N, k]``, the chosen experts, also those of other ranks.
+        first_expert: index of this rank's first expert, a number or a 0-dim tensor.
+        num_experts: E, the experts of this rank.
+        block_size: B, rows of a block.
+    """
+    tokens, top_k = experts.shape
+    key = (experts - first_expert).reshape(-1)
+    is_own = (key >= 0) & (key < num_experts)
+    # Choices of other ranks' experts are one more expert, whose rows are cut off.
+    key = torch.where(is_own, key, num_experts)
+    positions = ranks_in_expert(key, key, num_experts + 1, "position")
+    blocks = (tokens_per_expert(key, num_experts + 1)[:-1] + block_size - 1) // block_size
+    ends = blocks.cumsum(0)
+    starts = torch.cat([(ends - blocks) * block_size, ends.new_zeros(1)])
+    num_blocks = most_blocks(tokens, top_k, num_experts, block_size)
+    rows = num_blocks * block_size
+    slots = torch.where(is_own, starts.index_select(0, key) + positions, rows)
+    empty = torch.full((rows + 1,), -1, dtype=torch.int64, device=slots.device)
+    choices = empty.scatter_(0, slots, torch.arange(slots.numel(), device=slots.device))[:-1]
+    # A block belongs to the expert after as many experts as end before it.
+    numbers = torch.arange(num_blocks, device=slots.device).unsqueeze(1)
+    block_experts = (numbers >= ends).sum(1).clamp(max=num_experts - 1)
+    return Assignment(choices.clamp(min=0), choices >= 0, None, block_experts)
 
 
 def take_rows(x: Tensor, assignment: Assignment, top_k: int) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nxd_memopt.backends import backend
-from nxd_memopt.modules.moe.assignment import Assignment, add_rows, assign, assign_padded, take_rows
+from nxd_memopt.modules.moe.assignment import Assignment, add_rows, assign, assign_blocks, assign_padded, take_rows
 from nxd_memopt.parallel_layers import mappings, parallel_state
 
 
@@ -38,12 +38,15 @@ class Dispatcher:
             of its experts; without padding the host reads the numbers of rows.
         capacity: choices of a micro-batch that an expert takes; None takes all.
         is_padded: each expert gets exactly ``capacity`` rows of each micro-batch.
+        block_size: rows of the blocks of the static form without dropping, which needs ``"allgather"`` between
+            expert-parallel ranks; None for exact numbers of rows.
     """
 
     num_experts: int
     kind: str
     capacity: int | None
     is_padded: bool
+    block_size: int | None = None
 
     def run(self, x: Tensor, weights: Tensor, experts: Tensor, positions: Tensor | None, local: LocalExperts) -> Tensor:
         """Return the experts' weighted outputs for ``x``, ``[N, H]``.
@@ -70,6 +73,8 @@ class Dispatcher:
         return add_rows(outputs, weights, assignment, x.size(0))
 
     def _assign(self, experts: Tensor, positions: Tensor | None) -> Assignment:
+        if self.block_size is not None:
+            return assign_blocks(experts, 0, self.num_experts, self.block_size)
         if not self.is_padded:
             return assign(experts, positions, self.num_experts, self.capacity)
         assert positions is not None and self.capacity is not None
@@ -88,11 +93,13 @@ class Dispatcher:
         all_experts = backend.all_gather(experts, group)
         all_positions = None if positions is None else backend.all_gather(positions, group)
         per_rank = self.num_experts // ranks
-        first = backend.group_rank(group) * per_rank
-        if self.is_padded:
-            mine = self._own_padded(all_experts, all_positions, ranks, first, per_rank)
+        if self.block_size is not None:
+            first = backend.group_rank_in_graph(group) * per_rank
+            mine = assign_blocks(all_experts, first, per_rank, self.block_size)
+        elif self.is_padded:
+            mine = self._own_padded(all_experts, all_positions, ranks)
         else:
-            mine = self._own(all_experts, all_positions, first, per_rank)
+            mine = self._own(all_experts, all_positions, backend.group_rank(group) * per_rank, per_rank)
         partial = local.routed(all_x, all_weights, mine)
         return mappings.reduce_scatter_to_sequence_parallel_region(partial, process_group=group)
 
@@ -105,21 +112,19 @@ class Dispatcher:
         choices = everything.choices[start : start + int(counts.sum())]
         return Assignment(choices, None, counts)
 
-    def _own_padded(
-        self, experts: Tensor, positions: Tensor | None, ranks: int, first: int, per_rank: int
-    ) -> Assignment:
+    def _own_padded(self, experts: Tensor, positions: Tensor | None, ranks: int) -> Assignment:
         """Return ``capacity`` rows for each expert of this rank and each source of tokens."""
         assert positions is not None and self.capacity is not None
+        group = parallel_state.get_expert_model_parallel_group()
         parts: list[Assignment] = []
         for source_experts, source_positions in zip(experts.chunk(ranks), positions.chunk(ranks), strict=True):
             parts.append(assign_padded(source_experts, source_positions, self.num_experts, self.capacity))
         choices_per_rank = experts.numel() // ranks
-        own = slice(first * self.capacity, (first + per_rank) * self.capacity)
         # [source, expert, capacity] -> [expert, source, capacity]; choices count over all sources.
         offsets = torch.arange(ranks, device=experts.device).unsqueeze(1) * choices_per_rank
-        choices = torch.stack([part.choices[own] for part in parts]) + offsets
-        is_token = torch.stack([part.is_token[own] for part in parts if part.is_token is not None])
-        by_expert = (ranks, per_rank, self.capacity)
+        choices = torch.stack([backend.shard(part.choices, 0, group) for part in parts]) + offsets
+        is_token = torch.stack([backend.shard(part.is_token, 0, group) for part in parts if part.is_token is not None])
+        by_expert = (ranks, self.num_experts // ranks, self.capacity)
         return Assignment(
             choices.view(by_expert).transpose(0, 1).reshape(-1),
             is_token.view(by_expert).transpose(0, 1).reshape(-1),

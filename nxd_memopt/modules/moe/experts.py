@@ -13,6 +13,7 @@ from nxd_memopt.modules.moe.assignment import Assignment, add_rows, take_rows
 from nxd_memopt.modules.moe.expert_weights import expert_weight
 from nxd_memopt.ops.activation import ACTIVATIONS, gated_activation
 from nxd_memopt.ops.autograd import cast_if_autocast_enabled
+from nxd_memopt.ops.block_linear import block_linear
 from nxd_memopt.ops.cuda import experts as cuda
 from nxd_memopt.ops.grouped_linear import grouped_linear
 from nxd_memopt.parallel_layers import parallel_state
@@ -88,19 +89,23 @@ class Experts(ShardedModule):
             return cuda.routed_experts(
                 x, weights, assignment.choices, assignment.counts.cumsum(0), gate_up, down, self.hidden_act
             )
-        outputs = self(take_rows(x, assignment, weights.size(1)), assignment.counts)
+        outputs = self(take_rows(x, assignment, weights.size(1)), assignment.counts, assignment.block_experts)
         return add_rows(outputs, weights, assignment, x.size(0))
 
-    def forward(self, rows: Tensor, counts: Tensor | None) -> Tensor:
+    def forward(self, rows: Tensor, counts: Tensor | None, block_experts: Tensor | None = None) -> Tensor:
         """Return this rank's partial sum of the outputs of its experts, ``[R, H]``.
 
         Args:
             rows: ``[R, H]``, the inputs of the first expert of this rank, then of the next.
             counts: ``[E/EP]``, rows of each expert; None if all have R / (E/EP).
+            block_experts: ``[blocks]``, the expert of each of equally long blocks of rows; None without blocks.
         """
         gate_up, down = self._weights(rows.dtype)
-        gate, up = grouped_linear(rows, gate_up, counts).chunk(2, dim=-1)  # [R, F/T]
-        return grouped_linear(gated_activation(gate, up, self.hidden_act), down, counts)
+        linear = partial(grouped_linear, counts=counts)
+        if block_experts is not None:
+            linear = partial(block_linear, block_experts=block_experts)
+        gate, up = linear(rows, gate_up).chunk(2, dim=-1)  # [R, F/T]
+        return linear(gated_activation(gate, up, self.hidden_act), down)
 
     def _weights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return self.gate_up_proj.to(dtype), self.down_proj.to(dtype)

@@ -12,7 +12,7 @@ from nxd_memopt.modules.moe.experts import Experts
 from nxd_memopt.modules.moe.load_balancing import token_sums, with_row
 from nxd_memopt.modules.moe.router import Router, Routing
 from nxd_memopt.moe_config import MoEConfig
-from nxd_memopt.parallel_layers import mappings
+from nxd_memopt.parallel_layers import mappings, parallel_state
 
 
 class MoELayer(nn.Module):
@@ -32,7 +32,7 @@ class MoELayer(nn.Module):
 
     Raises:
         ValueError: the number of experts or their width cannot be divided over the ranks, shared
-            experts are missing or superfluous, or the device needs padding to a capacity.
+            experts are missing or superfluous, the device needs a static form, or blocks another dispatcher.
     """
 
     def __init__(
@@ -52,10 +52,18 @@ class MoELayer(nn.Module):
                 f"moe_shared_expert_intermediate_size {width} and shared_experts {type(shared_experts).__name__} go "
                 "together: pass both or neither"
             )
-        if backend.shapes_are_static and not moe.moe_pad_expert_input_to_capacity:
+        is_static = moe.moe_pad_expert_input_to_capacity or moe.moe_expert_block_size is not None
+        if backend.shapes_are_static and not is_static:
             raise ValueError(
                 f"the backend {backend.name} compiles fixed shapes, and the rows of an expert depend on the routing: "
-                "set moe_expert_capacity_factor and moe_pad_expert_input_to_capacity=True"
+                "set moe_expert_capacity_factor and moe_pad_expert_input_to_capacity=True, or moe_expert_block_size"
+            )
+        expert_size = parallel_state.get_expert_model_parallel_size()
+        if moe.moe_expert_block_size is not None and expert_size > 1 and moe.moe_token_dispatcher_type != "allgather":
+            # The static bound of an exchange is every token to every rank, which is an all-gather.
+            raise ValueError(
+                f"moe_expert_block_size {moe.moe_expert_block_size} and expert_model_parallel_size {expert_size} need "
+                f"moe_token_dispatcher_type 'allgather', got {moe.moe_token_dispatcher_type!r}: set it"
             )
         self.moe = moe
         self.sequence_first = factory.parallel.sequence_parallel_enabled
@@ -112,7 +120,11 @@ class MoELayer(nn.Module):
             capacity = expert_capacity(tokens, moe.moe_router_topk, moe.num_moe_experts, moe.moe_expert_capacity_factor)
             positions = self._positions(weights, experts)
         dispatcher = Dispatcher(
-            moe.num_moe_experts, moe.moe_token_dispatcher_type, capacity, moe.moe_pad_expert_input_to_capacity
+            moe.num_moe_experts,
+            moe.moe_token_dispatcher_type,
+            capacity,
+            moe.moe_pad_expert_input_to_capacity,
+            moe.moe_expert_block_size,
         )
         return dispatcher, positions
 

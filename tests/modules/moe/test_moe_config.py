@@ -31,6 +31,19 @@ REFUSALS = {
     "negative jitter": ({"moe_input_jitter_eps": -0.1}, ["moe_input_jitter_eps", "at least 0", "-0.1"]),
     "capacity of zero": ({"moe_expert_capacity_factor": 0}, ["moe_expert_capacity_factor", "above 0", "got 0"]),
     "negative capacity": ({"moe_expert_capacity_factor": -1.0}, ["moe_expert_capacity_factor", "-1.0", "leave it out"]),
+    "rate without a bias": (
+        {"moe_router_bias_update_rate": 0.1},
+        ["moe_router_bias_update_rate 0.1", "moe_router_enable_expert_bias", "leave the rate out"],
+    ),
+    "policy without capacity": (
+        {"moe_token_drop_policy": "position"},
+        ["moe_token_drop_policy 'position'", "moe_expert_capacity_factor is None", "leave the policy out"],
+    ),
+    "blocks of zero rows": ({"moe_expert_block_size": 0}, ["moe_expert_block_size", "at least 1", "0"]),
+    "blocks and capacity": (
+        {"moe_expert_block_size": 64, "moe_expert_capacity_factor": 1.0},
+        ["moe_expert_block_size 64", "moe_expert_capacity_factor is 1.0", "leave one out"],
+    ),
     "padding without capacity": (
         {"moe_pad_expert_input_to_capacity": True},
         ["moe_pad_expert_input_to_capacity", "moe_expert_capacity_factor", "None"],

@@ -67,6 +67,15 @@ CASES: dict[str, tuple[dict[str, Any], Options]] = {
         },
         Options(factor=0.6, policy="position", loss="aux", coeff=0.2, z_coeff=0.1),
     ),
+    "blocks": ({"moe_expert_block_size": 4}, Options()),
+    "blocks of more rows than tokens, with losses": (
+        {"moe_expert_block_size": 64, "moe_aux_loss_coeff": 0.2, "moe_z_loss_coeff": 0.1},
+        Options(loss="aux", coeff=0.2, z_coeff=0.1),
+    ),
+    "blocks of one row, one expert": (
+        {"moe_expert_block_size": 1, "moe_router_pre_softmax": True, "moe_router_topk": 1},
+        Options(rule="pre", k=1),
+    ),
     "capacity above all tokens": ({"moe_expert_capacity_factor": 100.0}, Options()),
 }
 
@@ -161,6 +170,8 @@ def check(name: str, *, tensor: int, expert: int, sequence_parallel: bool, dispa
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor, expert_model_parallel_size=expert)
     model_parallel_manual_seed(7)
     moe_options, options = CASES[name]
+    if "moe_expert_block_size" in moe_options:
+        dispatcher = "allgather"  # the only one
     moe = MoEConfig(EXPERTS, **{**moe_options, "moe_token_dispatcher_type": dispatcher})
     weights = Weights.random(EXPERTS, HIDDEN, WIDTH)
     layer = build(moe, weights, sequence_parallel=sequence_parallel)
