@@ -167,8 +167,8 @@ class MoEConfig:
         rate = self.moe_router_bias_update_rate
         if rate != MoEConfig.moe_router_bias_update_rate and not self.moe_router_enable_expert_bias:
             raise ValueError(
-                f"moe_router_bias_update_rate {rate} is the step of a bias, and moe_router_enable_expert_bias is False: "
-                "set it, or leave the rate out"
+                f"moe_router_bias_update_rate {rate} is the step of a bias, and moe_router_enable_expert_bias is "
+                "False: set it, or leave the rate out"
             )
         # Sinkhorn chooses the experts from the logits, and weighs them by a fixed rule.
         if is_sinkhorn and (not is_softmax or self.moe_router_pre_softmax):
