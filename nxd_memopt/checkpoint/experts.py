@@ -51,6 +51,15 @@ def names_of(model: torch.nn.Module) -> ExpertNames | None:
     return NAMES.get(str(model_type))
 
 
+def with_zero_biases(model: torch.nn.Module, sources: Sources) -> Sources:
+    """Return ``sources`` with zeros for the biases of routers that they lack: Hugging Face's files have none."""
+    biases: dict[str, Tensor] = {}
+    for name, buffer in model.named_buffers():
+        if name.endswith(".expert_bias") and name not in sources:
+            biases[name] = torch.zeros(buffer.shape, dtype=buffer.dtype)
+    return {**sources, **biases}
+
+
 class StackedExperts:
     """The experts of a layer as one lazy tensor ``[E, rows, columns]``.
 

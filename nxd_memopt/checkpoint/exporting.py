@@ -25,6 +25,7 @@ from nxd_memopt.checkpoint.experts import split_experts, stored_names
 from nxd_memopt.checkpoint.files import WEIGHTS, WEIGHTS_INDEX, write_safetensors
 from nxd_memopt.checkpoint.names import named_tensors
 from nxd_memopt.modules.lora import is_adapter, merged_adapters
+from nxd_memopt.modules.moe.hf_options import require_exportable
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.checkpointing import (
     full_shape,
@@ -88,6 +89,7 @@ def save_pretrained(
     # ``gather_full_tensor`` returns the full tensors.
     writes = is_model_replica_zero() and parallel_state.get_tensor_model_parallel_rank() == 0
     with raise_together(task):
+        require_exportable(model)
         shards = plan_shards(model, max_shard_size_bytes, dtype)
         if writes:
             require_transformers("nxd_memopt.checkpoint.save_pretrained")  # before anything is gathered or written

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nxd_memopt.backends import backend
-from nxd_memopt.checkpoint.experts import stack_experts
+from nxd_memopt.checkpoint.experts import stack_experts, with_zero_biases
 from nxd_memopt.checkpoint.files import (
     Sources,
     open_weights,
@@ -65,7 +65,7 @@ def load_sources(model: torch.nn.Module, sources: Sources, directory: Path) -> N
     # A ValueError below names tensors; the directory is added here.
     try:
         # Names and shapes are checked for all tensors before the first parameter changes.
-        sources = stack_experts(model, sources)
+        sources = with_zero_biases(model, stack_experts(model, sources))
         targets = match_names(model, sources.keys())
         for name, param in targets.items():
             require_full_shape(name, sources[name], param)

@@ -16,6 +16,7 @@ from nxd_memopt.checkpoint.files import find_gguf, open_weights
 from nxd_memopt.checkpoint.steps import complete_steps
 from nxd_memopt.config import require_divisible, require_one_of
 from nxd_memopt.models import model_class
+from nxd_memopt.modules.moe.hf_options import trained_only
 from nxd_memopt.ops.activation import ACTIVATIONS
 from nxd_memopt.ops.rope import rope_frequencies
 from nxd_memopt.parallel_layers.coordination import raise_together
@@ -163,6 +164,12 @@ def _require_experts(config: TrainConfig, hf_config: PretrainedConfig) -> None:
                 f"{hf_config.model_type}: set it to 1"
             )
         return
+    unknown = trained_only(options["moe"])
+    if unknown is not None and config.trainer.export:
+        raise ValueError(
+            f"moe.{unknown[0]} {unknown[1]!r} is unknown to transformers' {hf_config.model_type}, and trainer.export "
+            "is true: set it to false, or leave the option out"
+        )
     if options["moe"].moe_per_layer_logging:
         require_installed("moe.moe_per_layer_logging", "matplotlib", extra="train")
     window = getattr(hf_config, "sliding_window", None)

@@ -25,7 +25,8 @@ class MoEOptions:
         num_moe_experts: experts of a layer. A dense LLaMA becomes a Mixtral with so many experts.
         moe_router_topk: experts of a token; 2 for a dense LLaMA.
         moe_router_load_balancing_type: ``aux_loss``, ``seq_aux_loss``, ``global_aux_loss``, ``hf_aux_loss`` (that of
-            transformers) or ``none``. If this or the coefficient is set, transformers' loss is not the default.
+            transformers), ``sinkhorn`` (without export) or ``none``. If this or the coefficient is set, transformers'
+            loss is not the default.
         moe_aux_loss_coeff: factor of the balancing loss; Megatron's default is 0, which computes none.
         moe_z_loss_coeff: factor of the mean squared log-sum-exp of the router's logits.
         moe_input_jitter_eps: in training, multiply the router's input by numbers from 1 - eps to 1 + eps.
@@ -40,11 +41,11 @@ class MoEOptions:
         moe_token_drop_policy: which tokens a full expert keeps: ``probs`` or ``position``.
         moe_layer_recompute: recompute the MoE layers in backward.
         moe_layer_freq: must agree with the layers of the model.
-        moe_router_score_function: ``softmax``, the only one of Mixtral and Qwen3-MoE.
+        moe_router_score_function: ``softmax``, or ``sigmoid`` without export: Mixtral and Qwen3-MoE have softmax only.
         moe_router_pre_softmax: must agree with the model.
         moe_router_dtype: dtype of the router's matmul, ``fp32`` or ``fp64``; default that of the activations.
-        moe_router_enable_expert_bias: false, Mixtral and Qwen3-MoE have no such bias.
-        moe_router_bias_update_rate: step of that bias.
+        moe_router_enable_expert_bias: balance sigmoid scores by a bias, without a loss and without export.
+        moe_router_bias_update_rate: step of that bias in every optimizer step.
         moe_shared_expert_intermediate_size: Mixtral and Qwen3-MoE have no shared experts.
         moe_ffn_hidden_size: must agree with the width of the model's experts.
     """

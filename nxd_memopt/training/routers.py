@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from nxd_memopt.backends import backend
 from nxd_memopt.modules.moe.causal_lm import MoECausalLM
-from nxd_memopt.modules.moe.load_balancing import RouterStatistics
+from nxd_memopt.modules.moe.load_balancing import RouterStatistics, move_expert_bias
 from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.optimizer import LossScaler
 from nxd_memopt.parallel_layers import parallel_state
@@ -33,6 +33,12 @@ class RouterSums:
         self._sums = sums
         self._forwards = forwards
         self._moe = moe
+
+    @property
+    def tokens_per_expert(self) -> Tensor:
+        """Choices of each expert, ``[layers, E]``, on the device."""
+        experts = self._moe.num_moe_experts
+        return self._sums[1:].view(-1, 3 + 2 * experts)[:, 3 + experts :]
 
     def values(self) -> dict[str, Any]:
         """Return the values of a row of metrics.jsonl; waits for the device.
@@ -121,7 +127,10 @@ class ExpertForwardBackward:
             yield
 
     def take(self) -> RouterSums:
-        """Return the sums of a step over all data-parallel ranks, and start again. Every rank calls."""
+        """Return the sums of a step over all data-parallel ranks, and start again. Every rank calls.
+
+        The routers' biases follow the load of the step.
+        """
         assert self._sums is not None, "a step has at least one micro-batch"
         # Tensor-parallel ranks of one replica have equal statistics.
         group = cast("ProcessGroup | None", parallel_state.get_data_parallel_group())
@@ -129,4 +138,7 @@ class ExpertForwardBackward:
         forwards = self._forwards * parallel_state.get_data_parallel_size()
         self._sums = None
         self._forwards = 0
-        return RouterSums(sums, forwards, self._model.moe)
+        result = RouterSums(sums, forwards, self._model.moe)
+        if self._model.moe.moe_router_enable_expert_bias:
+            move_expert_bias([layer.gate for layer in self._model.moe_layers()], result.tokens_per_expert)
+        return result

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from nxd_memopt.checkpoint import save_pretrained
 from nxd_memopt.config import ParallelConfig
 from nxd_memopt.models import model_class
 from nxd_memopt.models.mixtral import MixtralForCausalLM
@@ -271,13 +272,17 @@ REFUSALS = {
         ),
         ["moe_expert_block_size 8", "expert_model_parallel_size 2", "'allgather'"],
     ),
-    "sigmoid": (
-        lambda: build(moe=MoEConfig(4, moe_router_score_function="sigmoid")),
-        ["moe_router_score_function", "sigmoid", "softmax"],
+    "export of sigmoid scores": (
+        lambda: save_pretrained(build(moe=MoEConfig(4, moe_router_score_function="sigmoid")), "nowhere"),
+        ["moe_router_score_function 'sigmoid'", "transformers' mixtral", "save_training_state"],
     ),
-    "sinkhorn": (
-        lambda: build(moe=MoEConfig(4, moe_router_load_balancing_type="sinkhorn")),
-        ["sinkhorn", "aux_loss"],
+    "export of Sinkhorn's choice": (
+        lambda: save_pretrained(build(moe=MoEConfig(4, moe_router_load_balancing_type="sinkhorn")), "nowhere"),
+        ["moe_router_load_balancing_type 'sinkhorn'", "save_training_state"],
+    ),
+    "shared experts": (
+        lambda: build(moe=MoEConfig(4, moe_shared_expert_intermediate_size=8)),
+        ["moe_shared_expert_intermediate_size 8", "MixtralConfig"],
     ),
     "expert size of the groups": (
         lambda: build(parallel=ParallelConfig()),

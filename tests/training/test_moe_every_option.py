@@ -46,7 +46,7 @@ WORKS: dict[str, tuple[dict[str, Any], dict[str, Any], set[str]]] = {
     "moe_token_drop_policy": (CAPACITY | {"moe_token_drop_policy": "position"}, CAPACITY, ALL),
     "moe_layer_recompute": ({"moe_layer_recompute": True}, {}, set()),
     "moe_layer_freq": ({"moe_layer_freq": [1, 1]}, {}, set()),
-    "moe_router_score_function": ({"moe_router_score_function": "softmax"}, {}, set()),
+    "moe_router_score_function": ({"moe_router_score_function": "sigmoid"}, {}, ALL),
     "moe_router_pre_softmax": ({"moe_router_pre_softmax": False}, {}, set()),
     "moe_router_dtype": ({"moe_router_dtype": "fp64"}, {}, set()),
     "moe_ffn_hidden_size": ({"moe_ffn_hidden_size": 36}, {}, set()),
@@ -58,14 +58,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "moe_router_topk": ({"moe_router_topk": 3}, "contradicts MixtralConfig"),
     "moe_router_load_balancing_type": (
         {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0},
-        "'sinkhorn'.*use 'aux_loss'",
+        "'sinkhorn' is unknown to transformers' mixtral.*trainer.export is true",
     ),
     "moe_token_dropping": ({"moe_token_dropping": True}, "contradicts moe_expert_capacity_factor None"),
     "moe_pad_expert_input_to_capacity": ({"moe_pad_expert_input_to_capacity": True}, "moe_expert_capacity_factor"),
     "moe_expert_block_size": (CAPACITY | {"moe_expert_block_size": 16}, "leave one out"),
     "moe_token_drop_policy": ({"moe_token_drop_policy": "position"}, "leave the policy out"),
     "moe_layer_freq": ({"moe_layer_freq": [1, 0]}, "contradicts MixtralConfig"),
-    "moe_router_score_function": ({"moe_router_score_function": "sigmoid"}, "contradicts MixtralConfig"),
+    "moe_router_score_function": (
+        {"moe_router_score_function": "sigmoid"},
+        "'sigmoid' is unknown to transformers' mixtral.*trainer.export is true",
+    ),
     "moe_router_pre_softmax": ({"moe_router_pre_softmax": True}, "contradicts MixtralConfig"),
     "moe_router_enable_expert_bias": (
         {"moe_router_enable_expert_bias": True},

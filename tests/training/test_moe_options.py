@@ -149,11 +149,11 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "padding": (MIXTRAL, {"moe": {"moe_pad_expert_input_to_capacity": True}}, "needs moe_expert_capacity_factor"),
     "capacity": (MIXTRAL, {"moe": {"moe_expert_capacity_factor": 0}}, "moe_expert_capacity_factor must be .* above 0"),
-    "sinkhorn": (MIXTRAL, {"moe": {"moe_router_load_balancing_type": "sinkhorn"}}, "use 'aux_loss'"),
+    "sinkhorn": (MIXTRAL, {"moe": {"moe_router_load_balancing_type": "sinkhorn"}}, "trainer.export is true"),
     "bias": (
         MIXTRAL,
         {"moe": {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}},
-        "contradicts MixtralConfig",
+        "trainer.export is true",
     ),
     "recompute": (
         MIXTRAL,

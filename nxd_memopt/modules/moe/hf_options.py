@@ -8,12 +8,12 @@ from typing import Any
 from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.planner.architectures import moe_layers, sizes
 
-# What transformers' Mixtral and Qwen3-MoE cannot express: an exported model would be another function.
-_FIXED = {
-    "moe_router_score_function": "softmax",
-    "moe_router_enable_expert_bias": False,
-    "moe_shared_expert_intermediate_size": None,
-}
+# Mixtral's and Qwen3-MoE's layers have no shared experts.
+_FIXED = {"moe_shared_expert_intermediate_size": None}
+
+# What transformers' Mixtral and Qwen3-MoE cannot express. Such a model is trained and saved in
+# checkpoints; an exported one would be another function.
+_TRAINED_ONLY = {"moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False}
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(MoEConfig)}
 
@@ -57,11 +57,6 @@ def resolve_moe(moe: MoEConfig | None, config: Any) -> MoEConfig:
     if moe is None:
         return options_of(config)
     fixed = fixed_options(config)
-    if moe.moe_router_load_balancing_type == "sinkhorn":
-        raise ValueError(
-            f"moe_router_load_balancing_type 'sinkhorn' weighs experts otherwise than {type(config).__name__}'s "
-            "models: use 'aux_loss'"
-        )
     # Width and layers may be left out: they are those of the config. A list of all layers is the
     # same choice as a frequency.
     for name in ("moe_ffn_hidden_size", "moe_layer_freq"):
@@ -77,3 +72,25 @@ def resolve_moe(moe: MoEConfig | None, config: Any) -> MoEConfig:
                 "change the config"
             )
     return moe
+
+
+def trained_only(moe: MoEConfig) -> tuple[str, Any] | None:
+    """Return the first option that transformers' Mixtral and Qwen3-MoE cannot express, and its value, or None."""
+    for name, value in _TRAINED_ONLY.items():
+        if getattr(moe, name) != value:
+            return name, getattr(moe, name)
+    # Its weights are not those of the choice by logits, and it chooses otherwise in training.
+    if moe.moe_router_load_balancing_type == "sinkhorn":
+        return "moe_router_load_balancing_type", "sinkhorn"
+    return None
+
+
+def require_exportable(model: Any) -> None:
+    """Raise ``ValueError`` if transformers' model of the same config would compute something else."""
+    moe = getattr(model, "moe", None)
+    found = trained_only(moe) if isinstance(moe, MoEConfig) else None
+    if found is not None:
+        raise ValueError(
+            f"{found[0]} {found[1]!r} is unknown to transformers' {model.config.model_type}, which would compute "
+            "something else with these weights: use save_training_state"
+        )

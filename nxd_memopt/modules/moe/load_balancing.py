@@ -230,7 +230,13 @@ def update_expert_bias(routers: Sequence[Router], tokens_per_expert: Tensor) -> 
     Raises:
         ValueError: a router has no bias.
     """
-    counts = backend.all_reduce(tokens_per_expert, _data_parallel_group())
+    move_expert_bias(routers, backend.all_reduce(tokens_per_expert, _data_parallel_group()))
+
+
+@torch.no_grad()
+def move_expert_bias(routers: Sequence[Router], tokens_per_expert: Tensor) -> None:
+    """Run ``update_expert_bias`` with the counts of all data-parallel ranks."""
+    counts = tokens_per_expert
     directions = (counts.mean(-1, keepdim=True) - counts).sign()
     for router, direction in zip(routers, directions, strict=True):
         if router.expert_bias is None:
