@@ -79,7 +79,7 @@ def require_installed(feature: str, *modules: str, extra: str) -> None:
     Raises:
         MissingDependencyError: modules are missing; the message names them and the ``extra``.
     """
-    missing = [module for module in modules if not _is_importable(module)]
+    missing = [module for module in modules if not is_importable(module)]
     if missing:
         raise MissingDependencyError(
             f"{feature} needs {', '.join(missing)}, not installed here: pip install 'nxd_memopt[{extra}]'",
@@ -152,7 +152,7 @@ def _outdated(distribution: str, earliest: str) -> str | None:
     return f"{distribution} {version} is older than {earliest}"
 
 
-def _is_importable(module: str) -> bool:
+def is_importable(module: str) -> bool:
     """Return whether ``module`` can be found, without importing it."""
     try:
         return find_spec(module) is not None

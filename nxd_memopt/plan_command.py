@@ -17,7 +17,7 @@ from nxd_memopt.planner.model_configs import NAMED_CONFIGS, load_model_config, w
 from nxd_memopt.planner.plan import PRECISIONS, Plan, Problem, Setting, plans, remedies, smallest
 from nxd_memopt.planner.step_time import rates_of
 from nxd_memopt.training.config import OptimizerConfig, TrainConfig
-from nxd_memopt.training.yaml_file import read_yaml_file
+from nxd_memopt.training.precision import resolve_precision
 
 RECIPES = Path(__file__).parent / "training" / "recipes"
 
@@ -121,11 +121,7 @@ def _model(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     path = Path(name)
     recipe = RECIPES / f"{name}.yaml"
     if name not in NAMED_CONFIGS and (path.suffix in (".yaml", ".yml") or (recipe.is_file() and not path.exists())):
-        content = read_yaml_file(path if path.suffix else recipe)
-        section = content.get("model") if isinstance(content, Mapping) else None
-        if not isinstance(section, Mapping):
-            raise ValueError(f"{name} has no section model: pass a configuration of nxd-memopt train")
-        return dict(content), dict(section)
+        return _run(path if path.suffix else recipe)
     if name not in NAMED_CONFIGS and not path.exists():
         names = (*NAMED_CONFIGS, *sorted(file.stem for file in RECIPES.glob("*.yaml")))
         require_one_of("model", name, names)
@@ -137,16 +133,40 @@ def _model(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return {"model": {"config_overrides": config}}, section
 
 
+def _run(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what a run of a YAML has, defaults included, and its model's section; see ``_model``."""
+    # Here and not above: only a YAML needs the packages that read command lines and YAML.
+    from nxd_memopt.training.arguments import read_yaml
+
+    # As the training program reads it: names of NeMo, and an error for what it does not know.
+    config = read_yaml(path)
+    if config.model.pretrained is None and not config.model.config_overrides:
+        raise ValueError(f"{path} has no section model: pass a configuration of nxd-memopt train")
+    if config.lora.lora_rank is not None:
+        raise ValueError(
+            f"lora.lora_rank {config.lora.lora_rank} is not planned: leave it out to plan the training of all weights"
+        )
+    model, optimizer = config.model, config.optimizer
+    precision, _, _ = resolve_precision(config.trainer.precision, model.dtype, optimizer.master_weights)
+    source = {name: vars(getattr(config, name)) for name in ("model", "data", "data_parallel", "moe")}
+    section = {
+        field.name: value
+        for field in dataclasses.fields(model)
+        if (value := getattr(model, field.name)) not in (field.default, {})
+    }
+    return source | {"trainer": {"precision": precision}}, section
+
+
 def _problem(options: argparse.Namespace, source: Mapping[str, Any]) -> Problem:
     """Return what is asked: the command's options before those of a configuration file."""
     device = device_named(options.device)
-    # In any section, as in a configuration for NeMo. A plan of the dense model would be too small.
-    for name, values in source.items():
-        if isinstance(values, Mapping) and values.get("num_moe_experts"):
-            raise ValueError(
-                f"{name}.num_moe_experts {values['num_moe_experts']} adds experts to a model, and plan knows those of "
-                "its config only: leave it out to plan the dense model, or name a config with experts"
-            )
+    experts = (source.get("moe") or {}).get("num_moe_experts")
+    # A plan of the dense model would be too small.
+    if experts:
+        raise ValueError(
+            f"moe.num_moe_experts {experts} adds experts to a model, and plan knows those of its config only: leave "
+            "it out to plan the dense model, or name a config with experts"
+        )
     section = source["model"]
     config = dict(section.get("config_overrides") or {})
     if section.get("pretrained"):

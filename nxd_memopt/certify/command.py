@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from nxd_memopt._optional import require_transformers
+from nxd_memopt._optional import is_importable, require_transformers
 from nxd_memopt.config import MemoryConfig, ParallelConfig, require_one_of
 from nxd_memopt.planner.model_configs import NAMED_CONFIGS, load_model_config
 
@@ -33,8 +33,9 @@ class Certify:
 
     model: str
     """``gpt-neox-20b``, ``llama-3-8b``, ``llama-2-7b``, a config.json, or a directory that has one."""
-    backend: Literal["xla", "cpu", "cuda", "compiled"] = "xla"
-    """xla: compile for a simulated NeuronCore; cpu, cuda: eager, no memory allocated; compiled: torch.compile."""
+    backend: Literal["auto", "xla", "cpu", "cuda", "compiled"] = "auto"
+    """xla: compile for a simulated NeuronCore; cpu, cuda: eager, no memory allocated; compiled: torch.compile;
+    auto: xla if torch_xla is installed, else cpu."""
     tensor_model_parallel_size: int = 1
     sequence_parallel_enabled: bool = False
     reduce_dtype: Literal["float32"] | None = None
@@ -71,6 +72,11 @@ class Certify:
     data_parallel_size: int = 1
     json: Path | None = None
     """Write all figures there."""
+
+    def __post_init__(self) -> None:
+        if self.backend == "auto":
+            # The dataclass is frozen: chosen once, so that everything else reads what is measured.
+            object.__setattr__(self, "backend", "xla" if is_importable("torch_xla") else "cpu")
 
     def __call__(self) -> int:
         """Measure, judge and print the certificate; return the exit status."""

@@ -61,6 +61,7 @@ def certify_command(
         command += ["--device", device]
     if device_memory_gib is not None:
         command += ["--device-memory-gib", str(device_memory_gib)]
+    _require_measured(config)
     options = [*_step(config), *_memory(config), *_optimizer(config, world_size)]
     return [*command, *options, *_isolation(config, platform, backend)]
 
@@ -78,6 +79,27 @@ def _model(config: TrainConfig, directory: Path) -> list[str]:
         changes = [f"{name}={json.dumps(value)}" for name, value in overrides.items()]
         options += ["--override", *changes]
     return options
+
+
+MEASURED = {
+    ("trainer", "compile"): (None,),
+    ("optimizer", "optimizer_cpu_offload"): (False,),
+    ("optimizer", "overlap_grad_reduce"): (False,),
+    ("data_parallel", "grad_reduce_in_fp32"): (None, True),
+    ("lora", "lora_rank"): (None,),
+}
+"""Options that change a step and are no option of certify -> values with which the step is the measured one."""
+
+
+def _require_measured(config: TrainConfig) -> None:
+    """Raise ``ValueError`` for an option that would change the step without changing the certificate."""
+    for (section, name), measured in MEASURED.items():
+        value = getattr(getattr(config, section), name)
+        if value not in measured:
+            raise ValueError(
+                f"certify has no option for {section}.{name} {value}: set it to "
+                f"{'null' if measured[0] is None else str(measured[0]).lower()} for the dry run"
+            )
 
 
 def _step(config: TrainConfig) -> list[str]:

@@ -206,6 +206,7 @@ Models = dict[tuple[int, int, bool | None], RankModel]
 
 def plans(problem: Problem) -> list[Plan]:
     """Return the settings that fit, the fastest one first; with equal speed the smallest one."""
+    require_batch(problem)
     models: Models = {}
     found: list[Plan] = []
     resident: set[Setting] = set()
@@ -374,6 +375,16 @@ def tensor_parallel_sizes(problem: Problem) -> list[int]:
     if not found:
         raise ValueError(reason)
     return found
+
+
+def require_batch(problem: Problem) -> None:
+    """Raise ``ValueError`` if no data-parallel size divides the global batch."""
+    replicas = [problem.devices // size for size in tensor_parallel_sizes(problem)]
+    if not any(micro_batches(problem, count) for count in replicas):
+        raise ValueError(
+            f"global batch {problem.global_batch_size} is not divisible by any data-parallel size of "
+            f"{problem.devices} devices, {sorted(set(replicas))}: use a multiple of one of them, or other --devices"
+        )
 
 
 def micro_batches(problem: Problem, replicas: int) -> list[int]:

@@ -343,3 +343,11 @@ def test_formulas_at_one_rank_are_empty():
     asked = request("cpu", LLAMA, {}, **SMALL)
     assert worker.measure(asked).survivals[2].recompute.collectives == Counter()
     assert asked.memory_config() == MemoryConfig(attention_backend="math")
+
+
+@pytest.mark.parametrize(("is_installed", "chosen"), [(True, "xla"), (False, "cpu")])
+def test_the_backend_that_is_chosen_is_one_that_works(is_installed, chosen, monkeypatch):
+    monkeypatch.setattr("nxd_memopt.certify.command.is_importable", lambda module: is_installed)
+    assert Certify("gpt-neox-20b").backend == chosen
+    assert Certify("gpt-neox-20b").request().backend == chosen
+    assert Certify("gpt-neox-20b", backend="compiled").backend == "compiled"

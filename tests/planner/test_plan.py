@@ -82,6 +82,39 @@ def test_files_that_are_no_model_are_refused(tmp_path):
     assert_says(message, "dense layers", "is not planned")
 
 
+def test_a_yaml_is_read_as_the_training_program_reads_it(tmp_path, capsys):
+    """NeMo's names, the run's defaults, and an error for an option of another version."""
+    sizes = {**NAMED_CONFIGS["llama-3-8b"], "num_hidden_layers": 4}
+    file = tmp_path / "run.yaml"
+    arguments = ["--model", str(file), "--device", "h200", "--devices", "4", "--json"]
+
+    def planned_of(**sections):
+        file.write_text(yaml.safe_dump({"model": {"config_overrides": sizes, **sections.pop("model", {})}, **sections}))
+        assert plan_command.main(arguments) == 0
+        return json.loads(capsys.readouterr().out)
+
+    options = {"encoder_seq_length": 512, "global_batch_size": 12, "tensor_model_parallel_size": 2}
+    document = planned_of(model=options, trainer={"precision": "bf16"})
+    assert document["sequence_length"] == 512 and document["global_batch_size"] == 12
+    assert document["precision"] == "bf16-mixed"
+    document = planned_of()
+    config = parse_config(["--config", str(file), "--model.tokenizer", "somewhere"])
+    assert document["sequence_length"] == config.data.seq_length == 1024
+    assert document["global_batch_size"] == config.data.global_batch_size == 8
+    assert document["precision"] == config.trainer.precision == "32-true"
+    message = error_message(lambda: planned_of(trainer={"precison": "bf16-mixed"}))
+    assert_says(message, "precison", "did you mean 'precision'")
+    assert_says(error_message(lambda: planned_of(planer={"version": 2})), "unknown key 'planer'")
+    assert_says(error_message(lambda: planned_of(lora={"lora_rank": 4})), "lora_rank 4", "not planned")
+    assert_says(error_message(lambda: planned_of(moe={"num_moe_experts": 4})), "num_moe_experts 4", "leave it out")
+
+
+def test_a_global_batch_that_no_size_divides_is_said():
+    arguments = "--model llama-3-8b --device h200 --devices 3 --global-batch 1024"
+    message = error_message(lambda: plan_command.main(arguments.split()))
+    assert_says(message, "global batch 1024", "3 devices", "use a multiple")
+
+
 @pytest.mark.parametrize("model", ["llama-3-8b", "mixtral-8x7b"])
 @pytest.mark.parametrize(
     "arguments",

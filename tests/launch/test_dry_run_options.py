@@ -1,0 +1,132 @@
+"""A dry run certifies the step that runs: each option is passed on, refused, or none of the step's."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nxd_memopt.launch.certificate import certify_command
+from nxd_memopt.training.arguments import SECTIONS
+from nxd_memopt.training.config import TrainConfig
+from tests.launch.launching import planned
+from tests.reference import assert_says, error_message
+
+BLOCK = {"recompute_method": "block", "recompute_num_layers": 2}
+# Option -> the changes of its section, of which the command must have a trace.
+PASSED: dict[str, dict[str, Any]] = {
+    "model.pretrained": {"pretrained": "some/model"},
+    "model.config_overrides": {"config_overrides": {"model_type": "llama", "num_hidden_layers": 8}},
+    "model.dtype": {"dtype": "float32"},
+    "parallel.tensor_model_parallel_size": {"tensor_model_parallel_size": 4},
+    "parallel.sequence_parallel_enabled": {"sequence_parallel_enabled": False},
+    "parallel.reduce_dtype": {"reduce_dtype": "float32"},
+    "memory.recompute_granularity": {"recompute_granularity": None},
+    "memory.recompute_method": BLOCK,
+    "memory.recompute_num_layers": {**BLOCK, "recompute_num_layers": 3},
+    "memory.recompute_modules": {"recompute_granularity": "selective", "recompute_modules": ("norm",)},
+    "memory.recompute_keep_core_attn": {"recompute_keep_core_attn": True},
+    "memory.attention_backend": {"attention_backend": "tiled"},
+    "memory.selective_activation_checkpointing_is_enabled": {
+        "recompute_granularity": None,
+        "selective_activation_checkpointing_is_enabled": True,
+    },
+    "data.seq_length": {"seq_length": 4096},
+    "data.micro_batch_size": {"micro_batch_size": 2},
+    "data.isolate_documents": {"isolate_documents": True},
+    "data_parallel.sharding": {"sharding": "none"},
+    "optimizer.master_weights": {"master_weights": False},
+}
+REFUSED: dict[str, dict[str, Any]] = {
+    "parallel.expert_model_parallel_size": {"expert_model_parallel_size": 2},
+    "memory.recompute_keep_core_attn_num_layers": {
+        "recompute_keep_core_attn": True,
+        "recompute_keep_core_attn_num_layers": 2,
+    },
+    "memory.cpu_offloading_num_layers": {"cpu_offloading_num_layers": 2},
+    "memory.cpu_offloading_activations": {"cpu_offloading_activations": True},
+    "memory.cpu_offloading_weights": {"cpu_offloading_weights": True, "cpu_offloading_num_layers": 2},
+    "memory.cpu_offloading": {"cpu_offloading": True, "cpu_offloading_num_layers": 2},
+    "memory.mlp_tile_tokens": {"mlp_tile_tokens": 4096},
+    "memory.attention_head_groups": {"attention_head_groups": 2},
+    "memory.fused_linear_cross_entropy": {"fused_linear_cross_entropy": False},
+    "data_parallel.num_distributed_optimizer_instances": {
+        "sharding": "zero2",
+        "num_distributed_optimizer_instances": 2,
+    },
+    "data_parallel.reshard_after_forward": {"sharding": "zero3", "reshard_after_forward": False},
+    "data_parallel.grad_reduce_in_fp32": {"grad_reduce_in_fp32": False},
+    "optimizer.overlap_grad_reduce": {"overlap_grad_reduce": True},
+    "optimizer.optimizer_cpu_offload": {"optimizer_cpu_offload": True},
+    "optimizer.optimizer_offload_fraction": {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5},
+    "optimizer.optimizer_staging_gib": {"optimizer_cpu_offload": True, "optimizer_staging_gib": 1.0},
+    "optimizer.optimizer_update_in_forward": {"optimizer_cpu_offload": True, "optimizer_update_in_forward": True},
+    "trainer.compile": {"compile": "layer"},
+    "trainer.auto_memory": {"auto_memory": True},
+    "moe.num_moe_experts": {"num_moe_experts": 4},
+    "lora.lora_rank": {"lora_rank": 8},
+}
+# What is read, written, initialized or scheduled; numbers that are values of the step; what GPUs alone have.
+NOT_OF_THE_STEP = {
+    "model": "tokenizer random_init warm_start",
+    "parallel": "use_cpu_initialization",
+    "data": "dataset dataset_config split format text_column chat_template train_on_input long_conversations "
+    "end_of_text packing global_batch_size held_out_every eval_sequences on_bad_rows streaming",
+    "optimizer": "lr lr_schedule min_lr_ratio warmup_steps decay_steps weight_decay betas eps clip_grad zero1 "
+    "initial_loss_scale min_loss_scale loss_scale_window hysteresis",
+    "trainer": "output_dir resume_from allow_changes on_schedule_change max_steps seed val_check_interval "
+    "save_interval save_checkpoints async_save keep_checkpoints log_every_n_steps export verify_export "
+    "single_process_summary enable_cuda_graph precision allow_tf32 distributed_timeout_minutes",
+    "launch": "neuron_cc_flags compile_cache_dir",
+}
+
+
+def command(config: TrainConfig, directory: Path) -> list[str]:
+    return certify_command(config, "trn1", world_size=32, device_memory_gib=None, directory=directory)
+
+
+def changed(config: TrainConfig, option: str, changes: dict[str, Any]) -> TrainConfig:
+    """Without the checks of the configuration: those of the dry run are tested."""
+    section = option.partition(".")[0]
+    options = dataclasses.replace(getattr(config, section), **changes)
+    copy = object.__new__(TrainConfig)
+    for name in SECTIONS:
+        object.__setattr__(copy, name, options if name == section else getattr(config, name))
+    return copy
+
+
+@pytest.fixture(scope="module")
+def config() -> TrainConfig:
+    return planned("llama3_8b").config
+
+
+def test_every_option_has_been_thought_of():
+    known = {f"{name}.{field.name}" for name, cls in SECTIONS.items() for field in dataclasses.fields(cls)}
+    # One refusal for all options of experts, and of adapters, which need the one that is listed.
+    known -= {option for option in known if option.startswith(("moe.", "lora."))} - REFUSED.keys()
+    others = {f"{name}.{option}" for name, options in NOT_OF_THE_STEP.items() for option in options.split()}
+    assert known == PASSED.keys() | REFUSED.keys() | others
+    assert not (PASSED.keys() & REFUSED.keys() or (PASSED.keys() | REFUSED.keys()) & others)
+
+
+@pytest.mark.parametrize("option", PASSED)
+def test_options_that_change_the_certified_step(option, config, tmp_path):
+    base, other = tmp_path / "base", tmp_path / "other"
+    base.mkdir()
+    other.mkdir()
+    words = command(config, base)
+    found = command(changed(config, option, PASSED[option]), other)
+    if option == "memory.recompute_num_layers":
+        words = command(changed(config, option, BLOCK), base)
+    read = [
+        [Path(word).read_text() if word.endswith("config.json") else word for word in each] for each in (words, found)
+    ]
+    assert read[0] != read[1]
+
+
+@pytest.mark.parametrize("option", REFUSED)
+def test_options_that_are_refused(option, config, tmp_path):
+    message = error_message(lambda: command(changed(config, option, REFUSED[option]), tmp_path))
+    assert_says(message, "certif")
