@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nxd_memopt._optional import require_installed
 from nxd_memopt.config import require_one_of
 from nxd_memopt.planner.explain import explanation
 from nxd_memopt.planner.hardware import DEVICES, GIB, device_named
@@ -39,6 +40,9 @@ def main(arguments: Sequence[str]) -> int:
         print(json.dumps(_document(problem, found[: options.show]), indent=1))
     else:
         _print(options, problem, found)
+    if options.plot is not None:
+        # Where nothing fits, the setting that exceeds the memory least.
+        _draw(options, problem, found[: options.show] or [smallest(problem)])
     if not found:
         return 1
     if options.explain and not options.json:
@@ -103,7 +107,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--write", metavar="FILE", help="write the fastest setting as YAML for nxd-memopt train --config"
     )
+    parser.add_argument("--plot", metavar="FILE", help="draw the memory of the shown settings by term as a .png file")
     options = parser.parse_args(list(arguments))
+    if options.plot is not None and not options.plot.endswith(".png"):
+        raise ValueError(f"--plot {options.plot} is not a .png file: name one")
     if options.show < 1:
         raise ValueError(f"--show must be at least 1, got {options.show}")
     return options
@@ -227,6 +234,16 @@ def _print(options: argparse.Namespace, problem: Problem, found: Sequence[Plan])
     best = found[0].memory
     terms = ", ".join(f"{name} {size / GIB:.2f}" for name, size in best.device.items() if size >= GIB // 100)
     print(f"Memory of the first, in GiB, at its peak ({best.moment}): {terms}")
+
+
+def _draw(options: argparse.Namespace, problem: Problem, found: Sequence[Plan]) -> None:
+    """Write the plot of ``--plot``."""
+    require_installed("nxd-memopt plan --plot", "matplotlib", extra="train")
+    from nxd_memopt.planner.plot import draw_plans
+
+    title = f"{options.model} on {problem.devices} x {problem.device.name}, {problem.sequence_length:,} tokens"
+    draw_plans(found, title, Path(options.plot))
+    print(f"wrote {options.plot}", file=sys.stderr)
 
 
 def _document(problem: Problem, found: Sequence[Plan]) -> dict[str, Any]:

@@ -312,6 +312,36 @@ def test_recorded_peaks():
     assert min(errors) > -0.006 and max(errors) < 0.018
 
 
+def bars_of(monkeypatch, path, arguments):
+    """The widths of the bars of a plot, by the label of the term, and the place of the line."""
+    from matplotlib.axes import Axes
+
+    bars, lines = {}, []
+    barh, axvline = Axes.barh, Axes.axvline
+    monkeypatch.setattr(
+        Axes, "barh", lambda self, y, width, **more: bars.update({more["label"]: width}) or barh(self, y, width, **more)
+    )
+    monkeypatch.setattr(Axes, "axvline", lambda self, x, **more: lines.append(x) or axvline(self, x, **more))
+    code = plan_command.main([*arguments.split(), "--json", "--plot", str(path)])
+    return code, bars, lines
+
+
+def test_the_plot_has_the_memory_of_the_shown_settings(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "plot.png"
+    arguments = "--model llama-3-8b --device h200 --devices 2 --seq-length 8192 --show 4"
+    code, bars, lines = bars_of(monkeypatch, path, arguments)
+    document = json.loads(capsys.readouterr().out)
+    assert code == 0 and path.read_bytes().startswith(b"\x89PNG") and len(list(tmp_path.iterdir())) == 1
+    assert lines == [document["usable_bytes"] / GIB]
+    for index, plan in enumerate(document["plans"]):
+        drawn = {name: widths[index] * GIB for name, widths in bars.items() if widths[index]}
+        assert drawn == pytest.approx({name: size for name, size in plan["device_bytes"].items() if size})
+    # Where nothing fits, the smallest setting and the line that it crosses.
+    code, bars, lines = bars_of(monkeypatch, path, "--model gpt-neox-20b --device h100 --devices 1 --seq-length 8192")
+    assert code == 1 and sum(widths[0] for widths in bars.values()) > lines[0]
+    assert_says(error_message(lambda: plan_command.main([*arguments.split(), "--plot", "a.pdf"])), "a.pdf", ".png")
+
+
 def test_no_setting_that_fits_is_passed_over():
     asked = problem("gpt-neox-20b", "h100", 8, 2048, global_batch_size=32)
     shown = {plan.setting for plan in plans(asked)}
