@@ -11,8 +11,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM, MixtralForCausalLM
 
 from nxd_memopt.checkpoint import load_config
+from nxd_memopt.training.arguments import recipe_path
 from tests.dist.test_training import run, succeed
 from tests.training.runs import (
+    LINES,
     LLAMA,
     MIXTRAL,
     TENSOR_AND_SEQUENCE,
@@ -23,6 +25,7 @@ from tests.training.runs import (
     summary,
     train,
     write_config,
+    write_jsonl,
 )
 from tests.training.test_moe_options import QWEN3
 
@@ -235,3 +238,21 @@ def test_upcycling_starts_from_the_dense_model(dense: Path, tmp_path: Path, rank
     if ranks == 1:
         again = succeed(run_here(config, "--trainer.max-steps", "3", "--trainer.on-schedule-change", "stretch"))
         assert "resuming after step 2" in again
+
+
+@pytest.mark.slow
+def test_the_recipe_upcycles_a_dense_model_on_two_ranks(dense: Path, tmp_path: Path) -> None:
+    """The recipe of SmolLM2 with a smaller model and other text; its own run is in docs/moe.md."""
+    output = run(
+        recipe_path("smollm2_moe"),
+        *("--model.pretrained", str(dense / "export")),
+        *("--data.dataset", write_jsonl(tmp_path / "lines.jsonl", LINES), "--data.seq-length", "24"),
+        *("--trainer.output-dir", str(tmp_path / "run"), "--trainer.max-steps", "6", "--optimizer.lr", "0.01"),
+        ranks=2,
+    )
+    assert "experts: 4 in 2 of 2 layers, 2 for each token; 2 on each of 2 expert-parallel ranks" in output
+    result, steps = summary(tmp_path / "run"), rows(tmp_path / "run")
+    assert result["held_out_loss_before"] == pytest.approx(summary(dense)["held_out_loss_after"], abs=0.05)
+    assert result["held_out_loss_after"] < 0.95 * result["held_out_loss_before"]
+    assert all(sum(layer) == 4 * 24 * 2 for row in steps for layer in row["tokens_per_expert"])
+    assert (tmp_path / "run" / "expert_load.png").is_file()
