@@ -13,7 +13,7 @@ from typing import Any
 from nxd_memopt._optional import require_installed
 from nxd_memopt.config import require_one_of
 from nxd_memopt.planner.explain import explanation
-from nxd_memopt.planner.hardware import DEVICES, GIB, device_named
+from nxd_memopt.planner.hardware import DEVICES, GIB, ONLY_HARDWARE_SHOWS, device_named
 from nxd_memopt.planner.model_configs import NAMED_CONFIGS, load_model_config, with_defaults
 from nxd_memopt.planner.plan import PRECISIONS, Plan, Problem, Setting, plans, remedies, smallest
 from nxd_memopt.planner.step_time import rates_of
@@ -214,6 +214,8 @@ def _print(options: argparse.Namespace, problem: Problem, found: Sequence[Plan])
     )
     if not rates_of(device).is_calibrated:
         print(f"Times on {device.name} are not calibrated: they order the settings, no more. docs/planner.md")
+    if ONLY_HARDWARE_SHOWS[device.kind]:
+        print(f"Only hardware shows: {'; '.join(ONLY_HARDWARE_SHOWS[device.kind])}.")
     if not found:
         closest = smallest(problem)
         print(
@@ -256,6 +258,7 @@ def _document(problem: Problem, found: Sequence[Plan]) -> dict[str, Any]:
         "precision": problem.precision,
         "usable_bytes": problem.usable_bytes,
         "usable_host_bytes": problem.usable_host_bytes,
+        "only_hardware_shows": ONLY_HARDWARE_SHOWS[problem.device.kind],
         "remedies": [] if found else remedies(problem),
         "plans": [
             {

@@ -33,6 +33,18 @@ ALLOCATOR_FRACTION = 0.02
 20 MiB that are free in parts. [estimate], the limit of the project's own reserved bytes."""
 
 
+ONLY_HARDWARE_SHOWS = {
+    "neuron": (
+        f"the compiler's scratchpad and the runtime's buffers, for which {RESERVE_GIB:g} GiB of each device are left",
+        "whether neuronx-cc keeps recomputation",
+        "times",
+    ),
+    "cuda": (),
+    "cpu": (),
+}
+"""What no plan knows, by kind of device: no Trainium was there to measure."""
+
+
 @dataclass(frozen=True)
 class Device:
     """One rank's device and its share of the host.

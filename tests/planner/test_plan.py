@@ -41,6 +41,7 @@ def test_it_runs_without_torch(precision):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "T=32" in done.stdout and "14.8 of 16 GiB" in done.stdout
+    assert "Only hardware shows: the compiler's scratchpad" in done.stdout and "1.25 GiB" in done.stdout
 
 
 @pytest.mark.parametrize(
