@@ -20,6 +20,7 @@ head with its loss, in chunks      SP all-gather a,         none: forward comput
 of tokens                          reduce-scatter a
                                    else all-reduce a
                                    all-gather 8 S B T       (two fp32 sums a token of each rank)
+ in fp16                           as above, no reduction   its all-gathers again, and the reduction
 gradient hook, SP                  --                       all-reduce of norms and row biases
 =================================  =======================  ==================================
 
@@ -80,6 +81,8 @@ class StepShape:
         head_chunks: tokens of each chunk of the fused loss.
         row_output_dropout: whether dropout follows the last row output of a layer; its mask is
             saved.
+        loss_in_backward: the fused loss runs again in backward, where its gradients are computed: in
+            fp16, whose loss scale must enter before rounding.
     """
 
     blocks: tuple[int, ...]
@@ -95,6 +98,7 @@ class StepShape:
     tagged_gradient_bytes: tuple[int, ...]
     head_chunks: tuple[int, ...]
     row_output_dropout: bool
+    loss_in_backward: bool = False
 
     @property
     def num_layers(self) -> int:
@@ -218,7 +222,10 @@ def _around_layers(shape: StepShape) -> Counter[Collective]:
     for tokens in shape.head_chunks:
         chunk = replace(shape, sequence_length=tokens, micro_batch_size=1)
         sums_bytes = 2 * _FP32_BYTES * tokens * shape.tensor_model_parallel_size
-        total += chunk.column_forward() + chunk.reduction() + shape._one("all_gather", sums_bytes)
+        forward = chunk.column_forward() + shape._one("all_gather", sums_bytes)
+        total += forward + chunk.reduction()
+        if shape.loss_in_backward:
+            total += forward
     return total
 
 

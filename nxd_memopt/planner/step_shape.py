@@ -20,6 +20,7 @@ def step_shape(
     sequence_length: int,
     micro_batch_size: int,
     element_bytes: int,
+    loss_in_backward: bool = False,
 ) -> StepShape:
     """Return the sizes of a training step of LLaMA or GPT-NeoX.
 
@@ -30,6 +31,7 @@ def step_shape(
         sequence_length: S, tokens per sequence.
         micro_batch_size: B, sequences per micro-batch.
         element_bytes: bytes per element of parameters and activations.
+        loss_in_backward: see ``StepShape``.
     """
     for name in ("mlp_tile_tokens", "attention_head_groups"):
         value = getattr(memory, name)
@@ -71,6 +73,7 @@ def step_shape(
         ),
         head_chunks=_head_chunks(config, parallel, tokens, element_bytes),
         row_output_dropout=has_dropout,
+        loss_in_backward=loss_in_backward,
     )
 
 

@@ -202,8 +202,10 @@ def test_collectives_equal_the_formulas(config, memory, sequence):
         {"parallel": parallel(4, sequence=True, reduce_dtype="float32"), "dtype": "bfloat16"},
         {"overrides": {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 2}},
         {"overrides": {"tie_word_embeddings": True}, "micro_batch_size": 3},
+        {"dtype": "float16"},
+        {"dtype": "float16", "parallel": parallel(4, sequence=False)},
     ],
-    ids=["fp32 reductions", "biases", "tied"],
+    ids=["fp32 reductions", "biases", "tied", "loss in backward", "loss in backward, full sequences"],
 )
 def test_collectives_of_odd_llamas(changes):
     options = {"parallel": parallel(4, sequence=True), "sequence_length": 32, **changes}
