@@ -291,7 +291,11 @@ def _checked(config: TrainConfig) -> TrainConfig:
         section = getattr(config, name)
         # A shell expands ~ on the command line; nothing has expanded it in a file.
         paths = {option: getattr(section, option) for option in PATHS.get(name, ())}
-        expanded = {option: _expanded(f"{name}.{option}", path) for option, path in paths.items() if path is not None}
+        expanded: dict[str, Any] = {
+            option: _expanded(f"{name}.{option}", path) for option, path in paths.items() if path is not None
+        }
+        if isinstance(section, DataConfig):
+            expanded["mixture"] = {_expanded("data.mixture", path): weight for path, weight in section.mixture.items()}
         sections[name] = dataclasses.replace(section, **expanded)
     return TrainConfig(**sections)
 

@@ -45,8 +45,9 @@ def require_trainable(config: TrainConfig, hf_config: PretrainedConfig) -> None:
             weight files are missing or cut short, or if the export would have to replace files
             that are not an export.
     """
-    if config.data.dataset != "stdlib":
-        require_installed(f"data.dataset {config.data.dataset}", "datasets", extra="train")
+    for name in config.data.sources:
+        if name != "stdlib":
+            require_installed(f"dataset {name}", "datasets", extra="train")
     _require_sizes(hf_config)
     require_shardable(hf_config, config.parallel.tensor_model_parallel_size)
     _require_supported_values(hf_config)

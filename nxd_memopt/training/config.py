@@ -107,6 +107,9 @@ class DataConfig:
             Parquet file, a directory or pattern of such files, a dataset saved by
             ``save_to_disk``, the ``.idx`` file of tokens in Megatron-LM's format, which this run's
             tokenizer must have made, or a name on the Hugging Face hub.
+        mixture: several datasets and their weights, instead of ``dataset``: each has its share of
+            the trained and of the held-out sequences, and is repeated where it ends. Other options
+            of the data are of all of them.
         dataset_config: the hub dataset's configuration name.
         split: the hub dataset's split.
         format: what a row is. ``text``: a text, in ``text_column``. ``messages``: a conversation, a
@@ -146,6 +149,7 @@ class DataConfig:
     """
 
     dataset: str = "stdlib"
+    mixture: dict[str, float] = field(default_factory=dict)
     dataset_config: str | None = None
     split: str = "train"
     format: Literal["text", "messages", "prompt_completion", "instruction_output"] = "text"
@@ -166,6 +170,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         _require_named("data.dataset", self.dataset)
+        self._check_mixture()
         require_one_of("data.format", self.format, FORMATS)
         require_one_of("data.long_conversations", self.long_conversations, LONG_CONVERSATIONS)
         _require_named("data.chat_template", self.chat_template)
@@ -194,6 +199,32 @@ class DataConfig:
     def has_conversations(self) -> bool:
         """Whether rows are conversations, not texts."""
         return self.format != "text"
+
+    @property
+    def sources(self) -> dict[str, float]:
+        """Weights by dataset: those of ``mixture``, or ``dataset`` alone."""
+        return dict(self.mixture) or {self.dataset: 1.0}
+
+    def of_source(self, dataset: str) -> DataConfig:
+        """Return the options of one of ``sources``."""
+        return replace(self, dataset=dataset, mixture={})
+
+    def _check_mixture(self) -> None:
+        """Raise ``ValueError`` for a mixture without positive weights, or next to a dataset."""
+        if self.mixture and self.dataset != "stdlib":
+            raise ValueError(
+                f"data.dataset {self.dataset!r} and data.mixture {list(self.mixture)} are both given: write the "
+                "dataset into the mixture, with its weight, or leave one of them out"
+            )
+        for name, weight in self.mixture.items():
+            _require_named("data.mixture", name)
+            is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+            if not is_number or not 0 < weight < math.inf:
+                raise ValueError(
+                    f"data.mixture gives {name!r} the weight {weight!r}: give it a positive number, or leave it out"
+                )
+        # 3 and 3.0 are one weight to a run that resumes.
+        object.__setattr__(self, "mixture", {name: float(weight) for name, weight in self.mixture.items()})
 
     def _check_format(self) -> None:
         """Raise ``ValueError`` for options that the format of the rows does not read."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from nxd_memopt.checkpoint.stored_run import StoredRun
@@ -27,18 +27,29 @@ settings, and ``splits``: for each split the number of ``sequences`` up to the e
 training has reached, their ``sha256``, and ``ended``: whether the text has no more."""
 
 
-def wanted_sequences(plan: ResumePlan) -> dict[str, int]:
-    """Return the sequences of each split that the run reads.
+def split_name(split: str, source: int, num_sources: int) -> str:
+    """Return the name of a source's split in the records; a single source has no number."""
+    return split if num_sources == 1 else f"{split}.{source}"
+
+
+def wanted_sequences(plan: ResumePlan, counts: Callable[[int], list[int]]) -> list[dict[str, int]]:
+    """Return for each source the sequences of each split that the run reads.
 
     At least as many as its checkpoint has read, so that those can be compared.
+
+    Args:
+        plan: how the run starts.
+        counts: how many of the first n sequences are of each source.
     """
-    data = plan.config.data
-    wanted = {"train": plan.position(plan.config.trainer.max_steps), "held_out": data.eval_sequences}
-    if plan.stored is not None:
-        stored = stored_tokens(plan.stored)["splits"]
-        wanted["train"] = max(wanted["train"], stored["train"]["sequences"])
-        if data.eval_sequences and "held_out" in stored:
-            wanted["held_out"] = max(data.eval_sequences, stored["held_out"]["sequences"])
+    trained = counts(plan.position(plan.config.trainer.max_steps))
+    held_out = counts(plan.config.data.eval_sequences)
+    compared = compared_sequences(plan)
+    wanted = []
+    for source, numbers in enumerate(zip(trained, held_out, strict=True)):
+        names = [split_name(split, source, len(trained)) for split in ("train", "held_out")]
+        train, evaluated = (max(number, compared.get(name, 0)) for name, number in zip(names, numbers, strict=True))
+        # Without evaluation a run reads no held-out sequences, whatever its checkpoint has read.
+        wanted.append({"train": train, "held_out": evaluated if numbers[1] else 0})
     return wanted
 
 
@@ -119,6 +130,9 @@ def _moved_notes(stored: StoredRun, fingerprint: str) -> list[str]:
 def _is_same(stored: StoredRun, logs: Mapping[str, TokenLog]) -> bool:
     """Return whether the tokens have the sequences that the checkpoint counts, in the same order."""
     for name, split in stored_tokens(stored)["splits"].items():
+        # Another number of sources is another text.
+        if name not in logs:
+            return False
         # Without evaluation a run has no held-out tokens.
         if not logs[name].entries:
             continue

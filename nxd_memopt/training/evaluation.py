@@ -76,8 +76,7 @@ def _held_out_rows(training: Training, config: TrainConfig) -> Tokens | None:
     """Return the rows of one evaluation, ``[<= eval_sequences, S]``, or None if there are none."""
     if not config.data.eval_sequences:
         return None
-    tokens = training.tokens.open("held_out")
-    return tokens.rows(range(min(len(tokens), config.data.eval_sequences)))
+    return training.tokens.held_out_sequences(config.data.eval_sequences)
 
 
 def _batches(

@@ -22,8 +22,6 @@ from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
 from nxd_memopt.training.chat import with_chat_template
 from nxd_memopt.training.checks import require_finite_weights, require_trainable, require_usable_output
 from nxd_memopt.training.config import TrainConfig
-from nxd_memopt.training.corpora import Corpus, open_corpus
-from nxd_memopt.training.data_content import compared_sequences, wanted_sequences, with_same_tokens
 from nxd_memopt.training.distributed import is_extracting_graphs, is_rank_zero
 from nxd_memopt.training.evaluation import held_out_loss, held_out_loss_by_transformers
 from nxd_memopt.training.interrupts import Interrupts
@@ -44,22 +42,13 @@ from nxd_memopt.training.report import Reporter
 from nxd_memopt.training.resume import ResumePlan, plan_resume
 from nxd_memopt.training.routers import ExpertForwardBackward
 from nxd_memopt.training.run_lock import locked_output_directory
+from nxd_memopt.training.run_tokens import MixedSequences, RunTokens, open_tokens, prepare_data
 from nxd_memopt.training.sample import conversation_notes
 from nxd_memopt.training.state import Saver, Training, load_warm_start, resume
 from nxd_memopt.training.step import train_step
 from nxd_memopt.training.stopping import Stopping, message_after_training
 from nxd_memopt.training.summary import Summary, export, peak_bytes_of_all_ranks, start_summary
-from nxd_memopt.training.token_feed import TokenFeed, WaitStoppedError
-from nxd_memopt.training.token_files import (
-    GrowingTokenFile,
-    create_directory,
-    describe_rows,
-    directory_of,
-    require_directory,
-    tokens_fingerprint,
-)
-from nxd_memopt.training.token_process import TokenJob
-from nxd_memopt.training.tokens import SPLITS
+from nxd_memopt.training.token_feed import WaitStoppedError
 from nxd_memopt.training.vocabulary import Vocabulary
 
 COMPILED_LAYERS = "kernels are the compiler's, collectives run between them; a new batch shape compiles again"
@@ -104,7 +93,7 @@ def run(config: TrainConfig, interrupts: Interrupts | None = None) -> None:
 
 def run_prepared(
     plan: ResumePlan,
-    tokens: TokenFeed,
+    tokens: RunTokens,
     hf_config: PretrainedConfig,
     vocabulary: Vocabulary,
     summary: Summary,
@@ -137,11 +126,7 @@ def run_prepared(
         extract_graphs(training, config)
         return
 
-    rows = [
-        *tokens.notes,
-        *describe_rows(config, tokens.log("train")),
-        *conversation_notes(training, config, vocabulary),
-    ]
+    rows = [*tokens.describe(config), *conversation_notes(training, config, vocabulary)]
     notes = [
         *rows,
         *lora_notes,
@@ -163,42 +148,6 @@ def run_prepared(
         summary.freed_memory_bytes = backend.freed_bytes_kept()
         summary.held_out_loss_after = evaluate(training, config, reporter)
         finish(training, config, reporter, summary, vocabulary)
-
-
-def open_tokens(plan: ResumePlan, vocabulary: Vocabulary) -> TokenFeed:
-    """Find the documents on rank 0, and return the packed tokens of the run. Every rank calls."""
-    # raise_together is a barrier and raises on every rank if one rank failed, so no rank waits in
-    # a collective for a rank that has stopped.
-    config = plan.config
-    corpus: Corpus | None = None
-    texts = ("", "")
-    with raise_together("preparing the data"):
-        if is_rank_zero():
-            corpus = open_corpus(config.data, config.trainer.seed)
-            fingerprint = tokens_fingerprint(config.data, corpus.fingerprint, vocabulary, config.trainer.seed)
-            create_directory(directory_of(config.trainer.tokens_directory, fingerprint), fingerprint)
-            texts = (fingerprint, corpus.fingerprint)
-    fingerprint, of_corpus = share_texts(" ".join(texts))[0].split(" ")
-    directory = directory_of(config.trainer.tokens_directory, fingerprint)
-    with raise_together("reading the prepared data"):
-        require_directory(directory, fingerprint)
-    wanted = wanted_sequences(plan)
-    return TokenFeed(
-        TokenJob(directory, of_corpus, config.data, vocabulary, config.trainer.seed, wanted), fingerprint, corpus
-    )
-
-
-def prepare_data(plan: ResumePlan, tokens: TokenFeed) -> ResumePlan:
-    """Wait for the tokens of the first evaluation and step; return the plan, compared with the tokens."""
-    config = plan.config
-    if config.data.eval_sequences:
-        tokens.wait("held_out", config.data.eval_sequences)
-    if config.trainer.max_steps:
-        tokens.wait("train", config.data.global_batch_size)
-    for name, rows in compared_sequences(plan).items():
-        if tokens.wants(name):
-            tokens.wait(name, rows)
-    return with_same_tokens(plan, tokens.fingerprint, {name: tokens.log(name) for name in SPLITS})
 
 
 def open_reporter(config: TrainConfig, first_step: int, notes: list[str], planned_bytes: int | None) -> Reporter:
@@ -230,8 +179,8 @@ def train(training: Training, config: TrainConfig, reporter: Reporter, interrupt
     # second time; only evaluation and export run.
     if training.step == trainer.max_steps:
         return
-    tokens = training.tokens.open("train")
-    training.tokens.interrupted = lambda: interrupts.first
+    tokens = training.tokens.training_sequences()
+    training.tokens.interrupt_by(lambda: interrupts.first)
     tokens_per_step = config.data.global_batch_size * config.data.seq_length
     metrics = DeferredMetrics(reporter, every=trainer.log_every_n_steps, tokens_per_step=tokens_per_step)
     with interrupts.deferred(), Saver(training, config) as saver:
@@ -269,14 +218,13 @@ def train(training: Training, config: TrainConfig, reporter: Reporter, interrupt
 
 
 def next_batches(
-    training: Training, config: TrainConfig, tokens: GrowingTokenFile, reporter: Reporter
+    training: Training, config: TrainConfig, tokens: MixedSequences, reporter: Reporter
 ) -> list[MicroBatch]:
     """Return this rank's micro-batches of the next step; wait for their tokens, and report a new epoch."""
     first = training.plan.position(training.step)
     batches = micro_batches(config, tokens, first)
-    epoch, length = tokens.epoch(first + config.data.global_batch_size - 1)
-    if epoch > max(0, tokens.epoch(first - 1)[0]) and training.step:
-        reporter.say(f"epoch {epoch + 1} of {length:,} sequences begins in step {training.step + 1}")
+    for epoch in tokens.begun_epochs(range(first, first + config.data.global_batch_size)) if training.step else ():
+        reporter.say(f"{epoch} begins in step {training.step + 1}")
     return batches
 
 
@@ -382,7 +330,7 @@ def extract_graphs(training: Training, config: TrainConfig) -> None:
     if is_rank_zero():
         print(f"NEURON_EXTRACT_GRAPHS_ONLY: {steps} steps for their graphs; no value is checked, nothing is saved")
     held_out_loss(training, config)
-    tokens = training.tokens.open("train")
+    tokens = training.tokens.training_sequences()
     for step in range(steps):
         batches = micro_batches(config, tokens, training.plan.position(step))
         run_step(training, config, batches[:EXTRACTED_MICRO_BATCHES])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -17,7 +17,15 @@ from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.training.config import DataConfig, TrainConfig
 from nxd_memopt.training.distributed import world_size
 from nxd_memopt.training.packing import DOCUMENT_START, ID_MASK, NOT_TRAINED, PADDING, Tokens, trained_tokens
-from nxd_memopt.training.token_files import TokenFile
+
+
+class Sequences(Protocol):
+    """Packed sequences of training: ``TokenFile``, ``MixedSequences``."""
+
+    @property
+    def documents_per_row(self) -> int: ...
+
+    def rows(self, positions: range) -> Tokens: ...
 
 
 @dataclass(frozen=True)
@@ -104,7 +112,7 @@ class MicroBatch:
         return model(**self.inputs()).loss  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def micro_batches(config: TrainConfig, tokens: TokenFile, first: int) -> list[MicroBatch]:
+def micro_batches(config: TrainConfig, tokens: Sequences, first: int) -> list[MicroBatch]:
     """Return this data-parallel rank's micro-batches of one step, on the device.
 
     Their losses, averaged over the data-parallel ranks as gradients are, add up to the sum of the
@@ -136,7 +144,7 @@ def micro_batches(config: TrainConfig, tokens: TokenFile, first: int) -> list[Mi
     return batches
 
 
-def boundaries_per_batch(data: DataConfig, tokens: TokenFile) -> int | None:
+def boundaries_per_batch(data: DataConfig, tokens: Sequences) -> int | None:
     """Return the length of the document boundaries of every batch, or None without isolation.
 
     It is the same for every batch of a file, so that shapes do not change; batches with fewer

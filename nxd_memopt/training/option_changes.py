@@ -51,6 +51,9 @@ def recorded_options(config: TrainConfig, hf_config: PretrainedConfig) -> dict[s
         if rule.change is Change.NOT_COMPARED:
             options[section].pop(option, None)
     options["optimizer"]["decay_steps"] = config.decay_steps
+    # The sources of a mixture may move, like a single one, but not change their shares.
+    options["data"]["dataset"] = " + ".join(config.data.sources)
+    options["data"]["mixture"] = list(config.data.mixture.values())
     options["architecture"] = {
         name: value
         for name, value in hf_config.to_dict().items()

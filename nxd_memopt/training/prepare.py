@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from nxd_memopt._optional import require_installed, require_transformers
 from nxd_memopt.training.distributed import use_host_only
 from nxd_memopt.training.errors import user_errors
 from nxd_memopt.training.interrupts import Interrupted, Interrupts, exit_status
+
+if TYPE_CHECKING:
+    from nxd_memopt.training.config import TrainConfig
 
 PROGRESS_S = 10.0
 STOPPED = "while it tokenized: start the same command to go on after the last complete window"
@@ -38,35 +42,54 @@ def _prepare(arguments: Sequence[str], program: str) -> None:
     use_host_only()
     from nxd_memopt.training.arguments import parse_config
     from nxd_memopt.training.chat import with_chat_template
-    from nxd_memopt.training.corpora import open_corpus
+    from nxd_memopt.training.mixture import Blend
     from nxd_memopt.training.model import load_hf_config, load_vocabulary
     from nxd_memopt.training.run_lock import locked_output_directory
+
+    config = parse_config(arguments, program=program)
+    hf_config = load_hf_config(config.model, config.moe)
+    vocabulary = load_vocabulary(config.model, hf_config, end_of_text=config.data.end_of_text)
+    vocabulary = with_chat_template(vocabulary, config.data)
+    blend = Blend(config.data.sources)
+    held_out = blend.counts(config.data.eval_sequences)
+    # A run that trains writes to the same directory.
+    with locked_output_directory(config.trainer.output_dir):
+        for name, share, sequences in zip(blend.names, blend.shares, held_out, strict=True):
+            _prepare_source(config, name, vocabulary, share=share, held_out=sequences)
+
+
+def _prepare_source(config: TrainConfig, name: str, vocabulary: Any, *, share: float, held_out: int) -> None:
+    """Tokenize the text of a source.
+
+    Args:
+        config: options of the run.
+        name: one of its sources.
+        vocabulary: ``Vocabulary`` of the run.
+        share: part of the trained sequences that are of this source.
+        held_out: held-out sequences of this source.
+    """
+    from nxd_memopt.training.corpora import open_corpus
     from nxd_memopt.training.token_files import create_directory, directory_of, tokens_fingerprint
     from nxd_memopt.training.token_log import TokenLog
     from nxd_memopt.training.token_process import ALL_SEQUENCES, TokenJob, write_tokens
     from nxd_memopt.training.tokens import described
 
-    config = parse_config(arguments, program=program)
-    data, seed = config.data, config.trainer.seed
-    hf_config = load_hf_config(config.model, config.moe)
-    vocabulary = load_vocabulary(config.model, hf_config, end_of_text=data.end_of_text)
-    vocabulary = with_chat_template(vocabulary, data)
-    # A run that trains writes to the same directory.
-    with locked_output_directory(config.trainer.output_dir):
-        corpus = open_corpus(data, seed)
-        fingerprint = tokens_fingerprint(data, corpus.fingerprint, vocabulary, seed)
-        directory = directory_of(config.trainer.tokens_directory, fingerprint)
-        create_directory(directory, fingerprint)
-        wanted = {"train": ALL_SEQUENCES, "held_out": data.eval_sequences}
-        job = TokenJob(directory, corpus.fingerprint, data, vocabulary, seed, wanted)
-        write_tokens(job, corpus, _progress())
-        log = TokenLog(directory, "train", data.seq_length)
-        log.refresh()
+    data, seed = config.data.of_source(name), config.trainer.seed
+    corpus = open_corpus(data, seed)
+    fingerprint = tokens_fingerprint(data, corpus.fingerprint, vocabulary, seed)
+    directory = directory_of(config.trainer.tokens_directory, fingerprint)
+    create_directory(directory, fingerprint)
+    wanted = {"train": ALL_SEQUENCES, "held_out": held_out}
+    job = TokenJob(directory, corpus.fingerprint, data, vocabulary, seed, wanted)
+    write_tokens(job, corpus, _progress())
+    log = TokenLog(directory, "train", data.seq_length)
+    log.refresh()
     rows = log.last.rows
-    steps = rows / data.global_batch_size
+    steps = rows / (data.global_batch_size * share)
+    of_source = f" of {name}" if share < 1 else ""
     print(
-        f"prepared {rows:,} sequences of {data.seq_length:,} tokens from {log.last.documents:,} documents in "
-        f"{directory}: an epoch has {steps:,.1f} steps of {data.global_batch_size:,} sequences",
+        f"prepared {rows:,} sequences of {data.seq_length:,} tokens from {log.last.documents:,} documents{of_source} "
+        f"in {directory}: an epoch has {steps:,.1f} steps of {data.global_batch_size:,} sequences",
         flush=True,
     )
     if data.has_conversations:

@@ -102,6 +102,7 @@ RULES: dict[str, Rule] = {
     # The position in the data is a number of sequences: whatever determines the sequences and
     # their order must stay. Paths and columns may change where the tokens are the same.
     "data.dataset": SAME_CONTENT,
+    "data.mixture": Rule(Change.REFUSED, WARM_START, before=[]),
     "data.dataset_config": SAME_CONTENT,
     "data.split": SAME_CONTENT,
     "data.format": Rule(Change.REFUSED, WARM_START, before="text"),

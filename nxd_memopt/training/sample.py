@@ -20,9 +20,9 @@ SHOWN_CHARACTERS = 2000
 
 def conversation_notes(training: Training, config: TrainConfig, vocabulary: Vocabulary) -> list[str]:
     """Return the lines of the start report with the first conversation of the training data; none for texts."""
-    if not config.data.has_conversations or not training.tokens.wants("train"):
+    if not config.data.has_conversations or not training.tokens.trains():
         return []
-    row = training.tokens.open("train").rows(range(1))
+    row = training.tokens.training_sequences().rows(range(1))
     # The labels that the first step has, not the flags they are made from.
     boundaries = documents_per_row(row) + 1 if config.data.isolate_documents else None
     batch = MicroBatch.of(row, divisor=1, num_boundaries=boundaries)

@@ -21,7 +21,7 @@ from nxd_memopt.training.config import TrainConfig
 from nxd_memopt.training.micro_batches import MicroBatch
 from nxd_memopt.training.optimizer import MasterWeightOptimizer
 from nxd_memopt.training.resume import ResumePlan
-from nxd_memopt.training.token_feed import TokenFeed
+from nxd_memopt.training.run_tokens import RunTokens
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Training:
     optimizer: MasterWeightOptimizer
     forward_backward: Callable[[MicroBatch], Tensor]
     plan: ResumePlan
-    tokens: TokenFeed
+    tokens: RunTokens
     step: int = 0
 
     @property

@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from nxd_memopt.parallel_layers.coordination import share_texts
 from nxd_memopt.training.corpora import Corpus
-from nxd_memopt.training.data_content import TokenContent, content_at
 from nxd_memopt.training.distributed import is_first_of_host, is_rank_zero
 from nxd_memopt.training.token_files import GrowingTokenFile
 from nxd_memopt.training.token_log import TokenLog
@@ -52,6 +51,7 @@ class TokenFeed:
         fingerprint: fingerprint of text, tokenizer and options.
         corpus: documents, on rank 0.
         clock: monotonic time in seconds.
+        foreground_share: part of ``FOREGROUND_S`` in which rank 0 tokenizes this source itself.
     """
 
     def __init__(
@@ -60,6 +60,8 @@ class TokenFeed:
         fingerprint: str,
         corpus: Corpus | None,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        foreground_share: float = 1.0,
     ) -> None:
         self.fingerprint = fingerprint
         self.notes = list(corpus.notes) if corpus else []
@@ -67,6 +69,7 @@ class TokenFeed:
         self._job = job
         self._corpus = corpus
         self._clock = clock
+        self._foreground_share = foreground_share
         self._process: TokenProcess | None = None
         self._is_foreground_over = False
         self._logs: dict[str, TokenLog] = {
@@ -107,19 +110,17 @@ class TokenFeed:
             self._logs[name], self._job.config.seq_length, seed=self._job.seed, wait=lambda rows: self.wait(name, rows)
         )
 
+    def wanted(self, name: str) -> int:
+        """Return how many sequences of a split the run reads."""
+        return self._job.wanted[name]
+
     def wants(self, name: str) -> bool:
         """Return whether the run reads sequences of a split."""
-        return self._job.wanted[name] > 0
+        return self.wanted(name) > 0
 
     def log(self, name: str) -> TokenLog:
         """Return the log of a split, as far as this rank knows it."""
         return self._logs[name]
-
-    def content(self, consumed: int) -> TokenContent:
-        """Return what a checkpoint records of the tokens after ``consumed`` training sequences."""
-        held_out = self._job.wanted["held_out"]
-        needed = {"train": consumed} | ({"held_out": held_out} if held_out else {})
-        return content_at(self.fingerprint, self._logs, needed)
 
     def close(self) -> None:
         """End the process in the background, if there is one."""
@@ -152,8 +153,8 @@ class TokenFeed:
             time.sleep(POLL_S)
 
     def _write_in_foreground(self) -> None:
-        """Tokenize in this process for ``FOREGROUND_S`` seconds; a small corpus is then complete."""
-        end_s = self._clock() + FOREGROUND_S
+        """Tokenize in this process, in this source's part of ``FOREGROUND_S``; a small corpus is then complete."""
+        end_s = self._clock() + FOREGROUND_S * self._foreground_share
 
         def pauses(line: str) -> bool:
             self._beat(line)

@@ -186,8 +186,8 @@ class GrowingTokenFile(TokenFile):
             self.documents_per_row = max(self.documents_per_row, 1 << (most - 1).bit_length())
 
 
-def describe_rows(config: TrainConfig, log: TokenLog) -> list[str]:
-    """Return the start report's lines about the rows of training that exist."""
+def describe_rows(config: TrainConfig, log: TokenLog, read: int) -> list[str]:
+    """Return the start report's lines about the rows of training that exist, of which the run reads ``read``."""
     last = log.last
     if not last.rows:
         return []
@@ -196,7 +196,6 @@ def describe_rows(config: TrainConfig, log: TokenLog) -> list[str]:
     lines = [f"packing {config.data.packing}: {documents}, {share:.2%} of the tokens are padding or not trained"]
     if config.data.has_conversations:
         lines.append(f"conversations: {last.documents:,} read so far, of which {described(last.outcomes)}")
-    read = config.trainer.max_steps * config.data.global_batch_size
     steps = f"{config.trainer.max_steps:,} steps read {read:,}"
     if last.ended and read > last.rows:
         lines.append(f"data: the text has {last.rows:,} sequences, of which {steps}: {read / last.rows:.1f} epochs")

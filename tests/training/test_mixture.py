@@ -1,0 +1,194 @@
+"""Sources with weights: the share of each in every stretch, and runs that resume, repeat and prepare them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from nxd_memopt.training import corpora
+from nxd_memopt.training.mixture import PERIOD, Blend
+from nxd_memopt.training.packing import ID_MASK
+from nxd_memopt.training.prepare import main as prepare
+from nxd_memopt.training.run_tokens import MixedSequences, RunTokens
+from tests.reference import assert_says, error_message
+from tests.training.runs import Outcome, exact, losses, run_here, run_on_pool, write_config, write_jsonl
+
+WEIGHTS = [{"a": 7.0, "b": 2.0, "c": 1.0}, {"a": 1.0, "b": 1.0}, {"a": 0.999, "b": 0.001}, {"a": 5.0}]
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_each_stretch_has_the_share_of_each_source(weights: dict[str, float]) -> None:
+    blend = Blend(weights)
+    sources = blend.sources(range(2 * PERIOD + 50))
+    shares = np.array(list(weights.values())) / sum(weights.values())
+    begins = [0, 1, 17, 500, PERIOD - 3, PERIOD, 2 * PERIOD]
+    for begin in begins:
+        # From the beginning of all sequences and from any other place.
+        counts = [int((sources[:begin] == source).sum()) for source in range(len(weights))]
+        assert blend.counts(begin) == counts
+        assert np.abs(np.array(counts) - begin * shares).max() < len(weights)
+        part = sources[begin : begin + 40]
+        found = np.array([(part == source).sum() for source in range(len(weights))])
+        assert np.abs(found - len(part) * shares).max() < len(weights)
+        assert np.array_equal(blend.sources(range(begin, begin + 5)), sources[begin : begin + 5])
+
+
+def test_a_share_that_no_sequence_would_have_is_an_error() -> None:
+    message = error_message(lambda: Blend({"large.jsonl": 1.0, "small.jsonl": 1e-6}))
+    assert_says(message, "small.jsonl", "1e-06", "0.0001")
+
+
+class Listed:
+    """Packed sequences whose tokens say their source and their number."""
+
+    documents_per_row = 1
+
+    def __init__(self, source: int) -> None:
+        self.source = source
+
+    def rows(self, positions: range) -> Any:
+        return np.array([[self.source, position] for position in positions], dtype=np.int32)
+
+
+def test_sequences_of_a_source_are_read_in_order_and_once() -> None:
+    blend = Blend({"a": 3.0, "b": 1.0, "c": 2.0})
+    mixed = MixedSequences(blend, Listed)  # pyright: ignore[reportArgumentType]
+    whole = mixed.rows(range(60)).tolist()
+    for source in range(3):
+        assert [number for each, number in whole if each == source] == list(range(blend.counts(60)[source]))
+    for size in (1, 4, 7):
+        parts = [mixed.rows(range(start, min(start + size, 60))).tolist() for start in range(0, 60, size)]
+        assert [row for part in parts for row in part] == whole
+
+
+def mixture_config(directory: Path, **sections: dict[str, Any]) -> Path:
+    """A run of 3 parts digits and 1 part letters; the letters have few sequences."""
+    write_jsonl(directory / "digits.jsonl", [f"{i} " + "0123456789" * 5 for i in range(60)])
+    write_jsonl(directory / "letters.jsonl", [f"{'xyz'[i % 3]} " + "abcdef" * (2 + i) for i in range(8)])
+    data = {"dataset": "stdlib", "eval_sequences": 8, "held_out_every": 4}
+    data["mixture"] = {str(directory / f"{name}.jsonl"): weight for name, weight in (("digits", 3), ("letters", 1))}
+    config = write_config(directory, **{**sections, "data": data | sections.get("data", {})})
+    return config
+
+
+def succeeded(outcome: Outcome) -> str:
+    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+    return outcome.stdout
+
+
+def test_a_run_resumes_exactly_and_counts_the_epochs_of_each_source(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    sections = {
+        "trainer": {"max_steps": 24, "save_interval": 4, "export": False},
+        "optimizer": {"decay_steps": 24},
+    }
+    output = succeeded(run_here(mixture_config(tmp_path / "a", **sections)))
+    assert "75.00% of " in output and "25.00% of " in output
+    begun = [line for line in output.splitlines() if "begins in step" in line]
+    assert begun and all("letters.jsonl" in line for line in begun if "epoch 2 " in line)
+    config = mixture_config(tmp_path / "b", **sections)
+    succeeded(run_here(config, "--trainer.max-steps", "8"))
+    succeeded(run_here(config))
+    assert exact(tmp_path / "b" / "run") == exact(tmp_path / "a" / "run")
+
+
+def test_two_data_parallel_ranks_train_the_same_sequences(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    trainer = {"max_steps": 6, "export": False, "save_checkpoints": False}
+    succeeded(run_here(mixture_config(tmp_path / "a", trainer=trainer)))
+    run_on_pool(mixture_config(tmp_path / "b", trainer=trainer), ranks=2)
+    assert losses(tmp_path / "b" / "run") == pytest.approx(losses(tmp_path / "a" / "run"), rel=1e-5)
+
+
+def test_held_out_sequences_have_the_same_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluated: list[Any] = []
+    held_out = RunTokens.held_out_sequences
+
+    def record(tokens: RunTokens, sequences: int) -> Any:
+        evaluated.append(held_out(tokens, sequences))
+        return evaluated[-1]
+
+    monkeypatch.setattr(RunTokens, "held_out_sequences", record)
+    trainer = {"max_steps": 1, "export": False, "save_checkpoints": False}
+    succeeded(run_here(mixture_config(tmp_path, trainer=trainer)))
+    letters = [any(ord("a") <= token <= ord("f") for token in row & ID_MASK) for row in evaluated[0]]
+    assert (len(letters), sum(letters)) == (8, 2)
+
+
+def test_other_shares_or_sources_are_refused_and_moved_ones_reported(tmp_path: Path) -> None:
+    config = mixture_config(
+        tmp_path, trainer={"max_steps": 4, "save_interval": 2, "export": False}, optimizer={"decay_steps": 6}
+    )
+    succeeded(run_here(config))
+    text = config.read_text()
+    mixture = yaml.safe_load(text)["data"]["mixture"]
+
+    def run_with(changed: dict[str, float], **data: Any) -> Outcome:
+        options = yaml.safe_load(text)
+        options["data"] |= {"mixture": changed, **data}
+        options["trainer"]["max_steps"] = 6
+        config.write_text(yaml.safe_dump(options, sort_keys=False))
+        return run_here(config)
+
+    digits, letters = mixture
+    for outcome in (run_with({digits: 2, letters: 1}), run_with({}, dataset=digits)):
+        assert outcome.returncode == 2
+        assert_says(outcome.stderr, "data.mixture was [3.0, 1.0]", "warm-start")
+    outcome = run_with({letters: 3, digits: 1})
+    assert outcome.returncode == 2
+    assert_says(outcome.stderr, "the packed tokens differ")
+    other = write_jsonl(tmp_path / "other.jsonl", ["other text " * 9] * 2 + ["and more of it " * 8] * 6)
+    outcome = run_with({digits: 3, other: 1}, eval_sequences=0)  # the sequences of training are compared too
+    assert outcome.returncode == 2
+    assert_says(outcome.stderr, "the packed tokens differ")
+    Path(letters).rename(tmp_path / "moved.jsonl")
+    output = succeeded(run_with({digits: 3, str(tmp_path / "moved.jsonl"): 1}))
+    assert "moved.jsonl, with equal content" in output
+
+
+def test_prepare_writes_every_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(corpora, "WINDOW_SEQUENCES", 4)
+    monkeypatch.setenv("NXD_MEMOPT_BACKEND", "cpu")
+    config = mixture_config(tmp_path, trainer={"max_steps": 2, "export": False})
+    assert prepare(["--config", str(config)]) == 0
+    output = capsys.readouterr().out
+    assert output.count("prepared ") == 2 and "digits.jsonl" in output and "letters.jsonl" in output
+    files = {path: path.read_bytes() for path in (tmp_path / "run" / "tokens").glob("*/*.bin")}
+    assert len(files) == 4
+    succeeded(run_here(config))
+    assert {path: path.read_bytes() for path in files} == files
+    held_out = [np.frombuffer(data, np.int32) & ID_MASK for path, data in files.items() if path.name == "held_out.bin"]
+    assert all(len(ids) for ids in held_out)
+
+
+def test_wrong_mixtures(tmp_path: Path) -> None:
+    config = mixture_config(tmp_path)
+    options = yaml.safe_load(config.read_text())
+    digits, letters = options["data"]["mixture"]
+    wrong: list[tuple[dict[str, Any], tuple[Any, ...]]] = [
+        ({"mixture": {digits: 0.0, letters: 1.0}}, ("data.mixture", "digits.jsonl", "0.0", "positive")),
+        ({"mixture": {digits: -1.0}}, ("digits.jsonl", "-1.0")),
+        ({"mixture": {digits: float("inf")}}, ("digits.jsonl", "inf")),
+        ({"dataset": digits}, ("data.dataset", "data.mixture", "both given")),
+        ({"mixture": {digits: 1.0, str(tmp_path / "none.jsonl"): 1.0}}, ("none.jsonl",)),
+        ({"mixture": [digits, letters]}, ("mixture", "mapping")),
+        ({"mixture": {digits: "much"}}, ("mixture", "much")),
+    ]
+    copied = tmp_path / "copied.jsonl"
+    copied.write_bytes(Path(digits).read_bytes())
+    wrong.append(({"mixture": {digits: 1.0, str(copied): 1.0}}, ("copied.jsonl", "digits.jsonl", "the same text")))
+    for data, parts in wrong:
+        config.write_text(yaml.safe_dump({**options, "data": options["data"] | data}))
+        outcome = run_here(config)
+        assert outcome.returncode == 2, json.dumps(data)
+        assert "Traceback" not in outcome.stderr
+        assert_says(outcome.stderr, *parts)
