@@ -116,7 +116,7 @@ def test_held_out_sequences_have_the_same_shares(tmp_path: Path, monkeypatch: py
         return evaluated[-1]
 
     monkeypatch.setattr(RunTokens, "held_out_sequences", record)
-    trainer = {"max_steps": 1, "export": False, "save_checkpoints": False}
+    trainer = {"max_steps": 2, "export": False, "save_checkpoints": False}
     succeeded(run_here(mixture_config(tmp_path, trainer=trainer)))
     letters = [any(ord("a") <= token <= ord("f") for token in row & ID_MASK) for row in evaluated[0]]
     assert (len(letters), sum(letters)) == (8, 2)
