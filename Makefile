@@ -38,6 +38,7 @@ check: setup ## lint, format, types, import levels, size limits
 	$(PYTHON) scripts/check_sizes.py
 	$(PYTHON) scripts/check_splits.py
 	$(PYTHON) scripts/file_tree.py
+	$(PYTHON) -m scripts.option_reference
 	$(PYTHON) -m scripts.bench.report
 
 NXD_SOURCE ?= build/neuronx-distributed

@@ -10,7 +10,7 @@ import io
 import re
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,6 +27,7 @@ from nxd_memopt.training.config import (
 )
 from nxd_memopt.training.lora_options import LoraOptions
 from nxd_memopt.training.moe_options import MoEOptions
+from nxd_memopt.training.nemo_options import translate
 from nxd_memopt.training.sharding import DataParallelConfig
 from nxd_memopt.training.yaml_file import parse_yaml, read_yaml_file
 
@@ -95,6 +96,24 @@ NEUTRAL = {
     "virtual_pipeline_model_parallel_size": None,
     "context_parallel_size": 1,
 }
+# Options of NeMo's trainer that say how many processes run, or repeat what the program does anyway.
+NEUTRAL_TRAINER = frozenset(
+    [
+        "devices",
+        "num_nodes",
+        "accelerator",
+        "logger",
+        "enable_checkpointing",
+        "use_distributed_sampler",
+        "replace_sampler_ddp",
+        "max_epochs",
+        "limit_test_batches",
+        "accumulate_grad_batches",
+        "benchmark",
+        "enable_model_summary",
+        "num_sanity_val_steps",
+    ]
+)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -242,7 +261,11 @@ def _unchecked_config(values: Mapping[str, Any]) -> TrainConfig:
             f"the configuration must be a mapping of sections such as trainer:, got {type(values).__name__}: write "
             "SECTION: and below it, indented, OPTION: VALUE"
         )
-    _require_known(TrainConfig, values, "the configuration")
+    problems: list[str] = []
+    values = translate(values, problems)
+    with _collected(problems):
+        _require_known(TrainConfig, values, "the configuration")
+    values = {name: section for name, section in values.items() if name in SECTIONS}
     # A section without options is None in YAML. Every section exists in the result, with
     # defaults.
     options = {name: {} if section is None else section for name, section in values.items()}
@@ -251,26 +274,56 @@ def _unchecked_config(values: Mapping[str, Any]) -> TrainConfig:
     if options.get("memory") == "auto":
         options["memory"] = {}
         options["trainer"] = {**options.get("trainer", {}), "auto_memory": True}
-    sections = _resolve_aliases(options)
-    built = {name: _build(name, sections.get(name, {})) for name in SECTIONS}
+    sections = _resolve_aliases(options, problems)
+    built = {name: _build(name, sections.get(name, {}), problems) for name in SECTIONS}
+    if problems:
+        raise ValueError(problems[0] if len(problems) == 1 else _listed(problems))
     return _unchecked(TrainConfig, built)
 
 
-def _build(name: str, values: Mapping[str, Any]) -> Any:
+@contextlib.contextmanager
+def _collected(problems: list[str]) -> Iterator[None]:
+    """Append the message of a ``ValueError`` inside the block to ``problems``: all are reported together."""
+    try:
+        yield
+    except ValueError as error:
+        problems.append(str(error))
+
+
+def _listed(problems: list[str]) -> str:
+    """Return several problems in one line."""
+    return f"{len(problems)} problems: " + "; ".join(f"({i}) {text}" for i, text in enumerate(problems, start=1))
+
+
+def _build(name: str, values: Mapping[str, Any], problems: list[str]) -> Any:
     """Return the unvalidated dataclass of section ``name``, with values of the fields' types."""
-    _require_known(SECTIONS[name], values, name)
+    with _collected(problems):
+        _require_known(SECTIONS[name], values, name)
     hints = typing.get_type_hints(SECTIONS[name])
-    fitted = {key: _fit(value, hints[key], f"{name}.{key}") for key, value in values.items()}
+    fitted = {}
+    for key, value in values.items():
+        if key in hints:
+            with _collected(problems):
+                fitted[key] = _fit(value, hints[key], f"{name}.{key}")
     return _unchecked(SECTIONS[name], fitted)
 
 
 def _require_known(cls: type, values: Mapping[str, Any], section: str) -> None:
-    """Raise ``ValueError`` for a key of ``values`` that is not a field of the dataclass ``cls``."""
+    """Raise ``ValueError`` for the keys of ``values`` that are not fields of the dataclass ``cls``."""
     # from_mapping has the error message. It constructs its class, so it gets a class with the
     # same fields, no __post_init__ and a default for every field.
     fields = [(field.name, Any, None) for field in dataclasses.fields(cls)]
     plain = dataclasses.make_dataclass(cls.__name__, fields)
-    from_mapping(plain, values, section=section)
+    found: list[str] = []
+    for key in values:
+        with _collected(found):
+            from_mapping(plain, {key: values[key]}, section=section)
+    if len(found) > 1:
+        # The list of all names, once.
+        found = [text.partition(": known are ")[0] for text in found]
+        found.append(f"known in {section} are {[field.name for field in dataclasses.fields(cls)]}")
+    if found:
+        raise ValueError("; ".join(found))
 
 
 def _unchecked(cls: type, values: Mapping[str, Any]) -> Any:
@@ -318,14 +371,16 @@ def _expanded(option: str, path: str) -> str:
         raise ValueError(f"{option} {path!r} names the home directory of an unknown user: write the path") from error
 
 
-def _resolve_aliases(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def _resolve_aliases(values: Mapping[str, Any], problems: list[str]) -> dict[str, dict[str, Any]]:
     """Return ``values`` with every option moved to its own section and renamed to its own name."""
     resolved: dict[str, dict[str, Any]] = {}
     for section, options in values.items():
         if not isinstance(options, Mapping):
-            raise ValueError(f"{section} must be a mapping of option names to values, got {type(options).__name__}")
+            problems.append(f"{section} must be a mapping of option names to values, got {type(options).__name__}")
+            continue
         for name, value in options.items():
-            _resolve_alias(resolved, section, str(name), value)
+            with _collected(problems):
+                _resolve_alias(resolved, section, str(name), value)
     return resolved
 
 
@@ -334,6 +389,8 @@ def _resolve_alias(resolved: dict[str, dict[str, Any]], section: str, name: str,
     # An option of the section itself takes precedence over an alias of the same name. Options of
     # unsupported dimensions are accepted and dropped if they have their neutral value.
     is_own = name in {field.name for field in dataclasses.fields(SECTIONS[section])}
+    if not is_own and section == "trainer" and name in NEUTRAL_TRAINER:
+        return
     if not is_own and name in NEUTRAL and name not in ALIASES:
         if value != NEUTRAL[name]:
             raise ValueError(f"{section}.{name} {value} is not supported: only {NEUTRAL[name]} is")

@@ -22,7 +22,7 @@ from nxd_memopt.training.sharding import (
 )
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-LR_SCHEDULES = ("cosine", "linear")
+LR_SCHEDULES = ("cosine", "linear", "wsd", "constant", "inverse_sqrt")
 SCHEDULE_CHANGES = ("error", "stretch", "keep")
 COMPILE = (None, "layer")
 MAX_SEED = 2**62  # torch's generators take 64 bits; ranks and steps are added to the seed
@@ -254,7 +254,10 @@ class OptimizerConfig:
 
     Args:
         lr: peak learning rate.
-        lr_schedule: shape of the decay after the warm-up, ``cosine`` or ``linear``.
+        lr_schedule: what follows the warm-up: a ``cosine`` or ``linear`` decay; ``wsd`` (warm-up,
+            stable, decay) stays at ``lr`` and decays linearly in the last ``wsd_decay_steps``;
+            ``constant`` stays at ``lr``; ``inverse_sqrt`` falls with the square root of the step.
+        wsd_decay_steps: steps of the decay of ``wsd``.
         min_lr_ratio: the learning rate ends at this fraction of ``lr``.
         warmup_steps: steps of linear warm-up.
         decay_steps: step at which the decay ends; ``None`` takes ``trainer.max_steps``. Set it if
@@ -291,7 +294,8 @@ class OptimizerConfig:
     """
 
     lr: float = 3e-4
-    lr_schedule: Literal["cosine", "linear"] = "cosine"
+    lr_schedule: Literal["cosine", "linear", "wsd", "constant", "inverse_sqrt"] = "cosine"
+    wsd_decay_steps: int = 0
     min_lr_ratio: float = 0.1
     warmup_steps: int = 0
     decay_steps: int | None = None
@@ -318,6 +322,7 @@ class OptimizerConfig:
         if self.eps == 0:
             raise ValueError("optimizer.eps must be above 0, got 0: AdamW divides by it; the default is 1e-8")
         require_one_of("optimizer.lr_schedule", self.lr_schedule, LR_SCHEDULES)
+        self._check_schedule()
         for name in ("loss_scale_window", "hysteresis"):
             _require_at_least(f"optimizer.{name}", getattr(self, name), 1)
         if not 0 < self.min_loss_scale <= self.initial_loss_scale <= MAX_LOSS_SCALE:
@@ -332,6 +337,26 @@ class OptimizerConfig:
         # AdamW divides by 1 - beta**step, which is 0 for beta 1.
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optimizer.betas must be two numbers in [0, 1), got {list(self.betas)}")
+
+    @property
+    def has_end(self) -> bool:
+        """Whether the learning rate depends on the step at which its decay ends."""
+        return self.lr_schedule not in ("constant", "inverse_sqrt")
+
+    def _check_schedule(self) -> None:
+        """Raise ``ValueError`` for options that the schedule does not read, or needs."""
+        if self.lr_schedule == "wsd":
+            _require_at_least("optimizer.wsd_decay_steps", self.wsd_decay_steps, 1)
+        elif self.wsd_decay_steps:
+            raise ValueError(
+                f"optimizer.wsd_decay_steps {self.wsd_decay_steps} is for optimizer.lr_schedule wsd, which is "
+                f"{self.lr_schedule}: leave one of them out"
+            )
+        if not self.has_end and self.decay_steps is not None:
+            raise ValueError(
+                f"optimizer.decay_steps {self.decay_steps} has no effect with lr_schedule {self.lr_schedule}: "
+                "leave it out"
+            )
 
     def _check_offload(self) -> None:
         fraction = self.optimizer_offload_fraction
@@ -553,7 +578,13 @@ class TrainConfig:
                 "set one of them to false"
             )
         # A run of 0 steps, which evaluates and exports only, has no schedule.
-        if self.trainer.max_steps and self.optimizer.warmup_steps > self.decay_steps:
+        optimizer = self.optimizer
+        if self.trainer.max_steps and optimizer.warmup_steps + optimizer.wsd_decay_steps > self.decay_steps:
+            if optimizer.wsd_decay_steps:
+                raise ValueError(
+                    f"optimizer.warmup_steps {optimizer.warmup_steps} and wsd_decay_steps {optimizer.wsd_decay_steps} "
+                    f"together exceed the schedule of {self.decay_steps} steps: shorten one of them"
+                )
             raise ValueError(
                 f"optimizer.warmup_steps {self.optimizer.warmup_steps} is beyond the last step of the schedule, "
                 f"{self.decay_steps} (optimizer.decay_steps, or trainer.max_steps): the learning rate would never "

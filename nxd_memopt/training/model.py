@@ -19,6 +19,7 @@ from nxd_memopt.training.config import ModelConfig, TrainConfig
 from nxd_memopt.training.distributed import ranks_per_host, world_size
 from nxd_memopt.training.hf_overrides import config_from_overrides, override_config
 from nxd_memopt.training.moe_options import MoEOptions, has_experts, resolve_options
+from nxd_memopt.training.nemo_options import VOCABULARY_OF_TOKENIZER
 from nxd_memopt.training.sharding import SHARDS_GRADIENTS
 from nxd_memopt.training.special_tokens import special_tokens
 from nxd_memopt.training.vocabulary import Vocabulary
@@ -47,6 +48,10 @@ def _own_hf_config(config: ModelConfig) -> PretrainedConfig:
     # The type is checked before transformers builds a configuration of it: transformers knows
     # hundreds of types, and the error must name the few that this library has.
     overrides = dict(config.config_overrides)
+    if overrides.get("vocab_size") == VOCABULARY_OF_TOKENIZER:
+        del overrides["vocab_size"]
+        if config.pretrained is None and config.tokenizer is not None:
+            overrides["vocab_size"] = len(load_tokenizer(config.tokenizer))
     if config.pretrained is None:
         model_type = overrides.pop("model_type")
         require_supported(model_type)

@@ -141,7 +141,7 @@ def _with_schedule(config: TrainConfig, stored: StoredRun, changes: Changes) -> 
     old = stored.config["optimizer.decay_steps"]
     new = config.decay_steps
     policy = config.trainer.on_schedule_change
-    if new == old:
+    if new == old or not config.optimizer.has_end:
         return config
     if config.optimizer.decay_steps is not None:
         # Named explicitly, so the change is one of an option like any other.

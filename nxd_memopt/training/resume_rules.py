@@ -122,6 +122,7 @@ RULES: dict[str, Rule] = {
     "data.eval_sequences": REPORTED,
     "optimizer.lr": WHEN_ASKED,
     "optimizer.lr_schedule": WHEN_ASKED,
+    "optimizer.wsd_decay_steps": Rule(Change.WHEN_ASKED, before=0),
     "optimizer.min_lr_ratio": WHEN_ASKED,
     "optimizer.warmup_steps": WHEN_ASKED,
     "optimizer.decay_steps": SPECIAL,

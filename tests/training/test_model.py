@@ -127,6 +127,33 @@ def test_learning_rate_warms_up_and_decays_to_the_minimum() -> None:
     assert learning_rate(12, config, 12) == learning_rate(99, config, 12) == pytest.approx(0.1)
 
 
+def test_learning_rate_is_stable_until_its_decay() -> None:
+    config = OptimizerConfig(lr=1.0, lr_schedule="wsd", wsd_decay_steps=4, min_lr_ratio=0.2, warmup_steps=2)
+    expected = [0.5, 1.0, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2]
+    assert [learning_rate(step, config, 10) for step in (1, 2, 3, 6, 7, 8, 9, 10, 11)] == pytest.approx(expected)
+
+
+def test_learning_rate_without_an_end() -> None:
+    constant = OptimizerConfig(lr=2.0, lr_schedule="constant", warmup_steps=2)
+    assert [learning_rate(step, constant, 4) for step in (1, 2, 3, 99)] == [1.0, 2.0, 2.0, 2.0]
+    root = OptimizerConfig(lr=1.0, lr_schedule="inverse_sqrt", warmup_steps=4, min_lr_ratio=0.1)
+    assert [learning_rate(step, root, 4) for step in (2, 4, 16, 10**6)] == [0.5, 1.0, 0.5, 0.1]
+    assert learning_rate(4, OptimizerConfig(lr=1.0, lr_schedule="inverse_sqrt"), 4) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"lr_schedule": "wsd"}, "wsd_decay_steps must be at least 1"),
+        ({"wsd_decay_steps": 3}, "is for optimizer.lr_schedule wsd, which is cosine"),
+        ({"lr_schedule": "constant", "decay_steps": 3}, "decay_steps 3 has no effect"),
+    ],
+)
+def test_options_that_a_schedule_does_not_read(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        OptimizerConfig(**options)
+
+
 def test_learning_rate_can_decay_along_a_line() -> None:
     config = OptimizerConfig(lr=1.0, lr_schedule="linear", min_lr_ratio=0.0, warmup_steps=4)
     assert [learning_rate(step, config, 12) for step in (2, 4, 6, 12, 13)] == [0.5, 1.0, 0.75, 0.0, 0.0]

@@ -17,7 +17,7 @@ from nxd_memopt.training.optimizer import MasterWeightOptimizer
 from nxd_memopt.training.packing import Tokens
 from nxd_memopt.training.schedule import learning_rate
 from nxd_memopt.training.token_files import TokenFile
-from tests.training.runs import LINES, Outcome, losses, rows, run_here, write_config, write_jsonl
+from tests.training.runs import LINES, Outcome, exact, losses, rows, run_here, write_config, write_jsonl
 
 SCHEDULE = {"decay_steps": 8}
 HALF = ("--trainer.max-steps", "4")
@@ -150,6 +150,17 @@ def test_norms_do_not_decay_after_a_resume() -> None:
 
 def expected_rate(step: int, decay_steps: int) -> float:
     return learning_rate(step, OptimizerConfig(lr=0.01, warmup_steps=2), decay_steps)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "inverse_sqrt"])
+def test_a_schedule_without_an_end_needs_no_policy(tmp_path: Path, schedule: str) -> None:
+    options = ("--optimizer.lr-schedule", schedule)
+    config = write_config(tmp_path, trainer={"export": False, "max_steps": 4})
+    succeed(run_here(config, *options))
+    succeed(run_here(config, *options, "--trainer.max-steps", "6"))
+    at_once = write_config(tmp_path, trainer={"export": False, "max_steps": 6, "output_dir": str(tmp_path / "once")})
+    succeed(run_here(at_once, *options))
+    assert exact(tmp_path / "run") == exact(tmp_path / "once")
 
 
 def test_raised_max_steps_needs_a_policy(tmp_path: Path) -> None:

@@ -97,6 +97,9 @@ def other(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     if section == "lora" and option != "lora_rank":
         changed = {"lora_alpha": 16, "lora_dropout": 0.1, "use_rslora": True, "target_modules": ["o_proj"]}
         return {"lora": {"lora_rank": 4}}, {"lora": {"lora_rank": 4, option: changed[option]}}
+    if name == "optimizer.wsd_decay_steps":
+        wsd = {"lr_schedule": "wsd", "wsd_decay_steps": 3}
+        return {"optimizer": wsd}, {"optimizer": wsd | {"wsd_decay_steps": 4}}
     if name == "lora.lora_rank":
         return {}, {"lora": {"lora_rank": 4}}
     if name == "data.format":

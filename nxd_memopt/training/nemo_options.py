@@ -1,0 +1,324 @@
+"""Translates a NeMo or Megatron ``model`` section: sizes, optimizer, tokenizer and data under this library's names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+VOCABULARY_OF_TOKENIZER = "tokenizer"
+"""Value of ``vocab_size`` in ``model.config_overrides``: the tokenizer's number of tokens."""
+
+# NeMo's name -> Hugging Face's, in model.config_overrides.
+SIZES = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "intermediate_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_query_groups": "num_key_value_heads",
+    "kv_channels": "head_dim",
+    "max_position_embeddings": "max_position_embeddings",
+    "init_method_std": "initializer_range",
+    "layernorm_epsilon": "rms_norm_eps",
+    "share_embeddings_and_output_weights": "tie_word_embeddings",
+    "rotary_base": "rope_theta",
+    "attention_dropout": "attention_dropout",
+    "vocab_size": "vocab_size",
+}
+# Options of models and techniques with the values that this library has.
+ONLY: dict[str, tuple[Any, ...]] = {
+    "normalization": ("rmsnorm",),
+    "activation": ("swiglu", "fast-swiglu", "silu"),
+    "position_embedding_type": ("rope",),
+    "bias": (False,),
+    "has_bias": (False,),
+    "transformer_block_type": ("pre_ln",),
+    "rotary_percentage": (1, None),
+    "attention_type": ("multihead",),
+    "hidden_dropout": (0,),
+    "ffn_dropout": (0,),
+    "openai_gelu": (False,),
+    "headscale": (False,),
+    "normalize_attention_scores": (True,),
+    "use_scaled_init_method": (False,),
+    "do_layer_norm_weight_decay": (False,),
+    "fp32_residual_connection": (False,),
+    "fp16_lm_cross_entropy": (False,),
+    "fp8": (False,),
+    "fp8_e4m3": (False,),
+    "fp8_hybrid": (False,),
+    "use_emha": (False,),
+    "context_parallel_size": (1, None),
+    "rampup_batch_size": (None,),
+    "restore_from_path": (None,),
+    "resume_from_checkpoint": (None,),
+    "num_micro_batches_with_partial_activation_checkpoints": (None,),
+    "activations_checkpoint_layers_per_pipeline": (None,),
+    "flexible_pipeline_parallel_stages": (None,),
+    "seq_len_interpolation_factor": (None,),
+    "convert_to_hf": (False,),
+    "zero_use_fp32_grad_accum": (False,),
+    "ub_tp_comm_overlap": (False,),
+}
+# Choices of kernels, buffers and logs: the computed values do not depend on them.
+# ``apply_query_key_layer_scaling`` divides scores and multiplies them again.
+WITHOUT_EFFECT = frozenset(
+    [
+        "mcore_gpt",
+        "pre_process",
+        "post_process",
+        "persist_layer_norm",
+        "make_vocab_size_divisible_by",
+        "apply_query_key_layer_scaling",
+        "megatron_amp_O2",
+        "grad_allreduce_chunk_size_mb",
+        "grad_div_ar_fusion",
+        "gradient_accumulation_fusion",
+        "bias_activation_fusion",
+        "bias_dropout_add_fusion",
+        "bias_dropout_fusion",
+        "masked_softmax_fusion",
+        "get_attention_mask_from_fusion",
+        "apply_rope_fusion",
+        "onnx_safe",
+        "apex_transformer_log_level",
+        "gradient_as_bucket_view",
+        "sync_batch_comm",
+        "overlap_p2p_comm",
+        "batch_p2p_comm",
+        "transformer_engine",
+        "use_flash_attention",
+        "fp8_margin",
+        "fp8_interval",
+        "fp8_amax_history_len",
+        "fp8_amax_compute_algo",
+        "reduce_amax",
+        "tp_comm_atomic_ag",
+        "tp_comm_atomic_rs",
+        "log_parameter_norm",
+        "log_gradient_norm",
+        "nsys_profile",
+        "output_dir",
+        "config_path",
+        "disable_layer_norm_checkpointing",
+        "cross_entropy_loss_fusion",
+        "gc_interval",
+        "deterministic_mode",
+        "ub_tp_comm_overlap_cfg",
+    ]
+)
+OPTIMIZERS = ("fused_adam", "distributed_fused_adam", "adamw", "adam", "adamw_fp32OptState", "mcore_distributed_optim")
+SHARDED_OPTIMIZERS = ("distributed_fused_adam", "mcore_distributed_optim")
+SCHEDULES = {"CosineAnnealing": "cosine"}
+OPTIMIZER_WITHOUT_EFFECT = frozenset(
+    [
+        "bucket_cap_mb",
+        "overlap_grad_sync",
+        "overlap_param_sync",
+        "contiguous_grad_buffer",
+        "contiguous_param_buffer",
+        "grad_sync_dtype",
+        "capturable",
+        "foreach",
+    ]
+)
+DATA_WITHOUT_EFFECT = frozenset(
+    [
+        "data_impl",
+        "skip_warmup",
+        "num_workers",
+        "dataloader_type",
+        "index_mapping_dir",
+        "validation_drop_last",
+        "no_seqlen_plus_one_input_tokens",
+        "pad_samples_to_global_batch_size",
+        "shuffle_documents",
+        "train_ds",
+        "validation_ds",
+        "test_ds",
+        "chat",
+    ]
+)
+# Sections and options of NeMo's trainer and its other parts, and what this program has instead.
+NOT_SUPPORTED = {
+    "": {
+        "defaults": "Hydra's lists of files: write all options into this file",
+        "hydra": "Hydra's own options: leave them out",
+        "run": "the launcher's options: see nxd-memopt launch",
+        "exp_manager": "see trainer.output_dir, save_interval and keep_checkpoints",
+        "name": "see trainer.output_dir",
+        "restore_from_path": "see model.pretrained and model.warm_start",
+    },
+    "trainer": {
+        "limit_val_batches": "see data.eval_sequences",
+        "max_time": "a signal stops a run and saves it",
+    },
+}
+MISSING = "???"
+_REFERENCE = re.compile(r"\$\{(\.?)([\w.]+)\}")
+
+Sections = dict[str, dict[str, Any]]
+
+
+def knows(name: str) -> bool:
+    """Return whether ``name`` is an option of NeMo's ``model`` section that ``translate`` reads."""
+    special = ("tokenizer", "optim", "data", "seed", "wrap_with_zero", "zero_use_master_weight")
+    return name in SIZES or name in ONLY or name in WITHOUT_EFFECT or name in special
+
+
+def translate(values: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+    """Return the sections with the NeMo options of ``model`` under this library's names.
+
+    A ``model`` section without ``num_layers`` is not NeMo's and stays as it is.
+
+    Args:
+        values: sections of the configuration.
+        problems: gets a text for each option that is not supported.
+    """
+    values = _without_unsupported(values, problems)
+    model = values.get("model")
+    if not isinstance(model, Mapping) or "num_layers" not in model:
+        return dict(values)
+    sections: Sections = {name: dict(options or {}) for name, options in values.items() if isinstance(options, Mapping)}
+    rest = {name: options for name, options in values.items() if not isinstance(options, Mapping)}
+    model = {name: resolved(value, values, f"model.{name}", problems) for name, value in model.items()}
+    own = {name: value for name, value in model.items() if not knows(name)}
+    if isinstance(model.get("tokenizer"), str):
+        own["tokenizer"] = model["tokenizer"]
+    # NeMo reads these two for full recompute only.
+    if own.get("activations_checkpoint_granularity") != "full":
+        for name in ("activations_checkpoint_method", "activations_checkpoint_num_layers"):
+            own.pop(name, None)
+    overrides = dict(own.pop("config_overrides", None) or {})
+    overrides = _sizes(model) | overrides
+    sections["model"] = own | {"config_overrides": overrides}
+    for name, allowed in ONLY.items():
+        if name in model and model[name] not in allowed:
+            shown = " or ".join(repr(value) for value in allowed)
+            problems.append(f"model.{name} {model[name]!r} is not supported: only {shown} is")
+    readers: dict[str, Callable[[Any, Sections, list[str]], None]] = {
+        "tokenizer": _read_tokenizer,
+        "optim": _read_optimizer,
+        "data": _read_data,
+    }
+    for name, read in readers.items():
+        if isinstance(model.get(name), Mapping):
+            content = {
+                key: resolved(value, values, f"model.{name}.{key}", problems) for key, value in model[name].items()
+            }
+            read(content, sections, problems)
+    if "seed" in model:
+        sections.setdefault("trainer", {}).setdefault("seed", model["seed"])
+    if model.get("wrap_with_zero"):
+        sections.setdefault("data_parallel", {}).setdefault("sharding", "zero1")
+    return rest | sections
+
+
+def _without_unsupported(values: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+    """Return ``values`` without NeMo's sections and options that have no counterpart, which become problems."""
+    remaining = dict(values)
+    for section, names in NOT_SUPPORTED.items():
+        options = remaining if not section else remaining.get(section)
+        if not isinstance(options, Mapping):
+            continue
+        for name, remedy in names.items():
+            if name in options:
+                problems.append(f"{f'{section}.' if section else ''}{name} is not supported: {remedy}")
+        left = {name: value for name, value in options.items() if name not in names}
+        if section:
+            remaining[section] = left
+        else:
+            remaining = left
+    return remaining
+
+
+def _sizes(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the Hugging Face configuration of a LLaMA of these sizes."""
+    # null is NeMo's default, which is that of transformers too.
+    sizes = {theirs: model[name] for name, theirs in SIZES.items() if model.get(name) is not None}
+    # NeMo takes the size from the tokenizer.
+    return {"model_type": "llama", "vocab_size": VOCABULARY_OF_TOKENIZER, "tie_word_embeddings": True, **sizes}
+
+
+def _read_tokenizer(tokenizer: Mapping[str, Any], sections: Sections, problems: list[str]) -> None:
+    library, name = tokenizer.get("library"), tokenizer.get("type")
+    if library == "huggingface" and isinstance(name, str) and name != MISSING:
+        sections["model"].setdefault("tokenizer", name)
+        return
+    problems.append(
+        f"model.tokenizer.library {library!r} is not supported: write model.tokenizer: DIRECTORY, with a Hugging Face "
+        "tokenizer"
+    )
+
+
+def _read_optimizer(optim: Mapping[str, Any], sections: Sections, problems: list[str]) -> None:
+    target = sections.setdefault("optimizer", {})
+    for name, value in optim.items():
+        if name in ("lr", "weight_decay", "betas", "eps"):
+            target.setdefault(name, value)
+        elif name == "name" and value in OPTIMIZERS:
+            if value in SHARDED_OPTIMIZERS:
+                sections.setdefault("data_parallel", {}).setdefault("sharding", "zero1")
+        elif name == "sched" and isinstance(value, Mapping):
+            _read_schedule(value, optim, sections, problems)
+        elif name not in OPTIMIZER_WITHOUT_EFFECT:
+            problems.append(f"model.optim.{name} {value!r} is not supported: leave it out")
+
+
+def _read_schedule(sched: Mapping[str, Any], optim: Mapping[str, Any], sections: Sections, problems: list[str]) -> None:
+    target = sections["optimizer"]
+    steps = sections.get("trainer", {}).get("max_steps")
+    for name, value in sched.items():
+        if name == "name" and value in SCHEDULES:
+            target.setdefault("lr_schedule", SCHEDULES[value])
+        elif name == "warmup_steps":
+            target.setdefault("warmup_steps", value)
+        elif name == "min_lr" and float(optim.get("lr") or 0) > 0:
+            target.setdefault("min_lr_ratio", float(value) / float(optim["lr"]))
+        elif name == "constant_steps" and (not value or isinstance(steps, int)):
+            # The last steps have the minimum: the decay ends before them.
+            if value:
+                target.setdefault("decay_steps", steps - value)
+        else:
+            problems.append(f"model.optim.sched.{name} {value!r} is not supported: set the schedule in optimizer")
+
+
+def _read_data(data: Mapping[str, Any], sections: Sections, problems: list[str]) -> None:
+    target = sections.setdefault("data", {})
+    for name, value in data.items():
+        if name == "data_prefix":
+            paths = value if isinstance(value, list) else [value]
+            if paths == [MISSING]:
+                continue
+            if len(paths) > 2 or not isinstance(paths[-1], str):
+                problems.append(f"model.data.data_prefix has {len(paths) // 2} sources: only one is supported")
+                continue
+            target.setdefault("dataset", f"{paths[-1]}.idx")
+        elif name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
+            # Megatron's three options are one here.
+            isolated = {bool(data.get(each)) for each in ("reset_position_ids", "reset_attention_mask")}
+            if name == "reset_position_ids" and len(isolated) == 1:
+                target.setdefault("isolate_documents", isolated.pop())
+            elif name == "reset_position_ids" or (name == "eod_mask_loss" and value):
+                problems.append(f"model.data.{name} {value!r} is not supported: set data.isolate_documents")
+        elif name == "seq_length":
+            if value != sections["model"].get("encoder_seq_length", value):
+                problems.append(f"model.data.seq_length {value!r} differs from encoder_seq_length: write one of them")
+        elif name not in DATA_WITHOUT_EFFECT and value not in (None, False):
+            problems.append(f"model.data.{name} {value!r} is not supported: see the options of data")
+
+
+def resolved(value: Any, values: Mapping[str, Any], place: str, problems: list[str]) -> Any:
+    """Return ``value`` with a reference ``${a.b}`` or ``${.b}`` of OmegaConf replaced by what it refers to."""
+    if not isinstance(value, str) or "${" not in value:
+        return value
+    match = _REFERENCE.fullmatch(value)
+    section = place.rpartition(".")[0]
+    name = "" if match is None else (f"{section}.{match[2]}" if match[1] else match[2])
+    found: Any = values
+    for key in name.split(".") if name else [""]:
+        found = found.get(key, MISSING) if isinstance(found, Mapping) else MISSING
+    if found is MISSING or isinstance(found, Mapping | list):
+        problems.append(f"{place} {value!r} refers to nothing in this file: write its value")
+        return None
+    return resolved(found, values, place, problems) if found != value else found

@@ -1,0 +1,202 @@
+"""Tests that a NeMo or Megatron section pastes in: equal options, and everything else reported at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from nxd_memopt.training.arguments import config_from_mapping, read_yaml
+from nxd_memopt.training.model import load_hf_config
+from nxd_memopt.training.nemo_options import ONLY, SIZES, WITHOUT_EFFECT
+from tests.training.chats import tokenizer
+from tests.training.runs import losses, run_here
+
+# Options in the order and the spelling of NeMo's files, with sizes for a test.
+MODEL: dict[str, Any] = {
+    "mcore_gpt": True,
+    "micro_batch_size": 2,
+    "global_batch_size": 4,
+    "rampup_batch_size": None,
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "virtual_pipeline_model_parallel_size": None,
+    "encoder_seq_length": 24,
+    "max_position_embeddings": "${.encoder_seq_length}",
+    "num_layers": 2,
+    "hidden_size": 24,
+    "ffn_hidden_size": 36,
+    "num_attention_heads": 6,
+    "num_query_groups": 2,
+    "init_method_std": 0.05,
+    "use_scaled_init_method": False,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "kv_channels": None,
+    "apply_query_key_layer_scaling": True,
+    "normalization": "rmsnorm",
+    "layernorm_epsilon": 1e-5,
+    "bias": False,
+    "activation": "fast-swiglu",
+    "position_embedding_type": "rope",
+    "rotary_percentage": 1.0,
+    "share_embeddings_and_output_weights": False,
+    "tokenizer": {"library": "huggingface", "type": "TOKENIZER", "use_fast": True},
+    "native_amp_init_scale": 4294967296,
+    "hysteresis": 2,
+    "megatron_amp_O2": True,
+    "seed": 7,
+    "activations_checkpoint_granularity": None,
+    "activations_checkpoint_method": "block",
+    "activations_checkpoint_num_layers": 0,
+    "sequence_parallel": False,
+    "transformer_engine": True,
+    "fp8": False,
+    "optim": {
+        "name": "distributed_fused_adam",
+        "lr": 2e-4,
+        "weight_decay": 0.01,
+        "betas": [0.9, 0.98],
+        "bucket_cap_mb": 125,
+        "sched": {"name": "CosineAnnealing", "warmup_steps": 2, "constant_steps": 3, "min_lr": 2e-5},
+    },
+    "data": {
+        "data_impl": "mmap",
+        "seq_length": "${model.encoder_seq_length}",
+        "data_prefix": [1.0, "/data/my_text_document"],
+        "reset_position_ids": False,
+        "reset_attention_mask": False,
+        "eod_mask_loss": False,
+    },
+}
+TRAINER = {"devices": 8, "precision": 32, "logger": False, "max_epochs": -1, "max_steps": 10, "gradient_clip_val": 0.5}
+
+
+def mapping(**model: Any) -> dict[str, Any]:
+    return {"model": MODEL | model, "trainer": dict(TRAINER)}
+
+
+def test_a_section_pastes_in(tmp_path: Path) -> None:
+    tokenizer(None).save_pretrained(tmp_path)
+    config = config_from_mapping(mapping(tokenizer={"library": "huggingface", "type": str(tmp_path)}))
+    sizes = load_hf_config(config.model)
+    assert (sizes.model_type, sizes.vocab_size, sizes.num_hidden_layers, sizes.intermediate_size) == (
+        "llama",
+        257,
+        2,
+        36,
+    )
+    assert (sizes.num_attention_heads, sizes.num_key_value_heads, sizes.head_dim) == (6, 2, 4)
+    assert (sizes.rms_norm_eps, sizes.initializer_range, sizes.tie_word_embeddings) == (1e-5, 0.05, False)
+    assert sizes.max_position_embeddings == 24 == config.data.seq_length
+    assert (config.optimizer.lr, config.optimizer.betas, config.optimizer.weight_decay) == (2e-4, (0.9, 0.98), 0.01)
+    assert config.optimizer.min_lr_ratio == pytest.approx(0.1)
+    assert (config.optimizer.warmup_steps, config.decay_steps, config.optimizer.clip_grad) == (2, 7, 0.5)
+    assert config.data_parallel.sharding == "zero1" and config.trainer.precision == "32-true"
+    assert config.data.dataset == "/data/my_text_document.idx" and config.data.isolate_documents is False
+    assert (config.trainer.seed, config.memory.recompute_granularity) == (7, None)
+
+
+def test_full_recompute_keeps_its_method() -> None:
+    memory = config_from_mapping(
+        mapping(
+            activations_checkpoint_granularity="full",
+            activations_checkpoint_method="block",
+            activations_checkpoint_num_layers=1,
+        )
+    ).memory
+    assert (memory.recompute_granularity, memory.recompute_method, memory.recompute_num_layers) == ("full", "block", 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"normalization": "layernorm"}, "model.normalization 'layernorm' is not supported: only 'rmsnorm' is"),
+        ({"bias": True}, "model.bias True is not supported"),
+        ({"use_scaled_init_method": True}, "model.use_scaled_init_method True"),
+        ({"num_leyers": 3}, "unknown key 'num_leyers' in model"),
+        ({"pipeline_model_parallel_size": 2}, "model.pipeline_model_parallel_size 2 is not supported"),
+        ({"tokenizer": {"library": "sentencepiece", "model": "a.model"}}, "model.tokenizer.library 'sentencepiece'"),
+        ({"optim": {"name": "muon"}}, "model.optim.name 'muon' is not supported"),
+        ({"optim": {"lr": 1e-4, "sched": {"name": "WarmupHold"}}}, "model.optim.sched.name 'WarmupHold'"),
+        ({"data": {"data_prefix": [0.5, "a", 0.5, "b"]}}, "data_prefix has 2 sources"),
+        ({"data": {"splits_string": "900,50,50"}}, "model.data.splits_string '900,50,50' is not supported"),
+        ({"data": {"eod_mask_loss": True}}, "model.data.eod_mask_loss True is not supported"),
+        ({"hidden_size": "${.width}"}, "model.hidden_size '${.width}' refers to nothing"),
+    ],
+)
+def test_what_is_not_supported_is_named(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        config_from_mapping(mapping(**changes))
+    assert says in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_everything_wrong_is_reported_at_once(tmp_path: Path) -> None:
+    values = mapping(normalization="layernorm", bias=True, num_leyers=3) | {
+        "exp_manager": {"name": "a"},
+        "optimiser": {},
+    }
+    values["optimizer"] = {"lr": "fast"}
+    values["trainer"] |= {"limit_val_batches": 50, "max_stebs": 3}
+    path = tmp_path / "nemo.yaml"
+    path.write_text(yaml.safe_dump(values), encoding="utf-8")
+    with pytest.raises(ValueError, match="8 problems: ") as raised:
+        read_yaml(path)
+    for part in (
+        "exp_manager is not supported",
+        "model.normalization",
+        "model.bias",
+        "'num_leyers'",
+        "'optimiser' in the configuration: did you mean 'optimizer'",
+        "trainer.limit_val_batches is not supported: see data.eval_sequences",
+        "'max_stebs' in trainer: did you mean 'max_steps'",
+        "optimizer.lr must be float",
+    ):
+        assert part in str(raised.value), part
+
+
+def test_no_option_is_translated_and_ignored() -> None:
+    assert not WITHOUT_EFFECT & (SIZES.keys() | ONLY.keys()) and not SIZES.keys() & ONLY.keys()
+
+
+def test_a_section_without_layers_is_not_nemos() -> None:
+    with pytest.raises(ValueError, match="unknown key 'hidden_size' in model"):
+        config_from_mapping({"model": {"pretrained": "a", "hidden_size": 3}})
+
+
+def test_a_pasted_section_trains_the_model_of_these_sizes(tmp_path: Path) -> None:
+    """Losses are those of the same options under Hugging Face's names."""
+    tokenizer(None).save_pretrained(tmp_path / "tokenizer")
+    pasted = {name: value for name, value in MODEL.items() if name != "data"}
+    pasted["tokenizer"] = {"library": "huggingface", "type": str(tmp_path / "tokenizer")}
+    trainer = TRAINER | {"output_dir": str(tmp_path / "pasted")}
+    _run(tmp_path, {"model": pasted, "trainer": trainer})
+    sizes = {theirs: MODEL[name] for name, theirs in SIZES.items() if MODEL.get(name) is not None}
+    sizes |= {"max_position_embeddings": 24, "vocab_size": 257, "model_type": "llama"}
+    plain = {
+        "model": {"tokenizer": str(tmp_path / "tokenizer"), "config_overrides": sizes},
+        "data": {"seq_length": 24, "micro_batch_size": 2, "global_batch_size": 4},
+        "optimizer": {
+            "lr": 2e-4,
+            "weight_decay": 0.01,
+            "betas": [0.9, 0.98],
+            "warmup_steps": 2,
+            "decay_steps": 7,
+            "min_lr_ratio": 0.1,
+            "clip_grad": 0.5,
+        },
+        "trainer": {"max_steps": 10, "seed": 7, "output_dir": str(tmp_path / "plain")},
+    }
+    _run(tmp_path, plain)
+    assert losses(tmp_path / "pasted") == losses(tmp_path / "plain")
+
+
+def _run(path: Path, values: dict[str, Any]) -> None:
+    (path / "t.txt").write_text("some text of a few words. " * 300, encoding="utf-8")
+    values["data"] = values.get("data", {}) | {"dataset": str(path / "t.txt"), "eval_sequences": 0}
+    values["trainer"] |= {"export": False}
+    (path / "c.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
+    outcome = run_here(path / "c.yaml")
+    assert outcome.returncode == 0, outcome.stderr
