@@ -290,10 +290,15 @@ def _read_data(data: Mapping[str, Any], sections: Sections, problems: list[str])
             paths = value if isinstance(value, list) else [value]
             if paths == [MISSING]:
                 continue
-            if len(paths) > 2 or not isinstance(paths[-1], str):
-                problems.append(f"model.data.data_prefix has {len(paths) // 2} sources: only one is supported")
+            if len(paths) in (1, 2) and isinstance(paths[-1], str):
+                target.setdefault("dataset", f"{paths[-1]}.idx")
                 continue
-            target.setdefault("dataset", f"{paths[-1]}.idx")
+            weights, names = paths[::2], paths[1::2]
+            if len(weights) != len(names) or not all(isinstance(path, str) for path in names):
+                problems.append(f"model.data.data_prefix {value!r} is neither a path nor pairs of a weight and a path")
+                continue
+            mixture = {f"{path}.idx": weight for path, weight in zip(names, weights, strict=True)}
+            target.setdefault("mixture", mixture)
         elif name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
             # Megatron's three options are one here.
             isolated = {bool(data.get(each)) for each in ("reset_position_ids", "reset_attention_mask")}

@@ -99,6 +99,11 @@ def test_a_section_pastes_in(tmp_path: Path) -> None:
     assert (config.trainer.seed, config.memory.recompute_granularity) == (7, None)
 
 
+def test_several_prefixes_with_weights_are_a_mixture() -> None:
+    config = config_from_mapping(mapping(data={"data_prefix": [0.25, "/data/a", 0.75, "/data/b"]}))
+    assert config.data.mixture == {"/data/a.idx": 0.25, "/data/b.idx": 0.75}
+
+
 def test_full_recompute_keeps_its_method() -> None:
     memory = config_from_mapping(
         mapping(
@@ -121,7 +126,7 @@ def test_full_recompute_keeps_its_method() -> None:
         ({"tokenizer": {"library": "sentencepiece", "model": "a.model"}}, "model.tokenizer.library 'sentencepiece'"),
         ({"optim": {"name": "muon"}}, "model.optim.name 'muon' is not supported"),
         ({"optim": {"lr": 1e-4, "sched": {"name": "WarmupHold"}}}, "model.optim.sched.name 'WarmupHold'"),
-        ({"data": {"data_prefix": [0.5, "a", 0.5, "b"]}}, "data_prefix has 2 sources"),
+        ({"data": {"data_prefix": [0.5, "a", 0.5]}}, "data_prefix [0.5, 'a', 0.5] is neither a path nor pairs"),
         ({"data": {"splits_string": "900,50,50"}}, "model.data.splits_string '900,50,50' is not supported"),
         ({"data": {"eod_mask_loss": True}}, "model.data.eod_mask_loss True is not supported"),
         ({"hidden_size": "${.width}"}, "model.hidden_size '${.width}' refers to nothing"),
