@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -26,6 +27,23 @@ REDUCE_DTYPES = (None, "float32")
 
 
 ConfigT = TypeVar("ConfigT")
+
+
+def require_at_least(name: str, value: float, minimum: float) -> None:
+    """Raise ``ValueError`` if ``value`` is less than ``minimum``, infinite or NaN."""
+    # "not >=" instead of "<": every comparison with NaN is False.
+    if not value >= minimum:
+        raise ValueError(f"{name} must be at least {minimum}, got {value}")
+    if value == math.inf:
+        raise ValueError(f"{name} must be finite, got {value}: set a number")
+
+
+def require_named(name: str, value: str | None) -> None:
+    """Raise ``ValueError`` for an empty path, which would stand for the current directory, or a zero byte."""
+    if value is not None and not value.strip():
+        raise ValueError(f"{name} is empty: name a file or directory, or leave it out")
+    if value is not None and "\0" in value:
+        raise ValueError(f"{name} {value!r} has a zero byte, which no path can have: remove it")
 
 
 def require_divisible(what: str, value: int, by: str, divisor: int, remedy: str = "") -> int:

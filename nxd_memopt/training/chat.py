@@ -16,7 +16,7 @@ import numpy as np
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from nxd_memopt.training.bad_rows import REMEDY
-from nxd_memopt.training.config import DataConfig
+from nxd_memopt.training.data_options import DataConfig
 from nxd_memopt.training.packing import NOT_TRAINED, Tokens, trained_tokens
 from nxd_memopt.training.vocabulary import Vocabulary
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nxd_memopt.training.bad_rows import NO_COLUMN, NOT_UTF8, BadRow, RowReader, TextRows, bad_row, type_of
-from nxd_memopt.training.config import DataConfig
+from nxd_memopt.training.data_options import DataConfig
 
 NOT_A_CONVERSATION = "not a conversation"
 # Columns of each format: the required ones, and those that a row may have.

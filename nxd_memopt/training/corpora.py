@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from nxd_memopt.training.config import DataConfig
+from nxd_memopt.training.data_options import DataConfig
 from nxd_memopt.training.documents import Documents, Part, is_held_out, open_documents, require_rows
 from nxd_memopt.training.indexed_tokens import SUFFIX, IndexedTokens, PermutedTokens
 from nxd_memopt.training.indexed_tokens import is_held_out as is_held_out_tokens

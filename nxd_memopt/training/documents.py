@@ -22,8 +22,8 @@ from nxd_memopt.training.bad_rows import (
     is_blank,
     read_lines,
 )
-from nxd_memopt.training.config import DataConfig
 from nxd_memopt.training.conversations import bad_table_rows, row_reader, table_row
+from nxd_memopt.training.data_options import DataConfig
 
 BUILDERS = {
     ".txt": "text",

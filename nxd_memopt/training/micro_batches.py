@@ -14,7 +14,8 @@ from nxd_memopt.backends import backend
 from nxd_memopt.modules.causal_lm import IGNORE_INDEX
 from nxd_memopt.ops.packed import PackedDocuments
 from nxd_memopt.parallel_layers import parallel_state
-from nxd_memopt.training.config import DataConfig, TrainConfig
+from nxd_memopt.training.config import TrainConfig
+from nxd_memopt.training.data_options import DataConfig
 from nxd_memopt.training.distributed import world_size
 from nxd_memopt.training.packing import DOCUMENT_START, ID_MASK, NOT_TRAINED, PADDING, Tokens, trained_tokens
 

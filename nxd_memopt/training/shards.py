@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nxd_memopt.training.bad_rows import NOT_UTF8, NULL, BadRow, RowReader, SkippedRows, TextRows, bad_row, parse_line
-from nxd_memopt.training.config import DataConfig
 from nxd_memopt.training.conversations import row_reader, table_row
+from nxd_memopt.training.data_options import DataConfig
 from nxd_memopt.training.documents import BUILDERS, has_json_lines, local_files, require_rows
 
 # Corpora of local files up to this size are read, checked and hashed before training: 1 to 3 s.

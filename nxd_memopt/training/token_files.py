@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nxd_memopt.checkpoint.index import read_checked_json, write_json
-from nxd_memopt.training.config import DataConfig, TrainConfig
+from nxd_memopt.training.config import TrainConfig
 from nxd_memopt.training.corpora import WINDOW_SEQUENCES
+from nxd_memopt.training.data_options import DataConfig
 from nxd_memopt.training.packing import Tokens
 from nxd_memopt.training.token_log import TokenLog
 from nxd_memopt.training.tokens import described, window_sequences

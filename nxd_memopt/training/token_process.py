@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from nxd_memopt.training.config import DataConfig
+from nxd_memopt.training.data_options import DataConfig
 from nxd_memopt.training.distributed import use_host_only
 
 PROGRESS_BYTES = 256

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from nxd_memopt.training.chat import ConversationEncoder, Encoded
-from nxd_memopt.training.config import DataConfig
 from nxd_memopt.training.corpora import WINDOW_SEQUENCES, Document, DocumentStream, Position
+from nxd_memopt.training.data_options import DataConfig
 from nxd_memopt.training.packing import BestFit, Concatenation, Packer, Tokens
 from nxd_memopt.training.vocabulary import Vocabulary
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from nxd_memopt.training.config import DataConfig
 from nxd_memopt.training.corpora import Corpus, PermutedDocuments
+from nxd_memopt.training.data_options import DataConfig
 from nxd_memopt.training.documents import Documents, split_documents, text_digest
 from nxd_memopt.training.token_files import GrowingTokenFile, create_directory, directory_of, tokens_fingerprint
 from nxd_memopt.training.token_log import TokenLog

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from nxd_memopt.training import chat, corpora, tokens
 from nxd_memopt.training import packing as packing_module
 from nxd_memopt.training.chat import ConversationEncoder, TemplateError, rendered_spans, with_chat_template
-from nxd_memopt.training.config import DataConfig
+from nxd_memopt.training.data_options import DataConfig
 from nxd_memopt.training.documents import Documents, split_documents, text_digest
 from nxd_memopt.training.micro_batches import MicroBatch
 from nxd_memopt.training.packing import ID_MASK, NOT_TRAINED, PADDING, BestFit

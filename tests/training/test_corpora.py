@@ -12,8 +12,8 @@ import pyarrow.parquet
 import pytest
 
 from nxd_memopt.training import corpora, shards, token_feed
-from nxd_memopt.training.config import DataConfig
 from nxd_memopt.training.corpora import WindowedDocuments, open_corpus
+from nxd_memopt.training.data_options import DataConfig
 from nxd_memopt.training.shards import find_shards, is_streamed
 from tests.training import packed_tokens
 from tests.training.packed_tokens import ListedTexts, open_split, rows_of

@@ -13,7 +13,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from nxd_memopt.training.config import DataConfig
+from nxd_memopt.training.data_options import DataConfig
 from nxd_memopt.training.documents import Part, open_documents, split_documents, text_digest
 from nxd_memopt.training.micro_batches import micro_batch_rows
 from nxd_memopt.training.packing import ID_MASK

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nxd_memopt.training.config import DataConfig
 from nxd_memopt.training.corpora import open_corpus
+from nxd_memopt.training.data_options import DataConfig
 from nxd_memopt.training.indexed_tokens import IndexedTokens
 from tests.training.packed_tokens import vocabulary, write
 from tests.training.runs import END, LINES, run_here, write_config

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from nxd_memopt.training import token_feed
-from nxd_memopt.training.config import DataConfig
+from nxd_memopt.training.data_options import DataConfig
 from nxd_memopt.training.token_feed import TokenFeed, WaitStoppedError
 from nxd_memopt.training.token_files import create_directory
 from nxd_memopt.training.token_process import TokenJob

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from nxd_memopt.training import corpora, token_files, token_log, tokens
 from nxd_memopt.training import packing as packing_module
-from nxd_memopt.training.config import DataConfig
+from nxd_memopt.training.data_options import DataConfig
 from nxd_memopt.training.token_files import require_directory
 from nxd_memopt.training.token_log import TokenWriter
 from nxd_memopt.training.vocabulary import Vocabulary

@@ -1,0 +1,163 @@
+"""The ``data`` section: where text comes from, and how it is packed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from nxd_memopt.config import require_at_least, require_divisible, require_named, require_one_of
+
+PACKINGS = ("auto", "concatenate", "best_fit")
+FORMATS = ("text", "messages", "prompt_completion", "instruction_output")
+LONG_CONVERSATIONS = ("cut", "drop")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where text comes from and how it is packed.
+
+    Args:
+        dataset: ``stdlib`` (the source code of Python's standard library), a text, JSONL or
+            Parquet file, a directory or pattern of such files, a dataset saved by
+            ``save_to_disk``, the ``.idx`` file of tokens in Megatron-LM's format, which this run's
+            tokenizer must have made, or a name on the Hugging Face hub.
+        mixture: several datasets and their weights, instead of ``dataset``: each has its share of
+            the trained and of the held-out sequences, and is repeated where it ends. Other options
+            of the data are of all of them.
+        dataset_config: the hub dataset's configuration name.
+        split: the hub dataset's split.
+        format: what a row is. ``text``: a text, in ``text_column``. ``messages``: a conversation, a
+            list of objects with ``role`` and ``content``, and optionally ``tools``.
+            ``prompt_completion`` and ``instruction_output``: columns of these names, with one
+            question and its answer; ``system``, and ``input`` of an instruction, are optional.
+            Conversations are rendered by a chat template, and only what the assistant says is
+            trained.
+        text_column: the column with the text, for everything but text files.
+        chat_template: Jinja file that replaces the tokenizer's chat template, also in the export.
+        train_on_input: train all tokens of a conversation, not only the assistant's.
+        long_conversations: what happens to a conversation of more than ``seq_length`` tokens:
+            ``cut`` keeps its first ``seq_length`` tokens, ``drop`` leaves it out. Both are counted.
+        end_of_text: token that ends every document, as text or id; ``auto`` takes the
+            tokenizer's, which must be one of the model's.
+        seq_length: S, tokens per sequence. Each document ends with an end-of-text token.
+        packing: ``concatenate`` puts documents one after another and cuts the result into
+            sequences, the default for text; ``best_fit``, the default for conversations, cuts only
+            documents longer than S, places the pieces where the least space is left, and fills the
+            end of sequences with tokens that are not trained (arXiv:2404.10830). Positions of a cut
+            document start from 0 in the next sequence.
+        isolate_documents: attention and positions restart at each document, and a document's
+            first token is not predicted from the one before it. False treats a sequence as one
+            document.
+        micro_batch_size: B, sequences per forward pass on each data-parallel rank.
+        global_batch_size: sequences per optimizer step over all data-parallel ranks.
+        held_out_every: about one document in this many is kept out of training, chosen by hash;
+            with fewer documents than this, the last 1/held_out_every of each document.
+        eval_sequences: held-out sequences per evaluation; 0 turns evaluation off.
+        on_bad_rows: what a row without text does: a line that is not JSON, a row that is null,
+            not text, not UTF-8 or without the text column. ``error`` stops the run before it
+            trains; ``skip`` leaves such rows out and prints their number and the first place.
+        streaming: ``true`` reads the data once, in shards, while the run trains: the start and the
+            memory do not depend on its size. Files are shuffled, and documents within windows of
+            10,000. ``false`` reads and checks all data before training and shuffles it as a whole.
+            ``auto`` reads local files above 64 MiB in shards.
+    """
+
+    dataset: str = "stdlib"
+    mixture: dict[str, float] = field(default_factory=dict)
+    dataset_config: str | None = None
+    split: str = "train"
+    format: Literal["text", "messages", "prompt_completion", "instruction_output"] = "text"
+    text_column: str = "text"
+    chat_template: str | None = None
+    train_on_input: bool = False
+    long_conversations: Literal["cut", "drop"] = "cut"
+    end_of_text: int | str = "auto"
+    seq_length: int = 1024
+    packing: Literal["auto", "concatenate", "best_fit"] = "auto"
+    isolate_documents: bool = True
+    micro_batch_size: int = 1
+    global_batch_size: int = 8
+    held_out_every: int = 20
+    eval_sequences: int = 16
+    on_bad_rows: Literal["error", "skip"] = "error"
+    streaming: bool | Literal["auto"] = "auto"
+
+    def __post_init__(self) -> None:
+        require_named("data.dataset", self.dataset)
+        self._check_mixture()
+        require_one_of("data.format", self.format, FORMATS)
+        require_one_of("data.long_conversations", self.long_conversations, LONG_CONVERSATIONS)
+        require_named("data.chat_template", self.chat_template)
+        require_one_of("data.packing", self.packing, PACKINGS)
+        self._check_format()
+        if self.packing == "auto":
+            object.__setattr__(self, "packing", "best_fit" if self.has_conversations else "concatenate")
+        # Labels are the next tokens, so a sequence of one token has no loss. With held_out_every
+        # 1 every document would be held out.
+        require_at_least("data.seq_length", self.seq_length, 2)
+        require_at_least("data.micro_batch_size", self.micro_batch_size, 1)
+        require_at_least("data.held_out_every", self.held_out_every, 2)
+        require_at_least("data.eval_sequences", self.eval_sequences, 0)
+        require_one_of("data.on_bad_rows", self.on_bad_rows, ("error", "skip"))
+        require_one_of("data.streaming", self.streaming, (True, False, "auto"))
+        require_at_least("data.global_batch_size", self.global_batch_size, 1)
+        # Needed for every D. That B * D divides the global batch too is checked when D is known.
+        require_divisible(
+            "data.global_batch_size",
+            self.global_batch_size,
+            "data.micro_batch_size",
+            self.micro_batch_size,
+        )
+
+    @property
+    def has_conversations(self) -> bool:
+        """Whether rows are conversations, not texts."""
+        return self.format != "text"
+
+    @property
+    def sources(self) -> dict[str, float]:
+        """Weights by dataset: those of ``mixture``, or ``dataset`` alone."""
+        return dict(self.mixture) or {self.dataset: 1.0}
+
+    def of_source(self, dataset: str) -> DataConfig:
+        """Return the options of one of ``sources``."""
+        return replace(self, dataset=dataset, mixture={})
+
+    def _check_mixture(self) -> None:
+        """Raise ``ValueError`` for a mixture without positive weights, or next to a dataset."""
+        if self.mixture and self.dataset != "stdlib":
+            raise ValueError(
+                f"data.dataset {self.dataset!r} and data.mixture {list(self.mixture)} are both given: write the "
+                "dataset into the mixture, with its weight, or leave one of them out"
+            )
+        for name, weight in self.mixture.items():
+            require_named("data.mixture", name)
+            is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+            if not is_number or not 0 < weight < math.inf:
+                raise ValueError(
+                    f"data.mixture gives {name!r} the weight {weight!r}: give it a positive number, or leave it out"
+                )
+        # 3 and 3.0 are one weight to a run that resumes.
+        object.__setattr__(self, "mixture", {name: float(weight) for name, weight in self.mixture.items()})
+
+    def _check_format(self) -> None:
+        """Raise ``ValueError`` for options that the format of the rows does not read."""
+        if not self.has_conversations:
+            for name, unset in (("chat_template", None), ("train_on_input", False), ("long_conversations", "cut")):
+                if getattr(self, name) != unset:
+                    raise ValueError(
+                        f"data.{name} {getattr(self, name)!r} is for conversations, and data.format is 'text': set "
+                        f"data.format to one of {', '.join(FORMATS[1:])}, or leave data.{name} out"
+                    )
+            return
+        if self.text_column != "text":
+            raise ValueError(
+                f"data.text_column {self.text_column!r} names the column of texts, and data.format {self.format!r} has "
+                "columns of its own: leave text_column out"
+            )
+        if self.packing == "concatenate":
+            raise ValueError(
+                f"data.packing 'concatenate' would cut conversations (data.format {self.format!r}) where a sequence "
+                "ends, and the next one would begin without the question: set it to best_fit, or leave it out"
+            )
