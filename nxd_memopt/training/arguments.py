@@ -86,7 +86,7 @@ REMEDIES: dict[Any, str] = {
 # Options that are paths, in which a leading ~ is the home directory.
 PATHS = {
     "model": ("pretrained", "tokenizer", "warm_start"),
-    "data": ("dataset", "chat_template"),
+    "data": ("dataset", "validation_dataset", "chat_template"),
     "trainer": ("output_dir", "single_process_summary", "resume_from"),
 }
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
@@ -73,6 +73,8 @@ def open_corpus(config: DataConfig, seed: int) -> Corpus:
     Raises:
         ValueError: as ``open_documents``; bad rows of a large corpus are found when they are read.
     """
+    if config.validation_dataset is not None:
+        return _with_validation(config, config.validation_dataset, seed)
     if Path(config.dataset).suffix == SUFFIX:
         return _open_indexed(config, seed)
     if not is_streamed(config):
@@ -96,6 +98,26 @@ def open_corpus(config: DataConfig, seed: int) -> Corpus:
         WindowedDocuments(shards, seed, lambda text: is_held_out(text, config.held_out_every), 1),
         fingerprint,
         (note,),
+        HELD_OUT_SEQUENCES,
+    )
+
+
+def _with_validation(config: DataConfig, validation: str, seed: int) -> Corpus:
+    """Return all documents of ``config.dataset`` for training, and all of another dataset held out.
+
+    Raises:
+        ValueError: as ``open_corpus``, or both have the same documents.
+    """
+    complete = replace(config, validation_dataset=None, held_out_every=0, eval_sequences=0)
+    trained = open_corpus(complete, seed)
+    held_out = open_corpus(replace(complete, dataset=validation), seed)
+    if held_out.fingerprint == trained.fingerprint:
+        raise ValueError(f"data.validation_dataset {validation!r} has the documents of data.dataset: name another one")
+    return Corpus(
+        trained.train,
+        held_out.train,
+        hashlib.sha256(f"validation {trained.fingerprint} {held_out.fingerprint}".encode()).hexdigest(),
+        (*trained.notes, f"data: the held-out text is all of {validation!r}"),
         HELD_OUT_SEQUENCES,
     )
 

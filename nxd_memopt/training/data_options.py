@@ -52,7 +52,10 @@ class DataConfig:
         micro_batch_size: B, sequences per forward pass on each data-parallel rank.
         global_batch_size: sequences per optimizer step over all data-parallel ranks.
         held_out_every: about one document in this many is kept out of training, chosen by hash;
-            with fewer documents than this, the last 1/held_out_every of each document.
+            with fewer documents than this, the last 1/held_out_every of each document. 0 keeps none
+            out of training, and needs ``eval_sequences`` 0 or a ``validation_dataset``.
+        validation_dataset: text for the held-out loss, of the same kind and columns as ``dataset``,
+            of which nothing is then kept out of training.
         eval_sequences: held-out sequences per evaluation; 0 turns evaluation off.
         on_bad_rows: what a row without text does: a line that is not JSON, a row that is null,
             not text, not UTF-8 or without the text column. ``error`` stops the run before it
@@ -79,6 +82,7 @@ class DataConfig:
     micro_batch_size: int = 1
     global_batch_size: int = 8
     held_out_every: int = 20
+    validation_dataset: str | None = None
     eval_sequences: int = 16
     on_bad_rows: Literal["error", "skip"] = "error"
     streaming: bool | Literal["auto"] = "auto"
@@ -97,8 +101,8 @@ class DataConfig:
         # 1 every document would be held out.
         require_at_least("data.seq_length", self.seq_length, 2)
         require_at_least("data.micro_batch_size", self.micro_batch_size, 1)
-        require_at_least("data.held_out_every", self.held_out_every, 2)
         require_at_least("data.eval_sequences", self.eval_sequences, 0)
+        self._check_held_out()
         require_one_of("data.on_bad_rows", self.on_bad_rows, ("error", "skip"))
         require_one_of("data.streaming", self.streaming, (True, False, "auto"))
         require_at_least("data.global_batch_size", self.global_batch_size, 1)
@@ -123,6 +127,34 @@ class DataConfig:
     def of_source(self, dataset: str) -> DataConfig:
         """Return the options of one of ``sources``."""
         return replace(self, dataset=dataset, mixture={})
+
+    def _check_held_out(self) -> None:
+        """Raise ``ValueError`` for an evaluation without text, or a validation text that nothing evaluates."""
+        if self.held_out_every:
+            require_at_least("data.held_out_every", self.held_out_every, 2)
+        require_named("data.validation_dataset", self.validation_dataset)
+        if self.validation_dataset is None:
+            if not self.held_out_every and self.eval_sequences:
+                raise ValueError(
+                    f"data.held_out_every 0 leaves nothing for data.eval_sequences {self.eval_sequences}: set it to 0 "
+                    "too, or name a data.validation_dataset"
+                )
+            return
+        if self.mixture:
+            raise ValueError(
+                f"data.validation_dataset {self.validation_dataset!r} and data.mixture are both given, and the "
+                "held-out sequences of a mixture are of its sources: leave validation_dataset out"
+            )
+        if self.validation_dataset == self.dataset:
+            raise ValueError(
+                f"data.validation_dataset {self.validation_dataset!r} is the text that is trained: name another one, "
+                "or leave it out"
+            )
+        if not self.eval_sequences:
+            raise ValueError(
+                f"data.validation_dataset {self.validation_dataset!r} is not read with data.eval_sequences 0: raise "
+                "that, or leave validation_dataset out"
+            )
 
     def _check_mixture(self) -> None:
         """Raise ``ValueError`` for a mixture without positive weights, or next to a dataset."""

@@ -129,7 +129,7 @@ def split_documents(digests: list[str], held_out_every: int, *, can_cut: bool = 
 
     Args:
         digests: ``text_digest`` of each document.
-        held_out_every: about one document in this many is held out.
+        held_out_every: about one document in this many is held out; 0 for none.
         can_cut: whether a part of a document is a document.
     """
     train: list[Part] = []
@@ -139,6 +139,8 @@ def split_documents(digests: list[str], held_out_every: int, *, can_cut: bool = 
             held_out.append(Part(index))
         else:
             train.append(Part(index))
+    if not held_out_every:
+        return train, held_out
     # With few documents, by hash all may be in one split. Each document is cut instead: the last
     # 1/held_out_every of its characters are held out.
     if not can_cut:
@@ -166,7 +168,7 @@ def is_held_out(text: str, held_out_every: int) -> bool:
 
 
 def _is_held_out(digest: str, held_out_every: int) -> bool:
-    return int(digest[:16], 16) % held_out_every == 0
+    return held_out_every > 0 and int(digest[:16], 16) % held_out_every == 0
 
 
 def _content(files: list[Path]) -> str:

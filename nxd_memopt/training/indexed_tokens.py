@@ -119,4 +119,4 @@ class PermutedTokens:
 
 def is_held_out(ids: Tokens, held_out_every: int) -> bool:
     """Return whether a document is held out, by a hash of its token ids."""
-    return int(hashlib.sha256(ids.tobytes()).hexdigest()[:16], 16) % held_out_every == 0
+    return held_out_every > 0 and int(hashlib.sha256(ids.tobytes()).hexdigest()[:16], 16) % held_out_every == 0

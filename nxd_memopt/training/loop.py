@@ -44,6 +44,7 @@ from nxd_memopt.training.routers import ExpertForwardBackward
 from nxd_memopt.training.run_lock import locked_output_directory
 from nxd_memopt.training.run_tokens import MixedSequences, RunTokens, open_tokens, prepare_data
 from nxd_memopt.training.sample import conversation_notes
+from nxd_memopt.training.start_report import start_lines
 from nxd_memopt.training.state import Saver, Training, load_warm_start, resume
 from nxd_memopt.training.step import train_step
 from nxd_memopt.training.stopping import Stopping, message_after_training
@@ -120,13 +121,14 @@ def run_prepared(
     warm_notes = load_warm_start(model, plan)
     require_fp16_range(model)
     lora_notes = apply_lora(model, config)
+    model_notes = start_lines(model, config)
     optimizer, forward_backward = parallelize(model, config)
     training = Training(model, optimizer, forward_backward, plan, tokens)
     if is_extracting_graphs():
         extract_graphs(training, config)
         return
 
-    rows = [*tokens.describe(config), *conversation_notes(training, config, vocabulary)]
+    rows = [*model_notes, *tokens.describe(config), *conversation_notes(training, config, vocabulary)]
     notes = [
         *rows,
         *lora_notes,
@@ -182,6 +184,7 @@ def train(training: Training, config: TrainConfig, reporter: Reporter, interrupt
     tokens = training.tokens.training_sequences()
     training.tokens.interrupt_by(lambda: interrupts.first)
     tokens_per_step = config.data.global_batch_size * config.data.seq_length
+    reporter.tokens_per_step = tokens_per_step
     metrics = DeferredMetrics(reporter, every=trainer.log_every_n_steps, tokens_per_step=tokens_per_step)
     with interrupts.deferred(), Saver(training, config) as saver:
         stopping = Stopping(training, config, saver, interrupts)

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -184,6 +185,8 @@ class Reporter:
         self._config = config
         self._enabled = enabled
         self._first_step = first_step
+        self.tokens_per_step: int | None = None
+        """Set by the loop: with it, lines of progress say how much time is left."""
         # soft_wrap: a line of a log file is not broken at the width of a terminal that is not
         # there. quiet: other ranks call say and show too, and print nothing.
         self.console = Console(soft_wrap=True, quiet=not enabled, highlight=False)
@@ -240,7 +243,16 @@ class Reporter:
         if self.console.is_terminal:
             self._progress.update(self._task, completed=row.step, description=row.line())
         elif row.step % self._config.log_every_n_steps == 0 or row.step == self._config.max_steps:
-            self.say(f"step {row.step}/{self._config.max_steps}  {row.line()}")
+            self.say(f"step {row.step}/{self._config.max_steps}  {row.line()}{self._time_left(row)}")
+
+    def _time_left(self, row: StepMetrics) -> str:
+        """Return the time of the remaining steps at the present speed; empty after the last one."""
+        # A terminal has it in its progress bar.
+        remaining = self._config.max_steps - row.step
+        if self.tokens_per_step is None or not remaining:
+            return ""
+        seconds = round(remaining * self.tokens_per_step / row.tokens_per_s)
+        return f"  {timedelta(seconds=seconds)} left"
 
     def recorded_evaluation(self, step: int) -> float | None:
         """Return the recorded held-out loss of ``step``, or None without a record."""

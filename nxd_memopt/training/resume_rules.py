@@ -117,6 +117,7 @@ RULES: dict[str, Rule] = {
     "data.packing": Rule(Change.REFUSED, WARM_START, before="concatenate"),
     "data.isolate_documents": Rule(Change.WHEN_ASKED, before=False),
     "data.held_out_every": REFUSED,
+    "data.validation_dataset": Rule(Change.SAME_CONTENT, before=None),
     "data.micro_batch_size": REPORTED,
     "data.global_batch_size": WHEN_ASKED,
     "data.eval_sequences": REPORTED,

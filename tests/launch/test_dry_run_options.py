@@ -72,7 +72,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 NOT_OF_THE_STEP = {
     "model": "tokenizer random_init warm_start",
     "parallel": "use_cpu_initialization",
-    "data": "dataset mixture dataset_config split format text_column chat_template train_on_input "
+    "data": "dataset mixture validation_dataset dataset_config split format text_column chat_template train_on_input "
     "long_conversations end_of_text packing global_batch_size held_out_every eval_sequences on_bad_rows streaming",
     "optimizer": "lr lr_schedule wsd_decay_steps min_lr_ratio warmup_steps decay_steps weight_decay betas eps "
     "clip_grad zero1 initial_loss_scale min_loss_scale loss_scale_window hysteresis",

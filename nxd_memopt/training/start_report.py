@@ -1,0 +1,55 @@
+"""The start report's lines about what is trained: parameters, bytes of each, steps, tokens and held-out text."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.parallel_layers.checkpointing import full_shape
+from nxd_memopt.parallel_layers.utils import is_expert_parallel
+from nxd_memopt.training.config import TrainConfig
+from nxd_memopt.training.data_options import DataConfig
+
+MOMENTS_AND_MASTER_BYTES = 12
+FP32_BYTES = 4
+
+
+def start_lines(model: nn.Module, config: TrainConfig) -> list[str]:
+    """Return the lines for a model that is not sharded over data-parallel ranks; each parameter is counted once."""
+    sizes = {True: 0, False: 0}
+    for param in model.parameters():
+        # Expert-parallel ranks have different experts, as many each.
+        ranks = parallel_state.get_expert_model_parallel_size() if is_expert_parallel(param) else 1
+        sizes[param.requires_grad] += math.prod(full_shape(param)) * ranks
+    of_all = f" of {sum(sizes.values()):,}" if sizes[False] else ""
+    data, steps = config.data, config.trainer.max_steps
+    tokens = steps * data.global_batch_size * data.seq_length
+    return [
+        f"model: {sizes[True]:,}{of_all} parameters are trained, with {bytes_per_parameter(config)} bytes each for "
+        "weight, gradient and optimizer states before sharding",
+        f"training: {steps:,} steps of {data.global_batch_size:,} sequences of {data.seq_length:,} tokens, {tokens:,} "
+        "tokens in total",
+        f"held-out text: {_held_out(data)}",
+    ]
+
+
+def bytes_per_parameter(config: TrainConfig) -> int:
+    """Return the bytes of a trained parameter without sharding and offload (docs/memory.md)."""
+    element = getattr(torch, config.model.dtype).itemsize
+    if element == FP32_BYTES or not config.optimizer.master_weights:
+        return 4 * element  # weight, gradient and two moments
+    gradient = FP32_BYTES if config.data_parallel.grad_reduce_in_fp32 else element
+    return element + gradient + MOMENTS_AND_MASTER_BYTES
+
+
+def _held_out(data: DataConfig) -> str:
+    """Return where the held-out text comes from, and how much of it an evaluation reads."""
+    if not data.eval_sequences:
+        return "none is evaluated (data.eval_sequences 0)"
+    source = f"about one document in {data.held_out_every}, chosen by its hash"
+    if data.validation_dataset is not None:
+        source = f"{data.validation_dataset!r}"
+    return f"{source}; an evaluation reads {data.eval_sequences:,} sequences"

@@ -1,0 +1,100 @@
+"""A validation dataset of one's own, training without held-out text, and what the start report says of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from nxd_memopt.training.corpora import open_corpus
+from nxd_memopt.training.data_options import DataConfig
+from nxd_memopt.training.packing import ID_MASK
+from nxd_memopt.training.run_tokens import RunTokens
+from tests.reference import assert_says
+from tests.training.runs import LINES, Outcome, byte_tokenizer, exact, rows, run_here, write_config, write_jsonl
+
+OTHER = ["QRS " * (4 + i) for i in range(20)]
+TRAINER = {"max_steps": 4, "save_interval": 2, "export": False}
+
+
+def with_validation(directory: Path, **data: Any) -> Path:
+    write_jsonl(directory / "other.jsonl", OTHER)
+    return write_config(
+        directory,
+        data={"validation_dataset": str(directory / "other.jsonl"), **data},
+        trainer=TRAINER | {"output_dir": str(directory / "run")},
+        optimizer={"decay_steps": 6},
+    )
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_all_documents_are_trained_and_all_others_held_out(tmp_path: Path, streaming: bool) -> None:
+    other = write_jsonl(tmp_path / "other.jsonl", OTHER)
+    data = DataConfig(write_jsonl(tmp_path / "a.jsonl", LINES), validation_dataset=other, streaming=streaming)
+    corpus = open_corpus(data, 0)
+    assert sorted(str(text) for text, _ in corpus.train.read(None)) == sorted(LINES)
+    assert sorted(str(text) for text, _ in corpus.held_out.read(None)) == sorted(OTHER)
+    without = DataConfig(data.dataset, held_out_every=0, eval_sequences=0, streaming=streaming)
+    corpus = open_corpus(without, 0)
+    assert sorted(str(text) for text, _ in corpus.train.read(None)) == sorted(LINES)
+    assert not list(corpus.held_out.read(None))
+
+
+def test_a_run_evaluates_the_validation_text_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluated: list[Any] = []
+    held_out = RunTokens.held_out_sequences
+
+    def record(tokens: RunTokens, sequences: int) -> Any:
+        evaluated.append(held_out(tokens, sequences))
+        return evaluated[-1]
+
+    monkeypatch.setattr(RunTokens, "held_out_sequences", record)
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    config = with_validation(tmp_path / "a")
+    outcome = run_here(config)
+    assert outcome.returncode == 0, outcome.stderr
+    known = byte_tokenizer()("QRS ")["input_ids"]
+    assert np.isin(evaluated[0] & ID_MASK, [*known, 256]).all()
+    assert_says(outcome.stdout, "parameters are trained, with 16 bytes each", "held-out text: ", "other.jsonl")
+    assert " left" in outcome.stdout
+    assert len(rows(tmp_path / "a" / "run")) == 4
+    # An interrupted run is the same one; other validation text is refused.
+    config = with_validation(tmp_path / "b")
+    assert run_here(config, "--trainer.max-steps", "2").returncode == 0
+    assert run_here(config).returncode == 0
+    assert exact(tmp_path / "b" / "run") == exact(tmp_path / "a" / "run")
+    write_jsonl(tmp_path / "b" / "other.jsonl", OTHER[::-1] + ["QQQ " * 30] * 9)
+    outcome = run_here(config, "--trainer.max-steps", "6")
+    assert outcome.returncode == 2
+    assert_says(outcome.stderr, "the packed tokens differ")
+
+
+def changed(config: Path, **data: Any) -> Outcome:
+    options = yaml.safe_load(config.read_text())
+    options["data"] |= data
+    config.write_text(yaml.safe_dump(options))
+    return run_here(config)
+
+
+def test_wrong_validation_text(tmp_path: Path) -> None:
+    lines = str(tmp_path / "lines.jsonl")
+    same = tmp_path / "same.jsonl"
+    wrong: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+        ({"validation_dataset": lines}, ("validation_dataset", "is the text that is trained")),
+        ({"validation_dataset": str(same)}, ("same.jsonl", "has the documents of data.dataset")),
+        ({"validation_dataset": str(tmp_path / "none.jsonl")}, ("none.jsonl",)),
+        ({"eval_sequences": 0}, ("other.jsonl", "eval_sequences 0")),
+        ({"validation_dataset": None, "held_out_every": 0}, ("held_out_every 0 leaves nothing", "eval_sequences 6")),
+        ({"dataset": "stdlib", "mixture": {lines: 1.0}}, ("validation_dataset", "data.mixture")),
+    ]
+    for data, parts in wrong:
+        config = with_validation(tmp_path)
+        same.write_bytes(Path(lines).read_bytes())
+        outcome = changed(config, **data)
+        assert outcome.returncode == 2, data
+        assert "Traceback" not in outcome.stderr
+        assert_says(outcome.stderr, *parts)
