@@ -277,6 +277,7 @@ def test_linear_layers_in_any_order_equal_the_dense_ones(stride, rank_stride):
     assert_says(message, "rank_stride 3", "tensor_model_parallel_size 4")
 
 
+@pytest.mark.slow
 @distributed(world_size=8)
 @pytest.mark.parametrize("fuse_qkv", [False, True])
 def test_zero1_step_equals_the_other_orders(fuse_qkv):

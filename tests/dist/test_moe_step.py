@@ -24,7 +24,7 @@ from nxd_memopt.training.loop import run_step
 from nxd_memopt.training.micro_batches import micro_batches
 from nxd_memopt.training.model import load_hf_config
 from nxd_memopt.training.moe_options import resolve_options
-from nxd_memopt.training.packing import DOCUMENT_START, NOT_TRAINED
+from nxd_memopt.training.packing import DOCUMENT_START, ID_MASK, NOT_TRAINED, PADDING
 from nxd_memopt.training.parallelize import parallelize
 from nxd_memopt.training.resume import ResumePlan
 from nxd_memopt.training.state import Training
@@ -43,7 +43,7 @@ SIZES |= {"num_hidden_layers", "num_local_experts", "num_experts_per_tok", "voca
 
 
 class Rows:
-    """Packed rows: documents of uneven lengths, and at the end of two rows padding."""
+    """Packed rows: documents of uneven lengths, tokens that are not trained, and at the end of two rows padding."""
 
     documents_per_row = 5
 
@@ -53,8 +53,10 @@ class Rows:
         for row, starts in enumerate([[0], [0, 3, 5, 9], [0, 6], [2, 7, 10]]):
             self.all[row, starts] |= DOCUMENT_START
         for row, first in ((1, 9), (3, 10)):
-            self.all[row, first:] = 7 | NOT_TRAINED
+            self.all[row, first:] = 7 | NOT_TRAINED | PADDING
             self.all[row, first] |= DOCUMENT_START
+        # Routers see the tokens of a question.
+        self.all[2, 1:4] |= NOT_TRAINED
 
     def rows(self, indices: range) -> np.ndarray:
         return self.all[list(indices)]
@@ -74,9 +76,10 @@ class Sums:
 def run_reference(model: nn.Module, packed: np.ndarray, k: int) -> Sums:
     """Run rows of which tokens see the earlier tokens of their document."""
     rows = torch.from_numpy(packed.astype(np.int64))
-    ids = rows & (DOCUMENT_START - 1)
+    ids = rows & ID_MASK
     starts = (rows & DOCUMENT_START) != 0
-    padding = (rows & NOT_TRAINED) != 0
+    untrained = (rows & NOT_TRAINED) != 0
+    padding = (rows & PADDING) != 0
     starts[:, 0] = True
     documents = starts.cumsum(1)
     visible = (documents.unsqueeze(2) == documents.unsqueeze(1)) & torch.ones(LENGTH, LENGTH).tril().bool()
@@ -91,7 +94,7 @@ def run_reference(model: nn.Module, packed: np.ndarray, k: int) -> Sums:
     logits = model(ids, attention_mask=mask, **options).logits
     for hook in hooks:
         hook.remove()
-    labels = ids.masked_fill(starts | padding, -100)[:, 1:]
+    labels = ids.masked_fill(starts | untrained, -100)[:, 1:]
     result = Sums(F.cross_entropy(logits[:, :-1].flatten(0, 1), labels.flatten(), reduction="sum"), ~padding)
     for each in inputs:
         scores = each.view(*ids.shape, -1)
@@ -230,7 +233,7 @@ def check(kind: str, *, tensor: int, expert: int, ranks: int, micro: int, stage:
     for name, value in parts.items():
         assert relative_error(torch.tensor(row[name]), torch.tensor(value)) < LOSS_TOLERANCE, name
     assert sum(row["z_loss_per_layer"]) == pytest.approx(row["z_loss"])
-    tokens = int(((rows.all & NOT_TRAINED) == 0).sum())
+    tokens = int(((rows.all & PADDING) == 0).sum())
     assert [sum(layer) for layer in row["tokens_per_expert"]] == [2 * tokens] * 2
     norm = torch.stack([grad.norm() for grad in gradients.values()]).norm()
     assert relative_error(result.grad_norm, norm.float()) < GRADIENT_TOLERANCE

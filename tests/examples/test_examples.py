@@ -47,6 +47,7 @@ def losses(output: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", output)]
 
 
+@pytest.mark.slow
 def test_a_training_loop(pretrained: Path, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("\n".join(LINES), encoding="utf-8")
     arguments = ("--model", pretrained, "--text", tmp_path / "text", "--seq-length", "32", "--lr", "0.01")

@@ -210,7 +210,7 @@ def test_certify_and_plan_refuse_experts_that_they_do_not_know(tmp_path: Path) -
         content = {"model": {"config_overrides": LLAMA}, section: options}
         content["model"] = {"config_overrides": LLAMA} | content["model"]
         file.write_text(yaml.safe_dump(content), encoding="utf-8")
-        with pytest.raises(ValueError, match=rf"{section}.num_moe_experts 4 adds experts"):
+        with pytest.raises(ValueError, match=r"moe.num_moe_experts 4 adds experts"):
             plan_command.main(["--model", str(file), "--device", "h200"])
 
 
