@@ -150,9 +150,8 @@ def parameters_on_host(
 ) -> set[int]:
     """Return which parameters have their optimizer states in host memory.
 
-    They are spread evenly over the order: an update that follows the order then finds the next
-    states on the host to fetch and write back at all times. With the first parameters on the host,
-    the link would wait while the others are updated.
+    They are spread evenly over the order of the updates, so that copies go on while parameters on
+    the device are updated. With the first parameters on the host, the link would be idle then.
 
     Args:
         sizes: elements of each parameter, in the order of the updates.

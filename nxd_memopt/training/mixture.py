@@ -9,15 +9,15 @@ import numpy as np
 from nxd_memopt.training.packing import Tokens
 
 PERIOD = 10_000
-"""Sequences after which the order of the sources repeats: shares of whole hundredths of a percent are exact."""
+"""Sequences after which the order of the sources repeats: shares that are multiples of 0.01 % are exact."""
 
 
 class Blend:
     """The source of each training sequence, as a function of its position alone.
 
-    Each position goes to the source that is furthest behind its share, so that every stretch of n
-    sequences has n times a source's share, to within less than one for each other source. A run
-    that resumes, with any number of ranks, needs no state of it.
+    Each position goes to the source with the largest deficit, so that n consecutive sequences have
+    n times a source's share, with an error of less than the number of sources. A resumed run needs no
+    state of it, with any number of ranks.
 
     Args:
         weights: positive weights by source; one source has everything.

@@ -10,11 +10,9 @@ from torch import nn
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.checkpointing import full_shape
 from nxd_memopt.parallel_layers.utils import is_expert_parallel
+from nxd_memopt.planner.states import StateLayout, gradient_bytes, master_bytes, moment_bytes, weight_bytes
 from nxd_memopt.training.config import TrainConfig
 from nxd_memopt.training.data_options import DataConfig
-
-MOMENTS_AND_MASTER_BYTES = 12
-FP32_BYTES = 4
 
 
 def start_lines(model: nn.Module, config: TrainConfig) -> list[str]:
@@ -37,12 +35,14 @@ def start_lines(model: nn.Module, config: TrainConfig) -> list[str]:
 
 
 def bytes_per_parameter(config: TrainConfig) -> int:
-    """Return the bytes of a trained parameter without sharding and offload (docs/memory.md)."""
-    element = getattr(torch, config.model.dtype).itemsize
-    if element == FP32_BYTES or not config.optimizer.master_weights:
-        return 4 * element  # weight, gradient and two moments
-    gradient = FP32_BYTES if config.data_parallel.grad_reduce_in_fp32 else element
-    return element + gradient + MOMENTS_AND_MASTER_BYTES
+    """Return the bytes of a trained parameter's weight, gradient and optimizer states without sharding and offload."""
+    layout = StateLayout(
+        getattr(torch, config.model.dtype).itemsize,
+        master_weights=bool(config.optimizer.master_weights),
+        grad_reduce_in_fp32=config.data_parallel.grad_reduce_in_fp32 is not False,
+    )
+    one = [(1,)]
+    return sum(size(one, layout) for size in (weight_bytes, gradient_bytes, master_bytes, moment_bytes))
 
 
 def _held_out(data: DataConfig) -> str:

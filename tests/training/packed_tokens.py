@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from nxd_memopt.training.corpora import Corpus, PermutedDocuments
 from nxd_memopt.training.data_options import DataConfig
 from nxd_memopt.training.documents import Documents, split_documents, text_digest
+from nxd_memopt.training.packing import Tokens
+from nxd_memopt.training.run_tokens import RunTokens
 from nxd_memopt.training.token_files import GrowingTokenFile, create_directory, directory_of, tokens_fingerprint
 from nxd_memopt.training.token_log import TokenLog
 from nxd_memopt.training.token_process import TokenJob, write_tokens
@@ -60,6 +63,19 @@ def open_split(directory: Path, seq_length: int, name: str = "train", seed: int 
     log = TokenLog(directory, name, seq_length)
     log.refresh()
     return GrowingTokenFile(log, seq_length, seed=seed, wait=lambda rows: None)
+
+
+def recorded_held_out(monkeypatch: pytest.MonkeyPatch) -> list[Tokens]:
+    """A list that gets the rows of each evaluation."""
+    evaluated: list[Tokens] = []
+    held_out = RunTokens.held_out_sequences
+
+    def record(tokens: RunTokens, sequences: int) -> Tokens:
+        evaluated.append(held_out(tokens, sequences))
+        return evaluated[-1]
+
+    monkeypatch.setattr(RunTokens, "held_out_sequences", record)
+    return evaluated
 
 
 def rows_of(directory: Path, seq_length: int, name: str = "train") -> list[list[int]]:

@@ -14,8 +14,9 @@ from nxd_memopt.training import corpora
 from nxd_memopt.training.mixture import PERIOD, Blend
 from nxd_memopt.training.packing import ID_MASK
 from nxd_memopt.training.prepare import main as prepare
-from nxd_memopt.training.run_tokens import MixedSequences, RunTokens
+from nxd_memopt.training.run_tokens import MixedSequences
 from tests.reference import assert_says, error_message
+from tests.training.packed_tokens import recorded_held_out
 from tests.training.runs import Outcome, byte_tokenizer, exact, losses, run_here, run_on_pool, write_config, write_jsonl
 
 WEIGHTS = [{"a": 7.0, "b": 2.0, "c": 1.0}, {"a": 1.0, "b": 1.0}, {"a": 0.999, "b": 0.001}, {"a": 5.0}]
@@ -108,14 +109,7 @@ def test_two_data_parallel_ranks_train_the_same_sequences(tmp_path: Path) -> Non
 
 
 def test_held_out_sequences_have_the_same_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    evaluated: list[Any] = []
-    held_out = RunTokens.held_out_sequences
-
-    def record(tokens: RunTokens, sequences: int) -> Any:
-        evaluated.append(held_out(tokens, sequences))
-        return evaluated[-1]
-
-    monkeypatch.setattr(RunTokens, "held_out_sequences", record)
+    evaluated = recorded_held_out(monkeypatch)
     trainer = {"max_steps": 2, "export": False, "save_checkpoints": False}
     succeeded(run_here(mixture_config(tmp_path, trainer=trainer)))
     known = byte_tokenizer()("abcdef")["input_ids"]

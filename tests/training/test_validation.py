@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import yaml
 
+from nxd_memopt.training.arguments import config_from_mapping
 from nxd_memopt.training.corpora import open_corpus
 from nxd_memopt.training.data_options import DataConfig
 from nxd_memopt.training.packing import ID_MASK
-from nxd_memopt.training.run_tokens import RunTokens
+from nxd_memopt.training.start_report import bytes_per_parameter
 from tests.reference import assert_says
+from tests.training.packed_tokens import recorded_held_out
 from tests.training.runs import LINES, Outcome, byte_tokenizer, exact, rows, run_here, write_config, write_jsonl
 
 OTHER = ["QRS " * (4 + i) for i in range(20)]
@@ -44,14 +46,7 @@ def test_all_documents_are_trained_and_all_others_held_out(tmp_path: Path, strea
 
 
 def test_a_run_evaluates_the_validation_text_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    evaluated: list[Any] = []
-    held_out = RunTokens.held_out_sequences
-
-    def record(tokens: RunTokens, sequences: int) -> Any:
-        evaluated.append(held_out(tokens, sequences))
-        return evaluated[-1]
-
-    monkeypatch.setattr(RunTokens, "held_out_sequences", record)
+    evaluated = recorded_held_out(monkeypatch)
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
     config = with_validation(tmp_path / "a")
@@ -98,3 +93,17 @@ def test_wrong_validation_text(tmp_path: Path) -> None:
         assert outcome.returncode == 2, data
         assert "Traceback" not in outcome.stderr
         assert_says(outcome.stderr, *parts)
+
+
+@pytest.mark.parametrize(
+    ("precision", "grad_reduce_in_fp32", "expected"),
+    [("32-true", None, 16), ("bf16-mixed", None, 18), ("bf16-mixed", False, 16), ("bf16-true", None, 8)],
+)
+def test_bytes_of_a_parameter(precision: str, grad_reduce_in_fp32: bool | None, expected: int) -> None:
+    """The table of docs/memory.md."""
+    content = {
+        "model": {"tokenizer": "none", "config_overrides": {"model_type": "llama"}},
+        "trainer": {"precision": precision},
+        "data_parallel": {"grad_reduce_in_fp32": grad_reduce_in_fp32},
+    }
+    assert bytes_per_parameter(config_from_mapping(content)) == expected
