@@ -59,6 +59,7 @@ EXPERT_COLUMNS = {
     "floor_ms": "floor ms",
     "batched_floor_ms": "batched floor ms",
     "peak_gib": "GiB",
+    "failure": "failure",
     "note": "note",
     "commit": "commit",
 }
@@ -279,7 +280,8 @@ def expert_parts() -> list[str]:
             "## Experts of one layer",
             f"{DEVICE}, bf16, 16,384 tokens, forward and backward: milliseconds, multiple of the floor (six dense "
             "matmuls of the same work), GiB above weights and inputs ([rows](benchmarks/moe_layer.csv)). `hf`: "
-            "transformers' experts with `grouped_mm`. Batched floor: as many batched matmuls as experts.",
+            "transformers' experts with `grouped_mm`. Batched floor: as many batched matmuls as experts. `scattermoe` "
+            "and `sonicmoe`: checkouts of the commits in their rows' commands.",
             "\n".join(column_lines(experts, EXPERT_COLUMNS)),
         ]
     matmuls = rows_of("moe_matmuls")

@@ -13,7 +13,7 @@ installed, and so do peers called ``flash4``; the other peers have PyTorch's cho
 (``--keep-core-attn``), recompute the first layers only (``--recompute-layers``), keep the first
 layers' activations in host memory and recompute the layers after them (``--offload-layers``),
 run the optimizer inside backward (``--in-backward``), and use any other memory technique
-(``--memory OPTION=VALUE``).
+(``--memory OPTION=VALUE``). ``--accumulation N`` adds up the gradients of N sequences in a step.
 
 MFU counts 6 x parameters (without the input embedding; k of E experts) x tokens + 6 x layers x heads
 x head size x S^2 against
@@ -114,6 +114,7 @@ def measure(
     steps: int,
     *,
     in_backward: bool,
+    accumulation: int = 1,
     trace: Path | None = None,
 ) -> dict[str, Any]:
     """Return the median step time, peak memory and losses of one variant.
@@ -127,6 +128,7 @@ def measure(
         memory: recompute and offload.
         steps: number of timed steps after the warm-up.
         in_backward: run our optimizer inside backward.
+        accumulation: number of sequences whose gradients are added up in a step.
         trace: file for the Chrome trace of one more step, on a GPU.
     """
     model_parallel_manual_seed(7)
@@ -144,21 +146,27 @@ def measure(
     # Drawn on the CPU from a fixed seed: all ranks and all variants train on the same tokens, so
     # that the column of losses shows whether a variant computes something else.
     generator = torch.Generator().manual_seed(3)
-    ids = torch.randint(0, config.vocab_size, (1, tokens), generator=generator)
+    ids = torch.randint(0, config.vocab_size, (accumulation, 1, tokens), generator=generator)
     ids = ids.to(backend.device)
 
     def step() -> Tensor:
-        loss = loss_of(ids)
-        # A CUDA graph and the DTensor peer run backward themselves and return a detached loss.
-        if loss.requires_grad:
-            loss.backward()
+        total = torch.zeros((), device=backend.device)
+        for micro_batch in ids:
+            loss = loss_of(micro_batch) / accumulation
+            # A CUDA graph and the DTensor peer run backward themselves and return a detached loss,
+            # which cannot be divided before backward.
+            if loss.requires_grad:
+                loss.backward()
+            elif accumulation > 1:
+                raise ValueError(f"{variant} runs backward itself, which --accumulation {accumulation} cannot scale")
+            total += loss.detach()
         # Gradients of norms and biases are partial sums over each rank's sequence shard. The
         # optimizer in backward sums them itself, before it updates and frees each gradient.
         if is_ours and not in_backward:
             grads.allreduce_sequence_parallel_gradients(model)
         stepper.step()
         stepper.zero_grad()
-        return loss
+        return total
 
     # Each step is timed until the device has finished. Peak memory counts from the end of the
     # warm-up, which compiles kernels and records CUDA graphs.
@@ -173,7 +181,7 @@ def measure(
         backend.synchronize()
         times.append(time.perf_counter() - start)
         losses.append(round(loss.item(), 4))
-    result = figures(times[WARM_UP_STEPS:], losses, tokens)
+    result = figures(times[WARM_UP_STEPS:], losses, tokens * accumulation)
     # After the timed steps: the profiler slows a step down, and its buffers would count as memory.
     if backend.name == "cuda":
         shares = profiled(step, trace)
@@ -187,7 +195,7 @@ def figures(times: list[float], losses: list[float], tokens: int) -> dict[str, A
     Args:
         times: seconds of each timed step.
         losses: of all steps, the warm-up included.
-        tokens: S; all devices together process it once per step.
+        tokens: tokens of a step of all devices together.
     """
     step_s = statistics.median(times)
     tokens_per_s = tokens / step_s / parallel_state.get_world_size()
@@ -254,7 +262,14 @@ def recompute(args: argparse.Namespace) -> tuple[MemoryConfig, str]:
         words.append(f"{args.cap_gib:g} GiB")
     if args.in_backward:
         words.append("optimizer in backward")
-    return memory, ", ".join(words)
+    return memory, ", ".join(words + accumulated(args))
+
+
+def accumulated(args: argparse.Namespace) -> list[str]:
+    """Return the words that describe the accumulation of gradients, for all variants."""
+    if args.accumulation == 1:
+        return []
+    return [f"{args.accumulation} micro-batches"]
 
 
 def model_flops_utilization(args: argparse.Namespace, row: dict[str, Any]) -> float | str:
@@ -304,7 +319,7 @@ def run(args: argparse.Namespace) -> list[str]:
     for tokens in args.tokens:
         for variant in args.variants:
             is_ours = variant.startswith("ours")
-            memory, description = peers_memory, args.recompute
+            memory, description = peers_memory, ", ".join([args.recompute, *accumulated(args)])
             if is_ours:
                 memory, description = recompute(args)
             row: dict[str, Any] = {
@@ -320,7 +335,7 @@ def run(args: argparse.Namespace) -> list[str]:
             try:
                 config = CONFIGS[args.model]()
                 trace = trace_file(args.traces, row)
-                options = {"in_backward": args.in_backward, "trace": trace}
+                options = {"in_backward": args.in_backward, "accumulation": args.accumulation, "trace": trace}
                 row |= measure(variant, config, tokens, memory, args.steps, **options)
                 row["mfu"] = model_flops_utilization(args, row)
                 row["failure"] = ""
@@ -353,6 +368,7 @@ def argument_parser() -> argparse.ArgumentParser:
     )
     add_memory_options(parser)
     parser.add_argument("--in-backward", action="store_true", help="ours: run the optimizer inside backward")
+    parser.add_argument("--accumulation", type=int, default=1, help="sequences whose gradients a step adds up")
     parser.add_argument("--steps", type=int, default=8)
     # 989 TFLOP/s: dense bf16 of an H100 SXM or H200. On other devices MFU is not computed.
     peak_tflops = 0.0
@@ -368,9 +384,15 @@ def argument_parser() -> argparse.ArgumentParser:
 def main() -> None:
     parser = argument_parser()
     args = parser.parse_args()
-    for name, values in (("--steps", [args.steps]), ("--tokens", args.tokens)):
+    for name, values in (
+        ("--steps", [args.steps]),
+        ("--tokens", args.tokens),
+        ("--accumulation", [args.accumulation]),
+    ):
         if min(values) < 1:
             parser.error(f"{name} must be at least 1, got {min(values)}")
+    if args.in_backward and args.accumulation > 1:
+        parser.error("--in-backward frees each gradient in its backward: it excludes --accumulation")
     if args.recompute == "none" and (args.keep_core_attn or args.recompute_layers is not None):
         parser.error("--keep-core-attn and --recompute-layers say how --recompute full is done: add it")
     if args.traces and backend.name != "cuda":

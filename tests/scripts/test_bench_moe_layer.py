@@ -1,0 +1,75 @@
+"""The race of experts: variants have equal weights, and one that computes something else is not timed."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from scripts.bench import moe_layer
+from scripts.bench.moe_peers import Shape, Variant, peer_variants
+
+SHAPE = Shape(16, 24, 4, 2)
+NO_CHECKOUT = {"scattermoe": None, "sonicmoe": None}
+
+
+@pytest.fixture
+def raced(monkeypatch):
+    """Without a clock; the names of the variants that are timed."""
+    timed: list[str] = []
+
+    def race(calls, turns):
+        timed.extend(calls)
+        return dict.fromkeys(calls, 1.0)
+
+    monkeypatch.setattr(moe_layer, "race", race)
+    monkeypatch.setattr(moe_layer, "peak_gib", lambda call: call() or 0.0)
+    monkeypatch.setitem(moe_layer.SHAPES, "tiny", SHAPE)
+    return timed
+
+
+def measured(*variants, **options):
+    args = Namespace(tokens=24, turns=1, variants=variants, **(NO_CHECKOUT | options))
+    return moe_layer.measure("tiny", "random", args)
+
+
+def test_variants_agree_and_a_missing_checkout_is_named(raced):
+    ours, hf, peer = measured("ours", "hf", "scattermoe")
+    assert ours["difference"] == 0
+    assert 0 < hf["difference"] < moe_layer.TOLERANCE
+    assert "--scattermoe DIR" in peer["failure"]
+    assert raced == ["floor", "batched floor", "ours", "hf"]
+
+
+def test_a_checkout_without_the_package_is_named(raced, tmp_path):
+    (row,) = measured("sonicmoe", sonicmoe=tmp_path)
+    assert row["failure"].startswith(f"ImportError: {tmp_path}"[:60])
+
+
+@pytest.mark.parametrize("fault", ["rows of up first", "weights dropped", "gradient not finite"])
+def test_another_function_is_not_timed(raced, monkeypatch, fault):
+    def build(shape):
+        right = peer_variants(NO_CHECKOUT)["hf"](shape)
+        if fault == "rows of up first":
+            return replace(right, rows=torch.arange(2 * shape.width).roll(shape.width))
+        if fault == "weights dropped":
+            return replace(right, run=lambda x, weights, chosen: right.run(x, 0 * weights + 0.5, chosen))
+        return replace(right, run=lambda x, weights, chosen: right.run(x, weights, chosen) + 0 * (x - x).sqrt())
+
+    monkeypatch.setattr(moe_layer, "peer_variants", lambda checkouts: {"hf": build})
+    ours, wrong = measured("ours", "hf")
+    assert "differs from ours" in wrong["failure"]
+    assert "ms" in ours and "ms" not in wrong
+
+
+def test_rows_of_another_order():
+    gate_up = torch.arange(8.0).view(1, 8, 1).expand(2, 8, 3).contiguous()
+    rows = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
+    parameter = nn.Parameter(torch.zeros(2, 8, 3))
+    variant = Variant(lambda x, weights, chosen: x, parameter, nn.Parameter(torch.zeros(2, 3, 4)), rows)
+    variant.load(gate_up, torch.zeros(2, 3, 4))
+    assert parameter[0, :, 0].tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
+    assert torch.equal(variant.in_our_order(parameter), gate_up)
