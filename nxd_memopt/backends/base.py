@@ -249,6 +249,10 @@ class Backend(Collectives):
         """Return what ``memory_allocated`` counts of memory that tensors have freed; None if it is unknown or none."""
         return None
 
+    def unused_bytes(self) -> int:
+        """Return the bytes that the allocator of the device holds and no tensor uses; 0 if it does not report them."""
+        return 0
+
     def free_memory_bytes(self) -> int | None:
         """Return the bytes of the device that this process can still allocate or has; None if unknown."""
         return None

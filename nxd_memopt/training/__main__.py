@@ -41,13 +41,14 @@ def _run(arguments: Sequence[str] | None, program: str, interrupts: Interrupts) 
     from nxd_memopt.training.arguments import parse_config
     from nxd_memopt.training.distributed import destroy_distributed, init_distributed
     from nxd_memopt.training.loop import run
+    from nxd_memopt.training.out_of_memory import out_of_memory_advice
     from nxd_memopt.training.profiled import ProfileFinishedError
 
     if arguments is None:
         arguments = sys.argv[1:]
     config = parse_config(arguments, program=program)
     init_distributed(config)
-    with suppress(ProfileFinishedError):
+    with suppress(ProfileFinishedError), out_of_memory_advice():
         run(config, interrupts)
     destroy_distributed()
 

@@ -1,5 +1,6 @@
 """Benchmark of optimizer states in host memory: steps with clipping, the link's floor and peers in the same run.
 
+    export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True  # long sequences leave no room for fragments
     python -m scripts.bench.state_offload --model llama3-8b --tokens 8192 16384 32768 --staging-gib 48 --append
     python -m scripts.bench.state_offload --model llama3-8b --tokens 65536 --variants ours "liger, flash4"
 
@@ -20,7 +21,6 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
-import os
 import resource
 import time
 from pathlib import Path
@@ -51,9 +51,6 @@ from scripts.bench.train_step import WARM_UP_STEPS, build_ours, figures
 
 CSV = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "state_offload.csv"
 GIB = 2**30
-# Activations of the longest sequences and states on their way fill the device: no memory may be
-# lost to fragments. Read when CUDA starts.
-os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 PEERS: dict[str, Builder] = {
     "hf": build_hf,
     "liger": build_liger,

@@ -302,6 +302,9 @@ class CudaBackend(C10dBackend):
     def memory_allocated(self) -> int:
         return torch.cuda.memory_allocated(self.device) + self._uncounted_bytes()
 
+    def unused_bytes(self) -> int:
+        return torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+
     def free_memory_bytes(self) -> int:
         free, _ = torch.cuda.mem_get_info(self.device)
         return free + torch.cuda.memory_reserved(self.device)

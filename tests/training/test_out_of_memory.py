@@ -1,0 +1,33 @@
+"""Tests of the advice in an error of a device without free memory."""
+
+import pytest
+import torch
+
+from nxd_memopt.backends import backend
+from nxd_memopt.training.out_of_memory import out_of_memory_advice
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize("setting", [None, "expandable_segments:True", "max_split_size_mb:512"])
+@pytest.mark.parametrize("unused", [0, 31 * GIB])
+def test_fragments_are_named_with_their_remedy(monkeypatch, setting, unused):
+    monkeypatch.setattr(backend, "memory_allocated", lambda: 107 * GIB)
+    monkeypatch.setattr(backend, "unused_bytes", lambda: unused)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    if setting:
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", setting)
+    with pytest.raises(torch.OutOfMemoryError) as caught, out_of_memory_advice():
+        raise torch.OutOfMemoryError("Tried to allocate 3.00 GiB")
+    (note,) = caught.value.__notes__
+    assert f"107.0 GiB of tensors and {unused / GIB:.1f} GiB of fragments" in note
+    assert ("set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, then" in note) == (
+        unused > 0 and setting != "expandable_segments:True"
+    )
+    assert "docs/memory.md" in note
+
+
+def test_other_errors_have_no_advice():
+    with pytest.raises(RuntimeError) as caught, out_of_memory_advice():
+        raise RuntimeError("something else")
+    assert not hasattr(caught.value, "__notes__")
