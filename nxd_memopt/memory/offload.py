@@ -36,51 +36,6 @@ LAYERS_IN_FLIGHT = 1
 _MIN_BYTES = OFFLOADED_STORAGE_BYTES
 
 
-class _Storage:
-    """The storage of saved tensors, on the device, in transfer, or on the host."""
-
-    def __init__(self, transfers: HostTransfers, arena: HostArena, layer: int, device: Tensor) -> None:
-        self._transfers = transfers
-        self._arena = arena
-        self.layer = layer
-        self.size_bytes = device.numel()
-        self.device: Tensor | None = device
-        self._span = arena.take(self.size_bytes)
-        # The copy starts when the work that produces the tensor is done. ``device`` is set until
-        # ``_free_sent`` frees it.
-        self.sent = transfers.to_host(device, self._span.pieces)
-        self._returned: Transfer | None = None
-        self._is_awaited = False
-
-    def __del__(self) -> None:
-        # The constructor may have failed before a copy started.
-        if not hasattr(self, "sent"):
-            return
-        transfers = [self.sent]
-        fetched = None
-        if self._returned is not None:
-            transfers.append(self._returned)
-            # A stream that waited for the copy orders later users of the memory after it. Nothing
-            # orders them after a prefetch that was never used.
-            if not self._is_awaited:
-                fetched = self.device
-        self._arena.retire(self._span, transfers, fetched)
-
-    def fetch(self) -> None:
-        """Start the copy back to the device, unless the storage is on the device."""
-        if self.device is None:
-            self.device, self._returned = self._transfers.to_device(self._span.pieces, self.sent)
-
-    def on_device(self) -> Tensor:
-        """Return the device memory, 1-D uint8; the current stream waits for the copy."""
-        self.fetch()
-        if self._returned is not None:
-            self._returned.wait()
-            self._is_awaited = True
-        assert self.device is not None
-        return self.device
-
-
 @dataclass(frozen=True)
 class _OnDevice:
     """A saved tensor that stays on the device.
@@ -96,21 +51,102 @@ class _OnDevice:
     def of(cls, tensor: Tensor) -> _OnDevice:
         return cls(tensor.detach(), tensor._version)
 
+    def write_error(self) -> str | None:
+        """Return the message about a write to the tensor after it was saved; None without one.
+
+        Autograd's own check does not cover tensors that pass through saved-tensor hooks.
+        """
+        if self.alias._version == self.version:
+            return None
+        return (
+            f"a tensor of shape {list(self.alias.shape)} that an offloaded layer saved for "
+            f"backward was written to (version {self.alias._version}, {self.version} when it "
+            "was saved): leave the in-place operation out, or the layer out of "
+            "cpu_offloading_num_layers"
+        )
+
     def tensor(self) -> Tensor:
-        """Return the tensor.
+        """Return the tensor; raise ``RuntimeError`` if it was written to after it was saved."""
+        _raise_if(self.write_error())
+        return self.alias
+
+
+def _raise_if(error: str | None) -> None:
+    if error is not None:
+        raise RuntimeError(error)
+
+
+class _Storage:
+    """The storage of saved tensors, on the device, in transfer, or on the host."""
+
+    def __init__(self, transfers: HostTransfers, arena: HostArena, layer: int, device: Tensor) -> None:
+        self._transfers = transfers
+        self._arena = arena
+        self.layer = layer
+        self.size_bytes = device.numel()
+        self.device: Tensor | None = device
+        self._span = arena.take(self.size_bytes)
+        # The copy starts when the work that produces the tensor is done. ``device`` is set until
+        # ``_free_sent`` frees it.
+        self.sent = transfers.to_host(device, self._span.pieces)
+        self._returned: Transfer | None = None
+        self._is_awaited = False
+        self._saved: list[_OnDevice] = []
+        self._write_errors: list[str | None] = []
+
+    def __del__(self) -> None:
+        # The constructor may have failed before a copy started.
+        if not hasattr(self, "sent"):
+            return
+        transfers = [self.sent]
+        fetched = None
+        if self._returned is not None:
+            transfers.append(self._returned)
+            # A stream that waited for the copy orders later users of the memory after it. Nothing
+            # orders them after a prefetch that was never used.
+            if not self._is_awaited:
+                fetched = self.device
+        self._arena.retire(self._span, transfers, fetched)
+
+    def add(self, tensor: Tensor) -> int:
+        """Return the number of a saved tensor that is a view of the storage."""
+        self._saved.append(_OnDevice.of(tensor))
+        return len(self._saved) - 1
+
+    def require_unwritten(self) -> None:
+        """Raise ``RuntimeError`` if a saved tensor was written to."""
+        for each in self._saved:
+            _raise_if(each.write_error())
+
+    def free(self) -> None:
+        """Free the device memory, whose copy has reached the host."""
+        # With it go the version counters. The copy may have read a write from after the layer's end,
+        # which is an error if backward needs that tensor.
+        self._write_errors = [each.write_error() for each in self._saved]
+        self._saved.clear()
+        self.device = None
+
+    def fetch(self) -> None:
+        """Start the copy back to the device, unless the storage is on the device."""
+        if self.device is None:
+            self.device, self._returned = self._transfers.to_device(self._span.pieces, self.sent)
+
+    def on_device(self, number: int) -> Tensor:
+        """Return the device memory, 1-D uint8; the current stream waits for the copy.
+
+        Args:
+            number: the saved tensor that is used.
 
         Raises:
-            RuntimeError: the tensor was written to after it was saved. Autograd's own check does
-                not cover tensors that pass through saved-tensor hooks.
+            RuntimeError: it was written to after it was saved.
         """
-        if self.alias._version != self.version:
-            raise RuntimeError(
-                f"a tensor of shape {list(self.alias.shape)} that an offloaded layer saved for "
-                f"backward was written to (version {self.alias._version}, {self.version} when it "
-                "was saved): leave the in-place operation out, or the layer out of "
-                "cpu_offloading_num_layers"
-            )
-        return self.alias
+        _raise_if(self._saved[number].write_error() if self._saved else self._write_errors[number])
+        self.fetch()
+        if self._returned is not None:
+            self._returned.wait()
+            self._is_awaited = True
+        assert self.device is not None
+        return self.device
 
 
 @dataclass(frozen=True)
@@ -118,15 +154,17 @@ class _View:
     """A saved tensor as a view of an offloaded storage.
 
     Attributes:
+        number: its number among the saved tensors of the storage.
         geometry: storage offset, size and stride, in elements.
     """
 
     storage: _Storage
+    number: int
     dtype: torch.dtype
     geometry: tuple[int, torch.Size, tuple[int, ...]]
 
     def tensor(self) -> Tensor:
-        device_bytes = self.storage.on_device()
+        device_bytes = self.storage.on_device(self.number)
         view = torch.empty(0, dtype=self.dtype, device=device_bytes.device)
         return view.set_(device_bytes.untyped_storage(), *self.geometry)
 
@@ -204,18 +242,16 @@ class ActivationOffload:
         resident_addresses = {tensor.untyped_storage().data_ptr() for tensor in resident}
         # Keyed by address: views of one storage share a single transfer.
         saved: dict[int, _Storage] = {}
-        checked: list[_OnDevice] = []
-        pack = functools.partial(self._pack, resident_addresses, saved, checked)
+        pack = functools.partial(self._pack, resident_addresses, saved)
         self._pack_current = pack
         try:
             with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
                 output = forward(hidden, *context)
         finally:
             self._pack_current = None
-        # Check for in-place writes now: after the device memory is freed no version counter is
-        # left.
-        for alias in checked:
-            alias.tensor()
+        # Where the layer itself writes to what it has saved, its error is in forward.
+        for storage in saved.values():
+            storage.require_unwritten()
         # Bytes of the last layer estimate the bytes that the next layer will need.
         references = [weakref.ref(storage) for storage in saved.values()]
         self._layer_bytes = sum(storage.size_bytes for storage in saved.values())
@@ -224,9 +260,8 @@ class ActivationOffload:
         if self._layer_bytes * self._num_layers > self._reserved_bytes:
             self._arena.reserve(self._layer_bytes * self._num_layers)
             self._reserved_bytes = self._layer_bytes * self._num_layers
-        # Autograd keeps the pack hook, and the lists bound to it, as long as the graph.
+        # Autograd keeps the pack hook, and the dictionary bound to it, as long as the graph.
         saved.clear()
-        checked.clear()
         self._end_layer(output, references)
         return output
 
@@ -257,7 +292,6 @@ class ActivationOffload:
         self,
         resident_addresses: set[int],
         saved: dict[int, _Storage],
-        checked: list[_OnDevice],
         tensor: Tensor,
     ) -> _OnDevice | _View:
         storage = tensor.untyped_storage()
@@ -272,9 +306,9 @@ class ActivationOffload:
             storage_bytes = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
             saved[address] = _Storage(self._transfers, self._arena, self._num_ended, storage_bytes)
             self._sending.append(weakref.ref(saved[address]))
-        checked.append(_OnDevice.of(tensor))
+        number = saved[address].add(tensor)
         geometry = (int(tensor.storage_offset()), tensor.size(), tensor.stride())
-        return _View(saved[address], tensor.dtype, geometry)
+        return _View(saved[address], number, tensor.dtype, geometry)
 
     def _unpack(self, packed: _OnDevice | _View) -> Tensor:
         # Backward has begun: storages that are still on the device stay there.
@@ -312,7 +346,7 @@ class ActivationOffload:
                     break
                 storage.sent.wait()
             if storage is not None:
-                storage.device = None
+                storage.free()
             self._sending.popleft()
         self._free_at_end = self._transfers.free_bytes()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from nxd_memopt.backends import HostTransfers, backend
 from nxd_memopt.memory.host_pool import HostPool
 from nxd_memopt.memory.recompute import layer_units
-from nxd_memopt.memory.wrapping import is_wrapped, wrap_forward
+from nxd_memopt.memory.wrapping import Wrapper, is_wrapped, wrap_forward, wrapper_of
 from nxd_memopt.optimizer.sharding import all_gather_into
 from nxd_memopt.optimizer.streamed_adamw import PlacedStates, StreamedAdamW
 from nxd_memopt.optimizer.zero1 import NeuronZero1Optimizer
@@ -74,9 +73,13 @@ class OffloadedZero1Optimizer(NeuronZero1Optimizer):
         self._staging_bytes = staging_bytes
         self._chunk_elements = chunk_elements
         self._resident_elements = resident_elements
+        self._layer_wrappers: list[Wrapper] = []
         super().__init__(params, StreamedAdamW, optimizer_dtype=torch.float32, **options)
 
     def init_zero(self) -> None:
+        if self.inited:
+            # Masters are cut from the parameters, which a step may have left to be updated.
+            self.finish_update()
         trained = [param for group in self.param_groups for param in group["params"] if param.requires_grad]
         for param in trained:
             if torch.promote_types(param.dtype, torch.float32) != torch.float32:
@@ -115,8 +118,8 @@ class OffloadedZero1Optimizer(NeuronZero1Optimizer):
 
         The states of the later layers then arrive while the earlier ones run. Until the forward,
         the parameters of a step whose ``step`` has returned are those from before it, and its
-        gradients stay allocated. ``finish_update`` completes the step; saving and the next
-        ``step`` call it.
+        gradients stay allocated. ``finish_update`` completes the step; saving, the next ``step``, and
+        ``state_dict`` and ``load_state_dict`` of the model call it.
 
         Args:
             layers: the model's decoder layers in the order of forward, after ``apply_memory``: the
@@ -126,7 +129,7 @@ class OffloadedZero1Optimizer(NeuronZero1Optimizer):
 
         Raises:
             ValueError: the parameters are sharded over data-parallel ranks, or not in the order of
-                ``layers``.
+                ``layers``, or another optimizer updates the layers in their forward.
         """
         if backend.group_size(self.sharding_group) > 1:
             raise ValueError("update_in_forward needs unsharded parameters: an all-gather needs all of them at once")
@@ -136,6 +139,7 @@ class OffloadedZero1Optimizer(NeuronZero1Optimizer):
             id(each.param): index for index, each in enumerate(self._sharded) if index not in self._states.small
         }
         units = layer_units(layers)
+        self._require_no_other_optimizer(units)
         last = -1
         first: int | None = None
         for number, unit in enumerate(units):
@@ -146,10 +150,32 @@ class OffloadedZero1Optimizer(NeuronZero1Optimizer):
                 first = min(indices)
             last = max(indices, default=last)
             limit = last if number < len(units) - 1 else None
-            wrap_forward(unit[0], "optimizer", functools.partial(functools.partial, self._run_layer, limit))
+            wrapper = functools.partial(functools.partial, self._run_layer, limit)
+            wrap_forward(unit[0], "optimizer", wrapper)
+            self._layer_wrappers.append(wrapper)
+        # Weights that are copied or replaced between a step and the next forward. Parameters before the
+        # layers, which a model visits first, are updated in ``step``.
+        for layer in layers:
+            layer.register_state_dict_pre_hook(self._before_state_dict)
+            layer.register_load_state_dict_pre_hook(self._before_state_dict)
         # Without a deferred parameter in a layer, ``step`` updates everything.
         self._updated_in_step = None if first is None else first - 1
         self.base_optimizer.is_deferred = True
+
+    def _require_no_other_optimizer(self, units: Sequence[Sequence[nn.Module]]) -> None:
+        """Raise ``ValueError`` if the forward of a layer completes the updates of another optimizer."""
+        for number, unit in enumerate(units):
+            wrapper = wrapper_of(unit[0], "optimizer")
+            if wrapper is not None and not any(wrapper is own for own in self._layer_wrappers):
+                raise ValueError(
+                    f"layer unit {number} of {len(units)} completes the updates of another optimizer in its forward, "
+                    "which update_in_forward would replace: give one optimizer all parameters, or call "
+                    "update_in_forward of one optimizer only"
+                )
+
+    def _before_state_dict(self, layer: nn.Module, *_: Any) -> None:
+        del layer
+        self.base_optimizer.finish()
 
     def pace_backward(self, layers: Sequence[nn.Module]) -> None:
         """Keep the host at most some layers ahead of the device in backward, so that states keep arriving.
@@ -243,7 +269,7 @@ class OffloadedZero1Optimizer(NeuronZero1Optimizer):
         norm = grads.get_grad_norm([each.shard for each in self._sharded], sharding_group=self.sharding_group)
         # As in clip_grad_norm, but applied in fp32 when a chunk is updated.
         factor = None
-        if math.isfinite(self.max_norm):
+        if self._clips:
             factor = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
         self.base_optimizer.grad_factor = factor
         return norm

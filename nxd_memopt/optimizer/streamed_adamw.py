@@ -227,10 +227,11 @@ class StreamedAdamW(torch.optim.AdamW):
             into += [Chunk(states.pieces([index], each), each) for each in states.device_bounds(index, chunk_elements)]
         # In the order of the parameters, so that the link works while the device updates what it has.
         self._chunks = sorted(chunks, key=lambda chunk: chunk.pieces[0].index)
-        # Chunks whose update of this step has not run yet, and the version of each gradient at the
-        # step.
+        # Chunks whose update of this step has not run yet, and the versions of each gradient at the
+        # step and of each output after its last update.
         self._pending: deque[Chunk] = deque()
         self._gradient_versions: dict[int, int] = {}
+        self._output_versions: dict[int, int] = {}
         self.state = cast(Any, _StateViews(states, self._weights))
         self.grad_factor: Tensor | None = None
         """Factor of all gradients, such as clipping's, 0-dim fp32; None is 1."""
@@ -253,6 +254,7 @@ class StreamedAdamW(torch.optim.AdamW):
             if gradient is not None:
                 self.state[weight]["step"] += 1
                 self._gradient_versions[index] = gradient._version
+                self._output_versions[index] = self._outputs[index]._version
         for chunk in self._small_chunks:
             self._update(chunk)
         self._pending.extend(self._chunks)
@@ -267,7 +269,7 @@ class StreamedAdamW(torch.optim.AdamW):
         Gradients, learning rates and ``grad_factor`` must be those of ``step`` until then.
 
         Raises:
-            RuntimeError: a gradient was written to since ``step``.
+            RuntimeError: a gradient or an output was written to since ``step``.
         """
         while self._pending and (last is None or self._pending[0].pieces[0].index <= last):
             self._update(self._pending.popleft())
@@ -317,10 +319,18 @@ class StreamedAdamW(torch.optim.AdamW):
             if gradient is not None:
                 self._require_unchanged(piece.index, gradient)
                 self._update_piece(piece, gradient.view(-1), buffers)
+                self._output_versions[piece.index] = self._outputs[piece.index]._version
             if piece.first + piece.length == self._states.sizes[piece.index]:
                 self.on_update(piece.index)
 
     def _require_unchanged(self, index: int, gradient: Tensor) -> None:
+        output = self._outputs[index]
+        if output._version != self._output_versions[index]:
+            raise RuntimeError(
+                f"a parameter of {output.numel()} elements was written to (version {output._version}, "
+                f"{self._output_versions[index]} at the step) before its update, which was left to the next "
+                "forward and would overwrite it: call finish_update() before"
+            )
         if gradient._version != self._gradient_versions[index]:
             raise RuntimeError(
                 f"a gradient of {gradient.numel()} elements was written to (version {gradient._version}, "

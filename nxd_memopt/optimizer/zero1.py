@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -76,6 +77,14 @@ class StoredParameter:
     rank: int
     size: int
     holders: tuple[int, ...]
+
+
+class _InPlace(NamedTuple):
+    """A gradient that was reduced in place."""
+
+    param: nn.Parameter
+    grad: weakref.ref[Tensor]
+    version: int
 
 
 class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
@@ -155,7 +164,7 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         dtypes = [param.dtype for param in grads.parameters_of(self) if param.requires_grad]
         self.optimizer_dtype = optimizer_dtype or functools.reduce(torch.promote_types, dtypes, torch.float32)
         self._rounds_parameters = optimizer_dtype is not None
-        # an infinite limit computes the norm and leaves the gradients unchanged
+        # with an infinite limit the norm is computed, and the gradients are left unchanged
         self.max_norm = math.inf
         if grad_clipping:
             self.max_norm = 1.0 if max_norm is None else max_norm
@@ -189,6 +198,7 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
             hook.remove()
         weights_to_device(param for group in self.param_groups for param in group["params"])
         self._sharded: list[Sharded] = []
+        self._reduced_in_place: list[_InPlace] = []
         self._hooks = []
         self.base_optimizer = for_this_device(self.optimizer_class)(
             [self._shard_group(group) for group in self.param_groups], **self.defaults
@@ -284,6 +294,9 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
     def reduce_gradients(self) -> Tensor:
         """Run the first half of ``step()``: reduce and clip the gradients. Return ``grad_norm``."""
         self._require_shards()
+        if self._is_reduced():
+            assert self._grad_norm is not None
+            return self._grad_norm
         # Sum over tensor-parallel ranks (sequence shards), then average over data-parallel ranks:
         # each reduced gradient has ceil(n / D) elements, [A_1 .. A_D] -> A_i.
         params = [each.param for each in self._sharded]
@@ -295,7 +308,40 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
             shards = reduce_scatter_mean([full.pop(key) for key in keys], group, bucket_bytes=self._reduce_bytes)
             reduced |= zip(keys, shards, strict=True)
         self._grad_norm = self._clip([self._mean(param, reduced[id(param)]) for param in params])
+        self._reduced_in_place = self._find_reduced_in_place()
         return self._grad_norm
+
+    def _find_reduced_in_place(self) -> list[_InPlace]:
+        """Return the gradients that were unscaled or clipped themselves, not as copies."""
+        if not self._clips and self.loss_scaler is None:
+            return []
+        # Without sharding the gradient of an update is the parameter's own, if it has its dtype.
+        found: list[_InPlace] = []
+        for each in self._sharded:
+            grad = grads.gradient_of(each.param)
+            if grad is not None and grad is each.shard.grad:
+                found.append(_InPlace(each.param, weakref.ref(grad), grad._version))
+        return found
+
+    def _is_reduced(self) -> bool:
+        """Return whether the gradients are those that the last call has unscaled and clipped in place.
+
+        Raises:
+            RuntimeError: they were added to since.
+        """
+        same: list[_InPlace] = []
+        written = 0
+        for each in self._reduced_in_place:
+            grad = grads.gradient_of(each.param)
+            if grad is not None and grad is each.grad():
+                same.append(each)
+                written += grad._version != each.version
+        if written:
+            raise RuntimeError(
+                f"{written} of {len(self._sharded)} gradients were written to after reduce_gradients(), which has "
+                "clipped them: call update_parameters() or the optimizer's zero_grad() before the next backward"
+            )
+        return bool(same) and len(same) == len(self._reduced_in_place)
 
     def _mean(self, param: Tensor, reduced: Tensor) -> Tensor:
         """Return the mean over all data-parallel ranks, of a mean over the sharding group."""
@@ -313,7 +359,14 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         # Before clipping: the norm and ``max_norm`` are of the gradients without the loss scale.
         if self.loss_scaler is not None:
             self.loss_scaler.unscale([shard.grad for shard in shards if shard.grad is not None])
+        if not self._clips:
+            # A factor of infinity / norm would be NaN, for all parameters, if one gradient is infinite.
+            return grads.get_grad_norm(shards, sharding_group=self.sharding_group)
         return grads.clip_grad_norm(shards, self.max_norm, sharding_group=self.sharding_group)
+
+    @property
+    def _clips(self) -> bool:
+        return math.isfinite(self.max_norm)
 
     def _full_gradient(self, param: Tensor) -> Tensor:
         """Return the unreduced gradient, or zeros: collectives need equal shapes on all ranks."""
@@ -342,6 +395,7 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         for each in self._sharded:
             if each.shard is not each.param:
                 each.shard.grad = None
+        self._reduced_in_place = []
 
     def finish_update(self) -> None:
         """Complete updates that the last step has left to the next forward; here there are none.
@@ -379,6 +433,7 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
+        self._reduced_in_place = []
         for group in self.param_groups:
             clear_main_grad(group["params"], set_to_none=set_to_none)
 
@@ -409,6 +464,8 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         ``shape_info`` (full shapes), ``sharding`` (``[rank, size]``).
         """
         self._require_shards()
+        # Updates that are under way have the options of their step.
+        self._before_masters_are_used()
         self._copy_outside_writes()
         self._copy_options(self.param_groups, self.base_optimizer.param_groups)
         # A master in the parameter's dtype equals the parameter: it is not stored.

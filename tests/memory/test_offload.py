@@ -184,6 +184,25 @@ def test_a_write_to_what_was_saved_is_an_error(monkeypatch, least_bytes):
         layer(x).sum().backward()
 
 
+@pytest.mark.parametrize(("free_bytes", "is_freed"), [(2**40, False), (0, True)])
+def test_a_write_after_the_layer_is_seen_unless_the_host_has_the_values(free_bytes, is_freed):
+    """What is still on the device in backward is the memory that was written to."""
+    torch.manual_seed(0)
+    layer = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh())  # tanh saves its output
+    x = torch.randn(4, 8)
+    layer(x).mul(2).sum().backward()
+    expected = layer[0].weight.grad.clone()
+    layer.zero_grad()
+    offload_first([layer], 1, HostOnly(free_bytes, SlowCopy))
+    loss = layer(x).mul_(2).sum()
+    if is_freed:
+        loss.backward()
+        assert torch.equal(layer[0].weight.grad, expected)
+        return
+    with pytest.raises(RuntimeError, match=r"shape \[4, 8\].*was written to .version 1, 0 when"):
+        loss.backward()
+
+
 def test_two_graphs_at_once_and_copies_of_the_model():
     model = parallel_model(llama_config())
     expected = gradients(model)

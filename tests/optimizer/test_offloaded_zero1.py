@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -179,10 +181,12 @@ def test_updates_in_the_next_forward_change_nothing(memory: dict[str, object], f
     assert_equal(*results)
 
 
-def model_on_host(*, in_forward: bool, fraction: float = 1.0) -> tuple[nn.Module, OffloadedZero1Optimizer]:
+def model_on_host(
+    *, in_forward: bool, fraction: float = 1.0, chunk: int = 256
+) -> tuple[nn.Module, OffloadedZero1Optimizer]:
     torch.manual_seed(3)
     model = parallel_model(llama_config())
-    sizes = {"chunk_elements": 256, "staging_bytes": 3 * 12 * 256, "resident_elements": 100}
+    sizes = {"chunk_elements": chunk, "staging_bytes": 3 * 12 * chunk, "resident_elements": 100}
     optimizer = OffloadedZero1Optimizer(
         model.parameters(), optimizer_offload_fraction=fraction, transfers=DeferredTransfers(), **sizes, **OPTIONS
     )
@@ -225,6 +229,68 @@ def test_a_gradient_that_is_written_to_before_its_update_is_an_error() -> None:
     model.zero_grad(set_to_none=False)
     with pytest.raises(RuntimeError, match=r"written to .* left to the next forward: call finish_update\(\) before"):
         model(**batch())
+
+
+def state_of_the_optimizer(model: nn.Module, optimizer: OffloadedZero1Optimizer) -> list[Tensor]:
+    """A schedule has set the next step's rate, which is not the one of the updates that are left."""
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.state_dict()
+    return values(optimizer, list(model.parameters()))
+
+
+def state_of_the_model(model: nn.Module, optimizer: OffloadedZero1Optimizer) -> list[Tensor]:
+    return [tensor.clone() for tensor in model.state_dict().values()]
+
+
+def loaded_weights(model: nn.Module, optimizer: OffloadedZero1Optimizer) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(8)
+    model.load_state_dict(
+        {name: torch.randn(tensor.shape, generator=generator) for name, tensor in model.state_dict().items()}
+    )
+    loss = model(**batch()).loss
+    train(optimizer, list(model.parameters()), range(1))
+    return [loss.detach(), *values(optimizer, list(model.parameters()))]
+
+
+def new_masters(model: nn.Module, optimizer: OffloadedZero1Optimizer) -> list[Tensor]:
+    optimizer.init_zero()
+    return values(optimizer, list(model.parameters()))
+
+
+@pytest.mark.parametrize("read", [state_of_the_optimizer, state_of_the_model, loaded_weights, new_masters])
+def test_updates_that_are_left_are_complete_when_states_or_weights_are_read(read: Any) -> None:
+    results = []
+    for in_forward in (False, True):
+        # 32 elements divide every parameter: no update is left halfway
+        model, optimizer = model_on_host(in_forward=in_forward, chunk=32)
+        model(**batch()).loss.backward()
+        optimizer.step()
+        assert bool(optimizer.base_optimizer._pending) == in_forward
+        results.append(read(model, optimizer))
+    assert_equal(*results)
+
+
+@pytest.mark.parametrize("last", [-1, 3])
+def test_a_parameter_that_is_written_to_before_its_update_is_an_error(last: int) -> None:
+    """The update would overwrite the write, also one in the middle of a parameter's updates."""
+    model, optimizer = model_on_host(in_forward=True, chunk=200)
+    model(**batch()).loss.backward()
+    optimizer.step()
+    optimizer.base_optimizer.finish(last)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)
+        model.model.layers[0].self_attn.o_proj.weight.mul_(2)
+    with pytest.raises(RuntimeError, match=r"a parameter of .* was written to .* overwrite it: call finish_update\(\)"):
+        model(**batch())
+
+
+def test_a_second_optimizer_in_the_forward_of_the_same_layers_is_refused() -> None:
+    """It would replace the first one, whose updates would then come a step late."""
+    model, first = model_on_host(in_forward=True)
+    second = OffloadedZero1Optimizer(model.parameters(), transfers=DeferredTransfers(), **OPTIONS)
+    message = error_message(lambda: second.update_in_forward(model.decoder_layers()))
+    assert_says(message, "layer unit 0 of 2", "another optimizer", "one optimizer only")
+    first.update_in_forward(model.decoder_layers())  # the same one again
 
 
 def test_memory_techniques_after_the_optimizer_are_refused() -> None:
