@@ -42,33 +42,6 @@ def build_liger(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunct
     return model, loss_of
 
 
-def build_fsdp2_offload(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction]:
-    """Return ``build_liger`` with FSDP2's ``CPUOffloadPolicy`` on one device.
-
-    Parameters and gradients are fp32 on the host, where the optimizer runs too; layers compute in
-    the dtype of the other peers. The process group that FSDP2 needs is created if there is none.
-    """
-    from torch._C._distributed_c10d import HashStore
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-
-    if not dist.is_initialized():
-        # Norms of gradients on the host are summed by gloo.
-        device = backend.device.type
-        backends = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
-        dist.init_process_group(backends, store=HashStore(), rank=0, world_size=1)
-    model, loss_of = build_liger(config, memory)
-    model.float()
-    policies: dict[str, Any] = {
-        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype()),
-        "offload_policy": CPUOffloadPolicy(),
-    }
-    base: Any = model.get_submodule(str(model.base_model_prefix))
-    for layer in base.layers:
-        fully_shard(layer, **policies)
-    fully_shard(model, **policies)
-    return model, loss_of
-
-
 def with_flash4(build: Builder) -> Builder:
     """Return ``build`` with transformers' FlashAttention-4 instead of PyTorch's attention.
 

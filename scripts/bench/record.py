@@ -30,7 +30,7 @@ _VARIABLES = (  # environment variables that change what is measured
     "NXD_MEMOPT_PEER_MEMORY",
     "PYTORCH_CUDA_ALLOC_CONF",
 )
-_PACKAGES = ("liger-kernel", "cut-cross-entropy", "flash-attn-4")
+_PACKAGES = ("liger-kernel", "cut-cross-entropy", "flash-attn-4", "deepspeed")
 
 
 def cpu_name() -> str:

@@ -7,7 +7,9 @@
 Random weights, bf16 weights and gradients, fp32 masters and moments (12 bytes per parameter), batch
 1, clipping by the global norm. A peer recomputes every layer and has the states that fit without
 offload, bf16 moments and no masters (``states`` in its row); ``fsdp2`` has fp32 weights, gradients
-and moments on the host. ``floor_ms`` is the time in which the link moves the states that are on the
+and moments on the host, ``fsdp2 bf16`` the same in bf16, and ``deepspeed`` (ZeRO-Offload) bf16 weights
+on the device and gradients, fp32 masters and moments on the host. A peer with a package that is not
+installed is named and skipped. ``floor_ms`` is the time in which the link moves the states that are on the
 host, once in each direction at the same time, at the speed that the row measured before.
 ``host_gib`` are states and offloaded activations, ``host_peak_gib`` is the process's peak resident
 memory, pinned buffers included.
@@ -28,7 +30,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from nxd_memopt.backends import backend
 from nxd_memopt.config import MemoryConfig, require_divisible
@@ -45,19 +46,13 @@ from nxd_memopt.planner.activations import offloaded_checkpoint_bytes
 from scripts.bench.configs import CONFIGS
 from scripts.bench.gpu_race import first_line
 from scripts.bench.memory_options import add_memory_options, limit_device_memory, with_options
-from scripts.bench.peers import Builder, LossFunction, build_fsdp2_offload, build_hf, build_liger, dtype, with_flash4
+from scripts.bench.offload_peers import PEERS, DeepSpeedAdamW
+from scripts.bench.peers import LossFunction, dtype
 from scripts.bench.record import append, environment
 from scripts.bench.train_step import WARM_UP_STEPS, build_ours, figures
 
 CSV = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "state_offload.csv"
 GIB = 2**30
-PEERS: dict[str, Builder] = {
-    "hf": build_hf,
-    "liger": build_liger,
-    "liger, flash4": with_flash4(build_liger),
-    "fsdp2": build_fsdp2_offload,
-    "fsdp2, flash4": with_flash4(build_fsdp2_offload),
-}
 
 
 def link_bytes_per_s() -> float:
@@ -138,35 +133,16 @@ def reserve_checkpoints(model: nn.Module, memory: MemoryConfig, tokens: int, poo
     return pool.allocated_bytes
 
 
-class ClippedAdamW:
-    """torch's fused AdamW of a peer, whose ``step`` clips the gradients by their global norm first."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._params = list(model.parameters())
-        self._optimizer = torch.optim.AdamW(self._params, lr=1e-5, fused=True)
-        self.grad_norm = torch.zeros(())
-
-    def step(self) -> None:
-        self.grad_norm = nn.utils.clip_grad_norm_(self._params, 1.0, foreach=True)
-        self._optimizer.step()
-
-    def zero_grad(self) -> None:
-        self._optimizer.zero_grad()
-
-
 def measure_peer(variant: str, config: Any, tokens: int, args: argparse.Namespace) -> dict[str, Any]:
     """Return the columns of a peer's row, with full recompute."""
-    model, loss_of = PEERS[variant](config, MemoryConfig(recompute_granularity="full"))
+    peer = PEERS[variant]
+    if peer.optimizer is DeepSpeedAdamW and args.accumulation > 1:
+        raise ValueError(f"--accumulation {args.accumulation}: DeepSpeed's engine has one micro-batch per step here")
+    model, loss_of = peer.build(config, MemoryConfig(recompute_granularity="full"))
     model.train()
-    optimizer = ClippedAdamW(model)
+    optimizer = peer.optimizer(model)
     result = timed_steps(loss_of, optimizer, token_ids(config, tokens), args)
-    states = "fp32 weights and moments" if "fsdp2" in variant else "bf16 moments"
-    return result | {"states": states, "grad_norm": round(full(optimizer.grad_norm).item(), 4)}
-
-
-def full(norm: Tensor) -> Tensor:
-    """Return the value of a norm that may be sharded."""
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    return result | {"states": peer.states, "grad_norm": round(optimizer.norm(), 4)}
 
 
 def token_ids(config: Any, tokens: int) -> Tensor:
@@ -231,6 +207,8 @@ def measured_row(variant: str, tokens: int, memory: MemoryConfig, args: argparse
     gc.collect()
     if backend.name == "cuda":
         torch.cuda.empty_cache()
+        # PyTorch keeps freed page-locked memory too, which the next variant may need.
+        torch._C._host_emptyCache()
     return row
 
 
@@ -267,6 +245,11 @@ def main() -> None:
         if args.document_tokens:
             require_divisible("--tokens", tokens, "--document-tokens", args.document_tokens)
         for variant in args.variants:
+            missing = [] if variant == "ours" else PEERS[variant].missing()
+            if missing:
+                if parallel_state.is_global_rank_zero():
+                    print(f"{variant}: skipped, not installed: {', '.join(missing)}", flush=True)
+                continue
             row = measured_row(variant, tokens, memory, args)
             if parallel_state.is_global_rank_zero():
                 print(row, flush=True)
