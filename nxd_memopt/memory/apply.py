@@ -80,6 +80,7 @@ def apply_memory(
             "would run the others before theirs: call apply_memory before update_in_forward"
         )
     offload = _offload(memory, len(layers), pool)
+    require_weight_offload(memory, len(layers))
     mlps = model.recompute_modules()["mlp"]
     attentions = model.recompute_modules()["attn"]
     for name in ("mlp_tile_tokens", "attention_head_groups"):
@@ -127,6 +128,24 @@ def apply_memory(
         apply_weight_offload(layers, num_layers, transfers, pool or new_pool(transfers), others=others)
 
 
+def require_weight_offload(memory: MemoryConfig, num_layers: int) -> None:
+    """Check the weights on the host against a model of ``num_layers`` layers and the device.
+
+    Raises:
+        ValueError: more layers than the model has, or a device without copies to the host.
+    """
+    if not memory.cpu_offloading_weights:
+        return
+    _host_transfers("cpu_offloading_weights")
+    _require_layers(memory.cpu_offloading_num_layers, num_layers)
+
+
+def _require_layers(number: int, num_layers: int) -> None:
+    """Raise ``ValueError`` if more layers offload than the model has."""
+    if number > num_layers:
+        raise ValueError(f"cpu_offloading_num_layers {number} exceeds the model's {num_layers} layers: lower it")
+
+
 def _host_transfers(option: str) -> HostTransfers:
     """Return the device's copies to the host.
 
@@ -155,8 +174,7 @@ def _offload(memory: MemoryConfig, num_layers: int, pool: HostPool | None) -> Ac
     if memory.cpu_offloading_activations:
         option = "cpu_offloading_activations"
     transfers = _host_transfers(option)
-    if num_offloaded > num_layers:
-        raise ValueError(f"{option} exceeds the model's {num_layers} layers: lower it")
+    _require_layers(num_offloaded, num_layers)
     saving_layers = num_offloaded
     layers_in_flight = None
     if memory.cpu_offloading_activations:

@@ -308,16 +308,14 @@ def apply_weight_offload(
     Args:
         layers: all decoder layers, in order, with all other techniques applied. A chunk of
             recomputed layers belongs to its first layer and is offloaded as one.
-        num_layers: number of first layers.
+        num_layers: number of first layers, at most all.
         transfers: asynchronous copies between device and host.
         pool: ledger that counts the host memory.
         others: parameters of the model outside ``layers``.
 
     Raises:
-        ValueError: see ``WeightOffload``; more layers than the model has.
+        ValueError: see ``WeightOffload``.
     """
-    if num_layers > len(layers):
-        raise ValueError(f"cpu_offloading_num_layers {num_layers} exceeds the model's {len(layers)} layers: lower it")
     first = list(layers[:num_layers])
     # The rest of a chunk that begins among the first layers.
     while len(first) < len(layers) and is_passed_over(layers[len(first)]):

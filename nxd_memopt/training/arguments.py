@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import copy
 import dataclasses
-import io
 import re
 import types
 import typing
@@ -14,9 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-import tyro
-
 from nxd_memopt.config import MemoryConfig, ParallelConfig, from_mapping
+from nxd_memopt.training.command_line import override
 from nxd_memopt.training.config import (
     DataConfig,
     LaunchConfig,
@@ -29,7 +26,7 @@ from nxd_memopt.training.lora_options import LoraOptions
 from nxd_memopt.training.moe_options import MoEOptions
 from nxd_memopt.training.nemo_options import translate
 from nxd_memopt.training.sharding import DataParallelConfig
-from nxd_memopt.training.yaml_file import parse_yaml, read_yaml_file
+from nxd_memopt.training.yaml_file import read_yaml_file
 
 RECIPES = Path(__file__).parent / "recipes"
 
@@ -150,7 +147,7 @@ def parse_config(arguments: Sequence[str], *, program: str = "nxd-memopt train")
     else:
         base = _unchecked_config({})
     if overrides:
-        base = _override(base, overrides, program)
+        base = override(base, overrides, program)
     return _checked(base)
 
 
@@ -169,76 +166,6 @@ def recipe_path(name: str) -> Path:
 def config_from_mapping(values: Mapping[str, Any]) -> TrainConfig:
     """Return the validated configuration of nested mappings, as a YAML parser returns them."""
     return _checked(_unchecked_config(values))
-
-
-def _override(base: TrainConfig, overrides: Sequence[str], program: str) -> TrainConfig:
-    """Return ``base`` with the command-line options of ``overrides``, parsed by tyro."""
-    base, overrides = _add_config_overrides(base, overrides)
-
-    # tyro prints a framed message and exits with a status above 0 on an invalid option. The
-    # message is captured and raised as a ValueError of one line, like the errors of the YAML
-    # file.
-    shown = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(shown):
-            return tyro.cli(TrainConfig, prog=program, args=overrides, default=base)
-    except SystemExit as stop:
-        if stop.code == 0:  # --help
-            raise
-        raise ValueError(_message_of_box(shown.getvalue())) from None
-
-
-def _add_config_overrides(base: TrainConfig, arguments: Sequence[str]) -> tuple[TrainConfig, list[str]]:
-    """Add new entries of ``model.config_overrides`` to ``base``.
-
-    tyro takes the keys of a mapping from the mapping's default, so it can override entries of the
-    file but not add an entry.
-
-    Returns:
-        ``base`` with the entries that only ``arguments`` name, and the remaining arguments.
-    """
-    prefix = "--model.config-overrides."
-    added: dict[str, Any] = {}
-    for_tyro: list[str] = []
-    remaining = list(arguments)
-    while remaining:
-        argument = remaining.pop(0)
-        # Both forms of an option are accepted: --name=value and --name value. tyro keeps the keys
-        # that the file has (with no_ for booleans) and nested keys (with a dot).
-        name, separator, value = argument.removeprefix(prefix).partition("=")
-        key = name.replace("-", "_")
-        is_known = key.removeprefix("no_") in base.model.config_overrides
-        if not argument.startswith(prefix) or is_known or "." in key:
-            for_tyro.append(argument)
-            continue
-        if not separator:
-            if not remaining:
-                raise ValueError(f"{argument} has no value: write {argument} VALUE")
-            value = remaining.pop(0)
-        added[key] = parse_yaml(value)
-    if not added:
-        return base, for_tyro
-
-    # The dataclasses are frozen and ``base`` is not validated yet, so fields are set directly
-    # instead of with dataclasses.replace, which would call __post_init__.
-    model = copy.copy(base.model)
-    object.__setattr__(model, "config_overrides", base.model.config_overrides | added)
-    changed = copy.copy(base)
-    object.__setattr__(changed, "model", model)
-    return changed, for_tyro
-
-
-def _message_of_box(box: str) -> str:
-    """Return the first paragraph and the first suggestion of tyro's framed message in one line."""
-    # The first line is the upper border of the frame, with the title. Horizontal rules separate
-    # paragraphs.
-    lines = [line.strip("│|╭╮╰╯+ ") for line in box.strip().splitlines()[1:]]
-    groups = re.split("[─-]{4,}", " ".join(lines))
-    paragraphs = [" ".join(group.split()) for group in groups if group.strip()]
-    suggestion = re.search(r"Perhaps you meant: (--\S+)", " ".join(paragraphs[1:]))
-    if suggestion is None:
-        return paragraphs[0]
-    return f"{paragraphs[0]}: did you mean {suggestion[1]}?"
 
 
 def read_yaml(path: Path) -> TrainConfig:

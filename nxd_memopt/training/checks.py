@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PretrainedConfig
 
 from nxd_memopt._optional import require_installed
@@ -15,7 +17,10 @@ from nxd_memopt.checkpoint.exporting import require_replaceable
 from nxd_memopt.checkpoint.files import find_gguf, open_weights
 from nxd_memopt.checkpoint.steps import complete_steps
 from nxd_memopt.config import require_divisible, require_one_of
+from nxd_memopt.memory import apply_memory
+from nxd_memopt.memory.apply import require_weight_offload
 from nxd_memopt.models import model_class
+from nxd_memopt.modules.causal_lm import ParallelCausalLM
 from nxd_memopt.modules.moe.hf_options import trained_only
 from nxd_memopt.ops.activation import ACTIVATIONS
 from nxd_memopt.ops.rope import rope_frequencies
@@ -23,6 +28,7 @@ from nxd_memopt.parallel_layers.coordination import raise_together
 from nxd_memopt.planner.architectures import require_shardable, sizes
 from nxd_memopt.training.config import TrainConfig
 from nxd_memopt.training.distributed import is_rank_zero
+from nxd_memopt.training.isolation import require_attention
 from nxd_memopt.training.lora_options import ADAPTER
 from nxd_memopt.training.model import expert_options
 from nxd_memopt.training.report import EVALUATION, METRICS, require_readable_records
@@ -59,6 +65,32 @@ def require_trainable(config: TrainConfig, hf_config: PretrainedConfig) -> None:
             _require_intact_checkpoints(config)
             _require_weights(config)
             _require_export_target(config)
+
+
+def require_applicable_memory(config: TrainConfig, hf_config: PretrainedConfig) -> None:
+    """Raise ``ValueError`` if the model or the device cannot have the memory section's techniques.
+
+    Call it after ``require_executable``. The techniques are applied to a model on the meta device,
+    without memory and weights, because the model and ``apply_memory`` have the checks themselves.
+    """
+    memory = config.memory
+    # Weights without memory cannot go to the host.
+    if memory.cpu_offloading_weights:
+        num_layers = hf_config.num_hidden_layers
+        require_weight_offload(memory, num_layers)
+        offloaded = memory.num_offloaded_layers(num_layers)
+        memory = replace(memory, cpu_offloading=None, cpu_offloading_weights=False, cpu_offloading_num_layers=offloaded)
+    model: ParallelCausalLM = model_class(hf_config.model_type)(
+        hf_config,
+        parallel=config.parallel,
+        memory=memory,
+        dtype=getattr(torch, config.model.dtype),
+        device="meta",
+        **expert_options(config, hf_config),
+    )
+    if config.trainer.compile is not None:
+        apply_memory(model, model.memory, compile=config.trainer.compile)
+    require_attention(model, config)
 
 
 def require_usable_output(config: TrainConfig) -> None:
@@ -179,10 +211,6 @@ def _require_experts(config: TrainConfig, hf_config: PretrainedConfig) -> None:
             f"data.seq_length {config.data.seq_length} exceeds sliding_window {window}, and attention here has no "
             f"window: shorten data.seq_length, or set sliding_window to null in {OVERRIDES}"
         )
-    # On the meta device, without memory and weights: the model itself has all other checks.
-    model_class(hf_config.model_type)(
-        hf_config, parallel=config.parallel, memory=config.memory, device="meta", **options
-    )
 
 
 def _require_intact_checkpoints(config: TrainConfig) -> None:

@@ -203,8 +203,8 @@ class OptimizerConfig:
         if self.optimizer_cpu_offload:
             return
         # Options of the offload that nothing would read.
-        for name, unset in (("optimizer_offload_fraction", None), ("optimizer_update_in_forward", False)):
-            if getattr(self, name) != unset:
+        for name in ("optimizer_offload_fraction", "optimizer_staging_gib", "optimizer_update_in_forward"):
+            if getattr(self, name) != getattr(OptimizerConfig, name):
                 raise ValueError(
                     f"optimizer.{name} {getattr(self, name)} needs optimizer.optimizer_cpu_offload: set it to true, "
                     f"or leave {name} out"
@@ -413,6 +413,11 @@ class TrainConfig:
             raise ValueError(
                 "trainer.async_save copies weights during later steps, and memory.cpu_offloading_weights frees them: "
                 "set one of them to false"
+            )
+        if self.optimizer.optimizer_update_in_forward and self.memory.cpu_offloading_weights:
+            raise ValueError(
+                "optimizer.optimizer_update_in_forward updates weights on the device during forward, and "
+                "memory.cpu_offloading_weights keeps them on the host: set one of them to false"
             )
         # A run of 0 steps, which evaluates and exports only, has no schedule.
         optimizer = self.optimizer

@@ -31,6 +31,11 @@ def describe_isolation(model: ParallelCausalLM, config: TrainConfig) -> str:
     )
 
 
+def require_attention(model: ParallelCausalLM, config: TrainConfig) -> None:
+    """Raise ``ValueError`` if the device cannot run ``memory.attention_backend`` on the rows of this run."""
+    _implementation(model, config, packed=config.data.isolate_documents)
+
+
 def _implementation(model: ParallelCausalLM, config: TrainConfig, *, packed: bool) -> tuple[str, str]:
     """Return the attention implementation of a training step on this rank's heads, and its reason."""
     cores = [module for module in model.modules() if isinstance(module, CoreAttention)]

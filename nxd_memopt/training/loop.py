@@ -20,7 +20,12 @@ from nxd_memopt.checkpoint import require_writable
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
 from nxd_memopt.training.chat import with_chat_template
-from nxd_memopt.training.checks import require_finite_weights, require_trainable, require_usable_output
+from nxd_memopt.training.checks import (
+    require_applicable_memory,
+    require_finite_weights,
+    require_trainable,
+    require_usable_output,
+)
 from nxd_memopt.training.config import TrainConfig
 from nxd_memopt.training.distributed import is_extracting_graphs, is_rank_zero
 from nxd_memopt.training.evaluation import held_out_loss, held_out_loss_by_transformers
@@ -74,6 +79,7 @@ def run(config: TrainConfig, interrupts: Interrupts | None = None) -> None:
     hf_config = load_hf_config(config.model, config.moe)
     require_trainable(config, hf_config)
     require_executable(config, hf_config)
+    require_applicable_memory(config, hf_config)
     config, memory_plan = plan_memory(config, hf_config)
     summary.planned_memory_bytes = memory_plan.planned_bytes
     summary.available_memory_bytes = memory_plan.available_bytes

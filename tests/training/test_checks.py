@@ -9,11 +9,14 @@ from pathlib import Path
 import pytest
 from gguf import GGUFWriter
 
+from nxd_memopt.backends import backend
 from nxd_memopt.training.arguments import parse_config
+from nxd_memopt.training.checks import require_applicable_memory
 from nxd_memopt.training.config import ModelConfig
 from nxd_memopt.training.hf_overrides import config_from_overrides, override_config
 from nxd_memopt.training.model import load_hf_config
 from nxd_memopt.training.yaml_file import parse_yaml
+from tests.deferred_transfers import DeferredTransfers
 from tests.training.runs import LLAMA, run_here, write_config
 
 
@@ -116,3 +119,40 @@ def test_a_missing_package_is_one_line_with_its_extra(
     assert outcome.returncode == 2 and len(lines) == 1, outcome.stderr[-2000:]
     assert lines[0].startswith("error: ") and package in lines[0] and f"pip install 'nxd_memopt[{extra}]'" in lines[0]
     assert not (tmp_path / "run").exists()
+
+
+REFUSED_TECHNIQUES = {
+    "activations_on_a_cpu": ({"recompute_granularity": "full", "cpu_offloading_activations": True}, "NVIDIA GPU"),
+    "layers_on_a_cpu": ({"cpu_offloading_num_layers": 1}, "NVIDIA GPU"),
+    "weights_on_a_cpu": ({"cpu_offloading_weights": True, "cpu_offloading_num_layers": 1}, "NVIDIA GPU"),
+    "layers": ({"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 3}, "2 layers"),
+    "groups": ({"attention_head_groups": 4}, "attention_head_groups 4 does not divide"),
+    "attention": ({"attention_backend": "cudnn"}, "attention_backend 'cudnn' cannot be met"),
+    "modules": ({"recompute_granularity": "selective", "recompute_modules": ["moe"]}, "names no module"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_TECHNIQUES)
+@pytest.mark.parametrize("isolated", [True, False])
+def test_a_technique_that_cannot_be_applied_is_refused_before_tokenizing(name: str, isolated: bool, tmp_path) -> None:
+    memory, message = REFUSED_TECHNIQUES[name]
+    outcome = run_here(write_config(tmp_path, memory=memory, data={"isolate_documents": isolated}))
+    assert outcome.returncode == 2 and message in outcome.stderr and outcome.stderr.count("\n") == 1, outcome.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_weights_on_the_host_are_checked_without_moving_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With host transfers the weights' options are valid or too many, and neither needs memory."""
+    monkeypatch.setattr(type(backend), "host_transfers", lambda self: DeferredTransfers(available_bytes=0))
+
+    def check(number: int, **options: object) -> None:
+        memory = options | {"cpu_offloading": True, "cpu_offloading_num_layers": number}
+        config = parse_config(["--config", str(write_config(tmp_path, memory=memory))])
+        require_applicable_memory(config, load_hf_config(config.model))
+
+    weights = {"cpu_offloading_weights": True}
+    activations = {"cpu_offloading_activations": True, "recompute_granularity": "full"}
+    for options in (weights, activations, weights | activations):
+        check(2, **options)
+        with pytest.raises(ValueError, match="cpu_offloading_num_layers 3 exceeds the model's 2 layers"):
+            check(3, **options)

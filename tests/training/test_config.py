@@ -29,6 +29,25 @@ def test_command_line_wins_over_yaml_and_yaml_over_defaults(tmp_path: Path) -> N
     assert (config.trainer.max_steps, config.trainer.seed, config.trainer.keep_checkpoints) == (20, 5, 2)
 
 
+def test_the_command_line_takes_the_words_of_yaml(tmp_path: Path) -> None:
+    file = write(
+        tmp_path / "c.yaml",
+        "model: {pretrained: d}\nmemory: {mlp_tile_tokens: 64}\ntrainer: {async_save: true, seed: 5}\n",
+    )
+    words = ["--trainer.async-save", "false", "--parallel.sequence_parallel_enabled=true", "--trainer.export"]
+    words += ["--parallel.tensor-model-parallel-size", "2"]
+    others = ["--memory.mlp-tile-tokens", "null", "--trainer.enable-cuda-graph", "false", "--optimizer.zero1=true"]
+    config = parse_config(["--config", file, *words, *others, "--trainer.resume-from", "null", "--trainer.seed", "6"])
+    trainer = config.trainer
+    found = (trainer.async_save, trainer.export, trainer.enable_cuda_graph, trainer.resume_from, trainer.seed)
+    assert found == (False, True, False, None, 6)
+    assert config.parallel.sequence_parallel_enabled and config.data_parallel.stage == "zero1"
+    assert config.memory.mlp_tile_tokens is None
+    # a word that is the value of an option of texts, and an option without its value
+    assert parse_config(["--config", file, "--model.tokenizer", "true"]).model.tokenizer == "true"
+    assert parse_config(["--config", file, "--trainer.no-export"]).trainer.export is False
+
+
 def test_command_line_alone() -> None:
     config = parse_config(["--model.pretrained", "d", "--memory.recompute-granularity", "full"])
     assert (config.model.pretrained, config.memory.recompute_granularity) == ("d", "full")

@@ -159,6 +159,20 @@ VALUES = (
         _option("trainer", "allow_changes", "optimizer.lr"),
         ("trainer.allow_changes", "'optimizer.lr'", "a list in brackets"),
     ),
+    BadInput(
+        "staging_without_offload",
+        _option("optimizer", "optimizer_staging_gib", 8),
+        ("optimizer.optimizer_staging_gib 8.0", "optimizer_cpu_offload", "leave"),
+    ),
+    BadInput(
+        "update_in_forward_of_weights_on_the_host",
+        lambda directory: write_config(
+            directory,
+            optimizer={"optimizer_cpu_offload": True, "optimizer_update_in_forward": True},
+            memory={"cpu_offloading_weights": True, "cpu_offloading_num_layers": 1},
+        ),
+        ("optimizer.optimizer_update_in_forward", "memory.cpu_offloading_weights", "set one of them"),
+    ),
     BadInput("resume_from_empty", _option("trainer", "resume_from", ""), ("trainer.resume_from is empty",)),
     BadInput("warm_start_empty", _option("model", "warm_start", " "), ("model.warm_start is empty",)),
     BadInput("lr_infinite", _option("optimizer", "lr", float("inf")), ("optimizer.lr", "finite", "inf")),

@@ -1,0 +1,135 @@
+"""Overrides a TrainConfig with options of the command line, which tyro parses."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import io
+import re
+import typing
+from collections.abc import Sequence
+from typing import Any
+
+import tyro
+
+from nxd_memopt.training.config import TrainConfig
+from nxd_memopt.training.yaml_file import parse_yaml
+
+_WORDS = {"true": True, "false": False, "null": None}
+_FLAGS = {"true": "", "false": "no-"}
+
+
+def override(base: TrainConfig, overrides: Sequence[str], program: str) -> TrainConfig:
+    """Return ``base`` with the command-line options of ``overrides``, parsed by tyro.
+
+    Raises:
+        ValueError: an unknown option or an invalid value, in one line.
+        SystemExit: with code 0 after ``--help``.
+    """
+    base, overrides = _add_config_overrides(base, overrides)
+    overrides = as_tyro_reads(overrides)
+
+    # tyro prints a framed message and exits with a status above 0 on an invalid option. The
+    # message is captured and raised as a ValueError of one line, like the errors of the YAML
+    # file.
+    shown = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(shown):
+            return tyro.cli(TrainConfig, prog=program, args=overrides, default=base)
+    except SystemExit as stop:
+        if stop.code == 0:  # --help
+            raise
+        raise ValueError(_message_of_box(shown.getvalue())) from None
+
+
+def as_tyro_reads(arguments: Sequence[str]) -> list[str]:
+    """Return ``arguments`` with the values ``true``, ``false`` and ``null`` of YAML in tyro's form.
+
+    tyro has ``--SECTION.OPTION`` and ``--SECTION.no-OPTION`` for booleans; where an option has other
+    values too, it has Python's words.
+    """
+    types_of = _option_types()
+    result: list[str] = []
+    remaining = list(arguments)
+    while remaining:
+        argument = remaining.pop(0)
+        name, separator, value = argument.partition("=")
+        hint = types_of.get(name.removeprefix("--").replace("-", "_")) if name.startswith("--") else None
+        if not separator:
+            value = remaining[0] if remaining else ""
+        if hint is bool and value.lower() in _FLAGS:
+            section, _, option = name.rpartition(".")
+            converted = [f"{section}.{_FLAGS[value.lower()]}{option}"]
+        elif value in _WORDS and type(_WORDS[value]) in typing.get_args(hint):
+            converted = [name, str(_WORDS[value])]
+        else:
+            result.append(argument)
+            continue
+        result.extend(converted)
+        if not separator:
+            remaining.pop(0)
+    return result
+
+
+def _option_types() -> dict[str, Any]:
+    """Return the type of each option, by ``SECTION.OPTION``."""
+    return {
+        f"{section}.{option}": hint
+        for section, cls in typing.get_type_hints(TrainConfig).items()
+        if dataclasses.is_dataclass(cls)
+        for option, hint in typing.get_type_hints(cls).items()
+    }
+
+
+def _add_config_overrides(base: TrainConfig, arguments: Sequence[str]) -> tuple[TrainConfig, list[str]]:
+    """Add new entries of ``model.config_overrides`` to ``base``.
+
+    tyro takes the keys of a mapping from the mapping's default, so it can override entries of the
+    file but not add an entry.
+
+    Returns:
+        ``base`` with the entries that only ``arguments`` name, and the remaining arguments.
+    """
+    prefix = "--model.config-overrides."
+    added: dict[str, Any] = {}
+    for_tyro: list[str] = []
+    remaining = list(arguments)
+    while remaining:
+        argument = remaining.pop(0)
+        # Both forms of an option are accepted: --name=value and --name value. tyro keeps the keys
+        # that the file has (with no_ for booleans) and nested keys (with a dot).
+        name, separator, value = argument.removeprefix(prefix).partition("=")
+        key = name.replace("-", "_")
+        is_known = key.removeprefix("no_") in base.model.config_overrides
+        if not argument.startswith(prefix) or is_known or "." in key:
+            for_tyro.append(argument)
+            continue
+        if not separator:
+            if not remaining:
+                raise ValueError(f"{argument} has no value: write {argument} VALUE")
+            value = remaining.pop(0)
+        added[key] = parse_yaml(value)
+    if not added:
+        return base, for_tyro
+
+    # The dataclasses are frozen and ``base`` is not validated yet, so fields are set directly
+    # instead of with dataclasses.replace, which would call __post_init__.
+    model = copy.copy(base.model)
+    object.__setattr__(model, "config_overrides", base.model.config_overrides | added)
+    changed = copy.copy(base)
+    object.__setattr__(changed, "model", model)
+    return changed, for_tyro
+
+
+def _message_of_box(box: str) -> str:
+    """Return the first paragraph and the first suggestion of tyro's framed message in one line."""
+    # The first line is the upper border of the frame, with the title. Horizontal rules separate
+    # paragraphs.
+    lines = [line.strip("│|╭╮╰╯+ ") for line in box.strip().splitlines()[1:]]
+    groups = re.split("[─-]{4,}", " ".join(lines))
+    paragraphs = [" ".join(group.split()) for group in groups if group.strip()]
+    suggestion = re.search(r"Perhaps you meant: (--\S+)", " ".join(paragraphs[1:]))
+    if suggestion is None:
+        return paragraphs[0]
+    return f"{paragraphs[0]}: did you mean {suggestion[1]}?"
