@@ -12,10 +12,11 @@ from torch import nn
 
 from nxd_memopt.backends import backend
 from nxd_memopt.data_parallel.hybrid import hybrid_groups
-from nxd_memopt.data_parallel.packed_gathers import gather_packed, packed_groups
+from nxd_memopt.data_parallel.packed_gathers import PackedGroup, gather_packed, packed_groups
 from nxd_memopt.memory.recompute import layer_units
 from nxd_memopt.memory.weight_offload import has_offloaded_weights
 from nxd_memopt.modules.causal_lm import ParallelCausalLM
+from nxd_memopt.modules.packed_weights import pack_weights
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.data_shards import MODEL_DTYPE, SHARD_GROUP, is_data_sharded
 from nxd_memopt.parallel_layers.utils import is_expert_parallel
@@ -49,6 +50,9 @@ def shard_model(
     there is no other copy. Build ``Zero3Optimizer`` from ``model.parameters()`` afterwards.
     Bytes per parameter with AdamW and D ranks: (4 master + 4 gradient + 8 moments) / D, and the
     gathered weights and gradients of the units in use.
+
+    The model may be on the host: each unit is copied to the backend's device when it is sharded, so the
+    device has one unit in full at a time, and the rows of those before it.
 
     Call it after weights are loaded and after ``apply_memory``: recompute and compilation replace a
     layer's forward inside of the unit. Every data-parallel rank must reach the same parameters in
@@ -86,15 +90,18 @@ def shard_model(
         "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False),
     }
     experts = _ExpertSharding(model, reshard_after_forward, options)
-    packed = packed_groups(model)
     gathers: dict[str, Any] = {"dtype": dtype, "num_ranks": group.size()}
-    # One layer at a time is copied to masters, and only this rank's rows of them stay.
+    # One unit at a time is copied to the device and to masters, and only this rank's rows of them stay.
     for layers in layer_units(model.decoder_layers()):
+        packed: list[PackedGroup] = []
         for layer in layers:
+            _copy_to_device(layer)
+            packed += packed_groups(layer)
             _cast_trained(layer, master_dtype)
             experts.shard(layer)
         fully_shard(layers, reshard_after_forward=reshard_after_forward, **options)
         gather_packed(layers[0], packed, **gathers)
+    _copy_to_device(model)
     _cast_trained(model, master_dtype)
     # The root's parameters are needed from the first operation of forward to the last of backward.
     fully_shard(model, reshard_after_forward=False, **options)
@@ -209,6 +216,21 @@ def _trained_dtype(model: nn.Module) -> torch.dtype:
             f"({', '.join(dtypes.values())}): build the model in one dtype"
         )
     return next(iter(dtypes))
+
+
+@torch.no_grad()
+def _copy_to_device(module: nn.Module) -> None:
+    """Copy the parameters of ``module`` that are not sharded yet, and its buffers, from the host to the device."""
+    tensors = [param for param in module.parameters() if not is_data_sharded(param)]
+    for tensor in (*tensors, *module.buffers()):
+        # ``data`` keeps the objects, so ties stay ties. The host's copy is freed here.
+        tensor.data = _on_device(tensor.data)
+    # Weights are packed where they are used.
+    pack_weights(module)
+
+
+def _on_device(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(backend.device)
 
 
 @torch.no_grad()

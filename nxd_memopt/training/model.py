@@ -191,11 +191,13 @@ def load_vocabulary(config: ModelConfig, hf_config: PretrainedConfig, *, end_of_
 def build_model(config: TrainConfig, hf_config: PretrainedConfig) -> ParallelCausalLM:
     """Build this rank's shard of the model on the backend's device, and load pretrained weights.
 
-    On XLA with ``use_cpu_initialization`` the shard is initialized and loaded on the host and
-    copied afterwards: initializing or loading it on the device, slice by slice, would compile
-    another graph.
+    With ``use_cpu_initialization`` the shard is initialized and loaded on the host in two cases. On
+    XLA it is copied afterwards: initializing or loading it on the device, slice by slice, would
+    compile another graph. At zero3 it stays there until ``shard_model`` copies one layer at a time,
+    because the device need not have room for the model without its data-parallel sharding.
     """
-    on_host = backend.name == "xla" and config.parallel.use_cpu_initialization
+    is_sharded_later = config.data_parallel.stage == "zero3"
+    on_host = config.parallel.use_cpu_initialization and (backend.name == "xla" or is_sharded_later)
     device = torch.device("cpu") if on_host else backend.device
     model: ParallelCausalLM = model_class(hf_config.model_type)(
         hf_config,
@@ -210,7 +212,7 @@ def build_model(config: TrainConfig, hf_config: PretrainedConfig) -> ParallelCau
             load_upcycled(model, config.model.pretrained, seed=config.trainer.seed)
         else:
             load_pretrained(model, config.model.pretrained)
-    if on_host:
+    if on_host and not is_sharded_later:
         move_model_to_device(model, backend.device)
     # On XLA the graph of initialization and loading ends here, or it would become part of the
     # first micro-batch's graph.
