@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
 from nxd_memopt.backends import backend
-from nxd_memopt.memory.recompute import is_passed_over
+from nxd_memopt.memory.recompute import layer_units
 from nxd_memopt.memory.wrapping import Forward, is_wrapped, unwrap_forward, wrap_forward
 from nxd_memopt.modules.attention import CoreAttention
 from nxd_memopt.modules.dropout import ParallelDropout
@@ -46,13 +46,7 @@ def apply_compile(layers: Sequence[nn.Module]) -> None:
         _require_traceable_dropout(layer)
     # A layer that is passed over runs inside the graph of the chunk's first layer. It gets no
     # wrapper, but the first layer's wrapper needs its parameters for the gradient hooks.
-    chunks: list[list[nn.Module]] = []
-    for layer in layers:
-        if is_passed_over(layer):
-            chunks[-1].append(layer)
-        else:
-            chunks.append([layer])
-    for chunk in chunks:
+    for chunk in layer_units(layers):
         wrap_forward(chunk[0], "compile", functools.partial(CompiledForward, chunk))
 
 

@@ -20,7 +20,7 @@ from torch.autograd import Variable
 
 from nxd_memopt.backends import HostTransfers, Transfer
 from nxd_memopt.memory.host_pool import HostPool
-from nxd_memopt.memory.recompute import is_passed_over
+from nxd_memopt.memory.recompute import is_passed_over, layer_units
 from nxd_memopt.memory.wrapping import unwrap_forward, wrap_forward
 from nxd_memopt.parallel_layers.data_shards import require_replicated
 from nxd_memopt.planner.offloaded_weights import ALIGNMENT
@@ -157,7 +157,7 @@ class WeightOffload:
         others: Iterable[nn.Parameter] = (),
     ) -> None:
         self._transfers = transfers
-        self._units = [_Unit(transfers, chunk) for chunk in _chunks(layers)]
+        self._units = [_Unit(transfers, chunk) for chunk in layer_units(layers)]
         self._require_own_storages(transfers, others)
         self._pool = pool
         self.host_bytes = sum(unit.size_bytes() for unit in self._units)
@@ -284,17 +284,6 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _chunks(layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
-    """Return the layers in groups of those that one call runs: a recomputed chunk is one group."""
-    chunks: list[list[nn.Module]] = []
-    for layer in layers:
-        if is_passed_over(layer):
-            chunks[-1].append(layer)
-        else:
-            chunks.append([layer])
-    return chunks
-
-
 def apply_weight_offload(
     layers: Sequence[nn.Module],
     num_layers: int,
@@ -322,8 +311,7 @@ def apply_weight_offload(
         first.append(layers[len(first)])
     later = [param for layer in layers[len(first) :] for param in layer.parameters()]
     offload = WeightOffload(transfers, pool, first, [*others, *later])
-    runs = [layer for layer in first if not is_passed_over(layer)]
-    for index, layer in enumerate(runs):
+    for index, (layer, *_) in enumerate(layer_units(first)):
         wrap_forward(layer, "weights", functools.partial(functools.partial, offload.run, index))
     if len(first) < len(layers):
         wrap_forward(layers[len(first)], "weights", functools.partial(functools.partial, offload.run_following))
@@ -360,11 +348,19 @@ def weights_to_device(parameters: Iterable[Tensor]) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer.register_step_pre_hook(lambda *_: weights_to_device(model.parameters()))
     """
+    is_in_backward = torch._C._current_graph_task_id() >= 0
+    fetched: set[int] = set()
     for param in parameters:
         offload = _offload_of(param)
-        # Weights that are on the device are in use, inside backward, or were fetched before.
-        if offload is not None and param.untyped_storage().nbytes() == 0:
-            offload.to_device()
+        if offload is None or id(offload) in fetched:
+            continue
+        # Inside backward, weights that are on the device are in use and return to the host. Outside,
+        # a pass that failed may have left a prefetched copy there, which would be dropped with what
+        # the caller writes to it.
+        if is_in_backward and param.untyped_storage().nbytes():
+            continue
+        offload.to_device()
+        fetched.add(id(offload))
 
 
 def has_offloaded_weights(parameters: Iterable[Tensor]) -> bool:

@@ -198,6 +198,26 @@ def test_a_failed_backward_leaves_a_model_that_trains():
     assert not any(device_bytes(layer) for layer in model.decoder_layers())
 
 
+@pytest.mark.parametrize("num_layers", [1, 2, 3])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_writes_after_a_failed_pass_are_not_lost(where, num_layers):
+    """A failed pass leaves a copy of the next layer on the device."""
+    for failing in range(num_layers):
+        expected, model = build(), offloaded(num_layers=num_layers)
+        backward(model)
+        mlp = model.decoder_layers()[failing].mlp
+        register = mlp.register_forward_hook if where == "forward" else mlp.register_full_backward_hook
+        hook = register(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            backward(model)
+        hook.remove()
+        for each in (expected, model):
+            weights_to_device(each.parameters())
+            for param in each.parameters():
+                param.data.add_(0.01)
+        assert_equal(gradients(model), gradients(expected))
+
+
 def test_the_host_memory_is_counted_and_given_back(transfers):
     model, pool = build(), HostPool()
     layers = model.decoder_layers()
