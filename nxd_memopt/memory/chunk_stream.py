@@ -49,7 +49,8 @@ class ChunkStream:
     the work between two passes.
 
     The host tensors may be read or written by the caller only between ``synchronize`` and the next
-    ``take``. After a write, ``take`` copies the prefetched chunks again.
+    ``take``. After a write, ``take`` copies the prefetched chunks again. Call ``synchronize`` before
+    the stream is dropped too: copies into the buffers may be under way.
 
     Args:
         host: flat tensors of N elements each, in memory of ``transfers.host_buffer``.

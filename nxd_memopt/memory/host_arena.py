@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -78,7 +77,6 @@ class HostArena:
         self._owner = owner
         self._open: _Block | None = None
         self._retired: deque[_Retired] = deque()
-        self._lock = threading.Lock()
 
     def reserve(self, size_bytes: int) -> None:
         """Allocate host memory for spans of ``size_bytes`` in total.
@@ -95,22 +93,21 @@ class HostArena:
         Raises:
             ValueError: see ``reserve``.
         """
-        with self._lock:
-            pieces: list[Tensor] = []
-            blocks: list[_Block] = []
-            missing = size_bytes
-            # Before the open block gets another span: without spans it starts at its beginning.
-            self._collect()
-            try:
-                while missing:
-                    block = self._block_with_space()
-                    pieces.append(block.take(missing))
-                    blocks.append(block)
-                    missing -= pieces[-1].numel()
-            except BaseException:
-                self._free(_Retired(HostSpan(tuple(pieces), tuple(blocks)), (), None))
-                raise
-            return HostSpan(tuple(pieces), tuple(blocks))
+        pieces: list[Tensor] = []
+        blocks: list[_Block] = []
+        missing = size_bytes
+        # Before the open block gets another span: without spans it starts at its beginning.
+        self._collect()
+        try:
+            while missing:
+                block = self._block_with_space()
+                pieces.append(block.take(missing))
+                blocks.append(block)
+                missing -= pieces[-1].numel()
+        except BaseException:
+            self._free(_Retired(HostSpan(tuple(pieces), tuple(blocks)), (), None))
+            raise
+        return HostSpan(tuple(pieces), tuple(blocks))
 
     def retire(self, span: HostSpan, transfers: Iterable[Transfer], kept_alive: Any = None) -> None:
         """Give ``span`` back once ``transfers`` are done.

@@ -240,7 +240,7 @@ class ActivationOffload:
         # Parameters and the context are alive anyway: a host copy frees nothing.
         resident = (*layer.parameters(), *_tensors_in(context))
         resident_addresses = {tensor.untyped_storage().data_ptr() for tensor in resident}
-        # Keyed by address: views of one storage share a single transfer.
+        # By address: views of one storage share a single transfer.
         saved: dict[int, _Storage] = {}
         pack = functools.partial(self._pack, resident_addresses, saved)
         self._pack_current = pack

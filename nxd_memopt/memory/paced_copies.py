@@ -74,9 +74,6 @@ class PacedCopies:
     def device(self) -> torch.device:
         return self._transfers.device
 
-    def host_buffer(self, size_bytes: int) -> Tensor:
-        return self._transfers.host_buffer(size_bytes)
-
     def mark(self) -> Transfer:
         return self._transfers.mark()
 

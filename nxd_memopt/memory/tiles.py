@@ -170,7 +170,7 @@ def _by_head_groups(groups: HeadGroups, module: nn.Module, forward: Forward) -> 
 
 
 def remove_tiles(modules: Sequence[nn.Module]) -> None:
-    """Undo ``apply_tiles``."""
+    """Undo ``apply_tiles`` and ``apply_head_groups``."""
     for module in modules:
         unwrap_forward(module, "tiles")
 

@@ -22,8 +22,6 @@ from nxd_memopt.parallel_layers.grads import gradient_of
 from nxd_memopt.planner.formulas import optimizer_state_bytes, stream_slots
 from nxd_memopt.planner.states import CHUNK_ELEMENTS, RESIDENT_ELEMENTS, parameters_on_host
 
-# CHUNK_ELEMENTS: 64 MiB of each of the three fp32 tensors. A copy of 64 MiB takes 1.2 ms at 55 GB/s,
-# next to which the 10 us of its launch and of the update's kernels do not count.
 OWNER = "optimizer states"
 STATES = ("exp_avg", "exp_avg_sq")  # torch.optim.AdamW's names of the moments
 
@@ -72,10 +70,10 @@ class PlacedStates:
 
     Attributes:
         on_host: numbers of the parameters whose states are on the host.
-        on_device: the numbers of the others.
-        small: the numbers of those with fewer than ``resident_elements``.
-        host_elements: elements of the former.
-        device_elements: elements of the latter.
+        on_device: numbers of the parameters whose states are on the device.
+        small: numbers of the parameters with fewer than ``resident_elements`` elements.
+        host_elements: elements of the parameters ``on_host``.
+        device_elements: elements of the parameters ``on_device``.
 
     Raises:
         ValueError: ``fraction`` is outside [0, 1].
@@ -272,6 +270,8 @@ class StreamedAdamW(torch.optim.AdamW):
             RuntimeError: a gradient or an output was written to since ``step``.
         """
         while self._pending and (last is None or self._pending[0].pieces[0].index <= last):
+            # Before the chunk is taken: after an error none of it is updated, and all of it is left.
+            self._require_unchanged(self._pending[0].pieces)
             self._update(self._pending.popleft())
 
     def synchronize(self) -> None:
@@ -317,26 +317,32 @@ class StreamedAdamW(torch.optim.AdamW):
         for piece in pieces:
             gradient = gradient_of(self._weights[piece.index])
             if gradient is not None:
-                self._require_unchanged(piece.index, gradient)
                 self._update_piece(piece, gradient.view(-1), buffers)
                 self._output_versions[piece.index] = self._outputs[piece.index]._version
             if piece.first + piece.length == self._states.sizes[piece.index]:
                 self.on_update(piece.index)
 
-    def _require_unchanged(self, index: int, gradient: Tensor) -> None:
-        output = self._outputs[index]
-        if output._version != self._output_versions[index]:
-            raise RuntimeError(
-                f"a parameter of {output.numel()} elements was written to (version {output._version}, "
-                f"{self._output_versions[index]} at the step) before its update, which was left to the next "
-                "forward and would overwrite it: call finish_update() before"
-            )
-        if gradient._version != self._gradient_versions[index]:
-            raise RuntimeError(
-                f"a gradient of {gradient.numel()} elements was written to (version {gradient._version}, "
-                f"{self._gradient_versions[index]} at the step) before its update, which was left to the next "
-                "forward: call finish_update() before, or release gradients with zero_grad(set_to_none=True)"
-            )
+    def _require_unchanged(self, pieces: Sequence[Piece]) -> None:
+        """Raise ``RuntimeError`` if a gradient or an output of ``pieces`` was written to since ``step``."""
+        for piece in pieces:
+            gradient = gradient_of(self._weights[piece.index])
+            if gradient is None:
+                continue
+            output = self._outputs[piece.index]
+            version = self._output_versions[piece.index]
+            if output._version != version:
+                raise RuntimeError(
+                    f"a parameter of {output.numel()} elements was written to (version {output._version}, "
+                    f"{version} at the step) before its update, which was left to the next "
+                    "forward and would overwrite it: call finish_update() before"
+                )
+            version = self._gradient_versions[piece.index]
+            if gradient._version != version:
+                raise RuntimeError(
+                    f"a gradient of {gradient.numel()} elements was written to (version {gradient._version}, "
+                    f"{version} at the step) before its update, which was left to the next "
+                    "forward: call finish_update() before, or release gradients with zero_grad(set_to_none=True)"
+                )
 
     def _update_piece(self, piece: Piece, gradient: Tensor, buffers: Sequence[Tensor]) -> None:
         inside = slice(piece.first, piece.first + piece.length)

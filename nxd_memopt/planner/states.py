@@ -19,7 +19,8 @@ RESIDENT_ELEMENTS = 1 << 16
 STAGING_BYTES = 2 << 30
 """Device memory for optimizer states on their way from and to the host."""
 CHUNK_ELEMENTS = 16 << 20
-"""Elements of each state that travel together: 64 MiB in fp32."""
+"""Elements of each state that travel together: 64 MiB in fp32, which take 1.2 ms at 55 GB/s. Next to
+that the 10 us of a copy's launch and of the update's kernels do not count."""
 
 
 @dataclass(frozen=True)

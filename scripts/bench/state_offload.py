@@ -104,6 +104,8 @@ def measure(config: Any, tokens: int, memory: MemoryConfig, args: argparse.Names
     setup_s = time.perf_counter() - start
     state_bytes = pool.ledger().get(OWNER, 0)
     result = timed_steps(loss_of, optimizer, token_ids(config, tokens), args)
+    # The next variant allocates the memory into which the states of a next step are being copied.
+    optimizer.finish_update()
     return result | {
         "states": "fp32 masters and moments",
         "grad_norm": round(cast(Tensor, optimizer.grad_norm).item(), 4),
