@@ -22,7 +22,7 @@ from transformers import (
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.models import model_class
 from nxd_memopt.parallel_layers import parallel_state
-from nxd_memopt.parallel_layers.checkpointing import gather_full_tensor
+from nxd_memopt.parallel_layers.resharding import gather_full_tensor
 from nxd_memopt.parallel_layers.utils import copy_tensor_model_parallel_attributes
 from tests.reference import pad, shard
 

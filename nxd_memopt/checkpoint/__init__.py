@@ -7,7 +7,7 @@ from nxd_memopt.checkpoint.importing import load_pretrained
 from nxd_memopt.checkpoint.logical import TrainingState
 from nxd_memopt.checkpoint.steps import find_latest, require_writable
 from nxd_memopt.checkpoint.training import Restored, load_training_state, save_training_state
-from nxd_memopt.parallel_layers.checkpointing import gather_full_tensor, local_slice
+from nxd_memopt.parallel_layers.resharding import gather_full_tensor, local_slice
 
 __all__ = [
     "BackgroundSaver",

@@ -15,8 +15,9 @@ from nxd_memopt.checkpoint.names import named_tensors
 from nxd_memopt.lora_config import LoraConfig
 from nxd_memopt.modules.lora import adapted_layers, is_adapter
 from nxd_memopt.parallel_layers import parallel_state
-from nxd_memopt.parallel_layers.checkpointing import gather_full_tensor, is_model_replica_zero
+from nxd_memopt.parallel_layers.checkpointing import is_model_replica_zero
 from nxd_memopt.parallel_layers.coordination import raise_together
+from nxd_memopt.parallel_layers.resharding import gather_full_tensor
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"

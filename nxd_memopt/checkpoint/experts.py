@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nxd_memopt.checkpoint.files import Sources
-from nxd_memopt.parallel_layers.checkpointing import LazySlice, full_shape, stored_shape
+from nxd_memopt.parallel_layers.resharding import LazySlice, full_shape, stored_shape
 from nxd_memopt.planner.architectures import LAYERS
 
 

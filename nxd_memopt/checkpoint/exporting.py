@@ -27,14 +27,10 @@ from nxd_memopt.checkpoint.names import named_tensors
 from nxd_memopt.modules.lora import is_adapter, merged_adapters
 from nxd_memopt.modules.moe.hf_options import require_exportable
 from nxd_memopt.parallel_layers import parallel_state
-from nxd_memopt.parallel_layers.checkpointing import (
-    full_shape,
-    gather_experts,
-    gather_full_tensor,
-    is_model_replica_zero,
-)
+from nxd_memopt.parallel_layers.checkpointing import is_model_replica_zero
 from nxd_memopt.parallel_layers.coordination import raise_together
 from nxd_memopt.parallel_layers.data_shards import gather_rows, model_dtype
+from nxd_memopt.parallel_layers.resharding import full_shape, gather_experts, gather_full_tensor
 from nxd_memopt.parallel_layers.utils import is_sharded
 
 if TYPE_CHECKING:

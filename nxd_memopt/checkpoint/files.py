@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nxd_memopt.checkpoint.directories import flush_to_disk, replaced_path
-from nxd_memopt.parallel_layers.checkpointing import LazySlice, read_tensors
+from nxd_memopt.parallel_layers.checkpointing import read_tensors
+from nxd_memopt.parallel_layers.resharding import LazySlice
 
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"

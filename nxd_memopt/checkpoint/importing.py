@@ -16,7 +16,6 @@ from nxd_memopt.checkpoint.files import (
 from nxd_memopt.checkpoint.gguf import weights_directory
 from nxd_memopt.checkpoint.names import match_names
 from nxd_memopt.modules.packed_weights import pack_weights
-from nxd_memopt.parallel_layers.checkpointing import LazySlice, local_slice, require_full_shape
 from nxd_memopt.parallel_layers.coordination import raise_together
 from nxd_memopt.parallel_layers.data_shards import (
     is_data_sharded,
@@ -25,6 +24,7 @@ from nxd_memopt.parallel_layers.data_shards import (
     require_replicated,
     row_range,
 )
+from nxd_memopt.parallel_layers.resharding import LazySlice, local_slice, require_full_shape
 
 
 def load_pretrained(model: torch.nn.Module, directory: str | Path) -> None:

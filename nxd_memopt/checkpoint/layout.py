@@ -15,8 +15,8 @@ from typing import Any, cast
 from torch import Tensor
 
 from nxd_memopt.parallel_layers import parallel_state
-from nxd_memopt.parallel_layers.checkpointing import full_shape
 from nxd_memopt.parallel_layers.data_shards import element_range, is_data_sharded
+from nxd_memopt.parallel_layers.resharding import full_shape
 from nxd_memopt.parallel_layers.utils import (
     first_expert,
     is_expert_parallel,

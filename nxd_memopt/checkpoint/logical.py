@@ -20,8 +20,8 @@ from nxd_memopt.checkpoint.stored_optimizer import MASTER, StoredOptimizer
 from nxd_memopt.checkpoint.stream import dtype_name
 from nxd_memopt.optimizer.zero1 import StoredParameter
 from nxd_memopt.parallel_layers import parallel_state
-from nxd_memopt.parallel_layers.checkpointing import full_shape
 from nxd_memopt.parallel_layers.data_shards import local_rows, model_dtype, replica_ranks
+from nxd_memopt.parallel_layers.resharding import full_shape
 
 MAX_BOX_BYTES = 256 << 20
 """Upper bound of a box, 256 MiB. A reader must read a complete box to verify its checksum."""

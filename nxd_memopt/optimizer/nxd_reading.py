@@ -20,8 +20,8 @@ from torch import Tensor
 from nxd_memopt.optimizer.nxd_layout import has_elements, number_parameters
 from nxd_memopt.optimizer.sharding import flat_shard
 from nxd_memopt.parallel_layers import parallel_state
-from nxd_memopt.parallel_layers.checkpointing import local_slice, merge_shards, require_mergeable
 from nxd_memopt.parallel_layers.rank_files import RankFiles
+from nxd_memopt.parallel_layers.resharding import local_slice, merge_shards, require_mergeable
 from nxd_memopt.parallel_layers.tensor_files import StoredTensor, read_stored, resolve
 from nxd_memopt.parallel_layers.utils import is_sharded, padded_size
 

@@ -17,9 +17,9 @@ from nxd_memopt.checkpoint.nxd.reading import as_hugging_face, open_weights
 from nxd_memopt.optimizer import NeuronZero1Optimizer
 from nxd_memopt.optimizer.nxd_reading import OptimizerFiles, read_tensor_parallel_shard
 from nxd_memopt.optimizer.sharding import flat_shard
-from nxd_memopt.parallel_layers.checkpointing import local_slice
 from nxd_memopt.parallel_layers.coordination import raise_together
 from nxd_memopt.parallel_layers.rank_files import find_rank_files
+from nxd_memopt.parallel_layers.resharding import local_slice
 from nxd_memopt.parallel_layers.tensor_files import StoredTensor, read_stored, resolve
 from nxd_memopt.trainer.rank_states import unwrap
 

@@ -14,13 +14,10 @@ from nxd_memopt.checkpoint.nxd.reading import read_state_dicts
 from nxd_memopt.optimizer import NeuronZero1Optimizer
 from nxd_memopt.optimizer.nxd_reading import OptimizerFiles, Target, read_state
 from nxd_memopt.parallel_layers import parallel_state
-from nxd_memopt.parallel_layers.checkpointing import (
-    load_into,
-    local_slice,
-    merge_shards,
-)
+from nxd_memopt.parallel_layers.checkpointing import load_into
 from nxd_memopt.parallel_layers.coordination import raise_together, turns
 from nxd_memopt.parallel_layers.rank_files import RankFiles, find_rank_files
+from nxd_memopt.parallel_layers.resharding import local_slice, merge_shards
 from nxd_memopt.parallel_layers.tensor_files import (
     StoredTensor,
     read_stored,

@@ -86,7 +86,7 @@ def require_trainable_adapters(options: LoraOptions, stage: str, memory: MemoryC
 def apply_lora(model: ParallelCausalLM, config: TrainConfig) -> list[str]:
     """Add the adapters of the configuration; return the start report's line about them. Every rank calls."""
     from nxd_memopt.modules.lora import add_adapters
-    from nxd_memopt.parallel_layers.checkpointing import full_shape
+    from nxd_memopt.parallel_layers.resharding import full_shape
 
     lora = config.lora.config()
     if lora is None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from nxd_memopt.parallel_layers import parallel_state
-from nxd_memopt.parallel_layers.checkpointing import full_shape
+from nxd_memopt.parallel_layers.resharding import full_shape
 from nxd_memopt.parallel_layers.utils import is_expert_parallel
 from nxd_memopt.planner.states import StateLayout, gradient_bytes, master_bytes, moment_bytes, weight_bytes
 from nxd_memopt.training.config import TrainConfig

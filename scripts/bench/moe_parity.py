@@ -29,8 +29,9 @@ from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.models import model_class
 from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.parallel_layers import grads, parallel_state
-from nxd_memopt.parallel_layers.checkpointing import gather_experts, gather_full_tensor, get_sharded_model_dict
+from nxd_memopt.parallel_layers.checkpointing import get_sharded_model_dict
 from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
+from nxd_memopt.parallel_layers.resharding import gather_experts, gather_full_tensor
 from nxd_memopt.parallel_layers.utils import copy_tensor_model_parallel_attributes
 from scripts.bench.parity import GRADIENT_BOUND, LOSS_BOUND, ON_OFF, YES_NO, free_port, relative_error
 

@@ -13,8 +13,8 @@ from nxd_memopt.checkpoint import TrainingState, load_training_state, save_train
 from nxd_memopt.data_parallel import Zero2Optimizer, shard_model
 from nxd_memopt.optimizer import AdamW
 from nxd_memopt.parallel_layers import parallel_state
-from nxd_memopt.parallel_layers.checkpointing import gather_experts, gather_full_tensor
 from nxd_memopt.parallel_layers.data_shards import gather_rows
+from nxd_memopt.parallel_layers.resharding import gather_experts, gather_full_tensor
 from tests.data_parallel.stages import MAX_NORM, OFFLOAD, Run
 from tests.dist.pool import distributed, run_on_ranks
 from tests.dist.test_moe_models import MODELS, options_of

@@ -31,7 +31,7 @@ from nxd_memopt.checkpoint import (
 from nxd_memopt.config import ParallelConfig
 from nxd_memopt.models.gpt_neox import GPTNeoXForCausalLM
 from nxd_memopt.models.llama import LlamaForCausalLM
-from nxd_memopt.parallel_layers import checkpointing, coordination, parallel_state
+from nxd_memopt.parallel_layers import checkpointing, coordination, parallel_state, resharding
 from nxd_memopt.parallel_layers.utils import padded_size, set_tensor_model_parallel_attributes
 from tests.checkpoint_models import assert_same, build, llama_config, neox_config
 from tests.dist.pool import distributed
@@ -218,7 +218,7 @@ def test_shard_described_without_full_shape_is_unpadded(tmp_path):
     param = torch.zeros(3, 2)
     set_tensor_model_parallel_attributes(param, True, 0)
     full = torch.arange(12.0).view(6, 2)
-    checkpointing.require_full_shape("param", full, param)
+    resharding.require_full_shape("param", full, param)
     assert torch.equal(local_slice(full, param), full.chunk(2)[dist.get_rank()])
 
 

@@ -27,7 +27,7 @@ from nxd_memopt.modules.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_memopt.optimizer import NeuronZero1Optimizer
 from nxd_memopt.optimizer.sharding import cut_shard
 from nxd_memopt.parallel_layers import parallel_state
-from nxd_memopt.parallel_layers.checkpointing import full_shape
+from nxd_memopt.parallel_layers.resharding import full_shape
 from nxd_memopt.parallel_layers.utils import padded_size, set_tensor_model_parallel_attributes
 from tests.dist.pool import distributed
 from tests.dist.test_checkpoint import FULL

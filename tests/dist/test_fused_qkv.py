@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from nxd_memopt.modules.qkv_linear import GQAQKVColumnParallelLinear
 from nxd_memopt.optimizer import AdamW_FP32OptimParams, NeuronZero1Optimizer
-from nxd_memopt.parallel_layers import checkpointing, grads, parallel_state
+from nxd_memopt.parallel_layers import checkpointing, grads, parallel_state, resharding
 from nxd_memopt.parallel_layers.utils import shard_ranges
 from tests.dist.pool import SEED, distributed
 from tests.reference import CountCollectives, assert_float64_close, shard, tensors
@@ -95,7 +95,7 @@ def test_full_tensor_and_its_slices(multiplier):
     layer = build(multiplier, fuse_qkv=True)
     weight = layer.weight_qkv
     assert weight.full_shape == (QUERY + 2 * KV, HIDDEN)
-    full = checkpointing.gather_full_tensor(weight)
+    full = resharding.gather_full_tensor(weight)
     assert (full is None) == (dist.get_rank() != 0)
     if full is not None:
         assert torch.equal(full, layer.master_weight_qkv)

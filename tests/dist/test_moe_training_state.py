@@ -22,7 +22,7 @@ from nxd_memopt.checkpoint import (
 )
 from nxd_memopt.models import model_class
 from nxd_memopt.optimizer import AdamW, NeuronZero1Optimizer, OptimizerInBackward
-from nxd_memopt.parallel_layers import checkpointing, grads, parallel_state
+from nxd_memopt.parallel_layers import checkpointing, grads, parallel_state, resharding
 from nxd_memopt.parallel_layers.overlapped_grads import OverlappedGradientReduction
 from tests.dist.pool import distributed, run_on_ranks
 from tests.dist.test_moe_models import MODELS, options_of
@@ -254,7 +254,7 @@ def resume(directory: str, tensor: int, expert: int) -> dict[str, Tensor]:
     assert all(value > 0 for name, value in moments.items() if "experts" in name or "norm" in name)
     full: dict[str, Tensor] = {}
     for name, param in model.named_parameters():
-        gathered = checkpointing.gather_full_tensor(checkpointing.gather_experts(param))
+        gathered = resharding.gather_full_tensor(resharding.gather_experts(param))
         if gathered is not None:
             full[name] = gathered
     for name, param in model.named_parameters():

@@ -62,7 +62,7 @@ class NxDWeights:
 class LazyFullTensor:
     """One full Hugging Face tensor.
 
-    Its shards are read when it is indexed; see ``checkpointing.LazySlice``.
+    Its shards are read when it is indexed; see ``resharding.LazySlice``.
     """
 
     def __init__(
