@@ -15,7 +15,7 @@ from nxd_memopt.checkpoint.names import match_names
 from nxd_memopt.checkpoint.plain import decode
 from nxd_memopt.checkpoint.stored_optimizer import MASTER, StoredOptimizer
 from nxd_memopt.modules.packed_weights import pack_weights
-from nxd_memopt.optimizer.zero1 import StoredParameter
+from nxd_memopt.optimizer.sharded_parameters import StoredParameter
 from nxd_memopt.parallel_layers.data_shards import local_rows, model_dtype
 from nxd_memopt.parallel_layers.resharding import full_shape
 

@@ -18,7 +18,7 @@ from nxd_memopt.checkpoint.layout import Part, Shape, choose_data_rank, parts_of
 from nxd_memopt.checkpoint.names import named_tensors
 from nxd_memopt.checkpoint.stored_optimizer import MASTER, StoredOptimizer
 from nxd_memopt.checkpoint.stream import dtype_name
-from nxd_memopt.optimizer.zero1 import StoredParameter
+from nxd_memopt.optimizer.sharded_parameters import StoredParameter
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.data_shards import local_rows, model_dtype, replica_ranks
 from nxd_memopt.parallel_layers.resharding import full_shape

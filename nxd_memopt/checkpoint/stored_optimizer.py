@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nxd_memopt.optimizer import NeuronZero1Optimizer
 from nxd_memopt.optimizer.nxd_reading import OPTIONS_OF_THE_DEVICE
-from nxd_memopt.optimizer.zero1 import StoredParameter
+from nxd_memopt.optimizer.sharded_parameters import StoredParameter
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.data_shards import model_dtype, require_replicated
 

@@ -13,7 +13,8 @@ from nxd_memopt.backends import backend
 from nxd_memopt.data_parallel.gradient_scatter import GradientScatter
 from nxd_memopt.data_parallel.hybrid import hybrid_groups
 from nxd_memopt.optimizer.groups import join_group
-from nxd_memopt.optimizer.zero1 import NeuronZero1Optimizer, Sharded
+from nxd_memopt.optimizer.sharded_parameters import Sharded
+from nxd_memopt.optimizer.zero1 import NeuronZero1Optimizer
 from nxd_memopt.parallel_layers import grads, parallel_state
 from nxd_memopt.parallel_layers.gradient_ledger import is_sequence_parallel
 

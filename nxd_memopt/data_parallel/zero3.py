@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from nxd_memopt.data_parallel.fully_sharded import UNIT
 from nxd_memopt.optimizer.loss_scaler import LossScaler
-from nxd_memopt.optimizer.zero1 import NeuronZero1Optimizer, Sharded, StoredParameter
+from nxd_memopt.optimizer.sharded_parameters import Sharded, StoredParameter, require_matching
+from nxd_memopt.optimizer.zero1 import NeuronZero1Optimizer
 from nxd_memopt.parallel_layers import grads, parallel_state
 from nxd_memopt.parallel_layers.data_shards import (
     common_shard_group,
@@ -146,7 +147,7 @@ class Zero3Optimizer(NeuronZero1Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load ``state_dict()`` of the same rank; the model's rows are loaded with the model."""
         self._require_shards()
-        self._require_fit(state_dict)
+        require_matching(state_dict, self._sharded, self._sharding())
         self._require_same_memory()
         self.base_optimizer.load_state_dict({name: state_dict[name] for name in ("state", "param_groups")})
         self._copy_options(self.base_optimizer.param_groups, self.param_groups)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,64 +25,23 @@ from nxd_memopt.optimizer.main_grad import accumulate_in, clear_main_grad
 from nxd_memopt.optimizer.nxd_layout import to_nxd_layout
 from nxd_memopt.optimizer.one_pass_adamw import for_this_device
 from nxd_memopt.optimizer.rank_states import StatesInRankFiles
+from nxd_memopt.optimizer.reduced_in_place import ReducedInPlace
+from nxd_memopt.optimizer.sharded_parameters import (
+    Sharded,
+    StoredParameter,
+    full_shapes,
+    group_with,
+    require_matching,
+    require_same_trained,
+    stored_shards,
+)
 from nxd_memopt.optimizer.sharding import all_gather_into, cut_blocks, cut_shard, reduce_scatter_mean
 from nxd_memopt.parallel_layers import coordination, grads, parallel_state
-from nxd_memopt.parallel_layers.data_shards import replica_ranks, require_replicated
+from nxd_memopt.parallel_layers.data_shards import require_replicated
 from nxd_memopt.parallel_layers.utils import is_expert_parallel, is_sharded
 
 # MiB. Large enough for full bandwidth, small compared with the gradients of a model.
 _DEFAULT_BUCKET_MB = 128
-
-
-@dataclass
-class Sharded:
-    """A trained parameter, this rank's shard of it, and the version at which both were equal.
-
-    Attributes:
-        param: the model's parameter.
-        shard: this rank's master elements; ``param`` itself if neither sharded nor cast.
-        version: ``param._version`` when both were last equal.
-    """
-
-    param: nn.Parameter
-    shard: nn.Parameter
-    version: int
-
-    def mark_equal(self) -> None:
-        self.version = self.param._version
-
-    @property
-    def was_written_to(self) -> bool:
-        """Whether autograd saw a write to ``param`` since both were equal."""
-        return self.shard is not self.param and self.param._version != self.version
-
-
-@dataclass(frozen=True)
-class StoredParameter:
-    """A trained parameter and the tensor that the optimizer updates for it.
-
-    Attributes:
-        param: the model's parameter.
-        stored: the parameter itself, its full master, or, 1-D, chunk ``rank`` of the ``size`` equal
-            chunks of the flattened and padded parameter.
-        rank: index of this rank's chunk.
-        size: number of chunks.
-        holders: data-parallel ranks that store the same elements.
-    """
-
-    param: nn.Parameter
-    stored: nn.Parameter
-    rank: int
-    size: int
-    holders: tuple[int, ...]
-
-
-class _InPlace(NamedTuple):
-    """A gradient that was reduced in place."""
-
-    param: nn.Parameter
-    grad: weakref.ref[Tensor]
-    version: int
 
 
 class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
@@ -198,7 +155,7 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
             hook.remove()
         weights_to_device(param for group in self.param_groups for param in group["params"])
         self._sharded: list[Sharded] = []
-        self._reduced_in_place: list[_InPlace] = []
+        self._reduced_in_place = ReducedInPlace()
         self._hooks = []
         self.base_optimizer = for_this_device(self.optimizer_class)(
             [self._shard_group(group) for group in self.param_groups], **self.defaults
@@ -294,7 +251,7 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
     def reduce_gradients(self) -> Tensor:
         """Run the first half of ``step()``: reduce and clip the gradients. Return ``grad_norm``."""
         self._require_shards()
-        if self._is_reduced():
+        if self._reduced_in_place.are_current():
             assert self._grad_norm is not None
             return self._grad_norm
         # Sum over tensor-parallel ranks (sequence shards), then average over data-parallel ranks:
@@ -308,40 +265,9 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
             shards = reduce_scatter_mean([full.pop(key) for key in keys], group, bucket_bytes=self._reduce_bytes)
             reduced |= zip(keys, shards, strict=True)
         self._grad_norm = self._clip([self._mean(param, reduced[id(param)]) for param in params])
-        self._reduced_in_place = self._find_reduced_in_place()
+        if self._clips or self.loss_scaler is not None:
+            self._reduced_in_place.record(self._sharded)
         return self._grad_norm
-
-    def _find_reduced_in_place(self) -> list[_InPlace]:
-        """Return the gradients that were unscaled or clipped themselves, not as copies."""
-        if not self._clips and self.loss_scaler is None:
-            return []
-        # Without sharding the gradient of an update is the parameter's own, if it has its dtype.
-        found: list[_InPlace] = []
-        for each in self._sharded:
-            grad = grads.gradient_of(each.param)
-            if grad is not None and grad is each.shard.grad:
-                found.append(_InPlace(each.param, weakref.ref(grad), grad._version))
-        return found
-
-    def _is_reduced(self) -> bool:
-        """Return whether the gradients are those that the last call has unscaled and clipped in place.
-
-        Raises:
-            RuntimeError: they were added to since.
-        """
-        same: list[_InPlace] = []
-        written = 0
-        for each in self._reduced_in_place:
-            grad = grads.gradient_of(each.param)
-            if grad is not None and grad is each.grad():
-                same.append(each)
-                written += grad._version != each.version
-        if written:
-            raise RuntimeError(
-                f"{written} of {len(self._sharded)} gradients were written to after reduce_gradients(), which has "
-                "clipped them: call update_parameters() or the optimizer's zero_grad() before the next backward"
-            )
-        return bool(same) and len(same) == len(self._reduced_in_place)
 
     def _mean(self, param: Tensor, reduced: Tensor) -> Tensor:
         """Return the mean over all data-parallel ranks, of a mean over the sharding group."""
@@ -387,7 +313,7 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         """
         if self.loss_scaler is None or not self.loss_scaler.update():
             self._copy_outside_writes()
-            self._copy_options(self.param_groups, self.base_optimizer.param_groups)
+            self.copy_options()
             self.base_optimizer.step()
             self._gather_parameters()
         # Release the reduced gradients, 1/D of the elements in fp32, before the next forward needs
@@ -395,7 +321,7 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         for each in self._sharded:
             if each.shard is not each.param:
                 each.shard.grad = None
-        self._reduced_in_place = []
+        self._reduced_in_place.clear()
 
     def finish_update(self) -> None:
         """Complete updates that the last step has left to the next forward; here there are none.
@@ -433,7 +359,7 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
-        self._reduced_in_place = []
+        self._reduced_in_place.clear()
         for group in self.param_groups:
             clear_main_grad(group["params"], set_to_none=set_to_none)
 
@@ -441,19 +367,7 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         """Raise an error if the parameters are not sharded, or other ones require gradients now."""
         if not self.inited:
             raise RuntimeError("parameters are not sharded yet: call init_zero() before the first step")
-        # The base optimizer has shards of the parameters that were trainable at ``init_zero``: a
-        # parameter that was frozen or unfrozen since would be updated wrongly or not at all.
-        trained: list[int] = []
-        for group in self.param_groups:
-            trained += [id(param) for param in group["params"] if param.requires_grad]
-        sharded = [id(each.param) for each in self._sharded]
-        if trained != sharded:
-            raise ValueError(
-                f"{len(trained)} parameters require gradients "
-                f"but {len(sharded)} did when they were sharded, "
-                f"{len(set(trained) & set(sharded))} are the same: "
-                "call init_zero() after freezing or unfreezing"
-            )
+        require_same_trained(self.param_groups, self._sharded)
 
     # Saving and loading
 
@@ -467,7 +381,7 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         # Updates that are under way have the options of their step.
         self._before_masters_are_used()
         self._copy_outside_writes()
-        self._copy_options(self.param_groups, self.base_optimizer.param_groups)
+        self.copy_options()
         # A master in the parameter's dtype equals the parameter: it is not stored.
         masters: dict[int, Tensor] = {}
         if self.save_master_weights:
@@ -477,7 +391,7 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         return {
             **self.base_optimizer.state_dict(),
             "sharded_master_weights": masters,
-            "shape_info": {i: list(each.param.shape) for i, each in enumerate(self._sharded)},
+            "shape_info": full_shapes(self._sharded),
             "sharding": self._sharding(),
         }
 
@@ -486,20 +400,7 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         self._require_shards()
         self._before_masters_are_used()
         self._copy_outside_writes()
-        own_rank = parallel_state.get_global_rank()
-        ranks = _group_with(own_rank, parallel_state.get_data_parallel_replica_groups())
-        stored: list[StoredParameter] = []
-        for each in self._sharded:
-            groups = self.expert_sharding_groups if is_expert_parallel(each.param) else self.sharding_groups
-            own = _group_with(own_rank, groups)
-            index_of = {rank: i for group in groups for i, rank in enumerate(group)}
-            index = index_of[own_rank]
-            # Of the data-parallel ranks with this rank's experts, those with the same index in their
-            # sharding groups store the same elements.
-            replicas = replica_ranks(each.param, len(ranks))
-            holders = tuple(i for i in replicas if index_of[ranks[i]] == index)
-            stored.append(StoredParameter(each.param, each.shard, index, len(own), holders))
-        return stored
+        return stored_shards(self._sharded, self.sharding_groups, self.expert_sharding_groups)
 
     def mark_masters_synced(self) -> None:
         """Treat parameters and masters as equal: both were read from one checkpoint."""
@@ -525,7 +426,7 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
     def _sharding(self) -> list[int]:
         """Return ``[rank, size]`` of this rank in its sharding group."""
         rank = parallel_state.get_global_rank()
-        ranks = _group_with(rank, self.sharding_groups)
+        ranks = group_with(rank, self.sharding_groups)
         return [ranks.index(rank), len(ranks)]
 
     @torch.no_grad()
@@ -542,7 +443,7 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         """
         self._require_shards()
         with coordination.raise_together("loading the optimizer"):
-            self._require_fit(state_dict)
+            require_matching(state_dict, self._sharded, self._sharding())
         self._before_masters_are_used()
         for each in self._sharded:
             # First cut all masters from the parameters, then overwrite those that the state has. A
@@ -555,21 +456,6 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
         for i, master in state_dict["sharded_master_weights"].items():
             self._sharded[i].shard.copy_(master)
         self._gather_parameters()
-
-    def _require_fit(self, state_dict: dict[str, Any]) -> None:
-        shapes = {i: list(each.param.shape) for i, each in enumerate(self._sharded)}
-        for name, expected in (("sharding", self._sharding()), ("shape_info", shapes)):
-            if state_dict.get(name) != expected:
-                raise ValueError(
-                    f"the saved optimizer has {name} {state_dict.get(name)}, this one {expected}: "
-                    "build the same model with the same parameter groups and parallel sizes, "
-                    "and load this rank's own file"
-                )
-
-
-def _group_with(rank: int, rank_groups: Sequence[Sequence[int]]) -> Sequence[int]:
-    """Return the group that ``rank`` belongs to."""
-    return next(ranks for ranks in rank_groups if rank in ranks)
 
 
 def _to_bytes(mebibytes: float) -> int:
