@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from transformers import (
 
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.models import model_class
-from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.parallel_layers import grads, parallel_state
 from nxd_memopt.parallel_layers.resharding import gather_full_tensor
 from nxd_memopt.parallel_layers.utils import copy_tensor_model_parallel_attributes
 from tests.reference import pad, shard
@@ -264,6 +264,16 @@ def parallel_model(
             for name, param in model.named_parameters():
                 param.copy_(local_part(name, full[name], config))
     return model
+
+
+def loss_and_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Return the loss of ``batch()`` and this rank's reduced gradients, by name."""
+    model.zero_grad()
+    loss = model(**batch()).loss
+    loss.backward()
+    grads.allreduce_sequence_parallel_gradients(model)
+    gradients = {name: cast(Tensor, param.grad).clone() for name, param in model.named_parameters()}
+    return {"loss": loss.detach(), **gradients}
 
 
 def gathered(tensor: Tensor, param: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.memory import apply_memory
 from nxd_memopt.modules.head_groups import attention_by_head_groups
-from nxd_memopt.parallel_layers import grads, parallel_state
+from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.planner.formulas import auto_head_groups, head_group_bytes
 from tests.dist.pool import distributed
 from tests.host_copies import HostOnly
@@ -23,6 +23,7 @@ from tests.reference_models import (
     gpt_neox_config,
     hugging_face,
     llama_config,
+    loss_and_gradients,
     mistral_config,
     parallel_model,
     qwen3_config,
@@ -41,14 +42,6 @@ CONFIGS = {
 OPTIONS = ({}, {"recompute_granularity": "full"}, {"mlp_tile_tokens": 12})
 
 
-def step(model) -> dict[str, torch.Tensor]:
-    model.zero_grad()
-    loss = model(**batch()).loss
-    loss.backward()
-    grads.allreduce_sequence_parallel_gradients(model)
-    return {"loss": loss.detach(), **{name: param.grad.clone() for name, param in model.named_parameters()}}
-
-
 @distributed(world_size=[1, 2, 4])
 @pytest.mark.parametrize("name", list(CONFIGS))
 def test_equals_the_modules(name, world_size):
@@ -56,16 +49,16 @@ def test_equals_the_modules(name, world_size):
     for sequence_parallel in [False, True][: min(world_size, 2)]:
         full = full_parameters(hugging_face(CONFIGS[name]()))
         model = parallel_model(CONFIGS[name](), full, sequence_parallel=sequence_parallel)
-        want = step(model)
+        want = loss_and_gradients(model)
         for groups in (1, 2, 4, 8)[: {1: 4, 2: 3, 4: 2}[world_size]]:
             for options in OPTIONS[: 1 if groups != 2 else None]:
                 apply_memory(model, MemoryConfig(attention_head_groups=groups, **options))
-                for key, value in step(model).items():
+                for key, value in loss_and_gradients(model).items():
                     # fp32 sums in another order: the bound of docs/numerics.md
                     error = (value - want[key]).norm() / want[key].norm()
                     assert error < 2e-5, f"{key}, {groups} groups, {options}: {error}"
         apply_memory(model, MemoryConfig())
-        assert all(torch.equal(value, want[key]) for key, value in step(model).items())
+        assert all(torch.equal(value, want[key]) for key, value in loss_and_gradients(model).items())
 
 
 def attention_calls(patch: pytest.MonkeyPatch) -> list[int]:
@@ -102,9 +95,9 @@ def test_groups_chosen_from_free_memory(name, world_size):
                 patch.setattr("nxd_memopt.memory.tiles.backend.host_transfers", partial(HostOnly, free))
                 calls = attention_calls(patch)
                 model = parallel_model(config, full, sequence_parallel=sequence_parallel, **full_memory)
-                want = step(model)
+                want = loss_and_gradients(model)
                 apply_memory(model, MemoryConfig(**full_memory, attention_head_groups="auto"))
-                got = step(model)
+                got = loss_and_gradients(model)
                 # forward and recompute of each layer
                 assert calls == ([] if groups == 1 else [groups] * config.num_hidden_layers * 2), free_bytes
                 for key, value in got.items():
@@ -119,7 +112,7 @@ def test_without_a_figure_of_free_memory_heads_are_not_divided():
         model = parallel_model(
             llama_config(num_attention_heads=8), recompute_granularity="full", attention_head_groups="auto"
         )
-        step(model)
+        loss_and_gradients(model)
     assert calls == []
 
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.memory import apply_memory
-from nxd_memopt.parallel_layers import grads, parallel_state
+from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.planner.formulas import auto_tile_tokens
 from tests.dist.pool import distributed
 from tests.reference import assert_says, error_message
@@ -23,6 +23,7 @@ from tests.reference_models import (
     gpt_neox_config,
     hugging_face,
     llama_config,
+    loss_and_gradients,
     parallel_model,
 )
 
@@ -35,14 +36,6 @@ CONFIGS = {
 FULL = {"recompute_granularity": "full"}
 
 
-def step(model) -> dict[str, torch.Tensor]:
-    model.zero_grad()
-    loss = model(**batch()).loss
-    loss.backward()
-    grads.allreduce_sequence_parallel_gradients(model)
-    return {"loss": loss.detach(), **{name: param.grad.clone() for name, param in model.named_parameters()}}
-
-
 @distributed(world_size=[1, 2])
 @pytest.mark.parametrize("name", list(CONFIGS))
 def test_equals_the_modules(name, world_size):
@@ -51,16 +44,16 @@ def test_equals_the_modules(name, world_size):
     for sequence_parallel in [False, True][:world_size]:
         full = full_parameters(hugging_face(CONFIGS[name]()))
         model = parallel_model(CONFIGS[name](), full, sequence_parallel=sequence_parallel)
-        want = step(model)
+        want = loss_and_gradients(model)
         for tokens in (12, 14, 1, 1000, "auto"):
             for options in ({}, FULL)[: 1 + (tokens == 14)]:
                 apply_memory(model, MemoryConfig(mlp_tile_tokens=tokens, **options))
-                for key, value in step(model).items():
+                for key, value in loss_and_gradients(model).items():
                     # fp32 sums of tiles in another order: the bound of docs/numerics.md
                     error = (value - want[key]).norm() / want[key].norm()
                     assert error < 2e-5, f"{key}, {tokens} tokens, {options}: {error}"
         apply_memory(model, MemoryConfig())
-        assert all(torch.equal(value, want[key]) for key, value in step(model).items())
+        assert all(torch.equal(value, want[key]) for key, value in loss_and_gradients(model).items())
 
 
 @distributed(world_size=2)
