@@ -6,9 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
 from nxd_memopt.backends import backend
 from nxd_memopt.optimizer.groups import require_no_experts
+from nxd_memopt.optimizer.nxd_layout import to_nxd_layout
 from nxd_memopt.optimizer.nxd_reading import OptimizerFiles, Target, read_state
+from nxd_memopt.optimizer.sharded_parameters import Sharded
 from nxd_memopt.parallel_layers import checkpointing, coordination, parallel_state
 from nxd_memopt.parallel_layers.rank_files import find_rank_files
 from nxd_memopt.parallel_layers.tensor_files import write_tensors
@@ -22,10 +27,25 @@ class StatesInRankFiles:
     if TYPE_CHECKING:  # provided by the optimizer
         param_groups: list[dict[str, Any]]
         base_optimizer: Any
+        sharding_group: ProcessGroup | None
+        _sharded: list[Sharded]
 
         def _sharding(self) -> list[int]: ...
-        def nxd_state_dict(self) -> dict[str, Any]: ...
+        def state_dict(self) -> dict[str, Any]: ...
         def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+    def nxd_state_dict(self) -> dict[str, Any]:
+        """Return ``state_dict()`` in NxD's layout, for NxD's own optimizer. Every rank calls.
+
+        It has masters of all parameters, or of none if ``state_dict()`` has none.
+        """
+        state = self.state_dict()
+        masters: dict[int, Tensor] = {}
+        if state["sharded_master_weights"]:
+            masters = {i: each.shard.detach() for i, each in enumerate(self._sharded)}
+        trained = [param for group in self.param_groups for param in group["params"]]
+        require_no_experts(trained, "NxD's layout", "use save_training_state")
+        return to_nxd_layout(state, self.param_groups, masters, self.sharding_group)
 
     def save_sharded_state_dict(self, output_dir: str | Path, num_workers_per_step: int = 8) -> None:
         """Write ``output_dir/optim.dp_rank_XX.tp_rank_XX`` of every rank. Every rank calls.

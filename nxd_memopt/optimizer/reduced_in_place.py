@@ -56,7 +56,7 @@ class ReducedInPlace:
                 num_written += grad._version != each.version
         if num_written:
             raise RuntimeError(
-                f"{num_written} of {self._num_parameters} gradients were written to after reduce_gradients(), which has "
-                "clipped them: call update_parameters() or the optimizer's zero_grad() before the next backward"
+                f"{num_written} of {self._num_parameters} gradients were written to after reduce_gradients(), which "
+                "has clipped them: call update_parameters() or the optimizer's zero_grad() before the next backward"
             )
         return bool(num_current) and num_current == len(self._reduced)

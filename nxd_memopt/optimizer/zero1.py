@@ -17,12 +17,10 @@ from nxd_memopt.optimizer.groups import (
     expert_sharding_groups,
     join_group,
     require_no_context_parallelism,
-    require_no_experts,
     require_tensor_parallel_groups,
 )
 from nxd_memopt.optimizer.loss_scaler import LossScaler
 from nxd_memopt.optimizer.main_grad import accumulate_in, clear_main_grad
-from nxd_memopt.optimizer.nxd_layout import to_nxd_layout
 from nxd_memopt.optimizer.one_pass_adamw import for_this_device
 from nxd_memopt.optimizer.rank_states import StatesInRankFiles
 from nxd_memopt.optimizer.reduced_in_place import ReducedInPlace
@@ -410,18 +408,6 @@ class NeuronZero1Optimizer(StatesInRankFiles, torch.optim.Optimizer):
     def copy_options(self) -> None:
         """Apply the current options of ``param_groups`` to the updates."""
         self._copy_options(self.param_groups, self.base_optimizer.param_groups)
-
-    def nxd_state_dict(self) -> dict[str, Any]:
-        """Return ``state_dict()`` in NxD's layout, for NxD's own optimizer. Every rank calls.
-
-        It has masters of all parameters, or of none if ``state_dict()`` has none.
-        """
-        state = self.state_dict()
-        masters: dict[int, Tensor] = {}
-        if state["sharded_master_weights"]:
-            masters = {i: each.shard.detach() for i, each in enumerate(self._sharded)}
-        require_no_experts(grads.parameters_of(self), "NxD's layout", "use save_training_state")
-        return to_nxd_layout(state, self.param_groups, masters, self.sharding_group)
 
     def _sharding(self) -> list[int]:
         """Return ``[rank, size]`` of this rank in its sharding group."""
