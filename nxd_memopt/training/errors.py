@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import sys
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ USAGE_ERROR = 2
 # of all ranks once. Before init_process_group the ranks of a busy machine may be this far apart.
 INITIALIZED_DELAY_S = 5.0
 UNINITIALIZED_DELAY_S = 60.0
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextlib.contextmanager
@@ -36,8 +38,16 @@ def user_errors() -> Iterator[None]:
                 prefix = f"error on rank {rank()}"
             # One line: messages of other libraries may have several, and the ranks of a host
             # write to the same terminal.
-            print(f"{prefix}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+            print(f"{prefix}: {' '.join(_text_of(error).split())}", file=sys.stderr, flush=True)
         raise SystemExit(USAGE_ERROR) from None
+
+
+def _text_of(error: Exception) -> str:
+    """Return the message of ``error``, with a remedy where another library met a full disk."""
+    # Errors that this library raises with a remedy have no number.
+    if isinstance(error, OSError) and error.errno in FULL_DISK:
+        return f"{error}: free disk space and start the same command again"
+    return str(error)
 
 
 def _is_of_this_rank_alone() -> bool:

@@ -110,11 +110,20 @@ class Rows:
         temporary.replace(path)
 
     def append(self, row: dict[str, Any]) -> None:
-        """Add ``row`` to ``rows`` and to the file."""
+        """Add ``row`` to ``rows`` and to the file.
+
+        Raises:
+            OSError: the file cannot be written, because of a full disk perhaps.
+        """
         self.rows.append(row)
         # Opened and closed for each row, so every complete row survives a killed process.
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(f"{json.dumps(row)}\n")
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(f"{json.dumps(row)}\n")
+        except OSError as error:
+            raise OSError(
+                f"could not write {self._path}: {error}: free disk space and start the same command again"
+            ) from error
 
 
 def require_readable_records(directory: Path) -> None:

@@ -36,8 +36,9 @@ class DataParallelConfig:
             forward and gather them again in backward. ``False`` keeps them: 2 more bytes per
             parameter with bf16, and half of the all-gathers.
         grad_reduce_in_fp32: add the gradients of micro-batches and of ranks in fp32 (Megatron's
-            name). ``False``, with bf16-mixed: in bf16, which takes 2 bytes per parameter less with
-            none and zero1 and half of the reductions' traffic, and rounds each sum; zero2 and zero3
+            name). ``False``, with bf16-mixed: in bf16, which halves the traffic of the
+            reductions and rounds each sum. With none and zero1 gradients take 2 bytes per parameter
+            less until the update, which with none casts all of them to fp32 first; zero2 and zero3
             still add micro-batches in fp32. ``None`` is True with master weights.
     """
 

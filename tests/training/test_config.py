@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 from pathlib import Path
 
 import pytest
@@ -262,6 +263,13 @@ def test_world_size_must_be_a_multiple_of_the_tensor_parallel_size() -> None:
         config.data_parallel_size(4)
     with pytest.raises(ValueError, match=r"global_batch_size 4 is not divisible by .* data-parallel size 3 = 3"):
         config.accumulation_steps(9)
+
+
+def test_a_full_disk_that_another_library_meets_has_a_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit), user_errors():
+        raise OSError(errno.ENOSPC, "No space left on device")
+    expected = "error: [Errno 28] No space left on device: free disk space and start the same command again\n"
+    assert capsys.readouterr().err == expected
 
 
 @pytest.mark.parametrize(

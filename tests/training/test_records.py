@@ -54,3 +54,12 @@ def test_other_lines_are_named_and_kept(tmp_path: Path, content: bytes, line: in
         Rows(path, 3)
     assert path.read_bytes() == content
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_row_on_a_full_disk_names_the_file_and_the_remedy(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    rows = Rows(path, 0)
+    path.unlink()
+    path.symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"could not write .*metrics.jsonl: .*No space left.*: free disk space"):
+        rows.append({"step": 1})
