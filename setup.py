@@ -44,6 +44,7 @@ setup(
         "cli": CLI,
         "train": TRAIN,
         "gguf": GGUF,
+        "wandb": ["wandb"],
         "flash4": ["flash-attn-4==4.0.0b36"],
         "flash4-cu13": ["flash-attn-4[cu13]==4.0.0b36"],
         "dev": [*TRAIN, *GGUF, *TOOLS],

@@ -188,6 +188,21 @@ def matmul_flops(sizes: RankSizes, memory: MemoryConfig) -> float:
     return sizes.tokens * (flops + 2.0 * _recomputed_elements(sizes, memory, weights))
 
 
+def model_flops(sizes: RankSizes, *, attention: bool = True) -> float:
+    """Return the FLOPs of a micro-batch's forward and backward that the model itself needs, without recomputation.
+
+    6 FLOPs for each weight of a matmul and token, and three times the forward of causal attention
+    (arXiv:2204.02311, appendix B, which counts attention without the causal mask).
+
+    Args:
+        sizes: sizes of one rank's tensors.
+        attention: whether the products of queries, keys and values count.
+    """
+    weights = sum(layer_matmul_elements(sizes).values()) * sizes.num_layers + sizes.vocab * sizes.hidden
+    pairs = sum(_attended_pairs(sizes, index) for index in range(sizes.num_layers)) if attention else 0.0
+    return 6.0 * sizes.tokens * weights + 3 * 4.0 * sizes.micro_batch_size * pairs * sizes.query
+
+
 def _recomputed_elements(sizes: RankSizes, memory: MemoryConfig, weights: dict[str, int]) -> float:
     """Return the weight elements whose product is computed again, over all layers."""
     # A group of heads runs its projection again, whatever else is recomputed.

@@ -136,6 +136,8 @@ class TrainerConfig:
         allow_tf32: round the inputs of fp32 matmuls to TF32, which has 11 significant bits, on
             NVIDIA GPUs.
         distributed_timeout_minutes: how long a rank waits for the other ranks in a collective.
+        wandb_project: project of Weights & Biases that receives options and metrics; ``None`` is
+            none. ``WANDB_MODE=offline`` in the environment keeps them in ``output_dir``.
         auto_memory: the planner chooses the memory section when the run starts: the fastest
             techniques that fit the device. ``memory: auto`` in a YAML file sets it.
     """
@@ -160,10 +162,11 @@ class TrainerConfig:
     precision: int | str | None = None
     allow_tf32: bool = False
     distributed_timeout_minutes: int = 30
+    wandb_project: str | None = None
     auto_memory: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("output_dir", "resume_from", "single_process_summary"):
+        for name in ("output_dir", "resume_from", "single_process_summary", "wandb_project"):
             require_named(f"trainer.{name}", getattr(self, name))
         if self.seed > MAX_SEED:
             raise ValueError(f"trainer.seed must be at most {MAX_SEED}, got {self.seed}")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 from transformers import PretrainedConfig
 
@@ -19,6 +20,7 @@ from nxd_memopt.backends import BACKEND_REASON, backend
 from nxd_memopt.checkpoint import require_writable
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.coordination import raise_together, share_texts
+from nxd_memopt.training.boards import require_boards
 from nxd_memopt.training.chat import with_chat_template
 from nxd_memopt.training.checks import (
     require_applicable_memory,
@@ -55,6 +57,7 @@ from nxd_memopt.training.step import train_step
 from nxd_memopt.training.stopping import Stopping, message_after_training
 from nxd_memopt.training.summary import Summary, export, peak_bytes_of_all_ranks, start_summary
 from nxd_memopt.training.token_feed import WaitStoppedError
+from nxd_memopt.training.utilization import utilization_per_token
 from nxd_memopt.training.vocabulary import Vocabulary
 
 COMPILED_LAYERS = "kernels are the compiler's, collectives run between them; a new batch shape compiles again"
@@ -76,6 +79,7 @@ def run(config: TrainConfig, interrupts: Interrupts | None = None) -> None:
     # Checks that need no model and no file of the run come first: a user error is reported before
     # the output directory is touched and weights are loaded.
     summary = start_summary(config)
+    require_boards(config.trainer.wandb_project)
     hf_config = load_hf_config(config.model, config.moe)
     require_trainable(config, hf_config)
     require_executable(config, hf_config)
@@ -162,9 +166,7 @@ def open_reporter(config: TrainConfig, first_step: int, notes: list[str], planne
     """Return the reporter of a run that has done ``first_step`` steps, and print its setup."""
     # Every rank gets a reporter, so the calls need no condition; all but rank 0's do nothing.
     with raise_together("reading the records of earlier steps"):
-        reporter = Reporter(
-            config.trainer, enabled=is_rank_zero(), first_step=first_step, planned_memory_bytes=planned_bytes
-        )
+        reporter = Reporter(config, enabled=is_rank_zero(), first_step=first_step, planned_memory_bytes=planned_bytes)
     tensor_size = parallel_state.get_tensor_model_parallel_size()
     data_size = parallel_state.get_data_parallel_size()
     reporter.say(
@@ -191,7 +193,12 @@ def train(training: Training, config: TrainConfig, reporter: Reporter, interrupt
     training.tokens.interrupt_by(lambda: interrupts.first)
     tokens_per_step = config.data.global_batch_size * config.data.seq_length
     reporter.tokens_per_step = tokens_per_step
-    metrics = DeferredMetrics(reporter, every=trainer.log_every_n_steps, tokens_per_step=tokens_per_step)
+    metrics = DeferredMetrics(
+        reporter,
+        every=trainer.log_every_n_steps,
+        tokens_per_step=tokens_per_step,
+        utilization_per_token=utilization_per_token(config, cast("PretrainedConfig", training.model.config)),
+    )
     with interrupts.deferred(), Saver(training, config) as saver:
         stopping = Stopping(training, config, saver, interrupts)
         profiled = ProfiledSteps(training, config, reporter.say)

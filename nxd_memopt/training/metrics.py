@@ -63,12 +63,16 @@ class DeferredMetrics:
         reporter: records and shows the values.
         every: number of steps per read.
         tokens_per_step: tokens of one optimizer step over all ranks.
+        utilization_per_token: MFU of one token per second; None if it is not known.
     """
 
-    def __init__(self, reporter: Reporter, *, every: int, tokens_per_step: int) -> None:
+    def __init__(
+        self, reporter: Reporter, *, every: int, tokens_per_step: int, utilization_per_token: float | None = None
+    ) -> None:
         self._reporter = reporter
         self._every = every
         self._tokens_per_step = tokens_per_step
+        self._utilization_per_token = utilization_per_token
         self._steps: list[StepResult] = []
         self._is_first = True
         self._started = time.perf_counter()
@@ -100,8 +104,10 @@ class DeferredMetrics:
         peak = backend.max_memory_allocated()
         # Every step is checked before it is recorded, in order: rows up to the failing step are
         # in metrics.jsonl.
+        tokens_per_s = self._tokens_per_step / seconds
+        mfu = None if self._utilization_per_token is None else self._utilization_per_token * tokens_per_s
         for step, loss, grad_norm in values:
-            row = StepMetrics(step.number, loss, grad_norm, step.lr, self._tokens_per_step / seconds, peak)
+            row = StepMetrics(step.number, loss, grad_norm, step.lr, tokens_per_s, peak, mfu)
             if step.scaling is not None:
                 row = replace(row, loss_scale=step.scaling.scale, skipped=step.scaling.skipped)
             if step.routers is not None:

@@ -1,4 +1,4 @@
-"""Shows and records a run on rank 0: progress, metrics.jsonl, evaluation.jsonl and TensorBoard logs."""
+"""Shows and records a run on rank 0: progress, metrics.jsonl, evaluation.jsonl, TensorBoard, Weights & Biases."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
-from torch.utils.tensorboard import SummaryWriter
 
-from nxd_memopt.training.config import TrainerConfig
-from nxd_memopt.training.expert_load import LOAD_PLOT, draw_load, write_layers
+from nxd_memopt.training.boards import Boards
+from nxd_memopt.training.config import TrainConfig
+from nxd_memopt.training.expert_load import LOAD_PLOT, draw_load
+from nxd_memopt.training.run_record import options_of, options_text, write_run_record
 
 GIB = 2**30
 ROW_START = b'{"step": '
@@ -40,6 +41,7 @@ class StepMetrics:
             together.
         peak_memory_bytes: peak of this rank since the start of training, in bytes; ``None`` if
             the device does not report it.
+        mfu: model FLOPs utilization (``utilization_per_token``); None if it is not known.
         loss_scale: factor of the loss in the step's gradients; None without loss scaling.
         skipped: whether a gradient overflowed, so that nothing was updated; None without loss
             scaling.
@@ -52,12 +54,13 @@ class StepMetrics:
     lr: float
     tokens_per_s: float
     peak_memory_bytes: int | None
+    mfu: float | None = None
     loss_scale: float | None = None
     skipped: bool | None = None
     routers: Mapping[str, Any] = field(default_factory=dict)
 
     def row(self) -> dict[str, Any]:
-        """Return the values by name, without those of loss scaling and of routers if there are none.
+        """Return the values by name, without MFU and those of loss scaling and routers if there are none.
 
         The loss and the gradient norm of a skipped step may be infinite or NaN, for which JSON has
         no numbers: they are None.
@@ -65,6 +68,8 @@ class StepMetrics:
         values = asdict(self)
         if self.loss_scale is None:
             del values["loss_scale"], values["skipped"]
+        if self.mfu is None:
+            del values["mfu"]
         values |= values.pop("routers")
         for name, value in values.items():
             if isinstance(value, float) and not math.isfinite(value):
@@ -77,6 +82,8 @@ class StepMetrics:
             f"loss {self.loss:.4f}  lr {self.lr:.2e}  grad norm {self.grad_norm:.3f}  "
             f"{self.tokens_per_s:,.0f} tokens/s  {gib(self.peak_memory_bytes)} peak"
         )
+        if self.mfu is not None:
+            line += f"  MFU {100 * self.mfu:.1f} %"
         if self.loss_scale is not None:
             line += f"  loss scale {self.loss_scale:.4g}"
         for name in ("load_balancing_loss", "z_loss", "max_load"):
@@ -180,7 +187,7 @@ class Reporter:
     """Display and record of a run; a context manager.
 
     Args:
-        config: output directory, number of steps and interval of progress lines.
+        config: options of the run, which are recorded too.
         enabled: False on all ranks but one: the reporter then does nothing.
         first_step: optimizer steps done before this process; records of later steps are removed.
         planned_memory_bytes: planned peak of this rank, which every row of metrics.jsonl has next
@@ -188,10 +195,10 @@ class Reporter:
     """
 
     def __init__(
-        self, config: TrainerConfig, *, enabled: bool, first_step: int, planned_memory_bytes: int | None = None
+        self, config: TrainConfig, *, enabled: bool, first_step: int, planned_memory_bytes: int | None = None
     ) -> None:
         self._planned_memory_bytes = planned_memory_bytes
-        self._config = config
+        self._config = config.trainer
         self._enabled = enabled
         self._first_step = first_step
         self.tokens_per_step: int | None = None
@@ -200,12 +207,13 @@ class Reporter:
         # there. quiet: other ranks call say and show too, and print nothing.
         self.console = Console(soft_wrap=True, quiet=not enabled, highlight=False)
         # The attributes below exist on rank 0 only, so that one process writes each file.
-        # purge_step makes TensorBoard hide the points of steps that this process repeats.
         if enabled:
-            directory = Path(config.output_dir)
+            directory = Path(config.trainer.output_dir)
             self._metrics = Rows(directory / METRICS, first_step)
             self._evaluations = Rows(directory / EVALUATION, first_step)
-            self._board = SummaryWriter(str(directory / "tensorboard"), purge_step=first_step + 1)
+            write_run_record(config)
+            self._boards = Boards(directory, first_step=first_step, wandb_project=config.trainer.wandb_project)
+            self._boards.options(options_text(config), options_of(config))
             self._progress = _progress(self.console)
 
     def __enter__(self) -> Reporter:
@@ -222,7 +230,7 @@ class Reporter:
     ) -> None:
         if self._enabled:
             self._progress.stop()
-            self._board.close()
+            self._boards.close(exit_code=0 if kind is None else 1)
 
     def say(self, text: str) -> None:
         """Print a line above the progress bar."""
@@ -235,16 +243,12 @@ class Reporter:
         self.console.print(table)
 
     def step(self, row: StepMetrics) -> None:
-        """Record a step in metrics.jsonl and TensorBoard, and show its progress."""
+        """Record a step in metrics.jsonl and on the boards, and show its progress."""
         if not self._enabled:
             return
         values = row.row() | {"planned_memory_bytes": self._planned_memory_bytes}
         self._metrics.append(values)
-        for name, value in values.items():
-            if isinstance(value, list):
-                write_layers(self._board, name, value, row.step)
-            elif value is not None:
-                self._board.add_scalar(f"train/{name}", value, row.step)
+        self._boards.scalars({f"train/{name}": value for name, value in values.items() if name != "step"}, row.step)
         self._show(row)
 
     def _show(self, row: StepMetrics) -> None:
@@ -273,14 +277,14 @@ class Reporter:
         return None
 
     def evaluation(self, step: int, held_out_loss: float) -> None:
-        """Record the held-out loss after ``step`` in evaluation.jsonl and TensorBoard; print it."""
+        """Record the held-out loss after ``step`` in evaluation.jsonl and on the boards; print it."""
         if not self._enabled:
             return
         # A finished run that is started again evaluates its last step again: one row is enough.
         row = {"step": step, "held_out_loss": held_out_loss}
         if self.recorded_evaluation(step) is None:
             self._evaluations.append(row)
-        self._board.add_scalar("held_out/loss", held_out_loss, step)
+        self._boards.scalars({"held_out/loss": held_out_loss}, step)
         self.say(f"step {step}/{self._config.max_steps}  held-out loss {held_out_loss:.4f}")
 
     def expert_load(self) -> None:

@@ -166,6 +166,7 @@ RULES: dict[str, Rule] = {
     "trainer.precision": NOT_COMPARED,
     "trainer.allow_tf32": Rule(Change.WHEN_ASKED, before=False),
     "trainer.distributed_timeout_minutes": NOT_COMPARED,
+    "trainer.wandb_project": NOT_COMPARED,
     "trainer.auto_memory": NOT_COMPARED,
     "launch.neuron_cc_flags": REPORTED,
     "launch.compile_cache_dir": NOT_COMPARED,

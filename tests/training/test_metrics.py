@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nxd_memopt.training.config import TrainerConfig
+from nxd_memopt.training.config import ModelConfig, TrainConfig, TrainerConfig
 from nxd_memopt.training.metrics import DeferredMetrics, StepResult
 from nxd_memopt.training.report import Reporter
 from tests.training.runs import rows
@@ -23,8 +23,9 @@ def step(number: int, loss: float | torch.Tensor = 1.0, grad_norm: float = 2.0) 
 @pytest.fixture
 def metrics(tmp_path: Path) -> DeferredMetrics:
     """Reads every third step."""
-    reporter = Reporter(TrainerConfig(output_dir=str(tmp_path)), enabled=True, first_step=0)
-    return DeferredMetrics(reporter, every=3, tokens_per_step=8)
+    config = TrainConfig(ModelConfig(pretrained="model"), trainer=TrainerConfig(output_dir=str(tmp_path)))
+    reporter = Reporter(config, enabled=True, first_step=0)
+    return DeferredMetrics(reporter, every=3, tokens_per_step=8, utilization_per_token=0.125)
 
 
 def test_values_are_read_together_at_the_interval(metrics: DeferredMetrics, tmp_path: Path) -> None:
@@ -38,6 +39,7 @@ def test_values_are_read_together_at_the_interval(metrics: DeferredMetrics, tmp_
         (number, 0.5 * number, 2.0, 0.1) for number in range(1, 7)
     ]
     assert len({row["tokens_per_s"] for row in found}) == 3
+    assert [row["mfu"] for row in found] == [0.125 * row["tokens_per_s"] for row in found]
 
 
 def test_nothing_is_read_before_the_interval(metrics: DeferredMetrics) -> None:
