@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from nxd_memopt._optional import is_importable, require_transformers
-from nxd_memopt.config import MemoryConfig, ParallelConfig, require_one_of
-from nxd_memopt.planner.model_configs import NAMED_CONFIGS, load_model_config
+from nxd_memopt.config import MemoryConfig, ParallelConfig, from_mapping, require_one_of
+from nxd_memopt.planner.model_configs import NAMED_CONFIGS, key_values, load_model_config
 
 if TYPE_CHECKING:
     from nxd_memopt.certify.report.verdict import Certificate
     from nxd_memopt.certify.request import Answer, Request
+    from nxd_memopt.moe_config import MoEConfig
 
+EXPERT_MODELS = ("mixtral", "qwen3_moe")
 _WORKER = "nxd_memopt.certify.worker"
 
 
@@ -51,6 +53,8 @@ class Certify:
     attention_backend: str = "auto"
     isolate_documents: bool = False
     """Several documents in a row, which do not attend to each other."""
+    moe: tuple[str, ...] = ()
+    """Options of a model with experts, KEY=VALUE, such as moe_expert_block_size=128."""
     override: tuple[str, ...] = ()
     """Changes of the model's config, KEY=VALUE, such as num_hidden_layers=4."""
     measure_layers: tuple[int, int] = (2, 4)
@@ -125,7 +129,7 @@ class Certify:
                 f"{2 * number}, or {number} {number + 1} with recompute_method 'block'"
             )
         config = load_model_config(self.model, self.override)
-        model_types = {named["model_type"] for named in NAMED_CONFIGS.values()}
+        model_types = {*(named["model_type"] for named in NAMED_CONFIGS.values()), *EXPERT_MODELS}
         require_one_of("model_type", config.get("model_type"), tuple(model_types))
         depth = config["num_hidden_layers"]
         if depth < many:
@@ -140,17 +144,58 @@ class Certify:
             self.sequence_parallel_enabled,
             self.reduce_dtype,
         )
+        memory = self._memory()
+        moe = self._experts(config)
+        if moe is not None and moe.moe_layer_recompute:
+            # The same recomputation, named in the memory's options, which the formulas read.
+            from nxd_memopt.modules.moe.causal_lm import moe_memory
+
+            memory |= dataclasses.asdict(moe_memory(MemoryConfig(**memory), moe))
+            moe = dataclasses.replace(moe, moe_layer_recompute=False)
         return Request(
             config=config,
             parallel=dataclasses.asdict(parallel),
-            memory=self._memory(),
+            memory=memory,
             sequence_length=self.seq_length,
             micro_batch_size=self.micro_batch_size,
             dtype=dtype,
             backend=self.backend,
             layer_counts=self.measure_layers,
             isolate_documents=self.isolate_documents,
+            moe=None if moe is None else dataclasses.asdict(moe),
         )
+
+    def _experts(self, config: dict[str, Any]) -> MoEConfig | None:
+        """Return the options of a model with experts, None for a dense model.
+
+        Raises:
+            ValueError: the options contradict the config, or certify measures no such model.
+        """
+        given = key_values("--moe", self.moe, example="moe_expert_block_size=128")
+        if config["model_type"] not in EXPERT_MODELS:
+            if given:
+                raise ValueError(
+                    f"--moe {self.moe[0]} needs a model with experts, and model_type is {config['model_type']}: "
+                    "leave it out"
+                )
+            return None
+        # Imports torch, which certificates of dense models do without in this process.
+        from nxd_memopt.training.moe_options import MoEOptions, resolve_options
+
+        hf_config: Any = require_transformers("nxd-memopt certify").AutoConfig.for_model(**config)
+        moe = resolve_options(from_mapping(MoEOptions, given, section="--moe"), hf_config)
+        assert moe is not None
+        if not moe.moe_pad_expert_input_to_capacity and moe.moe_expert_block_size is None:
+            raise ValueError(
+                "certify measures shapes without values, and the rows of an expert depend on the routing: pass --moe "
+                "moe_expert_block_size=128, or moe_expert_capacity_factor=1.25 moe_pad_expert_input_to_capacity=true"
+            )
+        if moe.moe_layer_freq != 1:
+            raise ValueError(
+                f"moe_layer_freq {moe.moe_layer_freq} mixes dense layers and layers with experts, which need "
+                "different memory: certify measures models whose layers all have experts"
+            )
+        return moe
 
     def _memory(self) -> dict[str, Any]:
         """Return the command's options that are fields of ``MemoryConfig``."""

@@ -8,6 +8,7 @@ from typing import Any
 from nxd_memopt.certify.measure.measurement import Measurement
 from nxd_memopt.certify.measure.survival import Survival
 from nxd_memopt.config import MemoryConfig, ParallelConfig
+from nxd_memopt.moe_config import MoEConfig
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Request:
         backend: ``xla``, ``cpu``, ``cuda``, or ``compiled`` (torch.compile on the CPU).
         layer_counts: numbers of decoder layers to measure.
         isolate_documents: rows contain several documents, which do not attend to each other.
+        moe: fields of ``MoEConfig`` of a model with experts; None for a dense model.
     """
 
     config: dict[str, Any]
@@ -35,6 +37,16 @@ class Request:
     backend: str
     layer_counts: tuple[int, ...]
     isolate_documents: bool = False
+    moe: dict[str, Any] | None = None
+
+    def moe_config(self) -> MoEConfig | None:
+        """Return the options of experts; JSON has turned a tuple of layers into a list."""
+        if self.moe is None:
+            return None
+        frequency = self.moe["moe_layer_freq"]
+        return MoEConfig(
+            **{**self.moe, "moe_layer_freq": frequency if isinstance(frequency, int) else tuple(frequency)}
+        )
 
     def parallel_config(self) -> ParallelConfig:
         """Return the configuration of parallelism."""

@@ -154,17 +154,21 @@ def count_parameters(request: Request) -> int:
 def _meta_model(request: Request, layers: int) -> nn.Module:
     """Return the model with ``layers`` decoder layers on the meta device, without memory."""
     config: Any = AutoConfig.for_model(**{**request.config, "num_hidden_layers": layers})
+    options: dict[str, Any] = {}
+    if request.moe is not None:
+        options["moe"] = request.moe_config()
     return model_class(config.model_type)(
         config,
         parallel=request.parallel_config(),
         memory=request.memory_config(),
         dtype=getattr(torch, request.dtype),
         device="meta",
+        **options,
     )
 
 
 def _materialize(model: nn.Module) -> None:
-    """Replace meta parameters with zeros on the backend's device.
+    """Replace meta parameters and buffers with zeros on the backend's device.
 
     Tied parameters stay tied, and attributes of parameters, such as sharding, are copied.
     """
@@ -177,6 +181,10 @@ def _materialize(model: nn.Module) -> None:
             if id(param) not in materialized:
                 materialized[id(param)] = _zeros_like(param)
             module._parameters[name] = materialized[id(param)]
+        # The bias of a router, the only buffer that is built with the weights.
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype).to(backend.device)
 
 
 def _zeros_like(param: nn.Parameter) -> nn.Parameter:

@@ -69,8 +69,15 @@ def certify_command(
 def _model(config: TrainConfig, directory: Path) -> list[str]:
     """Return the options for the model; write a config.json if there is no pretrained directory."""
     overrides = config.model.config_overrides
+    file = directory / "config.json"
+    if config.moe.num_moe_experts is not None:
+        # An upcycled model has the config of a model with experts, which no file has yet.
+        from nxd_memopt.training.model import load_hf_config
+
+        content = load_hf_config(config.model, config.moe).to_dict()
+        file.write_text(json.dumps(content, default=str), encoding="utf-8")
+        return ["--model", str(file)]
     if config.model.pretrained is None:
-        file = directory / "config.json"
         file.write_text(json.dumps(overrides), encoding="utf-8")
         return ["--model", str(file)]
     options = ["--model", config.model.pretrained]
@@ -103,17 +110,17 @@ def _require_measured(config: TrainConfig) -> None:
 
 
 def _step(config: TrainConfig) -> list[str]:
-    """Return the options for parallelism, S, B and dtype.
+    """Return the options for parallelism, S, B, dtype and experts.
 
     Raises:
-        ValueError: certify has no option for experts that the model's config does not have.
+        ValueError: certify has no option for expert parallelism.
     """
     parallel = config.parallel
-    unknown = {f"moe.{name}": value for name, value in config.moe.given().items()}
     if parallel.expert_model_parallel_size > 1:
-        unknown["parallel.expert_model_parallel_size"] = parallel.expert_model_parallel_size
-    for name, value in unknown.items():
-        raise ValueError(f"certify has no option for {name} {value}: leave it out for the dry run")
+        raise ValueError(
+            f"certify has no option for parallel.expert_model_parallel_size {parallel.expert_model_parallel_size}: "
+            "leave it out for the dry run"
+        )
     options = ["--tensor-model-parallel-size", str(parallel.tensor_model_parallel_size)]
     if parallel.sequence_parallel_enabled:
         options += ["--sequence-parallel-enabled"]
@@ -121,6 +128,9 @@ def _step(config: TrainConfig) -> list[str]:
         options += ["--reduce-dtype", parallel.reduce_dtype]
     options += ["--seq-length", str(config.data.seq_length)]
     options += ["--micro-batch-size", str(config.data.micro_batch_size)]
+    moe = config.moe.given()
+    if moe:
+        options += ["--moe", *(f"{name}={json.dumps(value)}" for name, value in moe.items())]
     return [*options, "--dtype", config.model.dtype]
 
 

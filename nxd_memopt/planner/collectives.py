@@ -21,13 +21,20 @@ of tokens                          reduce-scatter a
                                    else all-reduce a
                                    all-gather 8 S B T       (two fp32 sums a token of each rank)
  in fp16                           as above, no reduction   its all-gathers again, and the reduction
-gradient hook, SP                  --                       all-reduce of norms and row biases
+gradient hook, SP                  --                       all-reduce of norms, row biases, routers
+mixture of experts, k of E         SP all-gathers a, 4 N k  SP all-gather a, reduce-scatters a, 4 N k
+                                   and 8 N k (weights and   else all-reduces a, 4 N k
+                                   indices of the choices),
+                                   all-reduce 4 B (2 + 3 E)
+                                   (sums of the router),
+                                   reduce-scatter a
+                                   else all-reduce a
 =================================  =======================  ==================================
 
 Recomputation issues the forward collectives of its region again. PyTorch's eager checkpoint stops
 at the last tensor that backward needs, so a region that ends in a row-parallel layer omits the last
 reduction; on XLA collectives are chained and the reduction stays. ``reduce_dtype="float32"`` widens
-the reductions of linear layers, not the all-gathers.
+the reductions of linear layers, not the all-gathers, and not those of experts. N is S B.
 """
 
 from __future__ import annotations
@@ -42,6 +49,7 @@ GRADIENT_BUCKET_BYTES = 128 << 20
 
 Enough for full bandwidth, but small next to all gradients."""
 _FP32_BYTES = 4
+_INT64_BYTES = 8
 
 
 @dataclass(frozen=True, order=True)
@@ -59,6 +67,23 @@ class Collective:
     kind: str
     full_bytes: int
     group_size: int
+
+
+@dataclass(frozen=True)
+class RouterShape:
+    """Sizes of a router that determine the collectives of its layer.
+
+    Args:
+        num_experts: E.
+        top_k: k.
+        score_bytes: bytes per element of scores and weights: 4, or 8 for a router in fp64.
+        gathers_logits: Sinkhorn balances the tokens of all tensor-parallel ranks together.
+    """
+
+    num_experts: int
+    top_k: int
+    score_bytes: int = _FP32_BYTES
+    gathers_logits: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,6 +108,7 @@ class StepShape:
             saved.
         loss_in_backward: the fused loss runs again in backward, where its gradients are computed: in
             fp16, whose loss scale must enter before rounding.
+        router: of every layer, whose last block is then a mixture of experts; None for dense layers.
     """
 
     blocks: tuple[int, ...]
@@ -99,6 +125,7 @@ class StepShape:
     head_chunks: tuple[int, ...]
     row_output_dropout: bool
     loss_in_backward: bool = False
+    router: RouterShape | None = None
 
     @property
     def num_layers(self) -> int:
@@ -198,7 +225,12 @@ def expected_collectives(
 def per_layer(shape: StepShape, blocks: int) -> Counter[Collective]:
     """Return the collectives of forward and backward, without recomputation, of a layer of ``blocks`` blocks."""
     total: Counter[Collective] = Counter()
-    for _ in range(blocks):
+    dense = blocks
+    if shape.router is not None:
+        dense -= 1
+        total += _experts_forward(shape, shape.router) + shape.reduction(wide=False)
+        total += _experts_backward(shape, shape.router)
+    for _ in range(dense):
         total += shape.column_forward() + shape.reduction()
         total += shape.column_backward() + shape.row_backward()
     # Merged branches without SP: the gradients of weight and bias ([H], fp32) of two norms are
@@ -211,6 +243,33 @@ def per_layer(shape: StepShape, blocks: int) -> Counter[Collective]:
         for gradient_bytes in shape.kv_gradient_bytes:
             total += shape._one("all_reduce", gradient_bytes, shape.kv_replicas)
     return total
+
+
+def _experts_forward(shape: StepShape, router: RouterShape) -> Counter[Collective]:
+    """Return the forward collectives of a mixture of experts before the reduction of its output."""
+    # Without SP every rank has all tokens, and routes them.
+    if not shape.sequence_parallel_enabled:
+        return Counter()
+    choices = shape.tokens * router.top_k
+    sums = shape.micro_batch_size * (2 + 3 * router.num_experts)
+    total = shape.gather()
+    total += shape._one("all_gather", choices * router.score_bytes)
+    total += shape._one("all_gather", choices * _INT64_BYTES)
+    total += shape._one("all_reduce", sums * router.score_bytes)
+    if router.gathers_logits:
+        total += shape._one("all_gather", shape.tokens * router.num_experts * router.score_bytes)
+    return total
+
+
+def _experts_backward(shape: StepShape, router: RouterShape) -> Counter[Collective]:
+    """Return the backward collectives of a mixture of experts.
+
+    With SP dY is gathered. The gradients of tokens and of the choices' weights are partial sums of
+    the ranks, which have other columns of the experts. X is not gathered again: the experts save it.
+    """
+    kind = "reduce_scatter" if shape.sequence_parallel_enabled else "all_reduce"
+    weights = shape._one(kind, shape.tokens * router.top_k * router.score_bytes)
+    return shape.row_backward() + shape.reduction(wide=False) + weights
 
 
 def _around_layers(shape: StepShape) -> Counter[Collective]:
@@ -256,11 +315,14 @@ def _recomputed(
 ) -> Counter[Collective]:
     """Return the collectives that recomputation issues again."""
     # A recomputed block issues its forward collectives again: one column input and one row output.
-    columns, rows = _recomputed_parts(shape, memory, stops_early=stops_early)
+    dense, experts = _recomputed_parts(shape, memory, stops_early=stops_early)
+    parts = [(shape.column_forward(), dense[0]), (shape.reduction(), dense[1])]
+    if shape.router is not None:
+        parts += [(_experts_forward(shape, shape.router), experts[0]), (shape.reduction(wide=False), experts[1])]
     total: Counter[Collective] = Counter()
-    for part, count in ((shape.column_forward(), columns), (shape.reduction(), rows)):
-        for collective in part:
-            total[collective] += count
+    for part, count in parts:
+        for collective, number in part.items():
+            total[collective] += count * number
     # Unary plus drops entries with count 0, such as a reduction that every region omits.
     return +total
 
@@ -270,8 +332,11 @@ def _recomputed_parts(
     memory: MemoryConfig,
     *,
     stops_early: bool,
-) -> tuple[int, int]:
-    """Return how many column inputs are gathered again, and how many row outputs reduced again."""
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return how many column inputs are gathered again and how many row outputs reduced again.
+
+    The first pair counts dense blocks, the second one mixtures of experts.
+    """
     # Full recomputation: uniform checkpoints all layers in chunks of recompute_num_layers, block
     # checkpoints the first recompute_num_layers layers one by one. Each region that stops early
     # omits its last row output, unless dropout saves a mask after it.
@@ -287,15 +352,22 @@ def _recomputed_parts(
             recomputed_layers = layers_per_region
             layers_per_region = 1
         blocks = sum(shape.blocks[:recomputed_layers])
+        # The last block of a region omits its reduction, in layers with experts that of the experts.
+        omitted = 0
         if stops_early and not shape.row_output_dropout:
-            return blocks, blocks - recomputed_layers // layers_per_region
-        return blocks, blocks
+            omitted = recomputed_layers // layers_per_region
+        if shape.router is None:
+            return (blocks, blocks - omitted), (0, 0)
+        dense = blocks - recomputed_layers
+        return (dense, dense), (recomputed_layers, recomputed_layers - omitted)
     # Selective recomputation: only regions with a projection have collectives. core_attn, norm and
     # mlp_act run without communication.
-    modules = set(memory.recompute_modules or ()) & {"attn", "mlp"}
+    named = set(memory.recompute_modules or ())
+    layers = memory.num_selective_layers(shape.num_layers)
     # Each region has one column input and ends in its row output, the part that a recomputation
-    # which stops early omits.
-    regions = memory.num_selective_layers(shape.num_layers) * len(modules)
+    # which stops early omits. Layers with experts have no dense MLP.
+    regions = layers * len(named & ({"attn", "mlp"} if shape.router is None else {"attn"}))
+    expert_regions = layers if shape.router is not None and "moe" in named else 0
     if stops_early:
-        return regions, 0
-    return regions, regions
+        return (regions, 0), (expert_regions, 0)
+    return (regions, regions), (expert_regions, expert_regions)

@@ -203,13 +203,23 @@ def load_model_config(model: str, overrides: Sequence[str]) -> dict[str, Any]:
         config = dict(NAMED_CONFIGS[model])
     else:
         config = _read_config(model)
-    for override in overrides:
-        key, equals, value = override.partition("=")
+    return config | key_values("--override", overrides, example="num_hidden_layers=4")
+
+
+def key_values(option: str, pairs: Sequence[str], *, example: str) -> dict[str, Any]:
+    """Return the pairs ``KEY=VALUE`` of a command line option; a value is parsed as JSON, or taken as text otherwise.
+
+    Raises:
+        ValueError: a pair has no ``=``.
+    """
+    values: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
         if not equals:
-            raise ValueError(f"--override {override!r} is not KEY=VALUE, such as num_hidden_layers=4")
+            raise ValueError(f"{option} {pair!r} is not KEY=VALUE, such as {example}")
         # JSON first, so that numbers, true and null have their types; a bare word is text.
-        config[key] = _value(value)
-    return config
+        values[key] = _value(value)
+    return values
 
 
 def _read_config(model: str) -> dict[str, Any]:

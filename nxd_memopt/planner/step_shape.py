@@ -6,8 +6,9 @@ import math
 from typing import Any
 
 from nxd_memopt.config import MemoryConfig, ParallelConfig
+from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.planner.architectures import num_kv_heads, parameters
-from nxd_memopt.planner.collectives import StepShape
+from nxd_memopt.planner.collectives import RouterShape, StepShape
 from nxd_memopt.planner.layer_tensors import layer_runs, merges_branches
 from nxd_memopt.planner.loss_chunks import DEFAULT_LOGITS_BYTES, chunk_ranges
 
@@ -21,17 +22,19 @@ def step_shape(
     micro_batch_size: int,
     element_bytes: int,
     loss_in_backward: bool = False,
+    moe: MoEConfig | None = None,
 ) -> StepShape:
-    """Return the sizes of a training step of LLaMA or GPT-NeoX.
+    """Return the sizes of a training step of LLaMA, GPT-NeoX, Mixtral or Qwen3-MoE.
 
     Args:
-        config: Hugging Face's ``LlamaConfig`` or ``GPTNeoXConfig``.
+        config: Hugging Face's config.
         parallel: T, sequence parallelism and the dtype of reductions.
         memory: parts of a layer that are recomputed separately.
         sequence_length: S, tokens per sequence.
         micro_batch_size: B, sequences per micro-batch.
         element_bytes: bytes per element of parameters and activations.
         loss_in_backward: see ``StepShape``.
+        moe: options of a model whose layers all have experts; None for a dense model.
     """
     for name in ("mlp_tile_tokens", "attention_head_groups"):
         value = getattr(memory, name)
@@ -74,6 +77,16 @@ def step_shape(
         head_chunks=_head_chunks(config, parallel, tokens, element_bytes),
         row_output_dropout=has_dropout,
         loss_in_backward=loss_in_backward,
+        router=None if moe is None else _router_shape(moe),
+    )
+
+
+def _router_shape(moe: MoEConfig) -> RouterShape:
+    return RouterShape(
+        moe.num_moe_experts,
+        moe.moe_router_topk,
+        score_bytes=8 if moe.moe_router_dtype == "fp64" else 4,
+        gathers_logits=moe.moe_router_load_balancing_type == "sinkhorn",
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -200,11 +201,22 @@ def test_cuda_graphs_are_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert cuda_graph_conflict(dense, load_hf_config(dense.model, dense.moe)) is None
 
 
+def test_certify_gets_all_options_of_experts(tmp_path: Path) -> None:
+    moe = {"num_moe_experts": 4, "moe_expert_block_size": 64, "moe_z_loss_coeff": 0.5, "moe_layer_recompute": True}
+    command = certify_command(build(LLAMA, moe=moe), "gpu", world_size=2, device_memory_gib=80, directory=tmp_path)
+    pairs = [f"{name}={str(value).lower()}" for name, value in moe.items()]
+    start = command.index("--moe") + 1
+    assert sorted(command[start : start + len(pairs)]) == sorted(pairs)
+    # The file describes the upcycled model.
+    config = json.loads(Path(command[command.index("--model") + 1]).read_text(encoding="utf-8"))
+    assert (config["model_type"], config["num_local_experts"]) == ("mixtral", 4)
+
+
 def test_certify_and_plan_refuse_experts_that_they_do_not_know(tmp_path: Path) -> None:
-    """Both would describe the dense model."""
-    for sections in ({"moe": {"num_moe_experts": 4}}, {"parallel": {"expert_model_parallel_size": 2}}):
-        with pytest.raises(ValueError, match=r"certify has no option for .*: leave it out"):
-            certify_command(build(LLAMA, **sections), "gpu", world_size=2, device_memory_gib=80, directory=tmp_path)
+    """Both would describe another model."""
+    with pytest.raises(ValueError, match=r"certify has no option for parallel.expert_.*: leave it out"):
+        sections = {"parallel": {"expert_model_parallel_size": 2}}
+        certify_command(build(LLAMA, **sections), "gpu", world_size=2, device_memory_gib=80, directory=tmp_path)
     file = tmp_path / "config.yaml"
     for section, options in (("moe", {"num_moe_experts": 4}), ("model", {"num_moe_experts": 4})):
         content = {"model": {"config_overrides": LLAMA}, section: options}

@@ -113,6 +113,7 @@ def _shape(request: Request, layers: int) -> StepShape:
         element_bytes=getattr(torch, request.dtype).itemsize,
         # Backend xla measures fp16 for bf16: the step that was measured is the one of the formulas.
         loss_in_backward=request.dtype == "float16",
+        moe=request.moe_config(),
     )
 
 
