@@ -26,11 +26,13 @@ FEED_FORWARD = 96
 VOCABULARY = 128
 SEQUENCE = 32
 BATCH = 2
+EXPERTS = 4
 LEARNING_RATE = 1e-2
 WEIGHT_DECAY = 0.01
 MAX_NORM = 1.0
 FOLDERS = {
     "llama": "training/llama",
+    "mixtral": "training/mixtral",
     "gpt_neox": "training/tp_dp_gpt_neox_hf_pretrain/tp_dp_gpt_neox_20b_hf_pretrain",
 }
 
@@ -64,6 +66,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--recompute", action="store_true", help="the example's own: selective LLaMA, full GPT-NeoX")
     parser.add_argument("--without-hook", action="store_true", help="nxd: as its GPT-NeoX script, no hook")
     parser.add_argument("--ignored-labels", action="store_true", help="every third label is -100")
+    parser.add_argument("--capacity-factor", type=float, help="of Mixtral's experts; default: no token is dropped")
     return parser.parse_args()
 
 
@@ -111,16 +114,54 @@ def build_model(options: argparse.Namespace) -> nn.Module:
 
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=options.tensor)
     sys.path.insert(0, str(options.source / "examples" / FOLDERS[options.example]))
-    build = {"llama": build_llama, "gpt_neox": build_gpt_neox}[options.example]
+    build = {"llama": build_llama, "gpt_neox": build_gpt_neox, "mixtral": build_mixtral}[options.example]
     if options.library == "models":
         build = build_own
     model = build(options)
     # The library under test shards the full weights. Buffers, such as masks and RoPE tables, are
     # in the state dict too and keep the values that the model gave them.
     full = {name: draw(name, full_shape(param)) for name, param in model.named_parameters()}
-    buffers = {name: buffer for name, buffer in model.state_dict().items() if name not in full}
-    model.load_state_dict({**checkpointing.get_sharded_model_dict(model, full), **buffers})
+    names = set(full)
+    buffers = {name: buffer for name, buffer in model.state_dict().items() if name not in names}
+    if options.library == "nxd":
+        full = with_sharded_experts(model, full)
+    sharded = checkpointing.get_sharded_model_dict(model, full)
+    if options.library == "nxd":
+        mark_experts(model, is_sharded=True)
+        # Its experts add the number of the rank, which they have in expert parallelism only.
+        sharded = {name: value for name, value in sharded.items() if name in names}
+    model.load_state_dict({**sharded, **buffers})
     return model.train()
+
+
+def with_sharded_experts(model: nn.Module, full: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return ``full`` with this rank's columns of experts, ``[E, H, 2 F/T]``.
+
+    neuronx-distributed's ``get_sharded_model_dict`` refuses to shard the last of three dimensions. The
+    parameters are marked as replicated for its call.
+    """
+    from neuronx_distributed.parallel_layers import parallel_state
+    from neuronx_distributed.parallel_layers.layers import create_local_weight
+
+    size = parallel_state.get_tensor_model_parallel_size()
+    sharded = dict(full)
+    for name, param in model.named_parameters():
+        if is_last_of_three(param):
+            stride = getattr(param, "partition_stride", 1)
+            sharded[name] = create_local_weight(full[name], 2, full[name].size(2) // size, stride)
+    mark_experts(model, is_sharded=False)
+    return sharded
+
+
+def mark_experts(model: nn.Module, *, is_sharded: bool) -> None:
+    """Mark the parameters that ``with_sharded_experts`` has sharded."""
+    for param in filter(is_last_of_three, model.parameters()):
+        param.tensor_model_parallel = is_sharded  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def is_last_of_three(param: Tensor) -> bool:
+    """Return whether a parameter is sharded along the last of three dimensions."""
+    return getattr(param, "partition_dim", None) == 2
 
 
 def full_shape(param: Any) -> tuple[int, ...]:
@@ -159,6 +200,29 @@ def build_gpt_neox(options: argparse.Namespace) -> nn.Module:
     if options.recompute:
         model.gradient_checkpointing_enable()
     return model
+
+
+def build_mixtral(options: argparse.Namespace) -> nn.Module:
+    """Return the Mixtral of the example, with its balancing loss."""
+    from modeling_mixtral_moe_nxd import MixtralForCausalLM
+    from transformers import MixtralConfig
+
+    config: Any = MixtralConfig(
+        **llama_sizes(),
+        use_cache=False,
+        num_local_experts=EXPERTS,
+        num_experts_per_tok=2,
+        output_router_logits=True,
+        router_aux_loss_coef=0.02,
+        sliding_window=None,
+    )
+    # What its script adds to the configuration.
+    config.capacity_factor = options.capacity_factor
+    config.sequence_parallel_enabled = options.tensor > 1
+    config.selective_checkpoint_enabled = False
+    config.moe_frequency = config.pretraining_tp = config.kv_shared_group_size = 1
+    config.qkv_linear = config.use_flash_attention = False
+    return MixtralForCausalLM(config)
 
 
 def build_own(options: argparse.Namespace) -> nn.Module:
@@ -234,7 +298,7 @@ def build_optimizer(options: argparse.Namespace, model: nn.Module) -> torch.opti
         adamw = AdamW_FP32OptimParams(groups, lr=LEARNING_RATE)
         return without_zero1(adamw, hook=not options.without_hook)
     # The models of this repository are trained with the optimizer of the example too.
-    if options.example == "llama":
+    if options.example in ("llama", "mixtral"):
         return zero1_of_the_trainer(groups, AdamW_FP32OptimParams)
     return zero1_itself(groups, AdamW_FP32OptimParams)
 

@@ -19,6 +19,7 @@ ENVIRONMENTS = ROOT / ".venv-compat"
 PACKAGED = ("nxd_memopt", "models", "setup.py", "pyproject.toml", "README.md", "LICENSE")
 PINS = {
     "llama": ("transformers==4.48.0", "tokenizers==0.21.4", "huggingface_hub==0.36.0"),
+    "mixtral": ("transformers==4.48.0", "tokenizers==0.21.4", "huggingface_hub==0.36.0"),
     "gpt_neox": ("transformers==4.26.0", "tokenizers==0.13.3", "huggingface_hub==0.36.0"),
 }
 
