@@ -116,6 +116,13 @@ def weight_bytes(shapes: Sequence[Sequence[int]], layout: StateLayout) -> int:
     return sum(math.prod(shape) for shape in shapes) * layout.element_bytes
 
 
+def initialization_bytes(shapes: Sequence[Sequence[int]], layout: StateLayout) -> int:
+    """Return the host memory in which a rank initializes or loads its weights at stage 3, before they are sharded."""
+    if layout.sharding != "zero3":
+        return 0
+    return sum(math.prod(shape) for shape in shapes) * layout.element_bytes
+
+
 def gradient_bytes(shapes: Sequence[Sequence[int]], layout: StateLayout) -> int:
     """Return the bytes of all gradients when backward is done.
 

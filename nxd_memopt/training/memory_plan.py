@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import torch
 from transformers import PretrainedConfig
 
 from nxd_memopt.backends import backend
@@ -17,6 +18,7 @@ from nxd_memopt.planner.choice import choose_memory
 from nxd_memopt.planner.hardware import CUDA_CONTEXT_GIB, GIB, Device, device_named, gpu_named, host_device
 from nxd_memopt.planner.model_configs import with_defaults
 from nxd_memopt.planner.plan import Plan, Problem, Setting, evaluate
+from nxd_memopt.planner.states import StateLayout, initialization_bytes, local_shapes
 from nxd_memopt.training.config import TrainConfig
 from nxd_memopt.training.distributed import is_rank_zero, ranks_per_host, world_size
 from nxd_memopt.training.model import cuda_graph_conflict, shard_ranks
@@ -82,6 +84,7 @@ def plan_memory(config: TrainConfig, hf_config: PretrainedConfig) -> tuple[Train
         ValueError: on every rank, if the run will not fit, or ``memory: auto`` finds nothing.
     """
     before = _counted_before()
+    _require_room_for_initialization(config, hf_config)
     is_auto = config.trainer.auto_memory
     try:
         problem, plan = planned(config, hf_config)
@@ -252,6 +255,25 @@ def _lines(problem: Problem, plan: Plan) -> list[str]:
             f"rank; page-locking it takes about {host_gib * PAGE_LOCKING_S_PER_GIB:.0f} s before the first step"
         )
     return lines
+
+
+def _require_room_for_initialization(config: TrainConfig, hf_config: PretrainedConfig) -> None:
+    """Raise ``ValueError``, on every rank, if the ranks of a host cannot initialize or load their weights there."""
+    # On a CPU the plan of the step has these weights. Not counted: expert-parallel ranks' experts.
+    is_skipped = backend.device.type == "cpu" or config.parallel.expert_model_parallel_size > 1
+    if is_skipped or not config.parallel.use_cpu_initialization:
+        return
+    size = config.parallel.tensor_model_parallel_size
+    layout = StateLayout(getattr(torch, config.model.dtype).itemsize, sharding=config.data_parallel.stage)
+    needed = initialization_bytes(local_shapes(hf_config, size), layout)
+    available = int(_least(_host_gib()) * GIB)
+    if available and needed > available:
+        raise ValueError(
+            f"zero3 initializes or loads {needed} bytes of weights for each rank in host memory, and {available} are "
+            f"available for each of {ranks_per_host()} ranks of a host: raise tensor_model_parallel_size (now {size}) "
+            "or start fewer ranks on each host; where devices have room for these weights, "
+            "parallel.use_cpu_initialization: false initializes them there"
+        )
 
 
 def _require_fit(problem: Problem, plan: Plan) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import types
 
 import pytest
+import torch
 import yaml
+from transformers import LlamaForCausalLM
 
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.launch.certificate import _memory
@@ -59,6 +62,28 @@ def test_what_cannot_fit_is_refused_and_what_may_is_said(tmp_path, monkeypatch, 
     assert_says(capsys.readouterr().out, "warning: the planned memory", "memory: auto")
     message = error_message(lambda: plan_of(config, monkeypatch, int(needed / 1.2)))
     assert_says(message, "planned memory of a step", "exceeds", "memory: auto", "nxd-memopt plan")
+
+
+@pytest.mark.parametrize(("stage", "dtype"), [("zero3", "float32"), ("zero3", "bfloat16"), ("zero2", "float32")])
+def test_a_host_without_room_for_the_weights_of_zero3_is_refused(tmp_path, monkeypatch, stage, dtype):
+    config = config_of(tmp_path, model={"config_overrides": DEEP, "dtype": dtype}, data_parallel={"sharding": stage})
+    # A device with its own memory: what this process has is the host's.
+    device = types.SimpleNamespace(device=types.SimpleNamespace(type="cuda"))
+    monkeypatch.setattr(memory_plan, "backend", device)
+    monkeypatch.setattr(memory_plan, "ranks_per_host", lambda: 4)
+    hf_config = load_hf_config(config.model)
+    needed = sum(param.numel() for param in LlamaForCausalLM(hf_config).parameters()) * getattr(torch, dtype).itemsize
+    check = memory_plan._require_room_for_initialization
+    monkeypatch.setattr(memory_plan, "available_host_bytes", lambda: 4 * needed)
+    check(config, hf_config)
+    monkeypatch.setattr(memory_plan, "available_host_bytes", lambda: 4 * needed - 4)
+    if stage == "zero2":
+        check(config, hf_config)
+        return
+    message = error_message(lambda: check(config, hf_config))
+    assert_says(message, f"{needed} bytes", f"{needed - 1} are available for each of 4 ranks", "use_cpu_initialization")
+    without = dataclasses.replace(config.parallel, use_cpu_initialization=False)
+    check(dataclasses.replace(config, parallel=without), hf_config)
 
 
 def test_a_run_that_cannot_fit_stops_before_its_model_is_built(tmp_path, monkeypatch):
