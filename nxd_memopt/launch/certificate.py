@@ -92,6 +92,7 @@ MEASURED = {
     ("trainer", "compile"): (None,),
     ("optimizer", "optimizer_cpu_offload"): (False,),
     ("optimizer", "overlap_grad_reduce"): (False,),
+    ("optimizer", "in_backward"): (False,),
     ("data_parallel", "grad_reduce_in_fp32"): (None, True),
     ("lora", "lora_rank"): (None,),
 }

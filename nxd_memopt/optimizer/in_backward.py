@@ -30,6 +30,7 @@ class OptimizerInBackward:
 
     Args:
         optimizer: must update each parameter from its own gradient alone, as SGD and Adam do.
+        computes_norm: compute ``grad_norm``, with a few small kernels for each parameter.
 
     Raises:
         ValueError: a parameter does not require a gradient, already has one, or is sharded over
@@ -42,8 +43,10 @@ class OptimizerInBackward:
         optimizer.step()                        # ends the step
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, *, computes_norm: bool = False) -> None:
         self.optimizer = optimizer
+        self._computes_norm = computes_norm
+        self._norms: list[Tensor] = []
         # Keep the full groups: ``_restricted_to`` replaces the groups during each step.
         self._params = [list(group["params"]) for group in optimizer.param_groups]
         self._updated: set[Tensor] = set()
@@ -71,6 +74,9 @@ class OptimizerInBackward:
         self._updated.add(param)
         grads.allreduce_sequence_parallel_gradients([param])
         grads.bucket_allreduce_gradients([param])
+        # Of the reduced gradient, which is freed below.
+        if self._computes_norm:
+            self._norms.append(grads.local_norms([param]))
         # The optimizer keeps its own states and options; it only sees a group with a single
         # parameter.
         with self._restricted_to(group, param):
@@ -91,6 +97,16 @@ class OptimizerInBackward:
             for each, params in zip(self.optimizer.param_groups, self._params, strict=True):
                 each["params"] = params
 
+    def grad_norm(self) -> Tensor:
+        """Return the norm of the full model's gradient in this step, 0-dim, fp32. Every rank calls, before ``step``.
+
+        Raises:
+            RuntimeError: no parameter was updated, or ``computes_norm`` is False.
+        """
+        if not self._norms:
+            raise RuntimeError("no gradient's norm was computed: pass computes_norm=True and call backward() first")
+        return grads.total_norm(torch.stack(self._norms).sum(0))
+
     def step(self) -> None:
         """End the step. The parameters were already updated in backward.
 
@@ -100,6 +116,7 @@ class OptimizerInBackward:
         if not self._updated:
             raise RuntimeError("no parameter had a gradient since the last step(): call backward() first")
         self._updated.clear()
+        self._norms.clear()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do nothing: backward has freed the gradients. Training loops may call it."""

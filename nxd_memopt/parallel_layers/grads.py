@@ -228,10 +228,32 @@ def get_grad_norm(
     if sharding_group is None:
         # Under zero3 experts have a smaller group than all other parameters.
         sharding_group = common_shard_group(p for p in params if not is_expert_parallel(p))
+    return total_norm(local_norms(params, norm_type), norm_type, sharding_group=sharding_group)
+
+
+def local_norms(params: list[Tensor], norm_type: float = 2.0) -> Tensor:
+    """Return this rank's norms of the gradients of sharded, replicated and expert-parallel parameters.
+
+    Returns:
+        ``[3]``, fp32: the sums of p-th powers, or the maxima for p = infinity. Sums of several lists
+        of parameters add up.
+    """
     experts = _local_norm([p for p in params if is_expert_parallel(p)], norm_type)
     params = [p for p in params if not is_expert_parallel(p)]
     sharded = _local_norm([p for p in params if is_sharded(p)], norm_type)
     replicated = _local_norm([p for p in params if not is_sharded(p)], norm_type)
+    return torch.stack([sharded, replicated, experts])
+
+
+def total_norm(norms: Tensor, norm_type: float = 2.0, *, sharding_group: ProcessGroup | None = None) -> Tensor:
+    """Return the norm of the full model's gradient from ``local_norms`` of all of its parameters. Every rank calls.
+
+    Args:
+        norms: ``[3]``.
+        norm_type: as of ``local_norms``.
+        sharding_group: see ``get_grad_norm``; None is no group.
+    """
+    sharded, replicated, experts = norms.unbind()
     group = parallel_state.get_tensor_model_parallel_group()
     op = "max" if norm_type == torch.inf else "sum"
     # Expert-parallel ranks have different experts. A ZeRO group has all data-parallel ranks, and so

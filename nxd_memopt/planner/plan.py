@@ -118,6 +118,7 @@ class Setting:
         grad_reduce_in_fp32: sums of gradients with master weights are fp32.
         optimizer_update_in_forward: offloaded states are updated in the next forward.
         optimizer_staging_gib: device memory for offloaded states on their way.
+        optimizer_in_backward: each parameter is updated in backward, which frees its gradient.
     """
 
     tensor_model_parallel_size: int = 1
@@ -131,6 +132,7 @@ class Setting:
     grad_reduce_in_fp32: bool = True
     optimizer_update_in_forward: bool = False
     optimizer_staging_gib: float = STAGING_BYTES / GIB
+    optimizer_in_backward: bool = False
 
     def describe(self) -> str:
         """Return the setting in words."""
@@ -145,6 +147,8 @@ class Setting:
         if self.optimizer_offload_fraction:
             where = ", updated in forward" if self.optimizer_update_in_forward else ""
             parts.append(f"optimizer offload {self.optimizer_offload_fraction:.0%}{where}")
+        if self.optimizer_in_backward:
+            parts.append("optimizer in backward")
         if self.cuda_graph:
             parts.append("CUDA graph")
         return ", ".join(parts)
@@ -252,6 +256,7 @@ def evaluate(problem: Problem, setting: Setting, models: Models | None = None) -
         sharding=setting.sharding,
         data_parallel_size=setting.shard_ranks or replicas,
         optimizer_offload_fraction=setting.optimizer_offload_fraction,
+        in_backward=setting.optimizer_in_backward,
         grad_reduce_in_fp32=setting.grad_reduce_in_fp32,
         update_in_forward=setting.optimizer_update_in_forward,
         staging_bytes=int(setting.optimizer_staging_gib * GIB),

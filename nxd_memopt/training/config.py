@@ -26,6 +26,7 @@ from nxd_memopt.training.sharding import (
     require_expert_groups,
     require_gradient_sums,
     require_offloadable,
+    require_updates_in_backward,
     resolve_sharding,
 )
 
@@ -276,6 +277,7 @@ class TrainConfig:
         )
         require_trainable_adapters(self.lora, stage, self.memory, self.trainer.compile)
         require_gradient_sums(self.data_parallel.grad_reduce_in_fp32, precision)
+        require_updates_in_backward(stage, precision, in_backward=self.optimizer.in_backward)
         if self.optimizer.optimizer_cpu_offload:
             require_offloadable(self.data_parallel.stage, precision)
         # Checks between sections; each section has checked its own fields. Sequence parallelism
@@ -338,6 +340,11 @@ class TrainConfig:
                 "optimizer.optimizer_update_in_forward is true, but the updates run between the "
                 "layers' kernels, and a graph has no host code: set optimizer_update_in_forward to false"
             )
+        if self.optimizer.in_backward:
+            return (
+                "optimizer.in_backward is true, but a graph computes all gradients before any is "
+                "used: set in_backward to false"
+            )
         if self.memory.cpu_offloading_activations or self.memory.cpu_offloading_num_layers:
             name = "cpu_offloading_num_layers"
             remedy = f"set {name} to 0"
@@ -395,9 +402,16 @@ class TrainConfig:
         # The divisor's name shows how it was computed: "... B x data-parallel size D = B * D".
         sequences_per_pass = self.data.micro_batch_size * replicas
         by = f"data.micro_batch_size {self.data.micro_batch_size} x data-parallel size {replicas} ="
-        return require_divisible(
+        steps = require_divisible(
             "data.global_batch_size",
             self.data.global_batch_size,
             by,
             sequences_per_pass,
         )
+        if self.optimizer.in_backward and steps > 1:
+            raise ValueError(
+                f"optimizer.in_backward updates in each backward, and data.global_batch_size "
+                f"{self.data.global_batch_size} is {steps} micro-batches of {sequences_per_pass} sequences: set "
+                f"global_batch_size to {sequences_per_pass}, a larger micro_batch_size, or in_backward to false"
+            )
+        return steps

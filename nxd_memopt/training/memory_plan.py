@@ -200,6 +200,7 @@ def _setting(config: TrainConfig, hf_config: PretrainedConfig) -> Setting:
         grad_reduce_in_fp32=config.data_parallel.grad_reduce_in_fp32 is not False,
         optimizer_update_in_forward=config.optimizer.optimizer_update_in_forward,
         optimizer_staging_gib=config.optimizer.optimizer_staging_gib,
+        optimizer_in_backward=config.optimizer.in_backward,
         **options,
     )
 

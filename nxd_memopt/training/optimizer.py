@@ -13,7 +13,13 @@ from nxd_memopt.backends import backend
 from nxd_memopt.data_parallel import Zero2Optimizer, Zero3Optimizer
 from nxd_memopt.memory import weights_to_device
 from nxd_memopt.memory.host_pool import HostPool
-from nxd_memopt.optimizer import AdamW, LossScaler, NeuronZero1Optimizer, OffloadedZero1Optimizer
+from nxd_memopt.optimizer import (
+    AdamW,
+    LossScaler,
+    NeuronZero1Optimizer,
+    OffloadedZero1Optimizer,
+    OptimizerInBackward,
+)
 from nxd_memopt.parallel_layers import grads, parallel_state
 from nxd_memopt.parallel_layers.data_shards import local_rows, model_dtype
 from nxd_memopt.parallel_layers.overlapped_grads import OverlappedGradientReduction
@@ -69,6 +75,10 @@ class MasterWeightOptimizer:
         if config.overlap_grad_reduce:
             self._overlapped = OverlappedGradientReduction(parameters)
         self._zero1 = self._optimizer_of_stage(config, shard_ranks, pool)
+        # Without shards and masters the inner AdamW updates the parameters themselves.
+        self._in_backward: OptimizerInBackward | None = None
+        if config.in_backward:
+            self._in_backward = OptimizerInBackward(self._zero1.base_optimizer, computes_norm=True)
         self._options = [
             {"weight_decay": group["weight_decay"], "betas": group["betas"], "eps": group["eps"]}
             for group in self._zero1.param_groups
@@ -137,6 +147,13 @@ class MasterWeightOptimizer:
         for group, options in zip(self._zero1.param_groups, self._options, strict=True):
             group.update(options)
 
+    def begin_step(self, lr: float) -> None:
+        """Set the learning rate ``lr`` of a step whose updates run in its backward; no-op for other steps."""
+        if self._in_backward is None:
+            return
+        self._set_learning_rate(lr)
+        self._zero1.copy_options()
+
     def last_backward(self) -> AbstractContextManager[None]:
         """Return the context of a step's last backward, which overlaps with gradient reduction.
 
@@ -153,6 +170,8 @@ class MasterWeightOptimizer:
             The global norm before clipping and without the loss scale, 0-dim, fp32. It is not
             finite if a gradient has overflowed.
         """
+        if self._in_backward is not None:
+            return self._in_backward.grad_norm()
         # With zero1 the reduction is a reduce-scatter inside the optimizer; with zero2, zero3 and
         # overlap the gradients have been reduced during backward.
         if self._stage == "none" and self._overlapped is None:
@@ -166,11 +185,17 @@ class MasterWeightOptimizer:
             ValueError: on every rank, at an overflow: a weight is not finite, or the loss scale
                 cannot be lowered any more.
         """
-        for group in self._zero1.param_groups:
-            group["lr"] = lr
+        if self._in_backward is not None:
+            self._in_backward.step()
+            return
+        self._set_learning_rate(lr)
         self._zero1.update_parameters()
         if self.loss_scaler is not None and self.loss_scaler.skipped_last:
             self._require_finite_weights(self.loss_scaler)
+
+    def _set_learning_rate(self, lr: float) -> None:
+        for group in self._zero1.param_groups:
+            group["lr"] = lr
 
     def _require_finite_weights(self, scaler: LossScaler) -> None:
         """Raise ``ValueError`` on every rank if a weight of any rank is NaN or infinite.

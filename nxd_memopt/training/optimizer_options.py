@@ -38,6 +38,10 @@ class OptimizerConfig:
             ``use_distributed_optimizer``.
         overlap_grad_reduce: overlap the gradient reduction over ranks with backward, instead of
             running it afterwards.
+        in_backward: update each parameter in backward, as soon as its gradient is complete, and free
+            the gradient. The results are those of an update after backward. Excludes what needs all
+            gradients at once: clipping, several micro-batches per step, master weights, ZeRO,
+            ``overlap_grad_reduce``, offloaded states and CUDA graphs.
         optimizer_cpu_offload: keep fp32 master weights and optimizer states in host memory between
             steps, on NVIDIA GPUs; they pass through the device in each update (Megatron's name). The
             results are the same at every fraction. Needs ``master_weights`` or fp32 parameters, and
@@ -69,6 +73,7 @@ class OptimizerConfig:
     master_weights: bool | None = None
     zero1: bool | None = None
     overlap_grad_reduce: bool = False
+    in_backward: bool = False
     optimizer_cpu_offload: bool = False
     optimizer_offload_fraction: float | None = None
     optimizer_staging_gib: float = 2.0
@@ -94,6 +99,7 @@ class OptimizerConfig:
                 f"{self.initial_loss_scale} must be above 0 and at most {MAX_LOSS_SCALE:.0e}, and "
                 "initial_loss_scale not below min_loss_scale"
             )
+        self._check_in_backward()
         self._check_offload()
         if self.min_lr_ratio > 1:
             raise ValueError(f"optimizer.min_lr_ratio must be at most 1, got {self.min_lr_ratio}")
@@ -120,6 +126,22 @@ class OptimizerConfig:
                 f"optimizer.decay_steps {self.decay_steps} has no effect with lr_schedule {self.lr_schedule}: "
                 "leave it out"
             )
+
+    def _check_in_backward(self) -> None:
+        """Raise ``ValueError`` for an option of this section that an update in backward excludes."""
+        if not self.in_backward:
+            return
+        if self.clip_grad > 0:
+            raise ValueError(
+                f"optimizer.in_backward is true and optimizer.clip_grad is {self.clip_grad}: a parameter is updated "
+                "before the norm of all gradients is known: set clip_grad to 0, or in_backward to false"
+            )
+        for name in ("overlap_grad_reduce", "optimizer_cpu_offload"):
+            if getattr(self, name):
+                raise ValueError(
+                    f"optimizer.in_backward and optimizer.{name} are true, and each of them decides when a gradient "
+                    "is used: set one of them to false"
+                )
 
     def _check_offload(self) -> None:
         fraction = self.optimizer_offload_fraction

@@ -167,6 +167,7 @@ def describe_step(model: ParallelCausalLM, config: TrainConfig) -> list[str]:
         *describe_sharding(config),
         *describe_experts(model),
         *describe_offload(config),
+        *describe_updates(config),
         f"CUDA graph: {graph}",
         describe_isolation(model, config),
         *lines,
@@ -208,6 +209,13 @@ def describe_experts(model: ParallelCausalLM) -> list[str]:
         f"experts: {moe.num_moe_experts} in {layers}, {moe.moe_router_topk} for each token; {where}; {capacity}",
         f"balance of experts: {balancing}{z_loss}",
     ]
+
+
+def describe_updates(config: TrainConfig) -> list[str]:
+    """Return a line about updates in backward; empty without them."""
+    if not config.optimizer.in_backward:
+        return []
+    return ["optimizer: each parameter is updated in backward, and its gradient freed; gradients are not clipped"]
 
 
 def describe_offload(config: TrainConfig) -> list[str]:

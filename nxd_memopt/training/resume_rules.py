@@ -132,6 +132,8 @@ RULES: dict[str, Rule] = {
     "optimizer.eps": WHEN_ASKED,
     "optimizer.clip_grad": WHEN_ASKED,
     "optimizer.master_weights": REFUSED,
+    # The same updates at another time.
+    "optimizer.in_backward": Rule(Change.REPORTED, before=False),
     # A state's place does not change its value.
     "optimizer.optimizer_cpu_offload": Rule(Change.REPORTED, before=False),
     "optimizer.optimizer_offload_fraction": Rule(Change.REPORTED, before=None),

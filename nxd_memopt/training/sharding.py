@@ -177,6 +177,23 @@ def require_offloadable(stage: str, precision: str) -> None:
         )
 
 
+def require_updates_in_backward(stage: str, precision: str, *, in_backward: bool) -> None:
+    """Raise ``ValueError`` if ``optimizer.in_backward`` does not support the stage or the precision."""
+    name = "optimizer.in_backward"
+    if not in_backward:
+        return
+    if stage != "none":
+        raise ValueError(
+            f"{name} is true and data_parallel.sharding is {stage}, which reduces gradients in buckets of many "
+            "parameters: set sharding to none, or in_backward to false"
+        )
+    if precision not in ("32-true", "bf16-true"):
+        raise ValueError(
+            f"{name} is true and trainer.precision is {precision}, which adds up gradients in fp32 and updates fp32 "
+            "master weights after backward: use bf16-true or 32-true, or set in_backward to false"
+        )
+
+
 def require_expert_groups(expert_model_parallel_size: int, config: DataParallelConfig) -> None:
     """Raise ``ValueError`` if parts of the data-parallel ranks would shard what they do not all have."""
     instances = config.num_distributed_optimizer_instances

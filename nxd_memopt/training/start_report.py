@@ -39,6 +39,7 @@ def bytes_per_parameter(config: TrainConfig) -> int:
     layout = StateLayout(
         getattr(torch, config.model.dtype).itemsize,
         master_weights=bool(config.optimizer.master_weights),
+        in_backward=config.optimizer.in_backward,
         grad_reduce_in_fp32=config.data_parallel.grad_reduce_in_fp32 is not False,
     )
     one = [(1,)]

@@ -28,6 +28,9 @@ def train_step(training: Training, config: TrainConfig, micro_batches: Sequence[
     """
     optimizer = training.optimizer
     training.model.train()
+    # In fp16 the optimizer may skip the step; the schedule then repeats this learning rate.
+    lr = learning_rate(training.updates + 1, config.optimizer, config.decay_steps)
+    optimizer.begin_step(lr)
 
     # Gradients accumulate over the micro-batches. On XLA mark_step ends the graph of a
     # micro-batch, so all micro-batches run the same graph, and the gradient reduction may overlap
@@ -45,8 +48,6 @@ def train_step(training: Training, config: TrainConfig, micro_batches: Sequence[
     grad_norm = optimizer.reduce_gradients()
     loss = sum_over_data_parallel_ranks(loss) / parallel_state.get_data_parallel_size()
 
-    lr = learning_rate(training.updates + 1, config.optimizer, config.decay_steps)
-    # In fp16 the optimizer may skip the step; the schedule then repeats this learning rate.
     optimizer.step(lr)
     optimizer.zero_grad()
     backend.mark_step()

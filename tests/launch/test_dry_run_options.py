@@ -60,6 +60,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "data_parallel.reshard_after_forward": {"sharding": "zero3", "reshard_after_forward": False},
     "data_parallel.grad_reduce_in_fp32": {"grad_reduce_in_fp32": False},
     "optimizer.overlap_grad_reduce": {"overlap_grad_reduce": True},
+    "optimizer.in_backward": {"in_backward": True, "clip_grad": 0.0},
     "optimizer.optimizer_cpu_offload": {"optimizer_cpu_offload": True},
     "optimizer.optimizer_offload_fraction": {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5},
     "optimizer.optimizer_staging_gib": {"optimizer_cpu_offload": True, "optimizer_staging_gib": 1.0},

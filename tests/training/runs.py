@@ -73,7 +73,7 @@ def write_config(directory: Path, **sections: Mapping[str, Any]) -> Path:
         "trainer": {"output_dir": str(directory / "run"), "max_steps": 8, "save_interval": 2},
     }
     for name, options in sections.items():
-        base[name] |= options
+        base[name] = base.get(name, {}) | dict(options)
     file = directory / "config.yaml"
     file.write_text(yaml.safe_dump(base), encoding="utf-8")
     return file

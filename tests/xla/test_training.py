@@ -65,6 +65,20 @@ def test_data_parallel_losses_under_zero1_equal_the_cpus(disabled: str, tmp_path
     require_equal_losses(tmp_path / "xla" / "run", tmp_path / "cpu" / "run")
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_updates_in_backward_have_the_cpus_losses(tmp_path: Path) -> None:
+    sections = {
+        "data": {"micro_batch_size": 4},
+        "optimizer": {"in_backward": True, "clip_grad": 0},
+        "trainer": {"export": False},
+    }
+    cpu, simulated = (config_in(tmp_path / name, **sections) for name in ("cpu", "xla"))
+    succeed(train(cpu))
+    succeed(train(simulated, env=XLA))
+    require_equal_losses(tmp_path / "xla" / "run", tmp_path / "cpu" / "run")
+
+
 @pytest.fixture
 def compiled_per_step(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many graphs each ``train_step`` has compiled so far, in this process."""
