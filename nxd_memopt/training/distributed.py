@@ -111,6 +111,19 @@ def use_host_only() -> None:
     os.environ["NXD_MEMOPT_BACKEND"] = "cpu"
 
 
+def use_one_tokenizer_thread() -> None:
+    """Let tokenizers of the ``tokenizers`` library run in the calling thread only."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def available_cores() -> int:
+    """Return the number of cores that this process may use."""
+    # Linux only: elsewhere a process may use all of them.
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def init_distributed(config: TrainConfig) -> None:
     """Initialize the process groups and seed the random number generators. Every rank calls.
 

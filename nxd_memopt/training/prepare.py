@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nxd_memopt._optional import require_installed, require_transformers
-from nxd_memopt.training.distributed import use_host_only
+from nxd_memopt.training.distributed import available_cores, use_host_only
 from nxd_memopt.training.errors import user_errors
 from nxd_memopt.training.interrupts import Interrupted, Interrupts, exit_status
 
@@ -21,8 +22,9 @@ STOPPED = "while it tokenized: start the same command to go on after the last co
 def main(arguments: Sequence[str], *, program: str = "nxd-memopt prepare") -> int:
     """Tokenize the text of ``--config FILE`` to its end; return the exit status.
 
-    Takes the options of ``nxd-memopt train``. The tokens are in the directory in which the run with
-    the same options looks for them. A tokenizer of the ``tokenizers`` library uses all cores.
+    Takes the options of ``nxd-memopt train``, and ``--workers N``: processes that tokenize, by
+    default one for each core. The tokens are in the directory in which the run with the same options
+    looks for them, and do not depend on ``N``.
     """
     with Interrupts().handled() as interrupts:
         interrupts.message = STOPPED
@@ -46,6 +48,7 @@ def _prepare(arguments: Sequence[str], program: str) -> None:
     from nxd_memopt.training.model import load_hf_config, load_vocabulary
     from nxd_memopt.training.run_lock import locked_output_directory
 
+    workers, arguments = _workers(arguments)
     config = parse_config(arguments, program=program)
     hf_config = load_hf_config(config.model, config.moe)
     vocabulary = load_vocabulary(config.model, hf_config, end_of_text=config.data.end_of_text)
@@ -55,10 +58,22 @@ def _prepare(arguments: Sequence[str], program: str) -> None:
     # A run that trains writes to the same directory.
     with locked_output_directory(config.trainer.output_dir):
         for name, share, sequences in zip(blend.names, blend.shares, held_out, strict=True):
-            _prepare_source(config, name, vocabulary, share=share, held_out=sequences)
+            _prepare_source(config, name, vocabulary, share=share, held_out=sequences, workers=workers)
 
 
-def _prepare_source(config: TrainConfig, name: str, vocabulary: Any, *, share: float, held_out: int) -> None:
+def _workers(arguments: Sequence[str]) -> tuple[int, list[str]]:
+    """Return the value of ``--workers``, and the other arguments."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--workers", nargs="?", default=str(available_cores()))
+    known, rest = parser.parse_known_args(arguments)
+    if known.workers is None or not known.workers.isdecimal() or int(known.workers) < 1:
+        raise ValueError(f"--workers must be a number of processes, at least 1, got {known.workers!r}")
+    return int(known.workers), rest
+
+
+def _prepare_source(
+    config: TrainConfig, name: str, vocabulary: Any, *, share: float, held_out: int, workers: int
+) -> None:
     """Tokenize the text of a source.
 
     Args:
@@ -67,11 +82,14 @@ def _prepare_source(config: TrainConfig, name: str, vocabulary: Any, *, share: f
         vocabulary: ``Vocabulary`` of the run.
         share: part of the trained sequences that are of this source.
         held_out: held-out sequences of this source.
+        workers: processes that tokenize.
     """
     from nxd_memopt.training.corpora import open_corpus
+    from nxd_memopt.training.encoding import DocumentEncoder
     from nxd_memopt.training.token_files import create_directory, directory_of, tokens_fingerprint
     from nxd_memopt.training.token_log import TokenLog
     from nxd_memopt.training.token_process import ALL_SEQUENCES, TokenJob, write_tokens
+    from nxd_memopt.training.token_workers import TokenWorkers
     from nxd_memopt.training.tokens import described
 
     data, seed = config.data.of_source(name), config.trainer.seed
@@ -81,7 +99,8 @@ def _prepare_source(config: TrainConfig, name: str, vocabulary: Any, *, share: f
     create_directory(directory, fingerprint)
     wanted = {"train": ALL_SEQUENCES, "held_out": held_out}
     job = TokenJob(directory, corpus.fingerprint, data, vocabulary, seed, wanted)
-    write_tokens(job, corpus, _progress())
+    with TokenWorkers(DocumentEncoder(vocabulary, data), workers) as started:
+        write_tokens(job, corpus, _progress(), workers=started)
     log = TokenLog(directory, "train", data.seq_length)
     log.refresh()
     rows = log.last.rows

@@ -55,8 +55,7 @@ class Entry:
             number=self.number + 1,
             rows=self.rows + len(window.rows),
             crc32=zlib.crc32(data),
-            # An empty last window leaves the hash as it is: whether there is one depends on the
-            # tokenizer's calls.
+            # An empty last window, of earlier versions, leaves the hash as it is.
             sha256=hashlib.sha256(self.sha256.encode() + data).hexdigest() if data else self.sha256,
             most_documents=max(self.most_documents, documents_per_row(window.rows)),
             not_trained=self.not_trained + int(np.count_nonzero(window.rows & NOT_TRAINED)),

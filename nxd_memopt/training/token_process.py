@@ -44,7 +44,7 @@ class TokenJob:
     wanted: Mapping[str, int]
 
 
-def write_tokens(job: TokenJob, corpus: Any, pauses: Callable[[str], bool]) -> bool:
+def write_tokens(job: TokenJob, corpus: Any, pauses: Callable[[str], bool], *, workers: Any = None) -> bool:
     """Write the windows of each split until those wanted exist; return whether they do.
 
     Goes on after the windows that are on the disk.
@@ -53,6 +53,7 @@ def write_tokens(job: TokenJob, corpus: Any, pauses: Callable[[str], bool]) -> b
         job: what is tokenized.
         corpus: ``Corpus`` of the run.
         pauses: called with a line of progress after each call of the tokenizer; True stops there.
+        workers: ``TokenWorkers``, or None to tokenize in this process.
 
     Raises:
         ValueError: a split has no complete sequence, a row is bad, or a file was altered.
@@ -72,7 +73,9 @@ def write_tokens(job: TokenJob, corpus: Any, pauses: Callable[[str], bool]) -> b
                 continue
             stream = corpus.train if name == "train" else corpus.held_out
             most = WINDOW_SEQUENCES if name == "train" else corpus.held_out_window
-            windows = packed_windows(stream, job.vocabulary, job.config, job.seed, writer.restart, most=most)
+            windows = packed_windows(
+                stream, job.vocabulary, job.config, job.seed, writer.restart, most=most, workers=workers
+            )
             for calls, window in enumerate(windows, start=1):
                 if window is not None:
                     writer.commit(window)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from nxd_memopt.training.chat import ConversationEncoder, Encoded
+from nxd_memopt.training.chat import Encoded
 from nxd_memopt.training.corpora import WINDOW_SEQUENCES, Document, DocumentStream, Position
 from nxd_memopt.training.data_options import DataConfig
+from nxd_memopt.training.encoding import DocumentEncoder
 from nxd_memopt.training.packing import BestFit, Concatenation, Packer, Tokens
+from nxd_memopt.training.token_workers import WORKER_CHARACTERS, TokenWorkers
 from nxd_memopt.training.vocabulary import Vocabulary
 
 SPLITS: tuple[str, ...] = ("train", "held_out")
@@ -20,6 +22,7 @@ SPLITS: tuple[str, ...] = ("train", "held_out")
 WINDOW_TOKENS = 2**20
 MIN_WINDOW_SEQUENCES = 16
 DOCUMENTS_PER_CALL = 32  # documents that a fast tokenizer encodes in parallel
+CALL_CHARACTERS = 2**25  # of their text: 32 pieces of a long text file
 
 
 @dataclass(frozen=True)
@@ -73,11 +76,13 @@ def packed_windows(
     restart: Mapping[str, Any] | None = None,
     *,
     most: int = WINDOW_SEQUENCES,
+    workers: TokenWorkers | None = None,
 ) -> Iterator[Window | None]:
     """Yield the windows of a split in the order of training.
 
-    The windows after ``restart`` are those that follow it without an interruption. None is yielded
-    after each call of the tokenizer that completes no window, so that the caller can stop there.
+    The windows after ``restart`` are those that follow it without an interruption, and do not depend
+    on who tokenizes. None is yielded after each call of the tokenizer that completes no window, so
+    that the caller can stop there.
 
     Args:
         stream: documents of the split.
@@ -86,11 +91,13 @@ def packed_windows(
         seed: seed of the order of sequences.
         restart: ``Window.restart`` of the last window that was written.
         most: sequences of a window at most.
+        workers: processes that tokenize; None for this one alone.
 
     Raises:
         ValueError: the documents have no complete sequence.
     """
-    return _Packing(stream, vocabulary, config, seed, restart).windows(window_sequences(config.seq_length, most))
+    packing = _Packing(stream, vocabulary, config, seed, restart, workers)
+    return packing.windows(window_sequences(config.seq_length, most))
 
 
 class _Packing:
@@ -103,9 +110,11 @@ class _Packing:
         config: DataConfig,
         seed: int,
         restart: Mapping[str, Any] | None,
+        workers: TokenWorkers | None,
     ) -> None:
         self._stream = stream
-        self._vocabulary = vocabulary
+        self._workers = workers
+        self._encoder = DocumentEncoder(vocabulary, config)
         self._config = config
         self._shuffle = np.random.default_rng([seed, 1])
         self._point = _Point(0, None, 0, None)
@@ -114,7 +123,6 @@ class _Packing:
             self._point = _Point(**restart["point"])
             self._written = restart["written"]
             self._shuffle.bit_generator.state = restart["shuffle"]
-        self._conversations = ConversationEncoder(vocabulary, config) if config.has_conversations else None
         self._packer = _packer(config, vocabulary, seed, self._point.packer)
         # A document, or a window of best fit, may complete rows of several windows. Going on, its
         # first rows are those that are written already.
@@ -130,17 +138,14 @@ class _Packing:
 
     def windows(self, size: int) -> Iterator[Window | None]:
         """Yield windows of ``size`` sequences, as ``packed_windows``."""
-        batch: list[tuple[Document, Position]] = []
-        for item in self._stream.read(self._point.position):
-            batch.append(item)
-            if len(batch) == DOCUMENTS_PER_CALL:
-                self._add(batch)
-                batch = []
-                if len(self._pending) < size:
-                    yield None
-                while len(self._pending) >= size:
-                    yield self._window(size)
-        self._add(batch)
+        for positions, encoded in self._encoded():
+            self._add(positions, encoded)
+            # A window is complete when a further row exists: the last one of the text says that it
+            # is the last, whatever the calls of the tokenizer are.
+            if len(self._pending) <= size:
+                yield None
+            while len(self._pending) > size:
+                yield self._window(size)
         self._take(self._packer.finish())
         self._tallies.append((self._produced, self._documents, dict(self._outcomes)))
         while len(self._pending) > size:
@@ -149,10 +154,36 @@ class _Packing:
             raise ValueError(_too_short(self._config, self._tokens, self._documents, self._outcomes))
         yield self._window(len(self._pending), ended=True)
 
-    def _add(self, batch: list[tuple[Document, Position]]) -> None:
-        """Tokenize and pack documents."""
-        encoded = self._encoded([document for document, _ in batch])
-        for (tokens, outcome), (_, position) in zip(encoded, batch, strict=True):
+    def _encoded(self) -> Iterator[tuple[list[Position], list[Encoded]]]:
+        """Yield the tokens of the documents of each call, with the places after them."""
+        positions: deque[list[Position]] = deque()
+
+        def documents() -> Iterator[list[Document]]:
+            for call in self._calls():
+                positions.append([position for _, position in call])
+                yield [document for document, _ in call]
+
+        encoded = self._workers.encode(documents()) if self._workers else map(self._encoder.encode, documents())
+        for tokens in encoded:
+            yield positions.popleft(), tokens
+
+    def _calls(self) -> Iterator[list[tuple[Document, Position]]]:
+        """Yield the documents of each call of the tokenizer, with the places after them."""
+        call: list[tuple[Document, Position]] = []
+        size = 0
+        for document, position in self._stream.read(self._point.position):
+            call.append((document, position))
+            size += len(document)
+            most = WORKER_CHARACTERS if self._workers and not self._workers.is_alone else CALL_CHARACTERS
+            if len(call) == DOCUMENTS_PER_CALL or size >= most:
+                yield call
+                call, size = [], 0
+        if call:
+            yield call
+
+    def _add(self, positions: list[Position], encoded: list[Encoded]) -> None:
+        """Pack the tokens of documents; ``positions`` are the places after them."""
+        for (tokens, outcome), position in zip(encoded, positions, strict=True):
             self._documents += 1
             self._tokens += len(tokens)
             if outcome != "complete":
@@ -167,21 +198,6 @@ class _Packing:
             state = self._packer.state() if self._produced > self._points[-1].produced else None
             if state is not None:
                 self._points.append(_Point(self._produced, position, self._documents, state, dict(self._outcomes)))
-
-    def _encoded(self, documents: list[Document]) -> list[Encoded]:
-        """Return the token ids of documents, none for those without any text."""
-        if self._conversations is not None:
-            return self._conversations.encode([text for text in documents if isinstance(text, str)])
-        # Empty documents are left out: each would add nothing but an end-of-text token.
-        texts = [text for text in documents if isinstance(text, str) and text.strip()]
-        ids = iter(self._vocabulary.encode(texts) if texts else [])
-        encoded: list[Encoded] = []
-        for document in documents:
-            if not isinstance(document, str):
-                encoded.append(Encoded(self._vocabulary.terminated(document)))
-            else:
-                encoded.append(Encoded(np.asarray(next(ids) if document.strip() else [], dtype=np.int32)))
-        return encoded
 
     def _take(self, rows: Any) -> None:
         """Add rows that are not written yet to those of the next windows."""

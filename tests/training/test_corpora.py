@@ -173,10 +173,12 @@ def test_size_decides_unless_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_a_run_reads_what_a_process_tokenizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the losses of a run that tokenizes in its own process, and epochs that are counted."""
-    monkeypatch.setattr(shards, "SMALL_BYTES", 1000)
     trainer = {"max_steps": 8, "export": False, "save_checkpoints": False}
-    data = {"dataset": write_jsonl(tmp_path / "few.jsonl", LINES[:30])}
+    data = {"dataset": write_jsonl(tmp_path / "few.jsonl", LINES[:30]), "streaming": True}
     runs = []
+    started: list[object] = []
+    start = token_feed.TokenProcess
+    monkeypatch.setattr(token_feed, "TokenProcess", lambda job: started.append(job) or start(job))
     for name, seconds in (("own", 60.0), ("process", 0.0)):
         monkeypatch.setattr(token_feed, "FOREGROUND_S", seconds)
         (tmp_path / name).mkdir()
@@ -184,6 +186,7 @@ def test_a_run_reads_what_a_process_tokenizes(tmp_path: Path, monkeypatch: pytes
         assert outcome.returncode == 0, outcome.stderr
         assert "with a shuffled window of 10,000 documents" in " ".join(outcome.stdout.split())
         assert "epoch 2 of" in outcome.stdout
+        assert bool(started) == (name == "process")
         runs.append(tmp_path / name / "run")
     assert exact(runs[0]) == exact(runs[1])
     first, second = (next(run.glob("tokens/*")) for run in runs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -9,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from nxd_memopt.training import corpora, token_log, tokens
+from nxd_memopt.training import corpora, token_log, token_workers, tokens
 from nxd_memopt.training.prepare import main
 from nxd_memopt.training.tokens import Window
+from tests.training.chats import TURNS
 from tests.training.runs import exact, run_here, write_config
 
 
@@ -67,3 +69,53 @@ def test_a_stopped_preparation_goes_on(
     assert train_files(tmp_path / "run") == train_files(tmp_path / "other")
     # Held-out text has one window, and each window was written once.
     assert sum(len(window.rows) for window in written[1:]) * 24 * 4 == len(train_files(tmp_path / "run")["train.bin"])
+
+
+def tokens_of(run: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in run.glob("tokens/*/*.*") if path.suffix != ".lock"}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"streaming": True},
+        pytest.param({"packing": "best_fit"}, marks=pytest.mark.slow),
+        pytest.param({"format": "prompt_completion"}, marks=pytest.mark.slow),
+    ],
+)
+def test_the_number_of_workers_changes_no_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], data: dict[str, Any]
+) -> None:
+    """Of the tokens, their logs and their restart state; and a preparation goes on with another number."""
+    monkeypatch.setattr(token_workers, "FOREGROUND_S", 0.0)
+    monkeypatch.setattr(token_workers, "WORKER_CHARACTERS", 200)  # calls of other documents than of one process
+    if "format" in data:
+        pairs = [{"prompt": f"question {i}", "completion": "x" * (i % 13 + 1)} for i in range(200)]
+        (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs), encoding="utf-8")
+        (tmp_path / "turns.jinja").write_text(TURNS, encoding="utf-8")
+        data |= {"dataset": str(tmp_path / "pairs.jsonl"), "chat_template": str(tmp_path / "turns.jinja")}
+        data |= {"seq_length": 64}
+    config = str(write_config(tmp_path, data=data))
+    started: list[int] = []
+    start = token_workers.TokenWorkers.start
+    monkeypatch.setattr(
+        token_workers.TokenWorkers, "start", lambda workers: (start(workers), started.extend(workers.process_ids))
+    )
+    found = {}
+    for count in ("1", "2"):
+        run = tmp_path / count
+        assert main(["--config", config, "--workers", count, "--trainer.output-dir", str(run)]) == 0
+        found[count] = tokens_of(run)
+    assert len(started) == 2
+    assert found["1"] == found["2"]
+    assert {"train.bin", "train.jsonl", "train.next.json", "held_out.bin"} <= set(found["1"])
+
+
+def test_a_number_of_workers_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = str(write_config(tmp_path))
+    for value in ("0", "-1", "two"):
+        with pytest.raises(SystemExit) as stop:
+            main(["--config", config, f"--workers={value}"])
+        assert stop.value.code == 2
+        assert f"--workers must be a number of processes, at least 1, got '{value}'" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

@@ -85,6 +85,19 @@ def test_going_on_writes_the_bytes_of_one_run(tmp_path: Path, monkeypatch: pytes
     assert len(ended) - 1 <= found <= len(ended)
 
 
+@pytest.mark.parametrize("documents_per_call", [1, 7, 100])
+def test_a_text_with_an_exact_number_of_windows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, documents_per_call: int
+) -> None:
+    """The last one says that it is the last, whatever the calls of the tokenizer are."""
+    monkeypatch.setattr(corpora, "WINDOW_SEQUENCES", 20)
+    monkeypatch.setattr(tokens, "DOCUMENTS_PER_CALL", documents_per_call)
+    config = DataConfig(seq_length=16, eval_sequences=0, held_out_every=0)
+    texts = ["x" * 15] * 40  # a row each, with the end-of-text token
+    log = TokenWriter(write(tmp_path, 10**6, config, documents=documents(texts, 0)), "train", 16).log
+    assert [(entry.rows, entry.ended, entry.documents) for entry in log.entries] == [(20, False, 20), (40, True, 40)]
+
+
 @pytest.mark.usefixtures("small_windows")
 @pytest.mark.parametrize("step", ["tokens", "state", "entry", "half an entry"])
 def test_a_kill_at_any_point_of_a_write_loses_and_repeats_nothing(
