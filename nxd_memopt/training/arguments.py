@@ -54,6 +54,7 @@ ALIASES = {
     "micro_batch_size": ("data", "micro_batch_size"),
     "global_batch_size": ("data", "global_batch_size"),
     "gradient_clip_val": ("optimizer", "clip_grad"),
+    "do_layer_norm_weight_decay": ("optimizer", "do_layer_norm_weight_decay"),
     "native_amp_init_scale": ("optimizer", "initial_loss_scale"),
     "native_amp_growth_interval": ("optimizer", "loss_scale_window"),
     "hysteresis": ("optimizer", "hysteresis"),

@@ -31,6 +31,7 @@ from nxd_memopt.training.distributed import is_rank_zero
 from nxd_memopt.training.isolation import require_attention
 from nxd_memopt.training.lora_options import ADAPTER
 from nxd_memopt.training.model import expert_options
+from nxd_memopt.training.parameter_groups import parameter_groups, trained_parameters
 from nxd_memopt.training.report import EVALUATION, METRICS, require_readable_records
 from nxd_memopt.training.stopping import LAST_SAVE
 
@@ -91,6 +92,9 @@ def require_applicable_memory(config: TrainConfig, hf_config: PretrainedConfig) 
     if config.trainer.compile is not None:
         apply_memory(model, model.memory, compile=config.trainer.compile)
     require_attention(model, config)
+    # With LoRA the trained parameters are the adapters', which this model does not have.
+    if config.lora.lora_rank is None:
+        parameter_groups(trained_parameters(model), config.optimizer)
 
 
 def require_usable_output(config: TrainConfig) -> None:

@@ -16,6 +16,7 @@ SIZES = {
     "ffn_hidden_size": "intermediate_size",
     "num_attention_heads": "num_attention_heads",
     "num_query_groups": "num_key_value_heads",
+    "num_kv_heads": "num_key_value_heads",
     "kv_channels": "head_dim",
     "max_position_embeddings": "max_position_embeddings",
     "init_method_std": "initializer_range",
@@ -24,6 +25,17 @@ SIZES = {
     "rotary_base": "rope_theta",
     "attention_dropout": "attention_dropout",
     "vocab_size": "vocab_size",
+    "override_vocab_size": "vocab_size",
+}
+# Options that make the model another one of the LLaMA family; ``_architecture`` reads them.
+ARCHITECTURE = ("window_size", "sliding_window_size", "qkv_bias", "scale_positional_embedding")
+# The scaling of rotary frequencies that NeMo has for LLaMA 3.1, without options of its own.
+LLAMA31_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
 }
 # Options of models and techniques with the values that this library has.
 ONLY: dict[str, tuple[Any, ...]] = {
@@ -41,7 +53,6 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "headscale": (False,),
     "normalize_attention_scores": (True,),
     "use_scaled_init_method": (False,),
-    "do_layer_norm_weight_decay": (False,),
     "fp32_residual_connection": (False,),
     "fp16_lm_cross_entropy": (False,),
     "fp8": (False,),
@@ -59,6 +70,7 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "convert_to_hf": (False,),
     "zero_use_fp32_grad_accum": (False,),
     "ub_tp_comm_overlap": (False,),
+    "fsdp": (False,),
 }
 # Choices of kernels, buffers and logs: the computed values do not depend on them.
 # ``apply_query_key_layer_scaling`` divides scores and multiplies them again.
@@ -105,6 +117,11 @@ WITHOUT_EFFECT = frozenset(
         "gc_interval",
         "deterministic_mode",
         "ub_tp_comm_overlap_cfg",
+        "fp8_wgrad",
+        "fsdp_sharding_strategy",
+        "fsdp_grad_reduce_dtype",
+        "fsdp_sharded_checkpoint",
+        "sharp",
     ]
 )
 OPTIMIZERS = ("fused_adam", "distributed_fused_adam", "adamw", "adam", "adamw_fp32OptState", "mcore_distributed_optim")
@@ -154,6 +171,8 @@ NOT_SUPPORTED = {
         "max_time": "a signal stops a run and saves it",
     },
 }
+# Options next to ``model``: checkpoints here are complete before an older one is removed.
+TOP_WITHOUT_EFFECT = ("enable_recovery_time_instrumentation", "enable_checkpoint_removal_protection")
 MISSING = "???"
 _REFERENCE = re.compile(r"\$\{(\.?)([\w.]+)\}")
 
@@ -162,7 +181,16 @@ Sections = dict[str, dict[str, Any]]
 
 def knows(name: str) -> bool:
     """Return whether ``name`` is an option of NeMo's ``model`` section that ``translate`` reads."""
-    special = ("tokenizer", "optim", "data", "seed", "wrap_with_zero", "zero_use_master_weight")
+    special = (
+        *ARCHITECTURE,
+        "tokenizer",
+        "optim",
+        "data",
+        "seed",
+        "wrap_with_zero",
+        "zero_use_master_weight",
+        "mcore_customization_config",
+    )
     return name in SIZES or name in ONLY or name in WITHOUT_EFFECT or name in special
 
 
@@ -181,16 +209,22 @@ def translate(values: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
         return dict(values)
     sections: Sections = {name: dict(options or {}) for name, options in values.items() if isinstance(options, Mapping)}
     rest = {name: options for name, options in values.items() if not isinstance(options, Mapping)}
+    rest = {name: value for name, value in rest.items() if name not in TOP_WITHOUT_EFFECT}
+    if "async_checkpointing" in rest:
+        sections.setdefault("trainer", {}).setdefault("async_save", rest.pop("async_checkpointing"))
     model = {name: resolved(value, values, f"model.{name}", problems) for name, value in model.items()}
     own = {name: value for name, value in model.items() if not knows(name)}
     if isinstance(model.get("tokenizer"), str):
         own["tokenizer"] = model["tokenizer"]
+    # NeMo's model section repeats the trainer's.
+    if "precision" in own and own["precision"] == sections.get("trainer", {}).get("precision"):
+        del own["precision"]
     # NeMo reads these two for full recompute only.
     if own.get("activations_checkpoint_granularity") != "full":
         for name in ("activations_checkpoint_method", "activations_checkpoint_num_layers"):
             own.pop(name, None)
     overrides = dict(own.pop("config_overrides", None) or {})
-    overrides = _sizes(model) | overrides
+    overrides = _sizes(model, problems) | overrides
     sections["model"] = own | {"config_overrides": overrides}
     for name, allowed in ONLY.items():
         if name in model and model[name] not in allowed:
@@ -222,7 +256,8 @@ def _without_unsupported(values: Mapping[str, Any], problems: list[str]) -> dict
         if not isinstance(options, Mapping):
             continue
         for name, remedy in names.items():
-            if name in options:
+            # null is NeMo's default.
+            if options.get(name) is not None:
                 problems.append(f"{f'{section}.' if section else ''}{name} is not supported: {remedy}")
         left = {name: value for name, value in options.items() if name not in names}
         if section:
@@ -232,12 +267,41 @@ def _without_unsupported(values: Mapping[str, Any], problems: list[str]) -> dict
     return remaining
 
 
-def _sizes(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the Hugging Face configuration of a LLaMA of these sizes."""
-    # null is NeMo's default, which is that of transformers too.
-    sizes = {theirs: model[name] for name, theirs in SIZES.items() if model.get(name) is not None}
+def _sizes(model: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+    """Return the Hugging Face configuration of a model of the LLaMA family of these sizes."""
+    sizes: dict[str, Any] = {}
+    for name, theirs in SIZES.items():
+        value = model.get(name)
+        # null is NeMo's default, which is that of transformers too.
+        if value is None:
+            continue
+        if sizes.setdefault(theirs, value) != value:
+            others = [other for other in SIZES if SIZES[other] == theirs]
+            problems.append(f"model.{name} {value!r} contradicts {sizes[theirs]!r}: write one of {', '.join(others)}")
     # NeMo takes the size from the tokenizer.
-    return {"model_type": "llama", "vocab_size": VOCABULARY_OF_TOKENIZER, "tie_word_embeddings": True, **sizes}
+    sizes = {"model_type": "llama", "vocab_size": VOCABULARY_OF_TOKENIZER, "tie_word_embeddings": True, **sizes}
+    return sizes | _architecture(model, sizes, problems)
+
+
+def _architecture(model: Mapping[str, Any], sizes: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+    """Return what makes the model a Mistral (attention window), a Qwen2 (biases) or a LLaMA 3.1 (frequencies)."""
+    customized = model.get("mcore_customization_config")
+    if isinstance(customized, Mapping) and any(customized.values()):
+        problems.append(f"model.mcore_customization_config {dict(customized)} is not supported: leave it out")
+    window = model.get("window_size") or model.get("sliding_window_size")
+    # NeMo's is [tokens before, tokens after], of which a causal model has the first.
+    if isinstance(window, list):
+        window = window[0]
+    if window is not None and model.get("qkv_bias"):
+        problems.append("model.qkv_bias with an attention window is not supported: leave one of them out")
+    if model.get("qkv_bias"):
+        return {"model_type": "qwen2"}
+    if window is not None:
+        return {"model_type": "mistral", "sliding_window": window}
+    if model.get("scale_positional_embedding"):
+        theta = sizes.pop("rope_theta", 10000.0)
+        return {"rope_parameters": LLAMA31_ROPE | {"rope_theta": theta}}
+    return {}
 
 
 def _read_tokenizer(tokenizer: Mapping[str, Any], sections: Sections, problems: list[str]) -> None:

@@ -26,6 +26,7 @@ from nxd_memopt.parallel_layers.overlapped_grads import OverlappedGradientReduct
 from nxd_memopt.training.config import OptimizerConfig
 from nxd_memopt.training.distributed import world_size
 from nxd_memopt.training.metrics import LossScaling
+from nxd_memopt.training.parameter_groups import parameter_groups
 from nxd_memopt.training.sharding import DataParallelConfig
 
 
@@ -41,7 +42,7 @@ class MasterWeightOptimizer:
 
     Args:
         parameters: parameters to train, for zero3 those of a model that ``shard_model`` has
-            sharded. Weight decay applies to parameters with two or more dimensions.
+            sharded; with their names, or without names, which no pattern of ``config`` matches.
         config: hyperparameters of AdamW, and clipping.
         data_parallel: the ZeRO stage.
         shard_ranks: zero2: number of consecutive data-parallel ranks that share the shards.
@@ -51,17 +52,19 @@ class MasterWeightOptimizer:
 
     def __init__(
         self,
-        parameters: list[nn.Parameter],
+        parameters: Sequence[nn.Parameter | tuple[str, nn.Parameter]],
         config: OptimizerConfig,
         data_parallel: DataParallelConfig | None = None,
         *,
         shard_ranks: int | None = None,
         pool: HostPool | None = None,
     ) -> None:
-        self.parameters = parameters
+        named = [each if isinstance(each, tuple) else ("", each) for each in parameters]
+        self.parameters = [parameter for _, parameter in named]
+        self._groups = parameter_groups(named, config)
         self.loss_scaler: LossScaler | None = None
         # Not ``dtype``: the rows of a zero3 parameter are its fp32 masters.
-        if model_dtype(parameters[0]) == torch.float16:
+        if model_dtype(self.parameters[0]) == torch.float16:
             self.loss_scaler = LossScaler(
                 initial_scale=config.initial_loss_scale,
                 min_scale=config.min_loss_scale,
@@ -73,7 +76,7 @@ class MasterWeightOptimizer:
         self._reduce_dtype = reduction_dtype(config, data_parallel)
         self._overlapped: OverlappedGradientReduction | None = None
         if config.overlap_grad_reduce:
-            self._overlapped = OverlappedGradientReduction(parameters)
+            self._overlapped = OverlappedGradientReduction(self.parameters)
         self._zero1 = self._optimizer_of_stage(config, shard_ranks, pool)
         # Without shards and masters the inner AdamW updates the parameters themselves.
         self._in_backward: OptimizerInBackward | None = None
@@ -88,14 +91,7 @@ class MasterWeightOptimizer:
         self, config: OptimizerConfig, shard_ranks: int | None, pool: HostPool | None
     ) -> NeuronZero1Optimizer:
         """Return the optimizer of the stage, with AdamW inside."""
-        # Matrices (embeddings and projections) decay; norm weights and biases do not.
-        matrices = [parameter for parameter in self.parameters if parameter.dim() >= 2]
-        vectors = [parameter for parameter in self.parameters if parameter.dim() < 2]
-        candidates = [
-            {"params": matrices, "weight_decay": config.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
-        groups = [group for group in candidates if group["params"]]
+        groups = [{"params": list(group.parameters), "weight_decay": group.weight_decay} for group in self._groups]
         options: dict[str, Any] = {
             "grad_clipping": config.clip_grad > 0,
             "max_norm": config.clip_grad,
@@ -194,8 +190,8 @@ class MasterWeightOptimizer:
             self._require_finite_weights(self.loss_scaler)
 
     def _set_learning_rate(self, lr: float) -> None:
-        for group in self._zero1.param_groups:
-            group["lr"] = lr
+        for options, group in zip(self._zero1.param_groups, self._groups, strict=True):
+            options["lr"] = lr * group.lr_multiplier
 
     def _require_finite_weights(self, scaler: LossScaler) -> None:
         """Raise ``ValueError`` on every rank if a weight of any rank is NaN or infinite.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from typing import Literal
 
 from nxd_memopt.config import require_at_least, require_one_of
@@ -26,6 +27,12 @@ class OptimizerConfig:
         decay_steps: step at which the decay ends; ``None`` takes ``trainer.max_steps``. Set it if
             ``max_steps`` will be raised later, or choose with ``trainer.on_schedule_change`` then.
         weight_decay: for parameters of two or more dimensions; norms and biases are not decayed.
+        no_decay: patterns of names of parameters without weight decay, such as ``[embed_tokens]``. A
+            pattern matches a part of a name; ``*`` and ``?`` are those of a shell. One that matches
+            nothing is an error.
+        do_layer_norm_weight_decay: decay norms and biases too (NeMo's name).
+        lr_multipliers: factors of the learning rate for parameters whose names a pattern matches,
+            such as ``{lm_head: 0.1}``.
         betas: decay rates of the running means of the gradient and of its square.
         eps: added to the denominator.
         clip_grad: maximum global gradient norm; 0 disables clipping.
@@ -67,6 +74,9 @@ class OptimizerConfig:
     warmup_steps: int = 0
     decay_steps: int | None = None
     weight_decay: float = 0.1
+    no_decay: tuple[str, ...] = ()
+    do_layer_norm_weight_decay: bool = False
+    lr_multipliers: dict[str, float] = field(default_factory=dict)
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     clip_grad: float = 1.0
@@ -99,6 +109,7 @@ class OptimizerConfig:
                 f"{self.initial_loss_scale} must be above 0 and at most {MAX_LOSS_SCALE:.0e}, and "
                 "initial_loss_scale not below min_loss_scale"
             )
+        self._check_groups()
         self._check_in_backward()
         self._check_offload()
         if self.min_lr_ratio > 1:
@@ -126,6 +137,21 @@ class OptimizerConfig:
                 f"optimizer.decay_steps {self.decay_steps} has no effect with lr_schedule {self.lr_schedule}: "
                 "leave it out"
             )
+
+    def _check_groups(self) -> None:
+        """Raise ``ValueError`` for patterns and factors that cannot be of a parameter."""
+        for option, patterns in (("no_decay", self.no_decay), ("lr_multipliers", tuple(self.lr_multipliers))):
+            for pattern in patterns:
+                if not isinstance(pattern, str) or not pattern.strip("* "):
+                    raise ValueError(
+                        f"optimizer.{option} has the pattern {pattern!r}, which names no parameter: write a part of a "
+                        "name, such as embed_tokens"
+                    )
+        for pattern, factor in self.lr_multipliers.items():
+            if not isinstance(factor, int | float) or isinstance(factor, bool) or not 0 < factor < math.inf:
+                raise ValueError(
+                    f"optimizer.lr_multipliers {pattern!r} must be a number above 0, got {factor!r}: it multiplies lr"
+                )
 
     def _check_in_backward(self) -> None:
         """Raise ``ValueError`` for an option of this section that an update in backward excludes."""

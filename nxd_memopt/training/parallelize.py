@@ -28,6 +28,7 @@ from nxd_memopt.training.optimizer import (
     reduction_dtype,
     trainable_parameters,
 )
+from nxd_memopt.training.parameter_groups import trained_parameters
 from nxd_memopt.training.precision import PRECISIONS
 from nxd_memopt.training.routers import ExpertForwardBackward
 from nxd_memopt.training.sharding import SHARDS_GRADIENTS
@@ -80,7 +81,7 @@ def parallelize(
     # A rank whose host lacks memory for the states raises here: the others must not go on alone.
     with raise_together("creating the optimizer"):
         optimizer = MasterWeightOptimizer(
-            trainable_parameters(model), config.optimizer, config.data_parallel, shard_ranks=ranks, pool=pool
+            trained_parameters(model), config.optimizer, config.data_parallel, shard_ranks=ranks, pool=pool
         )
     optimizer.pace_backward(model.decoder_layers())
     if config.optimizer.optimizer_update_in_forward:

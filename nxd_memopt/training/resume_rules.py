@@ -128,6 +128,10 @@ RULES: dict[str, Rule] = {
     "optimizer.warmup_steps": WHEN_ASKED,
     "optimizer.decay_steps": SPECIAL,
     "optimizer.weight_decay": WHEN_ASKED,
+    # Checkpoints have the states by group.
+    "optimizer.no_decay": Rule(Change.REFUSED, WARM_START, before=[]),
+    "optimizer.do_layer_norm_weight_decay": Rule(Change.REFUSED, WARM_START, before=False),
+    "optimizer.lr_multipliers": Rule(Change.REFUSED, WARM_START, before=[]),
     "optimizer.betas": WHEN_ASKED,
     "optimizer.eps": WHEN_ASKED,
     "optimizer.clip_grad": WHEN_ASKED,

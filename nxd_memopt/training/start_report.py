@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import nn
 
-from nxd_memopt.parallel_layers import parallel_state
-from nxd_memopt.parallel_layers.resharding import full_shape
-from nxd_memopt.parallel_layers.utils import is_expert_parallel
 from nxd_memopt.planner.states import StateLayout, gradient_bytes, master_bytes, moment_bytes, weight_bytes
 from nxd_memopt.training.config import TrainConfig
 from nxd_memopt.training.data_options import DataConfig
+from nxd_memopt.training.parameter_groups import count_elements, describe_groups
 
 
 def start_lines(model: nn.Module, config: TrainConfig) -> list[str]:
     """Return the lines for a model that is not sharded over data-parallel ranks; each parameter is counted once."""
     sizes = {True: 0, False: 0}
     for param in model.parameters():
-        # Expert-parallel ranks have different experts, as many each.
-        ranks = parallel_state.get_expert_model_parallel_size() if is_expert_parallel(param) else 1
-        sizes[param.requires_grad] += math.prod(full_shape(param)) * ranks
+        sizes[param.requires_grad] += count_elements(param)
     of_all = f" of {sum(sizes.values()):,}" if sizes[False] else ""
     data, steps = config.data, config.trainer.max_steps
     tokens = steps * data.global_batch_size * data.seq_length
     return [
         f"model: {sizes[True]:,}{of_all} parameters are trained, with {bytes_per_parameter(config)} bytes each for "
         "weight, gradient and optimizer states before sharding",
+        *describe_groups(model, config.optimizer),
         f"training: {steps:,} steps of {data.global_batch_size:,} sequences of {data.seq_length:,} tokens, {tokens:,} "
         "tokens in total",
         f"held-out text: {_held_out(data)}",

@@ -116,8 +116,51 @@ def test_full_recompute_keeps_its_method() -> None:
 
 
 @pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"num_query_groups": None, "num_kv_heads": 3}, {"model_type": "llama", "num_key_value_heads": 3}),
+        ({"window_size": [16, 0]}, {"model_type": "mistral", "sliding_window": 16}),
+        ({"sliding_window_size": 8}, {"model_type": "mistral", "sliding_window": 8}),
+        ({"window_size": None, "mcore_customization_config": {"parallel_attention": False}}, {"model_type": "llama"}),
+        ({"qkv_bias": True, "override_vocab_size": 300}, {"model_type": "qwen2", "vocab_size": 300}),
+    ],
+)
+def test_others_of_the_llama_family(changes: dict[str, Any], expected: dict[str, Any], tmp_path: Path) -> None:
+    tokenizer(None).save_pretrained(tmp_path)
+    library = {"tokenizer": {"library": "huggingface", "type": str(tmp_path)}}
+    sizes = load_hf_config(config_from_mapping(mapping(**library, **changes)).model)
+    assert {name: getattr(sizes, name) for name in expected} == expected
+
+
+def test_scaled_positions_are_those_of_llama_3_1(tmp_path: Path) -> None:
+    tokenizer(None).save_pretrained(tmp_path)
+    library = {"tokenizer": {"library": "huggingface", "type": str(tmp_path)}}
+    model = config_from_mapping(mapping(**library, scale_positional_embedding=True, rotary_base=500000.0)).model
+    rope = load_hf_config(model).rope_parameters
+    assert (rope["rope_type"], rope["rope_theta"], rope["factor"]) == ("llama3", 500000.0, 8.0)
+    assert (rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]) == (1, 4, 8192)
+
+
+def test_options_next_to_the_sections() -> None:
+    beside = {
+        "enable_recovery_time_instrumentation": False,
+        "enable_checkpoint_removal_protection": True,
+        "async_checkpointing": True,
+        "restore_from_path": None,
+    }
+    config = config_from_mapping({**beside, **mapping(precision="${trainer.precision}")})
+    assert config.trainer.async_save and config.trainer.precision == "32-true"
+    with pytest.raises(ValueError, match="restore_from_path is not supported"):
+        config_from_mapping({**mapping(), "restore_from_path": "a.nemo"})
+
+
+@pytest.mark.parametrize(
     ("changes", "says"),
     [
+        ({"num_kv_heads": 3}, "model.num_kv_heads 3 contradicts 2: write one of num_query_groups, num_kv_heads"),
+        ({"qkv_bias": True, "window_size": [4, 0]}, "model.qkv_bias with an attention window is not supported"),
+        ({"mcore_customization_config": {"parallel_attention": True}}, "mcore_customization_config"),
+        ({"fsdp": True}, "model.fsdp True is not supported"),
         ({"normalization": "layernorm"}, "model.normalization 'layernorm' is not supported: only 'rmsnorm' is"),
         ({"bias": True}, "model.bias True is not supported"),
         ({"use_scaled_init_method": True}, "model.use_scaled_init_method True"),
