@@ -12,12 +12,16 @@ from typing import Any
 
 from nxd_memopt._optional import require_installed
 from nxd_memopt.config import require_one_of
+from nxd_memopt.moe_config import MoEConfig
+from nxd_memopt.planner.architectures import moe_layers
 from nxd_memopt.planner.explain import explanation
 from nxd_memopt.planner.hardware import DEVICES, GIB, ONLY_HARDWARE_SHOWS, device_named
 from nxd_memopt.planner.model_configs import NAMED_CONFIGS, load_model_config, with_defaults
+from nxd_memopt.planner.moe_sizes import BALANCED_ROUTING
 from nxd_memopt.planner.plan import PRECISIONS, Plan, Problem, Setting, plans, remedies, smallest
 from nxd_memopt.planner.step_time import rates_of
 from nxd_memopt.training.config import OptimizerConfig, TrainConfig
+from nxd_memopt.training.moe_options import MoEOptions, completed_options
 from nxd_memopt.training.precision import resolve_precision
 
 RECIPES = Path(__file__).parent / "training" / "recipes"
@@ -50,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
         for line in explanation(found[0].memory, found[0].time):
             print(line)
     if options.write is not None:
-        write_yaml(Path(options.write), problem, found[0], section)
+        write_yaml(Path(options.write), problem, found[0], section, _given_moe(source))
         print(f"wrote {options.write}: nxd-memopt train --config {options.write}", file=sys.stderr)
     return 0
 
@@ -167,18 +171,12 @@ def _run(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 def _problem(options: argparse.Namespace, source: Mapping[str, Any]) -> Problem:
     """Return what is asked: the command's options before those of a configuration file."""
     device = device_named(options.device)
-    experts = (source.get("moe") or {}).get("num_moe_experts")
-    # A plan of the dense model would be too small.
-    if experts:
-        raise ValueError(
-            f"moe.num_moe_experts {experts} adds experts to a model, and plan knows those of its config only: leave "
-            "it out to plan the dense model, or name a config with experts"
-        )
     section = source["model"]
     config = dict(section.get("config_overrides") or {})
     if section.get("pretrained"):
         config = load_model_config(section["pretrained"], ()) | config
     complete = with_defaults(config)
+    moe = _moe(source, complete)
     data = source.get("data") or {}
     trainer = source.get("trainer") or {}
     length = options.seq_length or data.get("seq_length") or complete.get("max_position_embeddings")
@@ -200,7 +198,34 @@ def _problem(options: argparse.Namespace, source: Mapping[str, Any]) -> Problem:
         grad_reduce_in_fp32=(source.get("data_parallel") or {}).get("grad_reduce_in_fp32") is not False,
         device_gib=options.device_memory_gib,
         host_gib=options.host_memory_gib,
+        moe=moe,
     )
+
+
+def _given_moe(source: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of the ``moe`` section that are set."""
+    return {name: value for name, value in (source.get("moe") or {}).items() if value is not None}
+
+
+def _moe(source: Mapping[str, Any], config: Mapping[str, Any]) -> MoEConfig | None:
+    """Return the options of the layers with experts; None for a dense model.
+
+    Raises:
+        ValueError: the section adds experts to a dense model, or chooses a memory technique.
+    """
+    given = _given_moe(source)
+    if not any(moe_layers(config)):
+        # A plan of the dense model would be too small.
+        if given:
+            name, value = next(iter(given.items()))
+            raise ValueError(
+                f"moe.{name} {value!r} adds experts to a model, and plan knows those of its config only: leave it out "
+                "to plan the dense model, or name a config with experts"
+            )
+        return None
+    if given.get("moe_layer_recompute"):
+        raise ValueError("moe.moe_layer_recompute True is a technique, which plan chooses itself: leave it out")
+    return completed_options(MoEOptions(**given), config)
 
 
 def _print(options: argparse.Namespace, problem: Problem, found: Sequence[Plan]) -> None:
@@ -216,6 +241,8 @@ def _print(options: argparse.Namespace, problem: Problem, found: Sequence[Plan])
         print(f"Times on {device.name} are not calibrated: they order the settings, no more. docs/planner.md")
     if ONLY_HARDWARE_SHOWS[device.kind]:
         print(f"Only hardware shows: {'; '.join(ONLY_HARDWARE_SHOWS[device.kind])}.")
+    if any(plan.setting.expert_model_parallel_size > 1 for plan in found[: options.show]):
+        print(f"With EP above 1 the figures are those of {BALANCED_ROUTING}.")
     if not found:
         closest = smallest(problem)
         print(
@@ -276,7 +303,9 @@ def _document(problem: Problem, found: Sequence[Plan]) -> dict[str, Any]:
     }
 
 
-def write_yaml(path: Path, problem: Problem, plan: Plan, model: Mapping[str, Any]) -> None:
+def write_yaml(
+    path: Path, problem: Problem, plan: Plan, model: Mapping[str, Any], moe: Mapping[str, Any] | None = None
+) -> None:
     """Write the setting as a configuration of the training program.
 
     Args:
@@ -284,6 +313,7 @@ def write_yaml(path: Path, problem: Problem, plan: Plan, model: Mapping[str, Any
         problem: what the setting was chosen for.
         plan: the setting.
         model: section ``model`` of the configuration.
+        moe: section ``moe``.
 
     Raises:
         ValueError: the file exists.
@@ -293,6 +323,8 @@ def write_yaml(path: Path, problem: Problem, plan: Plan, model: Mapping[str, Any
     if path.exists():
         raise ValueError(f"--write {path} exists already: name another file, or remove it")
     content = configuration(problem, plan.setting, model)
+    if moe:
+        content["moe"] = dict(moe)
     lines = [
         f"# Chosen by nxd-memopt plan for {problem.devices} x {problem.device.name}:",
         f"# {plan.setting.describe()}; {plan.memory.device_bytes / GIB:.1f} GiB, {plan.tokens_per_s:,.0f} tokens/s.",
@@ -305,6 +337,7 @@ def write_yaml(path: Path, problem: Problem, plan: Plan, model: Mapping[str, Any
 def configuration(problem: Problem, setting: Setting, model: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sections of a configuration of the training program."""
     size = setting.tensor_model_parallel_size
+    experts = setting.expert_model_parallel_size
     replicas = problem.devices // size
     defaults = {field.name: field.default for field in dataclasses.fields(setting.memory)}
     memory = {
@@ -318,6 +351,7 @@ def configuration(problem: Problem, setting: Setting, model: Mapping[str, Any]) 
         "parallel": {
             "tensor_model_parallel_size": size,
             "sequence_parallel_enabled": size > 1 and problem.sequence_length % size == 0,
+            **({"expert_model_parallel_size": experts} if experts > 1 else {}),
         },
         "memory": memory,
         "data": {

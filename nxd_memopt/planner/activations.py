@@ -227,8 +227,8 @@ def _around(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels) -> Tensors
     tensors |= norm.saves | loss_tensors(sizes, fused=memory.fused_linear_cross_entropy)
     if sizes.moe is not None and sizes.moe.has_hf_loss:
         # The divisor, and the experts' shares.
-        shares = sizes.moe.num_experts * FP32_BYTES
-        tensors |= {"tokens of the router": FP32_BYTES, "shares of the experts": shares}
+        shares = sizes.moe.num_experts * sizes.moe.number_bytes
+        tensors |= {"tokens of the router": sizes.moe.number_bytes, "shares of the experts": shares}
     return tensors
 
 

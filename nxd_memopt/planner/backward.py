@@ -60,9 +60,13 @@ class _Bytes:
         # Of experts: rows instead of tokens, and the weights of all experts.
         rows, width, num_weights = sizes.tokens, sizes.width, 1
         self.rows = 0
+        self.expert_tokens = self.full
         if sizes.moe is not None:
-            rows, width, num_weights = sizes.tokens * sizes.moe.top_k, sizes.moe.width, sizes.moe.num_experts
+            rows, width, num_weights = sizes.moe.rows(sizes.tokens), sizes.moe.width, sizes.moe.local_experts
             self.rows = rows * sizes.hidden * element
+            # The gradient of the tokens of all expert-parallel ranks, before it is reduced.
+            if sizes.moe.gathers_tokens:
+                self.expert_tokens = sizes.moe.expert_ranks * self.full
         self.width = rows * width * element
         self.qkv_weight = (sizes.query + 2 * sizes.kv) * sizes.hidden * element
         self.output_weight = sizes.query * sizes.hidden * element
@@ -189,10 +193,13 @@ def _mlp_moments(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, b: _B
     if sizes.moe is not None:
         # The gradients of the weighted rows and of the experts' outputs.
         down |= {"gradients of the rows": 2 * b.rows}
+        if sizes.moe.options.moe_expert_block_size is not None:
+            # Blocks add up in fp32, which is rounded once.
+            down |= {"dW in fp32": b.width_weight // sizes.element_bytes * FP32_BYTES}
     up = {
         "gradients of the stream": b.stream + b.reduced,
         "gathered": b.gathered,
-        "dX": b.full + b.rows,
+        "dX": b.expert_tokens + b.rows,
         "dW": columns * b.width_weight,
     }
     return [

@@ -30,6 +30,10 @@ TIME_TERMS = {
         "bytes over the link, the part that nothing hides",
         "step_time.tensor_parallel_bytes",
     ),
+    "expert-parallel collectives": (
+        "tokens or rows to the experts and back, of a balanced routing",
+        "step_time.expert_parallel_bytes",
+    ),
     "copies to and from the host": (
         "of activations and weights, over the host link, beyond the computation",
         "step_time.step_time",

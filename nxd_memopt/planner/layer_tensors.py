@@ -13,9 +13,9 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 from nxd_memopt.config import MemoryConfig
-from nxd_memopt.planner.rank_sizes import FP32_BYTES, MoESizes, RankSizes
+from nxd_memopt.planner.expert_tensors import expert_tensors
+from nxd_memopt.planner.rank_sizes import FP32_BYTES, RankSizes
 
-_INT64_BYTES = 8
 _HEAD_NORMS = ("qwen3", "qwen3_moe")
 """Architectures with a norm over each head of query and key."""
 Tensors = dict[str, int]
@@ -325,38 +325,6 @@ def _plain_mlp(sizes: RankSizes, memory: MemoryConfig, inputs: Tensors) -> Part:
     return Part("mlp", inputs, inputs | result, (Part("mlp_act", expanded, saves),))
 
 
-def _experts(sizes: RankSizes, moe: MoESizes, inputs: Tensors) -> Part:
-    """Return what a mixture of experts saves (``modules/moe``), in plain operations.
-
-    The router's figures are of this rank's tokens. A row is the choice of an expert by a token, of all
-    tokens that the tensor-parallel ranks have together.
-    """
-    element = sizes.element_bytes
-    scores = sizes.shard_tokens * moe.num_experts * FP32_BYTES
-    rows = sizes.tokens * moe.top_k
-    chosen = sizes.shard_tokens * moe.top_k
-    router = {
-        "chosen experts": chosen * _INT64_BYTES,
-        "weights of the choices": scores if moe.pre_softmax else chosen * FP32_BYTES,
-        "router logits in fp32": scores,
-        "scores": scores,
-        "log-sum-exps of the router": sizes.shard_tokens * FP32_BYTES,
-        "counted tokens": sizes.shard_tokens * FP32_BYTES,
-    }
-    # The order of the rows by expert, and twice the tokens that they belong to.
-    order = dict.fromkeys(("choices", "tokens to gather", "tokens to add to"), rows * _INT64_BYTES)
-    experts = {
-        "rows": rows * sizes.hidden * element,
-        "gate, up of the rows": rows * 2 * moe.width * element,
-        "activated gate of the rows": rows * moe.width * element,
-        "activation of the rows": rows * moe.width * element,
-        "outputs of the rows": rows * sizes.hidden * element,
-        "weights of the rows": rows * FP32_BYTES,
-        "weighted rows": rows * sizes.hidden * element,
-    }
-    return Part("moe", inputs, {**inputs, **router, **order, **experts})
-
-
 def _llama_layer(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, index: int) -> Part:
     """Return the parts of LLaMA's layer: two pre-norm blocks, each on the residual stream."""
     statistics: Tensors = {}
@@ -371,9 +339,8 @@ def _llama_layer(sizes: RankSizes, memory: MemoryConfig, kernels: Kernels, index
         _gated_mlp(sizes, memory, kernels, normed_mlp),
     )
     if sizes.moe is not None:
-        experts = _experts(sizes, sizes.moe, normed_mlp)
         # Nothing but a checkpoint saves the statistics of the layers before.
-        experts = replace(experts, inputs=experts.inputs | statistics)
+        experts = Part("moe", normed_mlp | statistics, expert_tensors(sizes, sizes.moe))
         parts = (*parts[:-1], experts)
     return Part("layer", {"layer input": _stream(sizes)} | statistics, {}, parts)
 

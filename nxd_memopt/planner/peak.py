@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nxd_memopt.config import MemoryConfig, ParallelConfig
+from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.planner.activations import SHARED_TENSORS, Activations, activations, host_pool_bytes
 from nxd_memopt.planner.architectures import parameters
 from nxd_memopt.planner.backward import Moment, layer_moments, loss_temporaries
@@ -115,10 +116,11 @@ def rank_model(
     sequence_length: int,
     micro_batch_size: int,
     dtype: str,
+    moe: MoEConfig | None = None,
 ) -> RankModel:
     """Return the share of one rank; arguments and errors as ``rank_sizes``."""
     sizes = rank_sizes(
-        config, parallel, sequence_length=sequence_length, micro_batch_size=micro_batch_size, dtype=dtype
+        config, parallel, sequence_length=sequence_length, micro_batch_size=micro_batch_size, dtype=dtype, moe=moe
     )
     size = parallel.tensor_model_parallel_size
     replicas = kv_replicas(config, size)
@@ -129,7 +131,7 @@ def rank_model(
     if isinstance(config, Mapping):
         shallow = {**config, "num_hidden_layers": 1}
     for parameter in parameters(shallow):
-        shape = parameter.local_shape(size, replicas)
+        shape = parameter.local_shape(size, replicas, parallel.expert_model_parallel_size)
         if ".layers.0." in parameter.name:
             layer.append(shape)
         elif ".layers." not in parameter.name:

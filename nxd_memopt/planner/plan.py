@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nxd_memopt.config import MemoryConfig, ParallelConfig, require_divisible, require_one_of
+from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.planner.architectures import attention_windows, moe_layers, require_shardable, sizes
 from nxd_memopt.planner.hardware import GIB, Device
 from nxd_memopt.planner.layer_tensors import SINGLE_KERNELS, WINDOWED_KERNELS, Kernels
@@ -48,6 +49,7 @@ class Problem:
         grad_reduce_in_fp32: ``data_parallel.grad_reduce_in_fp32``; False rounds sums of gradients.
         device_gib: memory of the device in GiB, instead of the table's.
         host_gib: host memory of a rank in GiB, instead of the table's.
+        moe: options of experts; None: those of ``config``.
 
     Raises:
         ValueError: a number is below 1, or the precision is unknown.
@@ -65,6 +67,7 @@ class Problem:
     grad_reduce_in_fp32: bool = True
     device_gib: float | None = None
     host_gib: float | None = None
+    moe: MoEConfig | None = None
 
     def __post_init__(self) -> None:
         require_one_of("precision", self.precision, tuple(PRECISIONS))
@@ -119,6 +122,7 @@ class Setting:
         optimizer_update_in_forward: offloaded states are updated in the next forward.
         optimizer_staging_gib: device memory for offloaded states on their way.
         optimizer_in_backward: each parameter is updated in backward, which frees its gradient.
+        expert_model_parallel_size: EP, of the data-parallel ranks.
     """
 
     tensor_model_parallel_size: int = 1
@@ -133,10 +137,13 @@ class Setting:
     optimizer_update_in_forward: bool = False
     optimizer_staging_gib: float = STAGING_BYTES / GIB
     optimizer_in_backward: bool = False
+    expert_model_parallel_size: int = 1
 
     def describe(self) -> str:
         """Return the setting in words."""
         parts = [f"T={self.tensor_model_parallel_size}", f"B={self.micro_batch_size}"]
+        if self.expert_model_parallel_size > 1:
+            parts.append(f"EP={self.expert_model_parallel_size}")
         if self.sharding != "none":
             parts.append(self.sharding)
         parts.append(_describe_recompute(self.memory))
@@ -204,8 +211,8 @@ class Plan:
         return self.memory.device_bytes <= self.usable_bytes and self.memory.host_bytes <= self.usable_host_bytes
 
 
-Models = dict[tuple[int, int, bool | None], RankModel]
-"""Shares of one rank by tensor-parallel size, micro-batch size and sequence parallelism."""
+Models = dict[tuple[int, int, int, bool | None], RankModel]
+"""Shares of one rank by tensor- and expert-parallel size, micro-batch size and sequence parallelism."""
 
 
 def plans(problem: Problem) -> list[Plan]:
@@ -260,8 +267,10 @@ def evaluate(problem: Problem, setting: Setting, models: Models | None = None) -
         grad_reduce_in_fp32=setting.grad_reduce_in_fp32,
         update_in_forward=setting.optimizer_update_in_forward,
         staging_bytes=int(setting.optimizer_staging_gib * GIB),
+        expert_ranks=setting.expert_model_parallel_size,
     )
-    key = (size, setting.micro_batch_size, setting.sequence_parallel_enabled)
+    experts = setting.expert_model_parallel_size
+    key = (size, experts, setting.micro_batch_size, setting.sequence_parallel_enabled)
     models = {} if models is None else models
     if key not in models:
         models[key] = _model(problem, setting, dtype)
@@ -301,10 +310,15 @@ def _model(problem: Problem, setting: Setting, dtype: str) -> RankModel:
         sharded = size > 1 and problem.sequence_length % size == 0
     return rank_model(
         problem.config,
-        ParallelConfig(size, sequence_parallel_enabled=sharded),
+        ParallelConfig(
+            size,
+            sequence_parallel_enabled=sharded,
+            expert_model_parallel_size=setting.expert_model_parallel_size,
+        ),
         sequence_length=problem.sequence_length,
         micro_batch_size=setting.micro_batch_size,
         dtype=dtype,
+        moe=problem.moe,
     )
 
 
@@ -353,7 +367,8 @@ def settings(problem: Problem) -> Iterator[Setting]:
             for memory in memories(problem):
                 for stage in stages:
                     setting = Setting(size, stage, batch, memory, grad_reduce_in_fp32=problem.grad_reduce_in_fp32)
-                    yield from _variants(problem, setting)
+                    for experts in expert_parallel_sizes(problem, replicas):
+                        yield from _variants(problem, replace(setting, expert_model_parallel_size=experts))
 
 
 def tensor_parallel_sizes(problem: Problem) -> list[int]:
@@ -380,6 +395,14 @@ def tensor_parallel_sizes(problem: Problem) -> list[int]:
     if not found:
         raise ValueError(reason)
     return found
+
+
+def expert_parallel_sizes(problem: Problem, replicas: int) -> list[int]:
+    """Return the expert-parallel sizes of the model and of ``replicas`` data-parallel ranks."""
+    if not any(moe_layers(problem.config)):
+        return [1]
+    experts = sizes(problem.config)["E"]
+    return [size for size in range(1, replicas + 1) if replicas % size == 0 and experts % size == 0]
 
 
 def require_batch(problem: Problem) -> None:

@@ -6,34 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from nxd_memopt.config import ParallelConfig, require_divisible
-from nxd_memopt.planner.architectures import attention_windows, moe_layers, option, require_shardable, sizes
+from nxd_memopt.moe_config import MoEConfig
+from nxd_memopt.planner.architectures import attention_windows, option, require_shardable, sizes
+from nxd_memopt.planner.moe_sizes import FP32_BYTES as FP32_BYTES
+from nxd_memopt.planner.moe_sizes import MoESizes, moe_sizes
 
-FP32_BYTES = 4
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-
-@dataclass(frozen=True)
-class MoESizes:
-    """Sizes of a mixture of experts on one rank, with the options that models take from their config.
-
-    Args:
-        num_experts: E, of which this rank has all.
-        top_k: k, experts of a token.
-        width: M/T, width of an expert.
-        pre_softmax: the router's softmax is over all experts, not over the chosen ones.
-        has_hf_loss: transformers' balancing loss, over all layers together.
-    """
-
-    num_experts: int
-    top_k: int
-    width: int
-    pre_softmax: bool
-    has_hf_loss: bool
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a layer's row of ``RouterStatistics``."""
-        return (3 + 2 * self.num_experts) * FP32_BYTES
 
 
 _AS_LLAMA = ("llama", "mistral", "qwen2")
@@ -136,20 +114,22 @@ def rank_sizes(
     sequence_length: int,
     micro_batch_size: int,
     dtype: str,
+    moe: MoEConfig | None = None,
 ) -> RankSizes:
     """Return the sizes of one rank's tensors.
 
     Args:
         config: Hugging Face's config, as an object or as a complete mapping
             (``model_configs.with_defaults``).
-        parallel: T and sequence parallelism.
+        parallel: T, EP and sequence parallelism.
         sequence_length: S.
         micro_batch_size: B.
         dtype: dtype of parameters and activations, a key of ``DTYPE_BYTES``.
+        moe: options of experts; None: those of ``config``.
 
     Raises:
-        ValueError: T does not divide heads, MLP width or sequence, or the model has dense layers and
-            layers with experts.
+        ValueError: T does not divide heads, MLP width or sequence, EP does not divide the experts, or the
+            model has dense layers and layers with experts.
     """
     size = parallel.tensor_model_parallel_size
     require_shardable(config, size)
@@ -180,39 +160,11 @@ def rank_sizes(
         tied=bool(option(config, "tie_word_embeddings")),
         pads=is_llama and option(config, "pad_token_id") is not None,
         parallel_residual=not is_llama and bool(option(config, "use_parallel_residual")),
-        moe=_moe_sizes(config, parallel),
+        moe=moe_sizes(config, parallel, moe),
         attention_dropout=bool(option(config, "attention_dropout")),
         # LLaMA and the models with experts have no other dropout.
         hidden_dropout=not is_llama and bool(option(config, "hidden_dropout")),
         windows=windows if any(windows) else (),
-    )
-
-
-def _moe_sizes(config: Any, parallel: ParallelConfig) -> MoESizes | None:
-    """Return the sizes of the experts, or None for a dense model.
-
-    Raises:
-        ValueError: some layers are dense, or experts are divided over ranks.
-    """
-    is_moe = moe_layers(config)
-    if not any(is_moe):
-        return None
-    if not all(is_moe):
-        raise ValueError("a model with dense layers and layers with experts is not planned: plan one of either kind")
-    if parallel.expert_model_parallel_size > 1:
-        raise ValueError(
-            f"expert_model_parallel_size {parallel.expert_model_parallel_size} makes a rank's rows depend on the "
-            "routing, and is not planned: set it to 1"
-        )
-    letters = sizes(config)
-    # transformers' defaults: Mixtral has no option for the router's normalization.
-    coefficient = option(config, "router_aux_loss_coef") or 0.0
-    return MoESizes(
-        num_experts=letters["E"],
-        top_k=option(config, "num_experts_per_tok"),
-        width=letters["M"] // parallel.tensor_model_parallel_size,
-        pre_softmax=option(config, "model_type") == "qwen3_moe" and not option(config, "norm_topk_prob"),
-        has_hf_loss=bool(option(config, "output_router_logits")) and coefficient > 0,
     )
 
 

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nxd_memopt.config import require_one_of
+from nxd_memopt.config import require_divisible, require_one_of
 from nxd_memopt.planner.architectures import Parameter, num_kv_heads, option, parameters
 
 FP32_BYTES = 4
 ADAM_MOMENTS = 2
+_EXPERT_DIMENSIONS = 3  # [E/EP, rows, columns]; all other parameters are matrices and vectors
 STAGES = ("none", "zero1", "zero2", "zero3")
 RESIDENT_ELEMENTS = 1 << 16
 """Parameters with fewer elements keep their states on the device: norms and biases, which are
@@ -32,6 +33,7 @@ class StateLayout:
         master_weights: fp32 masters, moments and gradient sums for bf16 and fp16 parameters.
         sharding: ZeRO stage over the data-parallel ranks (arXiv:1910.02054).
         data_parallel_size: D, ranks over which the stage shards.
+        expert_ranks: EP; the stage shards experts over the D/EP ranks that have the same ones.
         optimizer_offload_fraction: part of masters and moments in host memory.
         in_backward: the optimizer runs inside backward, which frees each gradient.
         grad_reduce_in_fp32: False adds up gradients in the parameters' dtype, without sharding of
@@ -53,16 +55,25 @@ class StateLayout:
     grad_reduce_in_fp32: bool = True
     update_in_forward: bool = False
     staging_bytes: int = STAGING_BYTES
+    expert_ranks: int = 1
 
     def __post_init__(self) -> None:
         require_one_of("sharding", self.sharding, STAGES)
         if self.data_parallel_size < 1:
             raise ValueError(f"data_parallel_size must be at least 1, got {self.data_parallel_size}")
+        size = self.data_parallel_size
+        require_divisible("data_parallel_size", size, "expert_model_parallel_size", self.expert_ranks)
 
     @property
     def shards(self) -> int:
         """Ranks that share the states of a parameter; 1 without sharding."""
         return 1 if self.sharding == "none" else self.data_parallel_size
+
+    def shards_of(self, shape: Sequence[int]) -> int:
+        """Return ``shards`` of a parameter of ``shape``, of experts if it has their three dimensions."""
+        if self.shards == 1 or len(shape) != _EXPERT_DIMENSIONS:
+            return self.shards
+        return self.shards // self.expert_ranks
 
     @property
     def gradient_element_bytes(self) -> int:
@@ -76,11 +87,14 @@ class StateLayout:
         return FP32_BYTES if self.master_weights else self.element_bytes
 
 
-def local_shapes(config: Any, tensor_model_parallel_size: int) -> list[tuple[int, ...]]:
-    """Return the shape of each parameter on one tensor-parallel rank, in the model's order."""
+def local_shapes(
+    config: Any, tensor_model_parallel_size: int, expert_model_parallel_size: int = 1
+) -> list[tuple[int, ...]]:
+    """Return the shape of each parameter on one rank, in the model's order."""
     replicas = kv_replicas(config, tensor_model_parallel_size)
     found: list[Parameter] = list(parameters(config))
-    return [parameter.local_shape(tensor_model_parallel_size, replicas) for parameter in found]
+    sizes = (tensor_model_parallel_size, replicas, expert_model_parallel_size)
+    return [parameter.local_shape(*sizes) for parameter in found]
 
 
 def kv_replicas(config: Any, tensor_model_parallel_size: int) -> int:
@@ -97,11 +111,12 @@ def shard_elements(shape: Sequence[int], layout: StateLayout) -> int:
     Stages 1 and 2 split the flat parameter into D parts of ceil(n / D) elements. Stage 3 splits its
     rows (FSDP2): the first ranks store ceil(rows / D) of them.
     """
-    if layout.shards == 1:
+    shards = layout.shards_of(shape)
+    if shards == 1:
         return math.prod(shape)
     if layout.sharding == "zero3":
-        return -(-shape[0] // layout.shards) * math.prod(shape[1:])
-    return -(-math.prod(shape) // layout.shards)
+        return -(-shape[0] // shards) * math.prod(shape[1:])
+    return -(-math.prod(shape) // shards)
 
 
 def shard_bytes(shapes: Sequence[Sequence[int]], layout: StateLayout) -> int:

@@ -131,6 +131,10 @@ def step_time(
     if sizes.tensor_model_parallel_size > device.ranks_per_host:
         link_s = device.host_link_bytes_per_s
     tensor_s = tensor_parallel_bytes(sizes, memory) / (link_s * rates.link) * rates.exposed
+    # The experts wait for their rows, and the next layer for theirs.
+    across_hosts = ranks > device.ranks_per_host
+    expert_link_s = device.host_link_bytes_per_s if across_hosts else device.link_bytes_per_s
+    experts_s = expert_parallel_bytes(sizes, memory) / (expert_link_s * rates.link)
     # Offloaded activations go out and come back while the layers compute.
     host_copy_s = 2 * used.host["activations"] / device.host_copy_bytes_per_s
     # Weights arrive twice and leave once; the two directions do not wait for each other.
@@ -140,6 +144,7 @@ def step_time(
         "attention": attention_s,
         "elementwise": elementwise_s + latency_s,
         "tensor-parallel collectives": tensor_s,
+        "expert-parallel collectives": experts_s,
         "copies to and from the host": max(host_copy_s - compute_s, COPY_INTERFERENCE * host_copy_s),
     }
     if device.kind == "cuda" and not cuda_graph:
@@ -298,6 +303,24 @@ def tensor_parallel_bytes(sizes: RankSizes, memory: MemoryConfig) -> float:
     full = sizes.tokens * sizes.hidden * sizes.element_bytes
     share = (sizes.tensor_model_parallel_size - 1) / sizes.tensor_model_parallel_size
     return share * full * transfers
+
+
+def expert_parallel_bytes(sizes: RankSizes, memory: MemoryConfig) -> float:
+    """Return what a rank sends to the other expert-parallel ranks in a micro-batch's forward and backward.
+
+    Forward and backward exchange twice each: tokens or rows on their way to the experts, and back.
+    Recomputation does so as forward.
+    """
+    if sizes.moe is None or sizes.moe.expert_ranks == 1:
+        return 0.0
+    ranks = sizes.moe.expert_ranks
+    tokens = ranks * sizes.tokens if sizes.moe.gathers_tokens else sizes.moe.rows(sizes.tokens)
+    exchanges = 4 * sizes.num_layers
+    if memory.recompute_granularity == "full":
+        exchanges += 2 * sizes.num_layers
+    elif "moe" in (memory.recompute_modules or ()):
+        exchanges += 2 * memory.num_selective_layers(sizes.num_layers)
+    return (ranks - 1) / ranks * tokens * sizes.hidden * sizes.element_bytes * exchanges
 
 
 def _layer_transfers(sizes: RankSizes, memory: MemoryConfig) -> int:

@@ -12,11 +12,11 @@ from nxd_memopt.backends import backend
 from nxd_memopt.config import MemoryConfig
 from nxd_memopt.memory.host_pool import available_host_bytes
 from nxd_memopt.modules.moe.causal_lm import moe_memory
-from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.parallel_layers.coordination import share_texts
 from nxd_memopt.planner.choice import choose_memory
 from nxd_memopt.planner.hardware import CUDA_CONTEXT_GIB, GIB, Device, device_named, gpu_named, host_device
 from nxd_memopt.planner.model_configs import with_defaults
+from nxd_memopt.planner.moe_sizes import BALANCED_ROUTING, MoESizes
 from nxd_memopt.planner.plan import Plan, Problem, Setting, evaluate
 from nxd_memopt.planner.states import StateLayout, initialization_bytes, local_shapes
 from nxd_memopt.training.config import TrainConfig
@@ -30,18 +30,6 @@ PAGE_LOCKING_S_PER_GIB = 0.4  # 32 to 50 s for 89.7 GiB on a host of an H200
 CERTAIN = 1.1
 """A plan above the available memory by this factor is an error. The recorded plans of steps with a CUDA
 graph are up to 6 % above the measured peak (docs/planner.md), so that a smaller excess is a warning."""
-
-
-UNPLANNED = (
-    "moe_expert_block_size",
-    "moe_expert_capacity_factor",
-    "moe_input_jitter_eps",
-    "moe_router_dtype",
-    "moe_router_score_function",
-    "moe_shared_expert_intermediate_size",
-)
-"""Options of experts that change the storages between forward and backward. The other ones change
-losses of a few numbers for each expert."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +131,7 @@ def _problem(config: TrainConfig, hf_config: PretrainedConfig, device: Device, *
         isolate_documents=config.data.isolate_documents,
         device_gib=device.memory_gib,
         host_gib=host_gib,
+        moe=resolve_options(config.moe, hf_config),
     )
 
 
@@ -184,7 +173,6 @@ def _setting(config: TrainConfig, hf_config: PretrainedConfig) -> Setting:
         raise ValueError(f"lora.lora_rank {config.lora.lora_rank} is not planned")
     moe = resolve_options(config.moe, hf_config)
     if moe is not None:
-        _require_planned(config, moe)
         memory = moe_memory(memory, moe)
     options: dict[str, Any] = {}
     if stage in SHARDS_GRADIENTS:
@@ -201,6 +189,7 @@ def _setting(config: TrainConfig, hf_config: PretrainedConfig) -> Setting:
         optimizer_update_in_forward=config.optimizer.optimizer_update_in_forward,
         optimizer_staging_gib=config.optimizer.optimizer_staging_gib,
         optimizer_in_backward=config.optimizer.in_backward,
+        expert_model_parallel_size=config.parallel.expert_model_parallel_size,
         **options,
     )
 
@@ -228,16 +217,6 @@ def _chosen(plan: Plan) -> list[str]:
     return [f"memory: auto chose {', '.join(changed) or 'no technique'}"]
 
 
-def _require_planned(config: TrainConfig, moe: MoEConfig) -> None:
-    """Raise ``ValueError`` for an option of experts whose memory is not planned."""
-    size = config.parallel.expert_model_parallel_size
-    options = {name: getattr(moe, name) for name in UNPLANNED} | {"expert_model_parallel_size": size}
-    for name, value in options.items():
-        default = 1 if name == "expert_model_parallel_size" else getattr(MoEConfig(2, 2), name)
-        if value != default:
-            raise ValueError(f"{name} {value!r} is not planned")
-
-
 def _lines(problem: Problem, plan: Plan) -> list[str]:
     """Return the plan in words."""
     lines: list[str] = []
@@ -249,6 +228,11 @@ def _lines(problem: Problem, plan: Plan) -> list[str]:
         f"memory: planned {plan.memory.device_bytes / GIB:.2f} GiB{of} on each device ({largest}; peak in "
         f"{plan.memory.moment})"
     )
+    experts = None
+    if problem.moe is not None:
+        experts = MoESizes(problem.moe, plan.setting.expert_model_parallel_size, 1)
+    if experts is not None and experts.depends_on_routing:
+        lines.append(f"memory: planned for {BALANCED_ROUTING}")
     if plan.memory.host_bytes:
         host_gib = plan.memory.host_bytes / GIB
         lines.append(
@@ -266,7 +250,8 @@ def _require_room_for_initialization(config: TrainConfig, hf_config: PretrainedC
         return
     size = config.parallel.tensor_model_parallel_size
     layout = StateLayout(getattr(torch, config.model.dtype).itemsize, sharding=config.data_parallel.stage)
-    needed = initialization_bytes(local_shapes(hf_config, size), layout)
+    shapes = local_shapes(hf_config, size, config.parallel.expert_model_parallel_size)
+    needed = initialization_bytes(shapes, layout)
     available = int(_least(_host_gib()) * GIB)
     if available and needed > available:
         raise ValueError(

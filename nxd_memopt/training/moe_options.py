@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from nxd_memopt.moe_config import LoadBalancing, MoEConfig
 from nxd_memopt.planner.architectures import moe_layers
+from nxd_memopt.planner.moe_sizes import options_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -90,7 +91,7 @@ def resolve_options(options: MoEOptions, hf_config: PretrainedConfig) -> MoEConf
         ValueError: options contradict each other or the model, or the model has no experts.
     """
     # Imports torch, which the command line does without.
-    from nxd_memopt.modules.moe.hf_options import options_of, resolve_moe
+    from nxd_memopt.modules.moe.hf_options import resolve_moe
 
     given = options.given()
     if not has_experts(hf_config):
@@ -101,12 +102,23 @@ def resolve_options(options: MoEOptions, hf_config: PretrainedConfig) -> MoEConf
                 "out, or set moe.num_moe_experts to replace the MLPs of a LLaMA by experts"
             )
         return None
+    return resolve_moe(completed_options(options, hf_config), hf_config)
+
+
+def completed_options(options: MoEOptions, config: Any) -> MoEConfig:
+    """Return the options of a model with experts: those that are given, else those of its config.
+
+    Args:
+        options: the ``moe`` section.
+        config: Hugging Face's config, as an object or as a complete mapping.
+    """
+    given = options.given()
     # A given type or coefficient is Megatron's, whose other default is then Megatron's too: the
     # coefficient of transformers' loss means another strength in Megatron's.
     losses = {name: getattr(MoEConfig, name) for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff")}
     if losses.keys() & given.keys():
         given = {**losses, **given}
-    return resolve_moe(dataclasses.replace(options_of(hf_config), **given), hf_config)
+    return dataclasses.replace(options_of(config), **given)
 
 
 def has_experts(hf_config: PretrainedConfig) -> bool:

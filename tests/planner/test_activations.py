@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import gc
-import time
-
 import pytest
 import torch
-import torch.distributed as dist
 
-from nxd_memopt.certify.measure.eager import _Recorder
 from nxd_memopt.config import MemoryConfig, ParallelConfig
 from nxd_memopt.models import model_class
 from nxd_memopt.parallel_layers import parallel_state
@@ -18,10 +13,11 @@ from nxd_memopt.planner.architectures import attention_windows
 from nxd_memopt.planner.layer_tensors import Kernels
 from nxd_memopt.planner.rank_sizes import rank_sizes
 from tests.dist.pool import distributed
+from tests.planner.storages import LENGTH, ROWS, counted_bytes
 from tests.reference import assert_says, error_message
 from tests.reference_models import CONFIGS, batch, gpt_neox_config, llama_config
 
-ROWS, LENGTH, LAYERS = 3, 24, 4
+LAYERS = 4
 ONE_RANK = ParallelConfig(1)
 FULL = {"recompute_granularity": "full"}
 TECHNIQUES = {
@@ -64,24 +60,6 @@ ON_RANKS = (
     ("tiles", "tiled"),
     ("all logits", "sdpa"),
 )
-
-
-def counted_bytes(net: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> tuple[int, dict]:
-    """Bytes of the storages that a forward allocates and that still exist after it, with their list."""
-    recorder = _Recorder()
-    with recorder:
-        loss = net(**inputs).loss
-        # gloo's threads hold the tensors of a collective until every rank has left it
-        if dist.is_initialized():
-            dist.barrier()
-            time.sleep(0.2)
-        gc.collect()
-    alive: dict[int, int] = {}
-    for serial, change in recorder._events:
-        alive[serial] = alive.get(serial, 0) + change
-    del loss
-    listed = [f"{t}" for i, t in enumerate(recorder.tensors, 1) if alive[i]]
-    return sum(alive.values()), listed
 
 
 def check(config, dtype, attention, options, parallel=ONE_RANK):

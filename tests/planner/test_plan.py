@@ -110,6 +110,29 @@ def test_a_yaml_is_read_as_the_training_program_reads_it(tmp_path, capsys):
     assert_says(error_message(lambda: planned_of(moe={"num_moe_experts": 4})), "num_moe_experts 4", "leave it out")
 
 
+def test_options_of_experts_reach_the_plan_and_the_written_file(tmp_path, capsys):
+    config = {**NAMED_CONFIGS["mixtral-8x7b"], "num_hidden_layers": 2}
+    file = tmp_path / "run.yaml"
+    written = tmp_path / "written.yaml"
+    arguments = ["--model", str(file), "--device", "h200", "--devices", "8", "--seq-length", "4096", "--write"]
+
+    def planned_of(**moe):
+        file.write_text(yaml.safe_dump({"model": {"config_overrides": config}, "moe": moe}))
+        written.unlink(missing_ok=True)
+        assert plan_command.main([*arguments, str(written), "--precision", "bf16-mixed", "--show", "999"]) == 0
+        return capsys.readouterr().out, yaml.safe_load(written.read_text())
+
+    shown, content = planned_of(moe_expert_capacity_factor=1.25)
+    # Eight experts fill a rank with masters and moments: expert parallelism is among what is tried.
+    assert all(f"EP={size}," in shown for size in (2, 4, 8)) and "EP=16" not in shown
+    assert "With EP above 1" in shown and "balanced routing" in shown
+    assert content["moe"] == {"moe_expert_capacity_factor": 1.25}
+    first = shown.split("setting\n")[1].splitlines()[0]
+    assert (f"EP={content['parallel'].get('expert_model_parallel_size')}," in first) == ("EP=" in first)
+    message = error_message(lambda: planned_of(moe_layer_recompute=True))
+    assert_says(message, "moe_layer_recompute", "leave it out")
+
+
 def test_a_global_batch_that_no_size_divides_is_said():
     arguments = "--model llama-3-8b --device h200 --devices 3 --global-batch 1024"
     message = error_message(lambda: plan_command.main(arguments.split()))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from nxd_memopt.config import ParallelConfig
 from nxd_memopt.memory.host_pool import HostPool
+from nxd_memopt.models import model_class
 from nxd_memopt.optimizer import AdamW, NeuronZero1Optimizer
 from nxd_memopt.optimizer.streamed_adamw import PlacedStates
 from nxd_memopt.parallel_layers import parallel_state
@@ -26,7 +28,7 @@ from tests.data_parallel.stages import STAGES, Run, build, initialize
 from tests.deferred_transfers import DeferredTransfers
 from tests.dist.pool import distributed
 from tests.reference import assert_says, error_message
-from tests.reference_models import CONFIGS, gpt_neox_config, llama_config, parallel_model
+from tests.reference_models import CONFIGS, gpt_neox_config, llama_config, mixtral_config, parallel_model
 
 BATCH = torch.arange(24).view(2, 12)
 
@@ -99,6 +101,32 @@ def test_gradients_that_are_added_up_in_the_dtype_of_the_parameters():
         assert shard_bytes(shapes, layout) == sum(each.shard.grad.nbytes for each in optimizer._sharded)
         wide = StateLayout(2, master_weights=True, sharding=stage, data_parallel_size=2)
         assert gradient_bytes(shapes, wide) == 2 * gradient_bytes(shapes, layout)
+
+
+@distributed(world_size=2, slow=[4])
+def test_experts_are_sharded_over_the_ranks_that_have_the_same_ones(world_size):
+    for stage in STAGES:
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
+        parallel = ParallelConfig(1, expert_model_parallel_size=2)
+        config = mixtral_config(vocab_size=33)
+        model = model_class("mixtral")(config, parallel=parallel, dtype=torch.bfloat16)
+        shapes = local_shapes(config, 1, 2)
+        assert shapes == [tuple(parameter.shape) for parameter in model.parameters()]
+        run = Run.of(model, stage)
+        run.backward([BATCH])
+        layout = StateLayout(2, master_weights=True, sharding=stage, data_parallel_size=world_size, expert_ranks=2)
+        found = {"gradients": gradients(run, stage)}
+        run.optimizer.step()
+        found |= stored_bytes(run, stage)
+        plan = {
+            "gradients": gradient_bytes(shapes, layout),
+            "weights": weight_bytes(shapes, layout),
+            "masters": master_bytes(shapes, layout),
+            "moments": moment_bytes(shapes, layout),
+        }
+        if stage != "zero3" or parallel_state.get_data_parallel_rank() == 0:
+            assert plan == found, stage
 
 
 @distributed(world_size=4)

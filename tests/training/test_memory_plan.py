@@ -22,6 +22,7 @@ from nxd_memopt.training import loop, memory_plan
 from nxd_memopt.training.arguments import parse_config
 from nxd_memopt.training.memory_plan import plan_memory
 from nxd_memopt.training.model import load_hf_config
+from nxd_memopt.training.moe_options import resolve_options
 from tests.reference import assert_says, error_message
 from tests.training.runs import LLAMA, MIXTRAL, run_here, write_config
 
@@ -203,7 +204,27 @@ def test_models_with_experts_say_what_is_planned(tmp_path, monkeypatch, capsys):
     # What is recomputed by an option of the experts is planned as such.
     recomputed = config_of(tmp_path, model={"config_overrides": MIXTRAL}, moe={"moe_layer_recompute": True})
     assert plan_of(recomputed, monkeypatch)[1].planned_bytes < plan.planned_bytes
-    capsys.readouterr()
-    dropping = config_of(tmp_path, model={"config_overrides": MIXTRAL}, moe={"moe_expert_capacity_factor": 1.5})
-    assert plan_of(dropping, monkeypatch)[1].planned_bytes is None
-    assert "not planned (moe_expert_capacity_factor 1.5" in capsys.readouterr().out
+    # Options of the section reach the plan: fewer rows than choices, here 2 experts' of 24 tokens each.
+    dropping = config_of(tmp_path, model={"config_overrides": MIXTRAL}, moe={"moe_expert_capacity_factor": 0.25})
+    assert plan_of(dropping, monkeypatch)[1].planned_bytes < plan.planned_bytes
+    assert "balanced routing" not in capsys.readouterr().out
+
+
+def test_expert_parallel_runs_name_the_routing_that_is_planned(tmp_path, monkeypatch, capsys):
+    for padded in (False, True):
+        moe = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": padded}
+        parallel = {"expert_model_parallel_size": 2}
+        config = config_of(tmp_path, model={"config_overrides": MIXTRAL}, moe=moe, parallel=parallel)
+        monkeypatch.setattr(memory_plan, "world_size", lambda: 2)
+        monkeypatch.setattr(memory_plan, "share_texts", lambda text: [text])
+        _, plan = plan_of(config, monkeypatch)
+        hf_config = load_hf_config(config.model)
+        options = resolve_options(config.moe, hf_config)
+        share = rank_model(
+            hf_config, config.parallel, sequence_length=24, micro_batch_size=2, dtype="float32", moe=options
+        )
+        layout = StateLayout(4, data_parallel_size=2, expert_ranks=2)
+        used = step_memory(share, MemoryConfig(), Kernels(False, "sdpa"), layout)
+        assert plan.planned_bytes == used.device_bytes
+        # Shapes that do not depend on the routing need no assumption.
+        assert ("planned for a balanced routing" in capsys.readouterr().out) != padded

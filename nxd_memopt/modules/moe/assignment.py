@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from nxd_memopt.modules.moe.capacity import ranks_in_expert, tokens_per_expert
+from nxd_memopt.planner.moe_sizes import most_blocks
 
 _MOST_16_BIT = 2**15
 
@@ -68,22 +69,6 @@ def assign_padded(experts: Tensor, positions: Tensor, num_experts: int, capacity
     empty = torch.full((num_experts * capacity + 1,), -1, dtype=torch.int64, device=slots.device)
     choices = empty.scatter_(0, slots, torch.arange(slots.numel(), device=slots.device))[:-1]
     return Assignment(choices.clamp(min=0), choices >= 0, None)
-
-
-def most_blocks(tokens: int, top_k: int, num_experts: int, block_size: int) -> int:
-    """Return how many blocks the choices of ``tokens`` tokens fill at most, whatever the routing.
-
-    The blocks are ``sum_e ceil(n_e / B)``, with ``n_e`` of at most N choices for each of the E experts and at most
-    ``N min(k, E)`` together: at most ``(N min(k, E) + E (B - 1)) / B`` and ``E ceil(N / B)``.
-
-    Args:
-        tokens: N.
-        top_k: k, different experts of a token.
-        num_experts: E, the experts of this rank.
-        block_size: B.
-    """
-    choices = tokens * min(top_k, num_experts)
-    return min((choices + num_experts * (block_size - 1)) // block_size, num_experts * -(-tokens // block_size))
 
 
 def assign_blocks(experts: Tensor, first_expert: int | Tensor, num_experts: int, block_size: int) -> Assignment:

@@ -1,24 +1,9 @@
-"""Capacity of experts: how many tokens each takes, and which ones it keeps."""
+"""The queues of the experts: which tokens each keeps if it takes only so many."""
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
-
-
-def expert_capacity(tokens: int, top_k: int, num_experts: int, factor: float) -> int:
-    """Return ``ceil(tokens * k / E * factor)``, at most ``tokens``.
-
-    Args:
-        tokens: tokens of a micro-batch, those of all tensor-parallel ranks together.
-        top_k: k, experts of a token.
-        num_experts: E.
-        factor: capacity factor; 1 is an even distribution without padding.
-    """
-    # An expert occurs at most once among the choices of a token, so it never has more than all.
-    return min(math.ceil(tokens * top_k / num_experts * factor), tokens)
 
 
 def ranks_in_expert(weights: Tensor, experts: Tensor, num_experts: int, policy: str) -> Tensor:

@@ -6,42 +6,15 @@ import dataclasses
 from typing import Any
 
 from nxd_memopt.moe_config import MoEConfig
-from nxd_memopt.planner.architectures import moe_layers, sizes
-
-# Mixtral's and Qwen3-MoE's layers have no shared experts.
-_FIXED = {"moe_shared_expert_intermediate_size": None}
+from nxd_memopt.planner.architectures import moe_layers
+from nxd_memopt.planner.moe_sizes import fixed_options
+from nxd_memopt.planner.moe_sizes import options_of as options_of
 
 # What transformers' Mixtral and Qwen3-MoE cannot express. Such a model is trained and saved in
 # checkpoints; an exported one would be another function.
 _TRAINED_ONLY = {"moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False}
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(MoEConfig)}
-
-
-def fixed_options(config: Any) -> dict[str, Any]:
-    """Return the options that follow from Hugging Face's ``config`` of Mixtral or Qwen3-MoE."""
-    letters = sizes(config)
-    is_moe = moe_layers(config)
-    return {
-        **_FIXED,
-        "num_moe_experts": letters["E"],
-        "moe_router_topk": config.num_experts_per_tok,
-        "moe_ffn_hidden_size": letters["M"],
-        # Mixtral's weights are a softmax over the chosen experts, as Qwen3's with norm_topk_prob.
-        "moe_router_pre_softmax": not getattr(config, "norm_topk_prob", True),
-        "moe_layer_freq": 1 if all(is_moe) else tuple(int(each) for each in is_moe),
-    }
-
-
-def options_of(config: Any) -> MoEConfig:
-    """Return the options of Hugging Face's ``config``, with its balancing loss if it outputs the routers' logits."""
-    coeff = config.router_aux_loss_coef if config.output_router_logits else 0.0
-    return MoEConfig(
-        **fixed_options(config),
-        moe_router_load_balancing_type="hf_aux_loss" if coeff else "none",
-        moe_aux_loss_coeff=coeff,
-        moe_input_jitter_eps=getattr(config, "router_jitter_noise", 0.0) or None,
-    )
 
 
 def resolve_moe(moe: MoEConfig | None, config: Any) -> MoEConfig:

@@ -6,13 +6,14 @@ from torch import Tensor, nn
 
 from nxd_memopt.backends import backend
 from nxd_memopt.modules.factory import LayerFactory
-from nxd_memopt.modules.moe.capacity import expert_capacity, ranks_in_expert
+from nxd_memopt.modules.moe.capacity import ranks_in_expert
 from nxd_memopt.modules.moe.dispatcher import Dispatcher
 from nxd_memopt.modules.moe.experts import Experts
 from nxd_memopt.modules.moe.load_balancing import token_sums, with_row
 from nxd_memopt.modules.moe.router import Router, Routing
 from nxd_memopt.moe_config import MoEConfig
 from nxd_memopt.parallel_layers import mappings, parallel_state
+from nxd_memopt.planner.moe_sizes import expert_capacity
 
 
 class MoELayer(nn.Module):

@@ -1,0 +1,112 @@
+"""The tensors that a mixture of experts keeps for backward (``modules/moe``), in plain operations."""
+
+from __future__ import annotations
+
+from nxd_memopt.planner.moe_sizes import MoESizes
+from nxd_memopt.planner.rank_sizes import RankSizes
+
+_INT64_BYTES = 8
+_ROUTER_BYTES = {"fp32": 4, "fp64": 8}
+_NORMED = "normed mlp input"
+
+
+def expert_tensors(sizes: RankSizes, moe: MoESizes) -> dict[str, int]:
+    """Return what router, dispatch and experts save, by name.
+
+    The router's figures are of this rank's tokens. A row is the choice of an expert by a token, of all
+    tokens that the tensor-parallel ranks have together.
+    """
+    return _router(sizes, moe) | _losses(sizes, moe) | _rows(sizes, moe)
+
+
+def _router(sizes: RankSizes, moe: MoESizes) -> dict[str, int]:
+    """Return what the router and the sums of its statistics save."""
+    number = moe.number_bytes
+    scores = sizes.shard_tokens * moe.num_experts * number
+    chosen = sizes.shard_tokens * moe.top_k * number
+    per_token = sizes.shard_tokens * number
+    tensors = _router_input(sizes, moe) | {
+        "chosen experts": sizes.shard_tokens * moe.top_k * _INT64_BYTES,
+        "weights of the choices": chosen,
+        "router logits": scores,
+        "scores": scores,
+        "log-sum-exps of the router": per_token,
+        "counted tokens": per_token,
+    }
+    options = moe.options
+    if options.moe_router_load_balancing_type == "sinkhorn" or options.moe_router_pre_softmax:
+        # The weights are entries of the scores of all experts.
+        tensors["weights of the choices"] = scores
+    elif options.moe_router_score_function == "sigmoid":
+        # Sigmoid scores are divided by their sum, for the weights and for the balance.
+        divisors = dict.fromkeys(("divisors of the weights", "divisors of the scores"), per_token)
+        tensors |= divisors | {"sigmoid scores of the choice": scores}
+    return tensors
+
+
+def _router_input(sizes: RankSizes, moe: MoESizes) -> dict[str, int]:
+    """Return the operands of the router's matmul: its input, and copies in ``moe_router_dtype``."""
+    stream = sizes.shard_tokens * sizes.hidden
+    tensors: dict[str, int] = {}
+    jitters = bool(moe.options.moe_input_jitter_eps)
+    if jitters:
+        tensors["jitter of the router"] = stream * sizes.element_bytes
+    name = "jittered router input" if jitters else _NORMED
+    element = _ROUTER_BYTES.get(moe.options.moe_router_dtype or "", sizes.element_bytes)
+    if element == sizes.element_bytes:
+        return tensors | {name: stream * element}
+    weight = moe.num_experts * sizes.hidden * element
+    return tensors | {"wide router input": stream * element, "wide router weight": weight}
+
+
+def _losses(sizes: RankSizes, moe: MoESizes) -> dict[str, int]:
+    """Return what the losses of a layer save: numbers for each expert, and for each sequence if it has a loss."""
+    number = moe.number_bytes
+    experts = moe.num_experts
+    tensors: dict[str, int] = {}
+    if moe.options.moe_z_loss_coeff is not None:
+        tensors["z-loss"] = 3 * number
+    if not moe.options.has_aux_loss:
+        return tensors
+    kind = moe.options.moe_router_load_balancing_type
+    if kind == "aux_loss":
+        tensors["balancing loss"] = (2 + 4 * experts) * number
+    elif kind == "global_aux_loss":
+        tensors["balancing loss"] = (1 + experts) * number
+    elif kind == "seq_aux_loss":
+        per_sequence = (2 + 3 * experts) + 1 + 2 * experts
+        tensors["balancing loss"] = sizes.micro_batch_size * per_sequence * number + _INT64_BYTES
+    return tensors
+
+
+def _rows(sizes: RankSizes, moe: MoESizes) -> dict[str, int]:
+    """Return what dispatch and experts save."""
+    element = sizes.element_bytes
+    rows = moe.rows(sizes.tokens)
+    is_padded = moe.options.moe_pad_expert_input_to_capacity
+    block = moe.options.moe_expert_block_size
+    # Without padding the order of all choices is sorted, of which a rank's rows are a view.
+    ordered = rows
+    if not is_padded and block is None:
+        ordered = sizes.tokens * moe.top_k * (moe.expert_ranks if moe.gathers_tokens else 1)
+    tensors = {
+        "choices": ordered * _INT64_BYTES,
+        "tokens to gather": rows * _INT64_BYTES,
+        "tokens to add to": rows * _INT64_BYTES,
+        "rows": rows * sizes.hidden * element,
+        "gate, up of the rows": rows * 2 * moe.width * element,
+        "activated gate of the rows": rows * moe.width * element,
+        "activation of the rows": rows * moe.width * element,
+        "outputs of the rows": rows * sizes.hidden * element,
+        "weights of the rows": rows * moe.number_bytes,
+        "weighted rows": rows * sizes.hidden * element,
+    }
+    if is_padded or block is not None:
+        tensors["which rows are tokens"] = rows * element
+    if block is not None:
+        tensors["experts of the blocks"] = rows // block * _INT64_BYTES
+    if moe.sends_rows and not is_padded:
+        # At the rank of the expert each row is a token of its own, with a weight of 1.
+        order = dict.fromkeys(("arrived rows to gather", "arrived rows to add to"), rows * _INT64_BYTES)
+        tensors |= order | {"weights of 1": rows * element, "added rows": rows * sizes.hidden * element}
+    return tensors
