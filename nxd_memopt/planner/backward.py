@@ -289,7 +289,9 @@ def loss_temporaries(sizes: RankSizes, kernels: Kernels, *, fused: bool) -> Tens
     # The last chunk's logits and dX, next to the parts of dX that are joined at the end.
     chunk = {"logits of a chunk": longest * sizes.vocab * sizes.element_bytes, "dX of a chunk": hidden}
     if not kernels.fused:
-        chunk["logits in fp32"] = 4 * longest * sizes.vocab * FP32_BYTES
+        # Compiled, one of them: the exponentials, of which the sum and the gradient are computed.
+        count = 1 if kernels.compiles_steps else 4
+        chunk["logits in fp32"] = count * longest * sizes.vocab * FP32_BYTES
     if sizes.tensor_model_parallel_size > 1:
         chunk["gathered input of a chunk"] = 2 * hidden
     joined = {"parts of dX": b.stream}

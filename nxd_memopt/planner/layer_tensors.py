@@ -35,10 +35,13 @@ class Kernels:
         fused: the Triton kernels of ``ops/cuda``, which save the inputs of norms and activations
             only and rotate queries and keys in place; otherwise plain PyTorch operations.
         attention: implementation of attention, one of ``config.ATTENTION_BACKENDS`` but ``auto``.
+        compiles_steps: a step is a compiled program (XLA on trn1), whose compiler computes chains of
+            elementwise operations without their intermediate results.
     """
 
     fused: bool
     attention: str
+    compiles_steps: bool = False
 
 
 @dataclass(frozen=True)

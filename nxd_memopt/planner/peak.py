@@ -51,11 +51,13 @@ class StepMemory:
         moment: where in the step the peak is.
         device: purpose -> bytes on the device.
         host: purpose -> bytes of host memory for offloading.
+        forward_backward_bytes: bytes on the device at the peak of forward and backward, without the update.
     """
 
     moment: str
     device: dict[str, int]
     host: dict[str, int]
+    forward_backward_bytes: int
 
     @property
     def device_bytes(self) -> int:
@@ -147,7 +149,6 @@ def step_memory(
     *,
     accumulation_steps: int = 1,
     cuda_graph: bool = False,
-    compiles_steps: bool = False,
 ) -> StepMemory:
     """Return the peak memory of a training step.
 
@@ -158,14 +159,13 @@ def step_memory(
         layout: weights, gradients and states.
         accumulation_steps: micro-batches per step; from the second on, gradients stand in forward.
         cuda_graph: forward and backward are one CUDA graph.
-        compiles_steps: a compiled program has the memory of its results, the gradients, from its
-            first operation on (XLA on trn1).
     """
     kept = activations(model.sizes, memory, kernels)
     on_host = _offloaded_states(model, layout)
     standing = _standing(model, layout, on_host)
     gradients = model.total(gradient_bytes, layout)
-    start = gradients if accumulation_steps > 1 or compiles_steps else 0
+    # A compiled program has the memory of its results, the gradients, from its first operation on.
+    start = gradients if accumulation_steps > 1 or kernels.compiles_steps else 0
     offloaded = OffloadedWeights.of(model.layer_shapes, memory, layout, model.sizes.num_layers)
     candidates = [
         _in_loss(model, memory, kernels, kept, start, offloaded),
@@ -173,6 +173,7 @@ def step_memory(
         _in_update(model, layout, gradients),
     ]
     moment, transient = max(candidates, key=lambda each: sum(each[1].values()))
+    before_update = max(sum(terms.values()) for _, terms in candidates[:-1]) - sum(transient.values())
     # Of the weights, which a moment has without those that wait in host memory.
     absent = -transient.pop(_ABSENT, 0)
     standing["weights"] -= absent
@@ -185,7 +186,8 @@ def step_memory(
         "activations": host_pool_bytes(kept, memory),
         "weights": offloaded.host_bytes(model.sizes.num_layers),
     }
-    return StepMemory(moment, {**standing, **_library_buffers(model.sizes, kernels), **transient}, host)
+    device = {**standing, **_library_buffers(model.sizes, kernels), **transient}
+    return StepMemory(moment, device, host, forward_backward_bytes=sum(device.values()) + before_update)
 
 
 def graph_pool_bytes(eager_bytes: int, gradients: int, activation_bytes: int) -> int:

@@ -284,8 +284,6 @@ def evaluate(problem: Problem, setting: Setting, models: Models | None = None) -
         layout,
         accumulation_steps=accumulation,
         cuda_graph=setting.cuda_graph,
-        # On TorchNeuron too: with compiled layers, and because no device was there to measure.
-        compiles_steps=device.kind == "neuron",
     )
     time = step_time(
         model,
@@ -337,7 +335,7 @@ def kernels_of(problem: Problem, memory: MemoryConfig) -> Kernels:
                 f"the sequence length {problem.sequence_length}: use one of {['auto', *WINDOWED_KERNELS]}, or set "
                 "sliding_window to null"
             )
-        return Kernels(fused, memory.attention_backend)
+        return Kernels(fused, memory.attention_backend, compiles_steps=problem.device.kind == "neuron")
     if fused:
         if PRECISIONS[problem.precision][0] == "float32":
             return Kernels(fused, "efficient")
@@ -347,7 +345,8 @@ def kernels_of(problem: Problem, memory: MemoryConfig) -> Kernels:
     head_dim = sizes(problem.config)["d"]
     name, multiple = ("nki", _NKI_MULTIPLE) if problem.device.name.startswith("trn1") else ("sdpa", _SDPA_MULTIPLE)
     suits = problem.sequence_length % multiple == 0 and head_dim <= _LARGEST_FLASH_HEAD
-    return Kernels(fused, name if suits and not problem.isolate_documents else "tiled")
+    # On TorchNeuron too: with compiled layers, and because no device was there to measure.
+    return Kernels(fused, name if suits and not problem.isolate_documents else "tiled", compiles_steps=True)
 
 
 def _has_windows(problem: Problem) -> bool:

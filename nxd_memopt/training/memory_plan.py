@@ -107,7 +107,7 @@ def planned(config: TrainConfig, hf_config: PretrainedConfig, device: Device | N
         problem = _problem(config, hf_config, _device(), host_gib=_host_gib() or None)
     else:
         problem = _problem(config, hf_config, device, host_gib=None)
-    setting = _setting(config, hf_config)
+    setting = setting_of(config, hf_config)
     plan = choose_memory(problem, setting) if config.trainer.auto_memory else evaluate(problem, setting)
     return problem, plan
 
@@ -164,7 +164,7 @@ def _known(problem: Problem) -> int | None:
     return None if is_simulated else problem.usable_bytes
 
 
-def _setting(config: TrainConfig, hf_config: PretrainedConfig) -> Setting:
+def setting_of(config: TrainConfig, hf_config: PretrainedConfig) -> Setting:
     """Return the options of the run that memory depends on."""
     stage = config.data_parallel.stage
     memory = config.memory

@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,13 @@ import yaml
 
 from nxd_memopt import plan_command
 from nxd_memopt.config import MemoryConfig, ParallelConfig
+from nxd_memopt.planner.backward import loss_temporaries
 from nxd_memopt.planner.explain import MEMORY_TERMS, TIME_TERMS
 from nxd_memopt.planner.hardware import DEVICES, GIB, device_named
 from nxd_memopt.planner.layer_tensors import Kernels
 from nxd_memopt.planner.model_configs import DEFAULTS, NAMED_CONFIGS, with_defaults
 from nxd_memopt.planner.peak import rank_model, step_memory
-from nxd_memopt.planner.plan import Problem, Setting, evaluate, plans, settings, smallest
+from nxd_memopt.planner.plan import Problem, Setting, evaluate, kernels_of, plans, settings, smallest
 from nxd_memopt.planner.states import StateLayout
 from nxd_memopt.training.arguments import parse_config
 from tests.reference import assert_says, error_message
@@ -131,6 +133,32 @@ def test_options_of_experts_reach_the_plan_and_the_written_file(tmp_path, capsys
     assert (f"EP={content['parallel'].get('expert_model_parallel_size')}," in first) == ("EP=" in first)
     message = error_message(lambda: planned_of(moe_layer_recompute=True))
     assert_says(message, "moe_layer_recompute", "leave it out")
+
+
+def test_a_compiled_loss_has_one_fp32_tensor_of_a_chunk():
+    """As XLA's graph for trn1: the exponentials. Plain operations have four, as on the CPU."""
+    asked = problem(device="trn1", devices=32, length=8192, precision="bf16-true")
+    setting = Setting(8, memory=MemoryConfig(recompute_granularity="full"))
+    found = evaluate(asked, setting)
+    chunk = 4736 * 128256 // 8 * 4  # bytes: the larger of the two chunks in the certified graph, f32[16032, 4736]
+    plain = replace(kernels_of(asked, setting.memory), compiles_steps=False)
+    share = rank_model(
+        asked.config,
+        ParallelConfig(8, sequence_parallel_enabled=True),
+        sequence_length=8192,
+        micro_batch_size=1,
+        dtype="bfloat16",
+    )
+    temporaries = [
+        loss_temporaries(share.sizes, kernels, fused=True)["logits in fp32"]
+        for kernels in (kernels_of(asked, setting.memory), plain)
+    ]
+    assert temporaries == [chunk, 4 * chunk]
+    # Compiled, the gradients' memory exists at the loss: the peak of forward and backward is there.
+    loss = sum(loss_temporaries(share.sizes, kernels_of(asked, setting.memory), fused=True).values())
+    weights = found.memory.device["weights"]
+    assert found.memory.forward_backward_bytes >= 2 * weights + loss
+    assert found.memory.forward_backward_bytes <= found.memory.device_bytes
 
 
 def test_a_global_batch_that_no_size_divides_is_said():
