@@ -227,6 +227,8 @@ def _read_config(model: str) -> dict[str, Any]:
     file = Path(model)
     if file.is_dir():
         file = file / "config.json"
+        if not file.is_file():
+            raise ValueError(f"{model} has no config.json: name the directory of a Hugging Face model")
     # Neither a name nor a file: most likely a misspelt name, so the message lists the known ones.
     if not file.is_file():
         require_one_of("model", model, tuple(NAMED_CONFIGS))
