@@ -220,17 +220,34 @@ def _parse(arguments: Sequence[str]) -> Command:
     )
 
 
+def _status_of(arguments: Sequence[str]) -> int:
+    """Run the command of the arguments, and return its exit status."""
+    try:
+        return _parse(arguments)() or 0
+    except SystemExit as stop:
+        if stop.code:
+            raise
+        return 0  # of --help
+
+
 def main() -> int:
     """Run the command line and return its exit status.
 
-    A user error is shown as one line on standard error, with exit status 2.
+    A user error is shown as one line on standard error, with exit status 2. A closed standard output
+    ends the command without a line, with the status of SIGPIPE.
     """
     # Warnings are shown without the source line, which means nothing to a user of the command.
     # Exceptions other than the three below are defects and keep their traceback.
     warnings.formatwarning = lambda message, *_, **__: f"nxd-memopt: warning: {message}\n"
     try:
-        status = _parse(sys.argv[1:])() or 0
+        status = _status_of(sys.argv[1:])
+        sys.stdout.flush()  # here, where an error of it is handled
     except (ValueError, OSError, MissingDependencyError) as error:
+        if isinstance(error, BrokenPipeError):
+            from nxd_memopt.training.errors import OUTPUT_CLOSED, output_is_closed
+
+            if output_is_closed():  # the reader, such as head, has what it wants
+                return OUTPUT_CLOSED
         print(f"nxd-memopt: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # Ctrl-C before a command has its own handlers, or in one without

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import sys
 
 import pytest
@@ -126,3 +128,23 @@ def test_convert_to_neuronx_distributed_and_back(monkeypatch, capsys, tmp_path):
 def test_options_of_other_formats_are_refused(options, message, monkeypatch, capsys, tmp_path):
     assert run(monkeypatch, "convert", "--source", tmp_path, "--target", tmp_path / "out", *options) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["doctor"], ["train", "--help"]])
+def test_a_reader_that_has_ended_is_no_error(arguments):
+    """As with other programs in a pipe to head: no line, and the status of SIGPIPE."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    program = [sys.executable, "-m", "nxd_memopt.cli", *arguments]
+    done = subprocess.run(program, stdout=writing, stderr=subprocess.PIPE, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_another_broken_pipe_is_an_error(monkeypatch, capsys):
+    def fail(self) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(cli.Doctor, "__call__", fail)
+    assert run(monkeypatch, "doctor") == 2
+    assert "Broken pipe" in capsys.readouterr().err

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
+import select
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -12,6 +15,7 @@ from nxd_memopt._optional import MissingDependencyError
 from nxd_memopt.training.distributed import RankVariablesError, is_rank_zero, rank, shows_tracebacks
 
 USAGE_ERROR = 2
+OUTPUT_CLOSED = 128 + signal.SIGPIPE  # the status that shells give a program that SIGPIPE has ended
 # Time that a rank other than 0 waits before it reports an error, so that rank 0 reports an error
 # of all ranks once. Before init_process_group the ranks of a busy machine may be this far apart.
 INITIALIZED_DELAY_S = 5.0
@@ -29,6 +33,8 @@ def user_errors() -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError, MissingDependencyError) as error:
+        if isinstance(error, BrokenPipeError) and output_is_closed():
+            raise SystemExit(OUTPUT_CLOSED) from None
         if shows_tracebacks():
             raise
         has_rank = not isinstance(error, RankVariablesError)
@@ -40,6 +46,26 @@ def user_errors() -> Iterator[None]:
             # write to the same terminal.
             print(f"{prefix}: {' '.join(_text_of(error).split())}", file=sys.stderr, flush=True)
         raise SystemExit(USAGE_ERROR) from None
+
+
+def output_is_closed() -> bool:
+    """Return whether nobody reads standard output any more, as in ``nxd-memopt doctor | head -1``.
+
+    What is still to be written is then dropped: at the end of the process it would be an error.
+    """
+    # A broken pipe may also be of a connection, whose error is not to be hidden.
+    try:
+        descriptor = sys.stdout.fileno()
+    except (AttributeError, OSError, ValueError):  # no file, as in tests
+        return False
+    poll = select.poll()
+    poll.register(descriptor, select.POLLOUT)
+    is_closed = any(events & select.POLLERR for _, events in poll.poll(0))
+    if is_closed:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, descriptor)
+        os.close(nowhere)
+    return is_closed
 
 
 def _text_of(error: Exception) -> str:
