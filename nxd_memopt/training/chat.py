@@ -18,6 +18,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from nxd_memopt.training.bad_rows import REMEDY
 from nxd_memopt.training.data_options import DataConfig
 from nxd_memopt.training.packing import NOT_TRAINED, Tokens, trained_tokens
+from nxd_memopt.training.row_places import place_of
 from nxd_memopt.training.vocabulary import Vocabulary
 
 # The keyword by which a template marks what the assistant says (transformers' extension of Jinja).
@@ -107,7 +108,7 @@ class ConversationEncoder:
             ValueError: the template cannot render one, and ``data.on_bad_rows`` is ``error``; or a
                 token is outside of the vocabulary.
         """
-        rendered = [self._rendered(json.loads(text)) for text in texts]
+        rendered = [self._rendered(text) for text in texts]
         known = [each for each in rendered if each is not None]
         if not known:
             return [_left_out("skipped") for _ in texts]
@@ -123,15 +124,19 @@ class ConversationEncoder:
         of_known = iter(zip(encoded["input_ids"], encoded["offset_mapping"], known, strict=True))
         return [_left_out("skipped") if each is None else self._fitted(*next(of_known)) for each in rendered]
 
-    def _rendered(self, conversation: dict[str, Any]) -> tuple[str, list[Span]] | None:
-        """Return the text of a conversation, and the characters of the assistant; None if it is skipped."""
+    def _rendered(self, text: str) -> tuple[str, list[Span]] | None:
+        """Return the rendered conversation, and the characters of the assistant; None if it is skipped."""
+        conversation = json.loads(text)
         try:
             return rendered_spans(self._vocabulary.tokenizer, conversation)
         except TemplateError as error:
             if self._config.on_bad_rows == "error":
                 first = conversation["messages"][0].get("content") or ""
                 quoted = json.dumps(first[:QUOTED_CHARACTERS], ensure_ascii=False)
-                raise ValueError(f"the conversation that begins with {quoted}: {error}: {REMEDY}") from error
+                place = place_of(self._config, text)
+                where = f"{place}, " if place else ""
+                message = f"{where}the conversation that begins with {quoted}: {error}: {REMEDY}"
+                raise ValueError(message) from error
             return None
 
     def _fitted(self, ids: list[int], offsets: list[Span], rendered: tuple[str, list[Span]]) -> Encoded:

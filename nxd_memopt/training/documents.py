@@ -171,7 +171,7 @@ def _is_held_out(digest: str, held_out_every: int) -> bool:
     return held_out_every > 0 and int(digest[:16], 16) % held_out_every == 0
 
 
-def _content(files: list[Path]) -> str:
+def content_hash(files: list[Path]) -> str:
     """Return a hash of the bytes of ``files`` in this order."""
     # Neither names nor times: data that was moved or copied is the same data.
     digests = []
@@ -239,7 +239,7 @@ def _open_lines(config: DataConfig, files: list[Path]) -> Source:
     files = [path for path in files if not is_blank(path)]
     if not files:
         raise ValueError(f"dataset {config.dataset!r} is empty: it has no documents")
-    content = _content(files)
+    content = content_hash(files)
     import datasets
 
     # ``datasets`` keeps the rows in its cache under a name: here the content decides on it, not
@@ -272,9 +272,9 @@ def _open_table(config: DataConfig, files: list[Path]) -> Source:
     """
     if files and BUILDERS[files[0].suffix] == "parquet":
         files = _with_rows(config.dataset, files)
-    content = _content(files)
+    content = content_hash(files)
     with _readable(config.dataset):
-        dataset = _load_dataset(config, files, content)
+        dataset = load_table(config, files, content)
     if config.has_conversations:
         return _open_conversations(config, files, dataset)
     column = config.text_column
@@ -374,7 +374,7 @@ def _readable(name: str) -> Iterator[None]:
         raise ValueError(f"dataset {name!r} cannot be read: {str(cause) or type(cause).__name__}{remedy}") from error
 
 
-def _load_dataset(config: DataConfig, files: list[Path], content: str) -> Any:
+def load_table(config: DataConfig, files: list[Path], content: str) -> Any:
     """Return a ``datasets.Dataset``: saved on disk, read from local files, or from the hub."""
     import datasets  # takes about a second, which dataset "stdlib" does not need
 

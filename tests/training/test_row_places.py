@@ -1,0 +1,67 @@
+"""The message about a conversation that the template cannot render names its file and row, in every kind of data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from datasets import Dataset
+
+from nxd_memopt.training.chat import ConversationEncoder
+from nxd_memopt.training.corpora import open_corpus
+from nxd_memopt.training.data_options import DataConfig
+from nxd_memopt.training.vocabulary import Vocabulary
+from tests.training.chats import SHORTENED, tokenizer, turns, write_rows
+from tests.training.runs import END
+
+BAD = turns("q", "long answer", "more", "end")
+GOOD = [turns(f"question {n}", f"answer {n}") for n in range(25)]
+ROWS = [*GOOD[:7], BAD, *GOOD[7:20]]
+
+
+def write(directory: Path, kind: str) -> tuple[str, str]:
+    """Write ``ROWS`` after a file of other rows; return the dataset's name, and the place of ``BAD``."""
+    if kind == "saved":
+        Dataset.from_list(ROWS).save_to_disk(str(directory))
+        return str(directory), f"'{directory}' row 8"
+    directory.mkdir()
+    for name, rows in (("a", GOOD[20:]), ("b", ROWS)):
+        path = directory / f"{name}.{kind}"
+        if kind == "jsonl":
+            write_rows(path, rows)
+        elif kind == "json":
+            path.write_text(json.dumps(rows), encoding="utf-8")
+        else:
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=3)
+    # A file of one JSON value has no lines: the rows of all files are numbered.
+    places = {"jsonl": f"{path} line 8", "parquet": f"{path} row 8", "json": f"'{directory}' row 13"}
+    return str(directory), places[kind]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "json", "saved"])
+def test_the_file_and_the_row_are_named(tmp_path: Path, kind: str, streaming: bool) -> None:
+    if streaming and kind in ("json", "saved"):
+        pytest.skip("not read in shards")
+    dataset, place = write(tmp_path / "rows", kind)
+    options: Any = {"format": "messages", "seq_length": 64, "streaming": streaming}
+    config = DataConfig(dataset=dataset, **options)
+    encoder = ConversationEncoder(Vocabulary(tokenizer(SHORTENED), 257, END), config)
+    with pytest.raises(ValueError, match="the answer in message 2 is not found") as raised:
+        for split in (open_corpus(config, 0).train, open_corpus(config, 0).held_out):
+            for text, _ in split.read(None):
+                encoder.encode([str(text)])
+    assert str(raised.value).startswith(f'{place}, the conversation that begins with "q": ')
+
+
+def test_the_validation_data_is_searched_too(tmp_path: Path) -> None:
+    train = write_rows(tmp_path / "train.jsonl", GOOD[:3])
+    validation = write_rows(tmp_path / "validation.jsonl", [GOOD[4], BAD])
+    config = DataConfig(dataset=train, validation_dataset=validation, format="messages", seq_length=64)
+    held_out = [str(text) for text, _ in open_corpus(config, 0).held_out.read(None)]
+    with pytest.raises(ValueError, match=r"^.*validation.jsonl line 2, the conversation that begins with"):
+        ConversationEncoder(Vocabulary(tokenizer(SHORTENED), 257, END), config).encode(held_out)
