@@ -23,6 +23,9 @@ MODELS = {
 }
 """Maps Hugging Face's ``model_type`` to module and class."""
 
+# Types of configs that this library makes from others, as ``checkpoint.upcycling`` does: no file has them.
+_OWN_TYPES = {"gpt_neox_moe": ("gpt_neox_moe", "GPTNeoXMoEForCausalLM")}
+
 
 def require_supported(model_type: str) -> None:
     """Raise ValueError with the supported types if ``model_type`` is not one of them."""
@@ -35,6 +38,7 @@ def model_class(model_type: str) -> Any:
     Raises:
         ValueError: the type is not supported.
     """
-    require_supported(model_type)
-    module, name = MODELS[model_type]
+    if model_type not in _OWN_TYPES:
+        require_supported(model_type)
+    module, name = {**MODELS, **_OWN_TYPES}[model_type]
     return getattr(importlib.import_module(f"nxd_memopt.models.{module}"), name)

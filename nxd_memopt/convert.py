@@ -135,11 +135,17 @@ class Convert:
         from nxd_memopt.checkpoint import load_config, load_pretrained, save_pretrained
         from nxd_memopt.checkpoint.companions import companions_of
         from nxd_memopt.checkpoint.upcycling import load_upcycled, upcycled_config
-        from nxd_memopt.models import model_class
+        from nxd_memopt.models import MODELS, model_class
+        from nxd_memopt.modules.moe.hf_options import transformers_type
 
         config = load_config(self.source)
         if self.num_moe_experts is not None:
             config = upcycled_config(config, self.num_moe_experts, self.moe_router_topk)
+            if config.model_type not in MODELS:
+                raise ValueError(
+                    f"--num-moe-experts {self.num_moe_experts}: transformers has no {transformers_type(config)} with "
+                    "experts to write; set moe.num_moe_experts of nxd-memopt train, which trains it without export"
+                )
         # The model is built on the meta device, without memory; loading creates its weights. Names
         # and shapes are checked on the way, which copying the files would not do.
         model = model_class(config.model_type)(config, dtype=config.dtype, device="meta")

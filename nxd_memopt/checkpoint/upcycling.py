@@ -1,4 +1,6 @@
-"""Turns a dense LLaMA into a Mixtral: every expert starts as a copy of the MLP (sparse upcycling, arXiv:2212.05055).
+"""Replaces the MLPs of a dense model by experts that are copies of them (sparse upcycling, arXiv:2212.05055).
+
+LLaMA becomes a Mixtral, GPT-NeoX a model that this library alone has.
 
 The weights of the chosen experts of a token add up to 1, so the first forward computes what the dense model does,
 whatever the router chooses.
@@ -16,6 +18,7 @@ from nxd_memopt.checkpoint.experts import StackedExperts
 from nxd_memopt.checkpoint.files import Sources, open_weights
 from nxd_memopt.checkpoint.gguf import weights_directory
 from nxd_memopt.checkpoint.importing import load_sources
+from nxd_memopt.modules.moe.gpt_neox_config import GPTNeoXMoEConfig
 from nxd_memopt.parallel_layers.coordination import raise_together
 from nxd_memopt.planner.architectures import num_kv_heads
 
@@ -44,8 +47,12 @@ _SHARED = (
 )
 
 
-def upcycled_config(config: PretrainedConfig, num_experts: int, top_k: int) -> MixtralConfig:
-    """Return the config of a Mixtral whose experts are MLPs of the LLaMA with ``config``.
+# GPT-NeoX's linear layers of an MLP, which have biases.
+_NEOX_PARTS = ("dense_h_to_4h", "dense_4h_to_h")
+
+
+def upcycled_config(config: PretrainedConfig, num_experts: int, top_k: int) -> MixtralConfig | GPTNeoXMoEConfig:
+    """Return the config of the model whose experts are MLPs of the dense model with ``config``.
 
     Args:
         config: config of the dense model.
@@ -53,14 +60,19 @@ def upcycled_config(config: PretrainedConfig, num_experts: int, top_k: int) -> M
         top_k: k, experts of a token.
 
     Raises:
-        ValueError: the model is no LLaMA, or has biases, which Mixtral does not have.
+        ValueError: the model is neither LLaMA nor GPT-NeoX, or a LLaMA with biases, which Mixtral does not have.
     """
     from transformers import MixtralConfig
 
+    if config.model_type == "gpt_neox":
+        values = config.to_dict()
+        for name in ("model_type", "transformers_version"):
+            values.pop(name, None)
+        return GPTNeoXMoEConfig(**values, num_local_experts=num_experts, num_experts_per_tok=top_k)
     if config.model_type != "llama":
         raise ValueError(
-            f"num_moe_experts {num_experts} replaces the MLPs of a llama model by experts, and model_type is "
-            f"{config.model_type!r}: leave it out, or take a LLaMA"
+            f"num_moe_experts {num_experts} replaces the MLPs of llama and gpt_neox models by experts, and model_type "
+            f"is {config.model_type!r}: leave it out, or take a LLaMA or GPT-NeoX"
         )
     llama: LlamaConfig = config  # pyright: ignore[reportAssignmentType]
     biases = [name for name in ("attention_bias", "mlp_bias") if getattr(llama, name)]
@@ -79,13 +91,13 @@ def upcycled_config(config: PretrainedConfig, num_experts: int, top_k: int) -> M
 
 
 def load_upcycled(model: nn.Module, directory: str | Path, *, seed: int) -> None:
-    """Load a Mixtral from the Hugging Face directory of a dense LLaMA. Every rank calls.
+    """Load a model with experts from the Hugging Face directory of the dense one. Every rank calls.
 
     Each rank reads its slices of the MLPs for each of its experts. The routers are drawn from the
     normal distribution with the config's ``initializer_range``, equal for every T and EP.
 
     Args:
-        model: a Mixtral with ``upcycled_config`` of the dense model's config.
+        model: a model with ``upcycled_config`` of the dense model's config.
         directory: the dense model.
         seed: seed of the routers' weights.
 
@@ -102,18 +114,41 @@ def load_upcycled(model: nn.Module, directory: str | Path, *, seed: int) -> None
 
 def _upcycled(model: nn.Module, sources: Sources, seed: int) -> Sources:
     """Return ``sources`` of a dense model with the names and shapes of ``model``."""
-    config: MixtralConfig = model.config  # pyright: ignore[reportAssignmentType]
+    config: MixtralConfig | GPTNeoXMoEConfig = model.config  # pyright: ignore[reportAssignmentType]
     experts = config.num_local_experts
+    is_neox = config.model_type == GPTNeoXMoEConfig.model_type
+    backbone = "gpt_neox" if is_neox else "model"
+    experts_of_layer = _neox_experts if is_neox else _mixtral_experts
     generator = torch.Generator().manual_seed(seed)
     upcycled = {name: source for name, source in sources.items() if ".mlp." not in name}
     for layer in range(config.num_hidden_layers):
-        prefix = f"model.layers.{layer}.mlp"
-        # A missing one is found as a missing name of the model.
-        parts = {part: sources.get(f"{prefix}.{part}_proj.weight") for part in ("gate", "up", "down")}
+        prefix = f"{backbone}.layers.{layer}.mlp"
         router = torch.empty(experts, config.hidden_size)
         upcycled[f"{prefix}.gate.weight"] = router.normal_(0, config.initializer_range, generator=generator)
-        for name, own in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))):
-            found = [part for part in (parts[each] for each in own) if part is not None]
-            if len(found) == len(own):
-                upcycled[f"{prefix}.experts.{name}"] = StackedExperts(f"{prefix}.{name}", [found] * experts)
+        upcycled |= experts_of_layer(prefix, sources, experts)
     return upcycled
+
+
+def _mixtral_experts(prefix: str, sources: Sources, experts: int) -> Sources:
+    """Return the experts of a layer as copies of LLaMA's MLP."""
+    # A missing tensor is found as a missing name of the model.
+    parts = {part: sources.get(f"{prefix}.{part}_proj.weight") for part in ("gate", "up", "down")}
+    copies: Sources = {}
+    for name, own in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))):
+        found = [part for part in (parts[each] for each in own) if part is not None]
+        if len(found) == len(own):
+            copies[f"{prefix}.experts.{name}"] = StackedExperts(f"{prefix}.{name}", [found] * experts)
+    return copies
+
+
+def _neox_experts(prefix: str, sources: Sources, experts: int) -> Sources:
+    """Return the experts of a layer as copies of GPT-NeoX's MLP, with its biases."""
+    copies: Sources = {}
+    for name in _NEOX_PARTS:
+        weight = sources.get(f"{prefix}.{name}.weight")
+        bias = sources.get(f"{prefix}.{name}.bias")
+        if weight is not None:
+            copies[f"{prefix}.experts.{name}"] = StackedExperts(f"{prefix}.{name}", [[weight]] * experts)
+        if bias is not None:
+            copies[f"{prefix}.experts.{name}_bias"] = bias[...].expand(experts, -1)
+    return copies

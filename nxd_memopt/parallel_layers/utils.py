@@ -32,6 +32,7 @@ SHARD_ATTRIBUTES = (
     "expert_model_parallel",
     "expert_partition_index",
     "num_expert_partitions",
+    "is_bias",
 )
 """Attributes that the layers set on parameters; other tools may rely on each of them."""
 

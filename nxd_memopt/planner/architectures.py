@@ -13,6 +13,10 @@ from typing import Any
 
 from nxd_memopt.config import require_divisible, require_one_of
 
+GPT_NEOX_MOE = "gpt_neox_moe"
+"""``model_type`` of GPT-NeoX with experts. It has no entry in ``LAYERS``: it has no files of Hugging Face, and
+is not planned."""
+
 SHARDED_DIMENSIONS: dict[str, int | None] = {
     "vocab": 0,
     "column": 0,
@@ -255,7 +259,7 @@ def sizes(config: Any) -> dict[str, int]:
         "g": num_kv_heads(config),
         "d": option(config, "head_dim") or option(config, "hidden_size") // heads,
     }
-    if option(config, "model_type") in ("mixtral", "qwen3_moe"):
+    if option(config, "model_type") in ("mixtral", "qwen3_moe", GPT_NEOX_MOE):
         # Files of older versions of transformers call Qwen3's experts num_experts.
         letters["E"] = option(config, "num_local_experts") or option(config, "num_experts")
         letters["M"] = option(config, "moe_intermediate_size") or letters["F"]
@@ -271,7 +275,7 @@ def moe_layers(config: Any) -> tuple[bool, ...]:
     count = option(config, "num_hidden_layers")
     model_type = option(config, "model_type")
     if model_type != "qwen3_moe":
-        return (model_type == "mixtral",) * count
+        return (model_type in ("mixtral", GPT_NEOX_MOE),) * count
     dense = option(config, "mlp_only_layers") or ()
     step = option(config, "decoder_sparse_step") or 1
     return tuple(index not in dense and (index + 1) % step == 0 for index in range(count))
@@ -394,7 +398,7 @@ def require_shardable(config: Any, tensor_model_parallel_size: int) -> None:
     if any(is_moe):
         width = "moe_intermediate_size" if option(config, "moe_intermediate_size") else "intermediate_size"
         require_divisible(width, letters["M"], size_name, tensor_model_parallel_size)
-    if option(config, "model_type") == "gpt_neox":
+    if option(config, "model_type") in ("gpt_neox", GPT_NEOX_MOE):
         require_divisible("hidden_size", letters["H"], "num_attention_heads", letters["h"])
         if letters["g"] != letters["h"]:
             raise ValueError(

@@ -21,7 +21,7 @@ from nxd_memopt.memory import apply_memory
 from nxd_memopt.memory.apply import require_weight_offload
 from nxd_memopt.models import model_class
 from nxd_memopt.modules.causal_lm import ParallelCausalLM
-from nxd_memopt.modules.moe.hf_options import trained_only
+from nxd_memopt.modules.moe.hf_options import trained_only, transformers_type
 from nxd_memopt.ops.activation import ACTIVATIONS
 from nxd_memopt.ops.rope import rope_frequencies
 from nxd_memopt.parallel_layers.coordination import raise_together
@@ -201,11 +201,11 @@ def _require_experts(config: TrainConfig, hf_config: PretrainedConfig) -> None:
                 f"{hf_config.model_type}: set it to 1"
             )
         return
-    unknown = trained_only(options["moe"])
+    unknown = trained_only(options["moe"], hf_config.model_type)
     if unknown is not None and config.trainer.export:
         raise ValueError(
-            f"moe.{unknown[0]} {unknown[1]!r} is unknown to transformers' {hf_config.model_type}, and trainer.export "
-            "is true: set it to false, or leave the option out"
+            f"moe.{unknown[0]} {unknown[1]!r} is unknown to transformers' {transformers_type(hf_config)}, and "
+            "trainer.export is true: set it to false, or leave the option out"
         )
     if options["moe"].moe_per_layer_logging:
         require_installed("moe.moe_per_layer_logging", "matplotlib", extra="train")

@@ -20,11 +20,13 @@ class MoEOptions:
 
     Every default, ``None``, follows the model's ``config.json``: its number of experts, its choices per token and,
     with ``output_router_logits``, transformers' balancing loss. Options without a counterpart there have Megatron's
-    default. On a dense LLaMA, ``num_moe_experts`` replaces every MLP by experts that are copies of it.
+    default. On a dense LLaMA or GPT-NeoX, ``num_moe_experts`` replaces every MLP by experts that are
+    copies of it.
 
     Args:
-        num_moe_experts: experts of a layer. A dense LLaMA becomes a Mixtral with so many experts.
-        moe_router_topk: experts of a token; 2 for a dense LLaMA.
+        num_moe_experts: experts of a layer. A dense LLaMA becomes a Mixtral with so many experts, a GPT-NeoX a
+            model without export.
+        moe_router_topk: experts of a token; 2 for a dense model.
         moe_router_load_balancing_type: ``aux_loss``, ``seq_aux_loss``, ``global_aux_loss``, ``hf_aux_loss`` (that of
             transformers), ``sinkhorn`` (without export) or ``none``. If this or the coefficient is set, transformers'
             loss is not the default.
@@ -99,7 +101,7 @@ def resolve_options(options: MoEOptions, hf_config: PretrainedConfig) -> MoEConf
             name, value = next(iter(given.items()))
             raise ValueError(
                 f"moe.{name} {value!r} needs a model with experts, and model_type is {hf_config.model_type}: leave it "
-                "out, or set moe.num_moe_experts to replace the MLPs of a LLaMA by experts"
+                "out, or set moe.num_moe_experts to replace the MLPs of a LLaMA or GPT-NeoX by experts"
             )
         return None
     return resolve_moe(completed_options(options, hf_config), hf_config)

@@ -52,8 +52,9 @@ def parameter_groups(named: Sequence[tuple[str, Tensor]], config: OptimizerConfi
                 )
     members: dict[tuple[bool, float], list[Tensor]] = {}
     for name, param in named:
-        # Matrices (embeddings and projections) decay; norm weights and biases do not.
-        decays = param.dim() >= 2 or config.do_layer_norm_weight_decay
+        # Matrices (embeddings and projections) decay; norm weights and biases, of experts [E, columns], do not.
+        is_matrix = param.dim() >= 2 and not getattr(param, "is_bias", False)
+        decays = is_matrix or config.do_layer_norm_weight_decay
         decays = decays and not any(_matches(pattern, name) for pattern in config.no_decay)
         members.setdefault((decays, _multiplier(name, config)), []).append(param)
     return [

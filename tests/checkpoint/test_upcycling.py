@@ -14,7 +14,7 @@ from nxd_memopt.models.llama import LlamaForCausalLM
 from nxd_memopt.parallel_layers import parallel_state
 from tests.dist.pool import distributed
 from tests.reference import assert_says, error_message, relative_error
-from tests.reference_models import LLAMA3_ROPE, batch, gpt_neox_config, hugging_face, llama_config
+from tests.reference_models import LLAMA3_ROPE, batch, hugging_face, llama_config, qwen3_config
 
 # fp32 has 6e-8; the weights of a token's experts add up to 1 with such an error.
 TOLERANCE = 1e-6
@@ -70,8 +70,8 @@ def test_every_split_computes_what_the_dense_model_does(tmp_path, world_size):
 
 
 def test_refusals(tmp_path: Path) -> None:
-    neox = error_message(lambda: upcycled_config(gpt_neox_config(), 4, 2))
-    assert_says(neox, "num_moe_experts 4", "'gpt_neox'", "LLaMA")
+    qwen = error_message(lambda: upcycled_config(qwen3_config(), 4, 2))
+    assert_says(qwen, "num_moe_experts 4", "'qwen3'", "LLaMA or GPT-NeoX")
     assert_says(error_message(lambda: upcycled_config(llama_config(mlp_bias=True), 4, 2)), "'mlp_bias'", "no biases")
     assert_says(error_message(Convert(tmp_path, tmp_path, moe_router_topk=3)), "--moe-router-topk", "--num-moe-experts")
     to_nxd = Convert(tmp_path, tmp_path, target_format="nxd", tensor_model_parallel_size=1, num_moe_experts=4)

@@ -93,3 +93,29 @@ def test_an_upcycled_model_with_sigmoid_scores_starts_from_the_dense_one(tmp_pat
     run(file, ranks=1)
     result, dense = summary(tmp_path / "moe" / "run"), summary(tmp_path / "dense" / "run")
     assert result["held_out_loss_before"] == pytest.approx(dense["held_out_loss_after"], rel=1e-6)
+
+
+@pytest.mark.slow
+def test_an_upcycled_gpt_neox_starts_from_the_dense_one_and_trains_equally_on_two_ranks(tmp_path: Path) -> None:
+    """Weight decay reaches no bias of an expert; two ranks with experts of their own have one process's losses."""
+    neox = {name: value for name, value in LLAMA.items() if name != "num_key_value_heads"} | {"model_type": "gpt_neox"}
+    for name in ("dense", "one", "zero1", "zero3"):
+        (tmp_path / name).mkdir()
+    run(write_config(tmp_path / "dense", model={"config_overrides": neox}, trainer={"max_steps": 2}), ranks=1)
+    pretrained = {"pretrained": str(tmp_path / "dense" / "run" / "export"), "tokenizer": None, "config_overrides": {}}
+    same: dict[str, Any] = {
+        "model": pretrained,
+        "moe": {"num_moe_experts": 4, "moe_aux_loss_coeff": 0.01},
+        "trainer": {"export": False},
+        "optimizer": {"weight_decay": 0.1},
+    }
+    run(write_config(tmp_path / "one", **same), ranks=1)
+    result, dense = summary(tmp_path / "one" / "run"), summary(tmp_path / "dense" / "run")
+    assert result["held_out_loss_before"] == pytest.approx(dense["held_out_loss_after"], rel=1e-6)
+    assert result["held_out_loss_after"] < 0.95 * result["held_out_loss_before"]
+    steps = [row["loss"] for row in rows(tmp_path / "one" / "run")]
+    for stage in ("zero1", "zero3"):
+        sharding = {"data_parallel": {"sharding": stage}, "parallel": EXPERTS2, "data": {"micro_batch_size": 1}}
+        run(write_config(tmp_path / stage, **same, **sharding), ranks=2)
+        # fp32, other summation orders; the aux loss is that of each micro-batch, which differ.
+        assert [row["loss"] for row in rows(tmp_path / stage / "run")] == pytest.approx(steps, rel=1e-3)

@@ -134,7 +134,13 @@ def test_conflicts_between_sections(name: str) -> None:
         build(**sections)
 
 
+NEOX = {name: value for name, value in LLAMA.items() if name != "num_key_value_heads"} | {"model_type": "gpt_neox"}
 REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "export of GPT-NeoX with experts": (
+        NEOX,
+        {"moe": {"num_moe_experts": 4}},
+        "moe.num_moe_experts 4 is unknown to transformers' gpt_neox, and trainer.export is true: set it to false",
+    ),
     "ranks": (MIXTRAL, {"parallel": {"expert_model_parallel_size": 2}}, "data-parallel size 1.*start a multiple of 2"),
     "experts": (MIXTRAL, {"moe": {"num_moe_experts": 8}}, "num_moe_experts 8 contradicts MixtralConfig.*4"),
     "top-k": (MIXTRAL, {"moe": {"moe_router_topk": 3}}, "moe_router_topk 3 contradicts MixtralConfig"),
@@ -171,10 +177,10 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"moe": {"num_moe_experts": 4}},
         "num_moe_experts 4 makes a Mixtral.*'mlp_bias'",
     ),
-    "gpt_neox": (
-        {name: value for name, value in LLAMA.items() if name != "num_key_value_heads"} | {"model_type": "gpt_neox"},
+    "qwen3": (
+        LLAMA | {"model_type": "qwen3"},
         {"moe": {"num_moe_experts": 4}},
-        "num_moe_experts 4 replaces the MLPs of a llama model.*'gpt_neox'",
+        "num_moe_experts 4 replaces the MLPs of llama and gpt_neox models.*'qwen3'",
     ),
     "width": (LLAMA, {"moe": {"num_moe_experts": 4, "moe_ffn_hidden_size": 12}}, "moe_ffn_hidden_size 12 contradicts"),
 }

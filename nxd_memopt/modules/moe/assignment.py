@@ -111,7 +111,9 @@ def take_rows(x: Tensor, assignment: Assignment, top_k: int) -> Tensor:
     return rows * assignment.is_token.unsqueeze(1).to(rows.dtype)
 
 
-def add_rows(outputs: Tensor, weights: Tensor, assignment: Assignment, tokens: int) -> Tensor:
+def add_rows(
+    outputs: Tensor, weights: Tensor, assignment: Assignment, tokens: int, *, masks_padding: bool = False
+) -> Tensor:
     """Return the sum ``[N, H]`` of each token's outputs times their weights.
 
     Args:
@@ -119,10 +121,12 @@ def add_rows(outputs: Tensor, weights: Tensor, assignment: Assignment, tokens: i
         weights: ``[N, k]``, weights of the choices.
         assignment: the rows.
         tokens: N.
+        masks_padding: leave out rows of padding, whose outputs are zeros from experts without biases.
     """
-    # Rows of padding are zeros, and so are the outputs of experts, which have no biases, for them:
-    # the weight of choice 0 adds nothing and gets no gradient.
+    # Rows of padding have the weight of choice 0. Times zeros it adds nothing and gets no gradient.
     row_weights = weights.reshape(-1).index_select(0, assignment.choices)
+    if masks_padding and assignment.is_token is not None:
+        row_weights = row_weights * assignment.is_token.to(row_weights.dtype)
     weighted = (outputs * row_weights.unsqueeze(1)).to(outputs.dtype)
     total = outputs.new_zeros(tokens, outputs.size(1))
     return total.index_add(0, assignment.choices // weights.size(1), weighted)

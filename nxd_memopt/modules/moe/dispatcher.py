@@ -22,6 +22,8 @@ from nxd_memopt.parallel_layers import mappings, parallel_state
 class LocalExperts(Protocol):
     """The experts of this rank, as ``modules.moe.Experts``."""
 
+    has_biases: bool  # outputs of rows of padding are not zeros
+
     def __call__(self, rows: Tensor, counts: Tensor | None, /) -> Any: ...
 
     def routed(self, x: Tensor, weights: Tensor, assignment: Assignment) -> Tensor: ...
@@ -70,7 +72,7 @@ class Dispatcher:
         else:
             assert assignment.counts is not None
             outputs = self._exchange(rows, assignment.counts, local)
-        return add_rows(outputs, weights, assignment, x.size(0))
+        return add_rows(outputs, weights, assignment, x.size(0), masks_padding=local.has_biases)
 
     def _assign(self, experts: Tensor, positions: Tensor | None) -> Assignment:
         if self.block_size is not None:

@@ -44,6 +44,8 @@ class Experts(ShardedModule):
         ValueError: EP does not divide E, or T does not divide F.
     """
 
+    has_biases = False
+
     def __init__(
         self,
         num_experts: int,

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from nxd_memopt.moe_config import MoEConfig
-from nxd_memopt.planner.architectures import moe_layers
+from nxd_memopt.planner.architectures import GPT_NEOX_MOE, moe_layers
 from nxd_memopt.planner.moe_sizes import fixed_options
 from nxd_memopt.planner.moe_sizes import options_of as options_of
 
@@ -47,8 +47,10 @@ def resolve_moe(moe: MoEConfig | None, config: Any) -> MoEConfig:
     return moe
 
 
-def trained_only(moe: MoEConfig) -> tuple[str, Any] | None:
-    """Return the first option that transformers' Mixtral and Qwen3-MoE cannot express, and its value, or None."""
+def trained_only(moe: MoEConfig, model_type: str) -> tuple[str, Any] | None:
+    """Return the first option that transformers' model cannot express, and its value, or None."""
+    if model_type == GPT_NEOX_MOE:
+        return "num_moe_experts", moe.num_moe_experts
     for name, value in _TRAINED_ONLY.items():
         if getattr(moe, name) != value:
             return name, getattr(moe, name)
@@ -58,12 +60,17 @@ def trained_only(moe: MoEConfig) -> tuple[str, Any] | None:
     return None
 
 
+def transformers_type(config: Any) -> str:
+    """Return the ``model_type`` in transformers of a model, without experts if transformers has it only so."""
+    return "gpt_neox" if config.model_type == GPT_NEOX_MOE else config.model_type
+
+
 def require_exportable(model: Any) -> None:
     """Raise ``ValueError`` if transformers' model of the same config would compute something else."""
     moe = getattr(model, "moe", None)
-    found = trained_only(moe) if isinstance(moe, MoEConfig) else None
+    found = trained_only(moe, model.config.model_type) if isinstance(moe, MoEConfig) else None
     if found is not None:
         raise ValueError(
-            f"{found[0]} {found[1]!r} is unknown to transformers' {model.config.model_type}, which would compute "
-            "something else with these weights: use save_training_state"
+            f"{found[0]} {found[1]!r} is unknown to transformers' {transformers_type(model.config)}, which would "
+            "compute something else with these weights: use save_training_state"
         )

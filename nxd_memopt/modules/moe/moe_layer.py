@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from nxd_memopt.backends import backend
 from nxd_memopt.modules.factory import LayerFactory
+from nxd_memopt.modules.moe.biased_experts import BiasedExperts
 from nxd_memopt.modules.moe.capacity import ranks_in_expert
 from nxd_memopt.modules.moe.dispatcher import Dispatcher
 from nxd_memopt.modules.moe.experts import Experts
@@ -30,6 +31,7 @@ class MoELayer(nn.Module):
         factory: builds the parameters.
         shared_experts: MLP that every token passes in addition, ``[B, S, H] -> [B, S, H]`` in the
             layout of this layer.
+        expert_class: gated MLPs without biases, or GPT-NeoX's.
 
     Raises:
         ValueError: the number of experts or their width cannot be divided over the ranks, shared
@@ -45,6 +47,7 @@ class MoELayer(nn.Module):
         *,
         factory: LayerFactory,
         shared_experts: nn.Module | None = None,
+        expert_class: type[Experts | BiasedExperts] = Experts,
     ) -> None:
         super().__init__()
         width = moe.moe_shared_expert_intermediate_size
@@ -70,7 +73,7 @@ class MoELayer(nn.Module):
         self.sequence_first = factory.parallel.sequence_parallel_enabled
         width = moe.moe_ffn_hidden_size or intermediate_size
         self.gate = _router(hidden_size, moe, factory)
-        self.experts = _experts(moe.num_moe_experts, hidden_size, width, hidden_act, factory)
+        self.experts = _experts(expert_class, moe.num_moe_experts, hidden_size, width, hidden_act, factory)
         self.shared_experts = shared_experts
         self.step_fractions: Tensor | None = None
 
@@ -171,9 +174,16 @@ def _router(hidden_size: int, moe: MoEConfig, factory: LayerFactory) -> Router:
     return router
 
 
-def _experts(num_experts: int, hidden_size: int, width: int, hidden_act: str, factory: LayerFactory) -> Experts:
+def _experts(
+    expert_class: type[Experts | BiasedExperts],
+    num_experts: int,
+    hidden_size: int,
+    width: int,
+    hidden_act: str,
+    factory: LayerFactory,
+) -> Experts | BiasedExperts:
     """Build the experts of this rank, sharded over expert- and tensor-parallel ranks."""
-    return Experts(
+    return expert_class(
         num_experts,
         hidden_size,
         width,

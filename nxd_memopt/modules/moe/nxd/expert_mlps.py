@@ -165,6 +165,8 @@ class Experts(nn.Module):
     The output is a partial sum over the tensor-parallel ranks.
     """
 
+    has_biases = False
+
     def __init__(
         self, config: RoutedExpertsMLPOpsConfig, *, dtype: torch.dtype, device: torch.device | str | None
     ) -> None:
