@@ -141,10 +141,10 @@ def test_a_reader_that_has_ended_is_no_error(arguments):
     assert (done.returncode, done.stderr) == (141, b"")
 
 
-def test_another_broken_pipe_is_an_error(monkeypatch, capsys):
+def test_another_broken_pipe_is_an_error(monkeypatch, capfd):  # whose standard output is a file
     def fail(self) -> None:
         raise BrokenPipeError(32, "Broken pipe")
 
     monkeypatch.setattr(cli.Doctor, "__call__", fail)
     assert run(monkeypatch, "doctor") == 2
-    assert "Broken pipe" in capsys.readouterr().err
+    assert "Broken pipe" in capfd.readouterr().err
