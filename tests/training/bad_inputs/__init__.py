@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.training.bad_inputs import chat, configuration, exports, launching, packing, precision, resume, runs
+from tests.training.bad_inputs import chat, configuration, exports, launching, packing, precision, resume, runs, sources
 from tests.training.bad_inputs.case import BadInput
 
 CASES: tuple[BadInput, ...] = (
@@ -14,4 +14,5 @@ CASES: tuple[BadInput, ...] = (
     *precision.CASES,
     *resume.CASES,
     *runs.CASES,
+    *sources.CASES,
 )

@@ -1,0 +1,115 @@
+"""Bad inputs: mixtures, Megatron's tokens, held-out data, NeMo's sections, adapters and parameter groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.training.bad_inputs.case import BadInput
+from tests.training.runs import LINES, LLAMA, write_config, write_jsonl
+
+
+def _mixture(weights: dict[str, Any], **data: Any) -> Callable[[Path], Path]:
+    """Two files of different text, ``a.jsonl`` and ``b.jsonl``, and the weights by name."""
+
+    def prepare(directory: Path) -> Path:
+        write_jsonl(directory / "a.jsonl", LINES)
+        write_jsonl(directory / "b.jsonl", [line.upper() for line in LINES])
+        (directory / "copy.jsonl").write_bytes((directory / "a.jsonl").read_bytes())
+        write_config(directory)
+        options = yaml.safe_load((directory / "config.yaml").read_text(encoding="utf-8"))
+        del options["data"]["dataset"]
+        options["data"] |= {"mixture": {str(directory / name): weight for name, weight in weights.items()}, **data}
+        (directory / "config.yaml").write_text(yaml.safe_dump(options), encoding="utf-8")
+        return directory / "config.yaml"
+
+    return prepare
+
+
+def _indexed(index: bytes, tokens: bytes | None) -> Callable[[Path], Path]:
+    def prepare(directory: Path) -> Path:
+        (directory / "t.idx").write_bytes(index)
+        if tokens is not None:
+            (directory / "t.bin").write_bytes(tokens)
+        return write_config(directory, data={"dataset": str(directory / "t.idx")})
+
+    return prepare
+
+
+def _bad_line(line: bytes) -> Callable[[Path], Path]:
+    """The third line of a file is ``line``."""
+
+    def prepare(directory: Path) -> Path:
+        lines = [f'{{"text": "{text}"}}'.encode() for text in LINES]
+        (directory / "d.jsonl").write_bytes(b"\n".join([*lines[:2], line, *lines[2:]]))
+        return write_config(directory, data={"dataset": str(directory / "d.jsonl")})
+
+    return prepare
+
+
+def _validation(name: str, content: bytes) -> Callable[[Path], Path]:
+    def prepare(directory: Path) -> Path:
+        (directory / name).write_bytes(content)
+        return write_config(directory, data={"validation_dataset": str(directory / name)})
+
+    return prepare
+
+
+def _nemo(**model: Any) -> Callable[[Path], Path]:
+    """A ``model`` section of NeMo's with some options."""
+    sizes = {"num_layers": 2, "hidden_size": 24, "ffn_hidden_size": 36, "num_attention_heads": 6}
+
+    def prepare(directory: Path) -> Path:
+        config = write_config(directory)
+        options = yaml.safe_load(config.read_text(encoding="utf-8"))
+        options["model"] = {"tokenizer": options["model"]["tokenizer"], **sizes, **model}
+        config.write_text(yaml.safe_dump(options), encoding="utf-8")
+        return config
+
+    return prepare
+
+
+def _section(name: str, **options: Any) -> Callable[[Path], Path]:
+    return lambda directory: write_config(directory, **{name: options})
+
+
+CASES: tuple[BadInput, ...] = (
+    BadInput("mixture_weight_zero", _mixture({"a.jsonl": 0.0, "b.jsonl": 1}), ("data.mixture", "a.jsonl", "positive")),
+    BadInput("mixture_weight_a_text", _mixture({"a.jsonl": "much"}), ("mixture", "a.jsonl", "much")),
+    BadInput("mixture_file_missing", _mixture({"a.jsonl": 1, "none.jsonl": 1}), ("none.jsonl", "no such file")),
+    BadInput("mixture_of_copies", _mixture({"a.jsonl": 1, "copy.jsonl": 1}), ("copy.jsonl", "a.jsonl", "same text")),
+    BadInput("mixture_and_dataset", _mixture({"a.jsonl": 1}, dataset="b.jsonl"), ("data.dataset", "data.mixture")),
+    BadInput("tokens_not_an_index", _indexed(b"text" * 20, b"0" * 80), ("t.idx",)),
+    BadInput("tokens_without_bin", _indexed(b"MMIDIDX\0\0" + b"\1" + b"\0" * 40, None), ("t.",)),
+    BadInput("text_not_json", _bad_line(b'{"text": "a'), ("d.jsonl line 3", "not JSON")),
+    BadInput("text_a_list", _bad_line(b'["a"]'), ("d.jsonl line 3",)),
+    BadInput("text_null", _bad_line(b'{"text": null}'), ("d.jsonl line 3", "null")),
+    BadInput("text_not_utf8", _bad_line(b'{"text": "\xff"}'), ("d.jsonl line 3", "UTF-8")),
+    BadInput("validation_missing", _section("data", validation_dataset="/absent/v.jsonl"), ("v.jsonl", "no such file")),
+    BadInput("validation_empty", _validation("v.jsonl", b""), ("v.jsonl", "empty")),
+    BadInput("nemo_layer_norm", _nemo(normalization="layernorm"), ("model.normalization 'layernorm'", "'rmsnorm'")),
+    BadInput("nemo_reference", _nemo(kv_channels="${.absent}"), ("model.kv_channels '${.absent}'", "nothing")),
+    BadInput("nemo_key_misspelt", _nemo(num_query_group=2), ("num_query_group", "model")),
+    BadInput("lora_module_unknown", _section("lora", lora_rank=2, target_modules=["q_prj"]), ("q_prj",)),
+    BadInput(
+        "no_decay_of_nothing", _section("optimizer", no_decay=["wte"]), ("optimizer.no_decay 'wte'", "embed_tokens")
+    ),
+    BadInput(
+        "in_backward_with_clipping",
+        _section("optimizer", in_backward=True),
+        ("optimizer.in_backward", "optimizer.clip_grad is 1.0", "set clip_grad to 0"),
+    ),
+    BadInput(
+        "in_backward_of_micro_batches",
+        _section("optimizer", in_backward=True, clip_grad=0),
+        ("optimizer.in_backward", "2 micro-batches of 2"),
+    ),
+    BadInput(
+        "model_type_of_another_family",
+        _section("model", config_overrides=LLAMA | {"model_type": "bert"}),
+        ("'bert'", "llama"),
+    ),
+)
