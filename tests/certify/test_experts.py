@@ -95,7 +95,10 @@ def test_collectives_equal_the_formulas(name, tmp_path):
     assert certified.survivals[3].baseline.collectives[sent] >= 3
 
 
-@pytest.mark.parametrize(("moe", "least"), [(PADDED, 0.7), (BLOCKS, 0.7)], ids=["padded", "blocks"])
+@pytest.mark.parametrize(
+    ("moe", "least"),
+    [pytest.param(PADDED, 0.7, id="padded"), pytest.param(BLOCKS, 0.7, id="blocks", marks=pytest.mark.slow)],
+)
 def test_the_saving_of_recomputed_experts_is_seen(moe, least, tmp_path):
     """Of a layer, the experts save more than half; without recomputation of them, nothing is saved."""
     recomputed = certificate(asked(tmp_path, MIXTRAL, (*moe, "moe_layer_recompute=true"))).survivals[3]
