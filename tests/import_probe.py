@@ -19,7 +19,11 @@ from typing import Any
 import nxd_memopt
 
 PACKAGE = Path(nxd_memopt.__file__).parent
-NEED_EXTRAS = ("nxd_memopt.certify.report.render", "nxd_memopt.certify.worker")  # cli; models
+NEED_EXTRAS = (
+    "nxd_memopt.certify.report.render",  # cli
+    "nxd_memopt.certify.worker",  # models
+    "nxd_memopt.modules.moe.gpt_neox_config",  # models
+)
 NEED_THE_TRAIN_EXTRA = ("nxd_memopt.training.", "nxd_memopt.launch.")
 MODELS = ("nxd_memopt.models", "nxd_memopt.models.gpt_neox", "nxd_memopt.models.llama")
 

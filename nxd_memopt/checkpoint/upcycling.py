@@ -18,12 +18,13 @@ from nxd_memopt.checkpoint.experts import StackedExperts
 from nxd_memopt.checkpoint.files import Sources, open_weights
 from nxd_memopt.checkpoint.gguf import weights_directory
 from nxd_memopt.checkpoint.importing import load_sources
-from nxd_memopt.modules.moe.gpt_neox_config import GPTNeoXMoEConfig
 from nxd_memopt.parallel_layers.coordination import raise_together
 from nxd_memopt.planner.architectures import num_kv_heads
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig, MixtralConfig, PretrainedConfig
+
+    from nxd_memopt.modules.moe.gpt_neox_config import GPTNeoXMoEConfig
 
 # Options of LLaMA that Mixtral has under the same name, with the same meaning.
 _SHARED = (
@@ -63,6 +64,8 @@ def upcycled_config(config: PretrainedConfig, num_experts: int, top_k: int) -> M
         ValueError: the model is neither LLaMA nor GPT-NeoX, or a LLaMA with biases, which Mixtral does not have.
     """
     from transformers import MixtralConfig
+
+    from nxd_memopt.modules.moe.gpt_neox_config import GPTNeoXMoEConfig
 
     if config.model_type == "gpt_neox":
         values = config.to_dict()
@@ -116,7 +119,7 @@ def _upcycled(model: nn.Module, sources: Sources, seed: int) -> Sources:
     """Return ``sources`` of a dense model with the names and shapes of ``model``."""
     config: MixtralConfig | GPTNeoXMoEConfig = model.config  # pyright: ignore[reportAssignmentType]
     experts = config.num_local_experts
-    is_neox = config.model_type == GPTNeoXMoEConfig.model_type
+    is_neox = config.model_type == "gpt_neox_moe"
     backbone = "gpt_neox" if is_neox else "model"
     experts_of_layer = _neox_experts if is_neox else _mixtral_experts
     generator = torch.Generator().manual_seed(seed)

@@ -14,7 +14,7 @@ from nxd_memopt.memory.recompute import checkpoint
 from nxd_memopt.modules.factory import LayerFactory
 from nxd_memopt.modules.mlp import GatedMLP
 from nxd_memopt.modules.moe import MoELayer, Router, RouterStatistics, empty_rows
-from nxd_memopt.modules.moe.capacity import expert_capacity, ranks_in_expert
+from nxd_memopt.modules.moe.capacity import ranks_in_expert
 from nxd_memopt.modules.moe.load_balancing import token_sums, update_expert_bias, with_row
 from nxd_memopt.modules.moe.router import Routing, choose_experts, sinkhorn
 from nxd_memopt.moe_config import MoEConfig
@@ -22,6 +22,7 @@ from nxd_memopt.ops.grouped_linear import grouped_linear, grouped_mm_linear, loo
 from nxd_memopt.parallel_layers import parallel_state
 from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
 from nxd_memopt.planner.architectures import shardings
+from nxd_memopt.planner.moe_sizes import expert_capacity
 from tests.dist.pool import distributed
 from tests.modules.moe.definitions import Options, Weights, kept_choices, moe_forward, sinkhorn_matrix
 from tests.modules.moe.test_moe_layer import EXPERTS, HIDDEN, LENGTH, ROWS, WIDTH, build, local
