@@ -35,7 +35,7 @@ def utilization_per_token(config: TrainConfig, hf_config: PretrainedConfig) -> f
             micro_batch_size=1,
             dtype=config.model.dtype,
         )
-    except ValueError:  # layers of two kinds, which the planner does not have
+    except ValueError:  # a model that the planner does not have, such as GPT-NeoX with experts
         return None
     flops = model_flops(sizes, attention=not config.data.isolate_documents) / config.data.seq_length
     return flops / (device.matmul_flops[config.model.dtype] * world_size())

@@ -95,8 +95,8 @@ def test_ranks(ranks: int, parallel: dict[str, Any], tmp_path: Path) -> None:
 def test_a_run_resumes_with_either(tmp_path: Path) -> None:
     """Checkpoints are those of an update after backward: each half may run either way."""
     trainer = {"max_steps": 8, "save_checkpoints": True, "save_interval": 4}
-    whole = config_of(tmp_path / "whole", in_backward=False, trainer=trainer)
-    assert run_here(whole).returncode == 0
+    after_backward = config_of(tmp_path / "after_backward", in_backward=False, trainer=trainer)
+    assert run_here(after_backward).returncode == 0
     for first in (False, True):
         directory = tmp_path / str(first)
         config = config_of(directory, in_backward=first, trainer=trainer)
@@ -105,9 +105,9 @@ def test_a_run_resumes_with_either(tmp_path: Path) -> None:
         outcome = run_here(config, option)
         assert outcome.returncode == 0, outcome.stderr
         assert f"optimizer.in_backward: {first} -> {not first}" in outcome.stdout
-        assert losses(directory / "run") == losses(tmp_path / "whole" / "run")
+        assert losses(directory / "run") == losses(tmp_path / "after_backward" / "run")
         name = "run/checkpoints/step_00000008"
-        expected = sorted((tmp_path / "whole" / name).glob("*.safetensors"))
+        expected = sorted((tmp_path / "after_backward" / name).glob("*.safetensors"))
         assert expected
         for file in expected:
             want, found = load_file(file), load_file(directory / name / file.name)

@@ -142,13 +142,13 @@ def test_scaled_positions_are_those_of_llama_3_1(tmp_path: Path) -> None:
 
 
 def test_options_next_to_the_sections() -> None:
-    beside = {
+    aws_keys = {
         "enable_recovery_time_instrumentation": False,
         "enable_checkpoint_removal_protection": True,
         "async_checkpointing": True,
         "restore_from_path": None,
     }
-    config = config_from_mapping({**beside, **mapping(precision="${trainer.precision}")})
+    config = config_from_mapping({**aws_keys, **mapping(precision="${trainer.precision}")})
     assert config.trainer.async_save and config.trainer.precision == "32-true"
     with pytest.raises(ValueError, match="restore_from_path is not supported"):
         config_from_mapping({**mapping(), "restore_from_path": "a.nemo"})

@@ -112,9 +112,10 @@ def test_a_run_reports_its_groups_and_resumes_with_the_same_only(tmp_path: Path)
         refused = run_here(config, *changed)
         assert refused.returncode == 2 and "restore it" in refused.stderr and "--model.warm-start" in refused.stderr
     assert run_here(config).returncode == 0
-    (tmp_path / "whole").mkdir()
-    assert run_here(write_config(tmp_path / "whole", optimizer=options, trainer={"export": False})).returncode == 0
-    assert losses(directory / "run") == losses(tmp_path / "whole" / "run")
+    uninterrupted = tmp_path / "uninterrupted"
+    uninterrupted.mkdir()
+    assert run_here(write_config(uninterrupted, optimizer=options, trainer={"export": False})).returncode == 0
+    assert losses(directory / "run") == losses(uninterrupted / "run")
 
 
 def test_a_pattern_is_checked_before_a_file_is_written(tmp_path: Path) -> None:
