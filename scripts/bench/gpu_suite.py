@@ -246,6 +246,17 @@ ONE_GPU = (
     step("qwen3-moe-12l-8k", "qwen3-moe-12l", 8192, "ours", "hf", "liger compiled"),
     step("mixtral-4l-8k", "mixtral-4l", 8192, "ours", "hf", "liger compiled"),
 )
+
+
+def sharded(name: str, states: str, options: str) -> Race:
+    """Return a race of LLaMA-3-8B at ZeRO-3 against FSDP2, 8,192 tokens on each GPU."""
+    shape = ("--model", "llama3-8b", "--tokens", "8192", "--states", states, *options.split())
+    variants = ("ours", LIGER4, "liger compiled, flash4")
+    return Race(name, "scripts.bench.sharded_step", (*shape, "--variants", *variants), variables=EXPANDABLE)
+
+
+# 16 bytes per parameter of GPT-NeoX-20B are more than two GPUs have: 306 GiB.
+NEOX_STATES = "--accumulation 4 --steps 3 --warm-up-steps 2"
 SEVERAL_GPUS = (
     step("gpt-neox-20b-8k", "gpt-neox-20b", 8192, *OURS, *DTENSOR),
     step("llama3-8b-8k", "llama3-8b", 8192, *OURS, *DTENSOR, "dtensor compiled, async TP"),
@@ -263,6 +274,20 @@ SEVERAL_GPUS = (
         *DTENSOR,
         options="--recompute full --recompute-layers 0",  # the peers', which do not fit without
     ),
+    states(
+        "gpt-neox-20b-states-8k", "gpt-neox-20b", 8192, "ours", options=f"{NEOX_STATES} --fraction 0.4 --staging-gib 16"
+    ),
+    states(
+        "gpt-neox-20b-states-8k-80gib",
+        "gpt-neox-20b",
+        8192,
+        "ours",
+        options=f"{NEOX_STATES} --fraction 0.85 --staging-gib 8",
+    ),
+    sharded("llama3-8b-zero3-8k", "fp32", "--recompute none"),
+    # For GPUs of 80 GiB: with fp32 states every layer has to be recomputed.
+    sharded("llama3-8b-zero3-8k-80gib", "fp32", "--recompute full"),
+    sharded("llama3-8b-zero3-8k-bf16", "bf16", "--recompute none"),
 )
 
 

@@ -87,11 +87,20 @@ def start_process_group() -> None:
     dist.init_process_group(backends, store=HashStore(), rank=0, world_size=1)
 
 
-def with_fsdp2_offload(build: Builder, states_dtype: torch.dtype) -> Builder:
-    """Return ``build`` with FSDP2's ``CPUOffloadPolicy`` on one device.
+def with_fsdp2(
+    build: Builder, states_dtype: torch.dtype, *, offload: bool = False, compile_layers: bool = False
+) -> Builder:
+    """Return ``build`` sharded by FSDP2 over all ranks, of which there may be one.
 
-    Parameters, gradients and moments are in ``states_dtype`` on the host, where the optimizer runs
-    too; layers compute in the dtype of the other peers.
+    Parameters, gradients and moments are in ``states_dtype``; layers compute in the dtype of the other
+    peers, and gradients are reduced in ``states_dtype``.
+
+    Args:
+        build: builds the model.
+        states_dtype: dtype of the shards.
+        offload: keep the shards, gradients and moments on the host (``CPUOffloadPolicy``), where the
+            optimizer runs too.
+        compile_layers: compile each layer before it is sharded.
     """
 
     def build_fsdp2(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction]:
@@ -103,11 +112,14 @@ def with_fsdp2_offload(build: Builder, states_dtype: torch.dtype) -> Builder:
         for param in model.parameters():
             param.data = param.data.to(states_dtype)
         policies: dict[str, Any] = {
-            "mp_policy": MixedPrecisionPolicy(param_dtype=dtype()),
-            "offload_policy": CPUOffloadPolicy(pin_memory=backend.name == "cuda"),
+            "mp_policy": MixedPrecisionPolicy(param_dtype=dtype(), reduce_dtype=states_dtype),
         }
+        if offload:
+            policies["offload_policy"] = CPUOffloadPolicy(pin_memory=backend.name == "cuda")
         base: Any = model.get_submodule(str(model.base_model_prefix))
         for layer in base.layers:
+            if compile_layers:
+                layer.compile()
             fully_shard(layer, **policies)
         fully_shard(model, **policies)
         return model, loss_of
@@ -191,8 +203,8 @@ PEERS: dict[str, Peer] = {"hf": Peer(build_hf, "bf16 moments", packages=())}
 PEERS |= _with_flash4(
     {
         "liger": Peer(build_liger, "bf16 moments"),
-        "fsdp2": Peer(with_fsdp2_offload(build_liger, torch.float32), "fp32 weights and moments"),
-        "fsdp2 bf16": Peer(with_fsdp2_offload(build_liger, torch.bfloat16), "bf16 weights and moments"),
+        "fsdp2": Peer(with_fsdp2(build_liger, torch.float32, offload=True), "fp32 weights and moments"),
+        "fsdp2 bf16": Peer(with_fsdp2(build_liger, torch.bfloat16, offload=True), "bf16 weights and moments"),
         "deepspeed": Peer(
             with_deepspeed_offload(build_liger),
             "fp32 masters and moments",

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from nxd_memopt._optional import installed
 from scripts.bench import offload_peers, state_offload
 from scripts.bench.configs import CONFIGS
-from scripts.bench.offload_peers import PEERS, with_deepspeed_offload, with_fsdp2_offload
+from scripts.bench.offload_peers import PEERS, with_deepspeed_offload, with_fsdp2
 from scripts.bench.peers import build_hf
 
 MODEL = "llama-tiny"
@@ -43,14 +43,14 @@ def measured(monkeypatch, name: str, *options: str, **changes) -> dict[str, Any]
 def test_fsdp2_with_fp32_states_trains_as_transformers_model(monkeypatch, process_group):
     """Loss and clipped norm; fails without clipping, too: the norm is above 1."""
     reference = measured(monkeypatch, "hf")
-    peer = measured(monkeypatch, "fsdp2", build=with_fsdp2_offload(build_hf, torch.float32))
+    peer = measured(monkeypatch, "fsdp2", build=with_fsdp2(build_hf, torch.float32, offload=True))
     assert reference["grad_norm"] > offload_peers.MAX_NORM
     for name in ("first_loss", "loss", "grad_norm"):
         assert peer[name] == pytest.approx(reference[name], rel=1e-4)  # sums in another order
 
 
 def test_fsdp2_with_bf16_states_has_nothing_in_fp32(process_group):
-    model, loss_of = with_fsdp2_offload(build_hf, torch.bfloat16)(
+    model, loss_of = with_fsdp2(build_hf, torch.bfloat16, offload=True)(
         CONFIGS[MODEL](), state_offload.MemoryConfig(recompute_granularity="full")
     )
     optimizer = offload_peers.ClippedAdamW(model)

@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 
 from nxd_memopt.config import MemoryConfig
-from scripts.bench import gpu_suite, linear_cross_entropy, state_offload, train_step
+from scripts.bench import gpu_suite, linear_cross_entropy, sharded_step, state_offload, train_step
 from scripts.bench.memory_options import with_options
 
 PARSERS = {
     "scripts.bench.train_step": train_step.argument_parser,
     "scripts.bench.linear_cross_entropy": linear_cross_entropy.argument_parser,
     "scripts.bench.state_offload": state_offload.argument_parser,
+    "scripts.bench.sharded_step": sharded_step.argument_parser,
 }
 
 

@@ -1,0 +1,163 @@
+"""Benchmark of ZeRO-3: full steps with clipping, next to FSDP2 on transformers' model with Liger-Kernel.
+
+    torchrun --nproc_per_node 2 -m scripts.bench.sharded_step --model llama3-8b --tokens 8192 --append
+
+Every process is a data-parallel rank with a sequence of its own. Random weights, fused AdamW,
+clipping by the global norm. ``--states fp32``: the shards are fp32 masters, gradients are reduced
+in fp32, 16 bytes per parameter over D ranks. ``--states bf16``: weights, gradients and moments in
+bf16, 8 bytes per parameter over D ranks. The compute dtype is bf16 in both (fp32 on the CPU), for the peers too.
+Peers recompute every layer with ``--recompute full`` and none otherwise; ``--memory`` is of ours alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from nxd_memopt.backends import backend
+from nxd_memopt.config import MemoryConfig
+from nxd_memopt.data_parallel import Zero3Optimizer, shard_model
+from nxd_memopt.modules.causal_lm import ParallelCausalLM
+from nxd_memopt.optimizer import AdamW
+from nxd_memopt.parallel_layers import parallel_state
+from nxd_memopt.parallel_layers.random import model_parallel_manual_seed
+from nxd_memopt.parallel_layers.utils import leave_process_groups
+from scripts.bench.configs import CONFIGS
+from scripts.bench.gpu_race import first_line
+from scripts.bench.memory_options import add_memory_options, limit_device_memory, with_options
+from scripts.bench.offload_peers import LEARNING_RATE, MAX_NORM, WEIGHT_DECAY, ClippedAdamW, Stepper, with_fsdp2
+from scripts.bench.peers import Builder, LossFunction, build_hf, build_liger, with_flash4
+from scripts.bench.record import append, environment
+from scripts.bench.train_step import build_ours, build_ours_compiled
+
+CSV = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "sharded_step.csv"
+STATES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+OURS: dict[str, Builder] = {"ours": build_ours, "ours compiled": build_ours_compiled}
+PEERS: dict[str, tuple[Builder, bool]] = {  # with compiled layers or without
+    "hf": (build_hf, False),
+    "liger": (build_liger, False),
+    "liger, flash4": (with_flash4(build_liger), False),
+    "liger compiled": (build_liger, True),
+    "liger compiled, flash4": (with_flash4(build_liger), True),
+}
+
+
+class OurOptimizer:
+    """Our optimizer with the peers' interface."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._optimizer = Zero3Optimizer(
+            model.parameters(), AdamW, max_norm=MAX_NORM, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY
+        )
+
+    def step(self) -> None:
+        self._optimizer.step()
+
+    def zero_grad(self) -> None:
+        self._optimizer.zero_grad()
+
+    def norm(self) -> float:
+        return cast(Tensor, self._optimizer.grad_norm).item()
+
+
+def build(
+    variant: str, config: Any, states: torch.dtype, memory: MemoryConfig
+) -> tuple[nn.Module, LossFunction, Stepper]:
+    """Return a sharded model, its loss and its optimizer."""
+    if variant in OURS:
+        model, loss_of = OURS[variant](config, memory)
+        # With bf16 states gradients are reduced in bf16, as FSDP2 reduces them without reduce_dtype.
+        reduce_dtype = torch.float32 if states == torch.float32 else None
+        shard_model(cast(ParallelCausalLM, model), master_dtype=states, reduce_dtype=reduce_dtype)
+        return model, loss_of, OurOptimizer(model)
+    builder, compiled = PEERS[variant]
+    model, loss_of = with_fsdp2(builder, states, compile_layers=compiled)(config, memory)
+    return model, loss_of, ClippedAdamW(model)
+
+
+def measure(variant: str, tokens: int, memory: MemoryConfig, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the columns of a row; the memory is free again afterwards."""
+    from scripts.bench.state_offload import timed_steps
+
+    # All ranks of all variants begin with the same seed; each rank has tokens of its own.
+    model_parallel_manual_seed(7)
+    config = CONFIGS[args.model]()
+    model, loss_of, optimizer = build(variant, config, STATES[args.states], memory)
+    model.train()
+    generator = torch.Generator().manual_seed(3 + parallel_state.get_data_parallel_rank())
+    ids = torch.randint(0, config.vocab_size, (1, tokens), generator=generator).to(backend.device)
+    # timed_steps counts the tokens of one sequence and divides by all devices.
+    result = timed_steps(loss_of, optimizer, ids, args)
+    speed = result["tokens_per_s_per_device"] * parallel_state.get_data_parallel_size()
+    result["tokens_per_s_per_device"] = round(speed, 1)
+    return result | {"grad_norm": round(optimizer.norm(), 4)}
+
+
+def measured_row(variant: str, tokens: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the row of a variant; one that does not run is a row with its failure."""
+    memory = MemoryConfig(recompute_granularity="full") if args.recompute == "full" else MemoryConfig()
+    words = [args.recompute]
+    if variant in OURS:
+        memory = with_options(memory, args.memory)
+        words += args.memory
+    row: dict[str, Any] = {
+        "model": args.model,
+        "variant": variant,
+        "data_parallel": parallel_state.get_data_parallel_size(),
+        "tokens": tokens,
+        "states": args.states,
+        "recompute": ", ".join(words),
+        "cap_gib": args.cap_gib or "",
+        "failure": "",
+    }
+    # All ranks fail alike, so none waits in a collective for one that has failed.
+    try:
+        row |= measure(variant, tokens, memory, args)
+    except (RuntimeError, AttributeError, ValueError, ImportError) as error:
+        row["failure"] = first_line(error)
+    gc.collect()
+    if backend.name == "cuda":
+        torch.cuda.empty_cache()
+    return row
+
+
+def argument_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=CONFIGS, default="llama-tiny")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[512], help="of each rank's sequence")
+    parser.add_argument("--variants", choices=(*OURS, *PEERS), nargs="+", default=["ours", "hf"])
+    parser.add_argument("--states", choices=STATES, default="fp32")
+    parser.add_argument("--recompute", choices=("none", "full"), default="none")
+    add_memory_options(parser)
+    parser.add_argument("--warm-up-steps", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--csv", type=Path, default=CSV)
+    parser.add_argument("--append", action="store_true", help="append the rows to --csv")
+    # What timed_steps reads and this benchmark does not vary.
+    parser.set_defaults(accumulation=1, warm_up_tokens=None, read_loss=False)
+    return parser
+
+
+def main() -> None:
+    args = argument_parser().parse_args()
+    backend.init_process_group()
+    parallel_state.initialize_model_parallel()
+    limit_device_memory(args.cap_gib)
+    about = environment("scripts.bench.sharded_step")
+    for tokens in args.tokens:
+        for variant in args.variants:
+            row = measured_row(variant, tokens, args)
+            if parallel_state.is_global_rank_zero():
+                print(row, flush=True)
+                if args.append:
+                    append([row | about], args.csv)
+    leave_process_groups()
+
+
+if __name__ == "__main__":
+    main()
