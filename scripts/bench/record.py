@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import transformers
 
-from nxd_memopt._optional import installed
+from nxd_memopt._optional import installed, why_missing
 from nxd_memopt.backends import backend
 
 _WRITTEN = ("docs/benchmarks", "docs/numerics.md", "README.md")
@@ -31,6 +31,7 @@ _VARIABLES = (  # environment variables that change what is measured
     "PYTORCH_CUDA_ALLOC_CONF",
 )
 _PACKAGES = ("liger-kernel", "cut-cross-entropy", "flash-attn-4", "deepspeed")
+_KERNELS = {"flash-attn-4": "flash_attn.cute.interface"}  # distributions that ours uses where they can be imported
 
 
 def cpu_name() -> str:
@@ -60,10 +61,23 @@ def environment(module: str) -> dict[str, Any]:
         "device": device,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "peers": ", ".join(installed(*_PACKAGES)),
+        "peers": ", ".join(usable_packages()),
         "commit": _commit(),
         "command": shlex.join([*_settings(), *_launcher(), "-m", module, *sys.argv[1:]]),
     }
+
+
+def usable_packages() -> list[str]:
+    """Return ``name version`` of the installed peers and kernels.
+
+    It is ``name unusable`` for kernels that cannot be imported: ours runs without them.
+    """
+    packages: list[str] = []
+    for package in installed(*_PACKAGES):
+        name = package.partition(" ")[0]
+        is_unusable = name in _KERNELS and why_missing(_KERNELS[name]) is not None
+        packages.append(f"{name} unusable" if is_unusable else package)
+    return packages
 
 
 def _commit() -> str:
