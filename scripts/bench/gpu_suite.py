@@ -120,7 +120,7 @@ STATES = (
         32768,
         "ours",
         LIGER4,
-        options="--staging-gib 46 " + memory(*NORM_MLP, "recompute_method=block", "recompute_num_layers=21"),
+        options="--staging-gib 46 " + memory(*NORM_MLP, "recompute_method=block", "recompute_num_layers=24"),
     ),
     states("llama3-8b-states-64k", "llama3-8b", 65536, "ours", LIGER4, options=f"--staging-gib 4 {memory(*NORM_MLP)}"),
     states(

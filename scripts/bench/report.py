@@ -50,6 +50,20 @@ STATE_COLUMNS = {
     "failure": "failure",
     "commit": "commit",
 }
+SHARDED_COLUMNS = {
+    "device": "device",
+    "model": "model",
+    "data_parallel": "D",
+    "tokens": "tokens per GPU",
+    "states": "states",
+    "recompute": "recompute",
+    "variant": "variant",
+    "step_ms": "ms",
+    "tokens_per_s_per_device": "tokens/s/GPU",
+    "peak_gib": "GiB",
+    "failure": "failure",
+    "commit": "commit",
+}
 EXPERT_COLUMNS = {
     "shape": "shape",
     "routing": "routing",
@@ -60,7 +74,6 @@ EXPERT_COLUMNS = {
     "batched_floor_ms": "batched floor ms",
     "peak_gib": "GiB",
     "failure": "failure",
-    "note": "note",
     "commit": "commit",
 }
 MATMUL_COLUMNS = {
@@ -335,6 +348,16 @@ def page() -> str:
             "only. A row without flash-attn-4 among its peers has cuDNN's attention "
             "([rows](benchmarks/state_offload.csv)).",
             "\n".join(column_lines(states, STATE_COLUMNS)),
+        ]
+    sharded = [row for device in (DEVICE, OTHER_DEVICE) for row in rows_of("sharded_step", device)]
+    if sharded:
+        parts += [
+            "## ZeRO-3",
+            "Ours and FSDP2 on transformers' model with Liger-Kernel, one replica over D GPUs of a host, full steps "
+            "with clipping. `states`: fp32 shards are masters, with fp32 moments and reductions (16 bytes per "
+            "parameter over D); bf16 shards are weights, with bf16 moments and reductions (8 bytes) "
+            "([rows](benchmarks/sharded_step.csv)).",
+            "\n".join(column_lines(sharded, SHARDED_COLUMNS)),
         ]
     precisions = rows_of("precision")
     if precisions:
