@@ -282,7 +282,7 @@ SEVERAL_GPUS = (
         "gpt-neox-20b",
         8192,
         "ours",
-        options=f"{NEOX_STATES} --fraction 0.85 --staging-gib 8",
+        options=f"{NEOX_STATES} --fraction 0.95 --staging-gib 5",
     ),
     sharded("llama3-8b-zero3-8k", "fp32", "--recompute none"),
     # For GPUs of 80 GiB: with fp32 states every layer has to be recomputed.
