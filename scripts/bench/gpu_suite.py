@@ -5,8 +5,8 @@
     python -m scripts.bench.gpu_suite --gpus 4 --list
 
 Each race is a process (one per GPU with several GPUs) whose output goes to ``--logs``. A race that
-fails or exceeds ``--timeout-s`` does not stop the others. cuBLAS runs without its counter resets
-(docs/gpus.md), for the peers too.
+fails or exceeds ``--timeout-s`` does not stop the others, and none runs on after ``--seconds``. cuBLAS
+runs without its counter resets (docs/gpus.md), for the peers too.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Race:
     arguments: tuple[str, ...]
     variables: tuple[tuple[str, str], ...] = ()
 
-    def command(self, gpus: int, *, append: bool, traces: Path | None) -> list[str]:
+    def command(self, gpus: int, *, append: bool, rows: Path | None, traces: Path | None) -> list[str]:
         """Return the command that runs the race on ``gpus`` GPUs."""
         # Without a launcher a single process has no process group, so that neither the rendezvous
         # nor collectives of size 1 are part of what is measured.
@@ -57,6 +57,8 @@ class Race:
         options: list[str] = []
         if append:
             options.append("--append")
+        if rows:
+            options += ["--csv", str(rows / f"{self.module.rpartition('.')[2]}.csv")]
         if traces and self.module == TRAIN_STEP:
             options += ["--traces", str(traces)]
         return [sys.executable, *launcher, "-m", self.module, *self.arguments, *options]
@@ -298,12 +300,12 @@ def races(gpus: int) -> tuple[Race, ...]:
     return SEVERAL_GPUS
 
 
-def run(race: Race, args: argparse.Namespace) -> bool:
-    """Run a race and return whether it succeeded.
+def run(race: Race, args: argparse.Namespace, limit_s: float) -> bool:
+    """Run a race for at most ``limit_s`` seconds and return whether it succeeded.
 
     Afterwards the process and its ranks have ended, except ranks of a launcher that hung.
     """
-    command = race.command(args.gpus, append=args.append, traces=args.traces)
+    command = race.command(args.gpus, append=args.append, rows=args.rows, traces=args.traces)
     log = args.logs / f"{race.name}_T{args.gpus}.log"
     # A user's own setting takes precedence: it is later in the dict.
     environment = {"CUBLAS_WORKSPACE_CONFIG": ":0:0", **dict(race.variables), **os.environ}
@@ -322,11 +324,11 @@ def run(race: Race, args: argparse.Namespace) -> bool:
         )
         result = "done"
         try:
-            code = process.wait(args.timeout_s)
+            code = process.wait(limit_s)
             if code != 0:
                 result = f"failed ({code})"
         except subprocess.TimeoutExpired:
-            result = f"failed (stopped after {args.timeout_s} s: see --timeout-s)"
+            result = f"failed (stopped after {limit_s:.0f} s: see --timeout-s and --seconds)"
         finally:
             _end(process)
     print(f"{race.name}: {result}, {time.monotonic() - start:.0f} s", flush=True)
@@ -352,12 +354,16 @@ def main() -> int:
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--only", nargs="+", help="races by name")
     parser.add_argument("--list", action="store_true", help="print the races' commands and end")
-    parser.add_argument("--append", action="store_true", help="append the rows to docs/benchmarks")
+    parser.add_argument("--append", action="store_true", help="append the rows to the files of --rows")
+    parser.add_argument("--rows", type=Path, help="folder of the rows' files, default docs/benchmarks")
     parser.add_argument("--traces", type=Path, help="write Chrome traces of one step of each variant there, one a rank")
     parser.add_argument("--logs", type=Path, default=ROOT / "build" / "bench")
-    parser.add_argument("--timeout-s", type=float, default=1800)
+    parser.add_argument("--timeout-s", type=float, default=1800, help="limit of one race")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="limit of all races together")
     args = parser.parse_args()
-    args.traces = args.traces and args.traces.resolve()  # the races run elsewhere
+    # The races run in the repository's root.
+    args.traces = args.traces and args.traces.resolve()
+    args.rows = args.rows and args.rows.resolve()
     if args.gpus < 1:
         parser.error(f"--gpus must be at least 1, got {args.gpus}")
     chosen = races(args.gpus)
@@ -369,7 +375,7 @@ def main() -> int:
     chosen = [race for race in chosen if not args.only or race.name in args.only]
     if args.list:
         for race in chosen:
-            command = race.command(args.gpus, append=args.append, traces=args.traces)
+            command = race.command(args.gpus, append=args.append, rows=args.rows, traces=args.traces)
             variables = [f"{name}={value}" for name, value in race.variables]
             print(f"{race.name}: {shlex.join([*variables, *command])}")
         return 0
@@ -384,9 +390,15 @@ def run_all(chosen: Sequence[Race], args: argparse.Namespace) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     args.logs.mkdir(parents=True, exist_ok=True)
-    failed = [race.name for race in chosen if not run(race, args)]
+    end = time.monotonic() + args.seconds
+    failed: list[str] = []
+    for race in chosen:
+        limit_s = min(args.timeout_s, end - time.monotonic())
+        if limit_s <= 0 or not run(race, args, limit_s):
+            failed.append(race.name)
     if failed:
-        print(f"error: {len(failed)} of {len(chosen)} races failed, their logs in {args.logs}: {', '.join(failed)}")
+        names = ", ".join(failed)
+        print(f"error: {len(failed)} of {len(chosen)} races failed or did not begin, logs in {args.logs}: {names}")
         return 1
     return 0
 

@@ -104,6 +104,7 @@ def with_fsdp2(
     """
 
     def build_fsdp2(config: Any, memory: MemoryConfig) -> tuple[nn.Module, LossFunction]:
+        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
         start_process_group()
@@ -112,6 +113,7 @@ def with_fsdp2(
         for param in model.parameters():
             param.data = param.data.to(states_dtype)
         policies: dict[str, Any] = {
+            "mesh": init_device_mesh(backend.device.type, (dist.get_world_size(),)),
             "mp_policy": MixedPrecisionPolicy(param_dtype=dtype(), reduce_dtype=states_dtype),
         }
         if offload:

@@ -29,7 +29,7 @@ def test_the_scripts_take_their_arguments(gpus):
     races = gpu_suite.races(gpus)
     assert len({race.name for race in races}) == len(races)
     for race in races:
-        command = race.command(gpus, append=True, traces=gpu_suite.ROOT / "traces")
+        command = race.command(gpus, append=True, rows=gpu_suite.ROOT / "rows", traces=gpu_suite.ROOT / "traces")
         assert find_spec(race.module) is not None
         if race.module in PARSERS:
             args = PARSERS[race.module]().parse_args(command[command.index(race.module) + 1 :])
@@ -65,7 +65,7 @@ def test_a_race_that_fails_or_hangs_leaves_the_others(folder, monkeypatch, capsy
     logs = folder / "logs"
     assert run(monkeypatch, "--logs", str(logs), "--timeout-s", "5") == 1
     printed = capsys.readouterr().out
-    assert "2 of 3 races failed" in printed and "stopped after 5.0 s" in printed and "good: done" in printed
+    assert "2 of 3 races failed" in printed and "stopped after 5 s" in printed and "good: done" in printed
     assert (logs / "good_T1.log").read_text().strip() == ":0:0"
     assert "no such GPU" in (logs / "bad_T1.log").read_text()
     assert_gone(logs / "endless_T1.log", processes=1)
@@ -103,6 +103,13 @@ def test_a_suite_that_is_ended_takes_its_race_along(folder, number):
     suite.send_signal(number)
     assert suite.wait(60) == 128 + number
     assert_gone(log, processes=1)
+
+
+def test_no_race_begins_after_the_time_of_all(folder, monkeypatch, capsys):
+    options = ("--logs", str(folder / "logs"), "--seconds", "2", "--only", "endless", "good")
+    assert run(monkeypatch, *options) == 1
+    printed = capsys.readouterr().out
+    assert "stopped after 2 s" in printed and "good:" not in printed and "did not begin" in printed
 
 
 def test_chosen_races_and_unknown_ones(folder, monkeypatch, capsys):
