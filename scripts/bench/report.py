@@ -308,6 +308,21 @@ def expert_parts() -> list[str]:
     return parts
 
 
+def sharded_parts() -> list[str]:
+    """Return the section of ZeRO-3; nothing without rows."""
+    rows = [row for device in (DEVICE, OTHER_DEVICE) for row in rows_of("sharded_step", device)]
+    if not rows:
+        return []
+    return [
+        "## ZeRO-3",
+        "Ours and FSDP2 on transformers' model with Liger-Kernel, one replica over D GPUs of a host, full steps "
+        "with clipping. `states`: fp32 shards are masters, with fp32 moments and reductions (16 bytes per "
+        "parameter over D); bf16 shards are weights, with bf16 moments and reductions (8 bytes) "
+        "([rows](benchmarks/sharded_step.csv)).",
+        "\n".join(column_lines(rows, SHARDED_COLUMNS)),
+    ]
+
+
 def page() -> str:
     """Return docs/benchmarks.md."""
     parts = [
@@ -349,16 +364,7 @@ def page() -> str:
             "([rows](benchmarks/state_offload.csv)).",
             "\n".join(column_lines(states, STATE_COLUMNS)),
         ]
-    sharded = [row for device in (DEVICE, OTHER_DEVICE) for row in rows_of("sharded_step", device)]
-    if sharded:
-        parts += [
-            "## ZeRO-3",
-            "Ours and FSDP2 on transformers' model with Liger-Kernel, one replica over D GPUs of a host, full steps "
-            "with clipping. `states`: fp32 shards are masters, with fp32 moments and reductions (16 bytes per "
-            "parameter over D); bf16 shards are weights, with bf16 moments and reductions (8 bytes) "
-            "([rows](benchmarks/sharded_step.csv)).",
-            "\n".join(column_lines(sharded, SHARDED_COLUMNS)),
-        ]
+    parts += sharded_parts()
     precisions = rows_of("precision")
     if precisions:
         parts += [
